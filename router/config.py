@@ -1,0 +1,272 @@
+"""Settings of the router: every limit with its unit, default and reason, checked once.
+
+A field with `help` in its metadata is a public setting: the launcher turns it into a flag and an environment variable
+of the same name, and `docs/settings.md` is written from it. The other fields are what the launcher tells the router
+about this launch. Reading flags and the environment is the launcher's work; this module only says what is valid.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+DEFAULT_MAX_INPUT_LENGTH = 1024
+DEFAULT_MAX_TOTAL_TOKENS = 2048
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """One router's settings, frozen after start-up. Raises ValueError that lists every problem."""
+
+    # What the launcher tells the router about this launch.
+    model_id: str
+    model_path: str  # local folder with config.json and tokenizer.json
+    shard_sockets: tuple[str, ...]  # unix socket of each rank, in rank order
+    revision: str | None = None
+    model_sha: str | None = None  # commit of the downloaded snapshot, if it is one
+    listen_fd: int | None = None  # bound, not yet listening; the launcher binds so that a taken port is found first
+    sources: dict[str, str] = field(default_factory=dict)  # setting -> "flag", "environment" or "default"
+
+    hostname: str = field(
+        default="0.0.0.0",
+        metadata={
+            "help": "Address to listen on.",
+            "when": "127.0.0.1 keeps the server private to this machine.",
+        },
+    )
+    port: int = field(
+        default=3000,
+        metadata={
+            "help": "TCP port to listen on; 0 takes a free one and prints it.",
+            "min": 0,
+            "max": 65535,
+            "when": "Another server has the port.",
+        },
+    )
+    max_concurrent_requests: int = field(
+        default=128,
+        metadata={
+            "help": "Requests in the server at once, waiting or running. One more is refused with 429 `overloaded`.",
+            "unit": "requests",
+            "min": 1,
+            "when": "Raise it if clients would rather wait than be refused; too high and they wait for minutes.",
+        },
+    )
+    max_best_of: int = field(
+        default=2,
+        metadata={
+            "help": "Largest `best_of`: samples drawn for one request, of which the likeliest is returned.",
+            "unit": "samples",
+            "min": 1,
+            "when": "Each sample costs a whole generation and one place of `max_concurrent_requests`.",
+        },
+    )
+    max_stop_sequences: int = field(
+        default=4,
+        metadata={
+            "help": "Largest number of stop sequences in one request.",
+            "unit": "sequences",
+            "min": 0,
+            "when": "Raise it for prompts with many end markers; each is searched for after every token.",
+        },
+    )
+    max_top_n_tokens: int = field(
+        default=5,
+        metadata={
+            "help": "Largest `top_n_tokens`: candidates reported with each token.",
+            "unit": "tokens",
+            "min": 0,
+            "when": "Raise it for evaluation; replies grow by as much.",
+        },
+    )
+    max_input_length: int | None = field(
+        default=None,
+        metadata={
+            "help": "Longest prompt.",
+            "aliases": ("max_input_tokens",),
+            "unit": "tokens",
+            "min": 1,
+            "default": f"{DEFAULT_MAX_INPUT_LENGTH}, or max_total_tokens - 1 if that is less",
+            "when": "Raise it for long documents; every running request may then hold that much KV cache.",
+        },
+    )
+    max_total_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Longest sequence: prompt plus generated tokens of one request.",
+            "unit": "tokens",
+            "min": 2,
+            "default": f"{DEFAULT_MAX_TOTAL_TOKENS}, or what the model or max_batch_total_tokens allows if that is less",
+            "when": "It bounds what one request can cost: KV cache is reserved for the whole sequence at admission.",
+        },
+    )
+    waiting_served_ratio: float = field(
+        default=0.3,
+        metadata={
+            "help": "Waiting requests join the running batch once they number this share of it.",
+            "unit": "ratio",
+            "min": 0.0,
+            "when": "Raise it to disturb running streams less often; lower it for a quicker first token.",
+        },
+    )
+    max_batch_prefill_tokens: int = field(
+        default=4096,
+        metadata={
+            "help": "Prompt tokens computed in one step; a longer prompt is computed in chunks of at most this size.",
+            "unit": "tokens",
+            "min": 1,
+            "when": "Lower it to shorten the pause that a long prompt causes in running streams, or to save memory.",
+        },
+    )
+    max_batch_total_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens that all running requests may reserve together: the size of the KV cache.",
+            "unit": "tokens",
+            "min": 2,
+            "default": "inferred at start from free memory",
+            "when": "Lower it to leave memory for others; more than fits is refused with the number that fits.",
+        },
+    )
+    max_waiting_tokens: int = field(
+        default=20,
+        metadata={
+            "help": "Decode steps after which a waiting request joins whatever waiting_served_ratio says.",
+            "unit": "steps",
+            "min": 0,
+            "when": "Lower it to bound the wait for a first token; 0 lets requests in at every step.",
+        },
+    )
+    max_batch_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "Largest number of requests that run together.",
+            "unit": "requests",
+            "min": 1,
+            "default": "no limit",
+            "when": "Set it where the time of one step matters more than throughput.",
+        },
+    )
+    max_client_batch_size: int = field(
+        default=4,
+        metadata={
+            "help": "Largest number of prompts in one HTTP request.",
+            "unit": "prompts",
+            "min": 1,
+            "when": "Raise it for clients that send lists of prompts.",
+        },
+    )
+    payload_limit: int = field(
+        default=2_000_000,
+        metadata={
+            "help": "Largest HTTP request body; a larger one is refused with 413.",
+            "unit": "bytes",
+            "min": 1,
+            "when": "Raise it with max_input_length: a token is about four bytes of text.",
+        },
+    )
+    validation_workers: int = field(
+        default=2,
+        metadata={
+            "help": "Threads that tokenise prompts.",
+            "unit": "threads",
+            "min": 1,
+            "when": "Raise it for many long prompts a second on a machine with cores to spare.",
+        },
+    )
+    api_key: str | None = field(
+        default=None,
+        metadata={
+            "help": "Key that clients must send as `Authorization: Bearer KEY`; without it the server is open.",
+            "secret": True,
+            "default": "none",
+            "when": "Always on an address that others can reach. Prefer the environment variable: flags show in `ps`.",
+        },
+    )
+    cors_allow_origin: tuple[str, ...] = field(
+        default=(),
+        metadata={
+            "help": "Origin whose web pages may call this server; repeat the flag or separate by commas.",
+            "default": "any",
+            "when": "Set it when browsers call the server directly.",
+        },
+    )
+    tokenizer_config_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "A tokenizer_config.json to use in place of the model's: chat template and special tokens.",
+            "default": "the model's",
+            "when": "The model comes without one, or with a wrong one.",
+        },
+    )
+    otlp_endpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "OpenTelemetry collector (OTLP over gRPC) that gets a trace of every request.",
+            "default": "none",
+            "when": "You run a collector; needs the extra `otel`.",
+        },
+    )
+    json_output: bool = field(
+        default=False,
+        metadata={"help": "Write logs as JSON, one object a line.", "when": "A log collector reads them."},
+    )
+    graceful_termination_timeout: int = field(
+        default=90,
+        metadata={
+            "help": "How long running requests may go on after SIGTERM before they are ended with an error.",
+            "unit": "seconds",
+            "min": 0,
+            "when": "Match it to the grace period of the platform that sends the signal.",
+        },
+    )
+
+    def __post_init__(self) -> None:
+        if problems := relation_problems(
+            max_input_length=self.max_input_length,
+            max_total_tokens=self.max_total_tokens,
+            max_batch_total_tokens=self.max_batch_total_tokens,
+            waiting_served_ratio=self.waiting_served_ratio,
+        ):
+            raise ValueError("; ".join(problems))
+
+    @classmethod
+    def load(cls, path: str | Path) -> RouterConfig:
+        """Read what `save` wrote: the launcher's hand-over to the router process."""
+        values = json.loads(Path(path).read_text())
+        for name in ("shard_sockets", "cors_allow_origin"):
+            values[name] = tuple(values[name])
+        return cls(**values)
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON, readable by its owner alone: it holds the API key."""
+        target = Path(path)
+        target.touch(mode=0o600)
+        target.write_text(json.dumps(asdict(self)))
+
+
+def relation_problems(
+    *,
+    max_input_length: int | None,
+    max_total_tokens: int | None,
+    max_batch_total_tokens: int | None,
+    waiting_served_ratio: float,
+) -> list[str]:
+    """Every rule between settings that the given values break, each with value, bound and remedy."""
+    problems = []
+    if not math.isfinite(waiting_served_ratio):
+        problems.append(f"waiting_served_ratio is {waiting_served_ratio}: give a finite ratio such as 0.3")
+    if max_input_length is not None and max_total_tokens is not None and max_input_length >= max_total_tokens:
+        problems.append(
+            f"max_input_length is {max_input_length} but must be less than max_total_tokens, {max_total_tokens}: "
+            "lower the first or raise the second, so that at least one token can be generated"
+        )
+    for name, value in (("max_total_tokens", max_total_tokens), ("max_input_length", max_input_length)):
+        if value is not None and max_batch_total_tokens is not None and value > max_batch_total_tokens:
+            problems.append(
+                f"{name} is {value} but max_batch_total_tokens is {max_batch_total_tokens}, so the longest request "
+                "could never run: lower the first or raise the second"
+            )
+    return problems

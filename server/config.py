@@ -1,0 +1,105 @@
+"""Settings of one shard, checked once.
+
+As in the router's config, a field with `help` in its metadata is a public setting that the launcher turns into a flag
+and an environment variable; the others are what the launcher tells this rank about its launch. No torch here, so that
+the launcher starts at once.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+DTYPES = ("float32", "float16", "bfloat16")
+DEVICES = ("auto", "cuda", "cpu")
+QUANTIZE = ("int8",)
+
+
+@dataclass(frozen=True)
+class ShardConfig:
+    """One rank's settings, frozen after start-up."""
+
+    # What the launcher tells this rank about its launch.
+    model_path: str  # local folder with config.json
+    weights_path: str  # local folder with *.safetensors
+    rank: int
+    world_size: int
+    socket_path: str  # unix socket that this rank serves on
+    rendezvous: str  # init method of torch.distributed: file:///… or tcp://addr:port
+    threads: int | None = None  # intra-op threads; None: cores divided by the ranks on a CPU, 1 beside a GPU
+
+    dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "What the model computes in.",
+            "choices": DTYPES,
+            "default": "the checkpoint's where the device computes it well, else the nearest that it does",
+            "when": "float32 on a CPU to compare with another implementation, bfloat16 for speed.",
+        },
+    )
+    device: str = field(
+        default="auto",
+        metadata={
+            "help": "Where the model runs; auto takes GPUs if there are any.",
+            "choices": DEVICES,
+            "when": "cpu keeps the GPUs of the machine free.",
+        },
+    )
+    quantize: str | None = field(
+        default=None,
+        metadata={
+            "help": "Store the weights of linear layers in this format, converted while loading.",
+            "choices": QUANTIZE,
+            "default": "as in the checkpoint",
+            "when": "int8 halves the memory of 16-bit weights; small differences in the text are to be expected.",
+        },
+    )
+    cuda_memory_fraction: float = field(
+        default=1.0,
+        metadata={
+            "help": "Share of each GPU's memory that Lockstep may use.",
+            "unit": "ratio",
+            "min": 0.05,
+            "max": 1.0,
+            "when": "Lower it when other programs use the same GPUs.",
+        },
+    )
+    disable_custom_kernels: bool = field(
+        default=False,
+        metadata={
+            "help": "Use the plain reference implementation of attention.",
+            "when": "To find out whether a fast kernel is at fault; slower.",
+        },
+    )
+    watermark_gamma: float = field(
+        default=0.5,
+        metadata={
+            "help": "Share of the vocabulary that a watermark favours, for requests with `watermark`.",
+            "unit": "ratio",
+            "min": 0.0,
+            "max": 1.0,
+            "when": "Must be known to whoever detects the watermark.",
+        },
+    )
+    watermark_delta: float = field(
+        default=2.0,
+        metadata={
+            "help": "How much a watermark adds to the logits of the favoured tokens.",
+            "unit": "logits",
+            "min": 0.0,
+            "max": 100.0,
+            "when": "Higher is easier to detect and changes the text more.",
+        },
+    )
+
+    @classmethod
+    def load(cls, path: str | Path) -> ShardConfig:
+        """Read what `save` wrote: the launcher's hand-over to one shard process."""
+        return cls(**json.loads(Path(path).read_text()))
+
+    def save(self, path: str | Path) -> None:
+        """Write as JSON, readable by its owner alone."""
+        target = Path(path)
+        target.touch(mode=0o600)
+        target.write_text(json.dumps(asdict(self)))
