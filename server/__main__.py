@@ -1,0 +1,86 @@
+"""One shard process: `python -P -m server --config PATH`, started by the launcher.
+
+Logs one JSON object a line on standard output, which the launcher forwards under this rank's name. What keeps a shard
+from starting is one record of level CRITICAL that says why, and exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import signal
+import sys
+from datetime import UTC, datetime
+
+from server.config import ShardConfig
+
+log = logging.getLogger("server")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        fields: dict[str, object] = {
+            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
+            "level": record.levelname,
+            "target": record.name,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        if getattr(record, "consequence", False):
+            fields["consequence"] = True  # of another rank's failure: not what the launcher should report
+        return json.dumps(fields)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="server", description=__doc__)
+    parser.add_argument("--config", required=True, help="JSON file that the launcher wrote")
+    config = ShardConfig.load(parser.parse_args().config)
+    handler = logging.StreamHandler(sys.stdout)
+    handler.setFormatter(JsonFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    return asyncio.run(run(config))
+
+
+async def run(config: ShardConfig) -> int:
+    """Load, serve until a signal, stop. Returns the exit code."""
+    from server.distributed import PeerLost, disconnect  # after logging is set up: torch takes seconds to import
+    from server.loading import load
+    from server.service import ShardService, serve
+
+    try:
+        engine, info = load(config)
+    except PeerLost as error:
+        log.critical("%s", error, extra={"consequence": True})
+        return 1
+    except (ValueError, OSError, RuntimeError) as error:
+        log.critical("%s", error)
+        return 1
+    service = ShardService(engine, info, config.cuda_memory_fraction)
+    server = await serve(service, config.socket_path)
+    log.info("Serving on %s", config.socket_path)
+    stopped = asyncio.create_task(_stop_signal())
+    waits: list[asyncio.Future[None] | asyncio.Future[BaseException]] = [stopped, service.failed]
+    await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    if service.failed.done():
+        failure = service.failed.result()
+        log.critical("%s", failure, extra={"consequence": isinstance(failure, PeerLost)})
+        return 1
+    await server.stop(grace=1)
+    disconnect()
+    return 0
+
+
+async def _stop_signal() -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await stop.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

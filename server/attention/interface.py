@@ -1,0 +1,49 @@
+"""What every attention backend does, and what it is told about a step.
+
+Shapes: T tokens in the step, S sequences, N local heads, K local kv heads, H head dim, B blocks, P tokens per block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class StepMeta:
+    """Where the tokens of one step stand. Sequences that decode come first: their one query is their last token.
+
+    The lists are on the host, for loops and slices; the tensors are on the device.
+    """
+
+    num_decodes: int  # of the S sequences, how many are at the front with one query each
+    query_starts: list[int]  # [S + 1] sequence s owns tokens query_starts[s] … query_starts[s + 1] - 1 of the step
+    context_lengths: list[int]  # [S] tokens that the sequence attends to after this step
+    positions: Tensor  # [T] index of each token in its sequence
+    slots: Tensor  # [T] where each token's keys and values go: block * P + offset
+    block_tables: Tensor  # [S, longest] blocks of each sequence in order, padded with 0
+
+
+class Attention(Protocol):
+    """One rank's attention, stateless between calls: everything about a step is in `meta`."""
+
+    name: str
+
+    def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
+        """Store the step's keys and values. kv: [2, B, P, K, H], changed in place; k, v: [T, K, H]."""
+
+    def attend(self, q: Tensor, kv: Tensor, meta: StepMeta) -> Tensor:
+        """Attend the step's queries to their sequences' keys up to their own position.
+
+        q: [T, N, H]; returns [T, N, H] in q's dtype. `write` was already called for this layer. Scores and softmax
+        are float32 whatever the input dtype.
+        """
+
+
+def write_slots(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Scatter k and v [T, K, H] into kv [2, B, P, K, H] at flat `slots` [T]."""
+    flat = kv.view(2, -1, *kv.shape[3:])
+    flat[0].index_copy_(0, slots, k)
+    flat[1].index_copy_(0, slots, v)

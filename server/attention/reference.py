@@ -1,0 +1,47 @@
+"""Attention as one would write it on paper: sequence by sequence, in float32. Defines correct; every fast backend is
+tested against it.
+
+Shapes: T tokens, L context length, n queries of one sequence, N local heads, K local kv heads, H head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from server.attention.interface import StepMeta, write_slots
+
+
+class ReferenceAttention:
+    """Softmax attention with ALiBi over the paged cache."""
+
+    name = "reference"
+
+    def __init__(self, slopes: list[float], scale: float):
+        self._slopes = slopes
+        self._scale = scale
+
+    def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
+        write_slots(kv, k, v, meta.slots)
+
+    def attend(self, q: Tensor, kv: Tensor, meta: StepMeta) -> Tensor:
+        return torch.cat([self._one(q, kv, meta, s) for s in range(len(meta.context_lengths))])
+
+    def _one(self, q: Tensor, kv: Tensor, meta: StepMeta, s: int) -> Tensor:
+        """One sequence's queries [n, N, H] over its own context."""
+        start, stop = meta.query_starts[s : s + 2]
+        k, v = self._context(kv, meta, s, heads=q.shape[1])
+        query_positions = meta.positions[start:stop]
+        distance = torch.arange(len(k), device=q.device) - query_positions.unsqueeze(1)  # [n, L], 0 at the query itself
+        slopes = torch.tensor(self._slopes, device=q.device).view(-1, 1, 1)
+        scores = torch.einsum("nhd,lhd->hnl", q[start:stop].float(), k) * self._scale + slopes * distance
+        weights = scores.masked_fill(distance > 0, float("-inf")).softmax(dim=-1)
+        return torch.einsum("hnl,lhd->nhd", weights, v).to(q.dtype)
+
+    def _context(self, kv: Tensor, meta: StepMeta, s: int, heads: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [L, N, H] of one sequence, kv heads repeated for the heads that share them."""
+        length, block_size = meta.context_lengths[s], kv.shape[2]
+        blocks = meta.block_tables[s, : -(-length // block_size)]
+        k, v = kv[:, blocks].flatten(1, 2)[:, :length].float()
+        group = heads // kv.shape[3]
+        return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

@@ -1,0 +1,223 @@
+"""From a StepRequest to the tensors of one forward pass.
+
+Keeps the host's side of every sequence (block table, progress, how its tokens are chosen) and, on the device, the one
+thing that the host does not know in time: the last token, which the step before may only just have sampled. What a step
+computes is decided by the router; this module only lays it out.
+
+Shapes: T tokens in the step, S sequences in the step, R of them that get a token, B blocks of the longest block table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from server.attention import StepMeta
+from server.cache import BLOCK_SIZE, num_blocks
+from server.pb import generate_pb2 as pb
+from server.sampling import History, Sampler, TokenChoice, Watermark
+
+
+class StepError(ValueError):
+    """A request that breaks the contract of the wire: names the sequence."""
+
+
+@dataclass
+class SequenceState:
+    """One sequence on this rank."""
+
+    id: int
+    row: int  # its place in the device's tables
+    prompt: list[int]
+    computed: int  # tokens whose keys and values are in the cache
+    choice: TokenChoice
+    history: History | None
+    prompt_logprobs: bool
+
+    @property
+    def remaining(self) -> int:
+        """Prompt tokens not yet computed."""
+        return max(0, len(self.prompt) - self.computed)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One sequence's part in a step: tokens [start, start + count)."""
+
+    sequence: SequenceState
+    start: int
+    count: int
+
+    @property
+    def yields_token(self) -> bool:
+        """Whether the whole prompt is computed after this work."""
+        return self.start + self.count >= len(self.sequence.prompt)
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """Everything that one forward pass reads."""
+
+    work: list[Work]  # decodes first
+    token_ids: Tensor  # [T]
+    meta: StepMeta
+    sampled: list[SequenceState]  # the R sequences that get a token, in the order of `sample_at`
+    sample_at: Tensor  # [R] index in [T] of the token whose logits choose the next
+    sample_rows: Tensor  # [R] rows of `sampled`
+    sampler: Sampler
+
+
+@dataclass
+class SequenceTable:
+    """All sequences of this rank, with their rows in two device tables that grow as needed."""
+
+    vocab_size: int
+    num_blocks: int
+    watermark: Watermark
+    device: torch.device
+    sequences: dict[int, SequenceState] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.last_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)  # [rows]
+        self._block_tables = torch.zeros(1, 1, dtype=torch.int64, device=self.device)  # [rows, B]
+        self._free_rows = [0]
+        self._choices: list[TokenChoice] = []
+        self._sampler = Sampler([], self.watermark, self.device)
+
+    def apply(self, request: pb.StepRequest) -> StepInput | None:
+        """Retire, add, and lay out the step; None when it computes nothing.
+
+        Raises StepError, before anything changes, for a request that breaks the contract.
+        """
+        self._check(request)
+        self._forget(request.retire)
+        for new in request.add:
+            self._add(new)
+        decodes = [Work(s, s.computed, 1) for s in self._complete()] if request.decode else []
+        chunks = [
+            Work(self.sequences[id], self.sequences[id].computed, count)
+            for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True)
+            if id in self.sequences
+        ]
+        if not decodes and not chunks:
+            return None
+        step = self._lay_out(decodes, chunks)
+        for work in step.work:
+            work.sequence.computed += work.count
+        return step
+
+    def drop(self, request: pb.StepRequest) -> None:
+        """Forget every sequence that a failed step touched."""
+        if request.decode:
+            self._forget([s.id for s in self._complete()])
+        self._forget([*request.chunk_ids, *(new.id for new in request.add)])
+
+    def _complete(self) -> list[SequenceState]:
+        """Sequences whose prompt is computed: those that decode."""
+        return [s for s in self.sequences.values() if not s.remaining]
+
+    def _forget(self, ids: Iterable[int]) -> None:
+        # Ids that a failed step dropped may still be named by the request that was in flight behind it.
+        for id in ids:
+            if sequence := self.sequences.pop(id, None):
+                self._free_rows.append(sequence.row)
+
+    def _check(self, request: pb.StepRequest) -> None:
+        for new in request.add:
+            if new.id in self.sequences:
+                raise StepError(f"sequence {new.id} is on this shard already")
+            if not new.token_ids or max(new.token_ids) >= self.vocab_size:
+                raise StepError(f"sequence {new.id} needs token ids below the vocabulary size, {self.vocab_size}")
+            if not new.blocks or max(new.blocks) >= self.num_blocks:
+                raise StepError(f"sequence {new.id} needs blocks below {self.num_blocks}")
+        remaining = {id: s.remaining for id, s in self.sequences.items()}
+        remaining |= {new.id: len(new.token_ids) - new.computed for new in request.add}
+        for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True):
+            if id in remaining and not 0 < count <= remaining[id]:
+                raise StepError(f"sequence {id} has {remaining[id]} prompt tokens left, not {count}")
+
+    def _add(self, new: pb.NewSequence) -> None:
+        row = self._take_row(len(new.blocks))
+        self._block_tables[row, : len(new.blocks)] = torch.tensor(new.blocks, device=self.device)
+        choice = _choice(new)
+        prompt = list(new.token_ids)
+        self.sequences[new.id] = SequenceState(
+            id=new.id,
+            row=row,
+            prompt=prompt,
+            computed=new.computed,
+            choice=choice,
+            history=History(prompt, new.generated, self.vocab_size, self.device) if choice.needs_history else None,
+            prompt_logprobs=new.prompt_logprobs,
+        )
+
+    def _take_row(self, blocks: int) -> int:
+        """A free row, after growing the tables if there is none or if `blocks` does not fit."""
+        rows, width = self._block_tables.shape
+        if not self._free_rows:
+            self.last_tokens = torch.cat([self.last_tokens, torch.zeros_like(self.last_tokens)])
+            self._block_tables = torch.cat([self._block_tables, torch.zeros_like(self._block_tables)])
+            self._free_rows = list(range(2 * rows - 1, rows - 1, -1))
+        if blocks > width:
+            padding = self._block_tables.new_zeros(len(self._block_tables), max(blocks, 2 * width) - width)
+            self._block_tables = torch.cat([self._block_tables, padding], dim=1)
+        return self._free_rows.pop()
+
+    def _lay_out(self, decodes: list[Work], chunks: list[Work]) -> StepInput:
+        work = decodes + chunks
+        starts = list(accumulate((w.count for w in work), initial=0))
+        rows = self._tensor([w.sequence.row for w in work])
+        sampled = [i for i, w in enumerate(work) if w.yields_token]
+        return StepInput(
+            work=work,
+            token_ids=self._token_ids(chunks, rows[: len(decodes)]),
+            meta=self._meta(work, len(decodes), starts, rows),
+            sampled=[work[i].sequence for i in sampled],
+            sample_at=self._tensor([starts[i + 1] - 1 for i in sampled]),
+            sample_rows=rows[sampled],
+            sampler=self._sampler_for([work[i].sequence for i in sampled]),
+        )
+
+    def _token_ids(self, chunks: list[Work], decode_rows: Tensor) -> Tensor:
+        """[T]: the last tokens of what decodes, taken on the device, then the chunks'."""
+        prompts = [id for w in chunks for id in w.sequence.prompt[w.start : w.start + w.count]]
+        return torch.cat([self.last_tokens[decode_rows], self._tensor(prompts)])
+
+    def _meta(self, work: list[Work], num_decodes: int, starts: list[int], rows: Tensor) -> StepMeta:
+        lengths = [w.start + w.count for w in work]
+        tables = self._block_tables[rows, : num_blocks(max(lengths))]
+        positions = self._tensor([p for w in work for p in range(w.start, w.start + w.count)])
+        owner = self._tensor([s for s, w in enumerate(work) for _ in range(w.count)])  # [T] each token's sequence
+        slots = tables[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+        return StepMeta(num_decodes, starts, lengths, positions, slots, tables)
+
+    def _sampler_for(self, sequences: list[SequenceState]) -> Sampler:
+        """The sampler of these sequences; the last one is kept, because most steps sample for the same ones."""
+        choices = [s.choice for s in sequences]
+        if choices != self._choices:
+            self._choices = choices
+            self._sampler = Sampler(choices, self.watermark, self.device)
+        return self._sampler
+
+    def _tensor(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
+
+def _choice(new: pb.NewSequence) -> TokenChoice:
+    sampling = new.sampling
+    return TokenChoice(
+        do_sample=sampling.do_sample,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        typical_p=sampling.typical_p,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        watermark=sampling.watermark,
+        seed=sampling.seed,
+        top_n_tokens=new.top_n_tokens,
+    )

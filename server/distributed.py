@@ -1,0 +1,103 @@
+"""This process's place among the ranks, and the collectives that tie them together.
+
+The only module that imports `torch.distributed`. A `Shard` of one rank does nothing and needs no process group, so a
+model on one device runs the same code without paying for it. Ranks are matched by the order of their calls: everything
+that reaches a collective must come from the one ordered stream of steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# How long a rank waits for its peers in one collective: far longer than any step, far shorter than a user's patience.
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+
+
+class PeerLost(RuntimeError):
+    """Another rank went away. A consequence, never a cause: the launcher reports the rank that failed first."""
+
+
+def divide(size: int, parts: int) -> int:
+    """`size / parts`, which must come out even: `spec.validate` has refused what does not."""
+    assert size % parts == 0, f"{size} is not divisible by {parts}"
+    return size // parts
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rank `rank` of `world_size`."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def range(self, size: int) -> tuple[int, int]:
+        """This rank's half-open share [start, stop) of `size` items, which the world size divides."""
+        share = divide(size, self.world_size)
+        return self.rank * share, (self.rank + 1) * share
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks, in place; returns `tensor`."""
+        if self.world_size > 1:
+            _collective(lambda: dist.all_reduce(tensor))
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> Tensor:
+        """Concatenate the ranks' equally shaped tensors along the last dimension."""
+        if self.world_size == 1:
+            return tensor
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        _collective(lambda: dist.all_gather(parts, tensor.contiguous()))
+        return torch.cat(parts, dim=-1)
+
+    def minimum(self, value: int, device: torch.device) -> int:
+        """The smallest `value` of all ranks."""
+        if self.world_size == 1:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64, device=device)
+        _collective(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MIN))
+        return int(tensor.item())
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.world_size > 1:
+            _collective(dist.barrier)
+
+
+def connect(rank: int, world_size: int, rendezvous: str, device: torch.device) -> Shard:
+    """Join the process group: NCCL between GPUs, gloo between CPU processes. A single rank joins nothing.
+
+    `rendezvous` is an init method of torch.distributed. A `file://` one opens no listening port beyond the loopback
+    pairs of gloo; `tcp://` lets TCPStore listen on every interface, so it is used only when the user asks for it.
+    """
+    if world_size > 1:
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        _collective(
+            lambda: dist.init_process_group(
+                backend,
+                init_method=rendezvous,
+                rank=rank,
+                world_size=world_size,
+                timeout=COLLECTIVE_TIMEOUT,
+                device_id=device if device.type == "cuda" else None,
+            )
+        )
+    return Shard(rank, world_size)
+
+
+def disconnect() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _collective(call: Callable[[], object]) -> None:
+    try:
+        call()
+    except RuntimeError as error:
+        raise PeerLost(f"lost contact with another rank: {error}") from error

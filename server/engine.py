@@ -1,0 +1,196 @@
+"""One rank's engine: sizes the KV cache and runs steps.
+
+`launch` starts a step and returns without waiting for the device; `Launched.finish` waits and hands over the tokens.
+Between the two, the next step may be launched already: its inputs are on the device (see `batch.py`). On a CPU
+`launch` is the computation itself. What this module leaves out: loading (`loading.py`), the wire (`service.py`), and
+every decision about who runs when (the router's).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from server import cache
+from server.batch import SequenceState, SequenceTable, StepInput, Work
+from server.cache import KVShape
+from server.distributed import Shard
+from server.model.transformer import Transformer
+from server.pb import generate_pb2 as pb
+from server.sampling import Chosen, Watermark
+
+# Rows whose logits are computed at once for prompt log-probabilities: 128 rows of BLOOM's 250,880 are 128 MB.
+PROMPT_LOGPROB_ROWS = 128
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step produced, on the host."""
+
+    ids: list[int]
+    token_ids: list[int]
+    logprobs: list[float]
+    top_ids: list[list[int]]
+    top_logprobs: list[list[float]]
+    prompt_logprobs: dict[int, list[float]]
+    forward_ns: int
+
+
+class Launched:
+    """A step that the device is computing."""
+
+    def __init__(self, sampled: list[SequenceState], chosen: Chosen, prompt: dict[int, Tensor], start_ns: int):
+        self._sampled = sampled
+        self._chosen = [_to_host(t) for t in (chosen.token_ids, chosen.logprobs, chosen.top_ids, chosen.top_logprobs)]
+        self._prompt = {id: _to_host(logprobs) for id, logprobs in prompt.items()}
+        self._start_ns = start_ns
+        self._done = torch.cuda.Event() if chosen.token_ids.is_cuda else None
+        if self._done is not None:
+            self._done.record()
+
+    def finish(self) -> StepResult:
+        """Wait for the device and read the tokens."""
+        if self._done is not None:
+            self._done.synchronize()
+        token_ids, logprobs, top_ids, top_logprobs = (t.tolist() for t in self._chosen)
+        wanted = [s.choice.top_n_tokens for s in self._sampled]
+        return StepResult(
+            ids=[s.id for s in self._sampled],
+            token_ids=token_ids,
+            logprobs=logprobs,
+            top_ids=[ids[:n] for ids, n in zip(top_ids, wanted, strict=True)],
+            top_logprobs=[values[:n] for values, n in zip(top_logprobs, wanted, strict=True)],
+            prompt_logprobs={id: logprobs.tolist() for id, logprobs in self._prompt.items()},
+            forward_ns=time.perf_counter_ns() - self._start_ns,
+        )
+
+
+class Engine:
+    """The model on one rank, and the sequences that it is generating."""
+
+    def __init__(
+        self, model: Transformer, shard: Shard, device: torch.device, dtype: torch.dtype, watermark: Watermark
+    ):
+        self.model = model
+        self.shard = shard
+        self.device = device
+        self.dtype = dtype
+        self.kv_shape = KVShape(model.spec.num_layers, model.num_local_kv_heads, model.spec.head_dim, dtype)
+        self._watermark = watermark
+        self._kv_caches: list[Tensor] = []
+        self._table: SequenceTable | None = None
+
+    @torch.inference_mode()
+    def warm_up(
+        self, *, prefill_tokens: int, total_tokens: int, wanted_tokens: int, useful_tokens: int, fraction: float
+    ) -> int:
+        """Run the largest prompt step once, then allocate the KV cache; returns its size in tokens.
+
+        prefill_tokens: prompt tokens of the largest step; total_tokens: longest sequence; wanted_tokens: what the user
+        asked for, 0 for as much as fits, at most useful_tokens; fraction: share of a GPU's memory that we may use.
+        """
+        self._rehearse(prefill_tokens, total_tokens)
+        free = cache.free_bytes(self.device, fraction=fraction, world_size=self.shard.world_size)
+        free = self.shard.minimum(free, self.device)
+        tokens = cache.choose_tokens(
+            wanted=wanted_tokens,
+            useful=useful_tokens,
+            free_bytes=free,
+            bytes_per_token=self.kv_shape.bytes_per_token,
+        )
+        self._allocate(tokens)
+        return tokens
+
+    def _rehearse(self, prefill_tokens: int, total_tokens: int) -> None:
+        """Compute prompts of the largest step's size, so that the memory they need is known to be taken.
+
+        On a CPU a short prompt is enough: it makes the libraries allocate and plan, and what a long one needs besides
+        lies within the headroom that is kept back there.
+        """
+        if self.device.type == "cpu":
+            prefill_tokens = min(prefill_tokens, 4 * cache.BLOCK_SIZE)
+        lengths = [total_tokens] * (prefill_tokens // total_tokens) + [prefill_tokens % total_tokens]
+        self._allocate(sum(cache.num_blocks(n) for n in lengths) * cache.BLOCK_SIZE)
+        request, block = pb.StepRequest(), 0
+        for id, length in enumerate(n for n in lengths if n):
+            blocks = range(block, block := block + cache.num_blocks(length))
+            request.add.add(id=id, token_ids=[0] * length, blocks=blocks, sampling=_WORST_SAMPLING, top_n_tokens=5)
+            request.chunk_ids.append(id)
+            request.chunk_tokens.append(length)
+        launched = self.launch(request)
+        assert launched is not None
+        launched.finish()
+
+    def _allocate(self, tokens: int) -> None:
+        self._kv_caches = []  # the old cache is free before the new one is taken
+        self._kv_caches = cache.allocate(self.kv_shape, tokens, self.device)
+        self._table = SequenceTable(self.model.spec.vocab_size, cache.num_blocks(tokens), self._watermark, self.device)
+
+    @torch.inference_mode()
+    def launch(self, request: pb.StepRequest) -> Launched | None:
+        """Start one step; None when it computes nothing. Sequences of a step that fails are dropped."""
+        assert self._table is not None, "the router warms up before it steps"
+        start_ns = time.perf_counter_ns()
+        try:
+            step = self._table.apply(request)
+            return None if step is None else self._run(step, self._table, start_ns)
+        except BaseException:
+            self._table.drop(request)
+            raise
+
+    def _run(self, step: StepInput, table: SequenceTable, start_ns: int) -> Launched:
+        hidden = self.model(step.token_ids, self._kv_caches, step.meta)
+        prompt = {w.sequence.id: self._prompt_logprobs(hidden, step, i) for i, w in _prompt_work(step)}
+        at = step.sample_at
+        chosen = step.sampler(
+            self.model.logits(hidden[at]),
+            positions=step.meta.positions[at] + 1,
+            previous=step.token_ids[at],
+            histories=[s.history for s in step.sampled],
+        )
+        table.last_tokens[step.sample_rows] = chosen.token_ids
+        for i, sequence in enumerate(step.sampled):
+            if sequence.history is not None:
+                sequence.history.append(chosen.token_ids[i : i + 1])
+        return Launched(step.sampled, chosen, prompt, start_ns)
+
+    def _prompt_logprobs(self, hidden: Tensor, step: StepInput, index: int) -> Tensor:
+        """Log-probabilities of the prompt tokens that follow those of one chunk."""
+        work, start = step.work[index], step.meta.query_starts[index]
+        targets = work.sequence.prompt[work.start + 1 : work.start + work.count + 1]
+        rows = hidden[start : start + len(targets)]
+        ids = torch.tensor(targets, dtype=torch.int64, device=self.device).unsqueeze(1)
+        parts = [
+            self.model.logits(r).log_softmax(dim=-1).gather(1, i)
+            for r, i in zip(rows.split(PROMPT_LOGPROB_ROWS), ids.split(PROMPT_LOGPROB_ROWS), strict=True)
+        ]
+        return torch.cat(parts).squeeze(1)
+
+
+_WORST_SAMPLING = pb.SamplingParameters(
+    do_sample=True,
+    temperature=0.9,
+    top_k=10,
+    top_p=0.9,
+    typical_p=0.9,
+    repetition_penalty=1.2,
+    frequency_penalty=0.1,
+    watermark=True,
+)
+
+
+def _prompt_work(step: StepInput) -> Sequence[tuple[int, Work]]:
+    """Chunks whose sequence asked for prompt log-probabilities, with their index in the step."""
+    return [(i, w) for i, w in enumerate(step.work) if w.sequence.prompt_logprobs and w.start < len(w.sequence.prompt)]
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    """A copy on the host that the device makes when it gets there."""
+    if not tensor.is_cuda:
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor, non_blocking=True)

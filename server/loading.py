@@ -1,0 +1,116 @@
+"""From one rank's settings to its engine: device, threads, dtype, and this rank's slices of the weights.
+
+What can be refused is refused from config.json alone, before a byte of weights is read.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+
+from server import attention, distributed
+from server.config import ShardConfig
+from server.distributed import Shard
+from server.engine import Engine
+from server.layers.linear import DenseFormat, MakeFormat
+from server.layers.position import alibi_slopes
+from server.model import families, transformer
+from server.model.spec import ArchSpec, validate
+from server.pb import generate_pb2 as pb
+from server.quant.int8 import Int8Format
+from server.sampling import Watermark
+from server.weights import Checkpoint, Weights
+
+FORMATS: dict[str | None, MakeFormat] = {None: DenseFormat, "int8": Int8Format}
+
+
+def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
+    """Join the other ranks and load this rank's share. Raises ValueError for a model that cannot be served so."""
+    hf_config = json.loads((Path(config.model_path) / "config.json").read_text())
+    family, spec = families.find(hf_config)
+    validate(spec, config.world_size)
+    device = _device(config)
+    threads = plan_threads(config, device)
+    torch.set_num_threads(threads)
+    checkpoint = Checkpoint(config.weights_path)
+    stored = checkpoint.dtype_of(next(iter(checkpoint.names())))
+    dtype, reason = choose_dtype(config.dtype, stored, device)
+    shard = distributed.connect(config.rank, config.world_size, config.rendezvous, device)
+    weights = Weights.open(checkpoint, family.names, shard, dtype, device)
+    backend = _attention(spec, shard, config)
+    model = transformer.load(weights, spec, backend, FORMATS[config.quantize])
+    shard.barrier()
+    engine = Engine(model, shard, device, dtype, Watermark(config.watermark_gamma, config.watermark_delta))
+    info = pb.InfoReply(
+        model_type=hf_config["model_type"],
+        dtype=str(dtype).removeprefix("torch."),
+        dtype_reason=reason,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        world_size=config.world_size,
+        vocab_size=spec.vocab_size,
+        max_positions=spec.max_positions,
+        weight_bytes=model.nbytes,
+        kv_bytes_per_token=engine.kv_shape.bytes_per_token,
+        attention=backend.name,
+        threads=threads,
+        quantize=config.quantize or "dense",
+    )
+    return engine, info
+
+
+def choose_dtype(wanted: str | None, stored: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:
+    """What to compute in, and why: the wish, the checkpoint's dtype, or the nearest that the device does well."""
+    if wanted is not None:
+        return getattr(torch, wanted), "asked for"
+    good = _good_dtypes(device)
+    if stored in good:
+        return stored, "the checkpoint's"
+    nearest = next(d for d in (torch.bfloat16, torch.float16, torch.float32) if d in good)
+    kind = "this GPU" if device.type == "cuda" else "this CPU"
+    return nearest, f"{kind} does not compute the checkpoint's {str(stored).removeprefix('torch.')} well"
+
+
+def _good_dtypes(device: torch.device) -> set[torch.dtype]:
+    good = {torch.float32}
+    if device.type == "cuda":
+        good.add(torch.float16)
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            good.add(torch.bfloat16)
+        return good
+    flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
+    if "avx512_bf16" in flags or "amx_bf16" in flags or " bf16" in flags:
+        good.add(torch.bfloat16)
+    if "avx512_fp16" in flags or "amx_fp16" in flags:
+        good.add(torch.float16)
+    return good
+
+
+def plan_threads(config: ShardConfig, device: torch.device) -> int:
+    """Threads for operators on the host: this rank's share of the cores, or one beside a GPU."""
+    if config.threads is not None:
+        return config.threads
+    return 1 if device.type == "cuda" else max(1, len(os.sched_getaffinity(0)) // config.world_size)
+
+
+def _device(config: ShardConfig) -> torch.device:
+    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch finds no usable GPU: install its driver or use --device cpu")
+    if config.world_size > (count := torch.cuda.device_count()):
+        raise ValueError(f"--num-shard is {config.world_size}, but there are {count} GPUs: use --num-shard {count}")
+    device = torch.device("cuda", config.rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _attention(spec: ArchSpec, shard: Shard, config: ShardConfig) -> attention.Attention:
+    first, last = shard.range(spec.num_heads)
+    return attention.choose(
+        slopes=alibi_slopes(spec.num_heads)[first:last],
+        scale=spec.scale,
+        disable_custom_kernels=config.disable_custom_kernels,
+    )

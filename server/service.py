@@ -1,0 +1,171 @@
+"""The gRPC face of an engine: protobuf in, engine, protobuf out.
+
+All work on the model runs on one compute thread, in the order in which it arrived, so that every rank issues the same
+collectives in the same order. A second thread waits for the device and builds replies, so that the compute thread can
+launch the next step meanwhile. `Info` and `Health` are answered by the event loop and touch nothing of the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import torch
+
+from server import cache
+from server.distributed import PeerLost
+from server.engine import Engine, Launched, StepResult
+from server.pb import generate_pb2 as pb
+from server.pb import generate_pb2_grpc as pb_grpc
+
+log = logging.getLogger(__name__)
+
+# Steps carry prompts of at most a few hundred thousand token ids; a larger message is a mistake.
+MAX_MESSAGE_BYTES = 64 * 2**20
+
+
+class ShardService(pb_grpc.ShardServicer):
+    """Serves one engine. `failed` is set to the reason when the ranks can no longer be in step."""
+
+    def __init__(self, engine: Engine, info: pb.InfoReply, cuda_memory_fraction: float):
+        self._engine = engine
+        self._info = info
+        self._fraction = cuda_memory_fraction
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+        self._finish = ThreadPoolExecutor(1, thread_name_prefix="finish")
+        self._arrivals: list[float] = []  # when each unfinished step arrived, oldest first
+        self._received = 0
+        self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
+
+    async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoReply:
+        return self._info
+
+    async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthReply:
+        age = time.monotonic() - self._arrivals[0] if self._arrivals else 0.0
+        return pb.HealthReply(
+            steps_received=self._received,
+            steps_finished=self._received - len(self._arrivals),
+            oldest_step_ms=int(age * 1000),
+        )
+
+    async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupReply:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._compute, self._warm_up, request)
+        except ValueError as error:
+            status, text = grpc.StatusCode.INVALID_ARGUMENT, str(error)
+        except (RuntimeError, MemoryError) as error:
+            self._fail(error)
+            status, text = grpc.StatusCode.INTERNAL, _sentence(error)
+        await context.abort(status, text)
+        raise AssertionError("abort raises")
+
+    def _warm_up(self, request: pb.WarmupRequest) -> pb.WarmupReply:
+        engine = self._engine
+        tokens = engine.warm_up(
+            prefill_tokens=request.max_batch_prefill_tokens,
+            total_tokens=request.max_total_tokens,
+            wanted_tokens=request.max_batch_total_tokens,
+            useful_tokens=request.useful_tokens,
+            fraction=self._fraction,
+        )
+        blocks = cache.num_blocks(tokens)
+        return pb.WarmupReply(
+            max_batch_total_tokens=tokens,
+            block_size=cache.BLOCK_SIZE,
+            num_blocks=blocks,
+            kv_bytes=blocks * cache.BLOCK_SIZE * engine.kv_shape.bytes_per_token,
+            free_bytes=cache.free_bytes(engine.device, fraction=self._fraction, world_size=engine.shard.world_size),
+        )
+
+    async def Run(
+        self, requests: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.StepReply]:
+        replies: asyncio.Queue[asyncio.Task[pb.StepReply] | None] = asyncio.Queue()
+
+        async def read() -> None:
+            async for request in requests:
+                replies.put_nowait(self._start(request))
+            replies.put_nowait(None)
+
+        reader = asyncio.create_task(read())
+        try:
+            while (reply := await replies.get()) is not None:
+                yield await reply
+        finally:
+            reader.cancel()
+
+    def _start(self, request: pb.StepRequest) -> asyncio.Task[pb.StepReply]:
+        """Queue a step behind those before it."""
+        self._received += 1
+        self._arrivals.append(time.monotonic())
+        launched = asyncio.get_running_loop().run_in_executor(self._compute, self._engine.launch, request)
+        return asyncio.create_task(self._reply(request.step, launched))
+
+    async def _reply(self, step: int, launched: asyncio.Future[Launched | None]) -> pb.StepReply:
+        try:
+            running = await launched
+            if running is None:
+                return pb.StepReply(step=step)
+            result = await asyncio.get_running_loop().run_in_executor(self._finish, running.finish)
+            return to_reply(step, result) if self._engine.shard.rank == 0 else pb.StepReply(step=step)
+        except Exception as error:  # this loop must outlive a step: the error is the reply
+            log.exception("step %d failed", step)
+            if self._engine.shard.world_size > 1:
+                self._fail(error)  # the other ranks are in the middle of a step that this one has left
+            return pb.StepReply(step=step, error=_sentence(error))
+        finally:
+            self._arrivals.pop(0)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_result(error)
+
+
+def to_reply(step: int, result: StepResult) -> pb.StepReply:
+    """The wire's form of what rank 0 computed."""
+    reply = pb.StepReply(
+        step=step,
+        ids=result.ids,
+        token_ids=result.token_ids,
+        logprobs=result.logprobs,
+        top_counts=[len(ids) for ids in result.top_ids],
+        top_ids=[id for ids in result.top_ids for id in ids],
+        top_logprobs=[value for values in result.top_logprobs for value in values],
+        forward_ns=result.forward_ns,
+    )
+    for id, logprobs in result.prompt_logprobs.items():
+        reply.prompt.add(id=id, logprobs=logprobs)
+    return reply
+
+
+async def serve(service: ShardService, socket_path: str) -> grpc.aio.Server:
+    """Start serving on a unix socket, which exists from then on."""
+    Path(socket_path).unlink(missing_ok=True)
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),
+            ("grpc.http2.min_ping_interval_without_data_ms", 500),
+            ("grpc.keepalive_permit_without_calls", 1),
+        ]
+    )
+    pb_grpc.add_ShardServicer_to_server(service, server)
+    server.add_insecure_port(f"unix://{socket_path}")
+    await server.start()
+    return server
+
+
+def _sentence(error: BaseException) -> str:
+    """One line for the client: what failed, without a stack."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the device is out of memory; lower --max-batch-prefill-tokens or --max-batch-total-tokens"
+    if isinstance(error, PeerLost):
+        return "another shard went away"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,201 @@
+"""Reading a checkpoint: each rank its own slices, and nothing left over.
+
+Loading pulls. A layer asks `Weights` for a role ("qkv", "mlp_up", …) and for the part that its rank holds; the family's
+name map says what that is called in the checkpoint, and safetensors reads only those bytes. Layouts that differ from
+ours (BLOOM interleaves q, k and v per head) are undone here, so `forward` never learns about them. A tensor of the
+checkpoint that nobody asked for and that the family does not ignore is an error: it means that the model is not what
+we think it is. What this module leaves out: formats other than dense safetensors (see `quant/`), and downloads
+(`hub.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from server.distributed import Shard
+
+
+class Layout(Enum):
+    """How q, k and v share one tensor, along its output dimension.
+
+    PER_HEAD:  [head, (q k v), head_dim] — BLOOM, GPT-NeoX
+    """
+
+    PER_HEAD = "per_head"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """q, k and v are one tensor, `name`, in `layout`."""
+
+    name: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """Where a family's checkpoints keep each role.
+
+    `roles` maps our role to the checkpoint's name without `.weight`/`.bias`; `{i}` is the layer. `prefixes` are tried
+    in order until one fits the file. `ignore` are patterns of tensors that are skipped on purpose.
+    """
+
+    roles: Mapping[str, str | Fused]
+    prefixes: tuple[str, ...] = ("",)
+    ignore: tuple[str, ...] = ()
+
+
+class CheckpointError(ValueError):
+    """The checkpoint is not what its config says: names the file and the tensor."""
+
+
+class Checkpoint:
+    """The tensors of a folder of safetensors files, read lazily and by slices.
+
+    Remembers what was read, so that `leftovers` can name the rest. Raises CheckpointError for files that are
+    truncated or malformed and for a tensor that two files hold.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self._files: dict[str, Any] = {}  # tensor name -> open safetensors file
+        self._read: set[str] = set()
+        self.bytes_read = 0
+        for path in self._paths():
+            self._open(path)
+
+    def _paths(self) -> list[Path]:
+        index = self.folder / "model.safetensors.index.json"
+        if index.is_file():
+            names = set(json.loads(index.read_text())["weight_map"].values())
+            return [self.folder / Path(name).name for name in sorted(names)]
+        paths = sorted(self.folder.glob("*.safetensors"))
+        if not paths:
+            raise CheckpointError(f"{self.folder} has no *.safetensors file; give a folder that holds the weights")
+        return paths
+
+    def _open(self, path: Path) -> None:
+        try:
+            file = safe_open(path, framework="pt")
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{path} is not a readable safetensors file ({error}); it is damaged or incomplete: download it again"
+            ) from error
+        for name in file.keys():
+            if name in self._files:
+                raise CheckpointError(f"tensor {name} is in {path} and in another file of {self.folder}")
+            self._files[name] = file
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def names(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype that `name` is stored in, without reading it."""
+        return self._slice(name)[(slice(0, 0),)].dtype
+
+    def read(self, name: str, shape: tuple[int, ...], *, dim: int = 0, part: tuple[int, int] | None = None) -> Tensor:
+        """Tensor `name` of full shape `shape`, or its half-open `part` along `dim`. Contiguous and owned."""
+        view = self._slice(name)
+        found = tuple(view.get_shape())
+        if found != shape:
+            raise CheckpointError(
+                f"tensor {name} in {self.folder} has shape {list(found)}, but config.json says {list(shape)}"
+            )
+        start, stop = part or (0, shape[dim])
+        tensor = view[tuple(slice(start, stop) if d == dim else slice(None) for d in range(len(shape)))]
+        self._read.add(name)
+        self.bytes_read += tensor.nbytes
+        return tensor
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._files:
+            raise CheckpointError(f"tensor {name} is missing from {self.folder}; is it a checkpoint of this model?")
+        return self._files[name].get_slice(name)
+
+    def leftovers(self, ignore: tuple[str, ...]) -> list[str]:
+        """Tensors that nobody read and that no pattern of `ignore` matches, sorted."""
+        patterns = [re.compile(pattern) for pattern in ignore]
+        return sorted(
+            name for name in self._files if name not in self._read and not any(p.search(name) for p in patterns)
+        )
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One rank's view of a checkpoint by role, converted to `dtype` on `device`; the whole model's or one layer's."""
+
+    checkpoint: Checkpoint
+    names: NameMap
+    shard: Shard
+    dtype: torch.dtype
+    device: torch.device
+    prefix: str
+    layer: int | None = None
+
+    @classmethod
+    def open(
+        cls, checkpoint: Checkpoint, names: NameMap, shard: Shard, dtype: torch.dtype, device: torch.device
+    ) -> Weights:
+        """Find the prefix that this checkpoint uses. Raises CheckpointError when none fits."""
+        probe = next(iter(names.roles.values()))
+        assert isinstance(probe, str), "the first role of a name map is the embedding, which is never fused"
+        for prefix in names.prefixes:
+            if f"{prefix}{probe}.weight" in checkpoint:
+                return cls(checkpoint, names, shard, dtype, device, prefix)
+        raise CheckpointError(
+            f"{checkpoint.folder} holds no tensor {probe}.weight, with or without a prefix: "
+            "its config.json and its weights are of different models"
+        )
+
+    def of_layer(self, layer: int) -> Weights:
+        """The same weights, with `{i}` standing for `layer`."""
+        return replace(self, layer=layer)
+
+    def layout(self, role: str) -> Layout | None:
+        """How `role` is fused in the checkpoint, None when it is a plain tensor."""
+        entry = self.names.roles[role]
+        return entry.layout if isinstance(entry, Fused) else None
+
+    def read(
+        self, role: str, suffix: str, shape: tuple[int, ...], *, dim: int = 0, part: tuple[int, int] | None = None
+    ) -> Tensor:
+        """`role`'s tensor (`suffix` is "weight" or "bias"), or its part along `dim`, on the device in our dtype."""
+        tensor = self.checkpoint.read(f"{self._name(role)}.{suffix}", shape, dim=dim, part=part)
+        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def _name(self, role: str) -> str:
+        entry = self.names.roles[role]
+        name = entry.name if isinstance(entry, Fused) else entry
+        return self.prefix + name.format(i=self.layer)
+
+    def refuse_leftovers(self) -> None:
+        """Raise CheckpointError that names tensors which neither the model nor the ignore list knows."""
+        if left := self.checkpoint.leftovers(self.names.ignore):
+            shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+            raise CheckpointError(
+                f"the checkpoint has tensors that this architecture does not use: {shown}; "
+                "config.json and weights do not belong together, or the family is not fully supported"
+            )
+
+
+def split_fused(tensor: Tensor, layout: Layout, head_dim: int) -> Tensor:
+    """Reorder a rank's rows of a fused tensor to [q rows | k rows | v rows].
+
+    tensor: [rows, …] where rows cover whole heads; returns a new tensor of the same shape.
+    """
+    assert layout is Layout.PER_HEAD
+    by_head = tensor.view(-1, 3, head_dim, *tensor.shape[1:])
+    return by_head.transpose(0, 1).reshape(tensor.shape)

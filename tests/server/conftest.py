@@ -1,0 +1,32 @@
+"""Checkpoints that every test of the server uses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import BloomConfig, BloomForCausalLM
+from transformers.utils import logging as transformers_logging
+
+DEMO = Path(__file__).parents[2] / "server" / "demo"
+
+
+def save_tiny_bloom(folder: Path, **changes: object) -> BloomForCausalLM:
+    """A random BLOOM with weights large enough that every part of it matters to the logits."""
+    transformers_logging.disable_progress_bar()
+    torch.manual_seed(7)
+    sizes = {"vocab_size": 103, "hidden_size": 64, "n_head": 8, "n_layer": 3}
+    model = BloomForCausalLM(BloomConfig(**(sizes | changes))).eval()
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a tiny random BLOOM: 8 heads, and a vocabulary that no world size divides."""
+    folder = tmp_path_factory.mktemp("tiny-bloom")
+    save_tiny_bloom(folder)
+    return folder

@@ -1,0 +1,150 @@
+"""The engine: cached equals recomputed, neighbours do not matter, and a request can be rebuilt from its tokens."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from server.batch import StepError
+from server.engine import Engine
+from server.pb import generate_pb2 as pb
+from server.quant.int8 import Int8Format
+from tests.server.driver import GREEDY, Prompt, all_logits, generate, load_engine, sampled
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_bloom: Path) -> Engine:
+    return load_engine(tiny_bloom, tokens=8192)
+
+
+def fresh(prompt: Prompt) -> Prompt:
+    """The same prompt, not yet run."""
+    return replace(prompt, tokens=[], logprobs=[], top_ids=[], prompt_values=[])
+
+
+def mixed_prompts(count: int) -> list[Prompt]:
+    """Prompts of many lengths, greedy and sampled, that join at different steps in chunks of different sizes."""
+    rng = random.Random(5)
+    samplings = [
+        GREEDY,
+        sampled(1),
+        sampled(2, temperature=0.7, top_k=9),
+        sampled(3, top_p=0.8),
+        sampled(4, typical_p=0.7),
+        sampled(5, repetition_penalty=1.3),
+        sampled(6, frequency_penalty=0.6),
+        pb.SamplingParameters(temperature=1, top_p=1, typical_p=1, repetition_penalty=1.5),
+    ]
+    return [
+        Prompt(
+            token_ids=[rng.randrange(103) for _ in range(rng.randint(1, 70))],
+            max_new_tokens=rng.randint(1, 20),
+            sampling=samplings[i % len(samplings)],
+            joins_at=rng.randint(0, 12),
+            chunk=rng.choice([1, 7, 16, 1000]),
+        )
+        for i in range(count)
+    ]
+
+
+def test_decoding_with_the_cache_equals_one_full_forward(engine: Engine) -> None:
+    (prompt,) = generate(engine, [Prompt([5, 6, 7, 8, 9], max_new_tokens=40)])
+    logits = all_logits(engine, prompt.token_ids + prompt.tokens)
+    expected = logits[len(prompt.token_ids) - 1 : -1]
+    assert expected.argmax(dim=-1).tolist() == prompt.tokens
+    torch.testing.assert_close(
+        expected.log_softmax(dim=-1).max(dim=-1).values, torch.tensor(prompt.logprobs), atol=1e-4, rtol=0
+    )
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 16, 33])
+def test_a_chunked_prompt_yields_the_same_tokens(engine: Engine, chunk: int) -> None:
+    prompt = Prompt(list(range(3, 70)), max_new_tokens=12)
+    (whole,) = generate(engine, [fresh(prompt)])
+    (chunked,) = generate(engine, [replace(fresh(prompt), chunk=chunk)])
+    assert whole.tokens == chunked.tokens
+
+
+def test_neighbours_arrival_and_chunks_do_not_change_a_sequence(engine: Engine) -> None:
+    prompts = mixed_prompts(32)
+    together = generate(engine, [fresh(p) for p in prompts])
+    for prompt, crowded in zip(prompts, together, strict=True):
+        (alone,) = generate(engine, [replace(fresh(prompt), joins_at=0, chunk=1000)])
+        assert alone.tokens == crowded.tokens
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [GREEDY, sampled(11, temperature=1.5), sampled(12, repetition_penalty=1.4, frequency_penalty=0.5, top_p=0.9)],
+    ids=["greedy", "sampled", "penalties"],
+)
+def test_a_request_is_rebuilt_from_its_tokens(engine: Engine, sampling: pb.SamplingParameters) -> None:
+    (whole,) = generate(engine, [Prompt([1, 2, 3], max_new_tokens=20, sampling=sampling)])
+    resumed = Prompt([1, 2, 3, *whole.tokens[:9]], max_new_tokens=11, sampling=sampling, generated=9)
+    (rest,) = generate(engine, [resumed])
+    assert whole.tokens == whole.tokens[:9] + rest.tokens
+
+
+@pytest.mark.parametrize("chunk", [4, 1000])
+def test_prompt_logprobs_are_those_of_the_full_forward(engine: Engine, chunk: int) -> None:
+    token_ids = [9, 4, 77, 31, 2, 60, 61, 8, 15]
+    (prompt,) = generate(engine, [Prompt(token_ids, prompt_logprobs=True, chunk=chunk)])
+    logprobs = all_logits(engine, token_ids).log_softmax(dim=-1)
+    expected = [float(logprobs[i, token]) for i, token in enumerate(token_ids[1:])]
+    assert expected == pytest.approx(prompt.prompt_values, abs=1e-4)
+
+
+def test_candidates_are_the_most_likely_tokens(engine: Engine) -> None:
+    prompt, neighbour = generate(engine, [Prompt([5, 6], top_n_tokens=3), Prompt([7], top_n_tokens=0)])
+    assert [ids[0] for ids in prompt.top_ids] == prompt.tokens
+    assert [3] * 8 == [len(ids) for ids in prompt.top_ids]
+    assert [0] * 8 == [len(ids) for ids in neighbour.top_ids]
+
+
+def test_the_next_step_is_launched_before_the_last_is_read(engine: Engine) -> None:
+    (expected,) = generate(engine, [Prompt([5, 6, 7], max_new_tokens=3)])
+    request = pb.StepRequest(step=1, chunk_ids=[1], chunk_tokens=[3])
+    request.add.add(id=1, token_ids=[5, 6, 7], blocks=[0], sampling=GREEDY)
+    launched = [engine.launch(request)] + [engine.launch(pb.StepRequest(decode=True)) for _ in range(2)]
+    assert expected.tokens == [step.finish().token_ids[0] for step in launched if step is not None]
+    assert engine.launch(pb.StepRequest(retire=[1])) is None
+
+
+def test_a_failed_step_drops_its_sequences_and_nothing_else(engine: Engine) -> None:
+    good, bad = pb.StepRequest(chunk_ids=[1], chunk_tokens=[2]), pb.StepRequest(chunk_ids=[2], chunk_tokens=[9])
+    good.add.add(id=1, token_ids=[5, 6, 7], blocks=[0], sampling=GREEDY)
+    bad.add.add(id=2, token_ids=[5, 6], blocks=[1], sampling=GREEDY)
+    assert engine.launch(good) is not None
+    with pytest.raises(StepError, match="sequence 2 has 2 prompt tokens left, not 9"):
+        engine.launch(bad)
+    rest = engine.launch(pb.StepRequest(retire=[2], chunk_ids=[1], chunk_tokens=[1]))
+    assert rest is not None
+    assert [1] == rest.finish().ids
+    engine.launch(pb.StepRequest(retire=[1]))
+
+
+def test_rows_are_free_again_after_many_sequences(engine: Engine) -> None:
+    generate(engine, mixed_prompts(40))
+    table = engine._table
+    assert table is not None
+    assert not table.sequences
+    assert len(table._free_rows) == len(table.last_tokens)
+
+
+def test_int8_weights_stay_close_to_dense_ones(tiny_bloom: Path, engine: Engine) -> None:
+    token_ids = list(range(4, 60))
+    dense = all_logits(engine, token_ids)
+    int8 = all_logits(load_engine(tiny_bloom, make_format=Int8Format), token_ids)
+    assert (dense - int8).abs().mean() < 0.05 * dense.std()
+
+
+def test_a_cache_that_does_not_fit_is_refused_with_the_size_that_does(engine: Engine) -> None:
+    with pytest.raises(ValueError, match=r"use --max-batch-total-tokens \d+ or less"):
+        engine.warm_up(
+            prefill_tokens=64, total_tokens=64, wanted_tokens=10**9, useful_tokens=10**9, fraction=1.0
+        )
+    engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=8192, useful_tokens=8192, fraction=1.0)
