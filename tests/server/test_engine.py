@@ -144,7 +144,5 @@ def test_int8_weights_stay_close_to_dense_ones(tiny_bloom: Path, engine: Engine)
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_size_that_does(engine: Engine) -> None:
     with pytest.raises(ValueError, match=r"use --max-batch-total-tokens \d+ or less"):
-        engine.warm_up(
-            prefill_tokens=64, total_tokens=64, wanted_tokens=10**9, useful_tokens=10**9, fraction=1.0
-        )
+        engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=10**9, useful_tokens=10**9, fraction=1.0)
     engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=8192, useful_tokens=8192, fraction=1.0)

@@ -32,7 +32,11 @@ def test_embedded_model_equals_transformers(reference: bool) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"apply_residual_connection_post_layernorm": True}, {"n_head": 12, "hidden_size": 96}, {"layer_norm_epsilon": 0.1}],
+    [
+        {"apply_residual_connection_post_layernorm": True},
+        {"n_head": 12, "hidden_size": 96},
+        {"layer_norm_epsilon": 0.1},
+    ],
     ids=["normed residual", "heads no power of two", "large epsilon"],
 )
 def test_variants_of_bloom_equal_transformers(tmp_path: Path, changes: dict[str, object]) -> None:

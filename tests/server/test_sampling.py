@@ -1,0 +1,167 @@
+"""Sampling: each rule on logits small enough to check by eye, and noise that is a function of its counter."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from server.sampling import (
+    History,
+    Sampler,
+    TokenChoice,
+    Watermark,
+    exponential_noise,
+    keep_top_k,
+    keep_top_p,
+    keep_typical,
+)
+
+CPU = torch.device("cpu")
+WATERMARK = Watermark(gamma=0.5, delta=2.0)
+
+
+def choose(
+    logits: Tensor,
+    choices: list[TokenChoice],
+    position: int = 5,
+    histories: list[History | None] | None = None,
+    watermark: Watermark = WATERMARK,
+):  # type: ignore[no-untyped-def]
+    rows = len(choices)
+    sampler = Sampler(choices, watermark, CPU)
+    return sampler(
+        logits.clone().expand(rows, -1).contiguous(),
+        positions=torch.full((rows,), position),
+        previous=torch.zeros(rows, dtype=torch.int64),
+        histories=histories or [None] * rows,
+    )
+
+
+def kept(logits: Tensor) -> list[int]:
+    """Ids that a warper left."""
+    return torch.nonzero(logits[0] > float("-inf")).flatten().tolist()
+
+
+def column(value: float) -> Tensor:
+    return torch.tensor([[value]])
+
+
+def test_greedy_takes_the_largest_logit_and_reports_the_plain_logprob() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0]])
+    chosen = choose(logits, [TokenChoice()])
+    assert [1] == chosen.token_ids.tolist()
+    assert chosen.logprobs.item() == pytest.approx(3 - math.log(1 + math.e**3 + math.e))
+
+
+def test_top_k_keeps_ties() -> None:
+    logits = torch.tensor([[4.0, 2.0, 2.0, 1.0]])
+    assert [0] == kept(keep_top_k(logits, column(1)))
+    assert [0, 1, 2] == kept(keep_top_k(logits, column(2)))
+    assert [0, 1, 2, 3] == kept(keep_top_k(logits, column(99)))
+
+
+def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert [0] == kept(keep_top_p(logits, column(0.4)))
+    assert [0, 1] == kept(keep_top_p(logits, column(0.6)))
+    assert [0, 1, 2] == kept(keep_top_p(logits, column(0.9)))
+    assert [0] == kept(keep_top_p(logits, column(1e-6)))
+
+
+def test_typical_p_prefers_tokens_near_the_entropy() -> None:
+    logits = torch.tensor([[0.6, 0.2, 0.1, 0.1]]).log()
+    entropy = -(logits.exp() * logits).sum()
+    nearest = int((-logits - entropy).abs().argmin())
+    assert [nearest] == kept(keep_typical(logits, column(0.01)))
+    assert [0, 1, 2, 3] == kept(keep_typical(logits, column(1.0 - 1e-7)))
+
+
+def test_typical_p_after_top_k_does_not_bring_a_token_back() -> None:
+    logits = keep_top_k(torch.tensor([[0.6, 0.2, 0.1, 0.1]]).log(), column(2))
+    assert set(kept(keep_typical(logits, column(0.99)))) <= {0, 1}
+
+
+def test_repetition_penalty_divides_positive_and_multiplies_negative_scores() -> None:
+    logits = torch.tensor([[2.0, 1.9, -1.0, -1.1]])
+    history = History([0, 2], 0, 4, CPU)
+    chosen = choose(logits, [TokenChoice(repetition_penalty=2.0, top_n_tokens=4)], histories=[history])
+    assert [1, 0, 3, 2] == chosen.top_ids[0].tolist()
+
+
+def test_frequency_penalty_counts_generated_tokens_only() -> None:
+    logits = torch.tensor([[2.0, 1.0]])
+    asked, generated = History([0, 0], 0, 2, CPU), History([0, 0], 2, 2, CPU)
+    choices = [TokenChoice(frequency_penalty=0.6)] * 2
+    assert [0, 1] == choose(logits, choices, histories=[asked, generated]).token_ids.tolist()
+
+
+def test_temperature_sharpens_and_flattens() -> None:
+    logits = torch.tensor([[1.0, 0.0]])
+    cold = choose(logits, [TokenChoice(do_sample=True, temperature=0.01, seed=s) for s in range(50)])
+    hot = choose(logits, [TokenChoice(do_sample=True, temperature=100.0, seed=s) for s in range(200)])
+    assert [0] * 50 == cold.token_ids.tolist()
+    assert 60 < hot.token_ids.sum() < 140
+
+
+def test_samples_follow_the_distribution() -> None:
+    probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1])
+    chosen = choose(probabilities.log().unsqueeze(0), [TokenChoice(do_sample=True, seed=s) for s in range(20000)])
+    found = torch.bincount(chosen.token_ids, minlength=4) / 20000
+    torch.testing.assert_close(found, probabilities, atol=0.012, rtol=0)
+
+
+def test_positions_of_one_seed_are_independent() -> None:
+    logits = torch.zeros(1, 2)
+    draws = torch.stack(
+        [choose(logits, [TokenChoice(do_sample=True, seed=1)], position=p).token_ids for p in range(4000)]
+    )
+    pairs = torch.bincount(draws[:-1, 0] * 2 + draws[1:, 0], minlength=4) / 3999
+    torch.testing.assert_close(pairs, torch.full((4,), 0.25), atol=0.03, rtol=0)
+
+
+def test_a_row_is_the_same_whatever_stands_beside_it() -> None:
+    logits = torch.randn(1, 300, generator=torch.Generator().manual_seed(0))
+    mine = TokenChoice(do_sample=True, seed=2**63 + 5, top_p=0.9, top_k=40)
+    others = [TokenChoice(do_sample=True, seed=s, typical_p=0.5, watermark=True) for s in range(6)]
+    alone = choose(logits, [mine])
+    crowded = choose(logits, [*others, mine, TokenChoice()])
+    assert alone.token_ids[0] == crowded.token_ids[6]
+    assert alone.logprobs[0] == pytest.approx(float(crowded.logprobs[6]))
+
+
+def test_noise_is_exponential_and_a_pure_function() -> None:
+    low, high, positions = torch.tensor([[7]]), torch.tensor([[0]]), torch.tensor([3])
+    noise = exponential_noise(low, high, positions, 200_000)
+    assert torch.equal(noise, exponential_noise(low, high, positions, 200_000))
+    assert torch.equal(noise[:, :50], exponential_noise(low, high, positions, 50))
+    assert noise.mean().item() == pytest.approx(1.0, abs=0.02)
+    assert noise.var().item() == pytest.approx(1.0, abs=0.05)
+    assert (noise > 0).all()
+
+
+def test_every_half_of_the_seed_and_the_position_changes_the_noise() -> None:
+    def noise(low: int, high: int, position: int) -> Tensor:
+        return exponential_noise(torch.tensor([[low]]), torch.tensor([[high]]), torch.tensor([position]), 1000)
+
+    base = noise(1, 1, 1)
+    for other in (noise(2, 1, 1), noise(1, 2, 1), noise(1, 1, 2)):
+        correlation = torch.corrcoef(torch.cat([base, other]))[0, 1].item()
+        assert abs(correlation) < 0.1
+
+
+def test_watermark_favours_the_share_gamma_of_the_vocabulary() -> None:
+    logits = torch.zeros(1, 4000)
+    chosen = choose(logits, [TokenChoice(watermark=True, top_n_tokens=4000)], watermark=Watermark(0.25, 3.0))
+    values = chosen.top_logprobs[0]
+    favoured = int((values > values.mean()).sum())
+    assert 900 < favoured < 1100
+    assert float(values[0] - values[-1]) == pytest.approx(3.0, abs=1e-4)
+
+
+def test_removed_candidates_report_minus_infinity() -> None:
+    chosen = choose(torch.tensor([[3.0, 2.0, 1.0]]), [TokenChoice(do_sample=True, top_k=1, top_n_tokens=2)])
+    assert chosen.logprobs.item() == pytest.approx(0.0)
+    assert chosen.top_logprobs[0, 1] == float("-inf")

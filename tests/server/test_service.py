@@ -1,0 +1,129 @@
+"""The gRPC face: steps in order, replies per rank, errors as replies, and health beside the model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+
+from server.config import ShardConfig
+from server.loading import load
+from server.pb import generate_pb2 as pb
+from server.pb import generate_pb2_grpc as pb_grpc
+from server.service import ShardService, serve
+from tests.server.driver import GREEDY
+
+Body = Callable[[pb_grpc.ShardStub, ShardService], Awaitable[None]]
+LIMITS = pb.WarmupRequest(max_batch_prefill_tokens=64, max_total_tokens=128, useful_tokens=1024)
+
+
+def config_of(folder: Path, socket: Path, **changes: object) -> ShardConfig:
+    return ShardConfig(
+        model_path=str(folder),
+        weights_path=str(folder),
+        rank=0,
+        world_size=1,
+        socket_path=str(socket),
+        rendezvous="",
+        **changes,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture
+def with_shard(tiny_bloom: Path, tmp_path: Path) -> Callable[[Body], None]:
+    """Runs a coroutine against a served shard."""
+
+    async def run(body: Body) -> None:
+        socket = tmp_path / "shard.sock"
+        service = ShardService(*load(config_of(tiny_bloom, socket)), cuda_memory_fraction=1.0)
+        server = await serve(service, str(socket))
+        async with grpc.aio.insecure_channel(f"unix://{socket}") as channel:
+            await body(pb_grpc.ShardStub(channel), service)
+        await server.stop(grace=0)
+
+    threads = torch.get_num_threads()
+    yield lambda body: asyncio.run(run(body))  # type: ignore[misc]
+    torch.set_num_threads(threads)
+
+
+async def requests_of(*requests: pb.StepRequest) -> AsyncIterator[pb.StepRequest]:
+    for request in requests:
+        yield request
+
+
+def first_step(id: int = 1, prompt: tuple[int, ...] = (5, 6, 7), chunk: int = 3) -> pb.StepRequest:
+    request = pb.StepRequest(step=1, chunk_ids=[id], chunk_tokens=[chunk])
+    request.add.add(id=id, token_ids=prompt, blocks=[0], sampling=GREEDY, top_n_tokens=2)
+    return request
+
+
+def test_info_says_what_was_loaded(with_shard: Callable[[Body], None]) -> None:
+    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+        info = await stub.Info(pb.InfoRequest())
+        assert ("bloom", "float32", "cpu", 103) == (info.model_type, info.dtype, info.device, info.vocab_size)
+        assert info.weight_bytes > 0
+        assert 2 * 3 * 64 * 4 == info.kv_bytes_per_token
+
+    with_shard(body)
+
+
+def test_warmup_reports_the_cache_and_refuses_what_does_not_fit(with_shard: Callable[[Body], None]) -> None:
+    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+        reply = await stub.Warmup(LIMITS)
+        assert (1024, 16, 64) == (reply.max_batch_total_tokens, reply.block_size, reply.num_blocks)
+        too_many = pb.WarmupRequest(max_batch_prefill_tokens=64, max_total_tokens=128, max_batch_total_tokens=2**31)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.Warmup(too_many)
+        assert grpc.StatusCode.INVALID_ARGUMENT == error.value.code()
+        assert "use --max-batch-total-tokens" in str(error.value.details())
+
+    with_shard(body)
+
+
+def test_reply_k_answers_request_k_though_the_next_was_sent_before(with_shard: Callable[[Body], None]) -> None:
+    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+        await stub.Warmup(LIMITS)
+        decodes = [pb.StepRequest(step=k, decode=True) for k in (2, 3)]
+        replies = [r async for r in stub.Run(requests_of(first_step(), *decodes, pb.StepRequest(step=4, retire=[1])))]
+        assert [1, 2, 3, 4] == [r.step for r in replies]
+        assert [[1], [1], [1], []] == [list(r.ids) for r in replies]
+        assert all(r.top_ids[0] == r.token_ids[0] and list(r.top_counts) == [2] for r in replies[:3])
+        assert all(r.forward_ns > 0 for r in replies[:3])
+
+    with_shard(body)
+
+
+def test_an_error_is_a_reply_and_the_stream_goes_on(with_shard: Callable[[Body], None]) -> None:
+    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+        await stub.Warmup(LIMITS)
+        bad, good = first_step(chunk=4), first_step(id=2)
+        good.step = 2
+        replies = [r async for r in stub.Run(requests_of(bad, good))]
+        assert "sequence 1 has 3 prompt tokens left, not 4" in replies[0].error
+        assert [2] == list(replies[1].ids)
+        assert not service.failed.done()
+
+    with_shard(body)
+
+
+def test_health_counts_steps(with_shard: Callable[[Body], None]) -> None:
+    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+        await stub.Warmup(LIMITS)
+        assert [r async for r in stub.Run(requests_of(first_step()))]
+        health = await stub.Health(pb.HealthRequest())
+        assert (1, 1, 0) == (health.steps_received, health.steps_finished, health.oldest_step_ms)
+
+    with_shard(body)
+
+
+def test_shards_that_heads_do_not_fill_are_refused_before_weights_are_read(tiny_bloom: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        (tiny_bloom / "config.json").read_text().replace('"n_head": 8', '"n_head": 6')
+    )
+    config = ShardConfig(str(tmp_path), str(tmp_path), 0, 4, "", "")
+    with pytest.raises(ValueError, match="6 attention heads, which --num-shard 4 does not divide"):
+        load(config)

@@ -1,0 +1,76 @@
+"""Arithmetic that needs no tensors: what splits, what fits, which slope, which dtype."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from server.cache import KVShape, choose_tokens, num_blocks
+from server.layers.position import alibi_slopes
+from server.loading import choose_dtype
+from server.model import families
+from server.model.spec import ArchSpec, validate
+
+CPU = torch.device("cpu")
+
+
+def bloom(heads: int, hidden: int = 64) -> ArchSpec:
+    config = {"model_type": "bloom", "vocab_size": 99, "hidden_size": hidden, "n_head": heads, "n_layer": 1}
+    return families.find(config)[1]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+def test_eight_heads_split_every_way(world_size: int) -> None:
+    validate(bloom(8), world_size)
+
+
+def test_heads_that_do_not_divide_are_refused_with_what_does() -> None:
+    with pytest.raises(
+        ValueError, match=r"6 attention heads, which --num-shard 4 does not divide.*use --num-shard 1 or 2"
+    ):
+        validate(bloom(6, hidden=60), 4)
+
+
+@pytest.mark.parametrize(("tokens", "blocks"), [(0, 0), (1, 1), (16, 1), (17, 2)])
+def test_blocks_round_up(tokens: int, blocks: int) -> None:
+    assert blocks == num_blocks(tokens)
+
+
+def test_a_token_takes_key_and_value_of_every_layer() -> None:
+    assert 491_520 == KVShape(num_layers=30, num_kv_heads=32, head_dim=128, dtype=torch.float16).bytes_per_token
+
+
+def test_the_cache_takes_what_fits_but_no_more_than_can_be_used() -> None:
+    assert 160 == choose_tokens(wanted=0, useful=10_000, free_bytes=1700, bytes_per_token=10)
+    assert 100 == choose_tokens(wanted=0, useful=100, free_bytes=1700, bytes_per_token=10)
+    assert 150 == choose_tokens(wanted=150, useful=100, free_bytes=1700, bytes_per_token=10)
+
+
+def test_a_wish_that_does_not_fit_is_refused_with_what_does() -> None:
+    with pytest.raises(ValueError, match=r"max_batch_total_tokens is 161.*use --max-batch-total-tokens 160 or less"):
+        choose_tokens(wanted=161, useful=100, free_bytes=1700, bytes_per_token=10)
+    with pytest.raises(ValueError, match="no memory is left for a KV cache"):
+        choose_tokens(wanted=0, useful=100, free_bytes=-5, bytes_per_token=10)
+
+
+def test_slopes_of_a_power_of_two_are_geometric() -> None:
+    assert [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8] == alibi_slopes(8)
+
+
+def test_slopes_between_powers_come_from_the_next_higher_one() -> None:
+    assert pytest.approx([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]) == alibi_slopes(6)
+
+
+def test_the_checkpoints_dtype_is_kept_where_the_device_computes_it() -> None:
+    assert (torch.float32, "the checkpoint's") == choose_dtype(None, torch.float32, CPU)
+
+
+def test_a_wish_for_a_dtype_wins() -> None:
+    assert (torch.bfloat16, "asked for") == choose_dtype("bfloat16", torch.float32, CPU)
+
+
+def test_a_dtype_that_the_device_computes_badly_gives_way_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.loading._good_dtypes", lambda device: {torch.float32})
+    dtype, reason = choose_dtype(None, torch.float16, CPU)
+    assert torch.float32 == dtype
+    assert "this CPU does not compute the checkpoint's float16 well" == reason

@@ -1,0 +1,159 @@
+"""Checkpoints: slices readable by eye, and what is wrong with a file said in one sentence."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from server.distributed import Shard
+from server.layers.embedding import load_embedding, load_head
+from server.layers.linear import DenseFormat, load_column, load_row
+from server.model import families
+from server.weights import Checkpoint, CheckpointError, Layout, NameMap, Weights, split_fused
+from tests.server.driver import CPU, load_engine
+
+NAMES = NameMap(roles={"embed": "words", "mlp_up": "up.{i}", "mlp_down": "down.{i}"}, prefixes=("model.", ""))
+
+
+def save(folder: Path, **tensors: torch.Tensor) -> Path:
+    save_file(
+        {name.replace("__", "."): tensor.clone() for name, tensor in tensors.items()}, folder / "model.safetensors"
+    )
+    return folder
+
+
+def weights_of(folder: Path, rank: int = 0, world_size: int = 1) -> Weights:
+    return Weights.open(Checkpoint(folder), NAMES, Shard(rank, world_size), torch.float32, CPU).of_layer(0)
+
+
+@pytest.fixture
+def four_by_four(tmp_path: Path) -> Path:
+    square = torch.arange(16.0).reshape(4, 4)
+    return save(
+        tmp_path, words__weight=square, up__0__weight=square, up__0__bias=square[0].clone(), down__0__weight=square
+    )
+
+
+def test_a_column_layer_takes_rows_and_their_bias(four_by_four: Path) -> None:
+    layer = load_column(weights_of(four_by_four, 1, 2), "mlp_up", (4, 4), DenseFormat, bias=True)
+    assert isinstance(layer.weight, DenseFormat)
+    assert [[8, 9, 10, 11], [12, 13, 14, 15]] == layer.weight.weight.tolist()
+    assert layer.bias is not None
+    assert [2, 3] == layer.bias.tolist()
+
+
+def test_a_row_layer_takes_columns(four_by_four: Path) -> None:
+    layer = load_row(weights_of(four_by_four, 1, 2), "mlp_down", (4, 4), DenseFormat, bias=False)
+    assert isinstance(layer.weight, DenseFormat)
+    assert [[2, 3], [6, 7], [10, 11], [14, 15]] == layer.weight.weight.tolist()
+
+
+def test_heads_of_q_k_and_v_are_put_side_by_side() -> None:
+    # Two heads of size 1: rows q0 k0 v0 q1 k1 v1.
+    fused = torch.tensor([[1.0], [10.0], [100.0], [2.0], [20.0], [200.0]])
+    assert [1, 2, 10, 20, 100, 200] == split_fused(fused, Layout.PER_HEAD, head_dim=1).flatten().tolist()
+
+
+def test_a_rank_reads_its_share_of_the_bytes(tiny_bloom: Path) -> None:
+    def bytes_read(rank: int, world_size: int) -> int:
+        checkpoint = Checkpoint(tiny_bloom)
+        family, spec = families.find(json.loads((tiny_bloom / "config.json").read_text()))
+        weights = Weights.open(checkpoint, family.names, Shard(rank, world_size), torch.float32, CPU)
+        load_embedding(weights, spec)
+        for i in range(spec.num_layers):
+            layer = weights.of_layer(i)
+            load_column(layer, "mlp_up", (256, 64), DenseFormat, bias=True)
+            load_row(layer, "mlp_down", (64, 256), DenseFormat, bias=True)
+        return checkpoint.bytes_read
+
+    whole = bytes_read(0, 1)
+    assert all(bytes_read(rank, 4) < whole / 4 * 1.05 for rank in range(4))
+
+
+def test_a_padded_vocabulary_ends_in_zeros(tiny_bloom: Path) -> None:
+    family, spec = families.find(json.loads((tiny_bloom / "config.json").read_text()))  # 103 rows over 4 ranks: 26 each
+    weights = Weights.open(Checkpoint(tiny_bloom), family.names, Shard(3, 4), torch.float32, CPU)
+    table = load_embedding(weights, spec).table
+    assert (26, 64) == tuple(table.shape)
+    assert table[24].any()
+    assert not table[25].any()
+
+
+def test_logits_do_not_show_the_padding(tiny_bloom: Path) -> None:
+    engine = load_engine(tiny_bloom)
+    head = load_head(
+        Weights.open(Checkpoint(tiny_bloom), families.FAMILIES["bloom"].names, Shard(), torch.float32, CPU),
+        engine.model.spec,
+        engine.model.embedding,
+        DenseFormat,
+    )
+    assert (2, 103) == tuple(head(torch.zeros(2, 64)).shape)
+
+
+def test_an_unknown_tensor_is_refused_by_name(tiny_bloom: Path, tmp_path: Path) -> None:
+    tensors = load_file(tiny_bloom / "model.safetensors")
+    tensors["transformer.h.0.attention.extra"] = torch.zeros(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((tiny_bloom / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=r"does not use: transformer\.h\.0\.attention\.extra"):
+        load_engine(tmp_path)
+
+
+def test_a_missing_tensor_is_refused_by_name(tiny_bloom: Path, tmp_path: Path) -> None:
+    tensors = load_file(tiny_bloom / "model.safetensors")
+    name = next(n for n in tensors if n.endswith("h.1.mlp.dense_h_to_4h.bias"))
+    del tensors[name]
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((tiny_bloom / "config.json").read_text())
+    with pytest.raises(CheckpointError, match=re.escape(f"tensor {name} is missing")):
+        load_engine(tmp_path)
+
+
+def test_a_checkpoint_without_the_prefix_loads_too(tiny_bloom: Path, tmp_path: Path) -> None:
+    tensors = load_file(tiny_bloom / "model.safetensors")
+    save_file({n.removeprefix("transformer."): t for n, t in tensors.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((tiny_bloom / "config.json").read_text())
+    assert load_engine(tmp_path).model.spec.vocab_size == 103
+
+
+def test_a_wrong_shape_names_tensor_and_both_shapes(four_by_four: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"up\.0\.weight .* shape \[4, 4\], but config.json says \[8, 4\]"):
+        load_column(weights_of(four_by_four), "mlp_up", (8, 4), DenseFormat, bias=False)
+
+
+def test_a_truncated_file_is_named(four_by_four: Path) -> None:
+    path = four_by_four / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-8])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not a readable safetensors file"):
+        Checkpoint(four_by_four)
+
+
+def test_a_tensor_in_two_files_is_refused(four_by_four: Path) -> None:
+    save_file({"words.weight": torch.zeros(1)}, four_by_four / "other.safetensors")
+    with pytest.raises(CheckpointError, match=r"tensor words\.weight is in .* and in another file"):
+        Checkpoint(four_by_four)
+
+
+def test_weights_of_another_model_are_refused(tiny_bloom: Path, four_by_four: Path) -> None:
+    with pytest.raises(CheckpointError, match="are of different models"):
+        Weights.open(Checkpoint(tiny_bloom), NAMES, Shard(), torch.float32, CPU)
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no \*\.safetensors file"):
+        Checkpoint(tmp_path)
+
+
+def test_a_family_that_is_not_served_is_refused_with_the_list() -> None:
+    with pytest.raises(ValueError, match="model_type 'mamba'; served are: bloom"):
+        families.find({"model_type": "mamba"})
+
+
+def test_a_config_without_a_key_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match="bloom model lacks the key 'vocab_size'"):
+        families.find({"model_type": "bloom", "hidden_size": 8, "n_head": 1, "n_layer": 1})
