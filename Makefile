@@ -1,0 +1,28 @@
+PYTHON ?= python3
+RUN = .venv/bin/python
+
+.PHONY: install serve test test-gpu check proto docs
+
+install: .venv/installed
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	.venv/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+serve: install
+	$(RUN) launcher.py $(ARGS)
+
+test: install
+	$(RUN) -m pytest $(ARGS)
+
+test-gpu: install
+	$(RUN) -m pytest -m gpu $(ARGS)
+
+check: install
+	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && $(RUN) -m pytest -q tests/test_architecture.py
+
+proto: install
+	$(RUN) -m grpc_tools.protoc -Iserver/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/generate.proto
+
+docs: install
+	$(RUN) launcher.py --print-settings > docs/settings.md

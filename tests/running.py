@@ -1,0 +1,131 @@
+"""A whole server as a user starts it: the launcher, its shards and its router, on loopback, in the test's hands."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import httpx2
+
+ROOT = Path(__file__).parents[1]
+SETTINGS_PREFIXES = ("MAX_", "PORT", "NUM_SHARD", "MODEL_ID", "DTYPE", "DEVICE", "HF_", "CUDA_VISIBLE_DEVICES")
+
+
+class Server:
+    """`python launcher.py` with `flags`, ready when the `with` block begins and gone when it ends."""
+
+    def __init__(self, *flags: str, env: dict[str, str] | None = None, ready_within: float = 120) -> None:
+        self.flags = ("--hostname", "127.0.0.1", "--port", "0", "--device", "cpu", *flags)
+        self.process = start_launcher(*self.flags, env=env)
+        self.lines: list[str] = []
+        self._ready_within = ready_within
+        self.url = ""
+        self.seconds_to_ready = 0.0
+
+    def __enter__(self) -> Server:
+        started = time.monotonic()
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line)
+            if match := re.search(r"Lockstep is ready at (http://\S+) after", line):
+                self.url = match.group(1)
+                self.seconds_to_ready = time.monotonic() - started
+                return self
+            if time.monotonic() - started > self._ready_within:
+                break
+        self.process.kill()
+        raise AssertionError(f"not ready: {''.join(self.lines)}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGINT)
+            self.process.send_signal(signal.SIGINT)
+        self.process.communicate(timeout=30)
+
+    def stop(self, number: int = signal.SIGTERM) -> None:
+        """Send a signal to the launcher alone."""
+        self.process.send_signal(number)
+
+    def wait(self, timeout: float = 60) -> tuple[int, str]:
+        """Exit code and everything that was printed since the server was ready."""
+        output, _ = self.process.communicate(timeout=timeout)
+        return self.process.returncode, output
+
+    def children(self) -> list[int]:
+        """Process ids that the launcher started."""
+        return children_of(self.process.pid)
+
+    def metrics(self) -> dict[str, float]:
+        """Every sample of /metrics by its name and labels."""
+        text = httpx2.get(f"{self.url}/metrics", timeout=30).text
+        rows = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+        return {name: float(value) for name, value in rows}
+
+
+def start_launcher(*flags: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    """The launcher with nothing but `env` from its settings' environment; output merged into one pipe."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS_PREFIXES)}
+    return subprocess.Popen(
+        [sys.executable, "launcher.py", *flags],
+        cwd=ROOT,
+        env=clean | (env or {}),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def children_of(pid: int) -> list[int]:
+    """Direct children of a process, from /proc."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rsplit(")", 1)[1].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[1]) == pid:
+            found.append(int(status.parent.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process runs (a zombie does not)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def body(inputs: str, **parameters: Any) -> dict[str, Any]:
+    """A request body of /generate."""
+    return {"inputs": inputs, "parameters": parameters}
+
+
+def tokens_of(answer: dict[str, Any]) -> list[int]:
+    """Token ids of an answer with details."""
+    return [token["id"] for token in answer["details"]["tokens"]]
+
+
+def events_of(lines: Sequence[str]) -> list[dict[str, Any]]:
+    """The JSON of every SSE data line."""
+    return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody has at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
