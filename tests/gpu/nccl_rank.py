@@ -1,0 +1,29 @@
+"""Runs WORLD_SIZE ranks over NCCL and prints rank 0's tokens: `python -m tests.gpu.nccl_rank FOLDER WORLD_SIZE INIT`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+from server.distributed import connect, disconnect
+from tests.server.driver import generate, load_engine
+from tests.server.ranks import prompts
+
+
+def run(rank: int, folder: Path, world_size: int, rendezvous: str) -> None:
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    engine = load_engine(folder, shard=connect(rank, world_size, rendezvous, device), device=device)
+    tokens = [p.tokens for p in generate(engine, prompts(103, 8))]
+    if rank == 0:
+        print(json.dumps(tokens))
+    disconnect()
+
+
+if __name__ == "__main__":
+    folder, world_size, rendezvous = sys.argv[1:]
+    mp.spawn(run, args=(Path(folder), int(world_size), rendezvous), nprocs=int(world_size))

@@ -1,0 +1,72 @@
+"""The engine on a GPU against the CPU, which defines correct; and ranks over NCCL. Run by `make test-gpu`."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from server.config import ShardConfig
+from server.loading import load
+from tests.server.conftest import DEMO, save_tiny_bloom
+from tests.server.driver import Prompt, all_logits, generate, load_engine
+from tests.server.ranks import prompts
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny-bloom")
+    save_tiny_bloom(folder)
+    return folder
+
+
+@pytest.mark.parametrize("reference", [True, False], ids=["reference", "padded"])
+def test_logits_equal_those_of_the_cpu(tiny: Path, reference: bool) -> None:
+    token_ids = list(range(4, 100)) * 2
+    cpu = all_logits(load_engine(tiny), token_ids)
+    gpu = all_logits(load_engine(tiny, device=GPU, reference=reference), token_ids).cpu()
+    torch.testing.assert_close(cpu, gpu, atol=2e-3, rtol=1e-3)
+
+
+def test_tokens_equal_those_of_the_cpu() -> None:
+    on_cpu, on_gpu = (
+        generate(load_engine(DEMO, device=device), prompts(2048, 16)) for device in (torch.device("cpu"), GPU)
+    )
+    assert [p.tokens for p in on_cpu] == [p.tokens for p in on_gpu]
+
+
+def test_bfloat16_agrees_with_float32_on_nearly_every_next_token() -> None:
+    (story,) = generate(load_engine(DEMO), [Prompt([5, 6, 7, 8], max_new_tokens=200)])
+    token_ids = [5, 6, 7, 8, *story.tokens]
+    exact = all_logits(load_engine(DEMO, device=GPU), token_ids)
+    rounded = all_logits(load_engine(DEMO, device=GPU, dtype=torch.bfloat16), token_ids)
+    agreement = (exact.argmax(dim=-1) == rounded.argmax(dim=-1)).float().mean()
+    assert agreement >= 0.99
+
+
+def test_the_warmup_leaves_the_memory_it_was_told_to(tmp_path: Path) -> None:
+    config = ShardConfig(str(DEMO), str(DEMO), 0, 1, str(tmp_path / "s"), "", device="cuda", cuda_memory_fraction=0.5)
+    engine, info = load(config)
+    assert info.device == torch.cuda.get_device_name(0)
+    engine.warm_up(prefill_tokens=4096, total_tokens=2048, wanted_tokens=0, useful_tokens=2**31, fraction=0.5)
+    free, total = torch.cuda.mem_get_info(GPU)
+    assert free >= 0.45 * total
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_ranks_over_nccl_equal_one(tiny: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu.nccl_rank", str(tiny)]
+    ranks = [
+        subprocess.run([*command, str(world_size), f"file://{tmp_path}/{world_size}"], capture_output=True, check=True)
+        for world_size in (1, 2)
+    ]
+    assert ranks[0].stdout == ranks[1].stdout
