@@ -125,6 +125,11 @@ class Engine:
         assert launched is not None
         launched.finish()
 
+    @property
+    def num_blocks(self) -> int:
+        """KV blocks allocated so far."""
+        return self._table.num_blocks if self._table is not None else 0
+
     def _allocate(self, tokens: int) -> None:
         self._kv_caches = []  # the old cache is free before the new one is taken
         self._kv_caches = cache.allocate(self.kv_shape, tokens, self.device)

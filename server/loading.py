@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from server import attention, distributed
+from server.cache import BLOCK_SIZE
 from server.config import ShardConfig
 from server.distributed import Shard
 from server.engine import Engine
@@ -57,6 +58,7 @@ def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
         attention=backend.name,
         threads=threads,
         quantize=config.quantize or "dense",
+        block_size=BLOCK_SIZE,
     )
     return engine, info
 

@@ -43,6 +43,7 @@ class ShardService(pb_grpc.ShardServicer):
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoReply:
+        self._info.num_blocks = self._engine.num_blocks
         return self._info
 
     async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthReply:

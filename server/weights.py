@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -23,36 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from server.distributed import Shard
-
-
-class Layout(Enum):
-    """How q, k and v share one tensor, along its output dimension.
-
-    PER_HEAD:  [head, (q k v), head_dim] — BLOOM, GPT-NeoX
-    """
-
-    PER_HEAD = "per_head"
-
-
-@dataclass(frozen=True)
-class Fused:
-    """q, k and v are one tensor, `name`, in `layout`."""
-
-    name: str
-    layout: Layout
-
-
-@dataclass(frozen=True)
-class NameMap:
-    """Where a family's checkpoints keep each role.
-
-    `roles` maps our role to the checkpoint's name without `.weight`/`.bias`; `{i}` is the layer. `prefixes` are tried
-    in order until one fits the file. `ignore` are patterns of tensors that are skipped on purpose.
-    """
-
-    roles: Mapping[str, str | Fused]
-    prefixes: tuple[str, ...] = ("",)
-    ignore: tuple[str, ...] = ()
+from server.model.names import Fused, Layout, NameMap
 
 
 class CheckpointError(ValueError):

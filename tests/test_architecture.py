@@ -41,10 +41,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.hub": set(),
     "server.layers": {"server.layers", "server.distributed", "server.model.spec", "server.weights"},
     "server.loading": {
-        "server.attention", "server.config", "server.distributed", "server.engine", "server.layers", "server.model",
-        "server.pb", "server.quant", "server.sampling", "server.weights",
+        "server.attention", "server.cache", "server.config", "server.distributed", "server.engine", "server.layers",
+        "server.model", "server.pb", "server.quant", "server.sampling", "server.weights",
     },
-    "server.model.families": {"server.model.families", "server.model.spec", "server.weights"},
+    "server.model.families": {"server.model.families", "server.model.names", "server.model.spec"},
+    "server.model.names": set(),
     "server.model.spec": set(),
     "server.model.transformer": {
         "server.attention", "server.distributed", "server.layers", "server.model.spec", "server.weights",
@@ -53,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.quant": set(),
     "server.sampling": set(),
     "server.service": {"server.cache", "server.distributed", "server.engine", "server.pb"},
-    "server.weights": {"server.distributed"},
+    "server.weights": {"server.distributed", "server.model.names"},
 }  # fmt: skip
 
 # The two loops that must outlive a request may catch everything; `tokenizers` raises nothing finer than Exception.

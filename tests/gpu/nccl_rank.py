@@ -1,4 +1,4 @@
-"""Runs WORLD_SIZE ranks over NCCL and prints rank 0's tokens: `python -m tests.gpu.nccl_rank FOLDER WORLD_SIZE INIT`."""
+"""WORLD_SIZE ranks over NCCL; prints rank 0's tokens. `python -m tests.gpu.nccl_rank FOLDER WORLD_SIZE INIT`."""
 
 from __future__ import annotations
 

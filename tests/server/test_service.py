@@ -75,6 +75,8 @@ def test_warmup_reports_the_cache_and_refuses_what_does_not_fit(with_shard: Call
     async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
         reply = await stub.Warmup(LIMITS)
         assert (1024, 16, 64) == (reply.max_batch_total_tokens, reply.block_size, reply.num_blocks)
+        info = await stub.Info(pb.InfoRequest())
+        assert (16, 64) == (info.block_size, info.num_blocks)
         too_many = pb.WarmupRequest(max_batch_prefill_tokens=64, max_total_tokens=128, max_batch_total_tokens=2**31)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stub.Warmup(too_many)

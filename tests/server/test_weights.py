@@ -14,7 +14,8 @@ from server.distributed import Shard
 from server.layers.embedding import load_embedding, load_head
 from server.layers.linear import DenseFormat, load_column, load_row
 from server.model import families
-from server.weights import Checkpoint, CheckpointError, Layout, NameMap, Weights, split_fused
+from server.model.names import Layout, NameMap
+from server.weights import Checkpoint, CheckpointError, Weights, split_fused
 from tests.server.driver import CPU, load_engine
 
 NAMES = NameMap(roles={"embed": "words", "mlp_up": "up.{i}", "mlp_down": "down.{i}"}, prefixes=("model.", ""))

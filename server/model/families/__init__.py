@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.model.families import bloom
+from server.model.names import NameMap
 from server.model.spec import ArchSpec
-from server.weights import NameMap
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from server.model.names import Fused, Layout, NameMap
 from server.model.spec import Activation, Alibi, ArchSpec, Dense, LayerNorm, Residual
-from server.weights import Fused, Layout, NameMap
 
 NAMES = NameMap(
     roles={
