@@ -25,6 +25,7 @@ class RouterConfig:
     model_path: str  # local folder with config.json and tokenizer.json
     shard_sockets: tuple[str, ...]  # unix socket of each rank, in rank order
     revision: str | None = None
+    tokenizer_path: str | None = None  # folder with tokenizer.json; None: model_path
     model_sha: str | None = None  # commit of the downloaded snapshot, if it is one
     listen_fd: int | None = None  # bound, not yet listening; the launcher binds so that a taken port is found first
     sources: dict[str, str] = field(default_factory=dict)  # setting -> "flag", "environment" or "default"
@@ -33,6 +34,7 @@ class RouterConfig:
         default="0.0.0.0",
         metadata={
             "help": "Address to listen on.",
+            "environment": "LOCKSTEP_HOSTNAME",  # HOSTNAME is the machine's name in shells and containers
             "when": "127.0.0.1 keeps the server private to this machine.",
         },
     )
@@ -98,7 +100,7 @@ class RouterConfig:
             "help": "Longest sequence: prompt plus generated tokens of one request.",
             "unit": "tokens",
             "min": 2,
-            "default": f"{DEFAULT_MAX_TOTAL_TOKENS}, or what the model or max_batch_total_tokens allows if that is less",
+            "default": f"{DEFAULT_MAX_TOTAL_TOKENS}, or less if the model or max_batch_total_tokens allows less",
             "when": "It bounds what one request can cost: KV cache is reserved for the whole sequence at admission.",
         },
     )

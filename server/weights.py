@@ -10,7 +10,6 @@ we think it is. What this module leaves out: formats other than dense safetensor
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from server.distributed import Shard
+from server.hub import weight_files
 from server.model.names import Fused, Layout, NameMap
 
 
@@ -41,18 +41,8 @@ class Checkpoint:
         self._files: dict[str, Any] = {}  # tensor name -> open safetensors file
         self._read: set[str] = set()
         self.bytes_read = 0
-        for path in self._paths():
+        for path in weight_files(self.folder):
             self._open(path)
-
-    def _paths(self) -> list[Path]:
-        index = self.folder / "model.safetensors.index.json"
-        if index.is_file():
-            names = set(json.loads(index.read_text())["weight_map"].values())
-            return [self.folder / Path(name).name for name in sorted(names)]
-        paths = sorted(self.folder.glob("*.safetensors"))
-        if not paths:
-            raise CheckpointError(f"{self.folder} has no *.safetensors file; give a folder that holds the weights")
-        return paths
 
     def _open(self, path: Path) -> None:
         try:

@@ -54,7 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.quant": set(),
     "server.sampling": set(),
     "server.service": {"server.cache", "server.distributed", "server.engine", "server.pb"},
-    "server.weights": {"server.distributed", "server.model.names"},
+    "server.weights": {"server.distributed", "server.hub", "server.model.names"},
 }  # fmt: skip
 
 # The two loops that must outlive a request may catch everything; `tokenizers` raises nothing finer than Exception.

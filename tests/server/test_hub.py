@@ -129,7 +129,13 @@ def test_damaged_weights_are_named_before_anything_loads(folder: Path, content: 
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [("{", "is not JSON"), ("[]", "holds no JSON object"), ("[" * 100_000, "is not JSON"), ("", "is empty")],
+    [
+        ("{", "is not JSON"),
+        ("[]", "holds no JSON object"),
+        ("[" * 100_000, "is not JSON"),
+        ("", "is empty"),
+        (" " * 50_000_001, "is larger than"),
+    ],
 )
 def test_damaged_config_is_refused(folder: Path, content: str, expected: str) -> None:
     (folder / "config.json").write_text(content)
@@ -235,7 +241,7 @@ def test_conversion_that_does_not_fit_is_refused_before_it_starts(
 ) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=10))
-    with pytest.raises(HubError, match=r"has 0\.00 GB free but .* are needed to convert the weights"):
+    with pytest.raises(HubError, match=r"has 0\.0 MB free but .* are needed to convert the weights"):
         resolve(folder)
 
 
@@ -499,7 +505,13 @@ def test_unreachable_hub_falls_back_to_the_cache(fake_hub: FakeHub, download: An
     first = download()
     said: list[str] = []
     assert first == download(endpoint="http://127.0.0.1:9", report=said.append)
-    assert "the hub cannot be reached" in said[-1]
+    assert 1 == len(said) and "the hub cannot be reached" in said[0]
+
+
+def test_broken_hub_falls_back_to_the_cache(fake_hub: FakeHub, download: Any) -> None:
+    first = download()
+    fake_hub.always = 503
+    assert first == download()
 
 
 def test_unreachable_hub_without_cache_is_one_sentence(download: Any) -> None:
@@ -533,6 +545,16 @@ def test_disk_that_fills_up_during_the_download_is_one_sentence(download: Any, m
         download()
 
 
+def test_remains_of_a_killed_download_are_removed_once_they_are_old(download: Any, tmp_path: Path) -> None:
+    blobs = tmp_path / "hub" / "models--some--model" / "blobs"
+    blobs.mkdir(parents=True)
+    for name, age in (("a.1.incomplete", 7200), ("b.2.incomplete", 60)):
+        (blobs / name).write_bytes(b"x")
+        os.utime(blobs / name, (time.time() - age,) * 2)
+    download()
+    assert ["b.2.incomplete"] == [path.name for path in blobs.glob("*.incomplete")]
+
+
 def test_two_launches_download_once(fake_hub: FakeHub, download: Any) -> None:
     found: list[ResolvedModel] = []
     threads = [threading.Thread(target=lambda: found.append(download())) for _ in range(2)]
@@ -549,4 +571,4 @@ def test_progress_is_told_in_lines_where_there_is_no_terminal(download: Any, mon
     clock = iter(range(0, 100_000, 11))
     monkeypatch.setattr(hub.time, "monotonic", lambda: float(next(clock)))
     download(report=said.append)
-    assert [line for line in said if line.startswith("Downloaded 0.00 GB of 0.00 GB")]
+    assert [line for line in said if line.startswith("Downloaded 0.4 MB of 0.4 MB")]

@@ -135,6 +135,7 @@ def test_a_truncated_file_is_named(four_by_four: Path) -> None:
 
 
 def test_a_tensor_in_two_files_is_refused(four_by_four: Path) -> None:
+    (four_by_four / "model.safetensors").rename(four_by_four / "one.safetensors")
     save_file({"words.weight": torch.zeros(1)}, four_by_four / "other.safetensors")
     with pytest.raises(CheckpointError, match=r"tensor words\.weight is in .* and in another file"):
         Checkpoint(four_by_four)
@@ -146,7 +147,7 @@ def test_weights_of_another_model_are_refused(tiny_bloom: Path, four_by_four: Pa
 
 
 def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no \*\.safetensors file"):
+    with pytest.raises(ValueError, match="has no weights"):
         Checkpoint(tmp_path)
 
 

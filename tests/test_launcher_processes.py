@@ -1,0 +1,411 @@
+"""Supervision with real processes: small scripts stand in for the shards and the router."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import launcher
+
+ROOT = Path(launcher.__file__).parent
+
+# What every stand-in starts with. `say` writes one log record; `on_term` sets what SIGTERM does.
+PRELUDE = """
+import json, os, signal, sys, time
+def say(message, **fields):
+    record = {"timestamp": "2026-11-20T10:00:00+00:00", "level": "INFO", "target": "t", "message": message}
+    print(json.dumps({**record, **fields}), flush=True)
+def on_term(action):
+    signal.signal(signal.SIGTERM, lambda *_: action())
+def leave(message):
+    say(message); os._exit(0)
+def fail(message, **fields):
+    say(message, level="CRITICAL", **fields); os._exit(1)
+"""
+SHARD = PRELUDE + "on_term(lambda: leave('shard ends')); say('loaded')\ntime.sleep(60)"
+ROUTER = PRELUDE + "on_term(lambda: leave('router drained')); say('serving', event='ready')\ntime.sleep(60)"
+STUBBORN = PRELUDE + "on_term(lambda: say('not yet')); say('serving', event='ready')\nwhile True: time.sleep(1)"
+
+# Runs the supervisor alone: scripts and options come as JSON.
+SUPERVISE = """
+import json, os, sys, launcher
+options = json.loads(sys.argv[1])
+commands = [launcher.Command(name, (sys.executable, "-S", "-c", code)) for name, code in options["scripts"].items()]
+log = launcher.Log(launcher.Output(1), options["as_json"])
+with launcher.signals_to_pipe() as wakeup:
+    supervisor = launcher.Supervisor(
+        commands, dict(os.environ), log, drain_seconds=options["drain"], stop_seconds=options["stop"]
+    )
+    code = supervisor.run(wakeup)
+if supervisor.failure:
+    os.write(2, f"error: {supervisor.failure}\\n".encode())
+sys.exit(code)
+"""
+
+# Runs a whole launch with stand-ins in place of `-m server` and `-m router`, and without a model.
+LAUNCH = """
+import json, sys, launcher
+from pathlib import Path
+scripts = json.loads(sys.argv[1])
+def command(module, name, folder, pass_fds=()):
+    return launcher.Command(name, (sys.executable, "-S", "-c", scripts[module], str(folder / f"{name}.json")), pass_fds)
+model = launcher.hub.ResolvedModel(Path("m"), Path("m"), Path("m"), None, True)
+launcher._command = command
+launcher.resolve_model = lambda *_: eval(scripts.get("resolve", "model"))
+sys.exit(launcher.main(sys.argv[2:]))
+"""
+HTTP_ROUTER = (
+    PRELUDE
+    + """
+import socket
+config = json.load(open(sys.argv[1]))
+listener = socket.socket(fileno=config["listen_fd"])
+listener.listen()
+on_term(lambda: leave("router drained"))
+say("serving", event="ready", folder=os.path.dirname(sys.argv[1]), sockets=config["shard_sockets"])
+while True:
+    listener.accept()[0].sendall(b"hello")
+"""
+)
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start Python code in a process of its own, which is gone after the test."""
+    processes = []
+    temporary = tempfile.mkdtemp(prefix="ls-", dir="/tmp")  # short, for the sockets; tmp_path is not
+
+    def run(code: str, *argv: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, *argv],
+            cwd=ROOT,
+            env=os.environ | {"TMPDIR": temporary},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield run
+    for process in processes:
+        process.kill()
+        process.communicate()
+    shutil.rmtree(temporary)
+
+
+@pytest.fixture
+def supervise(start: Start) -> Start:
+    def run(as_json: bool = False, drain: float = 5, stop: float = 5, **scripts: str) -> subprocess.Popen[str]:
+        named = {name.replace("_", "-"): code for name, code in scripts.items()}
+        return start(SUPERVISE, json.dumps({"scripts": named, "as_json": as_json, "drain": drain, "stop": stop}))
+
+    return run
+
+
+@pytest.fixture
+def launch(start: Start) -> Start:
+    def run(*argv: str, **scripts: str) -> subprocess.Popen[str]:
+        return start(LAUNCH, json.dumps({"server": SHARD, "router": HTTP_ROUTER, **scripts}), "--device=cpu", *argv)
+
+    return run
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> str:
+    """Read the log up to the line that contains `text`, and return what was read."""
+    assert process.stdout
+    lines: list[str] = []
+    while not lines or text not in lines[-1]:
+        line = process.stdout.readline()
+        assert line, f"ended without {text!r}: {lines}"
+        lines.append(line)
+    return "".join(lines)
+
+
+def end(process: subprocess.Popen[str], *, within: float) -> tuple[int, str, str]:
+    """(exit code, rest of the log, standard error) of a process that must end in time."""
+    started = time.monotonic()
+    out, err = process.communicate(timeout=20)
+    assert time.monotonic() - started < within
+    return process.returncode, out, err
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def eventually(condition: Callable[[], bool], seconds: float = 5) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.02)
+
+
+def test_records_of_children_become_lines_with_their_name(supervise: Start) -> None:
+    process = supervise(shard_0=SHARD, router=PRELUDE + "say('hi', n=1); print('plain\\x1b[1m')\n" + ROUTER)
+    log = wait_for(process, "serving")
+    assert "2026-11-20T10:00:00.000Z  INFO router: hi n=1\n" in log
+    assert r" WARN router: plain\x1b[1m" in log
+
+
+def test_json_logs_stay_json(supervise: Start) -> None:
+    process = supervise(
+        True, shard_0=PRELUDE + "sys.stderr.write('odd\\n'); say('loaded', gib=1.5)\n" + SHARD, router=SHARD
+    )
+    wait_for(process, "loaded")
+    process.terminate()
+    for line in end(process, within=3)[1].splitlines():
+        assert {"timestamp", "level", "message", "process"} <= set(json.loads(line))
+
+
+def test_critical_record_is_the_reported_cause(supervise: Start) -> None:
+    broken = PRELUDE + "fail('model.safetensors is cut short')"
+    code, _, error = end(supervise(shard_0=SHARD, shard_1=broken, router=SHARD), within=5)
+    assert (1, "error: shard 1 cannot start: model.safetensors is cut short\n") == (code, error)
+
+
+def test_cause_after_readiness(supervise: Start) -> None:
+    process = supervise(shard_0=PRELUDE + "time.sleep(0.5); fail('CUDA error')", router=STUBBORN)
+    assert (1, "error: shard 0 stopped: CUDA error\n") == end(process, within=5)[::2]
+
+
+def test_last_exception_is_the_cause_when_nothing_else_was_said(supervise: Start) -> None:
+    process = supervise(shard_0="raise MemoryError('no room')", router=SHARD)
+    assert (1, "error: shard 0 cannot start: MemoryError: no room\n") == end(process, within=5)[::2]
+
+
+def test_silent_exit_is_a_failure_too(supervise: Start) -> None:
+    process = supervise(shard_0="", router=SHARD)
+    assert "error: shard 0 cannot start: it exited with code 0 without saying why\n" == end(process, within=5)[2]
+
+
+def test_sigkill_is_explained(supervise: Start) -> None:
+    code, _, error = end(supervise(shard_0="import os; os.kill(os.getpid(), 9)", router=SHARD), within=5)
+    assert code == 1 and error.startswith("error: shard 0 cannot start: killed by signal 9 (SIGKILL), most often")
+
+
+def test_other_signals_are_named_with_the_last_words(supervise: Start) -> None:
+    crash = "import os, sys; sys.stderr.write('terminate called\\n'); sys.stderr.flush(); os.abort()"
+    error = end(supervise(shard_0=crash, router=SHARD), within=5)[2]
+    assert "error: shard 0 cannot start: killed by signal 6 (Aborted): terminate called\n" == error
+
+
+def test_rank_that_lost_its_peers_is_not_blamed(supervise: Start) -> None:
+    victim = PRELUDE + "fail('lost its peers', consequence=True)"
+    culprit = PRELUDE + "time.sleep(0.4); fail('out of memory')"
+    process = supervise(shard_0=victim, shard_1=culprit, shard_2=victim, router=SHARD)
+    assert "error: shard 1 cannot start: out of memory\n" == end(process, within=5)[2]
+
+
+def test_victim_is_named_if_nobody_else_confesses(supervise: Start) -> None:
+    process = supervise(shard_0=PRELUDE + "fail('lost its peers', consequence=True)", router=STUBBORN)
+    assert end(process, within=5)[2].endswith(": lost its peers\n")
+
+
+def test_failed_start_leaves_no_process(supervise: Start) -> None:
+    hidden = PRELUDE + "import subprocess\np = subprocess.Popen(['sleep', '60'])\nsay('pids', a=os.getpid(), b=p.pid)\n"
+    process = supervise(True, shard_0=hidden + STUBBORN, router=PRELUDE + "time.sleep(1); fail('no')")
+    record = json.loads(wait_for(process, "pids"))
+    end(process, within=5)
+    eventually(lambda: not is_alive(record["a"]) and not is_alive(record["b"]))
+
+
+def test_sigterm_drains_the_router_before_the_shards_stop(supervise: Start) -> None:
+    slow = (
+        PRELUDE
+        + "on_term(lambda: (time.sleep(0.5), leave('router drained'))); say('serving', event='ready')\ntime.sleep(60)"
+    )
+    process = supervise(shard_0=SHARD, shard_1=SHARD, router=slow)
+    wait_for(process, "serving")
+    process.terminate()
+    code, log, error = end(process, within=5)
+    assert (0, "") == (code, error)
+    assert log.index("router drained") < log.index("shard ends")
+
+
+def test_sigint_drains_too(supervise: Start) -> None:
+    process = supervise(shard_0=SHARD, router=ROUTER)
+    wait_for(process, "serving")
+    process.send_signal(signal.SIGINT)
+    assert 0 == end(process, within=3)[0]
+
+
+@pytest.mark.parametrize(("second", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_second_signal_aborts(supervise: Start, second: int, expected: int) -> None:
+    process = supervise(shard_0=SHARD, router=STUBBORN)
+    wait_for(process, "serving")
+    process.terminate()
+    wait_for(process, "not yet")
+    process.send_signal(second)
+    assert expected == end(process, within=3)[0]
+
+
+def test_router_that_does_not_drain_is_killed(supervise: Start) -> None:
+    process = supervise(drain=0.2, stop=0.2, shard_0=SHARD, router=STUBBORN)
+    wait_for(process, "serving")
+    process.terminate()
+    code, log, error = end(process, within=5)
+    assert (1, "error: router stopped: it had not finished its requests after 0.2 s and was killed\n") == (code, error)
+    assert "shard ends" in log
+
+
+def test_signal_while_loading_stops_at_once(supervise: Start) -> None:
+    process = supervise(shard_0=STUBBORN, router=SHARD)
+    wait_for(process, "loaded")
+    process.terminate()
+    assert 0 == end(process, within=4)[0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs PR_SET_PDEATHSIG")
+def test_killed_launcher_leaves_nothing(supervise: Start) -> None:
+    pid = PRELUDE + "say('pid', pid=os.getpid())\n"
+    process = supervise(True, shard_0=pid + SHARD, shard_1=pid + SHARD, router=pid + STUBBORN)
+    records = [json.loads(line) for line in wait_for(process, "serving").splitlines()]
+    pids = [record["pid"] for record in records if "pid" in record]
+    process.kill()
+    assert pids
+    eventually(lambda: not any(is_alive(pid) for pid in pids), 2)
+
+
+def test_child_is_not_stalled_by_a_reader_that_stopped(supervise: Start, tmp_path: Path) -> None:
+    path = tmp_path / "done"
+    talk = f"for _ in range(4000): say('x' * 1000)\nopen({str(path)!r}, 'w')\ntime.sleep(60)"
+    process = supervise(shard_0=SHARD, router=PRELUDE + "say('serving', event='ready')\n" + talk)
+    eventually(path.exists, 10)  # 4 MB were taken off the talker's hands although nobody reads ours
+    process.terminate()
+    log = end(process, within=8)[1]
+    dropped = sum(int(line.split()[3]) for line in log.splitlines() if "log lines dropped" in line)
+    assert 4000 == dropped + log.count("x" * 1000)
+
+
+def test_closed_output_does_not_end_the_server(supervise: Start) -> None:
+    process = supervise(
+        shard_0=SHARD, router=PRELUDE + "say('serving', event='ready')\nwhile True: say('x'); time.sleep(0.01)"
+    )
+    wait_for(process, "serving")
+    assert process.stdout
+    process.stdout.close()
+    time.sleep(0.3)
+    assert process.poll() is None
+
+
+def connect(port: int) -> bytes:
+    with socket.create_connection(("127.0.0.1", port), timeout=2) as client:
+        return client.recv(16)
+
+
+def ready(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """(port, log so far) of a launch that is ready."""
+    log = wait_for(process, "Lockstep is ready at ")
+    return int(log.split("Lockstep is ready at http://127.0.0.1:")[1].split()[0]), log
+
+
+def test_launch_serves_and_stops_and_cleans_up(launch: Start) -> None:
+    process = launch("--hostname=127.0.0.1", "--port=0", "--num-shard=2")
+    port, log = ready(process)
+    folder = Path(log.split("folder=")[1].split()[0])
+    assert b"hello" == connect(port)
+    assert folder.is_dir() and 0o700 == folder.stat().st_mode & 0o777
+    assert not (folder / "router.json").exists()
+    process.terminate()
+    assert (0, "") == end(process, within=5)[::2]
+    assert not folder.exists()
+
+
+def test_two_launches_do_not_meet(launch: Start) -> None:
+    first, second = (launch("--hostname=127.0.0.1", "--port=0") for _ in range(2))
+    (port_a, log_a), (port_b, log_b) = ready(first), ready(second)
+    assert port_a != port_b
+    assert log_a.split("sockets=")[1].split()[0] != log_b.split("sockets=")[1].split()[0]
+
+
+def test_taken_port_is_refused_before_anything_loads(launch: Start) -> None:
+    with launcher.bind("127.0.0.1", 0) as other:
+        port = other.getsockname()[1]
+        process = launch("--hostname=127.0.0.1", f"--port={port}", resolve="1/0")
+        code, log, error = end(process, within=2)
+    assert (1, "") == (code, log)
+    assert (
+        error
+        == f"error: port {port} is taken: stop the server that has it, or give another --port (0 takes a free one)\n"
+    )
+
+
+def test_port_closes_while_the_router_drains(launch: Start) -> None:
+    closing = HTTP_ROUTER.replace('leave("router drained")', '(listener.close(), say("closed"), time.sleep(30))')
+    process = launch("--hostname=127.0.0.1", "--port=0", router=closing)
+    port, _ = ready(process)
+    process.terminate()
+    wait_for(process, "closed")
+    with pytest.raises(ConnectionRefusedError):
+        connect(port)
+
+
+def test_launch_again_at_once_on_the_same_port(launch: Start) -> None:
+    first = launch("--hostname=127.0.0.1", "--port=0")
+    port, _ = ready(first)
+    assert b"hello" == connect(port)
+    first.kill()
+    eventually(lambda: first.poll() is not None)
+    time.sleep(0.2)  # the kernel ends the children
+    assert port == ready(launch("--hostname=127.0.0.1", f"--port={port}"))[0]
+
+
+def test_chosen_socket_path_has_one_user_at_a_time(launch: Start, tmp_path: Path) -> None:
+    prefix = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(f"{prefix}-0")  # left by a launch that was killed
+    argv = ("--hostname=127.0.0.1", "--port=0", f"--shard-uds-path={prefix}")
+    first = launch(*argv)
+    assert f'sockets=["{prefix}-0"]' in ready(first)[1]
+    assert not Path(f"{prefix}-0").exists()
+    assert (1, f"error: --shard-uds-path {prefix} is in use by another launch: choose another\n") == end(
+        launch(*argv), within=5
+    )[::2]
+    first.terminate()
+    assert 0 == end(first, within=5)[0]
+    ready(launch(*argv))
+
+
+def test_file_at_a_chosen_socket_path_is_not_removed(launch: Start, tmp_path: Path) -> None:
+    (tmp_path / "s-0").write_text("precious")
+    error = end(launch("--port=0", f"--shard-uds-path={tmp_path}/s"), within=5)[2]
+    assert f"error: --shard-uds-path: {tmp_path}/s-0 exists and is no socket; move it away\n" == error
+    assert "precious" == (tmp_path / "s-0").read_text()
+
+
+def test_socket_path_that_is_too_long_is_refused(launch: Start, tmp_path: Path) -> None:
+    error = end(launch("--port=0", f"--shard-uds-path={tmp_path}/{'x' * 107}"), within=5)[2]
+    assert error.endswith("is too long: a socket's path may have 107 bytes\n")
+
+
+def test_signal_during_download_stops_at_once(launch: Start) -> None:
+    slow = "(print('downloading', flush=True), __import__('time').sleep(60))"
+    process = launch("--port=0", resolve=slow)
+    wait_for(process, "downloading")
+    process.terminate()
+    code, log, error = end(process, within=3)
+    assert (0, "") == (code, error)
+    assert "SIGTERM: stopped before the model was there" in log
+
+
+def test_closed_standard_streams_are_replaced(start: Start) -> None:
+    shown = "os.write(2, os.readlink('/proc/self/fd/1').encode())"
+    code = f"import os, launcher; os.close(1); launcher._open_standard_streams(); {shown}"
+    assert "/dev/null" == end(start(code), within=5)[2]
