@@ -167,7 +167,8 @@ GROUPS = {
     "max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens max_best_of max_stop_sequences "
     "max_top_n_tokens max_client_batch_size payload_limit",
     "HTTP": "hostname port api_key cors_allow_origin validation_workers graceful_termination_timeout",
-    "Engine": "dtype device quantize cuda_memory_fraction disable_custom_kernels watermark_gamma watermark_delta",
+    "Engine": "dtype device quantize random_weights cuda_memory_fraction disable_custom_kernels watermark_gamma "
+    "watermark_delta",
     "Logs": "json_output otlp_endpoint env",
 }
 SHORT_FLAGS = {"port": "-p", "env": "-e"}
@@ -1065,6 +1066,7 @@ def resolve_model(settings: Settings, environ: Mapping[str, str], log: Log) -> h
             values["model_id"],
             revision=values["revision"],
             cache_dir=values["huggingface_hub_cache"],
+            with_weights=not values["random_weights"],
             weights_override=values["weights_cache_override"],
             token=next((environ[name] for name in TOKEN_VARIABLES if environ.get(name)), None),
             offline=environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),

@@ -38,6 +38,13 @@ class ShardConfig:
             "when": "float32 on a CPU to compare with another implementation, bfloat16 for speed.",
         },
     )
+    random_weights: bool = field(
+        default=False,
+        metadata={
+            "help": "Make up random weights of the shape that config.json describes, and read none.",
+            "when": "To measure how fast a model would be before downloading it. The text is nonsense.",
+        },
+    )
     device: str = field(
         default="auto",
         metadata={

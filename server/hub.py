@@ -63,6 +63,7 @@ def resolve(
     user_cache: Path,
     revision: str | None = None,
     cache_dir: str | None = None,
+    with_weights: bool = True,
     weights_override: str | None = None,
     token: str | None = None,
     offline: bool = False,
@@ -70,7 +71,10 @@ def resolve(
     report: Report = print,
     pauses: Sequence[float] = PAUSES,
 ) -> ResolvedModel:
-    """Bring the model to this machine if needed, check its files and convert old formats. Raises HubError."""
+    """Bring the model to this machine if needed, check its files and convert old formats. Raises HubError.
+
+    Without `with_weights` the model's description and tokenizer are enough.
+    """
     local = Path(os.path.expanduser(model_id))
     is_local = bool(model_id) and local.is_dir()
     if is_local:
@@ -79,12 +83,12 @@ def resolve(
         raise HubError(f"--model-id {model_id} is not a folder: check the path")
     else:
         repository = Repository(model_id, revision, cache_dir, token, offline, endpoint, report, pauses)
-        folder = repository.download(with_weights=weights_override is None)
+        folder = repository.download(with_weights=with_weights and weights_override is None)
     read_json(folder / "config.json", "the model's description")
     weights_from = folder if weights_override is None else Path(weights_override).expanduser().resolve()
     return ResolvedModel(
         path=folder,
-        weights_path=_weights(weights_from, convert, user_cache, report),
+        weights_path=_weights(weights_from, convert, user_cache, report) if with_weights else folder,
         tokenizer_path=_tokenizer(folder, convert, user_cache, report),
         sha=None if is_local else folder.name,
         is_local=is_local,

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from server import attention, distributed
 from server.cache import BLOCK_SIZE
-from server.config import ShardConfig
+from server.config import DTYPES, ShardConfig
 from server.distributed import Shard
 from server.engine import Engine
 from server.layers.linear import DenseFormat, MakeFormat
@@ -23,7 +24,7 @@ from server.model.spec import ArchSpec, validate
 from server.pb import generate_pb2 as pb
 from server.quant.int8 import Int8Format
 from server.sampling import Watermark
-from server.weights import Checkpoint, Weights
+from server.weights import Checkpoint, RandomCheckpoint, Weights
 
 FORMATS: dict[str | None, MakeFormat] = {None: DenseFormat, "int8": Int8Format}
 
@@ -36,8 +37,7 @@ def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
     device = _device(config)
     threads = plan_threads(config, device)
     torch.set_num_threads(threads)
-    checkpoint = Checkpoint(config.weights_path)
-    stored = checkpoint.dtype_of(next(iter(checkpoint.names())))
+    checkpoint, stored = _open(config, hf_config)
     dtype, reason = choose_dtype(config.dtype, stored, device)
     shard = distributed.connect(config.rank, config.world_size, config.rendezvous, device)
     weights = Weights.open(checkpoint, family.names, shard, dtype, device)
@@ -61,6 +61,16 @@ def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
         block_size=BLOCK_SIZE,
     )
     return engine, info
+
+
+def _open(config: ShardConfig, hf_config: dict[str, Any]) -> tuple[Checkpoint | RandomCheckpoint, torch.dtype]:
+    """The source of the weights, and the dtype that they are stored in."""
+    if config.random_weights:
+        name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float16"
+        dtype = getattr(torch, name) if name in DTYPES else torch.float16
+        return RandomCheckpoint(dtype), dtype
+    checkpoint = Checkpoint(config.weights_path)
+    return checkpoint, checkpoint.dtype_of(next(iter(checkpoint.names())))
 
 
 def choose_dtype(wanted: str | None, stored: torch.dtype, device: torch.device) -> tuple[torch.dtype, str]:

@@ -10,6 +10,7 @@ we think it is. What this module leaves out: formats other than dense safetensor
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -93,11 +94,36 @@ class Checkpoint:
         )
 
 
+class RandomCheckpoint:
+    """Stands in for a checkpoint whose speed matters and whose contents do not: every tensor exists and is random.
+
+    All tensors are pieces of one random block, so that a large model is made as fast as memory can be written.
+    """
+
+    folder = Path("random weights")
+
+    def __init__(self, dtype: torch.dtype):
+        self._block = torch.empty(1 << 20, dtype=dtype).uniform_(-0.05, 0.05)
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def read(self, name: str, shape: tuple[int, ...], *, dim: int = 0, part: tuple[int, int] | None = None) -> Tensor:
+        """A random tensor of the shape of what `Checkpoint.read` would return."""
+        start, stop = part or (0, shape[dim])
+        size = [stop - start if d == dim else n for d, n in enumerate(shape)]
+        repeats = -(-math.prod(size) // len(self._block))
+        return self._block.repeat(repeats)[: math.prod(size)].view(size)
+
+    def leftovers(self, ignore: tuple[str, ...]) -> list[str]:
+        return []
+
+
 @dataclass(frozen=True)
 class Weights:
     """One rank's view of a checkpoint by role, converted to `dtype` on `device`; the whole model's or one layer's."""
 
-    checkpoint: Checkpoint
+    checkpoint: Checkpoint | RandomCheckpoint
     names: NameMap
     shard: Shard
     dtype: torch.dtype
@@ -107,7 +133,12 @@ class Weights:
 
     @classmethod
     def open(
-        cls, checkpoint: Checkpoint, names: NameMap, shard: Shard, dtype: torch.dtype, device: torch.device
+        cls,
+        checkpoint: Checkpoint | RandomCheckpoint,
+        names: NameMap,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> Weights:
         """Find the prefix that this checkpoint uses. Raises CheckpointError when none fits."""
         probe = next(iter(names.roles.values()))

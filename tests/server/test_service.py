@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
@@ -129,3 +130,15 @@ def test_shards_that_heads_do_not_fill_are_refused_before_weights_are_read(tiny_
     config = ShardConfig(str(tmp_path), str(tmp_path), 0, 4, "", "")
     with pytest.raises(ValueError, match="6 attention heads, which --num-shard 4 does not divide"):
         load(config)
+
+
+def test_random_weights_need_no_checkpoint(tiny_bloom: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((tiny_bloom / "config.json").read_text())
+    threads = torch.get_num_threads()
+    engine, info = load(config_of(tmp_path, tmp_path / "s", random_weights=True))
+    torch.set_num_threads(threads)
+    assert ("float32", 103) == (info.dtype, info.vocab_size)
+    engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=256, useful_tokens=256, fraction=1.0)
+    launched = engine.launch(first_step())
+    assert launched is not None
+    assert all(math.isfinite(value) for value in launched.finish().logprobs)
