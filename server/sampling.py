@@ -15,7 +15,7 @@ Shapes: R rows that get a token in this step, V vocabulary, n candidates reporte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -160,7 +160,8 @@ class _Warper:
         self._rows = sampler._rows([value != neutral for value in values])
         self._values = sampler._column([value for value in values if value != neutral])
 
-    def apply(self, logits: Tensor, keep) -> Tensor:  # type: ignore[no-untyped-def]
+    def apply(self, logits: Tensor, keep: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """`keep(logits, values)` on this warper's rows of logits [R, V], in place."""
         if self._rows is not None:
             logits[self._rows] = keep(logits[self._rows], self._values)
         return logits

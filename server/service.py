@@ -108,16 +108,20 @@ class ShardService(pb_grpc.ShardServicer):
         return asyncio.create_task(self._reply(request.step, launched))
 
     async def _reply(self, step: int, launched: asyncio.Future[Launched | None]) -> pb.StepReply:
+        # After a failed launch one rank goes on without that step's sequences; several are no longer in step, and a
+        # device that fails later has lost everything.
+        is_fatal = self._engine.shard.world_size > 1
         try:
             running = await launched
             if running is None:
                 return pb.StepReply(step=step)
+            is_fatal = True
             result = await asyncio.get_running_loop().run_in_executor(self._finish, running.finish)
             return to_reply(step, result) if self._engine.shard.rank == 0 else pb.StepReply(step=step)
         except Exception as error:  # this loop must outlive a step: the error is the reply
             log.exception("step %d failed", step)
-            if self._engine.shard.world_size > 1:
-                self._fail(error)  # the other ranks are in the middle of a step that this one has left
+            if is_fatal:
+                self._fail(error)
             return pb.StepReply(step=step, error=_sentence(error))
         finally:
             self._arrivals.pop(0)

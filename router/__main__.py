@@ -1,0 +1,177 @@
+"""The router process: `python -P -m router --config PATH`.
+
+Three phases. Start: wait for the shards, warm them up, settle the limits. Serve: only now does the port listen.
+Stop: a signal drains and exits 0, a second one aborts; losing the shards exits 1, for the launcher to restart all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+import uvloop
+from fastapi import FastAPI
+
+from router.app import create_app
+from router.batcher import Batcher
+from router.client import ShardedClient, ShardError
+from router.config import RouterConfig
+from router.guard import GuardedHttpProtocol
+from router.logs import configure_logging
+from router.metrics import Metrics
+from router.startup import Started, start, table
+from router.text import ModelTokenizer
+from router.tracing import make_tracer
+
+KEEP_ALIVE_S = 75  # longer than the 60 s of common proxies, so that they close idle connections and not we
+LAST_BYTES_S = 5  # for answers that are complete when the server stops
+
+logger = logging.getLogger("router")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="router", description="The HTTP side of Lockstep; started by the launcher.")
+    parser.add_argument("--config", required=True, help="JSON file written by RouterConfig.save")
+    configure_logging()
+    try:
+        config = RouterConfig.load(parser.parse_args(argv).config)
+        return uvloop.run(run(config))
+    except ShardError as error:
+        logger.critical("%s", error, extra={"consequence": True})  # the shard knows its cause better
+        return 1
+    except (ValueError, OSError) as error:
+        logger.critical("%s", error)
+        return 1
+
+
+async def run(config: RouterConfig) -> int:
+    """Start, serve, stop. Returns the exit status."""
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop)
+    tracer = make_tracer(config.otlp_endpoint)
+    tokenizer = ModelTokenizer.load(config.model_path, config.tokenizer_path, config.tokenizer_config_path)
+    shards = ShardedClient(config.shard_sockets)
+    try:
+        started = await _unless_stopped(stop, _start(config, shards))
+        if started is None:
+            return 0
+        metrics = Metrics(started.limits)
+        batcher = Batcher(shards, tokenizer, started.limits, metrics)
+        app = create_app(
+            config,
+            limits=started.limits,
+            model=started.model,
+            tokenizer=tokenizer,
+            shards=shards,
+            batcher=batcher,
+            metrics=metrics,
+            tracer=tracer,
+        )
+        listener = _listener(config)
+        address = _address(config, listener)
+        logger.info("%s", table(config, started, address), extra={"raw": True})
+        server = HttpServer(app, lambda: logger.info("ready at %s", address, extra={"event": "ready"}))
+        return await _serve(server, listener, batcher, stop, config.graceful_termination_timeout)
+    finally:
+        await shards.close()
+
+
+def _on_signal(stop: asyncio.Event) -> None:
+    if stop.is_set():
+        os._exit(1)  # asked twice: no waiting for anything
+    stop.set()
+
+
+async def _start(config: RouterConfig, shards: ShardedClient) -> Started:
+    logger.info("waiting for %d model shards", len(config.shard_sockets))
+    await shards.wait_ready()
+    return await start(config, shards)
+
+
+async def _unless_stopped(stop: asyncio.Event, starting: Coroutine[Any, Any, Started]) -> Started | None:
+    work, stopping = asyncio.ensure_future(starting), asyncio.ensure_future(stop.wait())
+    await asyncio.wait({work, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if work.done():
+        return work.result()
+    work.cancel()
+    return None
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn on a socket that the launcher bound, without its signal handling: stopping is decided here."""
+
+    def __init__(self, app: FastAPI, on_listening: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=GuardedHttpProtocol,
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=KEEP_ALIVE_S,
+                timeout_graceful_shutdown=LAST_BYTES_S,
+            )
+        )
+        self._on_listening = on_listening
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_listening()
+
+
+async def _serve(
+    server: HttpServer, listener: socket.socket, batcher: Batcher, stop: asyncio.Event, drain_s: float
+) -> int:
+    batching = asyncio.create_task(batcher.run())
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({batching, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set():
+        logger.info("draining", extra={"event": "draining"})
+        await batcher.drain(drain_s)
+    server.should_exit = True
+    await serving
+    stopping.cancel()
+    batching.cancel()
+    await asyncio.wait({batching})
+    if batcher.failure is not None:
+        raise batcher.failure
+    if not batching.cancelled():
+        batching.result()
+    return 0 if stop.is_set() else 1
+
+
+def _listener(config: RouterConfig) -> socket.socket:
+    """Bound, not listening: clients are refused until uvicorn serves."""
+    if config.listen_fd is not None:
+        return socket.socket(fileno=config.listen_fd)
+    family, kind, protocol, _, address = socket.getaddrinfo(config.hostname, config.port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind(address)
+    return listener
+
+
+def _address(config: RouterConfig, listener: socket.socket) -> str:
+    host = f"[{config.hostname}]" if ":" in config.hostname else config.hostname
+    return f"http://{host}:{listener.getsockname()[1]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

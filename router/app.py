@@ -1,0 +1,413 @@
+"""The HTTP application: routes, disconnects, errors, documentation.
+
+A route reads its body, opens a call, and answers from it. Both kinds of answer watch the connection at the same time:
+a client that goes away frees its place whether it streamed or not, which no framework does for a plain response. A
+stream's status line is sent only once its first event is there, so that a refusal has its real status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import FastAPI, Request
+from fastapi.openapi.docs import get_swagger_ui_html
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.responses import FileResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from router import native, schemas
+from router.batcher import Batcher
+from router.client import ModelInfo, ShardError, Shards
+from router.config import RouterConfig
+from router.entry import Event, Failed
+from router.errors import (
+    BodyTooLarge,
+    RouterError,
+    Unhealthy,
+    UnsupportedMedia,
+    error_response,
+    status_response,
+)
+from router.generation import Call, Generator, Permits
+from router.limits import Limits
+from router.metrics import Metrics
+from router.middleware import ApiKeyMiddleware, RequestIdMiddleware
+from router.schemas import GenerateRequest
+from router.text import ModelTokenizer
+from router.tracing import Tracer
+from router.validation import Validator
+
+CLIENT_GONE = 499  # nginx's; nobody reads it
+# A reader that takes nothing for this long keeps its place from others.
+WRITE_TIMEOUT_S = 60.0
+# The longest step that is still believed to make progress: a full prompt step of a large model on a slow CPU.
+STUCK_STEP_MS = 60_000
+STATIC = Path(__file__).parent / "static"
+
+T = TypeVar("T")
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """What the routes work with."""
+
+    config: RouterConfig
+    limits: Limits
+    model: ModelInfo
+    shards: Shards
+    batcher: Batcher
+    metrics: Metrics
+    validator: Validator
+    permits: Permits
+    generator: Generator
+
+    @property
+    def compute_type(self) -> str:
+        return f"{self.model.world_size}-{self.model.device}"
+
+
+def create_app(
+    config: RouterConfig,
+    *,
+    limits: Limits,
+    model: ModelInfo,
+    tokenizer: ModelTokenizer,
+    shards: Shards,
+    batcher: Batcher,
+    metrics: Metrics,
+    tracer: Tracer,
+) -> FastAPI:
+    """The application. Its caller runs the batcher."""
+    validator = Validator(tokenizer, limits, config.validation_workers)
+    permits = Permits(limits.max_concurrent_requests)
+    generator = Generator(validator, batcher, metrics, tracer, permits)
+    services = Services(config, limits, model, shards, batcher, metrics, validator, permits, generator)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        validator.close()
+        tracer.close()
+
+    app = FastAPI(
+        title="Lockstep",
+        version=version(),
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/api-doc/openapi.json",
+        lifespan=lifespan,
+        telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},  # tracing.py does it
+    )
+    _add_generation_routes(app, services)
+    _add_status_routes(app, services)
+    _add_docs(app)
+    _add_error_handlers(app)
+    _add_middleware(app, config)
+    return app
+
+
+def version() -> str:
+    try:
+        return metadata.version("lockstep")
+    except metadata.PackageNotFoundError:
+        return "0+checkout"  # run from a checkout that is not installed
+
+
+# ---------------------------------------------------------------------------------------------- generation
+
+
+def _add_generation_routes(app: FastAPI, services: Services) -> None:
+    async def generate(request: Request) -> Response:
+        body = await _read(request, services)
+        return orjson_response(*await _generate(request, body, services))
+
+    async def generate_stream(request: Request) -> Response:
+        return await _stream(request, await _read(request, services), services)
+
+    async def compatible(request: Request) -> Response:
+        body = await _read(request, services)
+        if body.stream:
+            return await _stream(request, body, services)
+        answer, headers = await _generate(request, body, services)
+        return orjson_response([answer], headers)
+
+    async def tokenize(request: Request) -> Response:
+        body = await _read(request, services)
+        with services.permits.hold():  # a long text takes a tokenising thread as any request does
+            tokens = await services.validator.tokenise(body.inputs)
+        return orjson_response(native.tokenized_body(body.inputs, tokens))
+
+    routes: list[tuple[str, Handler, Any, str]] = [
+        ("/", compatible, list[schemas.GenerateResponse], "A list with one answer, or a stream if `stream` is true"),
+        ("/generate", generate, schemas.GenerateResponse, "The whole text at once"),
+        ("/generate_stream", generate_stream, schemas.StreamResponse, "Server-sent events, one for each token"),
+        ("/tokenize", tokenize, list[schemas.TokenizedBody], "The tokens of the prompt"),
+    ]
+    for path, handler, model, summary in routes:
+        app.post(path, summary=summary, response_class=Response, **_documented(model))(handler)
+
+
+def _documented(model: Any) -> dict[str, Any]:
+    """What FastAPI would find out if the routes let it parse the body."""
+    body = GenerateRequest.model_json_schema()
+    body["properties"]["parameters"] = schemas.GenerateParameters.model_json_schema()
+    body.pop("$defs", None)
+    errors = {status: {"model": schemas.ErrorResponse} for status in (400, 401, 413, 415, 422, 424, 429, 500, 503)}
+    content = {"application/json": {"schema": body}}
+    return {
+        "responses": {200: {"model": model}, **errors},
+        "openapi_extra": {"requestBody": {"required": True, "content": content}},
+    }
+
+
+async def _read(request: Request, services: Services) -> GenerateRequest:
+    """The body. Raises RouterError; a body that is too large is not read to its end."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not (media_type == "application/json" or media_type.endswith("+json")):
+        raise UnsupportedMedia("the body must be JSON: send the header `Content-Type: application/json`")
+    body = bytearray()
+    limit = services.config.payload_limit
+    async for chunk in request.stream():
+        body += chunk
+        if len(body) > limit:
+            raise BodyTooLarge(f"the body is larger than `payload_limit`, {limit} bytes: send a shorter prompt")
+    return schemas.parse(GenerateRequest, bytes(body))
+
+
+async def _open(request: Request, body: GenerateRequest, services: Services, *, is_stream: bool) -> Call:
+    return await services.generator.open(
+        body, request_id=request.state.request_id, headers=request.headers, is_stream=is_stream
+    )
+
+
+async def _generate(
+    request: Request, body: GenerateRequest, services: Services
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Body and headers of a plain answer."""
+    call = await _open(request, body, services, is_stream=False)
+    try:
+        answers = await unless_gone(request.receive, call.answers())
+    finally:
+        call.close()
+    headers = native.response_headers(body, call, answers[0].finished, services.compute_type)
+    return native.response_body(body, answers), headers
+
+
+async def _stream(request: Request, body: GenerateRequest, services: Services) -> Response:
+    """A stream whose first events are there already. Raises RouterError if they are a failure."""
+    call = await _open(request, body, services, is_stream=True)
+    with ExitStack() as undo:
+        undo.callback(call.close)
+        events = call.stream()
+        first = await unless_gone(request.receive, anext(events))
+        if first and isinstance(first[0], Failed):
+            raise first[0].error
+        undo.pop_all()  # from here on the response closes the call
+    return EventStream(
+        call, native.EventFrames(body, call), first, events, native.stream_headers(body, services.compute_type)
+    )
+
+
+class EventStream(Response):
+    """Server-sent events of one call, which it closes."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        call: Call,
+        frames: native.EventFrames,
+        first: list[Event],
+        events: AsyncIterator[list[Event]],
+        headers: dict[str, str],
+    ) -> None:
+        super().__init__(None, headers=headers)
+        del self.headers["content-length"]
+        self._call = call
+        self._frames = frames
+        self._first = first
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._write(send))
+        except (ClientGone, TimeoutError):
+            pass
+        finally:
+            self._call.close()
+
+    async def _write(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await self._write_frame(send, self._frames.write(self._first))
+        async for events in self._events:
+            await self._write_frame(send, self._frames.write(events))
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write_frame(self, send: Send, data: bytes) -> None:
+        async with asyncio.timeout(WRITE_TIMEOUT_S):
+            await send({"type": "http.response.body", "body": data, "more_body": True})
+
+
+async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
+    """The result of the work. Raises ClientGone, with the work cancelled, when the client disconnects first."""
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnect(receive))
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def orjson_response(body: Any, headers: dict[str, str] | None = None) -> Response:
+    return Response(orjson.dumps(body), headers=headers, media_type="application/json")
+
+
+# -------------------------------------------------------------------------------------------------- status
+
+
+def _add_status_routes(app: FastAPI, services: Services) -> None:
+    async def health() -> Response:
+        await check_health(services)
+        return Response()
+
+    async def info() -> Response:
+        return orjson_response(info_body(services))
+
+    async def metrics() -> Response:
+        return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    for path in ("/", "/health", "/ping"):
+        app.get(path, summary="200 with an empty body while requests can be answered", response_class=Response)(health)
+        app.head(path, include_in_schema=False)(health)  # what load balancers send
+    app.get("/info", summary="The model and the limits", response_class=Response)(info)
+    app.get("/metrics", summary="Prometheus metrics", response_class=Response)(metrics)
+
+
+async def check_health(services: Services) -> None:
+    """Raises Unhealthy unless the batching loop and every shard answer, and the shards make progress."""
+    if not services.batcher.is_accepting:
+        raise Unhealthy("unhealthy: not accepting requests")
+    try:
+        health = await services.shards.health()
+    except ShardError as error:
+        raise Unhealthy(f"unhealthy: {error}") from None
+    if health.oldest_step_ms > STUCK_STEP_MS:
+        raise Unhealthy(f"unhealthy: a step has been running for {health.oldest_step_ms} ms")
+
+
+def info_body(services: Services) -> dict[str, Any]:
+    """The fields of all TGI versions, and our own."""
+    config, limits, model = services.config, services.limits, services.model
+    return {
+        "model_id": config.model_id,
+        "model_sha": config.model_sha,
+        "model_dtype": f"torch.{model.dtype}",
+        "model_device_type": "cpu" if model.device == "cpu" else "cuda",
+        "model_pipeline_tag": None,
+        "max_concurrent_requests": limits.max_concurrent_requests,
+        "max_best_of": limits.max_best_of,
+        "max_stop_sequences": limits.max_stop_sequences,
+        "max_top_n_tokens": limits.max_top_n_tokens,
+        "max_input_length": limits.max_input_length,
+        "max_input_tokens": limits.max_input_length,
+        "max_total_tokens": limits.max_total_tokens,
+        "waiting_served_ratio": limits.waiting_served_ratio,
+        "max_batch_prefill_tokens": limits.max_batch_prefill_tokens,
+        "max_batch_total_tokens": limits.max_batch_total_tokens,
+        "max_waiting_tokens": limits.max_waiting_tokens,
+        "max_batch_size": limits.max_batch_size,
+        "max_client_batch_size": config.max_client_batch_size,
+        "validation_workers": config.validation_workers,
+        "num_shard": model.world_size,
+        "quantize": model.quantize,
+        "router": "lockstep-router",
+        "version": version(),
+        "sha": None,
+        "docker_label": None,
+    }
+
+
+# ----------------------------------------------------------------------------------------- around the routes
+
+
+def _add_docs(app: FastAPI) -> None:
+    """The API page with its own copy of Swagger UI: no browser of ours calls a third party."""
+
+    async def docs() -> Response:
+        return get_swagger_ui_html(
+            openapi_url="/api-doc/openapi.json",
+            title="Lockstep API",
+            swagger_js_url="/docs/swagger-ui-bundle.js",
+            swagger_css_url="/docs/swagger-ui.css",
+            swagger_favicon_url="data:,",
+            swagger_ui_parameters={"validatorUrl": None},  # its default is a service on the internet
+        )
+
+    async def script() -> Response:
+        return FileResponse(STATIC / "swagger-ui-bundle.js")
+
+    async def style() -> Response:
+        return FileResponse(STATIC / "swagger-ui.css")
+
+    app.get("/docs", include_in_schema=False)(docs)
+    app.get("/docs/swagger-ui-bundle.js", include_in_schema=False)(script)
+    app.get("/docs/swagger-ui.css", include_in_schema=False)(style)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Every answer that is not a success has the same JSON shape, whoever raised it."""
+
+    async def refused(_: Request, error: Any) -> Response:
+        return error_response(error)
+
+    async def http_error(_: Request, error: Any) -> Response:
+        return status_response(error.status_code, error.headers)
+
+    async def gone(_: Request, error: Exception) -> Response:
+        return Response(status_code=CLIENT_GONE)
+
+    async def bug(_: Request, error: Exception) -> Response:
+        return status_response(500)
+
+    app.add_exception_handler(RouterError, refused)
+    app.add_exception_handler(HTTPException, http_error)
+    app.add_exception_handler(ClientGone, gone)
+    app.add_exception_handler(ClientDisconnect, gone)
+    app.add_exception_handler(Exception, bug)
+
+
+def _add_middleware(app: FastAPI, config: RouterConfig) -> None:
+    """Outermost last: an id on every answer, then CORS (preflights carry no key), then the key."""
+    if config.api_key is not None:
+        app.add_middleware(ApiKeyMiddleware, api_key=config.api_key)
+    app.add_middleware(
+        CORSMiddleware,
+        allow_origins=config.cors_allow_origin or ("*",),
+        allow_methods=("GET", "POST"),
+        allow_headers=("content-type", "authorization", "x-request-id"),
+    )
+    app.add_middleware(RequestIdMiddleware)

@@ -1,0 +1,126 @@
+"""A request as it lives in the router: what was asked, what has been scheduled, and the events that answer it.
+
+Plain data shared by validation, the batching loop and the HTTP layer, so that none of them imports another for a type.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from router.errors import RouterError
+from router.queue import Demand
+from router.text import FinishReason, GeneratedText
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. The defaults are neutral: the most likely token of the plain distribution."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    watermark: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """One request that keeps every rule and limit."""
+
+    token_ids: Sequence[int]
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    top_n_tokens: int = 0
+    prompt_logprobs: bool = False
+
+    @property
+    def demand(self) -> Demand:
+        return Demand(len(self.token_ids), self.max_new_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of a sequence. `logprob` is None for the first of a prompt."""
+
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+    top_tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """Event, before the first token: the prompt with its log-probabilities, for requests that asked."""
+
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds of the batching loop's clock."""
+
+    queued: float
+    admitted: float
+    first_token: float
+    finished: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Event, last: the request is complete."""
+
+    reason: FinishReason
+    generated_text: str
+    generated_tokens: int
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """Event, last: the request ended without its text."""
+
+    error: RouterError
+
+
+Event = PromptTokens | Token | Finished | Failed
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A request waiting or running, with its event queue.
+
+    The reader of `events` gets exactly one last event, Finished or Failed, unless it sets `cancelled`. All other fields
+    belong to the batching loop.
+    """
+
+    id: int  # of its sequence on the shards: made here, never reused, never a client's
+    request: ValidRequest
+    generated: GeneratedText
+    queued_at: float
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    cancelled: bool = False  # set by the reader when nobody wants the answer any more
+
+    admitted_at: float = 0.0
+    last_token_at: float = 0.0
+    first_token_at: float = 0.0
+    blocks: list[int] = field(default_factory=list)
+    num_prompt_scheduled: int = 0  # prompt tokens in requests sent so far …
+    num_scheduled: int = 0  # … and generated tokens that those requests yield
+    prompt_logprobs: list[float] = field(default_factory=list)
+    is_over: bool = False  # its last event is out, or nobody wants it: tokens still under way are surplus
+
+    @property
+    def num_prompt_left(self) -> int:
+        return len(self.request.token_ids) - self.num_prompt_scheduled
+
+    @property
+    def is_scheduled_to_its_end(self) -> bool:
+        return self.num_scheduled == self.request.max_new_tokens

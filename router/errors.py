@@ -1,0 +1,131 @@
+"""Everything that can go wrong with a request, one tree, with the HTTP status and tag that a client sees.
+
+    RouterError
+    ├── ValidationError       422 validation             the request breaks a rule or a limit
+    ├── MalformedBody         400 validation             the body is not JSON
+    ├── UnsupportedMedia      415 validation             the body does not say that it is JSON
+    ├── BodyTooLarge          413 validation
+    ├── Unauthorized          401 unauthorized           no API key, or a wrong one
+    ├── Overloaded            429 overloaded             more requests than `max_concurrent_requests`
+    ├── GenerationError       424 generation             a shard could not compute the step
+    ├── IncompleteGeneration  500 incomplete_generation  a request ended without a final token: our bug
+    ├── Unhealthy             503 healthcheck
+    └── Unavailable           503 unavailable            draining, or the shards are gone
+
+Statuses and tags are TGI's where it has them: clients choose their exception classes by them. A body is always
+`{"error", "error_type"}`; it names values and bounds, never a prompt and never a stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import ClassVar
+
+import orjson
+from starlette.responses import Response
+
+RETRY_AFTER_S = 1  # a place frees when any running request ends, which is a matter of seconds
+
+
+class RouterError(Exception):
+    """Base of all errors that reach a client."""
+
+    status: ClassVar[int] = 500
+    error_type: ClassVar[str] = "internal"
+    headers: ClassVar[Mapping[str, str]] = {}
+
+    @property
+    def failure_label(self) -> str:
+        """Label of `tgi_request_failure`."""
+        return self.error_type
+
+    def body(self) -> dict[str, str]:
+        """What the client reads, as a whole response or as the last event of a stream."""
+        return {"error": str(self), "error_type": self.error_type}
+
+
+class ValidationError(RouterError, ValueError):
+    status = 422
+    error_type = "validation"
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(f"Input validation error: {detail}")
+
+
+class MalformedBody(ValidationError):
+    status = 400
+
+
+class UnsupportedMedia(ValidationError):
+    status = 415
+
+
+class BodyTooLarge(ValidationError):
+    status = 413
+    headers: ClassVar[Mapping[str, str]] = {"Connection": "close"}  # the rest of the body is not read
+
+
+class Unauthorized(RouterError):
+    status = 401
+    error_type = "unauthorized"
+    headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
+
+    def __init__(self) -> None:
+        super().__init__("Missing or wrong API key: send it as `Authorization: Bearer KEY`")
+
+
+class Overloaded(RouterError):
+    status = 429
+    error_type = "overloaded"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": str(RETRY_AFTER_S)}
+
+    def __init__(self) -> None:
+        super().__init__("Model is overloaded")
+
+
+class GenerationError(RouterError):
+    status = 424
+    error_type = "generation"
+
+    def __init__(self, cause: str) -> None:
+        super().__init__(f"Request failed during generation: {cause}")
+
+
+class IncompleteGeneration(RouterError):
+    status = 500
+    error_type = "incomplete_generation"
+
+    def __init__(self) -> None:
+        super().__init__("Incomplete generation")
+
+    @property
+    def failure_label(self) -> str:
+        return "incomplete"  # TGI's word
+
+
+class Unhealthy(RouterError):
+    status = 503
+    error_type = "healthcheck"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": str(RETRY_AFTER_S)}
+
+
+class Unavailable(RouterError):
+    status = 503
+    error_type = "unavailable"
+    headers: ClassVar[Mapping[str, str]] = {"Retry-After": str(RETRY_AFTER_S)}
+
+
+def error_response(error: RouterError) -> Response:
+    """The whole HTTP response for an error."""
+    return _json(error.body(), error.status, error.headers)
+
+
+def status_response(status: int, headers: Mapping[str, str] | None = None) -> Response:
+    """The response for an error that HTTP itself defines, such as 404 or 405."""
+    phrase = HTTPStatus(status).phrase
+    return _json({"error": phrase, "error_type": phrase.lower().replace(" ", "_")}, status, headers or {})
+
+
+def _json(body: dict[str, str], status: int, headers: Mapping[str, str]) -> Response:
+    return Response(orjson.dumps(body), status, headers=dict(headers), media_type="application/json")

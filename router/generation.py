@@ -1,0 +1,246 @@
+"""One request's way through the router: permit, validation, queue, answer.
+
+`Generator.open` does everything that can refuse a request and returns a `Call`; its owner reads the answer from it and
+must close it, whatever happens. Closing gives the permits back, tells the batching loop if nobody wants the answer any
+more, and writes the one log line. Nothing here knows HTTP shapes: native and other APIs share this.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from router.batcher import Batcher
+from router.entry import Entry, Event, Failed, Finished, PromptTokens, Token
+from router.errors import Overloaded, RouterError
+from router.metrics import Metrics
+from router.schemas import GenerateRequest
+from router.tracing import Span, Tracer
+from router.validation import Validator, check_streamable
+
+# Proxies cut connections that are silent for a minute or less.
+KEEP_ALIVE_S = 15.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One complete sample."""
+
+    prompt: tuple[Token, ...]
+    tokens: list[Token]
+    finished: Finished
+    seed: int | None  # None when nothing was drawn at random
+
+    @property
+    def mean_logprob(self) -> float:
+        return sum(token.logprob or 0.0 for token in self.tokens) / len(self.tokens)
+
+
+class Permits:
+    """Counts requests against `max_concurrent_requests`. Never waits."""
+
+    def __init__(self, total: int) -> None:
+        self._left = total
+
+    def take(self, count: int) -> None:
+        """All or none. Raises Overloaded."""
+        if count > self._left:
+            raise Overloaded()
+        self._left -= count
+
+    def give_back(self, count: int) -> None:
+        self._left += count
+
+    @contextmanager
+    def hold(self) -> Iterator[None]:
+        """One for the length of a block. Raises Overloaded."""
+        self.take(1)
+        try:
+            yield
+        finally:
+            self.give_back(1)
+
+
+class Call:
+    """A request under way, from its permit to its log line."""
+
+    def __init__(self, request_id: str, received_at: float, permits: Permits, metrics: Metrics, span: Span) -> None:
+        self.received_at = received_at
+        self.entries: list[Entry] = []
+        self._request_id = request_id
+        self._permits = permits
+        self._num_permits = 0
+        self._metrics = metrics
+        self._span = span
+        self._finished: Finished | None = None
+        self._error: RouterError | None = None
+        self._has_token = False
+        self._is_closed = False
+
+    @property
+    def input_length(self) -> int:
+        return len(self.entries[0].request.token_ids)
+
+    @property
+    def seed(self) -> int | None:
+        """To show to the client: only where it made a difference."""
+        return _visible_seed(self.entries[0])
+
+    def take_permits(self, count: int) -> None:
+        self._permits.take(count)
+        self._num_permits += count
+
+    async def answers(self) -> list[Answer]:
+        """All samples, the likeliest first and the others in order. Raises the error of the first that fails."""
+        answers = [await self._collect(entry) for entry in self.entries]  # they run together; events keep
+        best = max(answers, key=lambda answer: answer.mean_logprob)
+        self._finished = best.finished
+        return [best, *(answer for answer in answers if answer is not best)]
+
+    async def stream(self) -> AsyncIterator[list[Event]]:
+        """The events of the first sample as they come, several where they piled up; empty after a silence.
+
+        The last token and the event that ends the request always come together.
+        """
+        events = self.entries[0].events
+        while True:
+            try:
+                async with asyncio.timeout(KEEP_ALIVE_S):
+                    arrived = [await events.get()]
+            except TimeoutError:
+                yield []
+                continue
+            while not events.empty():
+                arrived.append(events.get_nowait())
+            self._note(arrived)
+            yield arrived
+            if self._finished or self._error:
+                return
+
+    def fail(self, error: RouterError) -> None:
+        """Note why there will be no answer."""
+        self._error = self._error or error
+
+    def close(self) -> None:
+        """Give everything back. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._permits.give_back(self._num_permits)
+        for entry in self.entries:
+            entry.cancelled = not entry.is_over
+        if self._finished is not None:
+            self._metrics.succeeded(self.received_at, self._finished)
+        else:
+            self._metrics.failed(self._error.failure_label if self._error else "dropped")
+        self._write_log()
+
+    async def _collect(self, entry: Entry) -> Answer:
+        prompt: tuple[Token, ...] = ()
+        tokens: list[Token] = []
+        while True:
+            event = await entry.events.get()
+            if isinstance(event, Token):
+                tokens.append(event)
+                self._note_first_token()
+            elif isinstance(event, PromptTokens):
+                prompt = event.tokens
+            elif isinstance(event, Finished):
+                return Answer(prompt, tokens, event, _visible_seed(entry))
+            else:
+                self.fail(event.error)
+                raise event.error
+
+    def _note(self, events: list[Event]) -> None:
+        if isinstance(events[0], Token):
+            self._note_first_token()
+        last = events[-1]
+        if isinstance(last, Finished):
+            self._finished = last
+        elif isinstance(last, Failed):
+            self.fail(last.error)
+
+    def _note_first_token(self) -> None:
+        if not self._has_token:
+            self._has_token = True
+            self._span.event("first token")
+
+    def _write_log(self) -> None:
+        entry = self.entries[0] if self.entries else None
+        error_type = self._error.error_type if self._error else "cancelled"
+        reason = str(self._finished.reason) if self._finished else error_type
+        fields: dict[str, int | str] = {"request_id": self._request_id, "reason": reason}
+        if entry is not None:
+            fields |= {"prompt_tokens": self.input_length, "generated_tokens": entry.generated.num_tokens}
+        if self._finished is not None:
+            times = self._finished.timings
+            fields |= {
+                "validation_ms": _ms(times.queued - self.received_at),
+                "queue_ms": _ms(times.admitted - times.queued),
+                "first_token_ms": _ms(times.first_token - self.received_at),
+                "total_ms": _ms(times.finished - self.received_at),
+            }
+        self._span.end(reason, fields)
+        logger.info("request ended: %s", reason, extra=fields)
+
+
+def _visible_seed(entry: Entry) -> int | None:
+    sampling = entry.request.sampling
+    return sampling.seed if sampling.do_sample else None
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+class Generator:
+    """Opens calls: the one door to the batching loop."""
+
+    def __init__(
+        self,
+        validator: Validator,
+        batcher: Batcher,
+        metrics: Metrics,
+        tracer: Tracer,
+        permits: Permits,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._validator = validator
+        self._batcher = batcher
+        self._metrics = metrics
+        self._tracer = tracer
+        self._permits = permits
+        self._clock = clock
+
+    async def open(
+        self, request: GenerateRequest, *, request_id: str, headers: Mapping[str, str], is_stream: bool
+    ) -> Call:
+        """Validate and queue. Raises the RouterError that refuses the request, and has then given everything back."""
+        self._metrics.request_count.inc()
+        span = self._tracer.start("generate_stream" if is_stream else "generate", headers)
+        call = Call(request_id, self._clock(), self._permits, self._metrics, span)
+        try:
+            if is_stream:
+                check_streamable(request.given)
+            call.take_permits(1)
+            valid = await self._validator.validate(request)
+            call.take_permits(len(valid) - 1)
+            call.entries = [self._batcher.submit(one) for one in valid]
+        except RouterError as error:
+            call.fail(error)
+            call.close()
+            raise
+        except asyncio.CancelledError:
+            call.close()
+            raise
+        span.event("queued")
+        self._metrics.input_length.observe(call.input_length)
+        self._metrics.max_new_tokens.observe(valid[0].max_new_tokens)
+        return call

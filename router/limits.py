@@ -1,0 +1,118 @@
+"""The router's limits once the model is known: what the user set, what follows from it, and what the warmup found.
+
+`RouterConfig` says what was asked for and may leave gaps; `Limits` has none. Pure functions: the shards' answers come
+in as plain numbers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from router.config import DEFAULT_MAX_INPUT_LENGTH, DEFAULT_MAX_TOTAL_TOKENS, RouterConfig, relation_problems
+
+UINT32_MAX = 2**32 - 1  # what the wire carries for a number of tokens
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Every limit that validation and admission apply, in the units of `RouterConfig`."""
+
+    max_input_length: int
+    max_total_tokens: int
+    max_batch_total_tokens: int
+    max_batch_prefill_tokens: int
+    block_size: int
+    num_blocks: int
+    max_concurrent_requests: int
+    max_batch_size: int | None  # None: no limit
+    waiting_served_ratio: float
+    max_waiting_tokens: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_top_n_tokens: int
+    vocab_size: int  # of the model: the tokenizer may know more ids
+    sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
+
+
+@dataclass(frozen=True, slots=True)
+class LengthLimits:
+    """How long one request may be, known before the warmup."""
+
+    max_input_length: int
+    max_total_tokens: int
+
+
+def derive_lengths(config: RouterConfig, max_positions: int, fitting_tokens: int | None = None) -> LengthLimits:
+    """Fill the gaps of the two length limits. Raises ValueError that names value, bound and remedy.
+
+    max_positions: of the model, 0 for none. fitting_tokens: the KV cache that the warmup found room for.
+    """
+    bounds = {
+        "the model's longest sequence": max_positions or None,
+        "max_batch_total_tokens": config.max_batch_total_tokens,
+        "the KV cache that fits into memory": fitting_tokens,
+    }
+    known = {name: value for name, value in bounds.items() if value is not None}
+    wanted = max(DEFAULT_MAX_TOTAL_TOKENS, (config.max_input_length or 0) + 1)
+    total = config.max_total_tokens or min([wanted, *known.values()])
+    problems = [
+        f"max_total_tokens is {total} but {name} is {bound} tokens: lower max_total_tokens to {bound} or less"
+        for name, bound in known.items()
+        if total > bound
+    ]
+    input_length = config.max_input_length or max(1, min(DEFAULT_MAX_INPUT_LENGTH, total - 1))
+    problems += relation_problems(
+        max_input_length=input_length,
+        max_total_tokens=total,
+        max_batch_total_tokens=None,
+        waiting_served_ratio=config.waiting_served_ratio,
+    )
+    if problems:
+        raise ValueError("; ".join(problems))
+    return LengthLimits(input_length, total)
+
+
+def useful_tokens(config: RouterConfig, lengths: LengthLimits) -> int:
+    """KV tokens beyond which no admissible load could fill the cache."""
+    running = min(config.max_concurrent_requests, config.max_batch_size or config.max_concurrent_requests)
+    return min(running * lengths.max_total_tokens, UINT32_MAX)
+
+
+def resolve(
+    config: RouterConfig,
+    *,
+    max_positions: int,
+    vocab_size: int,
+    max_batch_total_tokens: int,
+    block_size: int,
+    num_blocks: int,
+) -> Limits:
+    """The final limits after the warmup. Raises ValueError when the longest request could never run."""
+    lengths = derive_lengths(config, max_positions, min(max_batch_total_tokens, block_size * num_blocks))
+    return Limits(
+        max_input_length=lengths.max_input_length,
+        max_total_tokens=lengths.max_total_tokens,
+        max_batch_total_tokens=max_batch_total_tokens,
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        max_concurrent_requests=config.max_concurrent_requests,
+        max_batch_size=config.max_batch_size,
+        waiting_served_ratio=config.waiting_served_ratio,
+        max_waiting_tokens=config.max_waiting_tokens,
+        max_best_of=config.max_best_of,
+        max_stop_sequences=config.max_stop_sequences,
+        max_top_n_tokens=config.max_top_n_tokens,
+        vocab_size=vocab_size,
+        sources=_sources(config),
+    )
+
+
+def _sources(config: RouterConfig) -> dict[str, str]:
+    filled_in = {
+        "max_input_length": "derived",
+        "max_total_tokens": "derived",
+        "max_batch_total_tokens": "inferred",
+    }
+    gaps = {name: word for name, word in filled_in.items() if getattr(config, name) is None}
+    return {**config.sources, **gaps}

@@ -1,0 +1,187 @@
+"""Prometheus metrics under TGI's names, so that its dashboards work, plus the ones that it lacks.
+
+`prometheus_client` ends the name of every counter in `_total`; TGI's counters have plain names, so the suffix is taken
+off again in `render`. Not here: TGI's `tgi_batch_filter_duration` and `tgi_batch_concat_duration`, which have no
+counterpart (joining and leaving are part of a step), and `tgi_request_skipped_tokens`, which needs speculation. No
+label ever carries what a client sent.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from router.entry import Finished
+from router.limits import Limits
+
+# TGI's: 0.15 ms to about 146 s.
+DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))
+BATCH_SIZE_BUCKETS = tuple(2**k for k in range(11))
+NUM_LENGTH_BUCKETS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """One planned step in numbers: what tests and gauges check against the limits."""
+
+    step: int
+    batch_size: int
+    num_waiting: int
+    num_admitted: int
+    num_retired: int
+    num_decoding: int
+    prefill_tokens: int
+    reserved_tokens: int
+    free_blocks: int
+
+
+class Metrics:
+    """All metrics of one router, in a registry of their own."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._registry = CollectorRegistry()
+        self._counter_names: list[str] = []
+        self._define_request_metrics(limits)
+        self._define_batch_metrics(limits)
+        self._define_peaks()
+        names = "|".join(self._counter_names)
+        self._counter_suffix = re.compile(rf"(?m)^((?:# (?:HELP|TYPE) )?(?:{names}))_total(?=[ {{])".encode())
+
+    def render(self) -> bytes:
+        """The text format."""
+        return self._counter_suffix.sub(rb"\1", generate_latest(_WithoutCreated(self._registry)))
+
+    def planned(self, trace: StepTrace) -> None:
+        """A step was planned and is about to be sent."""
+        self.queue_size.set(trace.num_waiting)
+        self.batch_size.set(trace.batch_size)
+        self.batch_tokens.set(trace.reserved_tokens)
+        self.free_blocks.set(trace.free_blocks)
+        self._raise_peak("batch_size", trace.batch_size)
+        self._raise_peak("reserved_tokens", trace.reserved_tokens)
+        self._raise_peak("prefill_tokens", trace.prefill_tokens)
+        if trace.num_admitted:
+            self.next_size.observe(trace.num_admitted)
+
+    def joined(self, reason: str) -> None:
+        """Requests join a batch that runs already."""
+        self.batch_concat.labels(reason).inc()
+
+    def delivered(self, method: str, duration_s: float, forward_s: float, delivery_s: float) -> None:
+        """A step's tokens are with their requests. Duration is from sending the step to its reply."""
+        self.step_count.labels(method).inc()
+        self.step_success.labels(method).inc()
+        self.step_duration.labels(method).observe(duration_s)
+        self.forward_duration.labels(method).observe(forward_s)
+        self.delivery_duration.labels(method).observe(delivery_s)
+
+    def succeeded(self, received_at: float, finished: Finished) -> None:
+        """A request is complete. `received_at` is on the clock of its timings."""
+        timings = finished.timings
+        inference = timings.finished - timings.admitted
+        self.request_success.inc()
+        self.request_duration.observe(timings.finished - received_at)
+        self.validation_duration.observe(timings.queued - received_at)
+        self.queue_duration.observe(timings.admitted - timings.queued)
+        self.inference_duration.observe(inference)
+        self.time_per_token.observe(inference / finished.generated_tokens)
+        self.generated_tokens.observe(finished.generated_tokens)
+
+    def failed(self, reason: str) -> None:
+        """A request ended otherwise; the reason is one of a fixed few."""
+        self.request_failure.labels(reason).inc()
+
+    def _define_request_metrics(self, limits: Limits) -> None:
+        self.request_count = self._counter("tgi_request_count", "Requests received")
+        self.request_success = self._counter("tgi_request_success", "Requests completed")
+        self.request_failure = self._counter("tgi_request_failure", "Requests not completed", "err")
+        self.request_duration = self._durations("tgi_request_duration", "From arrival to the last token")
+        self.validation_duration = self._durations("tgi_request_validation_duration", "From arrival to the queue")
+        self.queue_duration = self._durations("tgi_request_queue_duration", "Waiting for admission")
+        self.inference_duration = self._durations("tgi_request_inference_duration", "From admission to the last token")
+        self.time_per_token = self._durations(
+            "tgi_request_mean_time_per_token_duration", "Inference duration per generated token"
+        )
+        self.time_to_first_token = self._durations(
+            "tgi_request_time_to_first_token_duration", "From the queue to the first token"
+        )
+        self.inter_token = self._durations("tgi_request_inter_token_duration", "Between two tokens of one request")
+        self.input_length = self._lengths("tgi_request_input_length", "Prompt tokens", limits.max_input_length)
+        self.max_new_tokens = self._lengths("tgi_request_max_new_tokens", "Tokens asked for", limits.max_total_tokens)
+        self.generated_tokens = self._lengths(
+            "tgi_request_generated_tokens", "Tokens generated", limits.max_total_tokens
+        )
+        self.surplus_tokens = self._counter(
+            "tgi_request_surplus_tokens", "Tokens computed after a request had ended, and dropped"
+        )
+
+    def _define_batch_metrics(self, limits: Limits) -> None:
+        self.queue_size = self._gauge("tgi_queue_size", "Requests waiting for admission")
+        self.batch_size = self._gauge("tgi_batch_current_size", "Requests running")
+        self.batch_tokens = self._gauge("tgi_batch_current_max_tokens", "Tokens reserved by running requests")
+        self._gauge("tgi_batch_max_total_tokens", "Tokens that may be reserved").set(limits.max_batch_total_tokens)
+        self._gauge("tgi_kv_blocks_total", "KV blocks").set(limits.num_blocks)
+        self.free_blocks = self._gauge("tgi_kv_blocks_free", "KV blocks not reserved")
+        self.free_blocks.set(limits.num_blocks)
+        self.next_size = Histogram(
+            "tgi_batch_next_size",
+            "Requests admitted in one step",
+            buckets=BATCH_SIZE_BUCKETS,
+            registry=self._registry,
+        )
+        self.batch_concat = self._counter("tgi_batch_concat", "Times that requests joined a running batch", "reason")
+        self.step_count = self._counter("tgi_batch_inference_count", "Steps computed", "method")
+        self.step_success = self._counter("tgi_batch_inference_success", "Steps computed without error", "method")
+        self.step_failures = self._counter("tgi_batch_inference_failure", "Steps that failed", "method")
+        self.step_duration = self._durations(
+            "tgi_batch_inference_duration", "From sending a step to its reply", "method"
+        )
+        self.forward_duration = self._durations("tgi_batch_forward_duration", "Forward pass and sampling", "method")
+        self.delivery_duration = self._durations("tgi_batch_decode_duration", "Detokenisation and delivery", "method")
+
+    def _define_peaks(self) -> None:
+        self._peaks = {
+            name: self._gauge(f"tgi_batch_peak_{name}", f"Largest {what} since the start")
+            for name, what in {
+                "batch_size": "number of requests running together",
+                "reserved_tokens": "number of reserved tokens",
+                "prefill_tokens": "number of prompt tokens in one step",
+            }.items()
+        }
+        self._peak_values = dict.fromkeys(self._peaks, 0)
+
+    def _raise_peak(self, name: str, value: int) -> None:
+        if value > self._peak_values[name]:
+            self._peak_values[name] = value
+            self._peaks[name].set(value)
+
+    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+        self._counter_names.append(name)
+        return Counter(name, what, labels, registry=self._registry)
+
+    def _gauge(self, name: str, what: str) -> Gauge:
+        return Gauge(name, what, registry=self._registry)
+
+    def _durations(self, name: str, what: str, *labels: str) -> Histogram:
+        return Histogram(name, f"{what}, seconds", labels, buckets=DURATION_BUCKETS, registry=self._registry)
+
+    def _lengths(self, name: str, what: str, longest: int) -> Histogram:
+        buckets = [longest * k / NUM_LENGTH_BUCKETS for k in range(1, NUM_LENGTH_BUCKETS + 1)]
+        return Histogram(name, what, buckets=buckets, registry=self._registry)
+
+
+class _WithoutCreated(Collector):
+    """The registry less the time stamps that `prometheus_client` adds to every series."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterable[Metric]:
+        for metric in self._registry.collect():
+            metric.samples = [sample for sample in metric.samples if not sample.name.endswith("_created")]
+            yield metric

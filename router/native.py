@@ -1,0 +1,141 @@
+"""The shapes of TGI's native routes: JSON bodies, server-sent events, response headers.
+
+Pure functions from answers and events to bytes and dicts. Frames are written by hand, because they are made for every
+token of every stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import orjson
+
+from router.entry import Event, Failed, Finished, Token
+from router.generation import Answer, Call
+from router.schemas import GenerateParameters, GenerateRequest
+
+PING = b": ping\n\n"  # a comment: clients ignore it, proxies see that the stream lives
+Json = dict[str, Any]
+
+
+def response_body(request: GenerateRequest, answers: list[Answer]) -> Json:
+    """The answer of `/generate`; the first of `answers` is the best."""
+    given = request.given
+    best, *others = answers
+    body: Json = {"generated_text": _visible_text(request, best.finished.generated_text)}
+    if given.details or given.decoder_input_details:
+        body["details"] = _details(best, given)
+        if len(answers) > 1:
+            body["details"]["best_of_sequences"] = [
+                {"generated_text": _visible_text(request, answer.finished.generated_text), **_details(answer, given)}
+                for answer in others
+            ]
+    return body
+
+
+def _visible_text(request: GenerateRequest, generated: str) -> str:
+    return request.inputs + generated if request.given.return_full_text else generated
+
+
+def _details(answer: Answer, given: GenerateParameters) -> Json:
+    details: Json = {
+        "finish_reason": answer.finished.reason,
+        "generated_tokens": answer.finished.generated_tokens,
+        "seed": answer.seed,
+        "prefill": [{"id": token.id, "text": token.text, "logprob": token.logprob} for token in answer.prompt],
+        "tokens": [_token(token) for token in answer.tokens],
+    }
+    if given.top_n_tokens:
+        details["top_tokens"] = [[_token(top) for top in token.top_tokens] for token in answer.tokens]
+    return details
+
+
+def _token(token: Token) -> Json:
+    return {"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.special}
+
+
+class EventFrames:
+    """Turns the events of one stream into server-sent events, numbered from 1."""
+
+    def __init__(self, request: GenerateRequest, call: Call) -> None:
+        self._request = request
+        self._call = call
+        self._index = 0
+
+    def write(self, events: list[Event]) -> bytes:
+        """All frames for these events. No events: a sign of life."""
+        if not events:
+            return PING
+        last = events[-1]
+        finished = last if isinstance(last, Finished) else None
+        tokens = [event for event in events if isinstance(event, Token)]
+        frames = [self._frame(token, None) for token in tokens[: -1 if finished else None]]
+        if finished:
+            frames.append(self._frame(tokens[-1], finished))
+        if isinstance(last, Failed):
+            frames.append(frame(last.error.body()))
+        return b"".join(frames)
+
+    def _frame(self, token: Token, finished: Finished | None) -> bytes:
+        self._index += 1
+        event: Json = {"index": self._index, "token": _token(token)}
+        if token.top_tokens:
+            event["top_tokens"] = [_token(top) for top in token.top_tokens]
+        event["generated_text"] = finished and _visible_text(self._request, finished.generated_text)
+        event["details"] = self._details(finished) if finished and self._request.given.details else None
+        return frame(event)
+
+    def _details(self, finished: Finished) -> Json:
+        return {
+            "finish_reason": finished.reason,
+            "generated_tokens": finished.generated_tokens,
+            "seed": self._call.seed,
+            "input_length": self._call.input_length,
+        }
+
+
+def frame(event: Json) -> bytes:
+    """One server-sent event. JSON has no raw newline, so one event is always one line."""
+    return b"data: " + orjson.dumps(event) + b"\n\n"
+
+
+def stream_headers(request: GenerateRequest, compute_type: str) -> dict[str, str]:
+    return {
+        "x-compute-type": compute_type,
+        "x-compute-characters": str(len(request.inputs)),
+        "cache-control": "no-cache",
+        "X-Accel-Buffering": "no",
+    }
+
+
+def response_headers(request: GenerateRequest, call: Call, finished: Finished, compute_type: str) -> dict[str, str]:
+    """Counts, and times in whole milliseconds."""
+    times = finished.timings
+    inference = times.finished - times.admitted
+    seconds = {
+        "x-compute-time": times.finished - call.received_at,
+        "x-total-time": times.finished - call.received_at,
+        "x-validation-time": times.queued - call.received_at,
+        "x-queue-time": times.admitted - times.queued,
+        "x-inference-time": inference,
+        "x-time-per-token": inference / finished.generated_tokens,
+    }
+    return {
+        "x-compute-type": compute_type,
+        "x-compute-characters": str(len(request.inputs)),
+        "x-prompt-tokens": str(call.input_length),
+        "x-generated-tokens": str(finished.generated_tokens),
+        **{name: str(round(value * 1000)) for name, value in seconds.items()},
+    }
+
+
+def tokenized_body(text: str, tokens: Iterable[tuple[int, tuple[int, int]]]) -> list[Json]:
+    """The answer of `/tokenize`: character offsets become byte offsets, as TGI's are."""
+    byte_at = [0]
+    for character in text:
+        byte_at.append(byte_at[-1] + len(character.encode()))
+    return [
+        {"id": id, "text": text[start:stop], "start": byte_at[start], "stop": byte_at[stop]}
+        for id, (start, stop) in tokens
+    ]

@@ -1,0 +1,85 @@
+"""Admission of waiting requests into the running batch.
+
+Pure arithmetic over plain integers: no clock, no asyncio, no gRPC, so every rule here can be tested with literals. The
+order is strictly first in, first out: a head that does not fit stops the scan, because skipping it would starve it.
+The ratio and waiting rules follow TGI (`waiting_served_ratio`, `max_waiting_tokens`); a prompt that does not fit into
+the step's prompt budget is admitted with a first chunk of what is left.
+
+A request reserves its longest possible sequence, prompt + `max_new_tokens`, in two measures: tokens, against
+`max_batch_total_tokens`, and whole KV blocks, against the allocator. Nothing can then run out while it runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What this step may still take in."""
+
+    prefill_tokens: int  # prompt tokens of this step
+    tokens: int  # of max_batch_total_tokens, not reserved by running requests
+    blocks: int  # KV blocks free
+    places: int | None  # under max_batch_size; None: no limit
+    block_size: int
+    speculate: int = 0  # tokens drafted ahead of the sampled one
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What one waiting request needs."""
+
+    input_length: int
+    max_new_tokens: int
+
+    @property
+    def tokens(self) -> int:
+        """The longest sequence that the request can reach."""
+        return self.input_length + self.max_new_tokens
+
+
+def blocks_for(tokens: int, block_size: int) -> int:
+    """Whole blocks that hold this many tokens."""
+    return -(-tokens // block_size)
+
+
+def next_batch(waiting: Iterable[Demand], budget: Budget, min_size: int | None) -> list[int]:
+    """The first prompt chunk of each request to admit now, from the head of the queue; empty: admit none.
+
+    `waiting` may be lazy: nothing beyond the first request that does not fit is looked at, except to count up to
+    `min_size`.
+    """
+    heads = iter(waiting)
+    peeked = [demand for _, demand in zip(range(min_size or 0), heads, strict=False)]
+    if min_size is not None and len(peeked) < min_size:
+        return []
+    chunks = _fitting_chunks((demand for part in (peeked, heads) for demand in part), budget)
+    return chunks if min_size is None or len(chunks) >= min_size else []
+
+
+def _fitting_chunks(waiting: Iterable[Demand], budget: Budget) -> list[int]:
+    prefill, tokens, blocks = budget.prefill_tokens, budget.tokens - budget.speculate, budget.blocks
+    chunks: list[int] = []
+    for demand in waiting:
+        tokens -= demand.tokens
+        blocks -= blocks_for(demand.tokens, budget.block_size)
+        if len(chunks) == budget.places or tokens < 0 or blocks < 0 or (prefill <= 0 < demand.input_length):
+            break
+        chunks.append(min(demand.input_length, prefill))
+        prefill -= demand.input_length
+        if prefill < 0:  # this one starts with a chunk: the step is full
+            break
+    return chunks
+
+
+def min_size(running: int, steps_since_admission: int, ratio: float, max_waiting_tokens: int) -> int | None:
+    """How many must wait before they may join the running batch; None: any number may.
+
+    `steps_since_admission` counts the admitting step itself, as TGI's counter does.
+    """
+    if running == 0 or steps_since_admission >= max_waiting_tokens:
+        return None
+    return math.floor(running * ratio)

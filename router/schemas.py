@@ -1,0 +1,146 @@
+"""HTTP bodies of the native (TGI) routes.
+
+Strict where a mistake would change the answer (no `true` for 1, no "5" for 5, no NaN), lenient where clients differ:
+every field may be null, which means absent, and unknown keys are ignored. Ranges are not here but in `validation.py`,
+whose sentences and order are TGI's.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic import ValidationError as SchemaError
+
+from router.errors import MalformedBody, ValidationError
+from router.text import FinishReason
+
+# Of a 64-bit seed. What lies outside is no number that any field could mean.
+Integer = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+# Valid JSON by its grammar, but nothing that Python text or numbers can hold: a wrong value, not a broken body.
+UNREPRESENTABLE = ("number out of range", "hex escape", "surrogate")
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
+
+
+class GenerateParameters(_Strict):
+    best_of: Integer | None = Field(default=None, description="Samples to draw; the likeliest is returned.")
+    temperature: float | None = Field(default=None, description="> 0. Divides the scores before sampling.")
+    repetition_penalty: float | None = Field(default=None, description="> 0. 1.0 means no penalty.")
+    frequency_penalty: float | None = Field(default=None, description="-2.0 to 2.0. 0 means no penalty.")
+    top_k: Integer | None = Field(default=None, description="> 0. Keep the k likeliest tokens.")
+    top_p: float | None = Field(
+        default=None, description="> 0 and <= 1. Keep the likeliest tokens of this total probability."
+    )
+    typical_p: float | None = Field(
+        default=None, description="> 0 and <= 1. Keep the most typical tokens of this total."
+    )
+    do_sample: bool | None = Field(default=None, description="Draw tokens at random instead of taking the likeliest.")
+    max_new_tokens: Integer | None = Field(default=None, description="Absent: as many as `max_total_tokens` leaves.")
+    return_full_text: bool | None = Field(default=None, description="Put the prompt in front of the generated text.")
+    stop: list[str] | None = Field(default=None, description="End after the first of these; it is kept in the text.")
+    truncate: Integer | None = Field(default=None, description="Keep only the last so many tokens of the prompt.")
+    watermark: bool | None = Field(default=None, description="Watermark the text (arXiv 2301.10226).")
+    details: bool | None = Field(default=None, description="Return tokens, log-probabilities and the finish reason.")
+    decoder_input_details: bool | None = Field(default=None, description="Return log-probabilities of the prompt.")
+    seed: Integer | None = Field(default=None, description="0 to 2^64 - 1. The same seed gives the same text.")
+    top_n_tokens: Integer | None = Field(default=None, description="Candidates to return with each token.")
+    grammar: dict[str, Any] | None = Field(default=None, description="Not supported: must be absent.")
+    adapter_id: str | None = Field(default=None, description="Not supported: must be absent.")
+
+
+class GenerateRequest(_Strict):
+    inputs: str = Field(description="The prompt.")
+    parameters: GenerateParameters | None = None
+    stream: bool | None = Field(default=None, description="On `/` alone: answer with server-sent events.")
+
+    @property
+    def given(self) -> GenerateParameters:
+        """The parameters; an absent object means what an empty one does."""
+        return self.parameters or GenerateParameters()
+
+
+# The answers, for the API documentation alone: the routes write them by hand, which is several times faster.
+
+
+class TokenBody(BaseModel):
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+
+
+class PromptTokenBody(BaseModel):
+    id: int
+    text: str
+    logprob: float | None
+
+
+class SequenceBody(BaseModel):
+    generated_text: str
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PromptTokenBody]
+    tokens: list[TokenBody]
+    top_tokens: list[list[TokenBody]] = []
+
+
+class DetailsBody(BaseModel):
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PromptTokenBody]
+    tokens: list[TokenBody]
+    top_tokens: list[list[TokenBody]] = []
+    best_of_sequences: list[SequenceBody] = []
+
+
+class GenerateResponse(BaseModel):
+    generated_text: str
+    details: DetailsBody | None = None
+
+
+class StreamDetailsBody(BaseModel):
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    input_length: int
+
+
+class StreamResponse(BaseModel):
+    index: int
+    token: TokenBody
+    top_tokens: list[TokenBody] = []
+    generated_text: str | None
+    details: StreamDetailsBody | None
+
+
+class TokenizedBody(BaseModel):
+    id: int
+    text: str
+    start: int = Field(description="First byte in `inputs`.")
+    stop: int = Field(description="The byte after the last.")
+
+
+class ErrorResponse(BaseModel):
+    error: str
+    error_type: str
+
+
+def parse(schema: type[Body], body: bytes) -> Body:
+    """Read a body. Raises MalformedBody or ValidationError; neither repeats what was sent."""
+    try:
+        return schema.model_validate_json(body)
+    except SchemaError as error:
+        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        message = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+        if first["type"] == "json_invalid":
+            kind = ValidationError if any(word in message for word in UNREPRESENTABLE) else MalformedBody
+            raise kind(message) from None
+        where = ".".join(str(part) for part in first["loc"] if isinstance(part, int | str))
+        raise ValidationError(f"`{where}`: {message}" if where else message) from None

@@ -1,0 +1,92 @@
+"""From shards that may still be loading to final limits, and the table that tells people what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from router.client import KvCache, ModelInfo, Shards
+from router.config import RouterConfig
+from router.limits import Limits, derive_lengths, resolve, useful_tokens
+
+TABLE_LIMITS = (
+    "max_concurrent_requests",
+    "max_input_length",
+    "max_total_tokens",
+    "max_batch_prefill_tokens",
+    "max_batch_total_tokens",
+    "max_batch_size",
+    "waiting_served_ratio",
+    "max_waiting_tokens",
+    "max_best_of",
+    "max_stop_sequences",
+    "max_top_n_tokens",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """Shards that are ready to run steps."""
+
+    model: ModelInfo
+    cache: KvCache
+    limits: Limits
+
+
+async def start(config: RouterConfig, shards: Shards) -> Started:
+    """Ask what was loaded, warm up, settle the limits. Raises ValueError for limits that cannot be, and ShardError."""
+    model = await shards.info()
+    lengths = derive_lengths(config, model.max_positions)
+    cache = await shards.warmup(
+        max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+        max_total_tokens=lengths.max_total_tokens,
+        max_batch_total_tokens=config.max_batch_total_tokens or 0,
+        useful_tokens=useful_tokens(config, lengths),
+        max_top_n_tokens=config.max_top_n_tokens,
+    )
+    limits = resolve(
+        config,
+        max_positions=model.max_positions,
+        vocab_size=model.vocab_size,
+        max_batch_total_tokens=cache.max_batch_total_tokens,
+        block_size=cache.block_size,
+        num_blocks=cache.num_blocks,
+    )
+    return Started(model, cache, limits)
+
+
+def table(config: RouterConfig, started: Started, address: str) -> str:
+    """What runs, with which limits, and where each limit came from."""
+    model, cache, limits = started.model, started.cache, started.limits
+    weights = ", ".join(sorted({_size(num_bytes) for num_bytes in model.weight_bytes}))
+    facts = [
+        ("model", f"{config.model_id} ({model.model_type})", f"revision {config.revision}" if config.revision else ""),
+        ("dtype", model.dtype, model.dtype_reason),
+        ("weights", f"{weights} per shard", model.quantize),
+        ("shards", str(model.world_size), f"{model.device}, {model.threads} threads each"),
+        ("attention", model.attention, ""),
+        ("KV cache", f"{cache.max_batch_total_tokens} tokens", f"{_size(cache.kv_bytes)} per shard"),
+        ("KV blocks", str(cache.num_blocks), f"{cache.block_size} tokens each"),
+    ]
+    settings = [(name, _value(getattr(limits, name)), limits.sources.get(name, "default")) for name in TABLE_LIMITS]
+    return _align([*facts, *settings, ("address", address, "")])
+
+
+def _value(value: float | None) -> str:
+    return "no limit" if value is None else str(value)
+
+
+def _size(num_bytes: int) -> str:
+    """Decimal units, as on the box of a GPU."""
+    value = float(num_bytes)
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.2f} GB"
+
+
+def _align(rows: Iterable[tuple[str, str, str]]) -> str:
+    rows = list(rows)
+    widths = [max(len(row[column]) for row in rows) for column in range(2)]
+    return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {note}".rstrip() for name, value, note in rows)

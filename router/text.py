@@ -1,0 +1,202 @@
+"""Between token ids and text: the model's tokenizer, incremental detokenisation, stop sequences, finish reasons.
+
+Detokenising one token at a time is wrong twice over: a character may be spread over several tokens, and the text of a
+token may depend on its neighbours (a leading space disappears at the start of a text). So each new token is decoded
+together with the last few that are already out, and only what it adds is given out, once it is whole characters.
+
+This does by hand what `tokenizers.decoders.DecodeStream` offers, on purpose. That class cannot give out held bytes at
+the end of a generation, and it gives out the end of the *prompt* when that ends in U+FFFD. The text of a finished
+request is here what decoding all its ids at once would have given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import orjson
+from tokenizers import Tokenizer
+
+CONTEXT_TOKENS = 5  # of the prompt, decoded along with the first tokens; enough for every decoder's joining rules
+# A character has at most 4 bytes, so 8 tokens without a whole one are bytes that will never be text.
+MAX_HELD_TOKENS = 8
+REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
+
+
+class FinishReason(StrEnum):
+    LENGTH = "length"
+    EOS_TOKEN = "eos_token"
+    STOP_SEQUENCE = "stop_sequence"
+
+
+@dataclass(frozen=True)
+class ModelTokenizer:
+    """The model's tokenizer with what its configuration files say about special tokens."""
+
+    tokenizer: Tokenizer
+    special_ids: frozenset[int]  # not part of the generated text
+    eos_ids: frozenset[int]
+
+    @classmethod
+    def load(
+        cls, model_path: str, tokenizer_path: str | None = None, tokenizer_config_path: str | None = None
+    ) -> ModelTokenizer:
+        """Read tokenizer.json and its companions. Raises ValueError with the remedy.
+
+        model_path: folder of config.json; tokenizer_path: folder of tokenizer.json, if it is another.
+        """
+        folder = Path(tokenizer_path or model_path)
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(
+                f"{folder} has no tokenizer.json: convert the model's tokenizer once with "
+                "transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)"
+            )
+        tokenizer_config = Path(tokenizer_config_path or folder / "tokenizer_config.json")
+        if "model" not in _read_json(path):
+            raise ValueError(f"{path} is not a tokenizer: it has no `model`; download or convert it again")
+        tokenizer = Tokenizer.from_file(str(path))
+        return cls.of(tokenizer, _eos_ids(tokenizer, Path(model_path), tokenizer_config))
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> ModelTokenizer:
+        """From a tokenizer at hand. Takes it over: a length limit or padding saved with it is switched off."""
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+        return cls(tokenizer, special, eos_ids)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids, with the special tokens that the model wants around a prompt."""
+        return list(self.tokenizer.encode(text).ids)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of the ids without special tokens."""
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def token_text(self, id: int) -> str:
+        """One token on its own, special or not."""
+        return self.tokenizer.decode([id], skip_special_tokens=False)
+
+
+def _eos_ids(tokenizer: Tokenizer, model_folder: Path, tokenizer_config: Path) -> frozenset[int]:
+    ids: set[int] = set()
+    for name in ("generation_config.json", "config.json"):
+        found = _read_json(model_folder / name).get("eos_token_id")
+        ids.update(id for id in (found if isinstance(found, list) else [found]) if type(id) is int)
+    token = _read_json(tokenizer_config).get("eos_token")
+    content = token.get("content") if isinstance(token, dict) else token
+    if isinstance(content, str) and (id := tokenizer.token_to_id(content)) is not None:
+        ids.add(id)
+    return frozenset(ids)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = orjson.loads(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value
+
+
+class Detokeniser:
+    """Turns the growing ids of one sequence into pieces of whole characters."""
+
+    def __init__(self, tokenizer: ModelTokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids = list(prompt_ids[-CONTEXT_TOKENS:])  # context, then held tokens
+        self._num_context = len(self._ids)
+        self._context_text = tokenizer.decode(self._ids)
+
+    def push(self, token_id: int) -> str:
+        """The text that this token completes; empty while it ends inside a character."""
+        self._ids.append(token_id)
+        text = self._tokenizer.decode(self._ids)
+        num_held = len(self._ids) - self._num_context
+        if num_held < MAX_HELD_TOKENS and (text.endswith(REPLACEMENT) or len(text) <= len(self._context_text)):
+            return ""
+        return self._give_out(text)
+
+    def flush(self) -> str:
+        """The text of held tokens, whole characters or not: nothing more will come."""
+        return self._give_out(self._tokenizer.decode(self._ids)) if len(self._ids) > self._num_context else ""
+
+    def _give_out(self, text: str) -> str:
+        piece = text[len(self._context_text) :]
+        del self._ids[: self._num_context]
+        self._num_context = len(self._ids)
+        self._context_text = self._tokenizer.decode(self._ids)
+        return piece
+
+
+class StopSearch:
+    """Finds the first of several stop sequences in text that arrives in pieces."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._num_kept = max(map(len, stop), default=1) - 1  # a match may begin this far back
+        self._tail = ""
+
+    def push(self, piece: str) -> int | None:
+        """How much of the piece is left when it is cut right after the earliest match; None: no match ends in it."""
+        if not self._stop or not piece:
+            return None
+        text = self._tail + piece
+        start = len(self._tail)
+        ends = [at + len(s) for s in self._stop if (at := text.find(s, max(0, start - len(s) + 1))) >= 0]
+        self._tail = text[max(0, len(text) - self._num_kept) :]
+        return min(ends) - start if ends else None
+
+
+class GeneratedText:
+    """What one request has generated so far, as text, and whether it has ended."""
+
+    def __init__(
+        self, tokenizer: ModelTokenizer, prompt_ids: Sequence[int], stop: Sequence[str], max_new_tokens: int
+    ) -> None:
+        self.num_tokens = 0
+        self._tokenizer = tokenizer
+        self._max_new_tokens = max_new_tokens
+        self._detokeniser = Detokeniser(tokenizer, prompt_ids)
+        self._stop_search = StopSearch(stop)
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The generated text: without special tokens, up to and including a stop sequence."""
+        return "".join(self._pieces)
+
+    def push(self, token_id: int) -> tuple[str, FinishReason | None]:
+        """Take one token: the text to show for it, and the reason if it is the last.
+
+        Special tokens are shown, and searched for stop sequences, but are not part of `text`.
+        """
+        self.num_tokens += 1
+        if token_id in self._tokenizer.special_ids:
+            shown = self._tokenizer.token_text(token_id)
+            reason = self._reason(token_id, self._stop_search.push(shown) is not None)
+            if reason is not None:
+                self._pieces.append(self._detokeniser.flush())
+            return shown, reason
+        piece = self._detokeniser.push(token_id)
+        cut = self._stop_search.push(piece)
+        reason = self._reason(token_id, cut is not None)
+        piece = piece[:cut]
+        if reason is not None and cut is None:
+            piece += self._detokeniser.flush()
+        self._pieces.append(piece)
+        return piece, reason
+
+    def _reason(self, token_id: int, has_stopped: bool) -> FinishReason | None:
+        if self.num_tokens >= self._max_new_tokens:
+            return FinishReason.LENGTH
+        if token_id in self._tokenizer.eos_ids:
+            return FinishReason.EOS_TOKEN
+        return FinishReason.STOP_SEQUENCE if has_stopped else None

@@ -1,0 +1,97 @@
+"""Traces for OpenTelemetry: one span per request, with events for the queue, the first token and the end.
+
+Off unless `otlp_endpoint` is set, and nothing of OpenTelemetry is imported then. Export is batched and drops what a
+dead collector cannot take, so it never holds up a request. Spans carry counts and reasons, never text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+SERVICE_NAME = "text-generation-inference.router"  # TGI's, for its dashboards
+EXPORT_TIMEOUT_S = 2  # a dead collector holds up the end of the process by no more
+
+
+class Span(Protocol):
+    def event(self, name: str) -> None:
+        """Note that something happened now."""
+
+    def end(self, reason: str, attributes: Mapping[str, int | str]) -> None:
+        """Close the span."""
+
+
+class Tracer(Protocol):
+    def start(self, name: str, headers: Mapping[str, str]) -> Span:
+        """Open a span, under the caller's if the headers carry a `traceparent`."""
+
+    def close(self) -> None:
+        """Export what is left."""
+
+
+class NoSpan:
+    def event(self, name: str) -> None:
+        pass
+
+    def end(self, reason: str, attributes: Mapping[str, int | str]) -> None:
+        pass
+
+
+class NoTracer:
+    """Tracing switched off."""
+
+    def start(self, name: str, headers: Mapping[str, str]) -> Span:
+        return NoSpan()
+
+    def close(self) -> None:
+        pass
+
+
+def make_tracer(otlp_endpoint: str | None) -> Tracer:
+    """The tracer for this endpoint. Raises ValueError with the remedy when OpenTelemetry is not installed."""
+    if otlp_endpoint is None:
+        return NoTracer()
+    try:
+        return _OtlpTracer(otlp_endpoint)
+    except ImportError as error:
+        raise ValueError(
+            f"otlp_endpoint is set but {error.name} is not installed: pip install 'lockstep[otel]', or leave it unset"
+        ) from None
+
+
+class _OtlpSpan:
+    def __init__(self, span: Any) -> None:
+        self._span = span
+
+    def event(self, name: str) -> None:
+        self._span.add_event(name)
+
+    def end(self, reason: str, attributes: Mapping[str, int | str]) -> None:
+        self._span.add_event("finished", {"reason": reason})
+        self._span.set_attributes(dict(attributes))
+        self._span.end()
+
+
+class _OtlpTracer:
+    def __init__(self, endpoint: str) -> None:
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace import SpanKind
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE_NAME}))
+        self._provider.add_span_processor(
+            BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
+        )
+        self._tracer = self._provider.get_tracer("lockstep.router")
+        self._propagator = TraceContextTextMapPropagator()
+        self._kind = SpanKind.SERVER
+
+    def start(self, name: str, headers: Mapping[str, str]) -> Span:
+        context = self._propagator.extract(dict(headers))
+        return _OtlpSpan(self._tracer.start_span(name, context=context, kind=self._kind))
+
+    def close(self) -> None:
+        self._provider.shutdown()

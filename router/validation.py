@@ -1,0 +1,224 @@
+"""Body to ValidRequest: refuse what breaks a rule, fill the gaps, tokenise.
+
+The order of the rules and the first half of every sentence are TGI's, because clients and people search for them; the
+remedy after it is ours. Deliberately kinder than TGI: `top_p` and `typical_p` of exactly 1.0 mean "off". Deliberately
+stricter: an empty stop sequence, and numbers that the wire's 32-bit floats cannot carry, are refused.
+
+`check` is pure. `Validator` adds the tokenizer, which runs in threads: a long prompt must not stall running streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from router.entry import Sampling, ValidRequest
+from router.errors import ValidationError
+from router.limits import Limits
+from router.schemas import GenerateParameters, GenerateRequest
+from router.text import ModelTokenizer
+
+# Of normal 32-bit floats: what lies outside would reach the shards as 0 or infinity.
+MIN_FLOAT32 = 2.0**-126
+MAX_FLOAT32 = (2.0 - 2.0**-23) * 2.0**127
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """Parameters that keep every rule that does not depend on the number of prompt tokens."""
+
+    best_of: int
+    max_new_tokens: int | None  # None: as many as are left
+    truncate: int | None
+    sampling: Sampling
+    stop: tuple[str, ...]
+    top_n_tokens: int
+
+
+class Validator:
+    """Checks requests against the limits and tokenises their prompts, at most `num_workers` at a time."""
+
+    def __init__(self, tokenizer: ModelTokenizer, limits: Limits, num_workers: int) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenise")
+
+    async def validate(self, request: GenerateRequest) -> list[ValidRequest]:
+        """The request, once per sample of `best_of`. Raises ValidationError."""
+        checked = check(request, self._limits)
+        token_ids = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenizer.encode, request.inputs)
+        token_ids = token_ids[-checked.truncate :] if checked.truncate else token_ids
+        max_new_tokens = count_tokens(token_ids, checked.max_new_tokens, self._limits)
+        return [
+            ValidRequest(
+                token_ids=token_ids,
+                max_new_tokens=max_new_tokens,
+                sampling=sampling,
+                stop=checked.stop,
+                top_n_tokens=checked.top_n_tokens,
+                prompt_logprobs=bool(request.given.decoder_input_details),
+            )
+            for sampling in _samplings(checked)
+        ]
+
+    async def tokenise(self, text: str) -> list[tuple[int, tuple[int, int]]]:
+        """Every token id of the text with its [start, stop) in characters; special tokens have (0, 0)."""
+        encoding = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenizer.tokenizer.encode, text)
+        return list(zip(encoding.ids, encoding.offsets, strict=True))
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _samplings(checked: Checked) -> Iterator[Sampling]:
+    """One for each sample of `best_of`, with seeds of their own."""
+    yield checked.sampling
+    for _ in range(checked.best_of - 1):
+        yield replace(checked.sampling, seed=secrets.randbits(64))
+
+
+def check_streamable(parameters: GenerateParameters) -> None:
+    """Rules of streaming alone, which come before everything else."""
+    if parameters.best_of not in (None, 1):
+        raise ValidationError("`best_of` != 1 is not supported when streaming tokens")
+    if parameters.decoder_input_details:
+        raise ValidationError("`decoder_input_details` == true is not supported when streaming tokens")
+
+
+def check(request: GenerateRequest, limits: Limits) -> Checked:
+    """Every rule before tokenisation, in order; the first that is broken raises ValidationError."""
+    given = request.given
+    best_of = _best_of(given, limits)
+    sampling = _sampling(given)
+    max_new_tokens = given.max_new_tokens
+    if max_new_tokens is not None and max_new_tokens <= 0:
+        raise ValidationError("`max_new_tokens` must be strictly positive")
+    stop = _stop(given, limits)
+    if given.seed is not None and best_of > 1:
+        raise ValidationError("`seed` must not be set when `best_of` > 1")
+    sampling = _seeded(sampling, given)
+    top_n_tokens = _top_n_tokens(given, limits)
+    if not request.inputs:
+        raise ValidationError("`inputs` cannot be empty")
+    _refuse_unsupported(given)
+    truncate = given.truncate
+    if truncate is not None and not 0 < truncate <= limits.max_input_length:
+        raise ValidationError(
+            f"`truncate` must be strictly positive and less than {limits.max_input_length}. Given: {truncate}"
+        )
+    return Checked(best_of, max_new_tokens, truncate, sampling, stop, top_n_tokens)
+
+
+def count_tokens(token_ids: list[int], max_new_tokens: int | None, limits: Limits) -> int:
+    """The number of tokens to generate, once the prompt's are counted. Raises ValidationError."""
+    num_inputs = len(token_ids)
+    if num_inputs == 0:
+        raise ValidationError("`inputs` has no tokens: the tokenizer dropped all of its characters")
+    new_tokens = limits.max_total_tokens - num_inputs if max_new_tokens is None else max_new_tokens
+    if num_inputs + new_tokens > limits.max_total_tokens:
+        raise ValidationError(
+            f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. Given: {num_inputs} `inputs` "
+            f"tokens and {new_tokens} `max_new_tokens`: ask for fewer, shorten the prompt or set `truncate`"
+        )
+    if num_inputs > limits.max_input_length:
+        raise ValidationError(
+            f"`inputs` must have less than {limits.max_input_length} tokens. Given: {num_inputs}: shorten the prompt "
+            f"or set `truncate` to {limits.max_input_length}"
+        )
+    if max(token_ids) >= limits.vocab_size:
+        raise ValidationError(
+            f"`inputs` has token {max(token_ids)}, but the model knows {limits.vocab_size} tokens: this text cannot "
+            "be given to this model"
+        )
+    return new_tokens
+
+
+def _best_of(given: GenerateParameters, limits: Limits) -> int:
+    best_of = given.best_of or 1
+    if best_of != 1 and limits.max_best_of == 1:
+        raise ValidationError("`best_of` != 1 is not allowed for this endpoint")
+    if not 0 < best_of <= limits.max_best_of:
+        raise ValidationError(f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}")
+    warpers = (given.temperature, given.top_k, given.top_p, given.typical_p)
+    if best_of > 1 and not given.do_sample and all(warper is None for warper in warpers):
+        raise ValidationError("you must use sampling when `best_of` is > 1: set `do_sample`")
+    return best_of
+
+
+def _sampling(given: GenerateParameters) -> Sampling:
+    """Without its seed. A temperature of 1.0 alone warps nothing, so it does not make a request sample."""
+    temperature = _positive("temperature", given.temperature)
+    repetition_penalty = _positive("repetition_penalty", given.repetition_penalty)
+    frequency_penalty = 0.0 if given.frequency_penalty is None else given.frequency_penalty
+    if not -2.0 <= frequency_penalty <= 2.0:
+        raise ValidationError("`frequency_penalty` must be >= -2.0 and <= 2.0")
+    top_p = _share("top_p", given.top_p)
+    typical_p = _share("typical_p", given.typical_p)
+    top_k = given.top_k or 0
+    if given.top_k is not None and top_k <= 0:
+        raise ValidationError("`top_k` must be strictly positive")
+    has_warper = temperature != 1.0 or top_k != 0 or top_p < 1.0 or typical_p < 1.0
+    return Sampling(
+        do_sample=bool(given.do_sample) or has_warper,
+        temperature=temperature,
+        top_k=min(top_k, 2**32 - 1),
+        top_p=top_p,
+        typical_p=typical_p,
+        repetition_penalty=repetition_penalty,
+        frequency_penalty=frequency_penalty,
+        watermark=bool(given.watermark),
+    )
+
+
+def _seeded(sampling: Sampling, given: GenerateParameters) -> Sampling:
+    if given.seed is not None and given.seed < 0:
+        raise ValidationError(f"`seed` must be >= 0 and <= {2**64 - 1}. Given: {given.seed}")
+    seed = secrets.randbits(64) if given.seed is None else given.seed
+    return replace(sampling, seed=seed)
+
+
+def _positive(name: str, value: float | None) -> float:
+    """A factor: > 0 as a 32-bit float too, which is what the shards compute with."""
+    if value is None:
+        return 1.0
+    if value <= 0.0:
+        raise ValidationError(f"`{name}` must be strictly positive")
+    if not MIN_FLOAT32 <= value <= MAX_FLOAT32:
+        raise ValidationError(f"`{name}` must be between 1.2e-38 and 3.4e38, the range of a 32-bit float")
+    return value
+
+
+def _share(name: str, value: float | None) -> float:
+    if value is None:
+        return 1.0
+    if not MIN_FLOAT32 <= value <= 1.0:
+        raise ValidationError(f"`{name}` must be > 0.0 and < 1.0, or 1.0 for off")
+    return value
+
+
+def _stop(given: GenerateParameters, limits: Limits) -> tuple[str, ...]:
+    stop = tuple(given.stop or ())
+    if len(stop) > limits.max_stop_sequences:
+        raise ValidationError(f"`stop` supports up to {limits.max_stop_sequences} stop sequences. Given: {len(stop)}")
+    if "" in stop:
+        raise ValidationError("`stop` has an empty sequence, which would match at once: remove it")
+    return stop
+
+
+def _top_n_tokens(given: GenerateParameters, limits: Limits) -> int:
+    top_n_tokens = given.top_n_tokens or 0
+    if top_n_tokens != 0 and limits.max_top_n_tokens == 0:
+        raise ValidationError("`top_n_tokens` != 0 is not allowed for this endpoint")
+    if not 0 <= top_n_tokens <= limits.max_top_n_tokens:
+        raise ValidationError(f"`top_n_tokens` must be >= 0 and <= {limits.max_top_n_tokens}. Given: {top_n_tokens}")
+    return top_n_tokens
+
+
+def _refuse_unsupported(given: GenerateParameters) -> None:
+    if given.grammar is not None:
+        raise ValidationError("grammar is not supported: leave `grammar` out")
+    if given.adapter_id is not None:
+        raise ValidationError("no adapters are loaded: leave `adapter_id` out")

@@ -1,0 +1,424 @@
+"""The loop over fake shards, which check every request against the protocol: who runs with whom, and what is left."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from router.client import FakeShardedClient, fake_next_token
+from router.entry import Entry, Failed, Finished, PromptTokens, Token, ValidRequest
+from router.errors import GenerationError, Unavailable
+from router.text import FinishReason
+from tests.router.doubles import (
+    EOS,
+    Running,
+    events_of,
+    fake_shards,
+    make_limits,
+    request_of,
+    running,
+    token_ids_of,
+    tokens_alone,
+)
+
+Story = Callable[[], Coroutine[Any, Any, None]]
+
+
+def is_clean(at_work: Running) -> bool:
+    """Nothing is left of any request, here or on the shards."""
+    return at_work.batcher.num_free_blocks == at_work.limits.num_blocks and not at_work.shards.live_ids
+
+
+def test_one_request_gets_its_tokens_and_one_last_event() -> None:
+    async def story() -> None:
+        async with running() as at_work:
+            request = request_of(5, max_new_tokens=6)
+            events = await events_of(at_work.batcher.submit(request))
+        assert [event.id for event in events[:-1] if isinstance(event, Token)] == tokens_alone(request)
+        finished = events[-1]
+        assert isinstance(finished, Finished)
+        assert (finished.reason, finished.generated_tokens) == (FinishReason.LENGTH, 6)
+        assert finished.generated_text == "".join(event.text for event in events[:-1] if isinstance(event, Token))
+        times = finished.timings
+        assert times.queued <= times.admitted <= times.first_token <= times.finished
+        assert is_clean(at_work)
+
+    asyncio.run(story())
+
+
+def test_length_finish_computes_no_surplus_token() -> None:
+    async def story() -> None:
+        async with running() as at_work:
+            entries = [at_work.batcher.submit(request_of(3, max_new_tokens=n)) for n in (1, 2, 5)]
+            await asyncio.gather(*map(events_of, entries))
+        assert at_work.batcher._metrics.surplus_tokens._value.get() == 0
+        # The first step yields a token from the prompt, each later one a decoded token, the last one only retires.
+        assert [request.decode for request in at_work.shards.requests] == [False, True, True, True, True, False]
+
+    asyncio.run(story())
+
+
+def test_eos_is_noticed_one_step_late_and_its_surplus_token_dropped() -> None:
+    async def story() -> None:
+        limits = make_limits()
+        shards = fake_shards(limits, vocab_size=257, next_token=lambda ids, *_: EOS if len(ids) == 6 else 65)
+        async with running(shards) as at_work:
+            events = await events_of(at_work.batcher.submit(request_of(4, max_new_tokens=20)))
+        assert [event.id for event in events if isinstance(event, Token)] == [65, 65, EOS]
+        assert isinstance(events[-1], Finished)
+        assert events[-1].reason is FinishReason.EOS_TOKEN
+        assert at_work.batcher._metrics.surplus_tokens._value.get() == 1
+        assert is_clean(at_work)
+
+    asyncio.run(story())
+
+
+def test_at_most_two_requests_are_under_way() -> None:
+    async def story() -> None:
+        under_way: list[int] = []
+        shards = fake_shards(make_limits())
+
+        async def watch(_: float) -> None:
+            under_way.append(len(shards._replies))
+
+        shards.sleep = watch
+        async with running(shards) as at_work:
+            await events_of(at_work.batcher.submit(request_of(4, max_new_tokens=12)))
+        assert max(under_way) == 2
+        assert under_way.count(2) > 8
+
+    asyncio.run(story())
+
+
+def test_long_prompt_runs_in_chunks_while_others_decode() -> None:
+    async def story() -> None:
+        async with running(max_batch_prefill_tokens=16, max_waiting_tokens=0) as at_work:
+            short, long = request_of(4, 12), request_of(50, 3)
+            first = at_work.batcher.submit(short)
+            second = at_work.batcher.submit(long)
+            got = await asyncio.gather(token_ids_of(first), token_ids_of(second))
+        assert got == [tokens_alone(short), tokens_alone(long)]
+        chunks = [sum(request.chunk_tokens) for request in at_work.shards.requests if request.chunk_tokens]
+        assert chunks == [16, 16, 16, 6]  # 4 + 12 of the long one, then 16, 16, and its last 6
+        assert any(request.decode and request.chunk_ids for request in at_work.shards.requests)
+
+    asyncio.run(story())
+
+
+def test_waiting_request_joins_at_once_when_the_ratio_allows_it() -> None:
+    async def story() -> None:
+        async with running(waiting_served_ratio=0.0) as at_work:
+            first = at_work.batcher.submit(request_of(4, 30))
+            await first.events.get()
+            second = at_work.batcher.submit(request_of(4, 2))
+            await events_of(second)
+            assert not first.is_over
+            await events_of(first)
+
+    asyncio.run(story())
+
+
+def test_waiting_request_joins_after_max_waiting_tokens_steps() -> None:
+    async def story() -> None:
+        async with running(waiting_served_ratio=2.0, max_waiting_tokens=10) as at_work:
+            first = at_work.batcher.submit(request_of(4, 40))
+            await first.events.get()
+            await events_of(at_work.batcher.submit(request_of(4, 2)))
+            await events_of(first)
+        admitting = [request.step for request in at_work.shards.requests if request.add]
+        assert admitting == [1, 11]  # counted from the admitting step, as TGI does
+
+    asyncio.run(story())
+
+
+def test_cancelled_while_waiting_is_never_sent() -> None:
+    async def story() -> None:
+        async with running(max_batch_size=1) as at_work:
+            first = at_work.batcher.submit(request_of(4, 10))
+            second = at_work.batcher.submit(request_of(4, 10))
+            second.cancelled = True
+            await events_of(first)
+        assert [[one.id for one in request.add] for request in at_work.shards.requests if request.add] == [[first.id]]
+        assert second.events.empty()
+
+    asyncio.run(story())
+
+
+def test_cancelled_while_running_frees_its_blocks_within_two_steps() -> None:
+    async def story() -> None:
+        async with running() as at_work:
+            entry = at_work.batcher.submit(request_of(4, 100))
+            await entry.events.get()
+            entry.cancelled = True
+            num_steps = len(at_work.shards.requests)
+            while at_work.batcher.num_free_blocks < at_work.limits.num_blocks:
+                await asyncio.sleep(0)
+            assert len(at_work.shards.requests) <= num_steps + 2
+        assert is_clean(at_work)
+
+    asyncio.run(story())
+
+
+def test_cancelled_while_the_last_token_is_under_way_is_forgotten() -> None:
+    async def story() -> None:
+        async with running() as at_work:
+            entry = at_work.batcher.submit(request_of(4, 1))
+            while not at_work.shards.requests:
+                await asyncio.sleep(0)
+            entry.cancelled = True
+            while at_work.batcher._under_way:
+                await asyncio.sleep(0)
+            assert not at_work.batcher._live
+            assert entry.events.empty()
+        assert is_clean(at_work)
+
+    asyncio.run(story())
+
+
+def test_failed_step_fails_its_requests_and_the_loop_goes_on() -> None:
+    async def story() -> None:
+        shards = fake_shards(make_limits(), failing_steps={3: "out of memory"})
+        async with running(shards, max_batch_size=2) as at_work:
+            doomed = [at_work.batcher.submit(request_of(4, 8)) for _ in range(2)]
+            later = request_of(6, 8)
+            survivor = at_work.batcher.submit(later)
+            for entry in doomed:
+                last = (await events_of(entry))[-1]
+                assert isinstance(last, Failed)
+                assert isinstance(last.error, GenerationError)
+                assert "out of memory" in str(last.error)
+            assert await token_ids_of(survivor) == tokens_alone(later)
+        assert is_clean(at_work)
+
+    asyncio.run(story())
+
+
+def test_failed_step_spares_a_sequence_that_had_no_part_in_it() -> None:
+    """Step 2 continues the first prompt alone: the budget has no room for the second, which was admitted in step 1."""
+
+    async def story() -> None:
+        shards = fake_shards(make_limits(max_batch_prefill_tokens=8), failing_steps={1: "bad luck"})
+        async with running(shards, max_batch_prefill_tokens=8) as at_work:
+            first = at_work.batcher.submit(request_of(20, 2))
+            second = at_work.batcher.submit(request_of(5, 2))
+            assert isinstance((await events_of(first))[-1], Failed)
+            assert await token_ids_of(second) == tokens_alone(second.request)
+        assert is_clean(at_work)
+
+    asyncio.run(story())
+
+
+def test_lost_shard_fails_everything_and_ends_the_loop() -> None:
+    async def story() -> None:
+        async with running(max_batch_size=1) as at_work:
+            entries = [at_work.batcher.submit(request_of(4, 50)) for _ in range(3)]
+            await entries[0].events.get()
+            at_work.shards.die("unavailable: socket closed")
+            for entry in entries:
+                last = (await events_of(entry))[-1]
+                assert isinstance(last, Failed)
+                assert "shard 0: unavailable: socket closed" in str(last.error)
+            assert at_work.batcher.failure is not None
+            assert not at_work.batcher.is_accepting
+            with pytest.raises(Unavailable):
+                at_work.batcher.submit(request_of(4, 4))
+
+    asyncio.run(story())
+
+
+def test_drain_lets_running_requests_finish_and_nobody_in() -> None:
+    async def story() -> None:
+        async with running() as at_work:
+            entry = at_work.batcher.submit(request_of(4, 20))
+            await entry.events.get()
+            draining = asyncio.create_task(at_work.batcher.drain(5))
+            await asyncio.sleep(0)
+            with pytest.raises(Unavailable, match="shutting down"):
+                at_work.batcher.submit(request_of(4, 4))
+            assert isinstance((await events_of(entry))[-1], Finished)
+            await draining
+        assert is_clean(at_work)
+
+    asyncio.run(story())
+
+
+def test_drain_ends_when_the_last_request_is_cancelled_while_waiting() -> None:
+    async def story() -> None:
+        async with running() as at_work:
+            at_work.batcher.submit(request_of(4, 20)).cancelled = True
+        assert at_work.shards.requests == []
+
+    asyncio.run(story())
+
+
+def test_drain_fails_what_is_left_when_its_time_is_over() -> None:
+    async def story() -> None:
+        shards = fake_shards(make_limits(), step_delay_s=0.02)
+        async with running(shards) as at_work:
+            entry = at_work.batcher.submit(request_of(4, 100))
+            await at_work.batcher.drain(0.05)
+            last = (await events_of(entry))[-1]
+            assert isinstance(last, Failed)
+            assert isinstance(last.error, Unavailable)
+
+    asyncio.run(story())
+
+
+def test_prompt_logprobs_of_a_chunked_prompt_come_before_the_first_token() -> None:
+    async def story() -> None:
+        async with running(max_batch_prefill_tokens=8) as at_work:
+            entry = at_work.batcher.submit(request_of(20, 1, prompt_logprobs=True))
+            first, second, _ = await events_of(entry)
+        assert isinstance(first, PromptTokens)
+        assert [token.id for token in first.tokens] == list(entry.request.token_ids)
+        assert [token.logprob for token in first.tokens] == [None] + [-1.0] * 19
+        assert isinstance(second, Token)
+
+    asyncio.run(story())
+
+
+def test_top_tokens_go_to_the_requests_that_asked() -> None:
+    async def story() -> None:
+        async with running() as at_work:
+            plain = at_work.batcher.submit(request_of(4, 2))
+            asking = at_work.batcher.submit(request_of(5, 2, top_n_tokens=3))
+            tops = [
+                [len(event.top_tokens) for event in await events_of(entry) if isinstance(event, Token)]
+                for entry in (plain, asking)
+            ]
+        assert tops == [[0, 0], [3, 3]]
+
+    asyncio.run(story())
+
+
+def test_token_that_cannot_be_delivered_fails_its_request_alone() -> None:
+    async def story() -> None:
+        async with running() as at_work:
+            broken, fine = (at_work.batcher.submit(request_of(4, 5)) for _ in range(2))
+            broken.generated._max_new_tokens = None  # type: ignore[assignment]
+            assert isinstance((await events_of(broken))[-1], Failed)
+            assert isinstance((await events_of(fine))[-1], Finished)
+        assert is_clean(at_work)
+
+    asyncio.run(story())
+
+
+def test_same_seed_gives_the_same_tokens_and_another_seed_others() -> None:
+    async def story() -> None:
+        async with running() as at_work:
+            entries = [at_work.batcher.submit(request_of(4, 8, seed=seed)) for seed in (5, 5, 6)]
+            one, same, other = await asyncio.gather(*map(token_ids_of, entries))
+        assert one == same != other
+
+    asyncio.run(story())
+
+
+# ----------------------------------------------------------------------------------------- random schedules
+
+
+@dataclass(frozen=True)
+class Visit:
+    """One client's visit: when it comes, what it wants, after how many events it leaves (None: stays)."""
+
+    comes_after_turns: int
+    prompt_length: int
+    max_new_tokens: int
+    seed: int
+    leaves_after: int | None
+
+
+visits = st.builds(
+    Visit,
+    comes_after_turns=st.integers(0, 30),
+    prompt_length=st.integers(1, 60),
+    max_new_tokens=st.integers(1, 20),
+    seed=st.integers(0, 3),
+    leaves_after=st.none() | st.integers(0, 6),
+)
+
+
+def with_eos(token_ids: Sequence[int], seed: int, vocab_size: int) -> int:
+    token_id = fake_next_token(token_ids, seed, vocab_size)
+    return EOS if token_id % 11 == 0 else token_id
+
+
+def alone_with_eos(request: ValidRequest) -> list[int]:
+    token_ids = list(request.token_ids)
+    for _ in range(request.max_new_tokens):
+        token_ids.append(with_eos(token_ids, request.sampling.seed, 256))
+        if token_ids[-1] == EOS:
+            break
+    return token_ids[len(request.token_ids) :]
+
+
+async def pay(visit: Visit, at_work: Running) -> None:
+    for _ in range(visit.comes_after_turns):
+        await asyncio.sleep(0)
+    request = request_of(visit.prompt_length, visit.max_new_tokens, visit.seed)
+    entry = at_work.batcher.submit(request)
+    if visit.leaves_after is None:
+        *events, last = await events_of(entry)
+        got = [event.id for event in events if isinstance(event, Token)]
+        alone = alone_with_eos(request)
+        assert got == (alone if isinstance(last, Finished) else alone[: len(got)])
+        assert isinstance(last, Finished) or at_work.shards.failing_steps
+    else:
+        await leave_after(entry, visit.leaves_after)
+
+
+async def leave_after(entry: Entry, num_events: int) -> None:
+    for _ in range(num_events):
+        if not isinstance(await entry.events.get(), Token):
+            return
+    entry.cancelled = True
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(visits, min_size=1, max_size=14),
+    st.sampled_from([1, 8, 16]),
+    st.integers(80, 300),
+    st.integers(4, 80),
+    st.none() | st.integers(1, 5),
+    st.floats(0, 2),
+    st.integers(0, 12),
+    st.just({}) | st.dictionaries(st.integers(1, 40), st.just("bad luck"), max_size=4),
+)
+def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
+    schedule: list[Visit],
+    block_size: int,
+    capacity: int,
+    prefill: int,
+    batch_size: int | None,
+    ratio: float,
+    max_waiting: int,
+    failing_steps: dict[int, str],
+) -> None:
+    async def story() -> None:
+        overrides = {
+            "max_total_tokens": 80,
+            "block_size": block_size,
+            "max_batch_total_tokens": capacity,
+            "max_batch_prefill_tokens": prefill,
+            "max_batch_size": batch_size,
+            "waiting_served_ratio": ratio,
+            "max_waiting_tokens": max_waiting,
+        }
+        shards: FakeShardedClient = fake_shards(
+            make_limits(**overrides), next_token=with_eos, failing_steps=failing_steps
+        )
+        async with running(shards, **overrides) as at_work:
+            await asyncio.gather(*(pay(visit, at_work) for visit in schedule))
+        assert is_clean(at_work)
+        assert all(trace.reserved_tokens <= capacity for trace in at_work.traces)
+        assert all(trace.prefill_tokens <= prefill for trace in at_work.traces)
+        assert all(trace.batch_size <= (batch_size or math.inf) for trace in at_work.traces)
+
+    asyncio.run(story())

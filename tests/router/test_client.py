@@ -1,0 +1,235 @@
+"""One contract over the real client, with a gRPC server in the test, and over its public double."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+
+from router.client import (
+    CHANNEL_OPTIONS,
+    FakeShardedClient,
+    ProtocolViolation,
+    ShardedClient,
+    ShardError,
+    Shards,
+    fake_next_token,
+    new_sequence,
+    step_request,
+)
+from router.entry import Sampling
+from server.pb import generate_pb2 as pb
+from server.pb.generate_pb2_grpc import ShardServicer, add_ShardServicer_to_server
+
+
+class StubShard(ShardServicer):  # type: ignore[misc]
+    """A rank whose arithmetic is the double's. `behaviour` scripts what goes wrong at which step."""
+
+    def __init__(self, rank: int, behaviour: dict[tuple[int, int], str]) -> None:
+        self.rank = rank
+        self.behaviour = behaviour
+        self.fake = FakeShardedClient()
+
+    async def Info(self, request: Any, context: Any) -> pb.InfoReply:
+        return pb.InfoReply(model_type="fake", dtype="float32", world_size=2, vocab_size=256, weight_bytes=self.rank)
+
+    async def Warmup(self, request: Any, context: Any) -> pb.WarmupReply:
+        if request.max_batch_total_tokens > 4096:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "only 4096 tokens fit")
+        return pb.WarmupReply(max_batch_total_tokens=4096 - self.rank * 16, block_size=16, num_blocks=256 - self.rank)
+
+    async def Health(self, request: Any, context: Any) -> pb.HealthReply:
+        return pb.HealthReply(steps_received=3, steps_finished=2, oldest_step_ms=10 * self.rank)
+
+    async def Run(self, requests: Any, context: Any) -> AsyncIterator[pb.StepReply]:
+        async for request in requests:
+            wish = self.behaviour.get((self.rank, request.step))
+            if wish == "hang":
+                await asyncio.Event().wait()
+            if wish == "late end":
+                await asyncio.sleep(0.1)
+            if wish in ("end", "late end"):
+                return
+            if wish == "abort":
+                await context.abort(grpc.StatusCode.INTERNAL, "segmentation fault, nearly")
+            if wish is not None:
+                yield pb.StepReply(step=request.step, error=wish)
+                continue
+            self.fake.send(request)
+            reply = await self.fake.receive()
+            yield reply if self.rank == 0 else pb.StepReply(step=reply.step)
+
+
+@asynccontextmanager
+async def real_shards(
+    folder: Path, behaviour: dict[tuple[int, int], str] | None = None, num_ranks: int = 2
+) -> AsyncIterator[ShardedClient]:
+    servers = []
+    paths = [str(folder / f"rank-{rank}") for rank in range(num_ranks)]
+    for rank, path in enumerate(paths):
+        server = grpc.aio.server(options=CHANNEL_OPTIONS)
+        add_ShardServicer_to_server(StubShard(rank, behaviour or {}), server)  # type: ignore[no-untyped-call]
+        server.add_insecure_port(f"unix://{path}")
+        await server.start()
+        servers.append(server)
+    client = ShardedClient(paths)
+    await client.wait_ready(timeout=10)
+    try:
+        yield client
+    finally:
+        await client.close()
+        await asyncio.gather(*(server.stop(None) for server in servers))
+
+
+@asynccontextmanager
+async def fake_shards(_: Path) -> AsyncIterator[FakeShardedClient]:
+    yield FakeShardedClient()
+
+
+def sequence(id: int, prompt: list[int], blocks: list[int] | None = None, **fields: Any) -> pb.NewSequence:
+    return new_sequence(id, prompt, [id] if blocks is None else blocks, Sampling(), **fields)
+
+
+@pytest.mark.parametrize("open_shards", [fake_shards, real_shards])
+def test_contract_of_the_step_stream(open_shards: Any, tmp_path: Path) -> None:
+    """Two requests under way, replies in order, tokens as documented, retired sequences gone."""
+
+    async def story(shards: Shards) -> None:
+        shards.send(step_request(1, add=[sequence(1, [5, 6, 7]), sequence(2, [8])], chunks=[(1, 2), (2, 1)]))
+        shards.send(step_request(2, chunks=[(1, 1)], decode=True))
+        first = await shards.receive()
+        assert (first.step, list(first.ids), list(first.token_ids)) == (1, [2], [fake_next_token([8], 0, 256)])
+        shards.send(step_request(3, retire=[2], decode=True))
+        second, third = await shards.receive(), await shards.receive()
+        assert (second.step, third.step) == (2, 3)
+        assert dict(zip(second.ids, second.token_ids, strict=True))[1] == fake_next_token([5, 6, 7], 0, 256)
+        assert list(third.ids) == [1]
+        assert (await shards.health()).steps_received == 3
+
+    async def run() -> None:
+        async with open_shards(tmp_path) as shards:
+            await story(shards)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("open_shards", [fake_shards, real_shards])
+def test_contract_of_the_end(open_shards: Any, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with open_shards(tmp_path) as shards:
+            shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
+            await shards.receive()
+            waiting = asyncio.create_task(shards.receive())
+            await asyncio.sleep(0.05)
+            await shards.close()
+            with pytest.raises(ShardError):
+                await waiting
+
+    asyncio.run(run())
+
+
+def test_answers_of_all_ranks_are_merged(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with real_shards(tmp_path) as shards:
+            assert (await shards.info()).weight_bytes == (0, 1)
+            cache = await shards.warmup(max_batch_total_tokens=0, max_total_tokens=10)
+            assert (cache.max_batch_total_tokens, cache.num_blocks) == (4080, 255)
+            assert (await shards.health()).oldest_step_ms == 10
+            with pytest.raises(ShardError, match="only 4096 tokens fit"):
+                await shards.warmup(max_batch_total_tokens=9999)
+
+    asyncio.run(run())
+
+
+def test_error_of_all_ranks_is_an_answer(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with real_shards(tmp_path, {(0, 1): "no memory", (1, 1): "no memory"}) as shards:
+            shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
+            assert (await shards.receive()).error == "no memory"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("behaviour", "message"),
+    [
+        ({(1, 1): "lost a tile"}, "shard 1: lost a tile"),
+        ({(1, 1): "lost a tile", (0, 1): "late end"}, "shard 1: lost a tile"),
+        ({(1, 1): "end"}, "shard 1: the stream ended"),
+        ({(1, 1): "abort", (0, 1): "hang"}, "shard 1: internal: segmentation fault, nearly"),
+        ({(0, 1): "end", (1, 1): "end"}, "shard .: the stream ended"),
+    ],
+)
+def test_one_rank_that_fails_alone_is_named(behaviour: Any, message: str, tmp_path: Path) -> None:
+    async def run() -> None:
+        async with real_shards(tmp_path, behaviour) as shards:
+            shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
+            with pytest.raises(ShardError, match=message):
+                await shards.receive()
+
+    asyncio.run(run())
+
+
+def test_cancelled_wait_for_a_reply_is_a_cancellation(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with real_shards(tmp_path, {(0, 1): "hang"}, num_ranks=1) as shards:
+            shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
+            waiting = asyncio.create_task(shards.receive())
+            await asyncio.sleep(0.05)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+    asyncio.run(run())
+
+
+def test_wait_for_a_socket_that_appears_late(tmp_path: Path) -> None:
+    async def run() -> None:
+        client = ShardedClient([str(tmp_path / "rank-0")])
+        with pytest.raises(TimeoutError):
+            await client.wait_ready(timeout=0.1)
+        await client.close()
+
+    asyncio.run(run())
+
+
+def test_large_steps_pass(tmp_path: Path) -> None:
+    """Above gRPC's own bound of 4 MiB."""
+
+    async def run() -> None:
+        async with real_shards(tmp_path, num_ranks=1) as shards:
+            prompt = [2**31] * 1_000_000
+            shards.send(step_request(1, add=[sequence(1, prompt, blocks=[])]))
+            assert (await shards.receive()).step == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("requests", "violation"),
+    [
+        ([step_request(2)], "step 2 follows step 0"),
+        ([step_request(1, retire=[7])], "unknown sequence 7"),
+        ([step_request(1, chunks=[(7, 1)])], "unknown sequence 7"),
+        ([step_request(1, add=[sequence(1, [5, 6])], chunks=[(1, 3)])], "beyond its prompt"),
+        ([step_request(1, add=[sequence(1, [5], [3]), sequence(2, [5], [3])])], "blocks of another"),
+        ([step_request(1, add=[sequence(1, [5], [999])])], "a block too many"),
+        ([step_request(1, add=[sequence(1, [5])]), step_request(2, retire=[1], add=[sequence(1, [5])])], "used again"),
+        ([step_request(1, add=[sequence(1, [5] * 17)], chunks=[(1, 17)])], "outgrew its blocks"),
+        ([step_request(step) for step in (1, 2, 3)], "more than two requests"),
+    ],
+)
+def test_double_refuses_what_a_shard_must_never_get(requests: list[pb.StepRequest], violation: str) -> None:
+    async def run() -> None:
+        shards = FakeShardedClient()
+        with pytest.raises(ProtocolViolation, match=violation):
+            for request in requests:
+                shards.send(request)
+
+    asyncio.run(run())

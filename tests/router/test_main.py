@@ -1,0 +1,187 @@
+"""The router as a process: start, serve, drain, and one critical sentence when it cannot."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc.aio
+import httpx2
+
+from router.client import CHANNEL_OPTIONS, FakeShardedClient
+from router.config import RouterConfig
+from server.pb.generate_pb2_grpc import add_ShardServicer_to_server
+from tests.router.doubles import byte_tokenizer
+from tests.router.test_client import StubShard
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass
+class Process:
+    """A router under test and the records it has printed."""
+
+    process: asyncio.subprocess.Process
+    port: int
+    records: list[dict[str, Any]]
+
+    async def record(self, **fields: Any) -> dict[str, Any]:
+        """Read on until a record has these fields."""
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            self.records.append(json.loads(line))
+            if fields.items() <= self.records[-1].items():
+                return self.records[-1]
+        raise AssertionError(f"no record with {fields}: {self.records}")
+
+    async def exit_status(self) -> int:
+        """Read the rest and wait for the end."""
+        assert self.process.stdout is not None
+        while line := await self.process.stdout.readline():
+            self.records.append(json.loads(line))
+        return await self.process.wait()
+
+
+@asynccontextmanager
+async def router(folder: Path, **fields: Any) -> AsyncIterator[Process]:
+    byte_tokenizer().tokenizer.save(str(folder / "tokenizer.json"))
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        values: dict[str, Any] = {
+            "model_id": "a/model",
+            "model_path": str(folder),
+            "shard_sockets": (str(folder / "rank-0"),),
+            "hostname": "127.0.0.1",
+            "listen_fd": listener.fileno(),
+        }
+        RouterConfig(**{**values, **fields}).save(folder / "router.json")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-P", "-m", "router", "--config", str(folder / "router.json")),
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            pass_fds=[listener.fileno()],
+            stdout=asyncio.subprocess.PIPE,
+        )
+    try:
+        async with asyncio.timeout(30):
+            yield Process(process, port, [])
+    finally:
+        if process.returncode is None:
+            process.kill()
+        await process.wait()
+
+
+@asynccontextmanager
+async def shard(folder: Path, step_delay_s: float = 0.0) -> AsyncIterator[grpc.aio.Server]:
+    stub = StubShard(0, {})
+    stub.fake = FakeShardedClient(step_delay_s=step_delay_s)
+    server = grpc.aio.server(options=CHANNEL_OPTIONS)
+    add_ShardServicer_to_server(stub, server)  # type: ignore[no-untyped-call]
+    server.add_insecure_port(f"unix://{folder / 'rank-0'}")
+    await server.start()
+    yield server
+    await server.stop(None)
+
+
+def body(max_new_tokens: int) -> dict[str, Any]:
+    return {"inputs": "hello", "parameters": {"max_new_tokens": max_new_tokens}}
+
+
+def test_port_opens_when_the_shards_are_there_and_sigterm_drains(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with router(tmp_path) as it, httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as http:
+            await asyncio.sleep(0.5)
+            try:
+                await http.get("/health")
+                raise AssertionError("the port is open before the shards are")
+            except httpx2.ConnectError:
+                pass
+            async with shard(tmp_path, step_delay_s=0.02):
+                table = await it.record(raw=True)
+                assert "max_total_tokens" in table["message"]
+                await it.record(event="ready")
+                assert (await http.get("/health")).status_code == 200
+                running = asyncio.create_task(http.post("/generate", json=body(30)))
+                await asyncio.sleep(0.2)
+                it.process.send_signal(signal.SIGTERM)
+                await it.record(event="draining")
+                assert (await http.post("/generate", json=body(3))).status_code == 503
+                assert (await running).status_code == 200
+                assert await it.exit_status() == 0
+        ended = [record for record in it.records if record["message"].startswith("request ended")]
+        assert [record["reason"] for record in ended] == ["unavailable", "length"]
+        assert all({"timestamp", "level", "target", "message"} <= record.keys() for record in it.records)
+
+    asyncio.run(story())
+
+
+def test_second_signal_aborts(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shard(tmp_path, step_delay_s=0.2), router(tmp_path) as it:
+            await it.record(event="ready")
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as http:
+                running = asyncio.create_task(http.post("/generate", json=body(500)))
+                await asyncio.sleep(0.3)
+                it.process.send_signal(signal.SIGTERM)
+                await it.record(event="draining")
+                it.process.send_signal(signal.SIGINT)
+                assert await it.exit_status() == 1
+                assert isinstance((await asyncio.gather(running, return_exceptions=True))[0], httpx2.TransportError)
+
+    asyncio.run(story())
+
+
+def test_signal_while_the_shards_load_ends_at_once(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with router(tmp_path) as it:
+            await asyncio.sleep(1.5)
+            it.process.send_signal(signal.SIGTERM)
+            assert await it.exit_status() == 0
+
+    asyncio.run(story())
+
+
+def test_lost_shard_ends_the_router_with_its_cause(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shard(tmp_path, step_delay_s=0.02) as server, router(tmp_path) as it:
+            await it.record(event="ready")
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as http:
+                running = asyncio.create_task(http.post("/generate", json=body(500)))
+                await asyncio.sleep(0.3)
+                await server.stop(None)
+                assert (await running).status_code == 424
+                assert await it.exit_status() == 1
+            assert it.records[-1]["level"] == "CRITICAL"
+            assert it.records[-1]["message"].startswith("shard 0: ")
+
+    asyncio.run(story())
+
+
+def test_what_cannot_be_is_one_critical_sentence(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with shard(tmp_path):
+            cases: list[tuple[dict[str, Any], str]] = [
+                ({"max_total_tokens": 5000}, "max_total_tokens is 5000 but the KV cache that fits into memory is 4096"),
+                ({"max_batch_total_tokens": 99_999}, "only 4096 tokens fit"),
+                ({"model_path": "/nowhere"}, "/nowhere has no tokenizer.json"),
+            ]
+            if importlib.util.find_spec("opentelemetry.sdk") is None:
+                cases.append(({"otlp_endpoint": "http://127.0.0.1:1"}, "pip install 'lockstep[otel]'"))
+            for fields, sentence in cases:
+                async with router(tmp_path, **fields) as it:
+                    assert await it.exit_status() == 1
+                critical = [record for record in it.records if record["level"] == "CRITICAL"]
+                assert len(critical) == 1
+                assert sentence in critical[0]["message"]
+
+    asyncio.run(story())

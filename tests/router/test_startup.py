@@ -1,0 +1,74 @@
+"""From a config with gaps to final limits, and the table about them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from router.client import FakeShardedClient
+from router.config import RouterConfig
+from router.limits import Limits, derive_lengths, useful_tokens
+from router.startup import start, table
+
+
+def make_config(**fields: Any) -> RouterConfig:
+    return RouterConfig(model_id="a/model", model_path="/nowhere", shard_sockets=("/nowhere",), **fields)
+
+
+def limits_of(config: RouterConfig, **shards: Any) -> Limits:
+    return asyncio.run(start(config, FakeShardedClient(**shards))).limits
+
+
+def test_gaps_are_filled_with_the_defaults() -> None:
+    limits = limits_of(make_config(), max_batch_total_tokens=10_000)
+    assert (limits.max_input_length, limits.max_total_tokens, limits.max_batch_total_tokens) == (1024, 2048, 10_000)
+    assert limits.sources["max_total_tokens"] == "derived"
+    assert limits.sources["max_batch_total_tokens"] == "inferred"
+
+
+def test_gaps_follow_a_short_model_and_a_small_cache() -> None:
+    assert limits_of(make_config(), max_positions=512).max_total_tokens == 512
+    small = limits_of(make_config(), max_batch_total_tokens=100, block_size=16)
+    assert (small.max_input_length, small.max_total_tokens) == (99, 100)
+
+
+def test_long_prompts_asked_for_make_room_for_themselves() -> None:
+    lengths = derive_lengths(make_config(max_input_length=4000), max_positions=0)
+    assert (lengths.max_input_length, lengths.max_total_tokens) == (4000, 4001)
+
+
+@pytest.mark.parametrize(
+    ("fields", "max_positions", "sentence"),
+    [
+        ({"max_total_tokens": 4096}, 2048, "max_total_tokens is 4096 but the model's longest sequence is 2048 tokens"),
+        ({"max_input_length": 2048}, 2048, "max_input_length is 2048 but must be less than max_total_tokens, 2048"),
+    ],
+)
+def test_contradictions_are_refused_with_value_bound_and_remedy(
+    fields: dict[str, int], max_positions: int, sentence: str
+) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        derive_lengths(make_config(**fields), max_positions)
+
+
+def test_explicit_length_that_does_not_fit_the_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_total_tokens is 3000 but the KV cache that fits into memory is 1600"):
+        limits_of(make_config(max_total_tokens=3000), max_batch_total_tokens=1600)
+
+
+def test_useful_tokens_are_what_the_limits_can_fill() -> None:
+    config = make_config(max_concurrent_requests=10, max_total_tokens=100)
+    assert useful_tokens(config, derive_lengths(config, 0)) == 1000
+    config = make_config(max_concurrent_requests=10, max_total_tokens=100, max_batch_size=4)
+    assert useful_tokens(config, derive_lengths(config, 0)) == 400
+
+
+def test_table_names_limits_and_where_they_came_from() -> None:
+    config = make_config(max_total_tokens=500, sources={"max_total_tokens": "flag"})
+    text = table(config, asyncio.run(start(config, FakeShardedClient())), "http://127.0.0.1:3000")
+    lines = {line.split()[0]: line for line in text.splitlines()}
+    assert lines["max_total_tokens"].split()[1:] == ["500", "flag"]
+    assert lines["max_input_length"].split()[1:] == ["499", "derived"]
+    assert lines["address"].endswith("http://127.0.0.1:3000")

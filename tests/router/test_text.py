@@ -1,0 +1,177 @@
+"""Ids to text: characters over several tokens, spaces at the start, stop sequences, finish reasons."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from router.text import REPLACEMENT, Detokeniser, FinishReason, GeneratedText, ModelTokenizer
+from tests.router.doubles import EOS, byte_tokenizer, word_tokenizer
+
+TOKENIZER = byte_tokenizer()
+
+
+def pieces(text: bytes, prompt: bytes = b"a prompt") -> list[str]:
+    detokeniser = Detokeniser(TOKENIZER, list(prompt))
+    return [*(detokeniser.push(byte) for byte in text), detokeniser.flush()]
+
+
+def generate(
+    ids: list[int], *, stop: tuple[str, ...] = (), max_new_tokens: int = 100, tokenizer: ModelTokenizer = TOKENIZER
+) -> tuple[GeneratedText, list[str], FinishReason | None]:
+    """Push until the end: the state, the shown texts, the reason."""
+    generated = GeneratedText(tokenizer, [1, 2], stop, max_new_tokens)
+    shown = []
+    for id in ids:
+        text, reason = generated.push(id)
+        shown.append(text)
+        if reason:
+            return generated, shown, reason
+    return generated, shown, None
+
+
+def test_character_comes_out_when_its_last_byte_is_there() -> None:
+    assert pieces("é🙂!".encode()) == ["", "é", "", "", "", "🙂", "!", ""]
+
+
+def test_bytes_held_at_the_end_are_flushed() -> None:
+    assert pieces("ok🙂".encode()[:-1]) == ["o", "k", "", "", "", REPLACEMENT]
+
+
+def test_bytes_that_never_become_text_are_not_held_for_ever() -> None:
+    got = pieces(b"\xff" * 20 + b"ok")
+    assert "".join(got) == REPLACEMENT * 20 + "ok"
+    assert any(got[:10])
+
+
+def test_prompt_that_ends_in_a_replacement_character_is_not_repeated() -> None:
+    assert pieces(b"yes", prompt="secret \ufffd".encode()) == ["y", "e", "s", ""]
+
+
+def test_prompt_cut_inside_a_character_does_no_harm() -> None:
+    assert pieces(b"yes", prompt="🙂".encode()[-2:]) == ["y", "e", "s", ""]
+
+
+@given(st.text(), st.text(min_size=1))
+def test_pieces_add_up_to_the_text(text: str, prompt: str) -> None:
+    got = pieces(text.encode(), prompt.encode())
+    assert "".join(got) == text
+    if REPLACEMENT not in text:
+        assert REPLACEMENT not in "".join(got)
+
+
+@given(st.binary(max_size=40))
+def test_pieces_of_any_bytes_are_what_all_ids_at_once_would_give(garbage: bytes) -> None:
+    generated, _, _ = generate([*garbage, EOS])
+    if len(garbage) < 8:  # longer runs of garbage may be given out before their last byte
+        assert generated.text == TOKENIZER.decode(list(garbage))
+
+
+def test_leading_space_is_kept_after_a_prompt_and_dropped_at_the_start_of_a_text() -> None:
+    tokenizer = word_tokenizer("?", "▁Hello", "▁world")
+    assert Detokeniser(tokenizer, [1]).push(2) == " world"
+    assert Detokeniser(tokenizer, []).push(2) == "world"
+
+
+def test_special_token_is_shown_but_not_part_of_the_text() -> None:
+    generated, shown, reason = generate([*b"hi", EOS])
+    assert (shown, generated.text, reason) == (["h", "i", "</s>"], "hi", FinishReason.EOS_TOKEN)
+    assert generated.num_tokens == 3
+
+
+def test_held_bytes_come_out_before_the_end_of_the_text() -> None:
+    generated, _, _ = generate([*"hi🙂".encode()[:-2], EOS])
+    assert generated.text == "hi" + REPLACEMENT
+
+
+def test_length_outranks_eos_outranks_stop() -> None:
+    assert generate([*b"ab", EOS], max_new_tokens=3)[2] is FinishReason.LENGTH
+    assert generate([*b"ab", EOS], stop=("</s>",))[2] is FinishReason.EOS_TOKEN
+    assert generate(list(b"abc"), stop=("b",), max_new_tokens=2)[2] is FinishReason.LENGTH
+    assert generate(list(b"abc"), stop=("b",))[2] is FinishReason.STOP_SEQUENCE
+
+
+def test_stop_sequence_over_several_tokens_is_found_and_kept() -> None:
+    generated, shown, reason = generate(list(b"one END two"), stop=("END",))
+    assert (generated.text, reason) == ("one END", FinishReason.STOP_SEQUENCE)
+    assert "".join(shown) == "one END"
+
+
+def test_stop_sequence_inside_a_token_cuts_what_follows_it() -> None:
+    tokenizer = word_tokenizer("?", "▁wait.Then")
+    generated, shown, reason = generate([1], stop=("t.",), tokenizer=tokenizer)
+    assert reason is FinishReason.STOP_SEQUENCE
+    assert generated.text.endswith("wait.") and shown[-1].endswith("wait.")
+
+
+def test_earliest_match_of_several_stop_sequences_counts() -> None:
+    tokenizer = word_tokenizer("?", "▁abcdef")
+    assert generate([1], stop=("def", "bc"), tokenizer=tokenizer)[0].text.endswith("abc")
+
+
+def test_stop_sequence_of_any_length_is_found() -> None:
+    stop = "x" * 500
+    generated, _, reason = generate(list(f"a{stop}b".encode()), stop=(stop,), max_new_tokens=1000)
+    assert (generated.text, reason) == (f"a{stop}", FinishReason.STOP_SEQUENCE)
+
+
+def test_stop_sequence_with_an_emoji_is_found() -> None:
+    assert generate(list("say 🙂 now".encode()), stop=("🙂",))[0].text == "say 🙂"
+
+
+@given(st.text("ab", max_size=30), st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_stop_search_agrees_with_a_plain_search(text: str, stop: list[str]) -> None:
+    ends = [text.find(one) + len(one) for one in stop if one in text]
+    generated, shown, reason = generate(list(text.encode()), stop=tuple(stop))
+    assert (reason is not None) == bool(ends)
+    assert "".join(shown) == generated.text == text[: min(ends, default=None)]
+
+
+def model_folder(folder: Path, **files: object) -> str:
+    TOKENIZER.tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def test_eos_ids_of_all_files_count(tmp_path: Path) -> None:
+    folder = model_folder(
+        tmp_path,
+        generation_config={"eos_token_id": [7, 8]},
+        config={"eos_token_id": 9},
+        tokenizer_config={"eos_token": {"content": "</s>"}},
+    )
+    loaded = ModelTokenizer.load(folder)
+    assert loaded.eos_ids == {7, 8, 9, EOS}
+    assert loaded.special_ids == {EOS}
+
+
+def test_model_without_eos_has_none(tmp_path: Path) -> None:
+    assert ModelTokenizer.load(model_folder(tmp_path, config={"eos_token_id": None})).eos_ids == set()
+
+
+def test_saved_length_limit_does_not_cut_prompts(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.from_str(TOKENIZER.tokenizer.to_str())
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=4)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    loaded = ModelTokenizer.load(str(tmp_path))
+    assert loaded.encode("abcdef") == list(b"abcdef")
+    assert loaded.encode("a") == list(b"a")
+
+
+@pytest.mark.parametrize("content", ["", "[]", '{"version": 1}', "<html>"])
+def test_broken_tokenizer_is_refused_by_name(tmp_path: Path, content: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not"):
+        ModelTokenizer.load(str(tmp_path))
+
+
+def test_missing_tokenizer_names_the_remedy(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="save_pretrained"):
+        ModelTokenizer.load(str(tmp_path))

@@ -1,0 +1,233 @@
+"""Bodies and limits: TGI's sentences in TGI's order, and nothing that a number can be breaks the server."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import math
+from typing import Any
+
+import pytest
+
+from router.entry import ValidRequest
+from router.errors import MalformedBody, ValidationError
+from router.schemas import GenerateParameters, GenerateRequest, parse
+from router.validation import Validator, check, check_streamable
+from tests.router.doubles import byte_tokenizer, make_limits
+
+LIMITS = make_limits(max_input_length=10, max_total_tokens=20, max_best_of=2)
+
+
+def body(inputs: str = "hello", **parameters: Any) -> bytes:
+    return json.dumps({"inputs": inputs, "parameters": parameters}).encode()
+
+
+def validate(raw: bytes, **limits: Any) -> list[ValidRequest]:
+    async def run() -> list[ValidRequest]:
+        overrides = {"max_input_length": 10, "max_total_tokens": 20, "max_best_of": 2, **limits}
+        validator = Validator(byte_tokenizer(), make_limits(**overrides), num_workers=1)
+        try:
+            return await validator.validate(parse(GenerateRequest, raw))
+        finally:
+            validator.close()
+
+    return asyncio.run(run())
+
+
+def refusal(raw: bytes, **limits: Any) -> str:
+    with pytest.raises(ValidationError) as caught:
+        validate(raw, **limits)
+    return str(caught.value).removeprefix("Input validation error: ")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "sentence"),
+    [
+        ({"best_of": 3}, "`best_of` must be > 0 and <= 2. Given: 3"),
+        ({"best_of": -1}, "`best_of` must be > 0 and <= 2. Given: -1"),
+        ({"best_of": 2}, "you must use sampling when `best_of` is > 1"),
+        ({"temperature": 0.0}, "`temperature` must be strictly positive"),
+        ({"temperature": 1e-60}, "`temperature` must be between"),
+        ({"temperature": 1e308}, "`temperature` must be between"),
+        ({"repetition_penalty": -1.0}, "`repetition_penalty` must be strictly positive"),
+        ({"frequency_penalty": 2.1}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+        ({"top_p": 0.0}, "`top_p` must be > 0.0 and < 1.0"),
+        ({"top_p": 1.1}, "`top_p` must be > 0.0 and < 1.0"),
+        ({"typical_p": 1.1}, "`typical_p` must be > 0.0 and < 1.0"),
+        ({"top_k": 0}, "`top_k` must be strictly positive"),
+        ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
+        ({"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
+        ({"stop": [""]}, "`stop` has an empty sequence"),
+        ({"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
+        ({"seed": -1}, "`seed` must be >= 0"),
+        ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
+        ({"top_n_tokens": -1}, "`top_n_tokens` must be >= 0 and <= 5. Given: -1"),
+        ({"truncate": 0}, "`truncate` must be strictly positive and less than 10. Given: 0"),
+        ({"truncate": 11}, "`truncate` must be strictly positive and less than 10. Given: 11"),
+        ({"max_new_tokens": 16}, "`inputs` tokens + `max_new_tokens` must be <= 20. Given: 5 `inputs` tokens and 16"),
+        ({"grammar": {"type": "json"}}, "grammar is not supported"),
+        ({"adapter_id": "x"}, "no adapters are loaded"),
+    ],
+)
+def test_broken_rule_is_named_with_value_and_bound(parameters: dict[str, Any], sentence: str) -> None:
+    assert refusal(body(**parameters)).startswith(sentence)
+
+
+def test_empty_prompt_is_refused() -> None:
+    assert refusal(body("")) == "`inputs` cannot be empty"
+
+
+def test_long_prompt_usually_reports_the_sum() -> None:
+    assert refusal(body("x" * 30, max_new_tokens=1)).startswith("`inputs` tokens + `max_new_tokens` must be <= 20")
+    assert refusal(body("x" * 11, max_new_tokens=1)).startswith("`inputs` must have less than 10 tokens. Given: 11")
+
+
+def test_endpoint_without_best_of_or_top_n_says_so() -> None:
+    assert "not allowed" in refusal(body(best_of=2), max_best_of=1)
+    assert "not allowed" in refusal(body(top_n_tokens=1), max_top_n_tokens=0)
+
+
+def test_first_broken_rule_wins() -> None:
+    assert refusal(body("", best_of=9, temperature=0.0)).startswith("`best_of`")
+    assert refusal(body("", temperature=0.0, top_k=0)).startswith("`temperature`")
+
+
+def test_token_beyond_the_models_vocabulary_is_refused() -> None:
+    assert refusal(body("z"), vocab_size=100).startswith("`inputs` has token 122, but the model knows 100 tokens")
+
+
+def test_absent_max_new_tokens_fills_up_and_null_means_absent() -> None:
+    assert validate(body("hello"))[0].max_new_tokens == 15
+    nothing = dict.fromkeys(GenerateParameters.model_fields)
+    assert validate(body("hello", **nothing))[0].max_new_tokens == 15
+    assert validate(b'{"inputs": "hello", "parameters": null, "stream": null}')[0].max_new_tokens == 15
+
+
+def test_unknown_keys_are_ignored() -> None:
+    assert validate(b'{"inputs": "hello", "what": 1, "parameters": {"is": {"this": []}}}')
+
+
+def test_truncate_keeps_the_end_by_ids() -> None:
+    [request] = validate(body("ab🙂", truncate=3))
+    assert list(request.token_ids) == list("🙂".encode()[-3:])
+
+
+def test_top_p_and_typical_p_of_one_are_off() -> None:
+    sampling = validate(body(top_p=1.0, typical_p=1.0))[0].sampling
+    assert (sampling.top_p, sampling.typical_p, sampling.do_sample) == (1.0, 1.0, False)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "does_sample"),
+    [
+        ({}, False),
+        ({"temperature": 1.0}, False),
+        ({"temperature": 0.5}, True),
+        ({"top_k": 5}, True),
+        ({"top_p": 0.9}, True),
+        ({"typical_p": 0.9}, True),
+        ({"do_sample": True}, True),
+        ({"do_sample": True, "temperature": 1.0}, True),
+        ({"repetition_penalty": 1.5}, False),
+    ],
+)
+def test_what_makes_a_request_sample(parameters: dict[str, Any], does_sample: bool) -> None:
+    assert validate(body(**parameters))[0].sampling.do_sample is does_sample
+
+
+def test_absent_seed_is_random_and_every_sample_of_best_of_has_its_own() -> None:
+    requests = [*validate(body(best_of=2, do_sample=True)), *validate(body())]
+    assert len({request.sampling.seed for request in requests}) == 3
+    assert all(0 <= request.sampling.seed < 2**64 for request in requests)
+    assert validate(body(seed=2**64 - 1))[0].sampling.seed == 2**64 - 1
+
+
+def test_zero_best_of_means_one_unless_streaming() -> None:
+    assert len(validate(body(best_of=0))) == 1
+    with pytest.raises(ValidationError, match="not supported when streaming"):
+        check_streamable(GenerateParameters(best_of=0))
+    with pytest.raises(ValidationError, match="`decoder_input_details` == true is not supported"):
+        check_streamable(GenerateParameters(decoder_input_details=True))
+
+
+NUMBERS = (
+    "best_of temperature repetition_penalty frequency_penalty top_k top_p typical_p max_new_tokens truncate seed"
+    " top_n_tokens"
+).split()
+NASTY = (
+    "-1 0 1 10 11 2147483648 9223372036854775808 18446744073709551615 18446744073709551616 1e308 1e999 NaN Infinity"
+    " -Infinity -0.0 0.5 true false [] {}"
+).split()
+NASTY += ['"5"', "9" * 10_000, "1" + "0" * 100]
+
+
+@pytest.mark.parametrize(("name", "value"), list(itertools.product(NUMBERS, NASTY)), ids=lambda text: text[:24])
+def test_every_number_is_fine_or_a_validation_error(name: str, value: str) -> None:
+    """And what passes fits the wire: 32-bit floats and unsigned integers."""
+    raw = f'{{"inputs": "hi", "parameters": {{"{name}": {value}}}}}'.encode()
+    try:
+        [request] = validate(raw)
+    except ValidationError as error:
+        assert error.status == 422
+        assert len(str(error)) < 300
+        return
+    assert value not in ("true", "[]", "{}", '"5"', "NaN")
+    sampling = request.sampling
+    assert 0 < sampling.temperature < 3.5e38 and 0 < sampling.top_p <= 1 and 0 <= sampling.top_k < 2**32
+    assert 0 <= sampling.seed < 2**64 and 0 < request.max_new_tokens < 20 and 0 <= request.top_n_tokens <= 5
+    assert all(map(math.isfinite, (sampling.repetition_penalty, sampling.frequency_penalty, sampling.typical_p)))
+
+
+@pytest.mark.parametrize("name", ["do_sample", "watermark", "details", "return_full_text", "decoder_input_details"])
+@pytest.mark.parametrize("value", ["1", '"true"', "[]", "0.0"])
+def test_flags_must_be_booleans(name: str, value: str) -> None:
+    message = refusal(f'{{"inputs": "hi", "parameters": {{"{name}": {value}}}}}'.encode())
+    assert message.startswith(f"`parameters.{name}`")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"[" * 100_000,
+        b'{"inputs": "a"',
+        b'{"inputs": "\xff"}',
+        b'\xef\xbb\xbf{"inputs": "a"}',
+        b"inputs=a",
+        b"{\"inputs\": 'a'}",
+    ],
+)
+def test_what_is_not_json_is_malformed(raw: bytes) -> None:
+    with pytest.raises(MalformedBody):
+        parse(GenerateRequest, raw)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"null",
+        b"[]",
+        b'"a"',
+        b"{}",
+        b'{"inputs": null}',
+        b'{"inputs": 5}',
+        b'{"inputs": ["a"]}',
+        b'{"inputs": "\\ud800"}',
+        b'{"inputs": "\\ud800 and more \\udc00"}',
+        b'{"inputs": "a", "parameters": []}',
+        b'{"inputs": "a", "stream": 1}',
+        b'{"inputs": "a", "parameters": {"stop": "a"}}',
+        b'{"inputs": "a", "parameters": {"stop": [1]}}',
+    ],
+)
+def test_json_of_another_shape_is_invalid_and_not_repeated(raw: bytes) -> None:
+    with pytest.raises(ValidationError) as caught:
+        parse(GenerateRequest, raw)
+    assert caught.value.status == 422
+    assert "and more" not in str(caught.value)
+
+
+def test_nul_and_odd_unicode_are_text_like_any_other() -> None:
+    check(parse(GenerateRequest, body("a\0b \u202e \U0001f468‍\U0001f469")), LIMITS)
