@@ -76,6 +76,8 @@ class ModelInfo:
     quantize: str
     weight_bytes: tuple[int, ...]
     kv_bytes_per_token: int
+    block_size: int  # tokens per KV block
+    num_blocks: int  # KV blocks that an earlier warmup allocated, 0 before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,10 +193,12 @@ class ShardClient:
         await self._channel.channel_ready()
 
     async def call(self, method: str, request: Any, timeout: float | None = None) -> Any:
-        """A unary call. Raises ShardError with the shard's own sentence."""
+        """A unary call. Raises ValueError for what the shard refuses, else ShardError, with the shard's sentence."""
         try:
             return await getattr(self._stub, method)(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+                raise ValueError(error.details()) from None
             raise ShardError(self.rank, _cause(error)) from None
 
     def send(self, request: StepRequest) -> None:
@@ -258,6 +262,8 @@ class ShardedClient:
             quantize=first.quantize,
             weight_bytes=tuple(reply.weight_bytes for reply in replies),
             kv_bytes_per_token=first.kv_bytes_per_token,
+            block_size=first.block_size,
+            num_blocks=min(reply.num_blocks for reply in replies),
         )
 
     async def warmup(self, **wanted: int) -> KvCache:
@@ -404,6 +410,8 @@ class FakeShardedClient:
             quantize="dense",
             weight_bytes=(0,),
             kv_bytes_per_token=0,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
         )
 
     async def warmup(self, **wanted: int) -> KvCache:

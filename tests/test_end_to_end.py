@@ -329,3 +329,9 @@ def test_more_shards_than_gpus() -> None:
     env = {"CUDA_VISIBLE_DEVICES": "0,1"}
     last = refusal("--port", "0", "--device", "cuda", "--num-shard", "4", env=env)
     assert "4" in last and "2" in last
+
+
+def test_a_kv_cache_that_does_not_fit() -> None:
+    last = refusal("--port", "0", "--device", "cpu", "--max-batch-total-tokens", "2000000000")
+    assert "max_batch_total_tokens is 2000000000" in last
+    assert "use --max-batch-total-tokens" in last
