@@ -33,6 +33,7 @@ class SequenceState:
     id: int
     row: int  # its place in the device's tables
     prompt: list[int]
+    prompt_length: int  # tokens that were asked; the rest of `prompt` was generated before a restart
     computed: int  # tokens whose keys and values are in the cache
     choice: TokenChoice
     history: History | None
@@ -149,6 +150,7 @@ class SequenceTable:
             id=new.id,
             row=row,
             prompt=prompt,
+            prompt_length=len(prompt) - new.generated,
             computed=new.computed,
             choice=choice,
             history=History(prompt, new.generated, self.vocab_size, self.device) if choice.needs_history else None,
@@ -193,7 +195,8 @@ class SequenceTable:
         positions = self._tensor([p for w in work for p in range(w.start, w.start + w.count)])
         owner = self._tensor([s for s, w in enumerate(work) for _ in range(w.count)])  # [T] each token's sequence
         slots = tables[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        return StepMeta(num_decodes, starts, lengths, positions, slots, tables)
+        prompt_lengths = self._tensor([w.sequence.prompt_length for w in work])[owner]
+        return StepMeta(num_decodes, starts, lengths, positions, prompt_lengths, slots, tables)
 
     def _sampler_for(self, sequences: list[SequenceState]) -> Sampler:
         """The sampler of these sequences; the last one is kept, because most steps sample for the same ones."""

@@ -120,9 +120,11 @@ def _device(config: ShardConfig) -> torch.device:
 
 
 def _attention(spec: ArchSpec, shard: Shard, config: ShardConfig) -> attention.Attention:
+    return attention.choose(scores_of(spec, shard), disable_custom_kernels=config.disable_custom_kernels)
+
+
+def scores_of(spec: ArchSpec, shard: Shard) -> attention.Scores:
+    """How this rank's heads score; the slopes of ALiBi are those of the local heads."""
     first, last = shard.range(spec.num_heads)
-    return attention.choose(
-        slopes=alibi_slopes(spec.num_heads)[first:last],
-        scale=spec.scale,
-        disable_custom_kernels=config.disable_custom_kernels,
-    )
+    slopes = tuple(alibi_slopes(spec.num_heads, spec.alibi)[first:last]) if spec.alibi else ()
+    return attention.Scores(spec.attention_scale, slopes, spec.score_cap)

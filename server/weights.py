@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from server.distributed import Shard
 from server.hub import weight_files
-from server.model.names import Fused, Layout, NameMap
+from server.model.names import Layout, NameMap
 
 
 class CheckpointError(ValueError):
@@ -119,6 +119,9 @@ class RandomCheckpoint:
         return []
 
 
+Ranges = Sequence[tuple[int, int]]
+
+
 @dataclass(frozen=True)
 class Weights:
     """One rank's view of a checkpoint by role, converted to `dtype` on `device`; the whole model's or one layer's."""
@@ -141,13 +144,12 @@ class Weights:
         device: torch.device,
     ) -> Weights:
         """Find the prefix that this checkpoint uses. Raises CheckpointError when none fits."""
-        probe = next(iter(names.roles.values()))
-        assert isinstance(probe, str), "the first role of a name map is the embedding, which is never fused"
         for prefix in names.prefixes:
-            if f"{prefix}{probe}.weight" in checkpoint:
-                return cls(checkpoint, names, shard, dtype, device, prefix)
+            weights = cls(checkpoint, names, shard, dtype, device, prefix)
+            if f"{weights._name('embed')}.weight" in checkpoint:
+                return weights
         raise CheckpointError(
-            f"{checkpoint.folder} holds no tensor {probe}.weight, with or without a prefix: "
+            f"{checkpoint.folder} holds no tensor {names.roles['embed']}.weight, with or without a prefix: "
             "its config.json and its weights are of different models"
         )
 
@@ -155,22 +157,53 @@ class Weights:
         """The same weights, with `{i}` standing for `layer`."""
         return replace(self, layer=layer)
 
-    def layout(self, role: str) -> Layout | None:
-        """How `role` is fused in the checkpoint, None when it is a plain tensor."""
-        entry = self.names.roles[role]
-        return entry.layout if isinstance(entry, Fused) else None
+    def has(self, role: str) -> bool:
+        """Whether the family's checkpoints have this role."""
+        return role in self.names.roles
 
-    def read(
-        self, role: str, suffix: str, shape: tuple[int, ...], *, dim: int = 0, part: tuple[int, int] | None = None
-    ) -> Tensor:
-        """`role`'s tensor (`suffix` is "weight" or "bias"), or its part along `dim`, on the device in our dtype."""
-        tensor = self.checkpoint.read(f"{self._name(role)}.{suffix}", shape, dim=dim, part=part)
-        return tensor.to(device=self.device, dtype=self.dtype).contiguous()
+    def vector(self, role: str, size: int, *, suffix: str = "weight", ranges: Ranges | None = None) -> Tensor:
+        """A tensor [size], or the half-open `ranges` of it one after the other."""
+        name = f"{self._name(role)}.{suffix}"
+        parts = [self.checkpoint.read(name, (size,), part=part) for part in ranges or [(0, size)]]
+        return self._own(parts, dim=0)
 
-    def _name(self, role: str) -> str:
+    def bias(self, role: str, size: int, *, ranges: Ranges | None = None) -> Tensor:
+        """The bias of `role`, or ranges of it."""
+        return self.vector(role, size, suffix="bias", ranges=ranges)
+
+    def rows(self, role: str, size: tuple[int, int], ranges: Ranges | None = None, *, expert: int = 0) -> Tensor:
+        """The weight of a linear layer of `size` (outputs, inputs), or the half-open `ranges` of its outputs."""
+        return self._matrix(role, size, 0, ranges or [(0, size[0])], expert)
+
+    def columns(self, role: str, size: tuple[int, int], part: tuple[int, int], *, expert: int = 0) -> Tensor:
+        """The weight of a linear layer of `size` (outputs, inputs), or the half-open `part` of its inputs."""
+        return self._matrix(role, size, 1, [part], expert)
+
+    def table(self, role: str, size: tuple[int, int], part: tuple[int, int] | None = None) -> Tensor:
+        """Rows of a table [rows, features], which no family stores transposed."""
+        table = self.checkpoint.read(f"{self._name(role)}.weight", size, part=part)
+        if role in self.names.unit_rows:
+            table = torch.nn.functional.normalize(table.float(), dim=1)
+        return self._own([table], dim=0)
+
+    def _matrix(self, role: str, size: tuple[int, int], dim: int, ranges: Ranges, expert: int) -> Tensor:
+        name = f"{self._name(role, expert)}.weight"
+        if not self.names.transposed:
+            return self._own([self.checkpoint.read(name, size, dim=dim, part=part) for part in ranges], dim)
+        stored = (size[1], size[0])
+        parts = [self.checkpoint.read(name, stored, dim=1 - dim, part=part).t() for part in ranges]
+        return self._own(parts, dim)
+
+    def _own(self, parts: list[Tensor], dim: int) -> Tensor:
+        whole = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+        return whole.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def _name(self, role: str, expert: int = 0) -> str:
         entry = self.names.roles[role]
-        name = entry.name if isinstance(entry, Fused) else entry
-        return self.prefix + name.format(i=self.layer)
+        names = [
+            self.prefix + name.format(i=self.layer, e=expert) for name in ([entry] if isinstance(entry, str) else entry)
+        ]
+        return next((name for name in names if f"{name}.weight" in self.checkpoint), names[0])
 
     def refuse_leftovers(self) -> None:
         """Raise CheckpointError that names tensors which neither the model nor the ignore list knows."""
@@ -182,11 +215,25 @@ class Weights:
             )
 
 
-def split_fused(tensor: Tensor, layout: Layout, head_dim: int) -> Tensor:
-    """Reorder a rank's rows of a fused tensor to [q rows | k rows | v rows].
+def head_ranges(layout: Layout, num_heads: int, num_kv_heads: int, head_dim: int, q: range, kv: range) -> Ranges:
+    """Where the rows of q heads `q`, then k and v of kv heads `kv`, lie in a fused tensor of `layout`.
 
-    tensor: [rows, …] where rows cover whole heads; returns a new tensor of the same shape.
+    Half-open row ranges in that order, neighbours merged.
     """
-    assert layout is Layout.PER_HEAD
-    by_head = tensor.view(-1, 3, head_dim, *tensor.shape[1:])
-    return by_head.transpose(0, 1).reshape(tensor.shape)
+    group = num_heads // num_kv_heads
+    if layout is Layout.CONCAT:
+        starts = [*q, *(num_heads + j for j in kv), *(num_heads + num_kv_heads + j for j in kv)]
+    else:
+        starts = [n // group * (group + 2) + n % group for n in q]
+        starts += [j * (group + 2) + group for j in kv] + [j * (group + 2) + group + 1 for j in kv]
+    return _merged([(start * head_dim, (start + 1) * head_dim) for start in starts])
+
+
+def _merged(ranges: Ranges) -> Ranges:
+    merged = [ranges[0]]
+    for start, stop in ranges[1:]:
+        if start == merged[-1][1]:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged

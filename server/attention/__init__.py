@@ -6,17 +6,13 @@
 
 from __future__ import annotations
 
-from server.attention.interface import Attention, StepMeta
+from server.attention.interface import Attention, Scores, StepMeta
 from server.attention.padded import PaddedAttention
 from server.attention.reference import ReferenceAttention
 
-__all__ = ["Attention", "StepMeta", "choose"]
+__all__ = ["Attention", "Scores", "StepMeta", "choose"]
 
 
-def choose(*, slopes: list[float], scale: float, disable_custom_kernels: bool) -> Attention:
-    """The fastest backend that supports the model, or the reference when custom kernels are disabled.
-
-    slopes: ALiBi slope of each local head; scale: what scores are multiplied by.
-    """
-    backend = ReferenceAttention if disable_custom_kernels else PaddedAttention
-    return backend(slopes, scale)
+def choose(scores: Scores, *, disable_custom_kernels: bool) -> Attention:
+    """The fastest backend that supports the model, or the reference when custom kernels are disabled."""
+    return ReferenceAttention(scores) if disable_custom_kernels else PaddedAttention(scores)

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.attention.interface import StepMeta, write_slots
+from server.attention.interface import Scores, StepMeta, hidden_keys, write_slots
 
 # Padded context tokens gathered at once: bounds the copy (64 MiB per layer at K*H = 1024 in 16 bits) while a group
 # stays large enough that the cost of a launch is small beside it.
@@ -25,52 +25,73 @@ GROUP_TOKENS = 16384
 
 
 class PaddedAttention:
-    """Softmax attention with ALiBi over the paged cache, batched over sequences."""
+    """Softmax attention over the paged cache, batched over sequences."""
 
     name = "padded"
 
-    def __init__(self, slopes: list[float], scale: float):
-        self._slopes = slopes
-        self._scale = scale
+    def __init__(self, scores: Scores):
+        self._scores = scores
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
         write_slots(kv, k, v, meta.slots)
 
-    def attend(self, q: Tensor, kv: Tensor, meta: StepMeta) -> Tensor:
-        slopes = torch.tensor(self._slopes, device=q.device)
-        parts = [self._decode(q, kv, meta, first, last, slopes) for first, last in _groups(meta)]
+    def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
+        parts = [self._decode(q, kv, meta, first, last, window) for first, last in _groups(meta)]
         chunks = range(meta.num_decodes, len(meta.context_lengths))
-        parts += [self._chunk(q, kv, meta, s, slopes) for s in chunks]
+        parts += [self._chunk(q, kv, meta, s, window) for s in chunks]
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _decode(self, q: Tensor, kv: Tensor, meta: StepMeta, first: int, last: int, slopes: Tensor) -> Tensor:
+    def _decode(self, q: Tensor, kv: Tensor, meta: StepMeta, first: int, last: int, window: int) -> Tensor:
         """Sequences [first, last), one query each: q rows [G, N, H] → [G, N, H]."""
         longest = max(meta.context_lengths[first:last])
         k, v = _gather(kv, meta.block_tables[first:last], longest)  # [G, K, L, H]
         kv_heads, head_dim = k.shape[1], k.shape[3]
         queries = q[first:last].view(last - first, kv_heads, -1, head_dim)  # [G, K, g, H]
-        scores = (queries @ k.transpose(2, 3)).float().mul_(self._scale)  # [G, K, g, L]
         distance = torch.arange(longest, device=q.device) - meta.positions[first:last].unsqueeze(1)  # [G, L]
-        scores += slopes.view(kv_heads, -1, 1) * distance[:, None, None]
-        scores.masked_fill_((distance > 0)[:, None, None], float("-inf"))
+        raw = (queries @ k.transpose(2, 3)).float().unsqueeze(3)  # [G, K, g, 1, L]
+        scores = self._finish(raw, distance[:, None, None, None], window).squeeze(3)
         return (scores.softmax(dim=-1).to(q.dtype) @ v).view(last - first, -1, head_dim)
 
-    def _chunk(self, q: Tensor, kv: Tensor, meta: StepMeta, s: int, slopes: Tensor) -> Tensor:
+    def _chunk(self, q: Tensor, kv: Tensor, meta: StepMeta, s: int, window: int) -> Tensor:
         """One sequence's queries [n, N, H] over its own context."""
         start, stop = meta.query_starts[s : s + 2]
         length = meta.context_lengths[s]
         k, v = _gather(kv, meta.block_tables[s : s + 1], length)  # [1, K, L, H]
+        queries = q[start:stop].transpose(0, 1)  # [N, n, H]
         distance = torch.arange(length, device=q.device) - meta.positions[start:stop].unsqueeze(1)  # [n, L]
-        bias = (slopes.view(-1, 1, 1) * distance).masked_fill_(distance > 0, float("-inf"))  # [N, n, L]
-        out = F.scaled_dot_product_attention(
-            q[start:stop].transpose(0, 1).unsqueeze(0),
+        if self._scores.cap:  # the fused operator has no cap
+            grouped = queries.view(k.shape[1], -1, *queries.shape[1:])  # [K, g, n, H]
+            scores = self._finish((grouped @ k[0].transpose(1, 2).unsqueeze(1)).float(), distance, window)
+            out = (scores.softmax(dim=-1).to(q.dtype) @ v[0].unsqueeze(1)).flatten(0, 1)
+        else:
+            out = self._fused(queries, k, v, distance, window)
+        return out.transpose(0, 1)
+
+    def _fused(self, queries: Tensor, k: Tensor, v: Tensor, distance: Tensor, window: int) -> Tensor:
+        """queries [N, n, H], k and v [1, K, L, H] → [N, n, H]."""
+        slopes = self._slopes(queries.device)
+        bias = (slopes.view(-1, 1, 1) * distance).masked_fill_(hidden_keys(distance, window), float("-inf"))
+        return F.scaled_dot_product_attention(
+            queries.unsqueeze(0),
             k,
             v,
-            attn_mask=bias.to(q.dtype).unsqueeze(0),
-            scale=self._scale,
-            enable_gqa=k.shape[1] != q.shape[1],
-        )
-        return out[0].transpose(0, 1)
+            attn_mask=bias.to(queries.dtype).unsqueeze(0),
+            scale=self._scores.scale,
+            enable_gqa=k.shape[1] != queries.shape[0],
+        )[0]
+
+    def _finish(self, scores: Tensor, distance: Tensor, window: int) -> Tensor:
+        """Scale, cap, bias and mask raw scores [..., K, g, n, L] in place; distance broadcasts to them."""
+        scores.mul_(self._scores.scale)
+        if self._scores.cap:
+            scores.div_(self._scores.cap).tanh_().mul_(self._scores.cap)
+        if self._scores.slopes:
+            scores += self._slopes(scores.device).view(scores.shape[-4], -1, 1, 1) * distance
+        return scores.masked_fill_(hidden_keys(distance, window), float("-inf"))
+
+    def _slopes(self, device: torch.device) -> Tensor:
+        """The slope of each local head, one 0 that stands for all where there is no ALiBi."""
+        return torch.tensor(self._scores.slopes or (0.0,), device=device)
 
 
 def _groups(meta: StepMeta) -> Iterator[tuple[int, int]]:

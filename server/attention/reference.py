@@ -9,33 +9,36 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from server.attention.interface import StepMeta, write_slots
+from server.attention.interface import Scores, StepMeta, hidden_keys, write_slots
 
 
 class ReferenceAttention:
-    """Softmax attention with ALiBi over the paged cache."""
+    """Softmax attention over the paged cache, with ALiBi, windows, capped scores and shared kv heads."""
 
     name = "reference"
 
-    def __init__(self, slopes: list[float], scale: float):
-        self._slopes = slopes
-        self._scale = scale
+    def __init__(self, scores: Scores):
+        self._scores = scores
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
         write_slots(kv, k, v, meta.slots)
 
-    def attend(self, q: Tensor, kv: Tensor, meta: StepMeta) -> Tensor:
-        return torch.cat([self._one(q, kv, meta, s) for s in range(len(meta.context_lengths))])
+    def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
+        return torch.cat([self._one(q, kv, meta, s, window) for s in range(len(meta.context_lengths))])
 
-    def _one(self, q: Tensor, kv: Tensor, meta: StepMeta, s: int) -> Tensor:
+    def _one(self, q: Tensor, kv: Tensor, meta: StepMeta, s: int, window: int) -> Tensor:
         """One sequence's queries [n, N, H] over its own context."""
         start, stop = meta.query_starts[s : s + 2]
         k, v = self._context(kv, meta, s, heads=q.shape[1])
-        query_positions = meta.positions[start:stop]
-        distance = torch.arange(len(k), device=q.device) - query_positions.unsqueeze(1)  # [n, L], 0 at the query itself
-        slopes = torch.tensor(self._slopes, device=q.device).view(-1, 1, 1)
-        scores = torch.einsum("nhd,lhd->hnl", q[start:stop].float(), k) * self._scale + slopes * distance
-        weights = scores.masked_fill(distance > 0, float("-inf")).softmax(dim=-1)
+        distance = torch.arange(len(k), device=q.device) - meta.positions[start:stop].unsqueeze(
+            1
+        )  # [n, L], 0 at itself
+        scores = torch.einsum("nhd,lhd->hnl", q[start:stop].float(), k) * self._scores.scale
+        if self._scores.cap:
+            scores = self._scores.cap * torch.tanh(scores / self._scores.cap)
+        if self._scores.slopes:
+            scores = scores + torch.tensor(self._scores.slopes, device=q.device).view(-1, 1, 1) * distance
+        weights = scores.masked_fill(hidden_keys(distance, window), float("-inf")).softmax(dim=-1)
         return torch.einsum("hnl,lhd->nhd", weights, v).to(q.dtype)
 
     def _context(self, kv: Tensor, meta: StepMeta, s: int, heads: int) -> tuple[Tensor, Tensor]:

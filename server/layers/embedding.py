@@ -3,7 +3,7 @@
 The vocabulary is padded to a multiple of the world size, so that every rank holds equally many rows; the padding is
 zero in the embedding and cut off from the logits.
 
-Shapes: T tokens, D model width, V vocabulary, Vl local vocabulary (padded).
+Shapes: T tokens, E embedding width, V vocabulary, Vl local vocabulary (padded).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Embedding:
     """This rank's rows of the embedding table; the ranks' partial results are summed."""
 
     def __init__(self, table: Tensor, shard: Shard):
-        self.table = table  # [Vl, D]
-        self._start = shard.rank * len(table)
+        self.table = table  # [Vl, E]
         self.shard = shard
+        self._start = shard.rank * len(table)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
-        """token_ids [T] → [T, D]."""
+        """token_ids [T] → [T, E]."""
         if self.shard.world_size == 1:
             return F.embedding(token_ids, self.table)
         local = token_ids - self._start
@@ -39,15 +39,17 @@ class Embedding:
 class Head:
     """Logits of the whole vocabulary, gathered from the ranks."""
 
-    def __init__(self, weight: LinearFormat, vocab_size: int, shard: Shard):
+    def __init__(self, weight: LinearFormat, bias: Tensor | None, spec: ArchSpec, shard: Shard):
         self.weight = weight
-        self._vocab_size = vocab_size
+        self.bias = bias
         self.shard = shard
+        self._vocab_size = spec.vocab_size
+        self._cap = spec.logit_cap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [T, D] → [T, V] float32: sampling must not depend on the model's dtype more than it has to."""
-        local = self.weight(hidden, None)
-        return self.shard.all_gather(local)[:, : self._vocab_size].float()
+        """hidden [T, E] → [T, V] float32: sampling must not depend on the model's dtype more than it has to."""
+        logits = self.shard.all_gather(self.weight(hidden, self.bias))[:, : self._vocab_size].float()
+        return self._cap * torch.tanh(logits / self._cap) if self._cap else logits
 
 
 def load_embedding(weights: Weights, spec: ArchSpec) -> Embedding:
@@ -58,14 +60,24 @@ def load_embedding(weights: Weights, spec: ArchSpec) -> Embedding:
 def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding, make_format: MakeFormat) -> Head:
     """The output head: the embedding's own rows when tied."""
     weight = DenseFormat(embedding.table) if spec.tied_head else make_format(_vocab_rows(weights, "head", spec))
-    return Head(weight, spec.vocab_size, weights.shard)
+    return Head(weight, _vocab_bias(weights, spec) if spec.head_bias else None, spec, weights.shard)
 
 
 def _vocab_rows(weights: Weights, role: str, spec: ArchSpec) -> Tensor:
-    """This rank's rows [Vl, D], zeros where the padded vocabulary exceeds the real one."""
-    share = -(-spec.vocab_size // weights.shard.world_size)
-    start = min(weights.shard.rank * share, spec.vocab_size)
-    stop = min(start + share, spec.vocab_size)
-    rows = weights.read(role, "weight", (spec.vocab_size, spec.hidden_size), part=(start, stop))
-    padding = share - len(rows)
-    return torch.cat([rows, rows.new_zeros(padding, spec.hidden_size)]) if padding else rows
+    """This rank's rows [Vl, E], zeros where the padded vocabulary exceeds the real one."""
+    (start, stop), padding = _vocab_share(weights.shard, spec.vocab_size)
+    rows = weights.table(role, (spec.vocab_size, spec.embed_dim or spec.hidden_size), (start, stop))
+    return F.pad(rows, (0, 0, 0, padding)) if padding else rows
+
+
+def _vocab_bias(weights: Weights, spec: ArchSpec) -> Tensor:
+    part, padding = _vocab_share(weights.shard, spec.vocab_size)
+    return F.pad(weights.bias("head", spec.vocab_size, ranges=[part]), (0, padding))
+
+
+def _vocab_share(shard: Shard, vocab_size: int) -> tuple[tuple[int, int], int]:
+    """This rank's half-open rows of the real vocabulary, and how many rows of padding follow them."""
+    share = -(-vocab_size // shard.world_size)
+    start = min(shard.rank * share, vocab_size)
+    stop = min(start + share, vocab_size)
+    return (start, stop), share - (stop - start)

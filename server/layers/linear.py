@@ -16,9 +16,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.distributed import Shard
-from server.model.spec import ArchSpec
-from server.weights import Weights, split_fused
+from server.weights import Ranges, Weights
 
 
 class LinearFormat(Protocol):
@@ -62,40 +60,37 @@ class ColumnLinear:
 
 @dataclass(frozen=True)
 class RowLinear:
-    """Split by input features: input this rank's part, output whole, summed over ranks."""
+    """Split by input features: input this rank's part, output this rank's summand of the whole.
+
+    Who calls it sums over the ranks and adds the bias afterwards, once: several summands may share one reduction.
+    """
 
     weight: LinearFormat
     bias: Tensor | None
-    shard: Shard
 
     def __call__(self, x: Tensor) -> Tensor:
-        partial = self.weight(x, None)
-        # The bias joins after the reduce: before it, every rank would add it once.
-        summed = self.shard.all_reduce(partial)
-        return summed if self.bias is None else summed.add_(self.bias)
+        return self.weight(x, None)
 
 
 def load_column(
-    weights: Weights, role: str, size: tuple[int, int], make_format: MakeFormat, *, bias: bool
+    weights: Weights,
+    role: str,
+    size: tuple[int, int],
+    make_format: MakeFormat,
+    *,
+    bias: bool,
+    ranges: Ranges | None = None,
 ) -> ColumnLinear:
-    """This rank's output rows of `role`; `size` is (outputs, inputs) of the whole layer."""
-    part = weights.shard.range(size[0])
-    weight = weights.read(role, "weight", size, part=part)
-    return ColumnLinear(make_format(weight), weights.read(role, "bias", size[:1], part=part) if bias else None)
+    """This rank's output rows of `role`; `size` is (outputs, inputs) of the whole layer.
+
+    ranges: half-open rows of this rank, where they are not simply its share.
+    """
+    ranges = ranges or [weights.shard.range(size[0])]
+    weight = weights.rows(role, size, ranges)
+    return ColumnLinear(make_format(weight), weights.bias(role, size[0], ranges=ranges) if bias else None)
 
 
 def load_row(weights: Weights, role: str, size: tuple[int, int], make_format: MakeFormat, *, bias: bool) -> RowLinear:
     """This rank's input columns of `role`; `size` is (outputs, inputs) of the whole layer."""
-    weight = weights.read(role, "weight", size, dim=1, part=weights.shard.range(size[1]))
-    return RowLinear(make_format(weight), weights.read(role, "bias", size[:1]) if bias else None, weights.shard)
-
-
-def load_qkv(weights: Weights, spec: ArchSpec, make_format: MakeFormat) -> ColumnLinear:
-    """This rank's heads of a fused qkv, with rows in the order [q | k | v]."""
-    layout = weights.layout("qkv")
-    assert layout is not None, "the families served so far fuse q, k and v"
-    rows = 3 * spec.num_heads * spec.head_dim
-    part = weights.shard.range(rows)
-    weight = split_fused(weights.read("qkv", "weight", (rows, spec.hidden_size), part=part), layout, spec.head_dim)
-    bias = weights.read("qkv", "bias", (rows,), part=part) if spec.linear_bias else None
-    return ColumnLinear(make_format(weight), None if bias is None else split_fused(bias, layout, spec.head_dim))
+    weight = weights.columns(role, size, weights.shard.range(size[1]))
+    return RowLinear(make_format(weight), weights.bias(role, size[0]) if bias else None)

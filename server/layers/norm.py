@@ -1,32 +1,48 @@
-"""Layer normalisation, replicated on every rank.
+"""Normalisation, replicated on every rank.
 
-Shapes: T tokens, D model width.
+Shapes: x [..., D] over its last dimension.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.model.spec import LayerNorm
+from server.model import spec
 from server.weights import Weights
 
+Norm = Callable[[Tensor], Tensor]
 
-@dataclass(frozen=True)
-class Norm:
-    """x [T, D] → normalised, scaled and shifted, in x's dtype."""
 
-    weight: Tensor
-    bias: Tensor
-    eps: float
+class LayerNorm:
+    """Zero mean and unit variance, scaled and shifted, in x's dtype."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, eps: float):
+        self._weight = weight
+        self._bias = bias
+        self._eps = eps
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+        return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
 
 
-def load_norm(weights: Weights, role: str, hidden_size: int, spec: LayerNorm) -> Norm:
-    """The norm called `role`."""
-    shape = (hidden_size,)
-    return Norm(weights.read(role, "weight", shape), weights.read(role, "bias", shape), spec.eps)
+class RmsNorm:
+    """Unit root mean square, scaled; computed in float32, returned in x's dtype."""
+
+    def __init__(self, weight: Tensor, eps: float):
+        self._weight = weight.float()
+        self._eps = eps
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.float(), self._weight.shape, self._weight, self._eps).to(x.dtype)
+
+
+def load_norm(weights: Weights, role: str, size: int, kind: spec.LayerNorm | spec.RmsNorm) -> Norm:
+    """The norm called `role`, over `size` features."""
+    weight = weights.vector(role, size)
+    if isinstance(kind, spec.LayerNorm):
+        return LayerNorm(weight, weights.bias(role, size) if kind.bias else None, kind.eps)
+    # In float32: near 1 the checkpoint's dtype has no room for what is stored as a distance from 1.
+    return RmsNorm(weight.float() + 1 if kind.unit_offset else weight, kind.eps)

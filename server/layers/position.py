@@ -1,19 +1,118 @@
-"""How a model knows the order of its tokens. So far: ALiBi (Press et al. 2021, arXiv 2108.12409)."""
+"""How a model knows the order of its tokens: ALiBi slopes and rotations.
+
+The rotation of a token is a pure function of its position and of its sequence's prompt length, so that chunks of a
+prompt, cached tokens and resumed requests agree.
+
+Shapes: T tokens, H head dim, r rotated features of a head.
+"""
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 
-def alibi_slopes(num_heads: int) -> list[float]:
-    """The slope of every head: a geometric sequence that starts at 2^(-8/n) for n heads.
+import torch
+from torch import Tensor
+
+from server.model.spec import (
+    Alibi,
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    Rope,
+    YarnScaling,
+)
+
+
+def alibi_slopes(num_heads: int, alibi: Alibi) -> list[float]:
+    """The slope of every head: a geometric sequence that starts at 2^(-max_bias/n) for n heads (Press et al. 2021).
 
     When `num_heads` is no power of two, the sequence of the next lower power is followed by every other slope of the
     next higher one, as in the paper's code. A rank takes the slopes of its own heads out of the whole list.
     """
     power = 1 << (num_heads.bit_length() - 1)
-    slopes = _geometric(power, power)
-    return slopes + _geometric(2 * power, 2 * power)[::2][: num_heads - power]
+    slopes = _geometric(power, alibi) + _geometric(2 * power, alibi)[::2]
+    return slopes[:num_heads]
 
 
-def _geometric(num_heads: int, count: int) -> list[float]:
-    ratio = 2.0 ** (-8.0 / num_heads)
-    return [ratio ** (i + 1) for i in range(count)]
+def _geometric(num_heads: int, alibi: Alibi) -> list[float]:
+    return [alibi.scale * 2.0 ** (-alibi.max_bias * (i + 1) / num_heads) for i in range(num_heads)]
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotations of a step's tokens, the same for all layers that share a Rope."""
+
+    cos: Tensor  # [T, 1, r / 2]
+    sin: Tensor  # [T, 1, r / 2]
+    interleaved: bool
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Rotate the leading features of every head of x [T, heads, H]; the others are kept."""
+        half = self.cos.shape[-1]
+        rotated = x[..., : 2 * half].float()
+        a, b = (rotated[..., ::2], rotated[..., 1::2]) if self.interleaved else rotated.chunk(2, dim=-1)
+        parts = (a * self.cos - b * self.sin, b * self.cos + a * self.sin)
+        turned = torch.stack(parts, dim=-1).flatten(-2) if self.interleaved else torch.cat(parts, dim=-1)
+        return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
+
+
+def rotation(rope: Rope, positions: Tensor, lengths: Tensor) -> Rotation:
+    """The rotations for tokens at `positions` [T] of sequences whose prompts have `lengths` [T] tokens."""
+    reach = torch.maximum(lengths, positions + 1)  # tokens that the model has to tell apart
+    frequencies, magnitude = _frequencies(rope, reach)
+    angles = positions.unsqueeze(1) * frequencies  # [T, r / 2]
+    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
+    return Rotation(cos.unsqueeze(1), sin.unsqueeze(1), rope.interleaved)
+
+
+def _frequencies(rope: Rope, reach: Tensor) -> tuple[Tensor, float]:
+    """Radians per position [r / 2] or, where they depend on the reach, [T, r / 2]; and what to scale the result by."""
+    exponents = torch.arange(0, rope.dim, 2, device=reach.device).float() / rope.dim
+    plain = rope.theta**-exponents
+    scaling = rope.scaling
+    if isinstance(scaling, LinearScaling):
+        return plain / scaling.factor, 1.0
+    if isinstance(scaling, DynamicScaling):
+        return _dynamic(rope, scaling, exponents, reach), 1.0
+    if isinstance(scaling, Llama3Scaling):
+        return _llama3(plain, scaling), 1.0
+    if isinstance(scaling, YarnScaling):
+        magnitude = scaling.magnitude or 0.1 * math.log(scaling.factor) + 1.0
+        return _yarn(rope, scaling, plain), magnitude
+    if isinstance(scaling, LongScaling):
+        short, long = (
+            plain / torch.tensor(divisors, device=reach.device) for divisors in (scaling.short, scaling.long)
+        )
+        is_long = (reach > scaling.trained_positions).unsqueeze(1)
+        return torch.where(is_long, long, short), scaling.magnitude
+    return plain, 1.0
+
+
+def _dynamic(rope: Rope, scaling: DynamicScaling, exponents: Tensor, reach: Tensor) -> Tensor:
+    trained = scaling.trained_positions
+    excess = scaling.factor * reach.clamp(min=trained) / trained - (scaling.factor - 1)
+    base = rope.theta * excess ** (rope.dim / (rope.dim - 2))
+    return base.unsqueeze(1) ** -exponents
+
+
+def _llama3(plain: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns = scaling.trained_positions * plain / (2 * math.pi)  # within the trained positions
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    kept = ((turns - low) / (high - low)).clamp(0, 1)
+    return plain * (kept + (1 - kept) / scaling.factor)
+
+
+def _yarn(rope: Rope, scaling: YarnScaling, plain: Tensor) -> Tensor:
+    def feature_of(turns: float) -> float:
+        """The pair of features that turns so often within the trained positions."""
+        return rope.dim * math.log(scaling.trained_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = feature_of(scaling.beta_fast), feature_of(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rope.dim - 1)
+    ramp = (torch.arange(len(plain), device=plain.device) - low) / max(high - low, 0.001)
+    kept = 1 - ramp.clamp(0, 1)
+    return plain * (kept + (1 - kept) / scaling.factor)

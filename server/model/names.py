@@ -1,4 +1,14 @@
-"""Where a family's checkpoints keep each part of the model. Data only: no files, no tensors."""
+"""Where a family's checkpoints keep each part of the model. Data only: no files, no tensors.
+
+Roles, each with `.weight` and where the model has one `.bias`:
+
+    embed, embed_norm, positions, project_in                before the layers
+    attention_norm, q, k, v or qkv, q_norm, k_norm, attention_out, attention_post_norm
+    mlp_norm, mlp_post_norm                                 of a layer; {i} is its number
+    mlp_up, mlp_down; mlp_gate or mlp_gate_up if gated      its mlp
+    router; expert_gate, expert_up, expert_down             its mixture; {e} is the expert's number
+    final_norm, project_out, head                           after the layers
+"""
 
 from __future__ import annotations
 
@@ -10,28 +20,24 @@ from enum import Enum
 class Layout(Enum):
     """How q, k and v share one tensor, along its output dimension.
 
-    PER_HEAD:  [head, (q k v), head_dim] — BLOOM, GPT-NeoX
+    CONCAT:   [q of all heads | k of all kv heads | v of all kv heads]
+    GROUPED:  kv head by kv head [q of the heads that share it | k | v]; with as many kv heads as heads, head by head
     """
 
-    PER_HEAD = "per_head"
-
-
-@dataclass(frozen=True)
-class Fused:
-    """q, k and v are one tensor, `name`, in `layout`."""
-
-    name: str
-    layout: Layout
+    CONCAT = "concat"
+    GROUPED = "grouped"
 
 
 @dataclass(frozen=True)
 class NameMap:
-    """Where a family's checkpoints keep each role.
+    """Names in the checkpoint without `.weight` and `.bias`; of several names for a role the first that exists counts.
 
-    `roles` maps our role to the checkpoint's name without `.weight`/`.bias`; `{i}` is the layer. `prefixes` are tried
-    in order until one fits the file. `ignore` are patterns of tensors that are skipped on purpose.
+    `prefixes` are tried in order until one fits the file; `ignore` are patterns of tensors that are skipped on purpose.
     """
 
-    roles: Mapping[str, str | Fused]
+    roles: Mapping[str, str | tuple[str, ...]]
+    unit_rows: tuple[str, ...] = ()  # roles whose rows are scaled to length 1 while loading
+    qkv_layout: Layout = Layout.CONCAT  # of the role `qkv`, where there is one
+    transposed: bool = False  # linear weights are stored [inputs, outputs]
     prefixes: tuple[str, ...] = ("",)
     ignore: tuple[str, ...] = ()

@@ -14,41 +14,165 @@ SHARD_COUNTS = (1, 2, 4, 8)
 
 
 class Residual(Enum):
-    """Where a layer's two residual connections start.
+    """How a layer's attention A and mlp M, its norms and its residual connections are wired.
 
-    PRE:          x + attention(norm(x)), then x + mlp(norm(x))
-    PRE_NORMED:   n = norm(x); n + attention(n), then likewise for the mlp (BLOOM's
-                  `apply_residual_connection_post_layernorm`)
+    PRE:                 x += A(norm(x));  x += M(norm(x))
+    PRE_NORMED:          n = norm(x); x = n + A(n);  n = norm(x); x = n + M(n)
+    POST:                x = norm(x + A(x));  x = norm(x + M(x))
+    SANDWICH:            x += norm(A(norm(x)));  x += norm(M(norm(x)))
+    PARALLEL_ONE_NORM:   n = norm(x); x += A(n) + M(n)
+    PARALLEL_TWO_NORMS:  x += A(norm_1(x)) + M(norm_2(x))
     """
 
     PRE = "pre"
     PRE_NORMED = "pre_normed"
+    POST = "post"
+    SANDWICH = "sandwich"
+    PARALLEL_ONE_NORM = "parallel_one_norm"
+    PARALLEL_TWO_NORMS = "parallel_two_norms"
 
 
 class Activation(Enum):
-    """The function between the two matrices of an mlp."""
+    """The function between the matrices of an mlp."""
 
+    GELU = "gelu"
     GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+    SILU = "silu"
 
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """Mean and variance normalisation with weight and bias (Ba et al. 2016, arXiv 1607.06450)."""
+    """Mean and variance normalisation (Ba et al. 2016, arXiv 1607.06450)."""
 
     eps: float
+    bias: bool = True
+
+
+@dataclass(frozen=True)
+class RmsNorm:
+    """Normalisation by the root mean square (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+    eps: float
+    unit_offset: bool = False  # the weight is stored as its distance from 1
 
 
 @dataclass(frozen=True)
 class Alibi:
     """A bias on attention scores that falls linearly with distance (Press et al. 2021, arXiv 2108.12409)."""
 
+    max_bias: float = 8.0  # the last head's slope is 2 to minus this
+    scale: float = 1.0  # what all slopes are multiplied by
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A table of position vectors added to the embedding."""
+
+    size: int  # positions that the model supports
+    offset: int = 0  # rows in front of the table that belong to no position
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by `factor` (Chen et al. 2023, arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """A base that grows once positions exceed those of training ("dynamic NTK")."""
+
+    factor: float
+    trained_positions: int
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones kept, those between blended (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    trained_positions: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Frequencies blended by how often they turn within the trained positions (Peng et al. 2023, arXiv 2309.00071)."""
+
+    factor: float
+    trained_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    magnitude: float | None = None  # what cos and sin are multiplied by; None: 0.1 ln(factor) + 1
+
+
+@dataclass(frozen=True)
+class LongScaling:
+    """One divisor for each frequency, from a list for short and one for long sequences (LongRoPE, arXiv 2402.13753)."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    trained_positions: int
+    magnitude: float  # what cos and sin are multiplied by
+
+
+Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongScaling
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotation of queries and keys by an angle that grows with the position (Su et al. 2021, arXiv 2104.09864)."""
+
+    theta: float
+    dim: int  # leading features of each head that are rotated
+    interleaved: bool = False  # pairs are (0, 1), (2, 3), …; otherwise (0, dim/2), (1, dim/2 + 1), …
+    scaling: Scaling | None = None
+
+
+Position = Alibi | Learned | Rope
+
 
 @dataclass(frozen=True)
 class Dense:
-    """Two matrices with an activation between them: width → activation → model width."""
+    """Two matrices: width → activation → model width."""
 
     width: int
     activation: Activation
+
+
+@dataclass(frozen=True)
+class Gated:
+    """Three matrices: activation(gate(x)) * up(x) → model width (Shazeer 2020, arXiv 2002.05202)."""
+
+    width: int
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class Moe:
+    """A mixture of gated mlps, of which each token takes the `top_k` that a router likes best (arXiv 2101.03961)."""
+
+    num_experts: int
+    top_k: int
+    width: int  # of one expert
+    activation: Activation
+    renormalise: bool  # whether the chosen experts' weights sum to 1
+
+
+Mlp = Dense | Gated | Moe
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What may differ between the layers of one model."""
+
+    mlp: Mlp
+    position: Position
+    window: int = 0  # tokens that a query sees, itself included; 0: all
 
 
 @dataclass(frozen=True)
@@ -57,23 +181,41 @@ class ArchSpec:
 
     vocab_size: int
     hidden_size: int
-    num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    norm: LayerNorm
+    norm: LayerNorm | RmsNorm
     residual: Residual
-    position: Alibi
-    mlp: Dense
-    linear_bias: bool  # whether the linear layers have a bias
-    embed_norm: bool  # a norm between the embedding and the first layer
+    layers: tuple[LayerSpec, ...]
     tied_head: bool  # the output head is the embedding
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    embed_norm: bool = False  # a norm between the embedding and the first layer
+    embed_scale: float = 1.0  # what the embedding is multiplied by
+    embed_dim: int = 0  # width of the embedding where it is not the model's; a matrix maps one to the other
+    final_norm: bool = True
+    qk_norm: bool = False  # each head's queries and keys are normalised (in the model's kind of norm)
+    qkv_clip: float = 0.0  # queries, keys and values are clamped to ± this; 0: not
+    scale: float = 0.0  # what attention scores are multiplied by; 0: 1 / sqrt(head_dim)
+    score_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: not
+    logit_cap: float = 0.0  # likewise the logits
     max_positions: int = 0  # longest sequence; 0: no limit of its own
 
     @property
-    def scale(self) -> float:
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def attention_scale(self) -> float:
         """What attention scores are multiplied by."""
-        return self.head_dim**-0.5
+        return self.scale or self.head_dim**-0.5
+
+    @property
+    def alibi(self) -> Alibi | None:
+        """The model's ALiBi, which all layers share, if it has one."""
+        return next((layer.position for layer in self.layers if isinstance(layer.position, Alibi)), None)
 
 
 def validate(spec: ArchSpec, world_size: int) -> None:
@@ -84,10 +226,13 @@ def validate(spec: ArchSpec, world_size: int) -> None:
 
 
 def _split_problems(spec: ArchSpec, world_size: int) -> list[str]:
-    problems = []
-    for size, what in ((spec.num_heads, "attention heads"), (spec.mlp.width, "mlp columns")):
-        if size % world_size:
-            problems.append(f"the model has {size} {what}, which --num-shard {world_size} does not divide")
+    sizes = {"attention heads": {spec.num_heads}, "mlp columns": {layer.mlp.width for layer in spec.layers}}
+    problems = [
+        f"the model has {size} {what}, which --num-shard {world_size} does not divide"
+        for what, values in sizes.items()
+        for size in sorted(values)
+        if size % world_size
+    ]
     kv_heads = spec.num_kv_heads
     if kv_heads % world_size and world_size % kv_heads:
         problems.append(f"the model has {kv_heads} key-value heads, which do not fit --num-shard {world_size}")

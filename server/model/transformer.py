@@ -10,52 +10,137 @@ wanted, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from server.attention import Attention, StepMeta
-from server.distributed import divide
+from server.distributed import Shard
 from server.layers.embedding import Embedding, Head, load_embedding, load_head
-from server.layers.linear import ColumnLinear, MakeFormat, RowLinear, load_qkv, load_row
-from server.layers.mlp import DenseMlp, load_mlp
+from server.layers.linear import ColumnLinear, DenseFormat, LinearFormat, MakeFormat, RowLinear, load_column, load_row
+from server.layers.mlp import DenseMlp, GatedMlp, MoeMlp, load_mlp
 from server.layers.norm import Norm, load_norm
-from server.model.spec import ArchSpec, Residual
-from server.weights import Weights
+from server.layers.position import Rotation, rotation
+from server.model.spec import ArchSpec, LayerSpec, Learned, Residual, Rope
+from server.weights import Weights, head_ranges
+
+
+@dataclass(frozen=True)
+class Step:
+    """What every layer is told about the step it is in."""
+
+    meta: StepMeta
+    attention: Attention
+    rotations: Mapping[Rope, Rotation]
+
+
+@dataclass(frozen=True)
+class AttentionBlock:
+    """Projections around attention. Returns this rank's summand, as `RowLinear` does."""
+
+    qkv: ColumnLinear  # rows [q | k | v] of this rank's heads
+    out: RowLinear
+    q_norm: Norm | None
+    k_norm: Norm | None
+    spec: ArchSpec
+    layer: LayerSpec
+
+    def __call__(self, x: Tensor, kv: Tensor, step: Step) -> Tensor:
+        """x [T, D] → [T, D]; writes this layer's keys and values into kv [2, B, P, K, H]."""
+        q, k, v = self._split(self.qkv(x), kv_heads=kv.shape[3])
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if isinstance(self.layer.position, Rope):
+            rotate = step.rotations[self.layer.position]
+            q, k = rotate(q), rotate(k)
+        step.attention.write(kv, k, v, step.meta)
+        return self.out(step.attention.attend(q, kv, step.meta, self.layer.window).flatten(1))
+
+    def _split(self, qkv: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[T, (N + 2K) * H] → q [T, N, H], k [T, K, H], v [T, K, H]."""
+        if self.spec.qkv_clip:
+            qkv = qkv.clamp(-self.spec.qkv_clip, self.spec.qkv_clip)
+        heads = qkv.view(len(qkv), -1, self.spec.head_dim)
+        return heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
 
 
 @dataclass(frozen=True)
 class Layer:
-    """One decoder layer: attention, then the mlp, each around a residual connection."""
+    """One decoder layer. Which norms there are and how all is wired is the spec's `residual`."""
 
-    attention_norm: Norm
-    qkv: ColumnLinear
-    attention_out: RowLinear
-    mlp_norm: Norm
-    mlp: DenseMlp
-    residual: Residual
-    head_dim: int
+    attention: AttentionBlock
+    mlp: DenseMlp | GatedMlp | MoeMlp
+    norms: Mapping[str, Norm]
+    shard: Shard
+    wiring: Callable[[Layer, Tensor, Callable[[Tensor], Tensor]], Tensor]
 
-    def __call__(self, x: Tensor, kv: Tensor, attention: Attention, meta: StepMeta) -> Tensor:
-        """x [T, D] → [T, D]; writes this layer's keys and values into kv."""
-        normed = self.attention_norm(x)
-        x = self._base(x, normed) + self._attend(normed, kv, attention, meta)
-        normed = self.mlp_norm(x)
-        return self._base(x, normed) + self.mlp(normed)
+    def __call__(self, x: Tensor, kv: Tensor, step: Step) -> Tensor:
+        """x [T, D] → [T, D]."""
+        return self.wiring(self, x, lambda x: self.attention(x, kv, step))
 
-    def _base(self, x: Tensor, normed: Tensor) -> Tensor:
-        return normed if self.residual is Residual.PRE_NORMED else x
+    def attention_sum(self, partial: Tensor) -> Tensor:
+        """What attention adds up to over all ranks."""
+        return self._sum(partial, self.attention.out.bias)
 
-    def _attend(self, x: Tensor, kv: Tensor, attention: Attention, meta: StepMeta) -> Tensor:
-        q, k, v = self._split(self.qkv(x), kv_heads=kv.shape[3])
-        attention.write(kv, k, v, meta)
-        return self.attention_out(attention.attend(q, kv, meta).flatten(1))
+    def mlp_sum(self, partial: Tensor) -> Tensor:
+        """What the mlp adds up to over all ranks."""
+        return self._sum(partial, self.mlp.bias)
 
-    def _split(self, qkv: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, (N + 2K) * H] → q [T, N, H], k [T, K, H], v [T, K, H]."""
-        heads = qkv.view(len(qkv), -1, self.head_dim)
-        return heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
+    def joint_sum(self, attention: Tensor, mlp: Tensor) -> Tensor:
+        """Both together, for the price of one reduction."""
+        return self._sum(attention + mlp, self.attention.out.bias, self.mlp.bias)
+
+    def _sum(self, partial: Tensor, *biases: Tensor | None) -> Tensor:
+        total = self.shard.all_reduce(partial)
+        # The bias joins after the reduction: before it, every rank would add it once.
+        for bias in biases:
+            if bias is not None:
+                total = total + bias
+        return total
+
+
+def _pre(layer: Layer, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    x = x + layer.attention_sum(attend(layer.norms["attention_norm"](x)))
+    return x + layer.mlp_sum(layer.mlp(layer.norms["mlp_norm"](x)))
+
+
+def _pre_normed(layer: Layer, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    normed = layer.norms["attention_norm"](x)
+    normed = layer.norms["mlp_norm"](normed + layer.attention_sum(attend(normed)))
+    return normed + layer.mlp_sum(layer.mlp(normed))
+
+
+def _post(layer: Layer, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    x = layer.norms["attention_norm"](x + layer.attention_sum(attend(x)))
+    return layer.norms["mlp_norm"](x + layer.mlp_sum(layer.mlp(x)))
+
+
+def _sandwich(layer: Layer, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    norms = layer.norms
+    x = x + norms["attention_post_norm"](layer.attention_sum(attend(norms["attention_norm"](x))))
+    return x + norms["mlp_post_norm"](layer.mlp_sum(layer.mlp(norms["mlp_norm"](x))))
+
+
+def _parallel_one_norm(layer: Layer, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    normed = layer.norms["attention_norm"](x)
+    return x + layer.joint_sum(attend(normed), layer.mlp(normed))
+
+
+def _parallel_two_norms(layer: Layer, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    return x + layer.joint_sum(attend(layer.norms["attention_norm"](x)), layer.mlp(layer.norms["mlp_norm"](x)))
+
+
+# How a layer is wired, and which norms that takes.
+WIRINGS = {
+    Residual.PRE: (_pre, ("attention_norm", "mlp_norm")),
+    Residual.PRE_NORMED: (_pre_normed, ("attention_norm", "mlp_norm")),
+    Residual.POST: (_post, ("attention_norm", "mlp_norm")),
+    Residual.SANDWICH: (_sandwich, ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")),
+    Residual.PARALLEL_ONE_NORM: (_parallel_one_norm, ("attention_norm",)),
+    Residual.PARALLEL_TWO_NORMS: (_parallel_two_norms, ("attention_norm", "mlp_norm")),
+}
 
 
 @dataclass(frozen=True)
@@ -64,20 +149,39 @@ class Transformer:
 
     spec: ArchSpec
     embedding: Embedding
+    project_in: LinearFormat | None  # from the embedding's width to the model's
+    positions: Tensor | None  # [positions, D] learned position vectors
     embed_norm: Norm | None
     layers: Sequence[Layer]
-    final_norm: Norm
+    final_norm: Norm | None
+    project_out: LinearFormat | None  # back to the embedding's width
     head: Head
     attention: Attention
 
     def __call__(self, token_ids: Tensor, kv_caches: Sequence[Tensor], meta: StepMeta) -> Tensor:
         """token_ids [T] → final hidden states [T, D]. kv_caches: one [2, B, P, K, H] per layer, written in place."""
-        x = self.embedding(token_ids)
-        if self.embed_norm is not None:
-            x = self.embed_norm(x)
+        x = self._embed(token_ids, meta)
+        step = Step(meta, self.attention, self._rotations(meta))
         for layer, kv in zip(self.layers, kv_caches, strict=True):
-            x = layer(x, kv, self.attention, meta)
-        return self.final_norm(x)
+            x = layer(x, kv, step)
+        if self.final_norm is not None:
+            x = self.final_norm(x)
+        return x if self.project_out is None else self.project_out(x, None)
+
+    def _embed(self, token_ids: Tensor, meta: StepMeta) -> Tensor:
+        x = self.embedding(token_ids)
+        if self.spec.embed_scale != 1.0:
+            # The scale is rounded to the model's dtype first, as in training.
+            x = x * torch.tensor(self.spec.embed_scale, dtype=x.dtype, device=x.device)
+        if self.project_in is not None:
+            x = self.project_in(x, None)
+        if self.positions is not None:
+            x = x + self.positions[meta.positions]
+        return x if self.embed_norm is None else self.embed_norm(x)
+
+    def _rotations(self, meta: StepMeta) -> dict[Rope, Rotation]:
+        ropes = {layer.position for layer in self.spec.layers if isinstance(layer.position, Rope)}
+        return {rope: rotation(rope, meta.positions, meta.prompt_lengths) for rope in ropes}
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] → [R, V] float32."""
@@ -85,26 +189,30 @@ class Transformer:
 
     @property
     def nbytes(self) -> int:
-        """Memory of this rank's matrices; norms and biases are too small to matter."""
-        matrices = [m for y in self.layers for m in (y.qkv, y.attention_out, y.mlp.up, y.mlp.down)]
+        """Memory of this rank's matrices; norms, biases and positions are too small to matter."""
         head = 0 if self.spec.tied_head else self.head.weight.nbytes
-        return self.embedding.table.nbytes + head + sum(m.weight.nbytes for m in matrices)
+        layers = (y.attention.qkv.weight.nbytes + y.attention.out.weight.nbytes + y.mlp.nbytes for y in self.layers)
+        return self.embedding.table.nbytes + head + sum(layers)
 
     @property
     def num_local_kv_heads(self) -> int:
         """Key-value heads whose cache this rank keeps."""
-        return divide(self.spec.num_kv_heads, self.embedding.shard.world_size)
+        return len(_local_kv_heads(self.spec, self.embedding.shard))
 
 
 def load(weights: Weights, spec: ArchSpec, attention: Attention, make_format: MakeFormat) -> Transformer:
     """Pull this rank's slices out of the checkpoint. Raises CheckpointError when config and weights disagree."""
+    hidden, embed_dim = spec.hidden_size, spec.embed_dim
     embedding = load_embedding(weights, spec)
     model = Transformer(
         spec=spec,
         embedding=embedding,
-        embed_norm=load_norm(weights, "embed_norm", spec.hidden_size, spec.norm) if spec.embed_norm else None,
-        layers=[_load_layer(weights.of_layer(i), spec, make_format) for i in range(spec.num_layers)],
-        final_norm=load_norm(weights, "final_norm", spec.hidden_size, spec.norm),
+        project_in=DenseFormat(weights.rows("project_in", (hidden, embed_dim))) if embed_dim else None,
+        positions=_load_positions(weights, spec),
+        embed_norm=load_norm(weights, "embed_norm", hidden, spec.norm) if spec.embed_norm else None,
+        layers=[_load_layer(weights.of_layer(i), spec, layer, make_format) for i, layer in enumerate(spec.layers)],
+        final_norm=load_norm(weights, "final_norm", hidden, spec.norm) if spec.final_norm else None,
+        project_out=DenseFormat(weights.rows("project_out", (embed_dim, hidden))) if embed_dim else None,
         head=load_head(weights, spec, embedding, make_format),
         attention=attention,
     )
@@ -112,16 +220,59 @@ def load(weights: Weights, spec: ArchSpec, attention: Attention, make_format: Ma
     return model
 
 
-def _load_layer(weights: Weights, spec: ArchSpec, make_format: MakeFormat) -> Layer:
-    hidden = spec.hidden_size
+def _load_positions(weights: Weights, spec: ArchSpec) -> Tensor | None:
+    position = spec.layers[0].position
+    if not isinstance(position, Learned):
+        return None
+    rows = position.offset + position.size
+    return weights.table("positions", (rows, spec.hidden_size), (position.offset, rows))
+
+
+def _load_layer(weights: Weights, spec: ArchSpec, layer: LayerSpec, make_format: MakeFormat) -> Layer:
+    wiring, norms = WIRINGS[spec.residual]
     return Layer(
-        attention_norm=load_norm(weights, "attention_norm", hidden, spec.norm),
-        qkv=load_qkv(weights, spec, make_format),
-        attention_out=load_row(
-            weights, "attention_out", (hidden, spec.num_heads * spec.head_dim), make_format, bias=spec.linear_bias
-        ),
-        mlp_norm=load_norm(weights, "mlp_norm", hidden, spec.norm),
-        mlp=load_mlp(weights, spec, make_format),
-        residual=spec.residual,
-        head_dim=spec.head_dim,
+        attention=_load_attention(weights, spec, layer, make_format),
+        mlp=load_mlp(weights, spec, layer.mlp, make_format),
+        norms={role: load_norm(weights, role, spec.hidden_size, spec.norm) for role in norms},
+        shard=weights.shard,
+        wiring=wiring,
     )
+
+
+def _load_attention(weights: Weights, spec: ArchSpec, layer: LayerSpec, make_format: MakeFormat) -> AttentionBlock:
+    size = (spec.hidden_size, spec.num_heads * spec.head_dim)
+    return AttentionBlock(
+        qkv=_load_qkv(weights, spec, make_format),
+        out=load_row(weights, "attention_out", size, make_format, bias=spec.attention_out_bias),
+        q_norm=load_norm(weights, "q_norm", spec.head_dim, spec.norm) if spec.qk_norm else None,
+        k_norm=load_norm(weights, "k_norm", spec.head_dim, spec.norm) if spec.qk_norm else None,
+        spec=spec,
+        layer=layer,
+    )
+
+
+def _load_qkv(weights: Weights, spec: ArchSpec, make_format: MakeFormat) -> ColumnLinear:
+    """[q | k | v] of this rank's heads, from one tensor or from three."""
+    heads, kv_heads = range(*weights.shard.range(spec.num_heads)), _local_kv_heads(spec, weights.shard)
+    if weights.has("qkv"):
+        ranges = head_ranges(
+            weights.names.qkv_layout, spec.num_heads, spec.num_kv_heads, spec.head_dim, heads, kv_heads
+        )
+        size = ((spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim, spec.hidden_size)
+        return load_column(weights, "qkv", size, make_format, bias=spec.qkv_bias, ranges=ranges)
+    parts = {"q": (spec.num_heads, heads), "k": (spec.num_kv_heads, kv_heads), "v": (spec.num_kv_heads, kv_heads)}
+    matrices, biases = [], []
+    for role, (count, local) in parts.items():
+        part = [(local.start * spec.head_dim, local.stop * spec.head_dim)]
+        matrices.append(weights.rows(role, (count * spec.head_dim, spec.hidden_size), part))
+        if spec.qkv_bias:
+            biases.append(weights.bias(role, count * spec.head_dim, ranges=part))
+    return ColumnLinear(make_format(torch.cat(matrices)), torch.cat(biases) if biases else None)
+
+
+def _local_kv_heads(spec: ArchSpec, shard: Shard) -> range:
+    """This rank's kv heads: its share, or the one that its heads use where there are fewer than ranks."""
+    if spec.num_kv_heads >= shard.world_size:
+        return range(*shard.range(spec.num_kv_heads))
+    mine = shard.rank * spec.num_kv_heads // shard.world_size
+    return range(mine, mine + 1)

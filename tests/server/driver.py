@@ -15,7 +15,7 @@ from server.cache import BLOCK_SIZE, num_blocks
 from server.distributed import Shard
 from server.engine import Engine
 from server.layers.linear import DenseFormat, MakeFormat
-from server.layers.position import alibi_slopes
+from server.loading import scores_of
 from server.model import families, transformer
 from server.pb import generate_pb2 as pb
 from server.sampling import Watermark
@@ -45,10 +45,7 @@ def load_engine(
     shard = shard or Shard()
     family, spec = families.find(json.loads((folder / "config.json").read_text()))
     weights = Weights.open(Checkpoint(folder), family.names, shard, dtype, device)
-    first, last = shard.range(spec.num_heads)
-    backend = attention.choose(
-        slopes=alibi_slopes(spec.num_heads)[first:last], scale=spec.scale, disable_custom_kernels=reference
-    )
+    backend = attention.choose(scores_of(spec, shard), disable_custom_kernels=reference)
     model = transformer.load(weights, spec, backend, make_format)
     engine = Engine(model, shard, device, dtype, Watermark(gamma=0.5, delta=2.0))
     engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=tokens, useful_tokens=tokens, fraction=1.0)

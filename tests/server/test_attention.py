@@ -7,11 +7,12 @@ import random
 import pytest
 import torch
 
-from server.attention import StepMeta
+from server.attention import Scores, StepMeta
 from server.attention.padded import PaddedAttention, _groups
 from server.attention.reference import ReferenceAttention
 from server.cache import BLOCK_SIZE, num_blocks
 from server.layers.position import alibi_slopes
+from server.model.spec import Alibi
 
 
 def step_of(lengths: list[tuple[int, int]], num_blocks_total: int, seed: int) -> StepMeta:
@@ -31,6 +32,7 @@ def step_of(lengths: list[tuple[int, int]], num_blocks_total: int, seed: int) ->
         query_starts=starts,
         context_lengths=[length for length, _ in lengths],
         positions=torch.tensor(positions),
+        prompt_lengths=torch.tensor(positions) + 1,
         slots=torch.tensor(slots),
         block_tables=torch.tensor(tables),
     )
@@ -48,7 +50,20 @@ STEPS = {
 @pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS.keys())
 @pytest.mark.parametrize("kv_heads", [8, 2], ids=["mha", "gqa"])
 @pytest.mark.parametrize("head_dim", [16, 80])
-def test_padded_equals_reference(lengths: list[tuple[int, int]], kv_heads: int, head_dim: int) -> None:
+@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize(
+    "scores",
+    [
+        Scores(0.3),
+        Scores(0.3, tuple(alibi_slopes(8, Alibi()))),
+        Scores(0.3, cap=2.0),
+        Scores(0.3, tuple(alibi_slopes(8, Alibi())), 2.0),
+    ],
+    ids=["plain", "alibi", "cap", "alibi and cap"],
+)
+def test_padded_equals_reference(
+    lengths: list[tuple[int, int]], kv_heads: int, head_dim: int, window: int, scores: Scores
+) -> None:
     generator = torch.Generator().manual_seed(1)
     meta = step_of(lengths, 64, seed=3)
     kv = torch.randn(2, 64, BLOCK_SIZE, kv_heads, head_dim, generator=generator)
@@ -56,17 +71,17 @@ def test_padded_equals_reference(lengths: list[tuple[int, int]], kv_heads: int, 
         torch.randn(meta.query_starts[-1], heads, head_dim, generator=generator) for heads in (8, kv_heads, kv_heads)
     )
     outputs = []
-    for backend in (ReferenceAttention(alibi_slopes(8), 0.3), PaddedAttention(alibi_slopes(8), 0.3)):
+    for backend in (ReferenceAttention(scores), PaddedAttention(scores)):
         cache = kv.clone()
         backend.write(cache, k, v, meta)
-        outputs.append(backend.attend(q, cache, meta))
+        outputs.append(backend.attend(q, cache, meta, window))
     torch.testing.assert_close(outputs[0], outputs[1], atol=1e-5, rtol=1e-4)
 
 
 def test_write_touches_the_named_slots_alone() -> None:
     kv = torch.zeros(2, 3, BLOCK_SIZE, 1, 2)
     meta = step_of([(17, 1)], 3, seed=0)
-    PaddedAttention([0.5], 1.0).write(kv, torch.ones(1, 1, 2), 2 * torch.ones(1, 1, 2), meta)
+    PaddedAttention(Scores(1.0)).write(kv, torch.ones(1, 1, 2), 2 * torch.ones(1, 1, 2), meta)
     slot = int(meta.slots[0])
     flat = kv.view(2, -1, 2)
     assert [[1, 1], [2, 2]] == flat[:, slot].tolist()
@@ -78,15 +93,23 @@ def test_a_nearer_key_wins_where_contents_are_equal() -> None:
     kv = torch.zeros(2, 2, BLOCK_SIZE, 1, 1)
     slots = [int(meta.block_tables[0, 0]) * BLOCK_SIZE + i for i in range(4)]
     kv.view(2, -1)[1, slots] = torch.tensor([0.0, 0.0, 0.0, 1.0])  # the value of the query's own token is 1
-    flat = ReferenceAttention([0.0], 1.0).attend(torch.zeros(1, 1, 1), kv, meta)
-    steep = ReferenceAttention([5.0], 1.0).attend(torch.zeros(1, 1, 1), kv, meta)
+    flat = ReferenceAttention(Scores(1.0)).attend(torch.zeros(1, 1, 1), kv, meta, 0)
+    steep = ReferenceAttention(Scores(1.0, (5.0,))).attend(torch.zeros(1, 1, 1), kv, meta, 0)
     assert 0.25 == pytest.approx(flat.item())
     assert steep.item() > 0.99
 
 
+def test_a_window_hides_what_is_before_it() -> None:
+    meta = step_of([(4, 1)], 2, seed=0)
+    kv = torch.zeros(2, 2, BLOCK_SIZE, 1, 1)
+    slots = [int(meta.block_tables[0, 0]) * BLOCK_SIZE + i for i in range(4)]
+    kv.view(2, -1)[1, slots] = torch.tensor([9.0, 9.0, 1.0, 3.0])
+    assert 2.0 == pytest.approx(ReferenceAttention(Scores(1.0)).attend(torch.zeros(1, 1, 1), kv, meta, 2).item())
+
+
 def test_groups_cover_every_decode_once_within_the_bound() -> None:
     lengths = [10, 9000, 9000, 3, 20000, 5, 5]
-    meta = StepMeta(len(lengths), [], lengths, *[torch.empty(0)] * 3)
+    meta = StepMeta(len(lengths), [], lengths, *[torch.empty(0)] * 4)
     groups = list(_groups(meta))
     assert [i for first, last in groups for i in range(first, last)] == list(range(len(lengths)))
     assert all(last - first == 1 or max(lengths[first:last]) * (last - first) <= 16384 for first, last in groups)

@@ -9,7 +9,7 @@ from server.cache import KVShape, choose_tokens, num_blocks
 from server.layers.position import alibi_slopes
 from server.loading import choose_dtype
 from server.model import families
-from server.model.spec import ArchSpec, validate
+from server.model.spec import Alibi, ArchSpec, validate
 
 CPU = torch.device("cpu")
 
@@ -54,11 +54,11 @@ def test_a_wish_that_does_not_fit_is_refused_with_what_does() -> None:
 
 
 def test_slopes_of_a_power_of_two_are_geometric() -> None:
-    assert [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8] == alibi_slopes(8)
+    assert [2**-1, 2**-2, 2**-3, 2**-4, 2**-5, 2**-6, 2**-7, 2**-8] == alibi_slopes(8, Alibi())
 
 
 def test_slopes_between_powers_come_from_the_next_higher_one() -> None:
-    assert pytest.approx([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]) == alibi_slopes(6)
+    assert pytest.approx([2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]) == alibi_slopes(6, Alibi())
 
 
 def test_the_checkpoints_dtype_is_kept_where_the_device_computes_it() -> None:

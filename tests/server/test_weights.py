@@ -15,7 +15,7 @@ from server.layers.embedding import load_embedding, load_head
 from server.layers.linear import DenseFormat, load_column, load_row
 from server.model import families
 from server.model.names import Layout, NameMap
-from server.weights import Checkpoint, CheckpointError, Weights, split_fused
+from server.weights import Checkpoint, CheckpointError, Weights, head_ranges
 from tests.server.driver import CPU, load_engine
 
 NAMES = NameMap(roles={"embed": "words", "mlp_up": "up.{i}", "mlp_down": "down.{i}"}, prefixes=("model.", ""))
@@ -54,10 +54,27 @@ def test_a_row_layer_takes_columns(four_by_four: Path) -> None:
     assert [[2, 3], [6, 7], [10, 11], [14, 15]] == layer.weight.weight.tolist()
 
 
-def test_heads_of_q_k_and_v_are_put_side_by_side() -> None:
-    # Two heads of size 1: rows q0 k0 v0 q1 k1 v1.
-    fused = torch.tensor([[1.0], [10.0], [100.0], [2.0], [20.0], [200.0]])
-    assert [1, 2, 10, 20, 100, 200] == split_fused(fused, Layout.PER_HEAD, head_dim=1).flatten().tolist()
+def test_fused_heads_are_put_side_by_side() -> None:
+    # Four heads of one row that share two kv heads. Grouped: q0 q1 k0 v0 q2 q3 k1 v1; concatenated: q0 … q3 k0 k1 v0 v1.
+    def rows(layout: Layout, q: range, kv: range) -> list[int]:
+        return [row for start, stop in head_ranges(layout, 4, 2, 1, q, kv) for row in range(start, stop)]
+
+    assert [0, 1, 4, 5, 2, 6, 3, 7] == rows(Layout.GROUPED, range(4), range(2))
+    assert [4, 5, 6, 7] == rows(Layout.GROUPED, range(2, 4), range(1, 2))
+    assert [0, 1, 2, 3, 4, 5, 6, 7] == rows(Layout.CONCAT, range(4), range(2))
+    assert [2, 3, 5, 7] == rows(Layout.CONCAT, range(2, 4), range(1, 2))
+
+
+def test_neighbouring_rows_are_read_at_once() -> None:
+    assert [(0, 8)] == head_ranges(Layout.CONCAT, 4, 2, 1, range(4), range(2))
+
+
+def test_stored_inputs_first_is_turned_around(four_by_four: Path) -> None:
+    names = NameMap(roles=NAMES.roles, prefixes=NAMES.prefixes, transposed=True)
+    weights = Weights.open(Checkpoint(four_by_four), names, Shard(1, 2), torch.float32, CPU).of_layer(0)
+    layer = load_column(weights, "mlp_up", (4, 4), DenseFormat, bias=False)
+    assert isinstance(layer.weight, DenseFormat)
+    assert [[2, 6, 10, 14], [3, 7, 11, 15]] == layer.weight.weight.tolist()
 
 
 def test_a_rank_reads_its_share_of_the_bytes(tiny_bloom: Path) -> None:
