@@ -181,10 +181,7 @@ class Weights:
 
     def table(self, role: str, size: tuple[int, int], part: tuple[int, int] | None = None) -> Tensor:
         """Rows of a table [rows, features], which no family stores transposed."""
-        table = self.checkpoint.read(f"{self._name(role)}.weight", size, part=part)
-        if role in self.names.unit_rows:
-            table = torch.nn.functional.normalize(table.float(), dim=1)
-        return self._own([table], dim=0)
+        return self._own([self.checkpoint.read(f"{self._name(role)}.weight", size, part=part)], dim=0)
 
     def _matrix(self, role: str, size: tuple[int, int], dim: int, ranges: Ranges, expert: int) -> Tensor:
         name = f"{self._name(role, expert)}.weight"
@@ -200,9 +197,8 @@ class Weights:
 
     def _name(self, role: str, expert: int = 0) -> str:
         entry = self.names.roles[role]
-        names = [
-            self.prefix + name.format(i=self.layer, e=expert) for name in ([entry] if isinstance(entry, str) else entry)
-        ]
+        short = [name.format(i=self.layer, e=expert) for name in ((entry,) if isinstance(entry, str) else entry)]
+        names = [prefix + name for name in short for prefix in (self.prefix, "")]  # a head often stands without it
         return next((name for name in names if f"{name}.weight" in self.checkpoint), names[0])
 
     def refuse_leftovers(self) -> None:

@@ -59,7 +59,10 @@ def load_embedding(weights: Weights, spec: ArchSpec) -> Embedding:
 
 def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding, make_format: MakeFormat) -> Head:
     """The output head: the embedding's own rows when tied."""
-    weight = DenseFormat(embedding.table) if spec.tied_head else make_format(_vocab_rows(weights, "head", spec))
+    rows = embedding.table if spec.tied_head else _vocab_rows(weights, "head", spec)
+    if spec.unit_head:
+        rows = F.normalize(rows.float(), dim=1).to(rows.dtype)
+    weight = DenseFormat(rows) if spec.tied_head else make_format(rows)
     return Head(weight, _vocab_bias(weights, spec) if spec.head_bias else None, spec, weights.shard)
 
 

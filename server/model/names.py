@@ -36,7 +36,6 @@ class NameMap:
     """
 
     roles: Mapping[str, str | tuple[str, ...]]
-    unit_rows: tuple[str, ...] = ()  # roles whose rows are scaled to length 1 while loading
     qkv_layout: Layout = Layout.CONCAT  # of the role `qkv`, where there is one
     transposed: bool = False  # linear weights are stored [inputs, outputs]
     prefixes: tuple[str, ...] = ("",)

@@ -192,6 +192,7 @@ class ArchSpec:
     attention_out_bias: bool = False
     mlp_bias: bool = False
     head_bias: bool = False
+    unit_head: bool = False  # the head's rows are scaled to length 1
     embed_norm: bool = False  # a norm between the embedding and the first layer
     embed_scale: float = 1.0  # what the embedding is multiplied by
     embed_dim: int = 0  # width of the embedding where it is not the model's; a matrix maps one to the other

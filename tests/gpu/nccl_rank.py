@@ -18,7 +18,7 @@ def run(rank: int, folder: Path, world_size: int, rendezvous: str) -> None:
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     engine = load_engine(folder, shard=connect(rank, world_size, rendezvous, device), device=device)
-    tokens = [p.tokens for p in generate(engine, prompts(103, 8))]
+    tokens = [p.tokens for p in generate(engine, prompts())]
     if rank == 0:
         print(json.dumps(tokens))
     disconnect()

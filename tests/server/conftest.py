@@ -9,6 +9,8 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from tests.server.checkpoints import Checkpoints, Oracle, save
+
 DEMO = Path(__file__).parents[2] / "server" / "demo"
 
 
@@ -30,3 +32,17 @@ def tiny_bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-bloom")
     save_tiny_bloom(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """A case's folder and its oracle, made once."""
+    made: dict[str, tuple[Path, Oracle]] = {}
+
+    def get(case: str) -> tuple[Path, Oracle]:
+        if case not in made:
+            folder = tmp_path_factory.mktemp(case)
+            made[case] = folder, save(case, folder)
+        return made[case]
+
+    return get

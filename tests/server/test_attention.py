@@ -14,6 +14,8 @@ from server.cache import BLOCK_SIZE, num_blocks
 from server.layers.position import alibi_slopes
 from server.model.spec import Alibi
 
+SLOPES = tuple(alibi_slopes(8, Alibi()))
+
 
 def step_of(lengths: list[tuple[int, int]], num_blocks_total: int, seed: int) -> StepMeta:
     """Sequences of (context length, queries), decodes first, on randomly scattered blocks."""

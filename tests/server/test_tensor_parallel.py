@@ -1,27 +1,44 @@
-"""Shard-equality: 2, 4 and 8 gloo ranks generate the tokens of one rank, and every rank agrees."""
+"""Shard-equality: for every family, 2, 4 and 8 gloo ranks generate the tokens of one rank, and every rank agrees."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
+from server.distributed import Shard
+from server.model import families
+from server.model.spec import validate
 from tests.server import ranks
+from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
 
 ROOT = Path(__file__).parents[2]
+Tokens = dict[str, list[list[int]]]
 
 
-def run_ranks(folder: Path, world_size: int, rendezvous: Path) -> list[list[list[int]]]:
-    """The tokens that each rank generated."""
-    command = [sys.executable, "-m", "tests.server.ranks", str(folder)]
+def splits(folder: Path, world_size: int) -> bool:
+    """Whether the model in `folder` can be split so."""
+    _, spec = families.find(json.loads((folder / "config.json").read_text()))
+    try:
+        validate(spec, world_size)
+    except ValueError:
+        return False
+    return True
+
+
+def run_ranks(folders: list[Path], world_size: int, rendezvous: Path) -> list[Tokens]:
+    """The tokens that each rank generated with the model in each folder."""
+    names = [str(folder) for folder in folders]
+    command = [sys.executable, "-m", "tests.server.ranks"]
     processes = [
         subprocess.Popen(
-            [*command, str(rank), str(world_size), f"file://{rendezvous}"],
+            [*command, str(rank), str(world_size), f"file://{rendezvous}", *names],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd=ROOT,
@@ -29,32 +46,41 @@ def run_ranks(folder: Path, world_size: int, rendezvous: Path) -> list[list[list
         )
         for rank in range(world_size)
     ]
-    results = [process.communicate(timeout=240) for process in processes]
+    results = [process.communicate(timeout=300) for process in processes]
     for process, (_, stderr) in zip(processes, results, strict=True):
         assert process.returncode == 0, stderr
     return [json.loads(stdout.splitlines()[-1]) for stdout, _ in results]
 
 
 @pytest.fixture(scope="module")
-def one_rank(tiny_bloom: Path) -> dict[Path, list[list[int]]]:
-    threads = torch.get_num_threads()
-    expected = {folder: ranks.tokens(folder, 0, 1, "") for folder in (tiny_bloom, DEMO)}
-    torch.set_num_threads(threads)
-    return expected
+def folders(checkpoints: Checkpoints) -> dict[str, Path]:
+    return {"embedded": DEMO, **{case: checkpoints(case)[0] for case in CASES}}
+
+
+@pytest.fixture(scope="module")
+def of_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Tokens]]:
+    """The tokens of all ranks at a world size, for every model that can be split so; each world size runs once."""
+    made: dict[int, list[Tokens]] = {}
+
+    def get(world_size: int) -> list[Tokens]:
+        if world_size not in made:
+            able = [folder for folder in folders.values() if splits(folder, world_size)]
+            made[world_size] = run_ranks(able, world_size, tmp_path_factory.mktemp("ranks") / "rendezvous")
+        return made[world_size]
+
+    return get
 
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_ranks_of_a_random_model_equal_one(
-    tiny_bloom: Path, one_rank: dict[Path, list[list[int]]], world_size: int, tmp_path: Path
+@pytest.mark.parametrize("case", ["embedded", *CASES])
+def test_ranks_generate_the_tokens_of_one(
+    folders: dict[str, Path], of_ranks: Callable[[int], list[Tokens]], case: str, world_size: int
 ) -> None:
-    results = run_ranks(tiny_bloom, world_size, tmp_path / "rendezvous")
-    assert [one_rank[tiny_bloom]] * world_size == results
-
-
-def test_two_ranks_of_the_embedded_model_equal_one(one_rank: dict[Path, list[list[int]]], tmp_path: Path) -> None:
-    assert [one_rank[DEMO]] * 2 == run_ranks(DEMO, 2, tmp_path / "rendezvous")
-
-
-def test_alone_equals_together(tiny_bloom: Path, one_rank: dict[Path, list[list[int]]]) -> None:
-    for tokens in one_rank.values():
-        assert tokens[:2] == tokens[-2:]
+    if not splits(folders[case], world_size):
+        assert (case, world_size) in {("mpt-clipped", 4), ("mpt-clipped", 8)}  # 6 heads
+        return
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = ranks.tokens(folders[case], Shard())
+    torch.set_num_threads(threads)
+    assert [expected] * world_size == [tokens[str(folders[case])] for tokens in of_ranks(world_size)]

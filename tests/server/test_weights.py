@@ -55,7 +55,7 @@ def test_a_row_layer_takes_columns(four_by_four: Path) -> None:
 
 
 def test_fused_heads_are_put_side_by_side() -> None:
-    # Four heads of one row that share two kv heads. Grouped: q0 q1 k0 v0 q2 q3 k1 v1; concatenated: q0 … q3 k0 k1 v0 v1.
+    # Four heads of one row share two kv heads. Grouped: q0 q1 k0 v0 q2 q3 k1 v1; concatenated: q0 … q3 k0 k1 v0 v1.
     def rows(layout: Layout, q: range, kv: range) -> list[int]:
         return [row for start, stop in head_ranges(layout, 4, 2, 1, q, kv) for row in range(start, stop)]
 

@@ -9,7 +9,27 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from server.model.families import bloom
+from server.model.families import (
+    baichuan,
+    bloom,
+    chatglm,
+    falcon,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_bigcode,
+    gpt_neox,
+    llama,
+    mistral,
+    mixtral,
+    mpt,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    starcoder2,
+)
 from server.model.names import NameMap
 from server.model.spec import ArchSpec
 
@@ -22,8 +42,27 @@ class Family:
     names: NameMap
 
 
-FAMILIES: Mapping[str, Family] = {
+FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
+    "baichuan": Family(baichuan.spec, baichuan.NAMES),
     "bloom": Family(bloom.spec, bloom.NAMES),
+    "chatglm": Family(chatglm.spec, chatglm.NAMES),
+    "falcon": Family(falcon.spec, falcon.NAMES),
+    "gemma": Family(gemma.spec, gemma.NAMES),
+    "gemma2": Family(gemma2.spec, gemma2.NAMES),
+    "gemma3_text": Family(gemma3.spec, gemma3.NAMES),
+    "gpt2": Family(gpt2.spec, gpt2.NAMES),
+    "gpt_bigcode": Family(gpt_bigcode.spec, gpt_bigcode.NAMES),
+    "gpt_neox": Family(gpt_neox.spec, gpt_neox.NAMES),
+    "llama": Family(llama.spec, llama.NAMES),
+    "mistral": Family(mistral.spec, mistral.NAMES),
+    "mixtral": Family(mixtral.spec, mixtral.NAMES),
+    "mpt": Family(mpt.spec, mpt.NAMES),
+    "opt": Family(opt.spec, opt.NAMES),
+    "phi3": Family(phi3.spec, phi3.NAMES),
+    "qwen2": Family(qwen2.spec, qwen2.NAMES),
+    "qwen3": Family(qwen3.spec, qwen3.NAMES),
+    "qwen3_moe": Family(qwen3.moe_spec, qwen3.NAMES),
+    "starcoder2": Family(starcoder2.spec, starcoder2.NAMES),
 }
 
 

@@ -1,0 +1,68 @@
+"""Parity, incremental and invariance for every family, float32 on a CPU; `test_tensor_parallel.py` has the fourth."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from server.model.families import FAMILIES
+from server.model.spec import validate
+from tests.server import published, tiny
+from tests.server.checkpoints import CASES, Checkpoints
+from tests.server.driver import GREEDY, Prompt, all_logits, generate, load_engine, sampled
+
+PROMPT = [int(i) for i in torch.randint(4, 103, (64,), generator=torch.Generator().manual_seed(0))]
+NEW_TOKENS = 32
+
+
+@pytest.mark.parametrize("case", CASES)
+@torch.inference_mode()
+def test_logits_equal_the_oracle(checkpoints: Checkpoints, case: str) -> None:
+    folder, oracle = checkpoints(case)
+    engine = load_engine(folder)
+    (done,) = generate(engine, [Prompt(PROMPT, max_new_tokens=NEW_TOKENS)])
+    expected = oracle(torch.tensor(PROMPT + done.tokens))
+    torch.testing.assert_close(expected, all_logits(engine, PROMPT + done.tokens), atol=1e-4, rtol=0)
+    # And step by step: every token was the oracle's first choice, with the oracle's log-probability.
+    decoded = expected[len(PROMPT) - 1 : -1].log_softmax(-1)
+    assert decoded.argmax(-1).tolist() == done.tokens
+    torch.testing.assert_close(decoded.max(-1).values, torch.tensor(done.logprobs), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_and_neighbours_do_not_change_the_tokens(checkpoints: Checkpoints, case: str) -> None:
+    folder, _ = checkpoints(case)
+    engine = load_engine(folder)
+    prompts = [
+        Prompt(PROMPT[: 3 + 4 * i], max_new_tokens=12, joins_at=i % 5, chunk=(1000, 1, 7, 16)[i % 4],
+               sampling=sampled(i) if i % 2 else GREEDY)
+        for i in range(16)
+    ]  # fmt: skip
+    together = generate(engine, prompts)
+    for crowded in together[3::4]:
+        fresh = replace(crowded, joins_at=0, chunk=1000, tokens=[], logprobs=[], top_ids=[], prompt_values=[])
+        assert generate(engine, [fresh])[0].tokens == crowded.tokens
+
+
+def test_every_family_has_a_case() -> None:
+    covered = {tiny.CASES[case][0] for case in tiny.CASES} | {
+        published.CASES[c][0]["model_type"] for c in published.CASES
+    }
+    assert set(FAMILIES) == covered
+
+
+@pytest.mark.parametrize(
+    ("family", "heads", "possible"),
+    [("falcon", 71, "1"), ("baichuan", 40, "1 or 2 or 4 or 8")],
+    ids=["falcon-7b", "13b"],
+)
+def test_head_counts_of_real_models(family: str, heads: int, possible: str) -> None:
+    sizes = {"hidden_size": 64 * heads, "num_attention_heads": heads, "num_hidden_layers": 1, "vocab_size": 65024}
+    falcon = {"new_decoder_architecture": False, "multi_query": True, "parallel_attn": True, "bias": False,
+              "alibi": False, "layer_norm_epsilon": 1e-5}  # fmt: skip
+    baichuan = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "intermediate_size": 13696}
+    spec = FAMILIES[family].spec(sizes | falcon | baichuan)
+    with pytest.raises(ValueError, match=f"use --num-shard {possible}$"):
+        validate(spec, 3)

@@ -1,0 +1,119 @@
+"""Tiny random checkpoints of every family, made by transformers' own models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+COMMON: dict[str, Any] = {"vocab_size": 103, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
+LLAMA_SIZES: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 256,
+}
+ROPE_SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "llama3": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+}
+LONG_ROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.2, 1.3],
+    "long_factor": [1.0, 2.0, 4.0, 8.0],
+    "original_max_position_embeddings": 128,
+}
+
+# Name of the test case -> (model_type, what differs from the family's defaults).
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("bloom", {"hidden_size": 64, "n_head": 8, "n_layer": 3}),
+    "bloom-normed-residual": (
+        "bloom",
+        {"hidden_size": 64, "n_head": 8, "n_layer": 3, "apply_residual_connection_post_layernorm": True},
+    ),
+    "opt": ("opt", {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 3, "num_attention_heads": 8,
+                    "max_position_embeddings": 256, "word_embed_proj_dim": 64}),
+    "opt-350m": ("opt", {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 3, "num_attention_heads": 8,
+                         "max_position_embeddings": 256, "word_embed_proj_dim": 32, "do_layer_norm_before": False}),
+    "gpt2": ("gpt2", {"n_embd": 64, "n_head": 8, "n_layer": 3, "n_positions": 256}),
+    "gpt_bigcode": ("gpt_bigcode", {"n_embd": 64, "n_head": 8, "n_layer": 3, "n_positions": 256, "multi_query": True}),
+    "gpt_bigcode-mha": (
+        "gpt_bigcode", {"n_embd": 64, "n_head": 8, "n_layer": 3, "n_positions": 256, "multi_query": False},
+    ),
+    "gpt_neox": ("gpt_neox", {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+                              "num_attention_heads": 8, "max_position_embeddings": 256, "rotary_pct": 0.5}),
+    "gpt_neox-serial": (
+        "gpt_neox", {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 8,
+                     "max_position_embeddings": 256, "use_parallel_residual": False},
+    ),
+    "falcon-7b": ("falcon", {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
+                             "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True,
+                             "bias": False, "alibi": False}),
+    "falcon-40b": ("falcon", {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8, "num_kv_heads": 4,
+                              "new_decoder_architecture": True, "bias": False, "alibi": False}),
+    "falcon-rw": ("falcon", {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 8,
+                             "new_decoder_architecture": False, "multi_query": False, "parallel_attn": False,
+                             "bias": True, "alibi": True,
+                             "attn_implementation": "sdpa"}),  # transformers' eager Falcon adds ALiBi twice
+    "llama": ("llama", LLAMA_SIZES),
+    "llama-biased-tied": (
+        "llama", LLAMA_SIZES | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    **{f"llama-{name}": ("llama", LLAMA_SIZES | {"rope_parameters": {"rope_theta": 10000.0, **scaling}})
+       for name, scaling in ROPE_SCALINGS.items()},
+    "mistral": ("mistral", LLAMA_SIZES | {"sliding_window": 24}),
+    "mixtral": ("mixtral", LLAMA_SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    "qwen2": ("qwen2", LLAMA_SIZES | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1}),
+    "qwen3": ("qwen3", LLAMA_SIZES | {"head_dim": 16}),
+    "qwen3_moe": (
+        "qwen3_moe", LLAMA_SIZES | {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True,
+                                    "moe_intermediate_size": 32, "mlp_only_layers": [0]},
+    ),
+    "gemma": ("gemma", LLAMA_SIZES | {"head_dim": 16}),
+    "gemma2": (
+        "gemma2", LLAMA_SIZES | {"head_dim": 16, "sliding_window": 24, "query_pre_attn_scalar": 24,
+                                 "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3_text": (
+        "gemma3_text", LLAMA_SIZES | {"head_dim": 16, "sliding_window": 24, "num_hidden_layers": 7,
+                                      "query_pre_attn_scalar": 24},
+    ),
+    "phi3": ("phi3", LLAMA_SIZES | {"sliding_window": 24}),
+    "phi3-longrope": (
+        "phi3", LLAMA_SIZES | {"rope_parameters": {"rope_theta": 10000.0, **LONG_ROPE},
+                               "original_max_position_embeddings": 128},
+    ),
+    "starcoder2": ("starcoder2", LLAMA_SIZES | {"sliding_window": 24, "use_bias": True}),
+    "mpt": ("mpt", {"d_model": 64, "n_heads": 8, "n_layers": 3, "max_seq_len": 256, "expansion_ratio": 4}),
+    "mpt-clipped": ("mpt", {"d_model": 72, "n_heads": 6, "n_layers": 3, "max_seq_len": 256,
+                            "attn_config": {"clip_qkv": 0.5}}),
+}  # fmt: skip
+
+
+def save_tiny(case: str, folder: Path) -> PreTrainedModel:
+    """A random model whose weights are large enough that every part of it matters to the logits."""
+    transformers_logging.disable_progress_bar()
+    model_type, sizes = CASES[case]
+    torch.manual_seed(7)
+    settings = {"attn_implementation": "eager"} | COMMON | sizes
+    attention = settings.pop("attn_implementation")
+    config = AutoConfig.for_model(model_type, **settings)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    for name, parameter in model.named_parameters():
+        is_norm = "norm" in name or ".ln_" in name or "ln_f" in name
+        parameter.data.normal_(0.5 if is_norm else 0.0, 0.2)
+    model.save_pretrained(folder)
+    return model
