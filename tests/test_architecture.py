@@ -19,7 +19,13 @@ PACKAGES = ("router", "server", "benchmark")
 # Module or package -> the first-party modules and packages that it may import. The longest matching name counts.
 MAY_IMPORT: dict[str, set[str]] = {
     "launcher": {"router.config", "server.config", "server.hub"},
-    "benchmark": {"benchmark", "router.client", "server.pb"},
+    "benchmark": {
+        "benchmark", "router.client", "router.entry", "server.model.families", "server.model.spec", "server.pb",
+    },
+    "benchmark.offline": {
+        "benchmark", "router.batcher", "router.client", "router.entry", "router.limits", "router.metrics",
+        "router.text",
+    },
     "router": {"router", "server.pb"},
     "router.queue": set(),
     "router.blocks": set(),

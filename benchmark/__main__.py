@@ -1,0 +1,66 @@
+"""`lockstep-bench`: the command line of the benchmark. Each command is a module with `add_arguments` and `run`.
+
+Only the module of the command that is asked for is imported, so that `--help` answers at once. Exit codes: 0 done,
+1 it failed (one sentence on standard error, and what was measured before is kept), 2 wrong arguments, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
+
+from benchmark.report import BenchError
+
+COMMANDS: Mapping[str, str] = {
+    "latency": "prefill and decode times by batch size, straight at the shards",
+    "serving": "requests per second and latencies over HTTP, of any compatible server",
+    "offline": "a file of prompts through the engine, without HTTP",
+    "plan": "what a model needs and could do at best on a device; loads nothing",
+    "compare": "result files side by side",
+}
+
+
+class Command(Protocol):
+    """What a command's module offers."""
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+
+    def run(self, args: argparse.Namespace) -> int: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The console script."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    name = next((argument for argument in arguments[:1] if argument in COMMANDS), None)
+    command = None if name is None else cast(Command, importlib.import_module(f"benchmark.{name}"))
+    args = _parser(name, command).parse_args(arguments)
+    assert command is not None, "the parser asks for a command"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: rows are printed and servers stopped
+    try:
+        return command.run(args)
+    except BenchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser(chosen: str | None, command: Command | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="lockstep-bench", description="Measures Lockstep and its peers, and what the machine could do at best."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, about in COMMANDS.items():
+        sub = commands.add_parser(name, help=about, description=f"{about[0].upper()}{about[1:]}.", allow_abbrev=False)
+        if name == chosen and command is not None:
+            command.add_arguments(sub)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

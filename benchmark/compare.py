@@ -1,0 +1,305 @@
+"""`lockstep-bench compare`: results side by side, as ratios to the first of them, with how sure they are.
+
+Only what was measured on the same work can be compared: the `work` of every file must be equal, or the command says
+which keys differ and stops. How the systems were set up (dtype, shards, device) may differ: that is what one compares.
+
+Intervals are percentile bootstraps (Efron 1979) of the ratio of means. They cover the scatter between the requests or
+runs of one measurement, not that between two measurements of the same thing: only measuring twice shows that.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmark import plots
+from benchmark.report import BenchError, prepare_output, table, write_atomically
+
+Row = Mapping[str, Any]
+
+RESAMPLES = 2000  # the ends of a 95 % interval then rest on 50 resamples each
+CONFIDENCE = 95.0
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One figure of a row."""
+
+    key: str
+    title: str
+    samples: tuple[str, ...] = ()  # where the row keeps what the figure is the mean of; (): one figure a run
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What is compared in one command's rows."""
+
+    keys: Mapping[str, str]  # what a row is about, with the column's title
+    measures: Sequence[Measure]
+
+
+LAYOUTS: Mapping[str, Layout] = {
+    "latency": Layout(
+        keys={"step": "Step", "batch_size": "Batch Size"},
+        measures=(Measure("mean_ms", "Average (ms)", ("samples_ms",)),),
+    ),
+    "serving": Layout(
+        keys={
+            "input_length": "Input Length",
+            "output_length": "Output Length",
+            "concurrency": "Concurrency",
+            "request_rate": "Request Rate",
+        },
+        measures=(
+            Measure("requests_per_second", "Throughput (requests/s)"),
+            Measure("output_tokens_per_second", "Throughput (output token/s)"),
+            Measure("latency_per_token_ms", "Average latency per token (ms)", ("samples", "latency_per_token_ms")),
+            Measure(
+                "latency_per_output_token_ms",
+                "Average latency per output token (ms)",
+                ("samples", "latency_per_output_token_ms"),
+            ),
+            Measure("ttft_ms", "Average TTFT (ms)", ("samples", "ttft_ms")),
+            Measure("tpot_ms", "Average TPOT (ms)", ("samples", "tpot_ms")),
+            Measure("e2e_ms", "Average end-to-end time (ms)", ("samples", "e2e_ms")),
+        ),
+    ),
+    "offline": Layout(
+        keys={"step": "Step"},
+        measures=(Measure("latency_s", "Latency (s)"), Measure("tokens_per_second", "Throughput (token/s)")),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class System:
+    """One result file."""
+
+    name: str
+    path: Path
+    result: Mapping[str, Any]
+
+    def row(self, layout: Layout, about: tuple[Any, ...]) -> Row | None:
+        """The row about these values of the layout's keys; None if the run did not get that far."""
+        return next((row for row in self.result["rows"] if about_of(row, layout) == about), None)
+
+
+def about_of(row: Row, layout: Layout) -> tuple[Any, ...]:
+    return tuple(row.get(key) for key in layout.keys)
+
+
+# --------------------------------------------------------------------------------------------------- command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "results", type=Path, nargs="+", metavar="FILE", help="result.json files; the first is the base"
+    )
+    parser.add_argument("--name", nargs="+", default=[], help="what to call them (default: from their paths)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for compare.md, compare.json and plots")
+
+
+def run(args: argparse.Namespace) -> int:
+    systems = read_systems(args.results, args.name)
+    check_same_work(systems)
+    prepare_output(args.output)
+    if args.output is not None:
+        plots.require_matplotlib()
+    rows = compare(systems)
+    text = markdown(systems, rows)
+    answer = json.dumps(to_json(systems, rows), allow_nan=False)
+    print(text)
+    print(answer, flush=True)
+    if args.output is not None:
+        _write(args.output, systems, text, answer)
+    return 0
+
+
+def _write(folder: Path, systems: Sequence[System], text: str, answer: str) -> None:
+    try:
+        write_atomically(folder / "compare.md", text + "\n")
+        write_atomically(folder / "compare.json", answer + "\n")
+    except OSError as error:
+        raise BenchError(f"cannot write to {folder}: {error.strerror}; give another --output") from None
+    rows = {system.name: system.result["rows"] for system in systems}
+    if systems[0].result["command"] == "serving":
+        plots.plot_serving(rows, folder)
+    elif systems[0].result["command"] == "latency":
+        plots.plot_latency_systems(rows, folder / "latency.png")
+
+
+# -------------------------------------------------------------------------------------------------------- reading
+
+
+def read_systems(paths: Sequence[Path], names: Sequence[str]) -> list[System]:
+    """Raises BenchError for anything but two or more results."""
+    if len(paths) < 2:
+        raise BenchError("one result has nothing to be compared with: give two or more result.json files")
+    if names and len(names) != len(paths):
+        raise BenchError(f"--name has {len(names)} names for {len(paths)} files: give one for each")
+    found = list(names) or _names(paths)
+    if len(set(found)) != len(found):
+        raise BenchError(f"the results would have the same name ({', '.join(found)}): tell them apart by --name")
+    return [System(name, path, read_result(path)) for name, path in zip(found, paths, strict=True)]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The folder's name where all files are called alike, as `result.json` is, else the file's."""
+    stems = [path.stem for path in paths]
+    return stems if len(set(stems)) == len(stems) else [path.absolute().parent.name for path in paths]
+
+
+def read_result(path: Path) -> Mapping[str, Any]:
+    """One result file. Raises BenchError."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"cannot read {path}: {error}") from None
+    except ValueError:
+        result = None
+    wanted = {"command", "work", "rows"}
+    if not isinstance(result, dict) or not wanted <= result.keys() or result["command"] not in LAYOUTS:
+        raise BenchError(f"{path} is not a result of lockstep-bench {', '.join(LAYOUTS)}: give the result.json files")
+    return result
+
+
+def check_same_work(systems: Sequence[System]) -> None:
+    """Raises BenchError naming what differs from the first result."""
+    base, *others = systems
+    for other in others:
+        mine, theirs = _work(base), _work(other)
+        differing = [key for key in sorted({*mine, *theirs}) if mine.get(key) != theirs.get(key)]
+        if differing:
+            pairs = "; ".join(f"{key} is {mine.get(key)} and {theirs.get(key)}" for key in differing)
+            raise BenchError(f"{base.path} and {other.path} were not measured on the same work: {pairs}")
+
+
+def _work(system: System) -> dict[str, Any]:
+    return {"command": system.result["command"], **system.result["work"]}
+
+
+# ------------------------------------------------------------------------------------------------------ comparing
+
+
+def compare(systems: Sequence[System]) -> list[dict[str, Any]]:
+    """One entry for each measure of each row that every system has, in the first system's order."""
+    layout = LAYOUTS[systems[0].result["command"]]
+    entries = []
+    for row in systems[0].result["rows"]:
+        rows = [system.row(layout, about_of(row, layout)) for system in systems]
+        present = [row for row in rows if row is not None]
+        if len(present) == len(systems):
+            entries += [_entry(layout, measure, systems, present) for measure in layout.measures]
+    if not entries:
+        raise BenchError("the results have no row in common: both runs stopped before any was finished")
+    return entries
+
+
+def _entry(layout: Layout, measure: Measure, systems: Sequence[System], rows: Sequence[Row]) -> dict[str, Any]:
+    values = [_value(row, measure) for row in rows]
+    samples = [_samples(row, measure) for row in rows]
+    figures = {
+        system.name: {
+            "value": value,
+            "ratio": value / values[0] if value is not None and values[0] else None,
+            "interval": bootstrap_ratio(samples[0], own) if system is not systems[0] else None,
+        }
+        for system, value, own in zip(systems, values, samples, strict=True)
+    }
+    about = dict(zip(layout.keys, about_of(rows[0], layout), strict=True))
+    return {**about, "measure": measure.key, "title": measure.title, "systems": figures}
+
+
+def _value(row: Row, measure: Measure) -> float | None:
+    """None where every request of a row failed."""
+    value = row.get(measure.key)
+    number: float | None = value["mean"] if isinstance(value, Mapping) else value
+    return number
+
+
+def _samples(row: Row, measure: Measure) -> list[float]:
+    found: Any = row if measure.samples else []
+    for key in measure.samples:
+        found = found.get(key, {})
+    return list(found)
+
+
+def bootstrap_ratio(base: Sequence[float], other: Sequence[float]) -> tuple[float, float] | None:
+    """95 % interval of mean(other) / mean(base), both resampled; None with fewer than two samples of either."""
+    if min(len(base), len(other)) < 2:
+        return None
+    random = np.random.default_rng(SEED)
+    ratios = _resampled_means(other, random) / _resampled_means(base, random)
+    tail = (100 - CONFIDENCE) / 2
+    low, high = np.percentile(ratios, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def _resampled_means(samples: Sequence[float], random: np.random.Generator) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """[RESAMPLES]; one at a time, because all indexes at once can be gigabytes."""
+    values = np.asarray(samples, dtype=np.float64)
+    return np.array([values[random.integers(len(values), size=len(values))].mean() for _ in range(RESAMPLES)])
+
+
+# --------------------------------------------------------------------------------------------------------- report
+
+
+def to_json(systems: Sequence[System], rows: Sequence[Row]) -> dict[str, Any]:
+    files = [{"name": system.name, "path": str(system.path)} for system in systems]
+    return {"command": "compare", "of": systems[0].result["command"], "systems": files, "rows": list(rows)}
+
+
+def markdown(systems: Sequence[System], rows: Sequence[Row]) -> str:
+    """One table for each measure, and what to know about it."""
+    layout = LAYOUTS[systems[0].result["command"]]
+    shown = {key: title for key, title in layout.keys.items() if any(row[key] is not None for row in rows)}
+    base, *others = [system.name for system in systems]
+    headers = [*shown.values(), base, *(part for name in others for part in (name, f"{name} / {base}"))]
+    parts = []
+    for measure in layout.measures:
+        cells = [_cells(row, shown) for row in rows if row["measure"] == measure.key]
+        parts += [f"## {measure.title}", table(headers, cells, centred=True)]
+    return "\n\n".join([*parts, "\n".join(f"- {note}" for note in _notes(systems, rows))])
+
+
+def _cells(row: Row, shown: Mapping[str, str]) -> list[str]:
+    base, *others = row["systems"].values()
+    about = ["-" if row[key] is None else str(row[key]) for key in shown]
+    return [*about, _number(base["value"]), *(text for one in others for text in (_number(one["value"]), _ratio(one)))]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _ratio(figure: Mapping[str, Any]) -> str:
+    if figure["ratio"] is None:
+        return "-"
+    interval = figure["interval"]
+    return f"{figure['ratio']:.3f}" + (f" ({interval[0]:.3f} to {interval[1]:.3f})" if interval else "")
+
+
+def _notes(systems: Sequence[System], rows: Sequence[Row]) -> list[str]:
+    layout = LAYOUTS[systems[0].result["command"]]
+    notes = [
+        f"In brackets: {CONFIDENCE:g} % bootstrap interval of the ratio of means, {RESAMPLES} resamples, seed {SEED}. "
+        "It covers the scatter within these measurements, not that between repeated ones. A figure of which a run has "
+        "only one has no interval.",
+    ]
+    compared = {tuple(row[key] for key in layout.keys) for row in rows}
+    for system in systems:
+        own = system.result["rows"]
+        described = ", ".join(str(system.result.get(key)) for key in ("model", "device", "dtype", "commit", "date"))
+        notes.append(f"{system.name}: {described}, from {system.path}.")
+        if left_out := sum(about_of(row, layout) not in compared for row in own):
+            notes.append(f"{system.name} has {left_out} more rows that not every result has.")
+        if errors := sum(row.get("errors") or 0 for row in own):
+            notes.append(f"{system.name} had {errors} failed requests, which are in no figure here.")
+    return notes

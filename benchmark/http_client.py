@@ -1,0 +1,257 @@
+"""Streamed requests as a benchmark needs them: TGI's and OpenAI's bodies, and the moment each token arrived.
+
+One request is one connection (`Connection: close`): a connect costs a fraction of a millisecond next to a prefill, and
+no request can inherit another one's broken connection. Not here: retries, redirects, proxies, compression, HTTP/2.
+
+Why not httpx2: the client shares its cores with the server, and what it spends is measured as the server's slowness.
+64 streams at 47 events a second each, on one x86-64 core of 2026: this client 11 % of the core (37 µs an event; 5 % and
+16 µs on uvloop, which `serving` uses), httpx2 34 % (119 µs; 21 % and 76 µs on uvloop). HTTP itself is still parsed by a
+library, httptools.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, cast
+from urllib.parse import urlsplit
+
+import httptools
+import orjson
+
+PLAIN_TIMEOUT_S = 30.0  # of everything but generation
+UNREACHABLE, DISCONNECTED, TIMEOUT, MALFORMED = "unreachable", "disconnected", "timeout", "malformed"
+
+
+@dataclass(slots=True)
+class Reply:
+    """What the client saw of one request. Times are `time.perf_counter`, in seconds."""
+
+    sent_at: float
+    ended_at: float = 0.0
+    token_times: list[float] = field(default_factory=list)  # one for each event that carried text
+    num_tokens: int = 0
+    num_prompt_tokens: int | None = None  # as the server counted them, where it tells
+    error: str | None = None  # None; a status such as "429"; the server's own word; or one of the four above
+    detail: str = ""  # what the server said with the error
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """One server-sent event, understood."""
+
+    has_token: bool = False
+    is_last: bool = False
+    num_tokens: int | None = None  # of the whole request, where the server counts for us
+    num_prompt_tokens: int | None = None
+    error: str | None = None
+
+
+class Api(Protocol):
+    """How one family of servers is spoken to."""
+
+    path: str
+
+    def body(self, prompt: str, output_length: int) -> dict[str, Any]: ...
+
+    def read(self, data: bytes) -> StreamEvent:
+        """Raises ValueError, LookupError, TypeError or AttributeError if it is not what this API sends."""
+
+
+class TgiApi:
+    """`/generate_stream` of Lockstep and TGI. Nothing here makes a model go on after its end token."""
+
+    path = "/generate_stream"
+
+    def body(self, prompt: str, output_length: int) -> dict[str, Any]:
+        return {"inputs": prompt, "parameters": {"max_new_tokens": output_length, "details": True}}
+
+    def read(self, data: bytes) -> StreamEvent:
+        event = orjson.loads(data)
+        if "token" not in event:
+            return StreamEvent(error=str(event.get("error_type", "error")))
+        details = event.get("details") or {}
+        return StreamEvent(
+            has_token=True,
+            is_last=event["generated_text"] is not None,
+            num_tokens=details.get("generated_tokens"),
+            num_prompt_tokens=details.get("input_length"),
+        )
+
+
+class OpenAiApi:
+    """`/v1/completions`. Several tokens may come in one event, so the count of tokens is the server's `usage`."""
+
+    path = "/v1/completions"
+
+    def __init__(self, model: str, *, ignore_eos: bool = True) -> None:
+        self._model = model
+        self._ignore_eos = ignore_eos
+
+    def body(self, prompt: str, output_length: int) -> dict[str, Any]:
+        body: dict[str, Any] = {"model": self._model, "prompt": prompt, "max_tokens": output_length, "temperature": 0}
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        return body | ({"ignore_eos": True} if self._ignore_eos else {})
+
+    def read(self, data: bytes) -> StreamEvent:
+        if data == b"[DONE]":
+            return StreamEvent(is_last=True)
+        event = orjson.loads(data)
+        if "choices" not in event:
+            return StreamEvent(error=_openai_error(event))
+        usage = event.get("usage") or {}
+        choice = event["choices"][0] if event["choices"] else {"text": "", "finish_reason": "usage"}
+        return StreamEvent(
+            # An empty text may be a token whose character is not whole yet; with a finish reason it is only the end.
+            has_token=bool(choice["text"]) or not choice.get("finish_reason"),
+            num_tokens=usage.get("completion_tokens"),
+            num_prompt_tokens=usage.get("prompt_tokens"),
+        )
+
+
+def _openai_error(event: dict[str, Any]) -> str:
+    error = event.get("error")
+    return str(error.get("type") or "error") if isinstance(error, dict) else "error"
+
+
+class Connection(asyncio.Protocol):
+    """One exchange. httptools finds the body in the bytes; a 200's body is cut into server-sent events as it comes."""
+
+    def __init__(self, request: bytes, on_event: Callable[[bytes, float], None] | None) -> None:
+        self.body = bytearray()
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._request = request
+        self._on_event = on_event
+        self._parser = httptools.HttpResponseParser(self)
+
+    @property
+    def status(self) -> int:
+        """0 before the head of the answer is there."""
+        return self._parser.get_status_code()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop's transports are no subclass of it
+
+    def data_received(self, data: bytes) -> None:
+        arrived_at = time.perf_counter()  # of every token in these bytes, before any of them is parsed
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._end()
+        if self._on_event is not None and self.status == 200:
+            self._cut_events(self._on_event, arrived_at)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end()
+
+    def on_body(self, body: bytes) -> None:
+        """Called by httptools, with pieces that need not be events."""
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        """Called by httptools."""
+        self._end()
+
+    def _cut_events(self, on_event: Callable[[bytes, float], None], arrived_at: float) -> None:
+        """Hand over the whole lines of the body that carry data; comments and blank lines are dropped."""
+        *lines, rest = self.body.split(b"\n")
+        self.body = rest
+        for line in lines:
+            if line.startswith(b"data:"):
+                on_event(bytes(line[5:].strip()), arrived_at)
+
+    def _end(self) -> None:
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+
+class HttpClient:
+    """Sends requests to one server."""
+
+    def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
+        self.url = url.rstrip("/")
+        parts = urlsplit(self.url)
+        self._host = parts.hostname or ""
+        self._host_header = parts.netloc.rpartition("@")[2]
+        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        self._port = parts.port or (443 if self._tls else 80)
+        self._prefix = parts.path
+        self._timeout_s = timeout_s
+        self._key_line = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
+
+    async def stream(self, api: Api, prompt: str, output_length: int) -> Reply:
+        """One request, to its last token or its error. Never raises for what a server can do."""
+        reply = Reply(sent_at=time.perf_counter())
+        stream = _Stream(api, reply)
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                body = orjson.dumps(api.body(prompt, output_length))
+                connection = await self._exchange("POST", api.path, body, stream.take)
+            stream.close(connection)
+        except TimeoutError:
+            reply.error = TIMEOUT
+        except OSError as error:
+            reply.error, reply.detail = UNREACHABLE, str(error)
+        reply.ended_at = time.perf_counter()
+        return reply
+
+    async def json(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+        """Status and parsed body (None if it is not JSON) of a plain exchange. Raises OSError, TimeoutError."""
+        async with asyncio.timeout(PLAIN_TIMEOUT_S):
+            connection = await self._exchange(method, path, b"" if body is None else orjson.dumps(body), None)
+        if not connection.status:
+            raise ConnectionResetError("it cut the connection")
+        try:
+            return connection.status, orjson.loads(connection.body)
+        except orjson.JSONDecodeError:
+            return connection.status, None
+
+    async def _exchange(
+        self, method: str, path: str, body: bytes, on_event: Callable[[bytes, float], None] | None
+    ) -> Connection:
+        head = (
+            f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host_header}\r\nConnection: close\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{self._key_line}\r\n"
+        )
+        loop = asyncio.get_running_loop()
+        transport, connection = await loop.create_connection(
+            lambda: Connection(head.encode() + body, on_event), self._host, self._port, ssl=self._tls
+        )
+        try:
+            await connection.ended
+        finally:
+            transport.abort()
+        return connection
+
+
+class _Stream:
+    """Notes the events of one stream in its reply."""
+
+    def __init__(self, api: Api, reply: Reply) -> None:
+        self._api = api
+        self._reply = reply
+        self._is_over = False
+
+    def take(self, data: bytes, arrived_at: float) -> None:
+        reply = self._reply
+        try:
+            event = self._api.read(data)
+        except (ValueError, LookupError, TypeError, AttributeError):
+            event = StreamEvent(error=MALFORMED)
+        if event.has_token:
+            reply.token_times.append(arrived_at)
+        reply.num_tokens = event.num_tokens or max(reply.num_tokens, len(reply.token_times))
+        reply.num_prompt_tokens = event.num_prompt_tokens or reply.num_prompt_tokens
+        reply.error = reply.error or event.error
+        self._is_over |= event.is_last
+
+    def close(self, connection: Connection) -> None:
+        """Judge what came: a stream without its last event was cut."""
+        reply = self._reply
+        if connection.status not in (0, 200):
+            reply.error, reply.detail = str(connection.status), connection.body.decode(errors="replace")[:200]
+        elif not self._is_over or not reply.token_times:
+            reply.error = reply.error or DISCONNECTED

@@ -1,0 +1,340 @@
+"""`lockstep-bench latency`: how long one prefill step and one decode step take, by batch size, straight at the shards.
+
+The counterpart of TGI's `text-generation-benchmark`, with its options, formulas and tables, and a fourth table that it
+lacks: the least time that the device could need. No router, no HTTP, no text. Unlike TGI's tool it counts prompt tokens
+in the prefill's throughput, sorts samples before it takes percentiles, and needs no terminal.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmark import launch, live, shards
+from benchmark.report import (
+    BenchError,
+    Result,
+    RunContext,
+    Summary,
+    arguments_of,
+    footer,
+    percentile_notes,
+    prepare_output,
+    published,
+    table,
+)
+from benchmark.roofline import Ceilings, Demand, Probe, Work, describe, mean_context
+from benchmark.steps import StepDriver, Times, random_prompts
+from router.client import ModelInfo
+from router.entry import Sampling
+
+BATCH_SIZES = (1, 2, 4, 8, 16, 32)
+STEPS = {"prefill": "Prefill", "decode_token": "Decode (token)", "decode_total": "Decode (total)"}
+THROUGHPUT_STEPS = {"prefill": "Prefill", "decode_total": "Decode"}
+BLOCK_SIZE = 16  # of our own shards; only to ask for a KV cache that is large enough
+
+
+@dataclass
+class Point:
+    """The runs of one batch size, in milliseconds."""
+
+    batch_size: int
+    sequence_length: int
+    decode_length: int
+    runs: list[Times] = field(default_factory=list)
+
+    @property
+    def samples_ms(self) -> dict[str, list[float]]:
+        """One value per run for each step of `STEPS`, to a tenth of a microsecond."""
+        totals = [round(1000 * times.decode, 4) for times in self.runs]
+        return {
+            "prefill": [round(1000 * times.prefill, 4) for times in self.runs],
+            "decode_token": [round(total / (self.decode_length - 1), 4) for total in totals],
+            "decode_total": totals,
+        }
+
+    def tokens(self, step: str) -> int:
+        """Tokens that one sample of the step covers."""
+        counts = {"prefill": self.sequence_length, "decode_token": 1, "decode_total": self.decode_length - 1}
+        return self.batch_size * counts[step]
+
+    def throughputs(self, step: str) -> list[float]:
+        """Tokens per second of each run."""
+        return [1000 * self.tokens(step) / sample for sample in self.samples_ms[step]]
+
+    def demand(self, step: str, work: Work) -> Demand:
+        """What one sample of the step cannot avoid."""
+        if step == "prefill":
+            return work.prefill(self.batch_size, self.sequence_length)
+        one = work.decode(self.batch_size, mean_context(self.sequence_length, self.decode_length))
+        return one.times(1 if step == "decode_token" else self.decode_length - 1)
+
+
+# --------------------------------------------------------------------------------------------------- command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    shards.add_target_arguments(parser)
+    parser.add_argument(
+        "-b", "--batch-size", type=launch.positive, nargs="+", action="extend", metavar="N",
+        help="sequences in a batch; several sizes, or the option again (default: 1 2 4 8 16 32)",
+    )  # fmt: skip
+    parser.add_argument("-s", "--sequence-length", type=launch.positive, default=100, help="prompt tokens (100)")
+    parser.add_argument("-d", "--decode-length", type=launch.at_least_two, default=100, help="generated tokens (100)")
+    parser.add_argument("-r", "--runs", type=launch.positive, default=10, help="recorded runs a batch size (10)")
+    parser.add_argument("-w", "--warmups", type=launch.not_negative, default=1, help="runs before those (1)")
+    sampling = parser.add_argument_group("sampling (default: the most likely token)")
+    sampling.add_argument("--temperature", type=_number(above=0))
+    sampling.add_argument("--top-k", type=launch.positive)
+    sampling.add_argument("--top-p", type=_number(above=0, at_most=1))
+    sampling.add_argument("--typical-p", type=_number(above=0, at_most=1))
+    sampling.add_argument("--repetition-penalty", type=_number(above=0))
+    sampling.add_argument("--watermark", action="store_true")
+    sampling.add_argument("--do-sample", action="store_true", help="implied by the four options above")
+    sampling.add_argument("--top-n-tokens", type=launch.positive, help="candidates to report with each token")
+    sampling.add_argument("--seed", type=launch.not_negative, default=0, help="of the prompts and of sampling (0)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
+    launch.add_server_arguments(parser)
+
+
+def _number(*, above: float, at_most: float = math.inf) -> Callable[[str], float]:
+    def number(text: str) -> float:
+        value = float(text)
+        if not above < value <= at_most or math.isinf(value):
+            bound = "" if math.isinf(at_most) else f" and at most {at_most:g}"
+            raise argparse.ArgumentTypeError(f"{text} is not above {above:g}{bound}")
+        return value
+
+    return number
+
+
+def run(args: argparse.Namespace) -> int:
+    prepare_output(args.output)
+    args.batch_size = list(dict.fromkeys(args.batch_size or BATCH_SIZES))
+    with shards.target_for(args, _limits(args)) as target:
+        asyncio.run(_measure(args, target))
+    return 0
+
+
+def _limits(args: argparse.Namespace) -> list[str]:
+    """Launcher flags of a server on which the largest batch fits into one step and into the KV cache."""
+    largest, length = max(args.batch_size), args.sequence_length + args.decode_length
+    blocks = -(-length // BLOCK_SIZE)
+    limits = {
+        "--max-input-length": args.sequence_length,
+        "--max-total-tokens": length,
+        "--max-batch-prefill-tokens": largest * args.sequence_length,
+        "--max-batch-total-tokens": largest * blocks * BLOCK_SIZE,
+        "--max-top-n-tokens": args.top_n_tokens or 0,
+    }
+    return [part for flag, value in limits.items() for part in (flag, str(value))]
+
+
+# ---------------------------------------------------------------------------------------------------- measurement
+
+
+async def _measure(args: argparse.Namespace, target: shards.Target) -> None:
+    async with shards.connect(target) as connection:
+        info = connection.info
+        driver = StepDriver(connection.shards, connection.block_size, connection.num_blocks)
+        _check(args, info, driver)
+        work = shards.work_of(target, info)
+        probe = None if work is None else shards.probe_for(work, info)
+        result = Result(_context(args, target, info), notes=_notes(args, work))
+        view = live.view(target.name, args.sequence_length, args.decode_length, args.batch_size, args.runs)
+        render = partial(markdown, args=args, model=target.name)
+        with published(result, render, args.output) as keep, view, shards.causes_of(target):
+            recorder = _Recorder(result, work, probe, keep)
+            for batch_size in args.batch_size:
+                point = Point(batch_size, args.sequence_length, args.decode_length)
+                await _measure_point(args, info, driver, point, view)
+                recorder.add(point)
+
+
+def _check(args: argparse.Namespace, info: ModelInfo, driver: StepDriver) -> None:
+    """Refuse what cannot run before anything runs."""
+    length = args.sequence_length + args.decode_length
+    if 0 < info.max_positions < length:
+        raise BenchError(
+            f"--sequence-length {args.sequence_length} and --decode-length {args.decode_length} make {length} tokens, "
+            f"but the model's longest sequence is {info.max_positions}: shorten one of them"
+        )
+    for batch_size in args.batch_size:
+        driver.check(batch_size, length)
+
+
+async def _measure_point(
+    args: argparse.Namespace, info: ModelInfo, driver: StepDriver, point: Point, view: live.View
+) -> None:
+    prompts = random_prompts(point.batch_size, args.sequence_length, info.vocab_size, args.seed)
+    sampling = [sampling_of(args, args.seed + index) for index in range(point.batch_size)]
+    view.begin(point.batch_size)
+    for number in range(args.warmups + args.runs):
+        times = await driver.run(prompts, args.decode_length, sampling, args.top_n_tokens or 0)
+        if number >= args.warmups:
+            point.runs.append(times)
+            view.finished(point.batch_size, times)
+
+
+def sampling_of(args: argparse.Namespace, seed: int) -> Sampling:
+    """TGI's neutral values for what was not given."""
+    warpers = (args.temperature, args.top_k, args.top_p, args.typical_p)
+    return Sampling(
+        do_sample=args.do_sample or any(value is not None for value in warpers),
+        temperature=args.temperature or 1.0,
+        top_k=args.top_k or 0,
+        top_p=args.top_p or 1.0,
+        typical_p=args.typical_p or 1.0,
+        repetition_penalty=args.repetition_penalty or 1.0,
+        watermark=args.watermark,
+        seed=seed,
+    )
+
+
+class _Recorder:
+    """Turns points into rows, with the floors that follow from the best ceilings seen so far."""
+
+    def __init__(self, result: Result, work: Work | None, probe: Probe | None, keep: Callable[[], None]) -> None:
+        self._result = result
+        self._work = work
+        self._probe = probe
+        self._keep = keep
+        self._points: list[Point] = []
+        self._num_notes = len(result.notes)
+        if probe is not None:
+            probe.measure()
+
+    def add(self, point: Point) -> None:
+        self._points.append(point)
+        ceilings = None
+        if self._probe is not None:
+            ceilings = self._probe.measure()
+            self._result.notes[self._num_notes :] = [describe(self._probe.seen)]
+        self._result.rows = rows(self._points, self._work, ceilings)
+        self._keep()
+
+
+def rows(points: Sequence[Point], work: Work | None, ceilings: Ceilings | None) -> list[dict[str, Any]]:
+    """The rows of the JSON, in the order of the tables."""
+    return [_row(point, step, work, ceilings) for step in STEPS for point in points]
+
+
+def _row(point: Point, step: str, work: Work | None, ceilings: Ceilings | None) -> dict[str, Any]:
+    samples = point.samples_ms[step]
+    summary = Summary.of(samples)
+    floor = None if work is None or ceilings is None else point.demand(step, work).floor_ms(ceilings)
+    return {
+        "step": step,
+        "batch_size": point.batch_size,
+        "mean_ms": summary.mean,
+        "min_ms": summary.min,
+        "max_ms": summary.max,
+        "p50_ms": summary.p50,
+        "p90_ms": summary.p90,
+        "p99_ms": summary.p99,
+        "tokens_per_second": Summary.of(point.throughputs(step)).mean,
+        "floor_ms": floor,
+        "percent_of_limit": None if floor is None else 100 * floor / summary.p50,
+        "samples_ms": samples,
+        "tokens_per_sample": point.tokens(step),
+    }
+
+
+# --------------------------------------------------------------------------------------------------------- report
+
+
+def _context(args: argparse.Namespace, target: shards.Target, info: ModelInfo) -> RunContext:
+    arguments = arguments_of(args)
+    names = ("batch_size", "sequence_length", "decode_length", "top_n_tokens", "seed")
+    return RunContext.gather(
+        "latency",
+        model=target.name,
+        device=info.device,
+        dtype=info.dtype,
+        num_shard=info.world_size,
+        threads=info.threads,
+        quantize=info.quantize,
+        arguments=arguments,
+        work={"model": target.name, "sampling": asdict(sampling_of(args, 0))} | {n: arguments[n] for n in names},
+    )
+
+
+def _notes(args: argparse.Namespace, work: Work | None) -> list[str]:
+    notes = [
+        f"Prefill: one step over all prompts, from request to reply. Decode: {args.decode_length - 1} steps after it, "
+        "two requests under way, from the first request to the last reply. The prefill's throughput counts prompt "
+        f"tokens. {args.runs} runs after {args.warmups} that are not recorded.",
+        *percentile_notes(args.runs),
+    ]
+    if work is None:
+        notes.append("No floors: the model's config.json is not at hand; name it by --model-id or --random-weights.")
+    else:
+        notes.append("% of limit = floor / p50.")
+    return notes
+
+
+def markdown(result: Result, args: argparse.Namespace, model: str) -> str:
+    """The tables of TGI's benchmark, then floors, then what to know about the numbers."""
+    parts = [
+        arguments_table(args, model),
+        f"{latency_table(result.rows)}\n\n\n{throughput_table(result.rows)}",
+        floor_table(result.rows),
+        footer(result),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def arguments_table(args: argparse.Namespace, model: str) -> str:
+    top_n = [("Top N Tokens", args.top_n_tokens)] if args.top_n_tokens else []
+    pairs = [
+        ("Model", model),
+        ("Sequence Length", args.sequence_length),
+        ("Decode Length", args.decode_length),
+        *top_n,
+        ("N Runs", args.runs),
+        ("Warmups", args.warmups),
+        ("Temperature", args.temperature),
+        ("Top K", args.top_k),
+        ("Top P", args.top_p),
+        ("Typical P", args.typical_p),
+        ("Repetition Penalty", args.repetition_penalty),
+        ("Watermark", str(args.watermark).lower()),
+        ("Do Sample", str(sampling_of(args, 0).do_sample).lower()),
+    ]
+    return table(("Parameter", "Value"), pairs)
+
+
+def latency_table(rows: Sequence[dict[str, Any]]) -> str:
+    names = ("mean_ms", "min_ms", "max_ms", "p50_ms", "p90_ms", "p99_ms")
+    cells = [[STEPS[r["step"]], r["batch_size"], *(f"{r[name]:.2f} ms" for name in names)] for r in rows]
+    return table(("Step", "Batch Size", "Average", "Lowest", "Highest", "p50", "p90", "p99"), cells)
+
+
+def throughput_table(rows: Sequence[dict[str, Any]]) -> str:
+    cells = [[THROUGHPUT_STEPS[r["step"]], r["batch_size"], *_rates(r)] for r in rows if r["step"] in THROUGHPUT_STEPS]
+    return table(("Step", "Batch Size", "Average", "Lowest", "Highest"), cells)
+
+
+def _rates(row: dict[str, Any]) -> list[str]:
+    rates = Summary.of([1000 * row["tokens_per_sample"] / sample for sample in row["samples_ms"]])
+    return [f"{rate:.2f} tokens/secs" for rate in (rates.mean, rates.min, rates.max)]
+
+
+def floor_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Empty where no floor is known."""
+    known = [row for row in rows if row["floor_ms"] is not None]
+    cells = [
+        [STEPS[r["step"]], r["batch_size"], f"{r['p50_ms']:.2f} ms", f"{r['floor_ms']:.2f} ms", _percent(r)]
+        for r in known
+    ]
+    return table(("Step", "Batch Size", "p50", "Floor", "% of limit"), cells) if known else ""
+
+
+def _percent(row: dict[str, Any]) -> str:
+    return f"{row['percent_of_limit']:.1f} %"

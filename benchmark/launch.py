@@ -1,0 +1,254 @@
+"""A server of our own for the length of a measurement: the launcher in a child process, on loopback, on a free port.
+
+Which model and how it is split is said by the same flags as the launcher's; `add_server_arguments` declares those that
+matter for speed, and `server_for` turns them into a running server. A server that cannot start, or dies, becomes a
+BenchError with the launcher's own sentence. Environment variables reach the launcher unread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmark import shapes
+from benchmark.report import ROOT, BenchError
+
+LAUNCHER = ROOT / "launcher.py"  # beside this package, in a checkout and where it is installed
+DEMO = ROOT / "server" / "demo"
+STOP_SECONDS = 30.0  # a launcher that has not ended by then is killed
+READY = "Lockstep is ready at "
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is to be measured: its name in the report, its folder or repository, and whether it has weights."""
+
+    name: str
+    location: str
+    random_weights: bool
+
+
+class Server:
+    """A launcher that is ready. `url` is its HTTP address, `sockets` are its shards' in rank order."""
+
+    def __init__(self, flags: Sequence[str], sockets: Sequence[str]) -> None:
+        self.sockets = list(sockets)
+        self.url = ""
+        self._last_lines: deque[str] = deque(maxlen=20)
+        self._ready = threading.Event()  # also set when the output has ended
+        self._process = subprocess.Popen(
+            [sys.executable, str(LAUNCHER), *flags],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,  # Ctrl-C is for the benchmark, which then stops the server
+            preexec_fn=_death_guard(),
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def wait_ready(self) -> None:
+        """Raises BenchError when the server cannot start."""
+        self._ready.wait()
+        if not self.url:
+            raise BenchError(f"the server did not start: {self._cause()}")
+
+    def failure(self) -> str | None:
+        """Why the server has ended, or None while it runs."""
+        return None if self._process.poll() is None else f"the server ended: {self._cause()}"
+
+    def wait_ended(self, seconds: float) -> None:
+        """Give a server that is failing the time to say why."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+
+    def shard_pids(self) -> list[int]:
+        """Process ids of the shards, in no order. Linux only."""
+        children = [pid for pid in _pids() if _parent(pid) == self._process.pid]
+        return [pid for pid in children if b"server" in _arguments(pid)]
+
+    def stop(self) -> None:
+        """End it and everything that it started."""
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join(1.0)
+        for pipe in (self._process.stdout, self._process.stderr):
+            if pipe is not None:
+                pipe.close()
+
+    def _read(self) -> None:
+        """Take the launcher's lines until they end: one that nobody reads would be dropped, with its cause."""
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            message = _message(line)
+            self._last_lines.append(message)
+            if message.startswith(READY):
+                self.url = message.removeprefix(READY).split()[0]
+                self._ready.set()
+        self._ready.set()
+
+    def _cause(self) -> str:
+        self._process.wait(STOP_SECONDS)
+        assert self._process.stderr is not None
+        errors = [line.removeprefix("error: ") for line in self._process.stderr.read().splitlines() if line.strip()]
+        return "; ".join(errors) or (self._last_lines[-1] if self._last_lines else "it did not say why")
+
+
+def _message(line: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return line.rstrip()
+    return str(record.get("message", "")) if isinstance(record, dict) else line.rstrip()
+
+
+def _death_guard() -> Callable[[], None] | None:
+    """Run in the child before exec: the kernel then sends the launcher SIGTERM when we die in any way. Linux only."""
+    if sys.platform != "linux":
+        return None
+    libc = ctypes.CDLL(None)  # loaded here: between fork and exec it would be too late
+    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
+
+    def guard() -> None:
+        libc.prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)
+
+    return guard
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+
+
+def _parent(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+    except OSError:  # it has ended meanwhile
+        return 0
+
+
+def _arguments(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def peak_memory(pid: int) -> int:
+    """Most bytes that the process ever had in memory (VmHWM). Raises BenchError when the process is gone."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError as error:
+        raise BenchError(f"cannot read the memory of process {pid}: {error.strerror}") from None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+# -------------------------------------------------------------------------------------------------- command line
+
+
+def add_server_arguments(parser: argparse.ArgumentParser) -> None:
+    """The launcher's flags that decide speed."""
+    group = parser.add_argument_group("server to start")
+    model = group.add_mutually_exclusive_group()
+    model.add_argument("--model-id", metavar="ID", help="model folder or repository (default: the embedded model)")
+    model.add_argument(
+        "--random-weights",
+        metavar="SHAPE",
+        help="random weights of a model's shape: a config.json, a model folder, or one of " + ", ".join(shapes.names()),
+    )
+    group.add_argument("--num-shard", type=positive, metavar="N", help="processes that the model is split over")
+    group.add_argument("--dtype", choices=list(shapes.DTYPE_BYTES), help="what the model computes in")
+    group.add_argument("--device", metavar="KIND", help="where the model runs: auto, cuda or cpu (default: auto)")
+    group.add_argument("--quantize", metavar="FORMAT", help="format of the linear layers' weights, such as int8")
+
+
+def positive(text: str) -> int:
+    """An argparse type: a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
+
+def not_negative(text: str) -> int:
+    """An argparse type: a whole number."""
+    return 0 if text == "0" else positive(text)
+
+
+def at_least_two(text: str) -> int:
+    """An argparse type: a decode length that has a decode step, the prefill giving the first token."""
+    if (value := positive(text)) < 2:
+        raise argparse.ArgumentTypeError(f"{text} leaves no decode step: the prefill gives the first token")
+    return value
+
+
+@contextmanager
+def model_for(args: argparse.Namespace) -> Iterator[Model]:
+    """The model that the arguments name; the folder of a shape exists within the block."""
+    with ExitStack() as stack:
+        if args.random_weights is None:
+            yield Model(args.model_id or "server/demo", args.model_id or str(DEMO), random_weights=False)
+            return
+        named = shapes.find(args.random_weights)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-shape-")))
+        shapes.make_model_folder(named.config, folder)
+        yield Model(f"{named.name} (random weights)", str(folder), random_weights=True)
+
+
+def launch_flags(args: argparse.Namespace, model: Model) -> list[str]:
+    """The launcher's flags for the arguments of `add_server_arguments`."""
+    flags = ["--model-id", model.location]
+    flags += ["--random-weights"] if model.random_weights else []
+    given = {"--num-shard": args.num_shard, "--dtype": args.dtype, "--device": args.device, "--quantize": args.quantize}
+    return flags + [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
+
+
+@contextmanager
+def running_server(flags: Sequence[str]) -> Iterator[Server]:
+    """A server with these launcher flags, ready within the block and gone after it."""
+    if not LAUNCHER.is_file():
+        raise BenchError(f"{LAUNCHER} is missing: install Lockstep whole, or measure a running server")
+    with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
+        prefix = os.path.join(folder, "shard")
+        own = ["--hostname", "127.0.0.1", "--port", "0", "--json-output", "--shard-uds-path", prefix]
+        own += ["--graceful-termination-timeout", "0"]  # nobody waits for an answer when we stop it
+        server = Server([*own, *flags], ())
+        try:
+            server.wait_ready()
+            server.sockets = sockets_at(prefix)
+            yield server
+        finally:
+            server.stop()
+
+
+def sockets_at(prefix: str) -> list[str]:
+    """Sockets `PREFIX-0`, `PREFIX-1`, … in rank order. Raises BenchError when there is none."""
+    folder, name = os.path.split(os.path.abspath(prefix))
+    try:
+        endings = [entry.removeprefix(f"{name}-") for entry in os.listdir(folder) if entry.startswith(f"{name}-")]
+    except OSError:
+        endings = []
+    ranks = sorted(int(ending) for ending in endings if ending.isdecimal())
+    if not ranks or ranks != list(range(len(ranks))):
+        raise BenchError(
+            f"no shards listen at {prefix}-0 and on: start the server with --shard-uds-path {prefix}, and give the "
+            "same path here"
+        )
+    return [f"{prefix}-{rank}" for rank in ranks]

@@ -1,0 +1,427 @@
+"""`lockstep-bench offline`: a file of prompts, or synthetic ones, through the same engine without HTTP.
+
+The router's own batching loop admits the sequences, under the same rules and limits as in a server, on shards that are
+started for this; FlexGen's figures are printed by FlexGen's names. What differs from FlexGen is that sequences join and
+leave at any step, so that prefill and decode are told apart by step and not by phase; the report says how. Nothing is
+projected: every latency is measured to the last token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
+
+from benchmark import launch, shards
+from benchmark.report import GIB, BenchError, Result, RunContext, arguments_of, footer, prepare_output, published, table
+from benchmark.roofline import Ceilings, Demand, Work, describe
+from benchmark.shapes import DTYPE_BYTES
+from router.batcher import Batcher
+from router.client import KvCache, ModelInfo, ShardHealth, Shards, StepReply, StepRequest
+from router.entry import Entry, Failed, Finished, ValidRequest
+from router.limits import Limits
+from router.metrics import Metrics
+from router.text import ModelTokenizer
+
+DRAIN_SECONDS = 30.0  # for the last sequences to be let go of; nothing is left to compute
+KINDS = ("prefill", "decode", "total")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One sequence to generate."""
+
+    token_ids: Sequence[int]
+    max_new_tokens: int
+
+
+# --------------------------------------------------------------------------------------------------- command line
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prompts", type=Path, metavar="FILE",
+        help='JSON lines, each with "prompt" or "token_ids", and "max_new_tokens" where it differs from the option',
+    )  # fmt: skip
+    parser.add_argument("--num-prompts", type=launch.positive, default=32, help="synthetic prompts (32)")
+    parser.add_argument("--input-length", type=launch.positive, default=100, help="tokens of a synthetic prompt (100)")
+    parser.add_argument("--output-length", type=launch.positive, default=100, help="generated tokens (100)")
+    parser.add_argument("--stop-at-eos", action="store_true", help="let an end token end a sequence")
+    parser.add_argument("--max-batch-size", type=launch.positive, help="sequences at once (default: what fits)")
+    parser.add_argument("--max-batch-prefill-tokens", type=launch.positive, default=4096, help="in one step (4096)")
+    parser.add_argument("--max-batch-total-tokens", type=launch.positive, help="size of the KV cache")
+    parser.add_argument("--seed", type=launch.not_negative, default=0, help="of the synthetic prompts (0)")
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
+    launch.add_server_arguments(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    prepare_output(args.output)
+    with launch.model_for(args) as model:
+        tokenizer = load_tokenizer(model.location, with_eos=args.stop_at_eos)
+        prompts = read_prompts(args, tokenizer) if args.prompts else synthetic_prompts(args, tokenizer)
+        flags = [*launch.launch_flags(args, model), *_limits(args, prompts)]
+        with launch.running_server(flags) as server:
+            shape = shards.shape_of(model.location)
+            target = shards.Target(server.sockets, model.name, shape, model.location, server)
+            asyncio.run(_measure(args, target, server, tokenizer, prompts))
+    return 0
+
+
+def _limits(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:
+    """Launcher flags under which every prompt can run, and all of them at once if memory allows."""
+    limits = {
+        "--max-input-length": max(len(prompt.token_ids) for prompt in prompts),
+        "--max-total-tokens": max(len(prompt.token_ids) + prompt.max_new_tokens for prompt in prompts),
+        "--max-concurrent-requests": len(prompts),
+        "--max-batch-prefill-tokens": args.max_batch_prefill_tokens,
+        "--max-batch-total-tokens": args.max_batch_total_tokens,
+    }
+    return [part for flag, value in limits.items() if value is not None for part in (flag, str(value))]
+
+
+# --------------------------------------------------------------------------------------------------------- prompts
+
+
+def load_tokenizer(location: str, *, with_eos: bool) -> ModelTokenizer:
+    """The model's tokenizer, from its folder or where it was downloaded to; without end tokens unless asked for."""
+    folder = Path(location).expanduser()
+    if not folder.is_dir():
+        folder = _downloaded(location)
+    try:
+        tokenizer = ModelTokenizer.load(str(folder))
+    except ValueError as error:
+        raise BenchError(str(error)) from None
+    return tokenizer if with_eos else ModelTokenizer.of(tokenizer.tokenizer, frozenset())
+
+
+def _downloaded(location: str) -> Path:
+    try:
+        cached = try_to_load_from_cache(location, "tokenizer.json")
+    except ValueError:
+        cached = None
+    if not isinstance(cached, str):
+        raise BenchError(f"{location} is not on this machine yet: give a folder, or start a server with it once")
+    return Path(cached).parent
+
+
+def read_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[Prompt]:
+    """The prompts of a file. Raises BenchError that names the line."""
+    try:
+        lines = args.prompts.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"cannot read --prompts {args.prompts}: {error}") from None
+    prompts = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            try:
+                prompts.append(_prompt(json.loads(line), args.output_length, tokenizer))
+            except (ValueError, TypeError, AttributeError) as error:
+                raise BenchError(f"{args.prompts}, line {number}: {error}") from None
+    if not prompts:
+        raise BenchError(f"{args.prompts} has no prompts: write one JSON object a line")
+    return prompts
+
+
+def _prompt(line: Any, default_length: int, tokenizer: ModelTokenizer) -> Prompt:
+    if not isinstance(line, dict) or not ("prompt" in line or "token_ids" in line):
+        raise ValueError('not an object with "prompt" or "token_ids"')
+    ids = line["token_ids"] if "token_ids" in line else tokenizer.encode(line["prompt"])
+    new = line.get("max_new_tokens", default_length)
+    size = tokenizer.tokenizer.get_vocab_size()
+    if not ids or not isinstance(ids, list) or any(type(id) is not int or not 0 <= id < size for id in ids):
+        raise ValueError(f"token ids must be a list of whole numbers below {size}, and at least one")
+    if type(new) is not int or new < 1:
+        raise ValueError(f"max_new_tokens is {new}: give a whole number of at least 1")
+    return Prompt(ids, new)
+
+
+def synthetic_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[Prompt]:
+    """Random ids: the same for the same seed."""
+    draw, size = random.Random(args.seed), tokenizer.tokenizer.get_vocab_size()
+    return [
+        Prompt([draw.randrange(size) for _ in range(args.input_length)], args.output_length)
+        for _ in range(args.num_prompts)
+    ]
+
+
+# ----------------------------------------------------------------------------------------------------- measurement
+
+
+@dataclass
+class StepRecord:
+    """One step: when it was sent and answered, and what it was for."""
+
+    sent_at: float
+    prompt_tokens: int
+    demand: Demand | None
+    answered_at: float = 0.0
+    generated_tokens: int = 0
+
+    @property
+    def kind(self) -> str:
+        """A step with any prompt chunk counts as prefill, whatever decodes beside it."""
+        return "prefill" if self.prompt_tokens else "decode"
+
+
+@dataclass
+class TimedShards:
+    """Shards that note every step that passes. The batching loop does not see the difference."""
+
+    shards: Shards
+    work: Work | None
+    clock: Callable[[], float] = time.perf_counter
+    records: list[StepRecord] = field(default_factory=list)
+    _waiting: deque[StepRecord] = field(default_factory=deque)
+    _progress: dict[int, tuple[int, int]] = field(default_factory=dict)  # sequence -> (prompt, tokens computed)
+
+    def send(self, request: StepRequest) -> None:
+        record = StepRecord(self.clock(), sum(request.chunk_tokens), self._demand(request))
+        self.records.append(record)
+        self._waiting.append(record)
+        self.shards.send(request)
+
+    async def receive(self) -> StepReply:
+        reply = await self.shards.receive()
+        record = self._waiting.popleft()
+        record.answered_at, record.generated_tokens = self.clock(), len(reply.ids)
+        return reply
+
+    async def info(self) -> ModelInfo:
+        return await self.shards.info()
+
+    async def warmup(self, **wanted: int) -> KvCache:
+        return await self.shards.warmup(**wanted)
+
+    async def health(self) -> ShardHealth:
+        return await self.shards.health()
+
+    async def close(self) -> None:
+        await self.shards.close()
+
+    def _demand(self, request: StepRequest) -> Demand | None:
+        """What the step cannot avoid, from the lengths that its sequences have by now."""
+        for id in request.retire:
+            self._progress.pop(id, None)
+        for sequence in request.add:
+            self._progress[sequence.id] = (len(sequence.token_ids), 0)
+        decoding = [id for id, (prompt, done) in self._progress.items() if request.decode and done >= prompt]
+        tokens, attended, kv_read, sampled = 0, 0.0, 0, 0
+        for id, count in [*zip(request.chunk_ids, request.chunk_tokens, strict=True), *((id, 1) for id in decoding)]:
+            prompt, done = self._progress[id]
+            self._progress[id] = (prompt, done + count)
+            tokens, kv_read, sampled = tokens + count, kv_read + done, sampled + (done + count >= prompt)
+            attended += count * done + count**2 / 2
+        if self.work is None or not tokens:
+            return None
+        return self.work.step(tokens=tokens, attended=attended, kv_read=kv_read, sampled=sampled)
+
+
+async def _measure(
+    args: argparse.Namespace,
+    target: shards.Target,
+    server: launch.Server,
+    tokenizer: ModelTokenizer,
+    prompts: Sequence[Prompt],
+) -> None:
+    async with shards.connect(target) as connection:
+        info, work = connection.info, shards.work_of(target, connection.info)
+        probe = None if work is None else shards.probe_for(work, info)
+        if probe is not None:
+            probe.measure()
+        timed = TimedShards(connection.shards, work)
+        limits = _router_limits(args, connection, len(prompts))
+        result = Result(_context(args, target, info, prompts), notes=_notes())
+        with published(result, markdown, args.output), shards.causes_of(target):
+            started = time.perf_counter()
+            await generate(timed, tokenizer, limits, prompts)
+            seconds = time.perf_counter() - started
+            ceilings = None if probe is None else probe.measure()
+            result.rows = rows(timed.records, seconds, ceilings)
+            result.extra = _sizes(server, connection, timed, work)
+            result.notes += [describe(probe.seen)] if probe is not None else []
+
+
+def _router_limits(args: argparse.Namespace, connection: shards.Connection, num_prompts: int) -> Limits:
+    """The limits that the started server runs under."""
+    tokens = connection.num_blocks * connection.block_size
+    return Limits(
+        max_input_length=tokens,
+        max_total_tokens=tokens,
+        max_batch_total_tokens=tokens,
+        max_batch_prefill_tokens=args.max_batch_prefill_tokens,
+        block_size=connection.block_size,
+        num_blocks=connection.num_blocks,
+        max_concurrent_requests=num_prompts,
+        max_batch_size=args.max_batch_size,
+        waiting_served_ratio=0.3,  # the server's defaults
+        max_waiting_tokens=20,
+        max_best_of=1,
+        max_stop_sequences=0,
+        max_top_n_tokens=0,
+        vocab_size=connection.info.vocab_size,
+    )
+
+
+async def generate(timed: Shards, tokenizer: ModelTokenizer, limits: Limits, prompts: Sequence[Prompt]) -> None:
+    """Run all prompts to their ends. Raises ShardError, or BenchError for a sequence that failed."""
+    logging.getLogger("router").addHandler(logging.NullHandler())  # failures are raised here, not logged
+    batcher = Batcher(timed, tokenizer, limits, Metrics(limits))
+    entries = [batcher.submit(ValidRequest(prompt.token_ids, prompt.max_new_tokens)) for prompt in prompts]
+    loop = asyncio.create_task(batcher.run())
+    failures = [error for error in await asyncio.gather(*map(_finish, entries)) if error]
+    await batcher.drain(DRAIN_SECONDS)
+    await loop
+    if batcher.failure is not None:
+        raise batcher.failure
+    if failures:
+        raise BenchError(f"{len(failures)} of {len(prompts)} sequences failed: {failures[0]}")
+
+
+async def _finish(entry: Entry) -> str | None:
+    """Take an entry's events to the last; why it failed, if it did."""
+    while True:
+        event = await entry.events.get()
+        if isinstance(event, Finished):
+            return None
+        if isinstance(event, Failed):
+            return str(event.error)
+
+
+# ---------------------------------------------------------------------------------------------------------- report
+
+
+def rows(records: Sequence[StepRecord], total_seconds: float, ceilings: Ceilings | None) -> list[dict[str, Any]]:
+    """Prefill, decode and total. tokens / latency_s = tokens_per_second, exactly."""
+    busy = dict.fromkeys(KINDS, 0.0)
+    tokens = dict.fromkeys(KINDS, 0)
+    floors = dict.fromkeys(KINDS, 0.0)
+    free_at = 0.0  # when the shards had answered the step before
+    for record in records:
+        busy[record.kind] += record.answered_at - max(record.sent_at, free_at)
+        free_at = record.answered_at
+        tokens[record.kind] += record.prompt_tokens or record.generated_tokens
+        tokens["total"] += record.generated_tokens
+        for kind in (record.kind, "total"):
+            floors[kind] += record.demand.floor_ms(ceilings) / 1000 if record.demand and ceilings else 0.0
+    busy["total"] = total_seconds
+    return [_row(kind, busy[kind], tokens[kind], floors[kind] if ceilings else None) for kind in KINDS]
+
+
+def _row(kind: str, seconds: float, tokens: int, floor: float | None) -> dict[str, Any]:
+    return {
+        "step": kind,
+        "tokens": tokens,
+        "latency_s": seconds,
+        "tokens_per_second": tokens / seconds if seconds else 0.0,
+        "floor_s": floor,
+        "percent_of_limit": 100 * floor / seconds if floor is not None and seconds else None,
+    }
+
+
+def _sizes(
+    server: launch.Server, connection: shards.Connection, timed: TimedShards, work: Work | None
+) -> dict[str, Any]:
+    """FlexGen's sizes in bytes. Peak memory is measured; the others are what is allocated."""
+    info = connection.info
+    tokens = connection.num_blocks * connection.block_size
+    widest = max(record.prompt_tokens + record.generated_tokens for record in timed.records)
+    width = None if work is None else work.shape.spec.hidden_size * DTYPE_BYTES[work.dtype]
+    return {
+        "model_size_bytes": sum(info.weight_bytes),
+        "cache_size_bytes": tokens * info.kv_bytes_per_token * info.world_size,
+        "hidden_size_bytes": None if width is None else widest * width,
+        "peak_memory_bytes": _peak_memory(server, info),
+        "peak_memory_kind": "cpu" if info.device == "cpu" else "gpu",
+    }
+
+
+def _peak_memory(server: launch.Server, info: ModelInfo) -> int | None:
+    """Of all shards together; None where the driver does not tell."""
+    pids = server.shard_pids()
+    if info.device == "cpu":
+        return sum(launch.peak_memory(pid) for pid in pids)
+    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        listing = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        used = {int(pid): int(mib) * 2**20 for pid, mib in (line.split(",") for line in listing.splitlines())}
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    return sum(used[pid] for pid in pids) if used.keys() >= set(pids) else None
+
+
+def _context(args: argparse.Namespace, target: shards.Target, info: ModelInfo, prompts: Sequence[Prompt]) -> RunContext:
+    return RunContext.gather(
+        "offline",
+        model=target.name,
+        device=info.device,
+        dtype=info.dtype,
+        num_shard=info.world_size,
+        threads=info.threads,
+        quantize=info.quantize,
+        arguments=arguments_of(args),
+        work={
+            "model": target.name,
+            "num_prompts": len(prompts),
+            "prompt_tokens": sum(len(prompt.token_ids) for prompt in prompts),
+            "max_new_tokens": sum(prompt.max_new_tokens for prompt in prompts),
+            "stop_at_eos": args.stop_at_eos,
+        },
+    )
+
+
+def _notes() -> list[str]:
+    return [
+        "Prefill: steps with any prompt tokens in them, and those prompt tokens. Decode: the other steps, and the "
+        "tokens generated in them. Total: from the first request to the last token, and all generated tokens, the "
+        "first token of each sequence included. A step's time runs from its request, or from the reply before it if "
+        "that came later, to its reply.",
+        "GB = 2**30 bytes. Model size: parameters on all shards. Cache size: the KV cache that the shards allocated. "
+        "Hidden size (p): activations between two layers in the largest step. Peak memory: most that the shard "
+        "processes ever held, libraries and loading included (VmHWM of each; on GPUs what the driver reports at the "
+        "end, which torch does not give back). Floors are of the steps that were taken.",
+    ]
+
+
+def markdown(result: Result) -> str:
+    """FlexGen's lines, and floors."""
+    return "\n\n".join(
+        part for part in ("\n".join(_figures(result)), _floor_table(result.rows), footer(result)) if part
+    )
+
+
+def _figures(result: Result) -> Iterator[str]:
+    sizes = result.extra
+    if sizes:
+        model, cache, hidden, peak = (
+            _gib(sizes[f"{name}_bytes"]) for name in ("model_size", "cache_size", "hidden_size", "peak_memory")
+        )
+        yield f"model size: {model}\tcache size: {cache}\thidden size (p): {hidden}"
+        yield f"peak {sizes['peak_memory_kind']} mem: {peak}\tprojected: False"
+    for row in result.rows:
+        rate = f"{row['step']} throughput: {row['tokens_per_second']:.3f} token/s"
+        yield f"{row['step']} latency: {row['latency_s']:.3f} s\t{rate}"
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "not measured" if num_bytes is None else f"{num_bytes / GIB:.3f} GB"
+
+
+def _floor_table(rows: Sequence[dict[str, Any]]) -> str:
+    known = [row for row in rows if row["percent_of_limit"] is not None]
+    cells = [
+        [r["step"], r["tokens"], f"{r['latency_s']:.3f} s", f"{r['floor_s']:.3f} s", f"{r['percent_of_limit']:.1f} %"]
+        for r in known
+    ]
+    return table(("Step", "Tokens", "Latency", "Floor", "% of limit"), cells) if known else ""

@@ -1,0 +1,247 @@
+"""One row of `serving`: what became of its requests, the figures that follow, and the tables that people read.
+
+Arithmetic and text on finished requests; no clock, no sockets, so that every formula is tested with plain numbers.
+Failed requests are counted by kind and never enter a latency. Tokens are counted as they came, not as asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+from benchmark.http_client import Reply
+from benchmark.report import Result, Summary, footer, table
+from benchmark.workload import Lengths
+
+LATE_MS = 10.0  # a client that sends later than this needs more of the machine, or another machine
+LATENCIES = ("ttft_ms", "tpot_ms", "inter_token_ms", "e2e_ms")
+PERCENTILES = ("p50", "p90", "p99")
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How requests come: exactly one of the two is set."""
+
+    concurrency: int | None = None
+    request_rate: float | None = None
+
+    def __str__(self) -> str:
+        return f"{self.concurrency} concurrent" if self.request_rate is None else f"{self.request_rate:g} requests/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One request: what was wanted, when it should have been sent, and what came. Times only where it succeeded."""
+
+    lengths: Lengths
+    intended_at: float  # of time.perf_counter
+    reply: Reply
+
+    @property
+    def is_short(self) -> bool:
+        return self.reply.num_tokens < self.lengths.output_length
+
+    @property
+    def ttft_ms(self) -> float:
+        return 1000 * (self.reply.token_times[0] - self.intended_at)
+
+    @property
+    def e2e_ms(self) -> float:
+        return 1000 * (self.reply.token_times[-1] - self.intended_at)
+
+    @property
+    def tpot_ms(self) -> float | None:
+        """None for an answer of one token, which has no time between tokens."""
+        gaps = self.reply.num_tokens - 1
+        return 1000 * (self.reply.token_times[-1] - self.reply.token_times[0]) / gaps if gaps else None
+
+    @property
+    def inter_token_ms(self) -> list[float]:
+        times = self.reply.token_times
+        return [1000 * (after - before) for before, after in pairwise(times)]
+
+    @property
+    def latency_per_token_ms(self) -> float:
+        return self.e2e_ms / (self.lengths.input_length + self.reply.num_tokens)
+
+    @property
+    def latency_per_output_token_ms(self) -> float:
+        return self.e2e_ms / self.reply.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Objectives:
+    """What a request must keep to count as good; None: anything will do."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def are_met(self, outcome: Outcome) -> bool:
+        return (self.ttft_ms is None or outcome.ttft_ms <= self.ttft_ms) and (
+            self.tpot_ms is None or (outcome.tpot_ms or 0.0) <= self.tpot_ms
+        )
+
+
+# ----------------------------------------------------------------------------------------------------- figures
+
+
+def row_of(
+    cell: Lengths, load: Load, outcomes: Sequence[Outcome], objectives: Objectives, distribution: str = "fixed"
+) -> dict[str, Any]:
+    """One row of the JSON. The row's time runs from the first intended sending to the last end of any request."""
+    good = [outcome for outcome in outcomes if outcome.reply.error is None]
+    kinds = Counter(outcome.reply.error for outcome in outcomes if outcome.reply.error is not None)
+    seconds = max(o.reply.ended_at for o in outcomes) - min(o.intended_at for o in outcomes)
+    samples = _samples(good)
+    return {
+        "input_length": cell.input_length,
+        "output_length": cell.output_length,
+        "length_distribution": distribution,
+        "concurrency": load.concurrency,
+        "request_rate": load.request_rate,
+        "requests_per_second": len(good) / seconds,
+        "output_tokens_per_second": sum(outcome.reply.num_tokens for outcome in good) / seconds,
+        "latency_per_token_ms": _mean(samples["latency_per_token_ms"]),
+        "latency_per_output_token_ms": _mean(samples["latency_per_output_token_ms"]),
+        **{name: _percentiles(samples[name]) for name in LATENCIES},
+        "goodput": _goodput(good, len(outcomes), seconds, objectives),
+        "errors": kinds.total(),
+        "errors_by_kind": dict(sorted(kinds.items())),
+        "requests": len(outcomes),
+        "short": sum(outcome.is_short for outcome in good),
+        "other_input_length": sum(_is_other_input(outcome) for outcome in good),
+        "seconds": seconds,
+        "sent_late_ms": _percentiles([1000 * (o.reply.sent_at - o.intended_at) for o in outcomes]),
+        "samples": {name: values for name, values in samples.items() if name != "inter_token_ms"},
+    }
+
+
+def _samples(good: Sequence[Outcome]) -> dict[str, list[float]]:
+    """One value a request, but for inter_token_ms, which has one for each pair of tokens."""
+    return {
+        "ttft_ms": [outcome.ttft_ms for outcome in good],
+        "tpot_ms": [tpot for outcome in good if (tpot := outcome.tpot_ms) is not None],
+        "inter_token_ms": [gap for outcome in good for gap in outcome.inter_token_ms],
+        "e2e_ms": [outcome.e2e_ms for outcome in good],
+        "latency_per_token_ms": [outcome.latency_per_token_ms for outcome in good],
+        "latency_per_output_token_ms": [outcome.latency_per_output_token_ms for outcome in good],
+    }
+
+
+def _mean(samples: Sequence[float]) -> float | None:
+    return fmean(samples) if samples else None
+
+
+def _percentiles(samples: Sequence[float]) -> dict[str, float] | None:
+    if not samples:
+        return None
+    summary = Summary.of(samples)
+    return {"mean": summary.mean, **{name: getattr(summary, name) for name in PERCENTILES}}
+
+
+def _goodput(good: Sequence[Outcome], num_sent: int, seconds: float, objectives: Objectives) -> dict[str, Any] | None:
+    """Failed requests did not meet the objectives."""
+    if objectives == Objectives():
+        return None
+    met = sum(objectives.are_met(outcome) for outcome in good)
+    return {
+        "ttft_objective_ms": objectives.ttft_ms,
+        "tpot_objective_ms": objectives.tpot_ms,
+        "share": met / num_sent,
+        "requests_per_second": met / seconds,
+    }
+
+
+def _is_other_input(outcome: Outcome) -> bool:
+    counted = outcome.reply.num_prompt_tokens
+    return counted is not None and counted != outcome.lengths.input_length
+
+
+# ------------------------------------------------------------------------------------------------------ tables
+
+
+def progress(row: Mapping[str, Any], load: Load) -> str:
+    rates = f"{row['requests_per_second']:.2f} requests/s, {row['output_tokens_per_second']:.2f} output token/s"
+    return f"{row['input_length']} in, {row['output_length']} out, {load}: {rates}, {row['errors']} errors"
+
+
+def markdown(result: Result) -> str:
+    """The published sweeps' table for each load, then what it leaves out."""
+    parts = [f"# {result.context.model}"]
+    by_load: dict[Load, list[dict[str, Any]]] = {}
+    for row in result.rows:
+        by_load.setdefault(Load(row["concurrency"], row["request_rate"]), []).append(row)
+    for load, rows in by_load.items():
+        parts += [f"## {load}", throughput_table(rows), latency_table(rows)]
+        parts += [goodput_table(rows)] if rows[0]["goodput"] else []
+        parts += ["\n".join(f"- {line}" for row in rows for line in _remarks(row))]
+    return "\n\n".join(part for part in [*parts, footer(result)] if part)
+
+
+def throughput_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    headers = (
+        "Input Length", "Output Length", "Throughput (requests/s)", "Throughput (output token/s)",
+        "Average latency per token (ms)", "Average latency per output token (ms)",
+    )  # fmt: skip
+    names = (
+        "requests_per_second", "output_tokens_per_second", "latency_per_token_ms", "latency_per_output_token_ms",
+    )  # fmt: skip
+    cells = [[row["input_length"], row["output_length"], *(_cell(row[name]) for name in names)] for row in rows]
+    return table(headers, cells, centred=True)
+
+
+def latency_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    titles = ("TTFT", "TPOT", "Inter-token", "E2E")
+    headers = [f"{title} {name} (ms)" for title in titles for name in PERCENTILES]
+    cells = [
+        [
+            row["input_length"],
+            row["output_length"],
+            *(_cell((row[latency] or {}).get(name)) for latency in LATENCIES for name in PERCENTILES),
+            f"{row['errors']} of {row['requests']}",
+        ]
+        for row in rows
+    ]
+    return table(("Input Length", "Output Length", *headers, "Errors"), cells, centred=True)
+
+
+def goodput_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    headers = (
+        "Input Length", "Output Length", "TTFT objective (ms)", "TPOT objective (ms)", "Met (%)",
+        "Goodput (requests/s)",
+    )  # fmt: skip
+    cells = [
+        [
+            row["input_length"],
+            row["output_length"],
+            _cell(row["goodput"]["ttft_objective_ms"]),
+            _cell(row["goodput"]["tpot_objective_ms"]),
+            f"{100 * row['goodput']['share']:.1f}",
+            _cell(row["goodput"]["requests_per_second"]),
+        ]
+        for row in rows
+    ]
+    return table(headers, cells, centred=True)
+
+
+def _cell(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _remarks(row: Mapping[str, Any]) -> Iterator[str]:
+    """What makes a row other than it seems."""
+    name = f"{row['input_length']} x {row['output_length']}"
+    if row["errors"]:
+        kinds = ", ".join(f"{count} {kind}" for kind, count in row["errors_by_kind"].items())
+        which = "all requests" if row["errors"] == row["requests"] else f"{row['errors']} of {row['requests']} requests"
+        yield f"{name}: {which} failed: {kinds}."
+    if row["short"]:
+        yield f"{name}: {row['short']} of {row['requests']} answers were short: the model ended them by itself."
+    if row["sent_late_ms"]["p99"] > LATE_MS:
+        yield f"{name}: the client itself was late: 1 % of its requests by {row['sent_late_ms']['p99']:.0f} ms or more."
+    if row["other_input_length"]:
+        yield f"{name}: the server counted another prompt length in {row['other_input_length']} requests."

@@ -1,0 +1,197 @@
+"""The pictures of a result, as PNG: the four of a serving sweep, and step times over the batch size with their floors.
+
+Rows go in as the result's JSON holds them, so that a picture can be made again from a file years later. matplotlib is
+an optional dependency and imported only when something is drawn, without its global state (`pyplot`) and without a
+display. No styling options: whoever wants another picture has the numbers.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmark.report import BenchError
+
+Row = Mapping[str, Any]
+
+DOTS_PER_INCH = 120
+PANEL_INCHES = (5.0, 3.6)
+PANELS_ABREAST = 2
+# Colours that people with any colour vision tell apart (Okabe and Ito 2008); markers say it again in grey.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+AXES = {"output_length": "Output length (tokens)", "concurrency": "Concurrent requests", "request_rate": "Requests/s"}
+STEP_TITLES = {"prefill": "Prefill", "decode_token": "Decode (token)"}
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One figure of a serving row and the picture that it makes."""
+
+    key: str
+    title: str
+    axis: str  # with the unit
+    filename: str
+
+
+MEASURES = (
+    Measure("requests_per_second", "Throughput (requests/s)", "Requests/s", "throughput-req.png"),
+    Measure("output_tokens_per_second", "Throughput (output token/s)", "Output tokens/s", "throughput-token-out.png"),
+    Measure("latency_per_token_ms", "Average latency per token (ms)", "ms per token", "pertoken.png"),
+    Measure(
+        "latency_per_output_token_ms", "Average latency per output token (ms)", "ms per token", "per-out-token.png"
+    ),
+)
+
+
+def require_matplotlib() -> None:
+    """Raises BenchError where it is not installed."""
+    _import("matplotlib")
+
+
+def _import(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise BenchError("plots need matplotlib: pip install 'lockstep[bench]'") from None
+
+
+# ---------------------------------------------------------------------------------------------------------- serving
+
+
+def plot_serving(systems: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
+    """One PNG per measure, one panel per input length, one line per system. Raises BenchError.
+
+    The x axis is the output length, or what else was varied where there is only one. Rows without a figure, because
+    all of their requests failed, are left out.
+    """
+    return [_save(_serving_figure(systems, measure), folder / measure.filename) for measure in MEASURES]
+
+
+def _serving_figure(systems: Mapping[str, Sequence[Row]], measure: Measure) -> Any:
+    everything = [row for rows in systems.values() for row in rows]
+    axis = _axis(everything)
+    lines = _lines(systems, axis, several_loads=len({_load(row) for row in everything}) > 1)
+    input_lengths = _values(everything, "input_length")
+    figure, panels = _panels(len(input_lengths), measure.title)
+    for panel, input_length in zip(panels, input_lengths, strict=True):
+        panel.set_title(f"Input length {input_length} tokens", fontsize=10)
+        for style, (label, rows) in enumerate(lines.items()):
+            points = [row for row in rows if row["input_length"] == input_length and row[measure.key] is not None]
+            _draw(panel, style, label, [(row[axis], row[measure.key]) for row in points])
+        _label(panel, AXES[axis], measure.axis, _values(everything, axis))
+    return _with_legend(figure, panels)
+
+
+def _axis(rows: Sequence[Row]) -> str:
+    """What the rows vary, apart from the input length."""
+    return next((key for key in AXES if len(_values(rows, key)) > 1), "output_length")
+
+
+def _lines(systems: Mapping[str, Sequence[Row]], axis: str, *, several_loads: bool) -> dict[str, list[Row]]:
+    """Rows by the legend's text: the system, and its load where that is neither the axis nor the same everywhere."""
+    lines: dict[str, list[Row]] = {}
+    for system, rows in systems.items():
+        for row in rows:
+            label = f"{system}, {_load(row)}" if several_loads and axis == "output_length" else system
+            if row[axis] is not None:
+                lines.setdefault(label, []).append(row)
+    return lines
+
+
+def _load(row: Row) -> str:
+    if row["request_rate"] is not None:
+        return f"{row['request_rate']:g} requests/s"
+    return f"{row['concurrency']} concurrent"
+
+
+def _values(rows: Sequence[Row], key: str) -> list[Any]:
+    return sorted({row[key] for row in rows if row[key] is not None})
+
+
+# ---------------------------------------------------------------------------------------------------------- latency
+
+
+def plot_latency(rows: Sequence[Row], path: Path) -> None:
+    """Mean step times of one result over the batch size, with the floors. Raises BenchError."""
+    plot_latency_systems({"Measured (mean)": rows}, path)
+
+
+def plot_latency_systems(systems: Mapping[str, Sequence[Row]], path: Path) -> None:
+    """Mean step times in ms over the batch size, prefill and decode apart; floors dashed. Raises BenchError."""
+    everything = [row for rows in systems.values() for row in rows]
+    steps = [step for step in STEP_TITLES if any(row["step"] == step for row in everything)]
+    figure, panels = _panels(len(steps), "Time of one step, and the least that the device could need")
+    for panel, step in zip(panels, steps, strict=True):
+        panel.set_title(STEP_TITLES[step], fontsize=10)
+        for style, (name, rows) in enumerate(systems.items()):
+            mine = [row for row in rows if row["step"] == step]
+            _draw(panel, style, name, [(row["batch_size"], row["mean_ms"]) for row in mine])
+            floors = [(row["batch_size"], row["floor_ms"]) for row in mine if row["floor_ms"] is not None]
+            label = "Floor" if len(systems) == 1 else f"{name}, floor"
+            _draw(panel, style, label, floors, linestyle="--", marker="")
+        _label(panel, "Batch size (sequences)", "Time (ms)", _values(everything, "batch_size"))
+    _save(_with_legend(figure, panels), path)
+
+
+# ---------------------------------------------------------------------------------------------------------- drawing
+
+
+def _panels(count: int, title: str) -> tuple[Any, list[Any]]:
+    """A figure with `count` panels in rows of two."""
+    columns = min(count, PANELS_ABREAST)
+    lines = -(-count // columns)
+    size = (PANEL_INCHES[0] * max(columns, 1.2), PANEL_INCHES[1] * lines + 0.8)
+    figure = _import("matplotlib.figure").Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
+    figure.suptitle(title)
+    return figure, [figure.add_subplot(lines, columns, number + 1) for number in range(count)]
+
+
+def _draw(panel: Any, style: int, label: str, points: Sequence[tuple[float, float]], **changes: Any) -> None:
+    """One line; the same `style` looks the same in every panel."""
+    look = {"color": COLOURS[style % len(COLOURS)], "marker": MARKERS[style % len(MARKERS)], "linewidth": 1.8} | changes
+    if points:
+        ordered = sorted(points)
+        panel.plot([x for x, _ in ordered], [y for _, y in ordered], label=label, markersize=5, **look)
+
+
+def _label(panel: Any, x_label: str, y_label: str, ticks: Sequence[float]) -> None:
+    """Axes with units. Lengths and batch sizes double from one to the next, so that their axis is logarithmic."""
+    panel.set_xlabel(x_label)
+    panel.set_ylabel(y_label)
+    panel.set_xscale("log", base=2)
+    panel.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
+    panel.minorticks_off()
+    panel.set_ylim(bottom=0)
+    panel.grid(visible=True, alpha=0.35)
+
+
+def _with_legend(figure: Any, panels: Sequence[Any]) -> Any:
+    """One legend below all panels."""
+    found: dict[str, Any] = {}
+    for panel in panels:
+        for handle, label in zip(*panel.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if found:
+        figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=min(len(found), 3))
+    return figure
+
+
+def _save(figure: Any, path: Path) -> Path:
+    """Drawn in memory first: a picture is on the disk whole or not at all."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format="png")
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_bytes(drawn.getvalue())
+        partial.replace(path)
+    except OSError as error:
+        raise BenchError(f"cannot write {path}: {error.strerror}; give another --output or free some space") from None
+    finally:
+        partial.unlink(missing_ok=True)
+    return path

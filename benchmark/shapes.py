@@ -1,0 +1,212 @@
+"""Model shapes: how many bytes and operations a model costs, from its `config.json` alone.
+
+`benchmark/shapes/*.json` holds the configs of well-known models, so that their speed can be computed (`plan`) or
+measured on random weights (`--random-weights`) before anything is downloaded. The server's `ArchSpec` is the only
+reading of a config; this module counts what it describes. Sliding windows are not counted: a context beyond them is
+taken as if every layer saw all of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmark.report import BenchError
+from server.model import families
+from server.model.spec import ArchSpec, Gated, LayerNorm, LayerSpec, Learned, Mlp, Moe, Residual, validate
+
+FOLDER = Path(__file__).with_name("shapes")
+DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
+QUANTIZED_BYTES: Mapping[str, int] = {"int8": 1}  # scales are not counted: one per row
+
+NORMS_PER_LAYER: Mapping[Residual, int] = {
+    Residual.PRE: 2,
+    Residual.PRE_NORMED: 2,
+    Residual.POST: 2,
+    Residual.SANDWICH: 4,
+    Residual.PARALLEL_ONE_NORM: 1,
+    Residual.PARALLEL_TWO_NORMS: 2,
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A whole decoder, before it is split over ranks, and the dtype that its checkpoint is published in."""
+
+    spec: ArchSpec
+    dtype: str
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of all layers."""
+        return sum(self._layer(layer, active=False) for layer in self.spec.layers)
+
+    @property
+    def step_parameters(self) -> int:
+        """Of all layers, those that every step reads: of a mixture of experts, the experts of one token."""
+        return sum(self._layer(layer, active=True) for layer in self.spec.layers)
+
+    @property
+    def head_parameters(self) -> int:
+        """The output head, which is the embedding table where they are tied."""
+        return self.spec.vocab_size * (self.spec.embed_dim or self.spec.hidden_size)
+
+    @property
+    def total_parameters(self) -> int:
+        spec = self.spec
+        position = spec.layers[0].position
+        rows = position.size + position.offset if isinstance(position, Learned) else 0
+        maps = 2 * spec.embed_dim * spec.hidden_size  # between the embedding's width and the model's
+        norms = self._norm_parameters * (spec.embed_norm + spec.final_norm)
+        head = self.head_parameters * (not spec.tied_head) + spec.vocab_size * spec.head_bias
+        return self.layer_parameters + self.head_parameters + head + rows * spec.hidden_size + maps + norms
+
+    def kv_bytes_per_token(self, dtype: str) -> int:
+        """Key and value of one token in all layers."""
+        return 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * DTYPE_BYTES[dtype]
+
+    def step_weight_bytes(self, dtype: str, quantize: str | None = None) -> int:
+        """What every step reads once, whatever its batch: all layers and the head, not the embedding table."""
+        return self.step_parameters * _stored_bytes(dtype, quantize) + self.head_bytes(dtype, quantize)
+
+    def head_bytes(self, dtype: str, quantize: str | None = None) -> int:
+        """The output head as it is stored; a tied one stays in the model's dtype, because it is the embedding."""
+        return self.head_parameters * (DTYPE_BYTES[dtype] if self.spec.tied_head else _stored_bytes(dtype, quantize))
+
+    def weight_bytes(self, dtype: str, quantize: str | None = None) -> int:
+        """Everything that is held in memory, input embedding included."""
+        rest = self.total_parameters - self.layer_parameters - self.head_parameters
+        layers = self.layer_parameters * _stored_bytes(dtype, quantize)
+        return layers + self.head_bytes(dtype, quantize) + rest * DTYPE_BYTES[dtype]
+
+    def split_problem(self, num_shards: int) -> str | None:
+        """Why the model cannot be split over so many shards, or None."""
+        try:
+            validate(self.spec, num_shards)
+        except ValueError as error:
+            return str(error)
+        return None
+
+    @property
+    def _norm_parameters(self) -> int:
+        vectors = 2 if isinstance(self.spec.norm, LayerNorm) and self.spec.norm.bias else 1
+        return vectors * self.spec.hidden_size
+
+    def _layer(self, layer: LayerSpec, *, active: bool) -> int:
+        spec = self.spec
+        hidden, queries, keys = spec.hidden_size, spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+        attention = hidden * (queries + 2 * keys) + queries * hidden
+        biases = (queries + 2 * keys) * spec.qkv_bias + hidden * spec.attention_out_bias
+        biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias
+        norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters + 2 * spec.head_dim * spec.qk_norm
+        return attention + _mlp_parameters(layer.mlp, hidden, active=active) + biases + norms
+
+
+def _mlp_columns(mlp: Mlp) -> int:
+    """Outputs of its first matrices."""
+    return mlp.width * (2 if isinstance(mlp, Gated) else 1)
+
+
+def _mlp_parameters(mlp: Mlp, hidden: int, *, active: bool) -> int:
+    if isinstance(mlp, Moe):
+        return (mlp.top_k if active else mlp.num_experts) * 3 * hidden * mlp.width + hidden * mlp.num_experts
+    return hidden * (_mlp_columns(mlp) + mlp.width)
+
+
+def _stored_bytes(dtype: str, quantize: str | None) -> int:
+    """Bytes of one weight; a format that is not known is taken as dense."""
+    return QUANTIZED_BYTES.get(quantize or "dense", DTYPE_BYTES[dtype])
+
+
+def from_config(config: Mapping[str, Any], origin: str = "config.json") -> ModelShape:
+    """The shape that a config describes. `origin` names it in a BenchError."""
+    try:
+        return ModelShape(families.find(config)[1], published_dtype(config))
+    except (ValueError, TypeError, ZeroDivisionError) as error:
+        raise BenchError(f"{origin} is no model that Lockstep knows: {error}") from None
+
+
+def published_dtype(config: Mapping[str, Any]) -> str:
+    """The dtype that the config names; float16 where it names none, as most checkpoints of that age are."""
+    name = str(config.get("dtype") or config.get("torch_dtype") or "float16")
+    return name if name in DTYPE_BYTES else "float16"
+
+
+# ----------------------------------------------------------------------------------------------- finding a config
+
+
+@dataclass(frozen=True)
+class NamedShape:
+    """A model's config with the name to print, and what it costs."""
+
+    name: str
+    config: Mapping[str, Any] = field(repr=False)
+    shape: ModelShape
+
+
+def names() -> list[str]:
+    """Shapes that come with the benchmark."""
+    return sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def find(name_or_path: str) -> NamedShape:
+    """A shipped shape by its name or by a repository that ends in it, a config.json, or a model folder."""
+    path = Path(name_or_path).expanduser()
+    shipped = name_or_path.rsplit("/", 1)[-1].lower()
+    if path.is_dir():
+        name, path = path.resolve().name, path / "config.json"
+    elif path.is_file():
+        name = path.stem if path.stem != "config" else path.resolve().parent.name
+    elif shipped in names():
+        name, path = name_or_path, FOLDER / f"{shipped}.json"
+    else:
+        raise BenchError(
+            f"no shape is called {name_or_path} and there is no such file: give a config.json, a model folder, or one "
+            f"of {', '.join(names())}"
+        )
+    config = _read(path)
+    return NamedShape(name, config, from_config(config, str(path)))
+
+
+def shape(name_or_path: str) -> ModelShape:
+    """As `find`, without the name."""
+    return find(name_or_path).shape
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(path.read_text())
+    except OSError as error:
+        raise BenchError(f"cannot read {path}: {error.strerror}; give a config.json or a model folder") from None
+    except ValueError as error:
+        raise BenchError(f"{path} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise BenchError(f"{path} is not a JSON object: give a model's config.json")
+    return config
+
+
+# ------------------------------------------------------------------------------------------------- model folders
+
+
+def make_model_folder(config: Mapping[str, Any], folder: Path) -> None:
+    """Write what a server needs to start on random weights: the config, and a tokenizer whose text means nothing.
+
+    Token i is the word `t<i>`, and words are divided by spaces: a prompt of N words is N tokens, and generated text
+    is as long as its tokens. There is no end token, so that nothing stops early.
+    """
+    size = config.get("padded_vocab_size") or config["vocab_size"]
+    vocabulary = {f"t{id}": id for id in range(size)}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [],
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"},
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    without_end = {key: value for key, value in config.items() if key != "eos_token_id"}
+    (folder / "config.json").write_text(json.dumps(without_end))
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

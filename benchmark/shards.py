@@ -1,0 +1,168 @@
+"""Shards to measure without HTTP: those of a running server, or of one that is started for the measurement.
+
+A connection knows what the shards loaded and which KV blocks they have. Whoever drives them uses sequence ids from
+2**62 on, which a router that counts from 1 never reaches, and any block: nothing else may run meanwhile, which is
+checked where it can be.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from huggingface_hub import try_to_load_from_cache
+
+from benchmark import shapes
+from benchmark.launch import Server, launch_flags, model_for, running_server, sockets_at
+from benchmark.report import BenchError
+from benchmark.roofline import Probe, Work
+from router.client import ModelInfo, ShardClient, ShardedClient, ShardError, Shards
+from server.pb.generate_pb2 import InfoRequest
+
+FIRST_ID = 2**62
+CONNECT_SECONDS = 10.0
+IDLE_SECONDS = 0.3  # a router that serves anybody sends a step within this time
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where the shards listen, and what is known of their model before asking them."""
+
+    sockets: Sequence[str]
+    name: str  # of the model, for the report
+    shape: shapes.ModelShape | None  # None: not known, so there are no floors
+    location: str | None = None  # folder or repository of the model
+    server: Server | None = None  # None: not ours
+
+    def cause(self, error: ShardError) -> BenchError:
+        """Why the shards were lost: the launcher knows better than the connection."""
+        if self.server is None:
+            return BenchError(f"the shards failed: {error}")
+        self.server.wait_ended(5.0)
+        return BenchError(self.server.failure() or f"the shards failed: {error}")
+
+
+@dataclass(frozen=True)
+class Connection:
+    """Shards that answer, and the KV blocks 0 … num_blocks-1 that they have."""
+
+    shards: Shards
+    info: ModelInfo
+    block_size: int
+    num_blocks: int
+
+
+def add_target_arguments(parser: argparse.ArgumentParser) -> None:
+    """How to reach shards that run already."""
+    parser.add_argument(
+        "--shard-uds-path",
+        metavar="PATH",
+        help="measure the running shards at PATH-0, PATH-1, …, whose router must be idle; --model-id or "
+        "--random-weights then only say which model they have loaded",
+    )
+
+
+@contextmanager
+def target_for(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[Target]:
+    """The shards that the arguments name; a server with the launcher `flags` is started for them where none runs."""
+    if args.shard_uds_path is not None:
+        yield _running(args)
+        return
+    with model_for(args) as model, running_server([*launch_flags(args, model), *flags]) as server:
+        yield Target(server.sockets, model.name, shape_of(model.location), model.location, server)
+
+
+def _running(args: argparse.Namespace) -> Target:
+    location = args.random_weights or args.model_id
+    shape = shapes.shape(args.random_weights) if args.random_weights else shape_of(location) if location else None
+    return Target(sockets_at(args.shard_uds_path), location or args.shard_uds_path, shape, location)
+
+
+def shape_of(location: str) -> shapes.ModelShape | None:
+    """The shape of a model folder, or of a repository whose config has been downloaded."""
+    try:
+        return shapes.shape(location)
+    except BenchError:
+        pass
+    try:
+        cached = try_to_load_from_cache(location, "config.json")
+        return shapes.shape(cached) if isinstance(cached, str) else None
+    except ValueError:  # not a repository's name, or not a shape that is known
+        return None
+
+
+@asynccontextmanager
+async def connect(target: Target) -> AsyncIterator[Connection]:
+    """Shards that are warmed up and idle."""
+    shards = ShardedClient(target.sockets)
+    try:
+        with causes_of(target):
+            await _wait_ready(shards, target)
+            if target.server is None:
+                await _require_idle(shards)
+            block_size, num_blocks = await _kv_blocks(target.sockets[0])
+            info = await shards.info()
+        yield Connection(shards, info, block_size, num_blocks)
+    finally:
+        await shards.close()
+
+
+@contextmanager
+def causes_of(target: Target) -> Iterator[None]:
+    """Turn a ShardError within the block into a BenchError that says why the shards were lost."""
+    try:
+        yield
+    except ShardError as error:
+        raise target.cause(error) from None
+
+
+async def _wait_ready(shards: ShardedClient, target: Target) -> None:
+    try:
+        await shards.wait_ready(CONNECT_SECONDS)
+    except TimeoutError:
+        raise BenchError(
+            f"the shards at {target.sockets[0]} do not answer: check that their server still runs"
+        ) from None
+
+
+async def _require_idle(shards: ShardedClient) -> None:
+    before = await shards.health()
+    await asyncio.sleep(IDLE_SECONDS)
+    after = await shards.health()
+    if after.steps_received != before.steps_received or after.steps_finished != after.steps_received:
+        raise BenchError("the server is generating for others: wait until it is idle, or start one for the measurement")
+
+
+async def _kv_blocks(socket: str) -> tuple[int, int]:
+    """(tokens per block, blocks) of the KV cache that the warmup allocated."""
+    rank = ShardClient(0, socket)
+    try:
+        reply = await rank.call("Info", InfoRequest())
+    finally:
+        await rank.close()
+    if not reply.num_blocks:
+        raise BenchError(f"the shards at {socket} are not warmed up yet: wait until their server is ready")
+    return reply.block_size, reply.num_blocks
+
+
+# ------------------------------------------------------------------------------------------------------- floors
+
+
+def work_of(target: Target, info: ModelInfo) -> Work | None:
+    """The shape as the shards serve it, for floors."""
+    return None if target.shape is None else Work(target.shape, info.dtype, info.quantize)
+
+
+def probe_for(work: Work, info: ModelInfo) -> Probe:
+    """Measures the device that the shards run on: one GPU each, or one CPU for all of them."""
+    num_devices = 1 if info.device == "cpu" else info.world_size
+    return Probe(
+        info.device,
+        info.dtype,
+        threads=info.threads * info.world_size,
+        num_devices=num_devices,
+        step_weight_bytes=work.step_weight_bytes // num_devices,
+    )

@@ -1,0 +1,95 @@
+"""The command line: one sentence and an exit code for whatever goes wrong."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmark import launch
+from benchmark.__main__ import COMMANDS, main
+from benchmark.report import BenchError
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_help_names_every_command_and_imports_none() -> None:
+    code = (
+        "import sys; from benchmark.__main__ import main\n"
+        "try: main(['--help'])\n"
+        "finally: print(sorted(set(sys.modules) & {'torch', 'grpc', 'rich', 'matplotlib', 'benchmark.latency'}))"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout
+    assert all(f"    {name} " in shown for name in COMMANDS)
+    assert "[]" == shown.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", ["latency", "offline", "plan"])
+def test_every_command_explains_its_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([name, "--help"])
+    assert 0 == end.value.code
+    assert f"usage: lockstep-bench {name}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["unheard"],
+        ["latency", "--batch-size", "0"],
+        ["latency", "--decode-length", "1"],
+        ["latency", "--top-p", "1.5"],
+        ["latency", "--temperature", "nan"],
+        ["latency", "--run", "3"],
+        ["latency", "--model-id", "a", "--random-weights", "b"],
+        ["plan"],
+        ["plan", "--model-id", "bloom-560m", "--device", "abacus"],
+        ["offline", "--num-prompts", "-1"],
+    ],
+)
+def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert 2 == end.value.code
+    assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["plan", "--model-id", "gpt-17", "--device", "h200"], "error: no shape is called gpt-17"),
+        (["latency", "--random-weights", "gpt-17"], "error: no shape is called gpt-17"),
+        (["latency", "--shard-uds-path", "/nowhere/shard"], "error: no shards listen at /nowhere/shard-0"),
+        (["offline", "--model-id", "/nowhere"], "error: "),
+        (["latency", "--model-id", "/nowhere"], "error: the server did not start: --model-id /nowhere is not a folder"),
+        (["latency", "--device", "abacus"], "error: the server did not start: --device is abacus: give one of"),
+    ],
+)
+def test_what_fails_is_said_in_one_sentence(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 1 == main(arguments)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(sentence)
+
+
+@pytest.mark.parametrize("command", [["latency"], ["offline"], ["plan", "--model-id", "bloom-560m", "--device", "l4"]])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
+    command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    assert 1 == main([*command, "--output", str(blocked)])
+    assert "error: cannot write results to" in capsys.readouterr().err
+
+
+def test_sockets_are_found_in_rank_order(tmp_path: Path) -> None:
+    for name in ("shard-0", "shard-1", "shard-10", "shard.lock", "other-0"):
+        (tmp_path / name).touch()
+    with pytest.raises(BenchError, match="no shards listen"):
+        launch.sockets_at(str(tmp_path / "shard"))
+    (tmp_path / "shard-10").unlink()
+    assert [f"{tmp_path}/shard-0", f"{tmp_path}/shard-1"] == launch.sockets_at(f"{tmp_path}/shard")

@@ -1,0 +1,302 @@
+"""`latency`: steps against the strict fake, tables against published ones, and the whole command on real shards."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark import latency, launch, live, shapes, shards
+from benchmark.__main__ import main
+from benchmark.report import BenchError, Summary
+from benchmark.roofline import Ceilings, Work
+from benchmark.shards import FIRST_ID
+from benchmark.steps import StepDriver, Times, random_prompts
+from router.client import FakeShardedClient, ShardError
+from router.entry import Sampling
+
+ROOT = Path(__file__).parents[2]
+STEPS = ("prefill", "decode_token", "decode_total")
+
+
+class ManualTime:
+    """A clock that only sleeping moves."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def clock(self) -> float:
+        return self.now
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def arguments(*extra: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    latency.add_arguments(parser)
+    return parser.parse_args(extra)
+
+
+def run_steps(fake: FakeShardedClient, batch_size: int, length: int, decode_length: int, runs: int = 1) -> list[Times]:
+    clock = fake.clock
+    driver = StepDriver(fake, fake.block_size, fake.num_blocks, clock)
+    prompts = random_prompts(batch_size, length, fake.vocab_size, seed=0)
+
+    async def story() -> list[Times]:
+        return [await driver.run(prompts, decode_length, [Sampling()] * batch_size) for _ in range(runs)]
+
+    return asyncio.run(story())
+
+
+# ------------------------------------------------------------------------------------------------------- the steps
+
+
+def test_one_prefill_step_then_decode_steps_then_nothing_is_left() -> None:
+    fake = FakeShardedClient()
+    run_steps(fake, batch_size=3, length=20, decode_length=5, runs=2)
+    first, *decodes, last = fake.requests[:6]
+    assert [20, 20, 20] == list(first.chunk_tokens) and 3 == len(first.add)
+    assert [(True, 0)] * 4 == [(request.decode, len(request.chunk_ids)) for request in decodes]
+    assert [sequence.id for sequence in first.add] == list(last.retire)
+    assert all(sequence.id >= FIRST_ID for sequence in first.add)
+    assert set() == fake.live_ids
+    assert 12 == len(fake.requests)
+
+
+def test_times_are_those_of_the_steps() -> None:
+    time = ManualTime()
+    fake = FakeShardedClient(step_delay_s=0.5, clock=time.clock, sleep=time.sleep)
+    (times,) = run_steps(fake, batch_size=2, length=8, decode_length=10)
+    assert (0.5, 4.5) == (pytest.approx(times.prefill), pytest.approx(times.decode))
+    assert [0.5] * 9 == pytest.approx(list(times.intervals))
+
+
+def test_a_failed_step_ends_the_run_with_its_sentence() -> None:
+    with pytest.raises(BenchError, match="a step failed on the shards: out of memory"):
+        run_steps(FakeShardedClient(failing_steps={3: "out of memory"}), 1, 8, 10)
+
+
+def test_a_lost_shard_ends_the_run() -> None:
+    fake = FakeShardedClient()
+    fake.die("gone")
+    with pytest.raises(ShardError, match="gone"):
+        run_steps(fake, 1, 8, 4)
+
+
+def test_a_batch_that_the_cache_cannot_hold_is_refused_with_one_that_it_can() -> None:
+    driver = StepDriver(FakeShardedClient(), block_size=16, num_blocks=10)
+    driver.check(2, 80)
+    with pytest.raises(BenchError, match=r"--batch-size 4 .* 320 tokens, but the shards have 160: .* at most 2"):
+        driver.check(4, 80)
+
+
+def test_prompts_are_the_same_everywhere() -> None:
+    assert random_prompts(2, 3, 1000, seed=1) == random_prompts(2, 3, 1000, seed=1)
+    assert random_prompts(1, 3, 1000, seed=1) != random_prompts(1, 3, 1000, seed=2)
+
+
+# ------------------------------------------------------------------------------------------------- rows and tables
+
+ARGUMENTS = """\
+| Parameter          | Value                 |
+|--------------------|-----------------------|
+| Model              | bigscience/mt0-xxl-mt |
+| Sequence Length    | 100                   |
+| Decode Length      | 100                   |
+| N Runs             | 10                    |
+| Warmups            | 1                     |
+| Temperature        | None                  |
+| Top K              | None                  |
+| Top P              | None                  |
+| Typical P          | None                  |
+| Repetition Penalty | None                  |
+| Watermark          | false                 |
+| Do Sample          | false                 |"""
+
+LATENCY = """\
+| Step           | Batch Size | Average    | Lowest     | Highest    | p50        | p90        | p99        |
+|----------------|------------|------------|------------|------------|------------|------------|------------|
+| Prefill        | 1          | 65.65 ms   | 62.84 ms   | 76.21 ms   | 64.65 ms   | 76.21 ms   | 76.21 ms   |
+|                | 2          | 67.76 ms   | 65.88 ms   | 70.41 ms   | 67.63 ms   | 70.41 ms   | 70.41 ms   |
+| Decode (token) | 1          | 43.46 ms   | 43.03 ms   | 44.75 ms   | 43.37 ms   | 43.03 ms   | 43.03 ms   |
+|                | 2          | 44.91 ms   | 44.33 ms   | 45.67 ms   | 45.22 ms   | 44.73 ms   | 44.73 ms   |
+| Decode (total) | 1          | 4302.14 ms | 4260.36 ms | 4430.01 ms | 4293.85 ms | 4260.36 ms | 4260.36 ms |
+|                | 2          | 4445.96 ms | 4388.19 ms | 4521.91 ms | 4477.18 ms | 4427.93 ms | 4427.93 ms |"""
+
+THROUGHPUT = """\
+| Step    | Batch Size | Average            | Lowest             | Highest            |
+|---------|------------|--------------------|--------------------|--------------------|
+| Prefill | 1          | 15.28 tokens/secs  | 13.12 tokens/secs  | 15.91 tokens/secs  |
+|         | 2          | 29.52 tokens/secs  | 28.40 tokens/secs  | 30.36 tokens/secs  |
+| Decode  | 1          | 23.01 tokens/secs  | 22.35 tokens/secs  | 23.24 tokens/secs  |
+|         | 32         | 500.37 tokens/secs | 492.55 tokens/secs | 505.14 tokens/secs |"""
+
+
+def published_rows(markdown: str) -> list[list[str]]:
+    """Cells below the headers, with the blanks of merged cells filled in."""
+    rows: list[list[str]] = []
+    for line in markdown.splitlines()[2:]:
+        name, *cells = [cell.strip() for cell in line.strip("|").split("|")]
+        rows.append([name or rows[-1][0], *cells])
+    return rows
+
+
+def test_the_arguments_table_is_that_of_tgi() -> None:
+    assert ARGUMENTS == latency.arguments_table(arguments(), "bigscience/mt0-xxl-mt")
+
+
+def test_the_latency_table_is_that_of_tgi() -> None:
+    names = {shown: step for step, shown in latency.STEPS.items()}
+    keys = ("mean_ms", "min_ms", "max_ms", "p50_ms", "p90_ms", "p99_ms")
+    rows = [
+        {"step": names[step], "batch_size": int(size)}
+        | {key: float(cell.split()[0]) for key, cell in zip(keys, cells, strict=True)}
+        for step, size, *cells in published_rows(LATENCY)
+    ]
+    assert LATENCY == latency.latency_table(rows)
+
+
+def samples_for(mean: float, low: float, high: float, tokens: int) -> list[float]:
+    """Ten samples, in ms, whose rates have this mean, lowest and highest."""
+    rates = [low, high, *[(10 * mean - low - high) / 8] * 8]
+    return [1000 * tokens / rate for rate in rates]
+
+
+def test_the_throughput_table_is_that_of_tgi() -> None:
+    names = {shown: step for step, shown in latency.THROUGHPUT_STEPS.items()}
+    rows: list[dict[str, Any]] = []
+    for step, size, *cells in published_rows(THROUGHPUT):
+        mean, low, high = (float(cell.split()[0]) for cell in cells)
+        samples = samples_for(mean, low, high, int(size))
+        rows.append(
+            {"step": names[step], "batch_size": int(size), "samples_ms": samples, "tokens_per_sample": int(size)}
+        )
+    assert THROUGHPUT == latency.throughput_table(rows)
+
+
+def point(batch_size: int = 4) -> latency.Point:
+    runs = [Times(prefill=0.2 + n / 100, decode=0.9 + n / 10, intervals=[0.1] * 9) for n in range(3)]
+    return latency.Point(batch_size, sequence_length=50, decode_length=10, runs=runs)
+
+
+def test_rows_follow_the_formulas() -> None:
+    rows = {row["step"]: row for row in latency.rows([point()], None, None)}
+    assert [200.0, 210.0, 220.0] == pytest.approx(rows["prefill"]["samples_ms"])
+    assert [100.0, 1000 / 9, 1100 / 9] == pytest.approx(rows["decode_token"]["samples_ms"], rel=1e-5)
+    assert 4 * 50 * (1 / 0.2 + 1 / 0.21 + 1 / 0.22) / 3 == pytest.approx(rows["prefill"]["tokens_per_second"])
+    rate = 4 * 9 * (1 / 0.9 + 1 / 1.0 + 1 / 1.1) / 3
+    assert rate == pytest.approx(rows["decode_total"]["tokens_per_second"])
+    assert rate == pytest.approx(rows["decode_token"]["tokens_per_second"])
+    assert rows["prefill"]["floor_ms"] is None and rows["prefill"]["percent_of_limit"] is None
+    assert "" == latency.floor_table(list(rows.values()))
+
+
+def test_floors_stand_beside_the_median() -> None:
+    work = Work(shapes.shape("bloom-560m"), "bfloat16")
+    rows = latency.rows([point()], work, Ceilings(50e9, 1e12))
+    token, total = (row for row in rows if row["step"].startswith("decode"))
+    assert 9 * token["floor_ms"] == pytest.approx(total["floor_ms"])
+    assert token["percent_of_limit"] == pytest.approx(100 * token["floor_ms"] / token["p50_ms"])
+    assert f"| Decode (token) | 4          | 111.11 ms  | {token['floor_ms']:.2f} ms" in latency.floor_table(rows)
+
+
+def test_sampling_is_neutral_unless_asked_for() -> None:
+    assert Sampling(seed=3) == latency.sampling_of(arguments(), 3)
+    assert latency.sampling_of(arguments("--top-k", "5"), 0).do_sample
+    assert not latency.sampling_of(arguments("--repetition-penalty", "1.2"), 0).do_sample
+    assert latency.sampling_of(arguments("--do-sample"), 0).do_sample
+
+
+def test_histograms_count_every_sample() -> None:
+    bins = live.histogram([1.0, 1.1, 1.2, 2.0, 9.0], bins=4)
+    assert 5 == sum(count for _, _, count in bins)
+    assert 4 == len(live.histogram([1.0], bins=4))
+
+
+# ----------------------------------------------------------------------------------------------------- real shards
+
+
+def check(result: dict[str, Any], batch_sizes: Sequence[int], num_shard: int) -> None:
+    """What every latency result must hold."""
+    assert ("latency", num_shard) == (result["command"], result["num_shard"])
+    assert [(step, size) for step in STEPS for size in batch_sizes] == [
+        (row["step"], row["batch_size"]) for row in result["rows"]
+    ]
+    for row in result["rows"]:
+        assert row["min_ms"] <= row["p50_ms"] <= row["p90_ms"] <= row["p99_ms"] <= row["max_ms"]
+        assert Summary.of(row["samples_ms"]).mean == row["mean_ms"]
+        assert 0 < row["percent_of_limit"] < 105
+
+
+def test_two_shards_of_our_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["-b", "1", "-b", "3", "-s", "9", "-d", "5", "-r", "3", "--num-shard", "2", "--device", "cpu"]
+    assert 0 == main(["latency", *flags, "--output", str(tmp_path)])
+    shown = capfd.readouterr()
+    result = json.loads(shown.out.splitlines()[-1])
+    check(result, (1, 3), num_shard=2)
+    assert result == json.loads((tmp_path / "result.json").read_text())
+    assert all(head in shown.out for head in ("| Parameter ", "| p99 ", " tokens/secs |", "| % of limit |"))
+    assert "batch size 3: prefill" in shown.err
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[launch.Server]:
+    flags = ["--model-id", str(launch.DEMO), "--device", "cpu", "--max-batch-total-tokens", "512"]
+    limits = ["--max-total-tokens", "256", "--max-input-length", "128"]
+    with launch.running_server([*flags, *limits]) as server:
+        yield server
+
+
+def test_attaching_on_a_terminal_shows_a_live_view(server: launch.Server) -> None:
+    prefix = server.sockets[0].removesuffix("-0")
+    flags = ["-b", "2", "-s", "9", "-d", "5", "-r", "3", "--top-p", "0.9", "--shard-uds-path", prefix]
+    command = [sys.executable, "-m", "benchmark", "latency", *flags, "--model-id", str(launch.DEMO)]
+    terminal, child_side = pty.openpty()
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=child_side, text=True)
+    os.close(child_side)
+    output, _ = process.communicate(timeout=60)
+    view = os.read(terminal, 1 << 16).decode()
+    os.close(terminal)
+    assert 0 == process.returncode
+    check(json.loads(output.splitlines()[-1]), (2,), num_shard=1)
+    assert "batch size 2" in view and "decode steps, ms" in view and "\x1b[" in view
+
+
+def test_a_cache_that_is_too_small_is_refused(server: launch.Server, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = server.sockets[0].removesuffix("-0")
+    assert 1 == main(["latency", "-b", "9", "--shard-uds-path", prefix])
+    assert "error: --batch-size 9 with 200 tokens each needs a KV cache of" in capsys.readouterr().err
+
+
+def test_rows_are_kept_when_the_server_dies(
+    server: launch.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last test with this server: its shard is killed before the second batch size."""
+    measure_point = latency._measure_point
+
+    async def kill_then_measure(args: Any, info: Any, driver: Any, point: latency.Point, view: Any) -> None:
+        if point.batch_size == 2:
+            for pid in server.shard_pids():
+                os.kill(pid, signal.SIGKILL)
+        await measure_point(args, info, driver, point, view)
+
+    monkeypatch.setattr(latency, "_measure_point", kill_then_measure)
+    args = arguments("-b", "1", "2", "-s", "9", "-d", "5", "-r", "2", "--output", str(tmp_path))
+    target = shards.Target(server.sockets, "demo", shapes.shape(str(launch.DEMO)), None, server)
+    with pytest.raises(BenchError, match="the server ended: shard 0 stopped: killed by signal 9"):
+        asyncio.run(latency._measure(args, target))
+    kept = json.loads((tmp_path / "result.json").read_text())
+    assert kept == json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(step, 1) for step in STEPS] == [(row["step"], row["batch_size"]) for row in kept["rows"]]
+    assert "killed by signal 9" in kept["failure"]

@@ -1,0 +1,146 @@
+"""`offline`: FlexGen's figures agree with one another, with floors from the steps that were really taken."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+
+from benchmark import offline, shapes
+from benchmark.__main__ import main
+from benchmark.offline import Prompt, StepRecord, TimedShards
+from benchmark.report import BenchError
+from benchmark.roofline import Ceilings, Demand, Work
+from router.client import FakeShardedClient
+from router.limits import Limits
+from router.text import ModelTokenizer
+
+WORK = Work(shapes.shape("bloom-560m"), "bfloat16")
+
+
+def words(size: int = 256) -> ModelTokenizer:
+    tokenizer = Tokenizer(WordLevel({f"t{id}": id for id in range(size)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    return ModelTokenizer.of(tokenizer, frozenset())
+
+
+def limits_of(fake: FakeShardedClient, max_batch_size: int | None = None) -> Limits:
+    return Limits(
+        max_input_length=512,
+        max_total_tokens=512,
+        max_batch_total_tokens=fake.max_batch_total_tokens,
+        max_batch_prefill_tokens=64,
+        block_size=fake.block_size,
+        num_blocks=fake.num_blocks,
+        max_concurrent_requests=64,
+        max_batch_size=max_batch_size,
+        waiting_served_ratio=0.3,
+        max_waiting_tokens=20,
+        max_best_of=1,
+        max_stop_sequences=0,
+        max_top_n_tokens=0,
+        vocab_size=fake.vocab_size,
+    )
+
+
+def generated(prompts: list[Prompt], max_batch_size: int | None = None) -> TimedShards:
+    fake = FakeShardedClient(max_batch_prefill_tokens=64, max_batch_size=max_batch_size)
+    timed = TimedShards(fake, WORK)
+    asyncio.run(offline.generate(timed, words(), limits_of(fake, max_batch_size), prompts))
+    assert set() == fake.live_ids
+    return timed
+
+
+PROMPTS = [Prompt([7] * length, new) for length, new in ((5, 9), (100, 3), (30, 1), (64, 20), (1, 2))]
+
+
+@pytest.mark.parametrize("max_batch_size", [None, 2])
+def test_every_token_is_counted_once(max_batch_size: int | None) -> None:
+    timed = generated(PROMPTS, max_batch_size)
+    assert sum(len(p.token_ids) for p in PROMPTS) == sum(record.prompt_tokens for record in timed.records)
+    assert sum(p.max_new_tokens for p in PROMPTS) == sum(record.generated_tokens for record in timed.records)
+
+
+def test_the_demand_of_a_run_is_that_of_its_steps() -> None:
+    """One sequence of 100 tokens in chunks of 64 and 36, then decode steps that attend to 101, 102, …"""
+    demands = [record.demand for record in generated([Prompt([3] * 100, 4)]).records if record.demand]
+    first = WORK.step(tokens=64, attended=64**2 / 2, kv_read=0, sampled=0)
+    second = WORK.step(tokens=36, attended=36 * 64 + 36**2 / 2, kv_read=64, sampled=1)
+    later = [WORK.step(tokens=1, attended=done + 0.5, kv_read=done, sampled=1) for done in (100, 101, 102)]
+    assert [first, second, *later] == demands
+
+
+def test_tokens_over_latency_is_throughput() -> None:
+    records = [
+        StepRecord(0.0, 50, Demand(100, 0), answered_at=2.0, generated_tokens=1),
+        StepRecord(1.0, 0, Demand(50, 0), answered_at=3.0, generated_tokens=1),  # waited for the first until 2.0
+        StepRecord(5.0, 0, Demand(50, 0), answered_at=6.0, generated_tokens=1),
+    ]
+    prefill, decode, total = offline.rows(records, 6.0, Ceilings(100.0, 100.0))
+    assert (50, 2.0, 25.0) == (prefill["tokens"], prefill["latency_s"], prefill["tokens_per_second"])
+    assert (2, 2.0, 1.0) == (decode["tokens"], decode["latency_s"], decode["tokens_per_second"])
+    assert (3, 6.0, 0.5) == (total["tokens"], total["latency_s"], total["tokens_per_second"])
+    assert [1.0, 1.0, 2.0] == [row["floor_s"] for row in (prefill, decode, total)]
+    assert 50.0 == decode["percent_of_limit"]
+
+
+def read(path: Path) -> list[Prompt]:
+    return offline.read_prompts(argparse.Namespace(prompts=path, output_length=10), words())
+
+
+def test_prompts_are_text_or_ids(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "t4 t9"}\n\n{"token_ids": [1, 2, 3], "max_new_tokens": 5}\n')
+    assert [Prompt([4, 9], 10), Prompt([1, 2, 3], 5)] == read(path)
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("{", "line 1: "),
+        ("[]", 'line 1: not an object with "prompt" or "token_ids"'),
+        ('{"prompt": 7}', "line 1: "),
+        ('{"prompt": ""}', "line 1: token ids must be"),
+        ('{"token_ids": [999]}', "line 1: token ids must be a list of whole numbers below 256"),
+        ('{"prompt": "t1", "max_new_tokens": 0}', "line 1: max_new_tokens is 0"),
+        ("", "has no prompts"),
+    ],
+)
+def test_a_wrong_prompt_is_refused_with_its_line(tmp_path: Path, line: str, problem: str) -> None:
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(line)
+    with pytest.raises(BenchError, match=problem):
+        read(path)
+
+
+def test_a_missing_file_and_a_missing_model_are_named(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="cannot read --prompts"):
+        read(tmp_path / "nowhere")
+    with pytest.raises(BenchError, match=r"has no tokenizer\.json"):
+        offline.load_tokenizer(str(tmp_path), with_eos=False)
+
+
+def test_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--num-prompts", "6", "--input-length", "20", "--output-length", "8", "--device", "cpu"]
+    assert 0 == main(["offline", *flags, "--max-batch-size", "4", "--output", str(tmp_path)])
+    *lines, last = capfd.readouterr().out.splitlines()
+    result = json.loads(last)
+    prefill, decode, total = result["rows"]
+    assert (120, 6 * 8) == (prefill["tokens"], total["tokens"])
+    assert 0 < decode["tokens"] < total["tokens"]
+    assert prefill["latency_s"] + decode["latency_s"] <= total["latency_s"]
+    for row in result["rows"]:
+        assert row["tokens"] / row["latency_s"] == pytest.approx(row["tokens_per_second"])
+        assert 0 < row["percent_of_limit"] < 105
+    assert 100 * 2**20 < result["peak_memory_bytes"] < 10 * 2**30
+    assert 14_680_064 == result["model_size_bytes"]
+    assert lines[0].startswith("model size: 0.014 GB\tcache size: ")
+    assert lines[1].startswith("peak cpu mem: ") and lines[1].endswith("\tprojected: False")
+    shown = [f"{row['step']} latency: {row['latency_s']:.3f} s" for row in result["rows"]]
+    assert shown == [line.split("\t")[0] for line in lines[2:5]]

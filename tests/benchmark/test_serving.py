@@ -1,0 +1,338 @@
+"""Serving figures: formulas from events made by hand, loops with a clockwork sender, and whole runs against a mock.
+
+The mock's times are 60 ms and more, and medians are compared, so that a busy machine does not matter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark import serving
+from benchmark.__main__ import main
+from benchmark.http_client import HttpClient, OpenAiApi, Reply, TgiApi
+from benchmark.outcomes import Load, Objectives, Outcome, row_of, throughput_table
+from benchmark.report import BenchError
+from benchmark.workload import Lengths, PlannedRequest
+from tests.benchmark.mock_server import mock_server
+from tests.running import free_port
+
+GRID = ("--input-length", "6", "--output-length", "8")
+CELL = Lengths(6, 8)
+
+
+def outcome(*token_times: float, intended_at: float = 10.0, sent_at: float = 10.0, error: str | None = None) -> Outcome:
+    times = list(token_times)
+    ended_at = times[-1] if times else sent_at + 1
+    return Outcome(Lengths(6, 4), intended_at, Reply(sent_at, ended_at, times, len(times), 6, error))
+
+
+def bench(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int, dict[str, Any], str]:
+    """Exit code, the JSON of the last line ({} if there is none), and standard error."""
+    code = main(["serving", *map(str, arguments)])
+    output = capsys.readouterr()
+    return code, json.loads(output.out.splitlines()[-1]) if output.out else {}, output.err
+
+
+# ----------------------------------------------------------------------------------------------------- formulas
+
+
+def test_times_of_one_request() -> None:
+    one = outcome(10.5, 10.6, 10.8, 11.1)
+    assert pytest.approx(500) == one.ttft_ms
+    assert pytest.approx([100, 200, 300]) == one.inter_token_ms
+    assert pytest.approx(200) == one.tpot_ms  # (11.1 - 10.5) / 3
+    assert pytest.approx(1100) == one.e2e_ms
+    assert pytest.approx(1100 / (6 + 4)) == one.latency_per_token_ms
+    assert pytest.approx(1100 / 4) == one.latency_per_output_token_ms
+
+
+def test_times_count_from_the_intended_sending() -> None:
+    late = outcome(10.5, 11.0, intended_at=9.0, sent_at=10.0)
+    assert (1500, 2000) == (late.ttft_ms, late.e2e_ms)
+
+
+def test_one_token_has_no_time_per_output_token() -> None:
+    assert outcome(10.5).tpot_ms is None
+
+
+def test_a_row_from_two_requests() -> None:
+    requests = [outcome(10.5, 10.6, 10.7, 10.8), outcome(11.0, 11.1, 11.2, 11.5, intended_at=10.5, sent_at=10.5)]
+    row = row_of(CELL, Load(concurrency=2), requests, Objectives())
+    assert pytest.approx(1.5) == row["seconds"]  # 10.0 to 11.5
+    assert pytest.approx(2 / 1.5) == row["requests_per_second"]
+    assert pytest.approx(8 / 1.5) == row["output_tokens_per_second"]
+    assert pytest.approx((80 + 100) / 2) == row["latency_per_token_ms"]
+    assert pytest.approx((200 + 250) / 2) == row["latency_per_output_token_ms"]
+    assert pytest.approx(500) == row["ttft_ms"]["p50"]
+    assert pytest.approx((100 + 500 / 3) / 2) == row["tpot_ms"]["mean"]
+    assert pytest.approx(1000) == row["e2e_ms"]["p99"]
+    assert (2, 0, {}, 0, None) == tuple(row[k] for k in ("requests", "errors", "errors_by_kind", "short", "goodput"))
+
+
+def test_errors_are_counted_apart_and_never_in_latencies() -> None:
+    requests = [outcome(10.5, 10.6, 10.7, 10.8), outcome(error="429"), outcome(10.1, error="disconnected")]
+    row = row_of(CELL, Load(concurrency=2), requests, Objectives())
+    assert (2, {"429": 1, "disconnected": 1}, 3) == (row["errors"], row["errors_by_kind"], row["requests"])
+    assert [500] == pytest.approx(row["samples"]["ttft_ms"])
+    assert pytest.approx(1 / row["seconds"]) == row["requests_per_second"]
+
+
+def test_a_row_without_success_says_so() -> None:
+    row = row_of(CELL, Load(request_rate=2.0), [outcome(error="429")] * 3, Objectives(ttft_ms=1))
+    assert (0, None, None, 3) == tuple(row[k] for k in ("requests_per_second", "ttft_ms", "tpot_ms", "errors"))
+    assert 0 == row["goodput"]["share"]
+    assert "6 8 0.00 0.00 - -" == " ".join(throughput_table([row]).splitlines()[2].replace("|", "").split())
+
+
+def test_goodput_counts_requests_that_keep_both_objectives() -> None:
+    fast, late, slow = outcome(10.1, 10.2), outcome(10.9, 11.0), outcome(10.1, 10.9)
+    failed = outcome(error="timeout")
+    goodput = row_of(CELL, Load(concurrency=1), [fast, late, slow, failed], Objectives(200, 150))["goodput"]
+    assert {"ttft_objective_ms": 200, "tpot_objective_ms": 150, "share": 0.25, "requests_per_second": 1.0} == goodput
+
+
+def test_the_table_is_the_published_one() -> None:
+    seed = [
+        "| Input Length | Output Length | Throughput (requests/s) | Throughput (output token/s) | "
+        "Average latency per token (ms) | Average latency per output token (ms) |",
+        "| :----------: | :-----------: | :---------------------: | :-------------------------: | "
+        ":----------------------------: | :-----------------------------------: |",
+        "|     128      |      512      |          2.43           |           1245.15           |"
+        "              9.98              |                 12.48                 |",
+    ]
+    names = ("requests_per_second", "output_tokens_per_second", "latency_per_token_ms", "latency_per_output_token_ms")
+    figures = dict(zip(names, (2.43, 1245.15, 9.98, 12.48), strict=True))
+    assert seed == throughput_table([{"input_length": 128, "output_length": 512, **figures}]).splitlines()
+
+
+# -------------------------------------------------------------------------------------------------------- loops
+
+
+def test_a_closed_loop_never_has_more_than_its_streams() -> None:
+    running, most = 0, 0
+
+    async def send(request: PlannedRequest, intended_at: float | None) -> Outcome:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        assert intended_at is None
+        return outcome(10.5)
+
+    done = asyncio.run(serving.closed_loop(send, [PlannedRequest("a", CELL)] * 20, 3))
+    assert (20, 3) == (len(done), most)
+
+
+def test_an_open_loop_sends_on_time_whatever_the_server_does() -> None:
+    intended: list[float] = []
+
+    async def send(request: PlannedRequest, intended_at: float | None) -> Outcome:
+        assert intended_at is not None and intended_at <= time.perf_counter()
+        intended.append(intended_at)
+        await asyncio.sleep(0.2)  # longer than all gaps together
+        return outcome(10.5)
+
+    times = [0.0, 0.03, 0.031, 0.09]
+    started = time.perf_counter()
+    asyncio.run(serving.open_loop(send, [PlannedRequest("a", CELL, after) for after in times]))
+    assert times == pytest.approx([moment - intended[0] for moment in intended])
+    assert 0.29 <= time.perf_counter() - started < 0.8  # one after the other they would need more
+
+
+def test_a_lost_server_ends_the_loop_at_once() -> None:
+    async def send(request: PlannedRequest, intended_at: float | None) -> Outcome:
+        raise serving.unreachable("http://gone", "refused")
+
+    requests = [PlannedRequest("a", CELL, after) for after in (0.0, 60.0)]
+    with pytest.raises(BenchError, match="cannot reach http://gone"):
+        asyncio.run(asyncio.wait_for(serving.open_loop(send, requests), 5))
+
+
+# ----------------------------------------------------------------------------------------------------- the wire
+
+
+@pytest.mark.parametrize("api", [TgiApi(), OpenAiApi("mock")])
+def test_both_protocols_give_every_token_and_the_servers_counts(api: TgiApi | OpenAiApi) -> None:
+    with mock_server(ttft_ms=5, gap_ms=5) as url:
+        reply = asyncio.run(HttpClient(url).stream(api, "one two three", 4))
+    assert (None, 4, 4, 3) == (reply.error, reply.num_tokens, len(reply.token_times), reply.num_prompt_tokens)
+    assert reply.sent_at < reply.token_times[0] < reply.token_times[-1] <= reply.ended_at
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind"), [("refuse_every", "429"), ("disconnect_every", "disconnected"), ("break_every", "generation")]
+)
+def test_failures_have_names(failure: str, kind: str) -> None:
+    with mock_server(**{failure: 1}) as url:
+        assert kind == asyncio.run(HttpClient(url).stream(TgiApi(), "one", 4)).error
+
+
+def test_a_slow_answer_is_a_timeout() -> None:
+    with mock_server(ttft_ms=60_000) as url:
+        assert "timeout" == asyncio.run(HttpClient(url, timeout_s=0.1).stream(TgiApi(), "one", 4)).error
+
+
+def test_what_openai_servers_send_is_understood() -> None:
+    api = OpenAiApi("m", ignore_eos=False)
+    assert "ignore_eos" not in api.body("p", 1)
+    assert api.read(b'{"choices": [{"text": "", "finish_reason": null}]}').has_token  # half a character
+    assert not api.read(b'{"choices": [{"text": "", "finish_reason": "stop"}]}').has_token
+    assert "overloaded" == api.read(b'{"error": {"type": "overloaded", "message": "x"}}').error
+    assert api.read(b"[DONE]").is_last
+
+
+# ------------------------------------------------------------------------------------------------- whole runs
+
+
+def check_known_times(row: dict[str, Any], concurrency: int | None) -> None:
+    """300 ms to the first of 8 tokens, 60 ms between them: 720 ms in all, within 5 %."""
+    known = {"ttft_ms": 300, "tpot_ms": 60, "inter_token_ms": 60, "e2e_ms": 720}
+    for name, expected in known.items():
+        assert pytest.approx(expected, rel=0.05) == row[name]["p50"], name
+    assert pytest.approx(720 / 14, rel=0.05) == row["latency_per_token_ms"]
+    assert pytest.approx(720 / 8, rel=0.05) == row["latency_per_output_token_ms"]
+    if concurrency is not None:
+        assert pytest.approx(concurrency / 0.72, rel=0.05) == row["requests_per_second"]
+        assert pytest.approx(8 * concurrency / 0.72, rel=0.05) == row["output_tokens_per_second"]
+    assert (0, 0, 0) == (row["errors"], row["short"], row["other_input_length"])
+
+
+@pytest.mark.parametrize("load", [("--concurrency", 8), ("--request-rate", 20)])
+def test_a_mocks_known_times_come_back(capsys: pytest.CaptureFixture[str], load: tuple[str, int]) -> None:
+    """A machine that runs other things as well can stall any one attempt; a wrong formula fails all of them."""
+    last_attempt = 5
+    for attempt in range(last_attempt + 1):
+        with mock_server(ttft_ms=300, gap_ms=60) as url:
+            code, result, _ = bench(capsys, "--url", url, *GRID, *load, "--num-requests", 16, "--warmups", 0)
+        assert 0 == code
+        assert ("mock", "cpu", "float32") == tuple(result[key] for key in ("model", "device", "dtype"))
+        [row] = result["rows"]
+        try:
+            return check_known_times(row, row["concurrency"])
+        except AssertionError:
+            if attempt == last_attempt:
+                raise
+
+
+def test_several_loads_are_several_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock_server() as url:
+        loads = ("--concurrency", 1, 2, "--request-rate", 50, "--num-requests", 4)
+        _, result, _ = bench(capsys, "--url", url, "--api", "openai", *GRID, *loads)
+    assert [(1, None), (2, None), (None, 50)] == [(row["concurrency"], row["request_rate"]) for row in result["rows"]]
+    assert [0, 0, 0] == [row["errors"] + row["short"] + row["other_input_length"] for row in result["rows"]]
+
+
+def test_refused_and_cut_requests_are_errors_and_short_answers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock_server(refuse_every=4, disconnect_every=5, longest=5) as url:
+        flags = ("--concurrency", 2, "--num-requests", 20, "--warmups", 0, "--ttft-objective", 10_000)
+        code, result, _ = bench(capsys, "--url", url, *GRID, *flags)
+    [row] = result["rows"]
+    assert 0 == code
+    assert {"429": 5, "disconnected": 3} == row["errors_by_kind"]  # the 20th is refused before it could be cut
+    assert (20, 8, 12, 0.6) == (row["requests"], row["errors"], row["short"], row["goodput"]["share"])
+
+
+def test_a_server_that_dies_keeps_the_finished_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with mock_server(die_at=12) as url:
+        flags = ("--concurrency", 2, "--num-requests", 8, "--warmups", 0, "--output", tmp_path)
+        code, result, errors = bench(capsys, "--url", url, "--input-length", 6, 7, "--output-length", 8, *flags)
+    assert (1, 1) == (code, len(result["rows"]))
+    assert result["rows"] == json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert "Incomplete" in (tmp_path / "result.md").read_text()
+    assert "error: cannot reach http://127.0.0.1" in errors.splitlines()[-1]
+    assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize(
+    ("url", "sentence"),
+    [
+        (f"http://127.0.0.1:{free_port()}", "cannot reach"),
+        ("localhost:3000", "is not a URL"),
+        ("http://127.0.0.1:http", "is not a URL"),
+    ],
+)
+def test_a_wrong_url_is_one_sentence(capsys: pytest.CaptureFixture[str], url: str, sentence: str) -> None:
+    code, _, errors = bench(capsys, "--url", url, *GRID)
+    assert (1, 1) == (code, len(errors.splitlines()))
+    assert sentence in errors
+
+
+def test_a_missing_route_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock_server(without="generate_stream") as url:
+        code, _, errors = bench(capsys, "--url", url, *GRID)
+    assert (1, 1) == (code, len(errors.splitlines()))
+    assert "/generate_stream was answered by 404: is --api right" in errors
+
+
+def test_a_server_that_cannot_count_needs_a_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock_server(without="tokenize") as url:
+        code, _, errors = bench(capsys, "--url", url, *GRID)
+    assert 1 == code
+    assert "give --tokenizer" in errors
+
+
+def test_when_nothing_succeeds_the_exit_code_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock_server(refuse_every=1) as url:
+        code, result, errors = bench(capsys, "--url", url, *GRID, "--num-requests", 4)
+    assert (1, 4) == (code, result["rows"][0]["errors"])
+    assert "no request succeeded" in errors
+
+
+def test_lengths_from_a_file_take_the_place_of_the_grid(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('{"input_length": 3, "output_length": 2}\n{"input_length": 5, "output_length": 4}\n')
+    with mock_server() as url:
+        flags = ("--length-distribution", path, "--concurrency", 4, "--num-requests", 12)
+        code, result, _ = bench(capsys, "--url", url, *flags)
+    [row] = result["rows"]
+    assert (0, 4, 3, 0, 0) == (code, *(row[k] for k in ("input_length", "output_length", "short", "errors")))
+
+
+def parsed(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    serving.add_arguments(parser)
+    args = parser.parse_args(arguments)
+    serving._complete(args)
+    return args
+
+
+def test_what_follows_two_dashes_goes_to_the_launcher() -> None:
+    args = parsed(*GRID, "--concurrency", "1", "200", "--", "--max-total-tokens", "99", "--json-output")
+    assert ["--max-total-tokens", "99", "--json-output"] == args.launcher_flags
+    assert ["--max-input-length", "6", "--max-concurrent-requests", "200"] == serving._limits(args)
+
+
+def test_loads_and_lengths_can_be_repeated_and_have_defaults() -> None:
+    args = parsed("--concurrency", "1", "8", "--concurrency", "8", "--request-rate", "2.5")
+    assert [Load(concurrency=1), Load(concurrency=8), Load(request_rate=2.5)] == serving.loads(args)
+    assert ([128, 512, 1024, 2048], [Load(concurrency=16)]) == (args.input_length, serving.loads(parsed()))
+    assert [32, 32, 150] == [serving.num_requests(args, load) for load in serving.loads(args)]
+
+
+def test_an_unknown_distribution_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, errors = bench(capsys, "--url", "http://127.0.0.1:1", "--length-distribution", "gaussian")
+    assert 1 == code
+    assert "gaussian is none of fixed, uniform, lognormal" in errors
+
+
+def test_flags_of_a_server_to_start_contradict_a_running_one(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, errors = bench(capsys, "--url", "http://127.0.0.1:1", "--num-shard", 2)
+    assert 1 == code
+    assert "leave out --num-shard" in errors
+
+
+def test_a_real_server_is_started_and_measured(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    work = ("--input-length", 16, "--output-length", 4, "--concurrency", 2, "--num-requests", 4)
+    code, result, _ = bench(capsys, "--device", "cpu", "--dtype", "float32", *work, "--output", tmp_path)
+    [row] = result["rows"]
+    assert (0, 0, 0) == (code, row["errors"], row["other_input_length"])
+    assert ("server/demo", "float32", 1) == tuple(result[key] for key in ("model", "dtype", "num_shard"))
+    assert 0 < row["ttft_ms"]["p50"] <= row["e2e_ms"]["p50"]
