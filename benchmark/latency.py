@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmark import launch, live, shards
+from benchmark import launch, live, plots, shards
 from benchmark.report import (
     BenchError,
     Result,
@@ -117,8 +117,11 @@ def _number(*, above: float, at_most: float = math.inf) -> Callable[[str], float
 def run(args: argparse.Namespace) -> int:
     prepare_output(args.output)
     args.batch_size = list(dict.fromkeys(args.batch_size or BATCH_SIZES))
+    draws = plots.wanted(args.output)
     with shards.target_for(args, _limits(args)) as target:
-        asyncio.run(_measure(args, target))
+        measured = asyncio.run(_measure(args, target))
+    if draws:
+        plots.plot_latency(measured, args.output / "latency.png")
     return 0
 
 
@@ -139,7 +142,8 @@ def _limits(args: argparse.Namespace) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- measurement
 
 
-async def _measure(args: argparse.Namespace, target: shards.Target) -> None:
+async def _measure(args: argparse.Namespace, target: shards.Target) -> list[dict[str, Any]]:
+    """The rows, published on the way."""
     async with shards.connect(target) as connection:
         info = connection.info
         driver = StepDriver(connection.shards, connection.block_size, connection.num_blocks)
@@ -155,6 +159,7 @@ async def _measure(args: argparse.Namespace, target: shards.Target) -> None:
                 point = Point(batch_size, args.sequence_length, args.decode_length)
                 await _measure_point(args, info, driver, point, view)
                 recorder.add(point)
+    return result.rows
 
 
 def _check(args: argparse.Namespace, info: ModelInfo, driver: StepDriver) -> None:

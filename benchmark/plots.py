@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -46,6 +47,18 @@ MEASURES = (
         "latency_per_output_token_ms", "Average latency per output token (ms)", "ms per token", "per-out-token.png"
     ),
 )
+
+
+def wanted(output: Path | None) -> bool:
+    """Whether plots go to `output`. A measurement is worth more than its picture: without matplotlib only a warning."""
+    if output is None:
+        return False
+    try:
+        require_matplotlib()
+    except BenchError as error:
+        print(f"warning: {error}", file=sys.stderr)
+        return False
+    return True
 
 
 def require_matplotlib() -> None:

@@ -165,7 +165,7 @@ class RunContext:
 
     def lines(self) -> list[str]:
         """The context as one Markdown line for people."""
-        shards = f"{self.num_shard} shard{'s' if self.num_shard != 1 else ''}"
+        shards = f"{self.num_shard or 'an unknown number of'} shard{'s' if self.num_shard != 1 else ''}"
         threads = f" x {self.threads} threads" if self.threads else ""
         quantize = f", {self.quantize}" if self.quantize and self.quantize != "dense" else ""
         machine = ", ".join(str(value) for value in self.hardware.values() if value)

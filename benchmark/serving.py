@@ -273,7 +273,7 @@ def _positive_number(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     _complete(args)
     prepare_output(args.output)
-    draws = args.output is not None and _can_draw()
+    draws = plots.wanted(args.output)
     with _target(args) as target:
         sweep = Sweep(args, target)
         result = Result(_context(args, target), notes=_notes(args))
@@ -315,16 +315,6 @@ def _is_url(text: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # such as a port that is no number
         return False
-
-
-def _can_draw() -> bool:
-    """A measurement is worth more than its picture: without matplotlib there is only a warning."""
-    try:
-        plots.require_matplotlib()
-    except BenchError as error:
-        print(f"warning: {error}", file=sys.stderr)
-        return False
-    return True
 
 
 @contextmanager

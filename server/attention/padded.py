@@ -108,7 +108,8 @@ def _groups(meta: StepMeta) -> Iterator[tuple[int, int]]:
 
 def _gather(kv: Tensor, block_tables: Tensor, longest: int) -> tuple[Tensor, Tensor]:
     """Keys and values [G, K, L, H] of the first `longest` tokens of each block table [G, blocks]."""
-    num_blocks = -(-longest // kv.shape[2])
-    picked = kv[:, block_tables[:, :num_blocks]]  # [2, G, blocks, P, K, H]
-    k, v = picked.flatten(2, 3)[:, :, :longest].transpose(2, 3)
+    wanted = block_tables[:, : -(-longest // kv.shape[2])]
+    # index_select copies whole blocks; indexing kv with the table itself would copy element by element.
+    picked = (part.index_select(0, wanted.flatten()) for part in kv)
+    k, v = (p.view(len(wanted), -1, *kv.shape[3:])[:, :longest].transpose(1, 2) for p in picked)
     return k, v
