@@ -146,7 +146,7 @@ async def _measure(args: argparse.Namespace, target: shards.Target) -> list[dict
     """The rows, published on the way."""
     async with shards.connect(target) as connection:
         info = connection.info
-        driver = StepDriver(connection.shards, connection.block_size, connection.num_blocks)
+        driver = StepDriver(connection.shards, connection.info.block_size, connection.info.num_blocks)
         _check(args, info, driver)
         work = shards.work_of(target, info)
         probe = None if work is None else shards.probe_for(work, info)

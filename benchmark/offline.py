@@ -255,14 +255,14 @@ async def _measure(
 
 def _router_limits(args: argparse.Namespace, connection: shards.Connection, num_prompts: int) -> Limits:
     """The limits that the started server runs under."""
-    tokens = connection.num_blocks * connection.block_size
+    tokens = connection.info.num_blocks * connection.info.block_size
     return Limits(
         max_input_length=tokens,
         max_total_tokens=tokens,
         max_batch_total_tokens=tokens,
         max_batch_prefill_tokens=args.max_batch_prefill_tokens,
-        block_size=connection.block_size,
-        num_blocks=connection.num_blocks,
+        block_size=connection.info.block_size,
+        num_blocks=connection.info.num_blocks,
         max_concurrent_requests=num_prompts,
         max_batch_size=args.max_batch_size,
         waiting_served_ratio=0.3,  # the server's defaults
@@ -335,7 +335,7 @@ def _sizes(
 ) -> dict[str, Any]:
     """FlexGen's sizes in bytes. Peak memory is measured; the others are what is allocated."""
     info = connection.info
-    tokens = connection.num_blocks * connection.block_size
+    tokens = connection.info.num_blocks * connection.info.block_size
     widest = max(record.prompt_tokens + record.generated_tokens for record in timed.records)
     width = None if work is None else work.shape.spec.hidden_size * DTYPE_BYTES[work.dtype]
     return {

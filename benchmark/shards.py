@@ -19,8 +19,7 @@ from benchmark import shapes
 from benchmark.launch import Server, launch_flags, model_for, running_server, sockets_at
 from benchmark.report import BenchError
 from benchmark.roofline import Probe, Work
-from router.client import ModelInfo, ShardClient, ShardedClient, ShardError, Shards
-from server.pb.generate_pb2 import InfoRequest
+from router.client import ModelInfo, ShardedClient, ShardError, Shards
 
 FIRST_ID = 2**62
 CONNECT_SECONDS = 10.0
@@ -47,12 +46,10 @@ class Target:
 
 @dataclass(frozen=True)
 class Connection:
-    """Shards that answer, and the KV blocks 0 … num_blocks-1 that they have."""
+    """Shards that answer, and what they loaded; KV blocks 0 … info.num_blocks-1 are at hand."""
 
     shards: Shards
     info: ModelInfo
-    block_size: int
-    num_blocks: int
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
@@ -103,9 +100,12 @@ async def connect(target: Target) -> AsyncIterator[Connection]:
             await _wait_ready(shards, target)
             if target.server is None:
                 await _require_idle(shards)
-            block_size, num_blocks = await _kv_blocks(target.sockets[0])
             info = await shards.info()
-        yield Connection(shards, info, block_size, num_blocks)
+        if not info.num_blocks:
+            raise BenchError(
+                f"the shards at {target.sockets[0]} are not warmed up yet: wait until their server is ready"
+            )
+        yield Connection(shards, info)
     finally:
         await shards.close()
 
@@ -134,18 +134,6 @@ async def _require_idle(shards: ShardedClient) -> None:
     after = await shards.health()
     if after.steps_received != before.steps_received or after.steps_finished != after.steps_received:
         raise BenchError("the server is generating for others: wait until it is idle, or start one for the measurement")
-
-
-async def _kv_blocks(socket: str) -> tuple[int, int]:
-    """(tokens per block, blocks) of the KV cache that the warmup allocated."""
-    rank = ShardClient(0, socket)
-    try:
-        reply = await rank.call("Info", InfoRequest())
-    finally:
-        await rank.close()
-    if not reply.num_blocks:
-        raise BenchError(f"the shards at {socket} are not warmed up yet: wait until their server is ready")
-    return reply.block_size, reply.num_blocks
 
 
 # ------------------------------------------------------------------------------------------------------- floors
