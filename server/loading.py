@@ -18,6 +18,7 @@ from server.config import DTYPES, ShardConfig
 from server.distributed import Shard
 from server.engine import Engine
 from server.layers.linear import DenseFormat, MakeFormat
+from server.layers.packed import PackedFormat, can_pack
 from server.layers.position import alibi_slopes
 from server.model import families, transformer
 from server.model.spec import ArchSpec, validate
@@ -26,7 +27,7 @@ from server.quant.int8 import Int8Format
 from server.sampling import Watermark
 from server.weights import Checkpoint, RandomCheckpoint, Weights
 
-FORMATS: dict[str | None, MakeFormat] = {None: DenseFormat, "int8": Int8Format}
+FORMATS: dict[str, MakeFormat] = {"int8": Int8Format}
 
 
 def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
@@ -42,7 +43,8 @@ def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
     shard = distributed.connect(config.rank, config.world_size, config.rendezvous, device)
     weights = Weights.open(checkpoint, family.names, shard, dtype, device)
     backend = _attention(spec, shard, config)
-    model = transformer.load(weights, spec, backend, FORMATS[config.quantize])
+    dense = PackedFormat if can_pack(dtype, device) and not config.disable_custom_kernels else DenseFormat
+    model = transformer.load(weights, spec, backend, FORMATS.get(config.quantize or "", dense), make_head=dense)
     shard.barrier()
     engine = Engine(model, shard, device, dtype, Watermark(config.watermark_gamma, config.watermark_delta))
     info = pb.InfoReply(

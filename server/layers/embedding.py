@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.distributed import Shard
-from server.layers.linear import DenseFormat, LinearFormat, MakeFormat
+from server.layers.linear import LinearFormat, MakeFormat
 from server.model.spec import ArchSpec
 from server.weights import Weights
 
@@ -58,12 +58,12 @@ def load_embedding(weights: Weights, spec: ArchSpec) -> Embedding:
 
 
 def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding, make_format: MakeFormat) -> Head:
-    """The output head: the embedding's own rows when tied."""
+    """The output head: the embedding's own rows when tied; a format that rearranges them then holds a copy."""
     rows = embedding.table if spec.tied_head else _vocab_rows(weights, "head", spec)
     if spec.unit_head:
         rows = F.normalize(rows.float(), dim=1).to(rows.dtype)
-    weight = DenseFormat(rows) if spec.tied_head else make_format(rows)
-    return Head(weight, _vocab_bias(weights, spec) if spec.head_bias else None, spec, weights.shard)
+    bias = _vocab_bias(weights, spec) if spec.head_bias else None
+    return Head(make_format(rows), bias, spec, weights.shard)
 
 
 def _vocab_rows(weights: Weights, role: str, spec: ArchSpec) -> Tensor:

@@ -190,7 +190,8 @@ class Transformer:
     @property
     def nbytes(self) -> int:
         """Memory of this rank's matrices; norms, biases and positions are too small to matter."""
-        head = 0 if self.spec.tied_head else self.head.weight.nbytes
+        is_shared = self.spec.tied_head and isinstance(self.head.weight, DenseFormat)
+        head = 0 if is_shared else self.head.weight.nbytes
         layers = (y.attention.qkv.weight.nbytes + y.attention.out.weight.nbytes + y.mlp.nbytes for y in self.layers)
         return self.embedding.table.nbytes + head + sum(layers)
 
@@ -200,8 +201,17 @@ class Transformer:
         return len(_local_kv_heads(self.spec, self.embedding.shard))
 
 
-def load(weights: Weights, spec: ArchSpec, attention: Attention, make_format: MakeFormat) -> Transformer:
-    """Pull this rank's slices out of the checkpoint. Raises CheckpointError when config and weights disagree."""
+def load(
+    weights: Weights,
+    spec: ArchSpec,
+    attention: Attention,
+    make_format: MakeFormat,
+    make_head: MakeFormat = DenseFormat,
+) -> Transformer:
+    """Pull this rank's slices out of the checkpoint. Raises CheckpointError when config and weights disagree.
+
+    make_format stores the linear layers; make_head the output head, which quantised checkpoints leave alone.
+    """
     hidden, embed_dim = spec.hidden_size, spec.embed_dim
     embedding = load_embedding(weights, spec)
     model = Transformer(
@@ -213,7 +223,7 @@ def load(weights: Weights, spec: ArchSpec, attention: Attention, make_format: Ma
         layers=[_load_layer(weights.of_layer(i), spec, layer, make_format) for i, layer in enumerate(spec.layers)],
         final_norm=load_norm(weights, "final_norm", hidden, spec.norm) if spec.final_norm else None,
         project_out=DenseFormat(weights.rows("project_out", (embed_dim, hidden))) if embed_dim else None,
-        head=load_head(weights, spec, embedding, make_format),
+        head=load_head(weights, spec, embedding, make_head),
         attention=attention,
     )
     weights.refuse_leftovers()

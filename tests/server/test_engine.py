@@ -11,9 +11,11 @@ import torch
 
 from server.batch import StepError
 from server.engine import Engine
+from server.layers.linear import DenseFormat
+from server.layers.packed import PackedFormat, can_pack
 from server.pb import generate_pb2 as pb
 from server.quant.int8 import Int8Format
-from tests.server.driver import GREEDY, Prompt, all_logits, generate, load_engine, sampled
+from tests.server.driver import CPU, GREEDY, Prompt, all_logits, generate, load_engine, sampled
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +135,17 @@ def test_rows_are_free_again_after_many_sequences(engine: Engine) -> None:
     assert table is not None
     assert not table.sequences
     assert len(table._free_rows) == len(table.last_tokens)
+
+
+def test_packed_weights_agree_with_plain_ones(tiny_bloom: Path) -> None:
+    if not can_pack(torch.bfloat16, CPU):
+        pytest.skip("this build of torch packs no weights")
+    plain, packed = (load_engine(tiny_bloom, dtype=torch.bfloat16, make_format=f) for f in (DenseFormat, PackedFormat))
+    token_ids = list(range(4, 60))
+    expected = all_logits(plain, token_ids)
+    assert (expected - all_logits(packed, token_ids)).abs().mean() < 0.01 * expected.std()
+    chunked = Prompt(token_ids, max_new_tokens=5, chunk=7)  # most of its steps sample nothing
+    assert generate(packed, [chunked])[0].tokens == generate(plain, [fresh(chunked)])[0].tokens
 
 
 def test_int8_weights_stay_close_to_dense_ones(tiny_bloom: Path, engine: Engine) -> None:
