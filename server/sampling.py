@@ -104,7 +104,7 @@ class Sampler:
     ) -> Chosen:
         """Choose one token for each row.
 
-        logits: [R, V] float32, may be changed in place; positions: [R] index that the new token will have in its
+        logits: [R, V] float32, used up; positions: [R] index that the new token will have in its
         sequence; previous: [R] the token before it; histories: of each row, None where no penalty asks for one.
         """
         self._add_watermark(logits, previous)
@@ -118,10 +118,12 @@ class Sampler:
         return self._report(logits, token_ids)
 
     def _report(self, logits: Tensor, token_ids: Tensor) -> Chosen:
-        total = logits.logsumexp(dim=-1, keepdim=True)
-        logprobs = (logits.gather(1, token_ids.unsqueeze(1)) - total).squeeze(1)
+        chosen = logits.gather(1, token_ids.unsqueeze(1))
         top_logits, top_ids = logits.topk(self.top_n, dim=-1)
-        return Chosen(token_ids, logprobs, top_ids, top_logits - total)
+        # The log of the sum of all exponentials, in place: for large vocabularies a copy costs more than the sum.
+        largest = logits.amax(dim=-1, keepdim=True)
+        total = largest + logits.sub_(largest).exp_().sum(dim=-1, keepdim=True).log()
+        return Chosen(token_ids, (chosen - total).squeeze(1), top_ids, top_logits - total)
 
     def _add_watermark(self, logits: Tensor, previous: Tensor) -> None:
         if self._watermarked is not None:

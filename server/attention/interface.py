@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -42,7 +43,7 @@ class Attention(Protocol):
     name: str
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
-        """Store the step's keys and values. kv: [2, B, P, K, H], changed in place; k, v: [T, K, H]."""
+        """Store the step's keys and values. kv: [2, B, K, P, H], changed in place; k, v: [T, K, H]."""
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         """Attend the step's queries to their sequences' keys up to their own position.
@@ -53,10 +54,15 @@ class Attention(Protocol):
 
 
 def write_slots(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Scatter k and v [T, K, H] into kv [2, B, P, K, H] at flat `slots` [T]."""
-    flat = kv.view(2, -1, *kv.shape[3:])
-    flat[0].index_copy_(0, slots, k)
-    flat[1].index_copy_(0, slots, v)
+    """Scatter k and v [T, K, H] into kv [2, B, K, P, H] at `slots` [T], block * P + offset."""
+    _, _, kv_heads, block_size, head_dim = kv.shape
+    heads = torch.arange(kv_heads, device=kv.device)
+    rows = (slots // block_size * kv_heads * block_size + slots % block_size).unsqueeze(
+        1
+    ) + heads * block_size  # [T, K]
+    flat = kv.view(2, -1, head_dim)
+    flat[0].index_copy_(0, rows.flatten(), k.flatten(0, 1))
+    flat[1].index_copy_(0, rows.flatten(), v.flatten(0, 1))
 
 
 def hidden_keys(distance: Tensor, window: int) -> Tensor:

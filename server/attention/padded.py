@@ -5,8 +5,8 @@ one query reaches a few percent of the memory bandwidth on a CPU); a prompt chun
 scaled_dot_product_attention. The gather costs a copy of the context per layer; kernels that read the blocks in place
 do without.
 
-Shapes: T tokens, L context length, G sequences of a group, n queries of one sequence, N local heads, K local kv heads,
-H head dim, g heads per kv head.
+Shapes: T tokens, L context length in whole blocks, G sequences of a group, n queries of one sequence, N local heads,
+K local kv heads, H head dim, g heads per kv head.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ class PaddedAttention:
         """Sequences [first, last), one query each: q rows [G, N, H] → [G, N, H]."""
         longest = max(meta.context_lengths[first:last])
         k, v = _gather(kv, meta.block_tables[first:last], longest)  # [G, K, L, H]
-        kv_heads, head_dim = k.shape[1], k.shape[3]
+        kv_heads, length, head_dim = k.shape[1:]
         queries = q[first:last].view(last - first, kv_heads, -1, head_dim)  # [G, K, g, H]
-        distance = torch.arange(longest, device=q.device) - meta.positions[first:last].unsqueeze(1)  # [G, L]
+        distance = torch.arange(length, device=q.device) - meta.positions[first:last].unsqueeze(1)  # [G, L]
         raw = (queries @ k.transpose(2, 3)).float().unsqueeze(3)  # [G, K, g, 1, L]
         scores = self._finish(raw, distance[:, None, None, None], window).squeeze(3)
         return (scores.softmax(dim=-1).to(q.dtype) @ v).view(last - first, -1, head_dim)
@@ -55,10 +55,9 @@ class PaddedAttention:
     def _chunk(self, q: Tensor, kv: Tensor, meta: StepMeta, s: int, window: int) -> Tensor:
         """One sequence's queries [n, N, H] over its own context."""
         start, stop = meta.query_starts[s : s + 2]
-        length = meta.context_lengths[s]
-        k, v = _gather(kv, meta.block_tables[s : s + 1], length)  # [1, K, L, H]
+        k, v = _gather(kv, meta.block_tables[s : s + 1], meta.context_lengths[s])  # [1, K, L, H]
         queries = q[start:stop].transpose(0, 1)  # [N, n, H]
-        distance = torch.arange(length, device=q.device) - meta.positions[start:stop].unsqueeze(1)  # [n, L]
+        distance = torch.arange(k.shape[2], device=q.device) - meta.positions[start:stop].unsqueeze(1)  # [n, L]
         if self._scores.cap:  # the fused operator has no cap
             grouped = queries.view(k.shape[1], -1, *queries.shape[1:])  # [K, g, n, H]
             scores = self._finish((grouped @ k[0].transpose(1, 2).unsqueeze(1)).float(), distance, window)
@@ -107,9 +106,13 @@ def _groups(meta: StepMeta) -> Iterator[tuple[int, int]]:
 
 
 def _gather(kv: Tensor, block_tables: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [G, K, L, H] of the first `longest` tokens of each block table [G, blocks]."""
-    wanted = block_tables[:, : -(-longest // kv.shape[2])]
-    # index_select copies whole blocks; indexing kv with the table itself would copy element by element.
-    picked = (part.index_select(0, wanted.flatten()) for part in kv)
-    k, v = (p.view(len(wanted), -1, *kv.shape[3:])[:, :longest].transpose(1, 2) for p in picked)
+    """Keys and values [G, K, L, H] of each block table [G, blocks], with `longest` rounded up to whole blocks.
+
+    One copy that leaves every head's tokens in one run, which is how a matrix product wants them.
+    """
+    _, _, kv_heads, block_size, head_dim = kv.shape
+    wanted = block_tables[:, None, : -(-longest // block_size)]  # [G, 1, blocks]
+    rows = wanted * kv_heads + torch.arange(kv_heads, device=kv.device).unsqueeze(1)  # [G, K, blocks]
+    flat = kv.view(2, -1, block_size * head_dim)
+    k, v = (part.index_select(0, rows.flatten()).view(*rows.shape[:2], -1, head_dim) for part in flat)
     return k, v

@@ -43,8 +43,8 @@ class ReferenceAttention:
 
     def _context(self, kv: Tensor, meta: StepMeta, s: int, heads: int) -> tuple[Tensor, Tensor]:
         """Keys and values [L, N, H] of one sequence, kv heads repeated for the heads that share them."""
-        length, block_size = meta.context_lengths[s], kv.shape[2]
+        length, block_size = meta.context_lengths[s], kv.shape[3]
         blocks = meta.block_tables[s, : -(-length // block_size)]
-        k, v = kv[:, blocks].flatten(1, 2)[:, :length].float()
-        group = heads // kv.shape[3]
+        k, v = kv[:, blocks].transpose(2, 3).flatten(1, 2)[:, :length].float()  # [L, K, H] each
+        group = heads // kv.shape[2]
         return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

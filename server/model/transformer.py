@@ -48,8 +48,8 @@ class AttentionBlock:
     layer: LayerSpec
 
     def __call__(self, x: Tensor, kv: Tensor, step: Step) -> Tensor:
-        """x [T, D] → [T, D]; writes this layer's keys and values into kv [2, B, P, K, H]."""
-        q, k, v = self._split(self.qkv(x), kv_heads=kv.shape[3])
+        """x [T, D] → [T, D]; writes this layer's keys and values into kv [2, B, K, P, H]."""
+        q, k, v = self._split(self.qkv(x), kv_heads=kv.shape[2])
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if isinstance(self.layer.position, Rope):
@@ -159,7 +159,7 @@ class Transformer:
     attention: Attention
 
     def __call__(self, token_ids: Tensor, kv_caches: Sequence[Tensor], meta: StepMeta) -> Tensor:
-        """token_ids [T] → final hidden states [T, D]. kv_caches: one [2, B, P, K, H] per layer, written in place."""
+        """token_ids [T] → final hidden states [T, D]. kv_caches: one [2, B, K, P, H] per layer, written in place."""
         x = self._embed(token_ids, meta)
         step = Step(meta, self.attention, self._rotations(meta))
         for layer, kv in zip(self.layers, kv_caches, strict=True):

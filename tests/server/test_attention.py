@@ -68,7 +68,7 @@ def test_padded_equals_reference(
 ) -> None:
     generator = torch.Generator().manual_seed(1)
     meta = step_of(lengths, 64, seed=3)
-    kv = torch.randn(2, 64, BLOCK_SIZE, kv_heads, head_dim, generator=generator)
+    kv = torch.randn(2, 64, kv_heads, BLOCK_SIZE, head_dim, generator=generator)
     q, k, v = (
         torch.randn(meta.query_starts[-1], heads, head_dim, generator=generator) for heads in (8, kv_heads, kv_heads)
     )
@@ -81,7 +81,7 @@ def test_padded_equals_reference(
 
 
 def test_write_touches_the_named_slots_alone() -> None:
-    kv = torch.zeros(2, 3, BLOCK_SIZE, 1, 2)
+    kv = torch.zeros(2, 3, 1, BLOCK_SIZE, 2)
     meta = step_of([(17, 1)], 3, seed=0)
     PaddedAttention(Scores(1.0)).write(kv, torch.ones(1, 1, 2), 2 * torch.ones(1, 1, 2), meta)
     slot = int(meta.slots[0])
@@ -92,7 +92,7 @@ def test_write_touches_the_named_slots_alone() -> None:
 
 def test_a_nearer_key_wins_where_contents_are_equal() -> None:
     meta = step_of([(4, 1)], 2, seed=0)
-    kv = torch.zeros(2, 2, BLOCK_SIZE, 1, 1)
+    kv = torch.zeros(2, 2, 1, BLOCK_SIZE, 1)
     slots = [int(meta.block_tables[0, 0]) * BLOCK_SIZE + i for i in range(4)]
     kv.view(2, -1)[1, slots] = torch.tensor([0.0, 0.0, 0.0, 1.0])  # the value of the query's own token is 1
     flat = ReferenceAttention(Scores(1.0)).attend(torch.zeros(1, 1, 1), kv, meta, 0)
@@ -103,7 +103,7 @@ def test_a_nearer_key_wins_where_contents_are_equal() -> None:
 
 def test_a_window_hides_what_is_before_it() -> None:
     meta = step_of([(4, 1)], 2, seed=0)
-    kv = torch.zeros(2, 2, BLOCK_SIZE, 1, 1)
+    kv = torch.zeros(2, 2, 1, BLOCK_SIZE, 1)
     slots = [int(meta.block_tables[0, 0]) * BLOCK_SIZE + i for i in range(4)]
     kv.view(2, -1)[1, slots] = torch.tensor([9.0, 9.0, 1.0, 3.0])
     assert 2.0 == pytest.approx(ReferenceAttention(Scores(1.0)).attend(torch.zeros(1, 1, 1), kv, meta, 2).item())
