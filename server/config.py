@@ -27,7 +27,7 @@ class ShardConfig:
     world_size: int
     socket_path: str  # unix socket that this rank serves on
     rendezvous: str  # init method of torch.distributed: file:///… or tcp://addr:port
-    threads: int | None = None  # intra-op threads; None: cores divided by the ranks on a CPU, 1 beside a GPU
+    threads: int | None = None  # intra-op threads; None: planned from cores, ranks and the model's size
 
     dtype: str | None = field(
         default=None,

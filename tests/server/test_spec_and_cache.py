@@ -7,7 +7,7 @@ import torch
 
 from server.cache import KVShape, choose_tokens, num_blocks
 from server.layers.position import alibi_slopes
-from server.loading import choose_dtype
+from server.loading import choose_dtype, plan_threads
 from server.model import families
 from server.model.spec import Alibi, ArchSpec, validate
 
@@ -74,3 +74,14 @@ def test_a_dtype_that_the_device_computes_badly_gives_way_with_a_reason(monkeypa
     dtype, reason = choose_dtype(None, torch.float16, CPU)
     assert torch.float32 == dtype
     assert "this CPU does not compute the checkpoint's float16 well" == reason
+
+
+def test_threads_are_a_share_of_the_cores_and_one_where_waiting_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    large, small = 2**30, 2**20
+    assert 8 == plan_threads(None, CPU, 1, large)
+    assert 2 == plan_threads(None, CPU, 4, large)
+    assert 1 == plan_threads(None, CPU, 16, large)
+    assert 1 == plan_threads(None, CPU, 1, small)
+    assert 1 == plan_threads(None, torch.device("cuda"), 1, large)
+    assert 5 == plan_threads(5, CPU, 1, small)
