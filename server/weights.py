@@ -25,6 +25,10 @@ from server.distributed import Shard
 from server.hub import weight_files
 from server.model.names import Layout, NameMap
 
+# Bytes read before the files are opened anew: what was touched of a mapped file counts as memory of this process until
+# it is closed. More holds more memory, less opens more often, which takes about a millisecond.
+PIECE_BYTES = 32 << 20
+
 
 class CheckpointError(ValueError):
     """The checkpoint is not what its config says: names the file and the tensor."""
@@ -39,29 +43,33 @@ class Checkpoint:
 
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
-        self._files: dict[str, Any] = {}  # tensor name -> open safetensors file
+        self._paths: dict[str, Path] = {}  # tensor name -> its file
+        self._files: dict[Path, Any] = {}  # open safetensors files
+        self._mapped = 0  # bytes of them that were touched since they were opened
         self._read: set[str] = set()
         self.bytes_read = 0
         for path in weight_files(self.folder):
-            self._open(path)
+            for name in self._open(path).keys():
+                if name in self._paths:
+                    raise CheckpointError(f"tensor {name} is in {path} and in another file: {self._paths[name]}")
+                self._paths[name] = path
 
-    def _open(self, path: Path) -> None:
-        try:
-            file = safe_open(path, framework="pt")
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(
-                f"{path} is not a readable safetensors file ({error}); it is damaged or incomplete: download it again"
-            ) from error
-        for name in file.keys():
-            if name in self._files:
-                raise CheckpointError(f"tensor {name} is in {path} and in another file of {self.folder}")
-            self._files[name] = file
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            try:
+                self._files[path] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path} is not a readable safetensors file ({error}); it is damaged or incomplete: "
+                    "download it again"
+                ) from error
+        return self._files[path]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._files
+        return name in self._paths
 
     def names(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._paths)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype that `name` is stored in, without reading it."""
@@ -73,25 +81,39 @@ class Checkpoint:
         found = tuple(view.get_shape())
         if found != shape:
             raise CheckpointError(
-                f"tensor {name} in {self.folder} has shape {list(found)}, but config.json says {list(shape)}"
+                f"tensor {name} in {self._paths[name]} has shape {list(found)}, but config.json says {list(shape)}"
             )
-        start, stop = part or (0, shape[dim])
-        tensor = view[tuple(slice(start, stop) if d == dim else slice(None) for d in range(len(shape)))]
+        region = [part if part and d == dim else (0, size) for d, size in enumerate(shape)]
+        tensor = view[(slice(0, 0),)].new_empty([stop - start for start, stop in region])
+        (first, last), *others = region
+        row_bytes = math.prod(shape[1:]) * tensor.itemsize  # a row's pages come whole
+        for begin, end in _pieces(first, last, max(1, PIECE_BYTES // row_bytes)):
+            if self._mapped > PIECE_BYTES:
+                self._files.clear()
+                self._mapped = 0
+            rows = self._slice(name)[tuple(slice(*bounds) for bounds in [(begin, end), *others])]
+            tensor[begin - first : end - first] = rows  # a copy: `rows` is the file itself, mapped
+            self._mapped += (end - begin) * row_bytes
         self._read.add(name)
         self.bytes_read += tensor.nbytes
         return tensor
 
     def _slice(self, name: str) -> Any:
-        if name not in self._files:
-            raise CheckpointError(f"tensor {name} is missing from {self.folder}; is it a checkpoint of this model?")
-        return self._files[name].get_slice(name)
+        if name not in self._paths:
+            first, *others = dict.fromkeys(self._paths.values())
+            more = f" (and {len(others)} more)" if others else ""
+            raise CheckpointError(f"tensor {name} is missing from {first}{more}; is it a checkpoint of this model?")
+        return self._open(self._paths[name]).get_slice(name)
 
     def leftovers(self, ignore: tuple[str, ...]) -> list[str]:
-        """Tensors that nobody read and that no pattern of `ignore` matches, sorted."""
+        """Tensors that nobody read and that no pattern of `ignore` matches, sorted, each with its file."""
         patterns = [re.compile(pattern) for pattern in ignore]
-        return sorted(
-            name for name in self._files if name not in self._read and not any(p.search(name) for p in patterns)
-        )
+        left = (n for n in self._paths if n not in self._read and not any(p.search(n) for p in patterns))
+        return [f"{name} in {self._paths[name]}" for name in sorted(left)]
+
+
+def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((begin, min(begin + step, stop)) for begin in range(start, stop, step))
 
 
 class RandomCheckpoint:
@@ -146,7 +168,8 @@ class Weights:
         """Find the prefix that this checkpoint uses. Raises CheckpointError when none fits."""
         for prefix in names.prefixes:
             weights = cls(checkpoint, names, shard, dtype, device, prefix)
-            if f"{weights._name('embed')}.weight" in checkpoint:
+            name = f"{weights._name('embed')}.weight"
+            if name in checkpoint and name.startswith(prefix):
                 return weights
         raise CheckpointError(
             f"{checkpoint.folder} holds no tensor {names.roles['embed']}.weight, with or without a prefix: "
@@ -196,10 +219,13 @@ class Weights:
         return whole.to(device=self.device, dtype=self.dtype).contiguous()
 
     def _name(self, role: str, expert: int = 0) -> str:
-        entry = self.names.roles[role]
-        short = [name.format(i=self.layer, e=expert) for name in ((entry,) if isinstance(entry, str) else entry)]
+        short = self._short_names(role, expert)
         names = [prefix + name for name in short for prefix in (self.prefix, "")]  # a head often stands without it
         return next((name for name in names if f"{name}.weight" in self.checkpoint), names[0])
+
+    def _short_names(self, role: str, expert: int = 0) -> list[str]:
+        entry = self.names.roles[role]
+        return [name.format(i=self.layer, e=expert) for name in ((entry,) if isinstance(entry, str) else entry)]
 
     def refuse_leftovers(self) -> None:
         """Raise CheckpointError that names tensors which neither the model nor the ignore list knows."""

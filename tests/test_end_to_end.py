@@ -30,6 +30,7 @@ from tests.running import (
 )
 from tests.server.conftest import DEMO, save_tiny_bloom
 
+ADMITTED = "tgi_request_input_length_count"  # counts every request that passed validation and was queued
 GREEDY = body("Once upon a time", max_new_tokens=24, details=True)
 SEEDED = body("Question: What does --num-shard do?\nAnswer:", max_new_tokens=24, do_sample=True, seed=7, details=True)
 
@@ -156,13 +157,14 @@ def test_the_129th_request_is_refused_at_once_and_the_others_go_on(server: Serve
     async def crowd() -> tuple[httpx2.Response, float, list[httpx2.Response]]:
         limits = httpx2.Limits(max_connections=None)
         async with httpx2.AsyncClient(timeout=300, limits=limits) as client:
-            long = body("Once upon a time", max_new_tokens=400, do_sample=True)
+            before = server.metrics().get(ADMITTED, 0)
+            long = body("Once upon a time", max_new_tokens=400)  # a story of more than a hundred tokens
             running = [asyncio.create_task(client.post(f"{server.url}/generate", json=long)) for _ in range(128)]
-            while server.metrics()["tgi_batch_current_size"] < 100:
+            while server.metrics()[ADMITTED] < before + 128:
                 await asyncio.sleep(0.05)
-            before = time.monotonic()
+            asked = time.monotonic()
             refused = await client.post(f"{server.url}/generate", json=GREEDY)
-            return refused, time.monotonic() - before, list(await asyncio.gather(*running))
+            return refused, time.monotonic() - asked, list(await asyncio.gather(*running))
 
     refused, seconds, others = asyncio.run(crowd())
     assert (429, "overloaded") == (refused.status_code, refused.json()["error_type"])
@@ -200,7 +202,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
         ]
         for client in clients:
             client.start()
-        assert eventually(lambda: server.metrics()["tgi_batch_current_size"] == 8)
+        assert eventually(lambda: server.metrics().get(ADMITTED) == 8)
         with httpx2.Client(base_url=server.url) as kept_alive:
             assert kept_alive.get("/health").status_code == 200
             server.stop()
