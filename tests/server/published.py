@@ -39,7 +39,7 @@ def causal(scores: Tensor) -> Tensor:
 
 
 def baichuan_logits(config: dict[str, Any], tensors: Tensors, ids: Tensor) -> Tensor:
-    """Baichuan 2: rotations where the config has max_position_embeddings (7B), else ALiBi (13B)."""
+    """Baichuan 1 and 2: rotations where the config has max_position_embeddings (7B), else ALiBi (13B)."""
     heads, length = config["num_attention_heads"], len(ids)
     dim = config["hidden_size"] // heads
     x = tensors["model.embed_tokens.weight"][ids]
@@ -62,7 +62,9 @@ def baichuan_logits(config: dict[str, Any], tensors: Tensors, ids: Tensor) -> Te
         x = x + (torch.nn.functional.silu(gate) * up) @ layer["mlp.down_proj.weight"].T
     x = rms(x, tensors["model.norm.weight"], config["rms_norm_eps"])
     head = tensors["lm_head.weight"]
-    return x @ (head / head.norm(dim=1, keepdim=True)).T
+    if config["vocab_size"] == 125696:  # the second generation's
+        head = head / head.norm(dim=1, keepdim=True)
+    return x @ head.T
 
 
 def chatglm_logits(config: dict[str, Any], tensors: Tensors, ids: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ Oracle = Callable[[Tensor], Tensor]
 # Name of the test case -> (config, shapes of its tensors, its forward pass).
 CASES: dict[str, tuple[dict[str, Any], Callable[..., dict[str, tuple[int, ...]]], Callable[..., Tensor]]] = {
     "baichuan2-7b": (BAICHUAN | {"max_position_embeddings": 256}, baichuan_shapes, baichuan_logits),
-    "baichuan2-13b": (BAICHUAN | {"model_max_length": 256}, baichuan_shapes, baichuan_logits),
+    "baichuan-13b": (BAICHUAN | {"vocab_size": 103, "model_max_length": 256}, baichuan_shapes, baichuan_logits),
     "chatglm3": (CHATGLM, chatglm_shapes, chatglm_logits),
 }
 

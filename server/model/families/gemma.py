@@ -8,7 +8,7 @@ from server.model.families import llama
 from server.model.families.reading import Config, activation
 from server.model.spec import ArchSpec, Gated, RmsNorm
 
-NAMES = replace(llama.NAMES, ignore=llama.NAMES.ignore + llama.TIED_NAMES)
+NAMES = llama.NAMES
 
 
 def spec(config: Config) -> ArchSpec:

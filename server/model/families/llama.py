@@ -22,9 +22,8 @@ NAMES = NameMap(
         "head": "lm_head",
     },
     prefixes=("model.", ""),
-    ignore=(r"rotary_emb\.inv_freq$",),  # computed from the config
+    ignore=(r"rotary_emb\.inv_freq$", r"^lm_head\.weight$"),  # computed from the config; a copy of a tied embedding
 )
-TIED_NAMES = (r"^lm_head\.weight$",)  # a copy of a tied embedding
 
 
 def spec(config: Config) -> ArchSpec:

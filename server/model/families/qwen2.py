@@ -8,7 +8,7 @@ from server.model.families import llama
 from server.model.families.reading import Config, layer_windows
 from server.model.spec import ArchSpec
 
-NAMES = replace(llama.NAMES, ignore=llama.NAMES.ignore + llama.TIED_NAMES)
+NAMES = llama.NAMES
 
 
 def spec(config: Config) -> ArchSpec:

@@ -20,7 +20,7 @@ NAMES = NameMap(
         "expert_down": "layers.{i}.mlp.experts.{e}.down_proj",
     },
     prefixes=llama.NAMES.prefixes,
-    ignore=llama.NAMES.ignore + llama.TIED_NAMES,
+    ignore=llama.NAMES.ignore,
 )
 
 

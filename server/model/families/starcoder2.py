@@ -15,7 +15,6 @@ NAMES = replace(
         "mlp_up": "layers.{i}.mlp.c_fc",
         "mlp_down": "layers.{i}.mlp.c_proj",
     },
-    ignore=llama.NAMES.ignore + llama.TIED_NAMES,
 )
 
 

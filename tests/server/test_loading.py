@@ -1,0 +1,299 @@
+"""Loading a checkpoint of several files: what a rank reads, what memory that takes, and what is said when it is broken.
+
+Bytes and memory are measured in a process for each rank, on a file large enough that they stand out from the memory
+that Python and torch need anyway. Left out: what the slices hold (`test_weights.py`), the sizes of published models
+(`test_real_shapes.py`), downloads and `*.bin` (`test_hub.py`, `test_convert.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+import resource
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import BloomConfig, BloomForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from server import attention, weights
+from server.distributed import Shard
+from server.hub import HubError
+from server.layers.linear import DenseFormat
+from server.loading import scores_of
+from server.model import families, transformer
+from server.model.transformer import Transformer
+from server.weights import Checkpoint, CheckpointError, Weights
+from tests.server.checkpoints import Checkpoints
+from tests.server.driver import CPU, all_logits, load_engine
+
+MB = 1e6
+INDEX = "model.safetensors.index.json"
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+Tensors = dict[str, Tensor]
+
+
+def load(folder: Path, shard: Shard, dtype: torch.dtype) -> tuple[Transformer, Checkpoint]:
+    family, spec = families.find(json.loads((folder / "config.json").read_text()))
+    checkpoint = Checkpoint(folder)
+    opened = Weights.open(checkpoint, family.names, shard, dtype, CPU)
+    backend = attention.choose(scores_of(spec, shard), disable_custom_kernels=True)
+    return transformer.load(opened, spec, backend, DenseFormat), checkpoint
+
+
+# What it costs
+
+
+class Cost(NamedTuple):
+    """What loading one rank took, in bytes."""
+
+    read: int
+    held: int  # its own weights
+    peak: int  # growth of the process's largest resident size
+
+
+def cost(folder: Path, shard: Shard, dtype: torch.dtype, piece_bytes: int) -> Cost:
+    """Runs in a process of its own. Small pieces, because the file is small next to a real one."""
+    torch.set_num_threads(1)
+    weights.PIECE_BYTES = piece_bytes
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model, checkpoint = load(folder, shard, dtype)
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return Cost(checkpoint.bytes_read, model.nbytes, (after - before) * 1024)
+
+
+@pytest.fixture(scope="module")
+def hundred_megabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random BLOOM of 99 MB in four files with an index, bfloat16."""
+    transformers_logging.disable_progress_bar()
+    folder = tmp_path_factory.mktemp("hundred-megabytes")
+    torch.manual_seed(0)
+    config = BloomConfig(vocab_size=16000, hidden_size=640, n_head=8, n_layer=8)
+    BloomForCausalLM(config).to(torch.bfloat16).save_pretrained(folder, max_shard_size="30MB")
+    assert len(list(folder.glob("*.safetensors"))) == 4
+    return folder
+
+
+@pytest.fixture(scope="module")
+def costs(hundred_megabytes: Path) -> dict[tuple[Shard, torch.dtype], Cost]:
+    """The cost of every rank of 1, 2 and 4, in the checkpoint's dtype and in one twice as wide."""
+    shards = [Shard(rank, n) for n in (1, 2, 4) for rank in range(n)]
+    cases = [(shard, dtype) for dtype in (torch.bfloat16, torch.float32) for shard in shards]
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload([__name__])  # torch is imported once, not for each rank
+    with processes.Pool(1, maxtasksperchild=1) as pool:
+        arguments = [(hundred_megabytes, *case, 4 << 20) for case in cases]
+        results = pool.starmap(cost, arguments, chunksize=1)
+        pool.close()
+        pool.join()
+    return dict(zip(cases, results, strict=True))
+
+
+def test_a_rank_reads_its_share_and_what_is_replicated(
+    hundred_megabytes: Path, costs: dict[tuple[Shard, torch.dtype], Cost]
+) -> None:
+    files = [load_file(path) for path in hundred_megabytes.glob("*.safetensors")]
+    split = sum(tensor.nbytes for file in files for tensor in file.values() if tensor.dim() == 2)
+    replicated = sum(tensor.nbytes for file in files for tensor in file.values() if tensor.dim() == 1)
+    for (shard, _), measured in costs.items():
+        assert measured.read <= 1.05 * (split / shard.world_size + replicated), shard
+    assert split + replicated == costs[Shard(), torch.bfloat16].read  # one rank reads everything, once
+
+
+def test_loading_takes_little_more_memory_than_the_weights(costs: dict[tuple[Shard, torch.dtype], Cost]) -> None:
+    # 200 MB on top is what is promised; but the file has half of that, so a rank that keeps what it only touched, or
+    # that holds a second copy, shows below 40 MB: 13 MB of code, two pieces, and one matrix before its conversion.
+    for (shard, dtype), measured in costs.items():
+        assert measured.peak <= measured.held + 40 * MB, (shard, dtype, measured)
+        assert measured.peak >= 0.95 * measured.held, "the weights are still in the file"
+
+
+def test_loaded_weights_do_not_depend_on_the_file(tmp_path: Path, tiny_bloom: Path) -> None:
+    copy_model(tiny_bloom, tmp_path)
+    model, _checkpoint = load(tmp_path, Shard(), torch.float32)  # which keeps the files open
+    before = model.embedding.table.clone()
+    path = tmp_path / "model.safetensors"
+    with path.open("r+b") as file:  # in place, as a download that starts again does
+        file.write(bytes(path.stat().st_size))
+    assert torch.equal(before, model.embedding.table)
+
+
+@pytest.mark.parametrize("case", ["bloom", "gpt2", "falcon-40b"])
+@torch.inference_mode()
+def test_pieces_make_the_same_whole(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    folder, _ = checkpoints(case)
+    expected = all_logits(load_engine(folder), list(range(20)))
+    monkeypatch.setattr(weights, "PIECE_BYTES", 1000)  # a few rows, and less than one row of the last matrix
+    assert torch.equal(expected, all_logits(load_engine(folder), list(range(20))))
+
+
+# Several files and their index
+
+
+def copy_model(source: Path, target: Path, change: Callable[[Tensors], object] | None = None, **config: object) -> Path:
+    """The model of `source` in `target`, its tensors changed in place by `change`, its config by `config`."""
+    tensors = load_file(source / "model.safetensors")
+    if change is not None:
+        change(tensors)
+    save_file(tensors, target / "model.safetensors")
+    settings = json.loads((source / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(settings | config))
+    return target
+
+
+@pytest.fixture
+def sharded(tiny_bloom: Path, tmp_path: Path) -> Path:
+    """The tiny BLOOM in three files with an index."""
+    tensors = load_file(tiny_bloom / "model.safetensors")
+    weight_map = {name: f"model-0000{i % 3 + 1}-of-00003.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(weight_map.values()):
+        save_file({name: t for name, t in tensors.items() if weight_map[name] == file}, tmp_path / file)
+    (tmp_path / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (tmp_path / "config.json").write_text((tiny_bloom / "config.json").read_text())
+    return tmp_path
+
+
+def tensor_of(path: Path) -> str:
+    """A tensor of a layer in `path`."""
+    with safe_open(path, framework="pt") as file:
+        return next(name for name in sorted(file.keys()) if ".h.1." in name)
+
+
+def rewrite(path: Path, change: Callable[[Tensors], object]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+def refusal(folder: Path) -> str:
+    """Why the model cannot be loaded: one sentence."""
+    with pytest.raises((CheckpointError, HubError)) as caught:
+        load(folder, Shard(), torch.float32)
+    assert len(str(caught.value).splitlines()) == 1
+    return str(caught.value)
+
+
+@torch.inference_mode()
+def test_several_files_are_one_model(sharded: Path, tiny_bloom: Path) -> None:
+    prompt = list(range(20))
+    assert torch.equal(all_logits(load_engine(tiny_bloom), prompt), all_logits(load_engine(sharded), prompt))
+
+
+def test_a_file_of_the_index_that_is_absent_is_named(sharded: Path) -> None:
+    path = sharded / "model-00002-of-00003.safetensors"
+    path.unlink()
+    assert f"{path} is missing" in refusal(sharded)
+
+
+def test_a_cut_file_is_named(sharded: Path) -> None:
+    path = sharded / "model-00002-of-00003.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    assert f"{path} is not a readable safetensors file" in refusal(sharded)
+
+
+def test_a_file_that_the_index_forgets_leaves_its_tensors_missing(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    index["weight_map"] = {name: file for name, file in index["weight_map"].items() if "00002" not in file}
+    (sharded / INDEX).write_text(json.dumps(index))
+    assert re.search(
+        r"tensor \S+ is missing from \S+/model-00001-of-00003\.safetensors \(and 1 more\)", refusal(sharded)
+    )
+
+
+def test_an_entry_that_the_index_forgets_is_found_in_its_file(sharded: Path) -> None:
+    index = json.loads((sharded / INDEX).read_text())
+    del index["weight_map"][tensor_of(sharded / "model-00002-of-00003.safetensors")]
+    (sharded / INDEX).write_text(json.dumps(index))  # the index says which files there are; they say what they hold
+    load(sharded, Shard(), torch.float32)
+
+
+def test_a_tensor_that_is_in_no_file_is_named(sharded: Path) -> None:
+    path = sharded / "model-00002-of-00003.safetensors"
+    name = tensor_of(path)
+    rewrite(path, lambda tensors: tensors.pop(name))
+    assert f"tensor {name} is missing from {sharded / 'model-00001-of-00003.safetensors'} (and 2 more)" in refusal(
+        sharded
+    )
+
+
+def test_an_unknown_tensor_is_named_with_its_file(sharded: Path) -> None:
+    path = sharded / "model-00002-of-00003.safetensors"
+    rewrite(path, lambda tensors: tensors.update({"transformer.h.0.extra": torch.zeros(1)}))
+    assert f"does not use: transformer.h.0.extra in {path}" in refusal(sharded)
+
+
+def test_a_misshapen_tensor_is_named_with_its_file(sharded: Path) -> None:
+    path = sharded / "model-00002-of-00003.safetensors"
+    name = tensor_of(path)
+    rewrite(path, lambda tensors: tensors.update({name: torch.zeros(3, 5)}))
+    assert f"tensor {name} in {path} has shape [3, 5], but config.json says" in refusal(sharded)
+
+
+# What the same model may look like
+
+
+@pytest.mark.parametrize("stored", FLOATS, ids=str)
+@pytest.mark.parametrize("wanted", FLOATS, ids=str)
+def test_every_dtype_is_converted_to_the_wanted_one(
+    tiny_bloom: Path, tmp_path: Path, stored: torch.dtype, wanted: torch.dtype
+) -> None:
+    tensors = load_file(tiny_bloom / "model.safetensors")
+    copy_model(tiny_bloom, tmp_path, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
+    model, _ = load(tmp_path, Shard(1, 2), wanted)
+    layer = model.layers[2]
+    down, bias = (tensors[f"transformer.h.2.mlp.dense_4h_to_h.{kind}"] for kind in ("weight", "bias"))
+    assert isinstance(layer.mlp.down.weight, DenseFormat)
+    assert torch.equal(down[:, 128:].to(stored).to(wanted), layer.mlp.down.weight.weight)  # the second half of 256
+    assert layer.mlp.bias is not None
+    assert torch.equal(bias.to(stored).to(wanted), layer.mlp.bias)
+    words = tensors["transformer.word_embeddings.weight"]
+    assert torch.equal(words[52:].to(stored).to(wanted), model.embedding.table[:51])
+
+
+def test_dtypes_may_be_mixed(tiny_bloom: Path, tmp_path: Path) -> None:
+    def halve_matrices(tensors: Tensors) -> None:
+        tensors.update({name: t.half() for name, t in tensors.items() if t.dim() == 2})
+
+    model, _ = load(copy_model(tiny_bloom, tmp_path, halve_matrices), Shard(), torch.bfloat16)
+    qkv = model.layers[0].attention.qkv
+    assert qkv.bias is not None
+    assert (torch.bfloat16, torch.bfloat16) == (qkv.bias.dtype, model.embedding.table.dtype)
+
+
+@pytest.mark.parametrize(("case", "embed"), [("bloom", "transformer.word_embeddings"), ("llama", "model.embed_tokens")])
+@pytest.mark.parametrize("has_copy", [True, False])
+@torch.inference_mode()
+def test_a_tied_head_may_or_may_not_be_in_the_file(
+    checkpoints: Checkpoints, tmp_path: Path, case: str, embed: str, has_copy: bool
+) -> None:
+    def tie(tensors: Tensors) -> None:
+        tensors.pop("lm_head.weight", None)
+        if has_copy:
+            tensors["lm_head.weight"] = tensors[f"{embed}.weight"].clone()
+
+    folder, _ = checkpoints(case)
+    model, _ = load(copy_model(folder, tmp_path, tie, tie_word_embeddings=True), Shard(), torch.float32)
+    assert isinstance(model.head.weight, DenseFormat)
+    assert model.head.weight.weight is model.embedding.table
+
+
+def test_an_untied_head_has_to_be_in_the_file(checkpoints: Checkpoints, tmp_path: Path) -> None:
+    folder, _ = checkpoints("llama")
+    copy_model(folder, tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    assert re.search(r"tensor \S*lm_head\.weight is missing from \S+/model\.safetensors;", refusal(tmp_path))
+
+
+def test_a_missing_tensor_is_named_as_the_file_would_name_it(tiny_bloom: Path, tmp_path: Path) -> None:
+    def strip(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        del tensors["h.1.input_layernorm.weight"]
+
+    assert "tensor h.1.input_layernorm.weight is missing" in refusal(copy_model(tiny_bloom, tmp_path, strip))
