@@ -38,9 +38,7 @@ def test_logits_equal_those_of_the_cpu(tiny: Path, reference: bool) -> None:
 
 
 def test_tokens_equal_those_of_the_cpu() -> None:
-    on_cpu, on_gpu = (
-        generate(load_engine(DEMO, device=device), prompts()) for device in (torch.device("cpu"), GPU)
-    )
+    on_cpu, on_gpu = (generate(load_engine(DEMO, device=device), prompts()) for device in (torch.device("cpu"), GPU))
     assert [p.tokens for p in on_cpu] == [p.tokens for p in on_gpu]
 
 
