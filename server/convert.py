@@ -17,12 +17,14 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from server.hub import HubError, weight_files
+from server import spm
+from server.hub import HubError, checked_file, read_json, weight_files
 
 # What torch.load raises for a file that is damaged, hostile, or no checkpoint at all.
 LOAD_ERRORS = (RuntimeError, ValueError, EOFError, KeyError, IndexError, AttributeError, TypeError, OSError)
@@ -86,15 +88,44 @@ def distinct_tensors(tensors: dict[str, torch.Tensor]) -> tuple[dict[str, torch.
 
 def convert_tokenizer(source: Path, target: Path) -> None:
     """Write tokenizer.json, made from the older files that `source` has."""
-    from transformers import AutoTokenizer
-
+    is_repository_code = (source / "tokenizer.model").exists() and not _is_known_to_transformers(source)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=True)
-        backend = tokenizer.backend_tokenizer
+        files = _from_sentencepiece(source) if is_repository_code else _from_transformers(source)
+    except HubError:
+        raise
     except (*LOAD_ERRORS, ImportError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise HubError(f"the tokenizer of {source} cannot be converted ({reason}): add a tokenizer.json") from None
-    backend.save(str(target / "tokenizer.json"))
+    for name, text in files.items():
+        (target / name).write_text(text, encoding="utf-8")
+
+
+def _is_known_to_transformers(source: Path) -> bool:
+    """Whether transformers has the tokenizer class that the folder names, or else one for its type of model."""
+    from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES, tokenizer_class_from_name
+
+    named = _settings(source, "tokenizer_config.json").get("tokenizer_class")
+    if isinstance(named, str):
+        return tokenizer_class_from_name(named) is not None
+    return str(_settings(source, "config.json").get("model_type")) in TOKENIZER_MAPPING_NAMES
+
+
+def _from_transformers(source: Path) -> dict[str, str]:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=True)
+    return {"tokenizer.json": tokenizer.backend_tokenizer.to_str(pretty=True)}
+
+
+def _from_sentencepiece(source: Path) -> dict[str, str]:
+    data = checked_file(source, "tokenizer.model").read_bytes()
+    names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+    companions = spm.Companions(*(_settings(source, name) for name in names))
+    return spm.convert(data, str(_settings(source, "config.json").get("model_type")), companions)
+
+
+def _settings(source: Path, name: str) -> dict[str, Any]:
+    return read_json(source / name, "settings of the tokenizer") if (source / name).exists() else {}
 
 
 CONVERSIONS: dict[str, Callable[[Path, Path], None]] = {"weights": convert_weights, "tokenizer": convert_tokenizer}

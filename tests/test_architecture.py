@@ -37,7 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.batch": {"server.attention", "server.cache", "server.pb", "server.sampling"},
     "server.cache": set(),
     "server.config": set(),
-    "server.convert": {"server.hub"},
+    "server.convert": {"server.hub", "server.spm"},
     "server.demo": {"server.demo"},
     "server.distributed": set(),
     "server.engine": {
@@ -60,6 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.quant": set(),
     "server.sampling": set(),
     "server.service": {"server.cache", "server.distributed", "server.engine", "server.pb"},
+    "server.spm": set(),
     "server.weights": {"server.distributed", "server.hub", "server.model.names"},
 }  # fmt: skip
 
