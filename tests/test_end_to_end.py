@@ -84,7 +84,7 @@ def eventually(condition: Any, within: float = 10) -> bool:
 
 
 def test_a_person_sees_readable_text_soon_after_the_start(server: Server) -> None:
-    assert server.seconds_to_ready < 15 * 3  # on an idle machine 15; tests share theirs with one another
+    assert server.seconds_to_ready <= 15
     text = generate(server, body("Once upon a time", max_new_tokens=40))["generated_text"]
     assert len(text.split()) > 15
     assert text.isascii() and "." in text
@@ -270,7 +270,7 @@ def refusal(*flags: str, env: dict[str, str] | None = None) -> str:
         children += children_of(launcher.pid)
         time.sleep(0.1)
     output, _ = launcher.communicate(timeout=5)
-    assert time.monotonic() - started < 40  # 20 on an idle machine
+    assert time.monotonic() - started < 20
     assert launcher.returncode not in (0, None), output
     assert not [pid for pid in children if is_alive(pid)]
     last = output.strip().splitlines()[-1]
