@@ -196,7 +196,7 @@ class SequenceTable:
         owner = self._tensor([s for s, w in enumerate(work) for _ in range(w.count)])  # [T] each token's sequence
         slots = tables[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         prompt_lengths = self._tensor([w.sequence.prompt_length for w in work])[owner]
-        return StepMeta(num_decodes, starts, lengths, positions, prompt_lengths, slots, tables)
+        return StepMeta(num_decodes, starts, lengths, positions, positions + 1, prompt_lengths, slots, tables)
 
     def _sampler_for(self, sequences: list[SequenceState]) -> Sampler:
         """The sampler of these sequences; the last one is kept, because most steps sample for the same ones."""

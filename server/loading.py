@@ -15,13 +15,12 @@ import torch
 from server import attention, distributed
 from server.cache import BLOCK_SIZE
 from server.config import DTYPES, ShardConfig
-from server.distributed import Shard
 from server.engine import Engine
 from server.layers.linear import DenseFormat, MakeFormat
 from server.layers.packed import PackedFormat, can_pack
-from server.layers.position import alibi_slopes
 from server.model import families, transformer
-from server.model.spec import ArchSpec, validate
+from server.model.spec import validate
+from server.model.transformer import Parts
 from server.pb import generate_pb2 as pb
 from server.quant.int8 import Int8Format
 from server.sampling import Watermark
@@ -41,9 +40,9 @@ def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
     dtype, reason = choose_dtype(config.dtype, stored, device)
     shard = distributed.connect(config.rank, config.world_size, config.rendezvous, device)
     weights = Weights.open(checkpoint, family.names, shard, dtype, device)
-    backend = _attention(spec, shard, config)
+    backend = attention.choose(disable_custom_kernels=config.disable_custom_kernels)
     dense = PackedFormat if can_pack(dtype, device) and not config.disable_custom_kernels else DenseFormat
-    model = transformer.load(weights, spec, backend, FORMATS.get(config.quantize or "", dense), make_head=dense)
+    model = transformer.load(weights, spec, Parts(backend, FORMATS.get(config.quantize or "", dense), dense))
     threads = plan_threads(config.threads, device, config.world_size, model.nbytes)
     torch.set_num_threads(threads)
     shard.barrier()
@@ -127,14 +126,3 @@ def _device(config: ShardConfig) -> torch.device:
     device = torch.device("cuda", config.rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _attention(spec: ArchSpec, shard: Shard, config: ShardConfig) -> attention.Attention:
-    return attention.choose(scores_of(spec, shard), disable_custom_kernels=config.disable_custom_kernels)
-
-
-def scores_of(spec: ArchSpec, shard: Shard) -> attention.Scores:
-    """How this rank's heads score; the slopes of ALiBi are those of the local heads."""
-    first, last = shard.range(spec.num_heads)
-    slopes = tuple(alibi_slopes(spec.num_heads, spec.alibi)[first:last]) if spec.alibi else ()
-    return attention.Scores(spec.attention_scale, slopes, spec.score_cap)

@@ -180,6 +180,11 @@ class Weights:
         """The same weights, with `{i}` standing for `layer`."""
         return replace(self, layer=layer)
 
+    def of_encoder(self) -> Weights:
+        """The weights of an encoder-decoder's encoder."""
+        assert self.names.encoder is not None, "a family whose spec has an encoder names its tensors"
+        return replace(self, names=replace(self.names, roles=self.names.encoder))
+
     def has(self, role: str) -> bool:
         """Whether the family's checkpoints have this role."""
         return role in self.names.roles

@@ -14,11 +14,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scores:
-    """How a model scores queries against keys; the same in all its layers."""
+    """How queries are scored against keys. A decoder has one of these; an encoder-decoder has three."""
 
     scale: float
     slopes: tuple[float, ...] = ()  # ALiBi slope of each local head; empty: no ALiBi
     cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: not
+    bias: Tensor | None = None  # [N, 2 D + 1] float32, added at distances -D … D of key minus query; beyond, the ends
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class StepMeta:
     query_starts: list[int]  # [S + 1] sequence s owns tokens query_starts[s] … query_starts[s + 1] - 1 of the step
     context_lengths: list[int]  # [S] tokens that the sequence attends to after this step
     positions: Tensor  # [T] index of each token in its sequence
+    visible: Tensor  # [T] keys that each token may see, from the sequence's first: up to itself, or its whole context
     prompt_lengths: Tensor  # [T] tokens of the prompt of each token's sequence
     slots: Tensor  # [T] where each token's keys and values go: block * P + offset
     block_tables: Tensor  # [S, longest] blocks of each sequence in order, padded with 0
@@ -40,17 +42,23 @@ class StepMeta:
 class Attention(Protocol):
     """One rank's attention, stateless between calls: everything about a step is in `meta`."""
 
-    name: str
-
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
         """Store the step's keys and values. kv: [2, B, K, P, H], changed in place; k, v: [T, K, H]."""
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
-        """Attend the step's queries to their sequences' keys up to their own position.
+        """Attend the step's queries to their sequences' keys, as far as they are visible.
 
         q: [T, N, H]; window: tokens that a query sees, itself included, 0 for all; returns [T, N, H] in q's dtype.
         `write` was already called for this layer. Scores and softmax are float32 whatever the input dtype.
         """
+
+
+class MakeAttention(Protocol):
+    """A backend: makes an `Attention` for each way of scoring that a model has."""
+
+    name: str
+
+    def __call__(self, scores: Scores) -> Attention: ...
 
 
 def write_slots(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
@@ -65,7 +73,22 @@ def write_slots(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     flat[1].index_copy_(0, rows.flatten(), v.flatten(0, 1))
 
 
-def hidden_keys(distance: Tensor, window: int) -> Tensor:
-    """Which keys a query must not see: later ones, and those before its window. distance: key minus query position."""
-    later = distance > 0
-    return later | (distance <= -window) if window else later
+def distances(meta: StepMeta, tokens: slice, length: int, window: int) -> tuple[Tensor, Tensor]:
+    """How far keys 0 … length-1 are from the step's `tokens` (key minus query), and which they must not see.
+
+    Both [n, length]: hidden are keys that are not visible, and those before the window.
+    """
+    keys = torch.arange(length, device=meta.positions.device)
+    distance = keys - meta.positions[tokens].unsqueeze(1)
+    hidden = keys >= meta.visible[tokens].unsqueeze(1)
+    return distance, hidden | (distance <= -window) if window else hidden
+
+
+def score_bias(scores: Scores, distance: Tensor) -> Tensor | None:
+    """What is added to the scores at `distance` [n, L] for each local head: [N, n, L], None for nothing."""
+    if scores.slopes:
+        return torch.tensor(scores.slopes, device=distance.device).view(-1, 1, 1) * distance
+    if scores.bias is not None:
+        reach = scores.bias.shape[1] // 2
+        return scores.bias[:, distance.clamp(-reach, reach) + reach]
+    return None

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.attention.interface import Scores, StepMeta, hidden_keys, write_slots
+from server.attention.interface import Scores, StepMeta, distances, score_bias, write_slots
 
 # Padded context tokens gathered at once: bounds the copy (64 MiB per layer at K*H = 1024 in 16 bits) while a group
 # stays large enough that the cost of a launch is small beside it.
@@ -47,50 +47,47 @@ class PaddedAttention:
         k, v = _gather(kv, meta.block_tables[first:last], longest)  # [G, K, L, H]
         kv_heads, length, head_dim = k.shape[1:]
         queries = q[first:last].view(last - first, kv_heads, -1, head_dim)  # [G, K, g, H]
-        distance = torch.arange(length, device=q.device) - meta.positions[first:last].unsqueeze(1)  # [G, L]
-        raw = (queries @ k.transpose(2, 3)).float().unsqueeze(3)  # [G, K, g, 1, L]
-        scores = self._finish(raw, distance[:, None, None, None], window).squeeze(3)
-        return (scores.softmax(dim=-1).to(q.dtype) @ v).view(last - first, -1, head_dim)
+        raw = (queries @ k.transpose(2, 3)).float()  # [G, K, g, L]
+        scores = self._finish(raw.flatten(1, 2).transpose(0, 1), *distances(meta, slice(first, last), length, window))
+        weights = scores.transpose(0, 1).unflatten(1, (kv_heads, -1)).softmax(dim=-1)
+        return (weights.to(q.dtype) @ v).view(last - first, -1, head_dim)
 
     def _chunk(self, q: Tensor, kv: Tensor, meta: StepMeta, s: int, window: int) -> Tensor:
         """One sequence's queries [n, N, H] over its own context."""
         start, stop = meta.query_starts[s : s + 2]
         k, v = _gather(kv, meta.block_tables[s : s + 1], meta.context_lengths[s])  # [1, K, L, H]
         queries = q[start:stop].transpose(0, 1)  # [N, n, H]
-        distance = torch.arange(k.shape[2], device=q.device) - meta.positions[start:stop].unsqueeze(1)  # [n, L]
+        distance, hidden = distances(meta, slice(start, stop), k.shape[2], window)  # [n, L]
         if self._scores.cap:  # the fused operator has no cap
             grouped = queries.view(k.shape[1], -1, *queries.shape[1:])  # [K, g, n, H]
-            scores = self._finish((grouped @ k[0].transpose(1, 2).unsqueeze(1)).float(), distance, window)
-            out = (scores.softmax(dim=-1).to(q.dtype) @ v[0].unsqueeze(1)).flatten(0, 1)
+            raw = (grouped @ k[0].transpose(1, 2).unsqueeze(1)).float()  # [K, g, n, L]
+            weights = self._finish(raw.flatten(0, 1), distance, hidden).softmax(dim=-1).view(raw.shape)
+            out = (weights.to(q.dtype) @ v[0].unsqueeze(1)).flatten(0, 1)
         else:
-            out = self._fused(queries, k, v, distance, window)
+            out = self._fused(queries, k, v, distance, hidden)
         return out.transpose(0, 1)
 
-    def _fused(self, queries: Tensor, k: Tensor, v: Tensor, distance: Tensor, window: int) -> Tensor:
+    def _fused(self, queries: Tensor, k: Tensor, v: Tensor, distance: Tensor, hidden: Tensor) -> Tensor:
         """queries [N, n, H], k and v [1, K, L, H] → [N, n, H]."""
-        slopes = self._slopes(queries.device)
-        bias = (slopes.view(-1, 1, 1) * distance).masked_fill_(hidden_keys(distance, window), float("-inf"))
+        bias = score_bias(self._scores, distance)
+        bias = torch.zeros(1, *hidden.shape, device=queries.device) if bias is None else bias
         return F.scaled_dot_product_attention(
             queries.unsqueeze(0),
             k,
             v,
-            attn_mask=bias.to(queries.dtype).unsqueeze(0),
+            attn_mask=bias.masked_fill_(hidden, float("-inf")).to(queries.dtype).unsqueeze(0),
             scale=self._scores.scale,
             enable_gqa=k.shape[1] != queries.shape[0],
         )[0]
 
-    def _finish(self, scores: Tensor, distance: Tensor, window: int) -> Tensor:
-        """Scale, cap, bias and mask raw scores [..., K, g, n, L] in place; distance broadcasts to them."""
+    def _finish(self, scores: Tensor, distance: Tensor, hidden: Tensor) -> Tensor:
+        """Scale, cap, bias and mask raw scores [N, n, L] in place; distance and hidden are [n, L]."""
         scores.mul_(self._scores.scale)
         if self._scores.cap:
             scores.div_(self._scores.cap).tanh_().mul_(self._scores.cap)
-        if self._scores.slopes:
-            scores += self._slopes(scores.device).view(scores.shape[-4], -1, 1, 1) * distance
-        return scores.masked_fill_(hidden_keys(distance, window), float("-inf"))
-
-    def _slopes(self, device: torch.device) -> Tensor:
-        """The slope of each local head, one 0 that stands for all where there is no ALiBi."""
-        return torch.tensor(self._scores.slopes or (0.0,), device=device)
+        if (bias := score_bias(self._scores, distance)) is not None:
+            scores += bias
+        return scores.masked_fill_(hidden, float("-inf"))
 
 
 def _groups(meta: StepMeta) -> Iterator[tuple[int, int]]:

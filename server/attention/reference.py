@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from server.attention.interface import Scores, StepMeta, hidden_keys, write_slots
+from server.attention.interface import Scores, StepMeta, distances, score_bias, write_slots
 
 
 class ReferenceAttention:
-    """Softmax attention over the paged cache, with ALiBi, windows, capped scores and shared kv heads."""
+    """Softmax attention over the paged cache, with biases, windows, capped scores and shared kv heads."""
 
     name = "reference"
 
@@ -30,15 +30,13 @@ class ReferenceAttention:
         """One sequence's queries [n, N, H] over its own context."""
         start, stop = meta.query_starts[s : s + 2]
         k, v = self._context(kv, meta, s, heads=q.shape[1])
-        distance = torch.arange(len(k), device=q.device) - meta.positions[start:stop].unsqueeze(
-            1
-        )  # [n, L], 0 at itself
+        distance, hidden = distances(meta, slice(start, stop), len(k), window)  # [n, L]
         scores = torch.einsum("nhd,lhd->hnl", q[start:stop].float(), k) * self._scores.scale
         if self._scores.cap:
             scores = self._scores.cap * torch.tanh(scores / self._scores.cap)
-        if self._scores.slopes:
-            scores = scores + torch.tensor(self._scores.slopes, device=q.device).view(-1, 1, 1) * distance
-        weights = scores.masked_fill(hidden_keys(distance, window), float("-inf")).softmax(dim=-1)
+        if (bias := score_bias(self._scores, distance)) is not None:
+            scores = scores + bias
+        weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
         return torch.einsum("hnl,lhd->nhd", weights, v).to(q.dtype)
 
     def _context(self, kv: Tensor, meta: StepMeta, s: int, heads: int) -> tuple[Tensor, Tensor]:

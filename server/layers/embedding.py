@@ -44,10 +44,13 @@ class Head:
         self.bias = bias
         self.shard = shard
         self._vocab_size = spec.vocab_size
+        self._scale = spec.head_scale
         self._cap = spec.logit_cap
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """hidden [T, E] → [T, V] float32: sampling must not depend on the model's dtype more than it has to."""
+        if self._scale != 1.0:
+            hidden = hidden * self._scale
         logits = self.shard.all_gather(self.weight(hidden, self.bias))[:, : self._vocab_size].float()
         return self._cap * torch.tanh(logits / self._cap) if self._cap else logits
 

@@ -1,4 +1,4 @@
-"""How a model knows the order of its tokens: ALiBi slopes and rotations.
+"""How a model knows the order of its tokens: ALiBi slopes, bucketed biases, and rotations.
 
 The rotation of a token is a pure function of its position and of its sequence's prompt length, so that chunks of a
 prompt, cached tokens and resumed requests agree.
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from server.model.spec import (
     Alibi,
+    Bucketed,
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
@@ -38,6 +39,26 @@ def alibi_slopes(num_heads: int, alibi: Alibi) -> list[float]:
 
 def _geometric(num_heads: int, alibi: Alibi) -> list[float]:
     return [alibi.scale * 2.0 ** (-alibi.max_bias * (i + 1) / num_heads) for i in range(num_heads)]
+
+
+def bucket_bias(table: Tensor, buckets: Bucketed) -> Tensor:
+    """The bias [heads, 2 D + 1] at distances -D … D of key minus query, D the largest that differs from those beyond.
+
+    table: [buckets, heads], as learned.
+    """
+    distance = torch.arange(-buckets.max_distance, buckets.max_distance + 1, device=table.device)
+    return table.float()[_bucket_of(distance, buckets)].t().contiguous()
+
+
+def _bucket_of(distance: Tensor, buckets: Bucketed) -> Tensor:
+    """The bucket of each distance: exact up to half of them, then logarithmic."""
+    count = buckets.num_buckets // 2 if buckets.bidirectional else buckets.num_buckets
+    behind = count * (distance > 0) if buckets.bidirectional else torch.zeros_like(distance)
+    size = distance.abs() if buckets.bidirectional else distance.clamp(max=0).neg()
+    exact = count // 2
+    octaves = (size.clamp(min=exact).float() / exact).log() / math.log(buckets.max_distance / exact)
+    grown = (exact + (octaves * (count - exact)).long()).clamp(max=count - 1)
+    return behind + torch.where(size < exact, size, grown)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,8 @@ Roles, each with `.weight` and where the model has one `.bias`:
     mlp_up, mlp_down; mlp_gate or mlp_gate_up if gated      its mlp
     router; expert_gate, expert_up, expert_down             its mixture; {e} is the expert's number
     final_norm, project_out, head                           after the layers
+    relative_bias                                           bucketed bias on scores, [buckets, heads]
+    cross_norm, cross_q, cross_k, cross_v, cross_out        of a decoder's layer, to attend to an encoder's output
 """
 
 from __future__ import annotations
@@ -36,6 +38,7 @@ class NameMap:
     """
 
     roles: Mapping[str, str | tuple[str, ...]]
+    encoder: Mapping[str, str | tuple[str, ...]] | None = None  # the roles of an encoder-decoder's encoder
     qkv_layout: Layout = Layout.CONCAT  # of the role `qkv`, where there is one
     transposed: bool = False  # linear weights are stored [inputs, outputs]
     prefixes: tuple[str, ...] = ("",)

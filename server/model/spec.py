@@ -1,7 +1,7 @@
-"""What a decoder looks like: a frozen description without behaviour.
+"""What a model looks like: a frozen description without behaviour.
 
-A family (see `families/`) turns a checkpoint's `config.json` into an `ArchSpec`; `transformer.py` builds the one
-decoder from it. Families differ here by values and variants, never by code. Nothing in this module knows about tensors
+A family (see `families/`) turns a checkpoint's `config.json` into an `ArchSpec`; `transformer.py` builds the
+model from it. Families differ here by values and variants, never by code. Nothing in this module knows about tensors
 or files; `validate` is pure arithmetic, so an impossible split is refused before a byte of weights is read.
 """
 
@@ -17,6 +17,7 @@ class Residual(Enum):
     """How a layer's attention A and mlp M, its norms and its residual connections are wired.
 
     PRE:                 x += A(norm(x));  x += M(norm(x))
+    PRE_CROSS:           x += A(norm(x));  x += C(norm(x));  x += M(norm(x)), with C attending to an encoder's output
     PRE_NORMED:          n = norm(x); x = n + A(n);  n = norm(x); x = n + M(n)
     POST:                x = norm(x + A(x));  x = norm(x + M(x))
     SANDWICH:            x += norm(A(norm(x)));  x += norm(M(norm(x)))
@@ -25,6 +26,7 @@ class Residual(Enum):
     """
 
     PRE = "pre"
+    PRE_CROSS = "pre_cross"
     PRE_NORMED = "pre_normed"
     POST = "post"
     SANDWICH = "sandwich"
@@ -133,7 +135,20 @@ class Rope:
     scaling: Scaling | None = None
 
 
-Position = Alibi | Learned | Rope
+@dataclass(frozen=True)
+class Bucketed:
+    """A learned bias on attention scores for each head and bucket of distances (Raffel et al. 2019, arXiv 1910.10683).
+
+    Half of the buckets hold one distance each, the others grow with it, up to `max_distance`. In a bidirectional stack
+    half of them are for keys behind the query.
+    """
+
+    num_buckets: int
+    max_distance: int
+    bidirectional: bool
+
+
+Position = Alibi | Bucketed | Learned | Rope
 
 
 @dataclass(frozen=True)
@@ -177,7 +192,7 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class ArchSpec:
-    """One decoder. Sizes are those of the whole model, before it is split over ranks."""
+    """One decoder, or encoder. Sizes are those of the whole model, before it is split over ranks."""
 
     vocab_size: int
     hidden_size: int
@@ -202,7 +217,10 @@ class ArchSpec:
     scale: float = 0.0  # what attention scores are multiplied by; 0: 1 / sqrt(head_dim)
     score_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: not
     logit_cap: float = 0.0  # likewise the logits
+    head_scale: float = 1.0  # what the last hidden states are multiplied by before the head
     max_positions: int = 0  # longest sequence; 0: no limit of its own
+    encoder: ArchSpec | None = None  # of an encoder-decoder: it shares the embedding, and this is the decoder
+    decoder_start: int = 0  # of an encoder-decoder: the token that every generation starts from
 
     @property
     def num_layers(self) -> int:
@@ -217,6 +235,11 @@ class ArchSpec:
     def alibi(self) -> Alibi | None:
         """The model's ALiBi, which all layers share, if it has one."""
         return next((layer.position for layer in self.layers if isinstance(layer.position, Alibi)), None)
+
+    @property
+    def buckets(self) -> Bucketed | None:
+        """The model's bucketed bias, which all layers share, if it has one."""
+        return next((layer.position for layer in self.layers if isinstance(layer.position, Bucketed)), None)
 
 
 def validate(spec: ArchSpec, world_size: int) -> None:

@@ -1,8 +1,11 @@
-"""The decoder: every family served is this one, described by an `ArchSpec`.
+"""The model: every family served is this one, described by an `ArchSpec`.
 
 A step is flat: the T tokens of all its sequences stand in one row after the other, prompt chunks and decodes alike, and
 only attention knows where a sequence ends. There is no padding, no batch dimension, and no state but the KV cache that
 the caller passes in.
+
+An encoder-decoder keeps what its decoder needs of a prompt, keys and values of every decoder layer, in the same cache
+under blocks of their own; until they are written, those blocks of the first layer serve the encoder's own attention.
 
 Shapes: T tokens in the step, D model width, N local heads, K local kv heads, H head dim, R rows whose logits are
 wanted, V vocabulary.
@@ -16,13 +19,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from server.attention import Attention, StepMeta
+from server.attention import Attention, MakeAttention, Scores, StepMeta
 from server.distributed import Shard
 from server.layers.embedding import Embedding, Head, load_embedding, load_head
 from server.layers.linear import ColumnLinear, DenseFormat, LinearFormat, MakeFormat, RowLinear, load_column, load_row
 from server.layers.mlp import DenseMlp, GatedMlp, MoeMlp, load_mlp
 from server.layers.norm import Norm, load_norm
-from server.layers.position import Rotation, rotation
+from server.layers.position import Rotation, alibi_slopes, bucket_bias, rotation
 from server.model.spec import ArchSpec, LayerSpec, Learned, Residual, Rope
 from server.weights import Weights, head_ranges
 
@@ -32,8 +35,8 @@ class Step:
     """What every layer is told about the step it is in."""
 
     meta: StepMeta
-    attention: Attention
     rotations: Mapping[Rope, Rotation]
+    cross: StepMeta | None = None  # the same tokens, attending to the encoder's output
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,13 @@ class AttentionBlock:
     out: RowLinear
     q_norm: Norm | None
     k_norm: Norm | None
+    attention: Attention
     spec: ArchSpec
     layer: LayerSpec
+
+    @property
+    def nbytes(self) -> int:
+        return self.qkv.weight.nbytes + self.out.weight.nbytes
 
     def __call__(self, x: Tensor, kv: Tensor, step: Step) -> Tensor:
         """x [T, D] → [T, D]; writes this layer's keys and values into kv [2, B, K, P, H]."""
@@ -55,8 +63,8 @@ class AttentionBlock:
         if isinstance(self.layer.position, Rope):
             rotate = step.rotations[self.layer.position]
             q, k = rotate(q), rotate(k)
-        step.attention.write(kv, k, v, step.meta)
-        return self.out(step.attention.attend(q, kv, step.meta, self.layer.window).flatten(1))
+        self.attention.write(kv, k, v, step.meta)
+        return self.out(self.attention.attend(q, kv, step.meta, self.layer.window).flatten(1))
 
     def _split(self, qkv: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (N + 2K) * H] → q [T, N, H], k [T, K, H], v [T, K, H]."""
@@ -67,18 +75,57 @@ class AttentionBlock:
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One decoder layer. Which norms there are and how all is wired is the spec's `residual`."""
+class CrossBlock:
+    """Projections around attention to an encoder's output. Returns this rank's summand, as `RowLinear` does."""
 
-    attention: AttentionBlock
-    mlp: DenseMlp | GatedMlp | MoeMlp
-    norms: Mapping[str, Norm]
-    shard: Shard
-    wiring: Callable[[Layer, Tensor, Callable[[Tensor], Tensor]], Tensor]
+    q: ColumnLinear
+    kv: ColumnLinear  # rows [k | v] of this rank's heads
+    out: RowLinear
+    attention: Attention
+    spec: ArchSpec
+
+    @property
+    def nbytes(self) -> int:
+        return self.q.weight.nbytes + self.kv.weight.nbytes + self.out.weight.nbytes
+
+    def remember(self, encoded: Tensor, kv: Tensor, meta: StepMeta) -> None:
+        """Write the keys and values of an encoder's output [T, D] into kv [2, B, K, P, H]."""
+        k, v = self.kv(encoded).view(len(encoded), -1, self.spec.head_dim).chunk(2, dim=1)
+        self.attention.write(kv, k, v, meta)
 
     def __call__(self, x: Tensor, kv: Tensor, step: Step) -> Tensor:
         """x [T, D] → [T, D]."""
-        return self.wiring(self, x, lambda x: self.attention(x, kv, step))
+        assert step.cross is not None, "every sequence of an encoder-decoder has an encoder's output"
+        q = self.q(x).view(len(x), -1, self.spec.head_dim)
+        return self.out(self.attention.attend(q, kv, step.cross, window=0).flatten(1))
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer. Which norms there are and how all is wired is the spec's `residual`."""
+
+    attention: AttentionBlock
+    cross: CrossBlock | None  # of an encoder-decoder's decoder
+    mlp: DenseMlp | GatedMlp | MoeMlp
+    norms: Mapping[str, Norm]
+    shard: Shard
+    wiring: Callable[[Layer, Tensor, Attend, Attend], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        return self.attention.nbytes + self.mlp.nbytes + (self.cross.nbytes if self.cross else 0)
+
+    def __call__(self, x: Tensor, kv: Tensor, step: Step) -> Tensor:
+        """x [T, D] → [T, D]."""
+
+        def attend(x: Tensor) -> Tensor:
+            return self.attention(x, kv, step)
+
+        def cross(x: Tensor) -> Tensor:
+            assert self.cross is not None
+            return self._sum(self.cross(x, kv, step), self.cross.out.bias)
+
+        return self.wiring(self, x, attend, cross)
 
     def attention_sum(self, partial: Tensor) -> Tensor:
         """What attention adds up to over all ranks."""
@@ -101,40 +148,50 @@ class Layer:
         return total
 
 
-def _pre(layer: Layer, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+Attend = Callable[[Tensor], Tensor]
+
+
+def _pre(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
     x = x + layer.attention_sum(attend(layer.norms["attention_norm"](x)))
     return x + layer.mlp_sum(layer.mlp(layer.norms["mlp_norm"](x)))
 
 
-def _pre_normed(layer: Layer, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+def _pre_cross(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
+    x = x + layer.attention_sum(attend(layer.norms["attention_norm"](x)))
+    x = x + cross(layer.norms["cross_norm"](x))
+    return x + layer.mlp_sum(layer.mlp(layer.norms["mlp_norm"](x)))
+
+
+def _pre_normed(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
     normed = layer.norms["attention_norm"](x)
     normed = layer.norms["mlp_norm"](normed + layer.attention_sum(attend(normed)))
     return normed + layer.mlp_sum(layer.mlp(normed))
 
 
-def _post(layer: Layer, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+def _post(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
     x = layer.norms["attention_norm"](x + layer.attention_sum(attend(x)))
     return layer.norms["mlp_norm"](x + layer.mlp_sum(layer.mlp(x)))
 
 
-def _sandwich(layer: Layer, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+def _sandwich(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
     norms = layer.norms
     x = x + norms["attention_post_norm"](layer.attention_sum(attend(norms["attention_norm"](x))))
     return x + norms["mlp_post_norm"](layer.mlp_sum(layer.mlp(norms["mlp_norm"](x))))
 
 
-def _parallel_one_norm(layer: Layer, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+def _parallel_one_norm(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
     normed = layer.norms["attention_norm"](x)
     return x + layer.joint_sum(attend(normed), layer.mlp(normed))
 
 
-def _parallel_two_norms(layer: Layer, x: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+def _parallel_two_norms(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
     return x + layer.joint_sum(attend(layer.norms["attention_norm"](x)), layer.mlp(layer.norms["mlp_norm"](x)))
 
 
 # How a layer is wired, and which norms that takes.
 WIRINGS = {
     Residual.PRE: (_pre, ("attention_norm", "mlp_norm")),
+    Residual.PRE_CROSS: (_pre_cross, ("attention_norm", "cross_norm", "mlp_norm")),
     Residual.PRE_NORMED: (_pre_normed, ("attention_norm", "mlp_norm")),
     Residual.POST: (_post, ("attention_norm", "mlp_norm")),
     Residual.SANDWICH: (_sandwich, ("attention_norm", "attention_post_norm", "mlp_norm", "mlp_post_norm")),
@@ -144,8 +201,8 @@ WIRINGS = {
 
 
 @dataclass(frozen=True)
-class Transformer:
-    """One rank's share of a decoder."""
+class Stack:
+    """Layers with what stands before and after them: a decoder without its head, or an encoder."""
 
     spec: ArchSpec
     embedding: Embedding
@@ -155,13 +212,13 @@ class Transformer:
     layers: Sequence[Layer]
     final_norm: Norm | None
     project_out: LinearFormat | None  # back to the embedding's width
-    head: Head
-    attention: Attention
 
-    def __call__(self, token_ids: Tensor, kv_caches: Sequence[Tensor], meta: StepMeta) -> Tensor:
+    def __call__(
+        self, token_ids: Tensor, kv_caches: Sequence[Tensor], meta: StepMeta, cross: StepMeta | None = None
+    ) -> Tensor:
         """token_ids [T] → final hidden states [T, D]. kv_caches: one [2, B, K, P, H] per layer, written in place."""
         x = self._embed(token_ids, meta)
-        step = Step(meta, self.attention, self._rotations(meta))
+        step = Step(meta, self._rotations(meta), cross)
         for layer, kv in zip(self.layers, kv_caches, strict=True):
             x = layer(x, kv, step)
         if self.final_norm is not None:
@@ -183,6 +240,40 @@ class Transformer:
         ropes = {layer.position for layer in self.spec.layers if isinstance(layer.position, Rope)}
         return {rope: rotation(rope, meta.positions, meta.prompt_lengths) for rope in ropes}
 
+    @property
+    def nbytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+
+@dataclass(frozen=True)
+class Transformer:
+    """One rank's share of a model."""
+
+    spec: ArchSpec
+    encoder: Stack | None
+    decoder: Stack
+    head: Head
+
+    def encode(self, token_ids: Tensor, kv_caches: Sequence[Tensor], meta: StepMeta) -> None:
+        """Read prompts token_ids [T], each token seeing its whole prompt, and keep what the decoder needs of them.
+
+        meta: the slots and blocks of the encoder's output, in the same caches that the decoder uses.
+        """
+        assert self.encoder is not None, "only an encoder-decoder encodes"
+        encoded = self.encoder(token_ids, [kv_caches[0]] * len(self.encoder.layers), meta)
+        for layer, kv in zip(self.decoder.layers, kv_caches, strict=True):
+            assert layer.cross is not None, "each layer of the decoder attends to the encoder's output"
+            layer.cross.remember(encoded, kv, meta)
+
+    def __call__(
+        self, token_ids: Tensor, kv_caches: Sequence[Tensor], meta: StepMeta, cross: StepMeta | None = None
+    ) -> Tensor:
+        """token_ids [T] → final hidden states [T, D]. kv_caches: one [2, B, K, P, H] per layer, written in place.
+
+        cross: of an encoder-decoder, where the tokens' encoded prompts are.
+        """
+        return self.decoder(token_ids, kv_caches, meta, cross)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] → [R, V] float32."""
         return self.head(hidden)
@@ -192,42 +283,61 @@ class Transformer:
         """Memory of this rank's matrices; norms, biases and positions are too small to matter."""
         is_shared = self.spec.tied_head and isinstance(self.head.weight, DenseFormat)
         head = 0 if is_shared else self.head.weight.nbytes
-        layers = (y.attention.qkv.weight.nbytes + y.attention.out.weight.nbytes + y.mlp.nbytes for y in self.layers)
-        return self.embedding.table.nbytes + head + sum(layers)
+        encoder = self.encoder.nbytes if self.encoder else 0
+        return self.decoder.embedding.table.nbytes + head + encoder + self.decoder.nbytes
 
     @property
     def num_local_kv_heads(self) -> int:
         """Key-value heads whose cache this rank keeps."""
-        return len(_local_kv_heads(self.spec, self.embedding.shard))
+        return len(_local_kv_heads(self.spec, self.decoder.embedding.shard))
 
 
-def load(
-    weights: Weights,
-    spec: ArchSpec,
-    attention: Attention,
-    make_format: MakeFormat,
-    make_head: MakeFormat = DenseFormat,
-) -> Transformer:
-    """Pull this rank's slices out of the checkpoint. Raises CheckpointError when config and weights disagree.
+@dataclass(frozen=True)
+class Parts:
+    """What a model is built with: how attention is computed, and how weights are stored."""
 
-    make_format stores the linear layers; make_head the output head, which quantised checkpoints leave alone.
-    """
-    hidden, embed_dim = spec.hidden_size, spec.embed_dim
+    attention: MakeAttention
+    linear: MakeFormat = DenseFormat
+    head: MakeFormat = DenseFormat  # quantised checkpoints leave the output head alone
+
+
+def load(weights: Weights, spec: ArchSpec, parts: Parts) -> Transformer:
+    """Pull this rank's slices out of the checkpoint. Raises CheckpointError when config and weights disagree."""
     embedding = load_embedding(weights, spec)
     model = Transformer(
+        spec=spec,
+        encoder=_load_stack(weights.of_encoder(), spec.encoder, embedding, parts) if spec.encoder else None,
+        decoder=_load_stack(weights, spec, embedding, parts),
+        head=load_head(weights, spec, embedding, parts.head),
+    )
+    weights.refuse_leftovers()
+    return model
+
+
+def _load_stack(weights: Weights, spec: ArchSpec, embedding: Embedding, parts: Parts) -> Stack:
+    hidden, embed_dim = spec.hidden_size, spec.embed_dim
+    attention = parts.attention(_scores(weights, spec))
+    return Stack(
         spec=spec,
         embedding=embedding,
         project_in=DenseFormat(weights.rows("project_in", (hidden, embed_dim))) if embed_dim else None,
         positions=_load_positions(weights, spec),
         embed_norm=load_norm(weights, "embed_norm", hidden, spec.norm) if spec.embed_norm else None,
-        layers=[_load_layer(weights.of_layer(i), spec, layer, make_format) for i, layer in enumerate(spec.layers)],
+        layers=[_load_layer(weights.of_layer(i), spec, y, attention, parts) for i, y in enumerate(spec.layers)],
         final_norm=load_norm(weights, "final_norm", hidden, spec.norm) if spec.final_norm else None,
         project_out=DenseFormat(weights.rows("project_out", (embed_dim, hidden))) if embed_dim else None,
-        head=load_head(weights, spec, embedding, make_head),
-        attention=attention,
     )
-    weights.refuse_leftovers()
-    return model
+
+
+def _scores(weights: Weights, spec: ArchSpec) -> Scores:
+    """How this rank's heads score; slopes and biases are those of the local heads."""
+    first, last = weights.shard.range(spec.num_heads)
+    slopes = tuple(alibi_slopes(spec.num_heads, spec.alibi)[first:last]) if spec.alibi else ()
+    bias = None
+    if spec.buckets:
+        table = weights.columns("relative_bias", (spec.buckets.num_buckets, spec.num_heads), (first, last))
+        bias = bucket_bias(table, spec.buckets)
+    return Scores(spec.attention_scale, slopes, spec.score_cap, bias)
 
 
 def _load_positions(weights: Weights, spec: ArchSpec) -> Tensor | None:
@@ -238,26 +348,43 @@ def _load_positions(weights: Weights, spec: ArchSpec) -> Tensor | None:
     return weights.table("positions", (rows, spec.hidden_size), (position.offset, rows))
 
 
-def _load_layer(weights: Weights, spec: ArchSpec, layer: LayerSpec, make_format: MakeFormat) -> Layer:
+def _load_layer(weights: Weights, spec: ArchSpec, layer: LayerSpec, attention: Attention, parts: Parts) -> Layer:
     wiring, norms = WIRINGS[spec.residual]
     return Layer(
-        attention=_load_attention(weights, spec, layer, make_format),
-        mlp=load_mlp(weights, spec, layer.mlp, make_format),
+        attention=_load_attention(weights, spec, layer, attention, parts.linear),
+        cross=_load_cross(weights, spec, parts) if spec.encoder else None,
+        mlp=load_mlp(weights, spec, layer.mlp, parts.linear),
         norms={role: load_norm(weights, role, spec.hidden_size, spec.norm) for role in norms},
         shard=weights.shard,
         wiring=wiring,
     )
 
 
-def _load_attention(weights: Weights, spec: ArchSpec, layer: LayerSpec, make_format: MakeFormat) -> AttentionBlock:
+def _load_attention(
+    weights: Weights, spec: ArchSpec, layer: LayerSpec, attention: Attention, make_format: MakeFormat
+) -> AttentionBlock:
     size = (spec.hidden_size, spec.num_heads * spec.head_dim)
     return AttentionBlock(
         qkv=_load_qkv(weights, spec, make_format),
         out=load_row(weights, "attention_out", size, make_format, bias=spec.attention_out_bias),
         q_norm=load_norm(weights, "q_norm", spec.head_dim, spec.norm) if spec.qk_norm else None,
         k_norm=load_norm(weights, "k_norm", spec.head_dim, spec.norm) if spec.qk_norm else None,
+        attention=attention,
         spec=spec,
         layer=layer,
+    )
+
+
+def _load_cross(weights: Weights, spec: ArchSpec, parts: Parts) -> CrossBlock:
+    inner, hidden = spec.num_heads * spec.head_dim, spec.hidden_size
+    part = [weights.shard.range(inner)]
+    kv = torch.cat([weights.rows(role, (inner, hidden), part) for role in ("cross_k", "cross_v")])
+    return CrossBlock(
+        q=load_column(weights, "cross_q", (inner, hidden), parts.linear, bias=False),
+        kv=ColumnLinear(parts.linear(kv), None),
+        out=load_row(weights, "cross_out", (hidden, inner), parts.linear, bias=False),
+        attention=parts.attention(Scores(spec.attention_scale)),
+        spec=spec,
     )
 
 

@@ -15,8 +15,8 @@ from server.cache import BLOCK_SIZE, num_blocks
 from server.distributed import Shard
 from server.engine import Engine
 from server.layers.linear import DenseFormat, MakeFormat
-from server.loading import scores_of
 from server.model import families, transformer
+from server.model.transformer import Parts
 from server.pb import generate_pb2 as pb
 from server.quant.int8 import Int8Format
 from server.sampling import Watermark
@@ -46,9 +46,9 @@ def load_engine(
     shard = shard or Shard()
     family, spec = families.find(json.loads((folder / "config.json").read_text()))
     weights = Weights.open(Checkpoint(folder), family.names, shard, dtype, device)
-    backend = attention.choose(scores_of(spec, shard), disable_custom_kernels=reference)
+    backend = attention.choose(disable_custom_kernels=reference)
     make_head = DenseFormat if make_format is Int8Format else make_format
-    model = transformer.load(weights, spec, backend, make_format, make_head)
+    model = transformer.load(weights, spec, Parts(backend, make_format, make_head))
     engine = Engine(model, shard, device, dtype, Watermark(gamma=0.5, delta=2.0))
     engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=tokens, useful_tokens=tokens, fraction=1.0)
     return engine

@@ -27,9 +27,8 @@ from server import attention, weights
 from server.distributed import Shard
 from server.hub import HubError
 from server.layers.linear import DenseFormat
-from server.loading import scores_of
 from server.model import families, transformer
-from server.model.transformer import Transformer
+from server.model.transformer import Parts, Transformer
 from server.weights import Checkpoint, CheckpointError, Weights
 from tests.server.checkpoints import Checkpoints
 from tests.server.driver import CPU, all_logits, load_engine
@@ -44,8 +43,8 @@ def load(folder: Path, shard: Shard, dtype: torch.dtype) -> tuple[Transformer, C
     family, spec = families.find(json.loads((folder / "config.json").read_text()))
     checkpoint = Checkpoint(folder)
     opened = Weights.open(checkpoint, family.names, shard, dtype, CPU)
-    backend = attention.choose(scores_of(spec, shard), disable_custom_kernels=True)
-    return transformer.load(opened, spec, backend, DenseFormat), checkpoint
+    backend = attention.choose(disable_custom_kernels=True)
+    return transformer.load(opened, spec, Parts(backend)), checkpoint
 
 
 # What it costs
@@ -127,11 +126,11 @@ def test_loading_takes_little_more_memory_than_the_weights(costs: dict[tuple[Sha
 def test_loaded_weights_do_not_depend_on_the_file(tmp_path: Path, tiny_bloom: Path) -> None:
     copy_model(tiny_bloom, tmp_path)
     model, _checkpoint = load(tmp_path, Shard(), torch.float32)  # which keeps the files open
-    before = model.embedding.table.clone()
+    before = model.decoder.embedding.table.clone()
     path = tmp_path / "model.safetensors"
     with path.open("r+b") as file:  # in place, as a download that starts again does
         file.write(bytes(path.stat().st_size))
-    assert torch.equal(before, model.embedding.table)
+    assert torch.equal(before, model.decoder.embedding.table)
 
 
 @pytest.mark.parametrize("case", ["bloom", "gpt2", "falcon-40b"])
@@ -256,14 +255,14 @@ def test_every_dtype_is_converted_to_the_wanted_one(
     tensors = load_file(tiny_bloom / "model.safetensors")
     copy_model(tiny_bloom, tmp_path, lambda tensors: tensors.update({n: t.to(stored) for n, t in tensors.items()}))
     model, _ = load(tmp_path, Shard(1, 2), wanted)
-    layer = model.layers[2]
+    layer = model.decoder.layers[2]
     down, bias = (tensors[f"transformer.h.2.mlp.dense_4h_to_h.{kind}"] for kind in ("weight", "bias"))
     assert isinstance(layer.mlp.down.weight, DenseFormat)
     assert torch.equal(down[:, 128:].to(stored).to(wanted), layer.mlp.down.weight.weight)  # the second half of 256
     assert layer.mlp.bias is not None
     assert torch.equal(bias.to(stored).to(wanted), layer.mlp.bias)
     words = tensors["transformer.word_embeddings.weight"]
-    assert torch.equal(words[52:].to(stored).to(wanted), model.embedding.table[:51])
+    assert torch.equal(words[52:].to(stored).to(wanted), model.decoder.embedding.table[:51])
 
 
 def test_dtypes_may_be_mixed(tiny_bloom: Path, tmp_path: Path) -> None:
@@ -271,9 +270,9 @@ def test_dtypes_may_be_mixed(tiny_bloom: Path, tmp_path: Path) -> None:
         tensors.update({name: t.half() for name, t in tensors.items() if t.dim() == 2})
 
     model, _ = load(copy_model(tiny_bloom, tmp_path, halve_matrices), Shard(), torch.bfloat16)
-    qkv = model.layers[0].attention.qkv
+    qkv = model.decoder.layers[0].attention.qkv
     assert qkv.bias is not None
-    assert (torch.bfloat16, torch.bfloat16) == (qkv.bias.dtype, model.embedding.table.dtype)
+    assert (torch.bfloat16, torch.bfloat16) == (qkv.bias.dtype, model.decoder.embedding.table.dtype)
 
 
 @pytest.mark.parametrize(("case", "embed"), [("bloom", "transformer.word_embeddings"), ("llama", "model.embed_tokens")])
@@ -290,7 +289,7 @@ def test_a_tied_head_may_or_may_not_be_in_the_file(
     folder, _ = checkpoints(case)
     model, _ = load(copy_model(folder, tmp_path, tie, tie_word_embeddings=True), Shard(), torch.float32)
     assert isinstance(model.head.weight, DenseFormat)
-    assert model.head.weight.weight is model.embedding.table
+    assert model.head.weight.weight is model.decoder.embedding.table
 
 
 def test_an_untied_head_has_to_be_in_the_file(checkpoints: Checkpoints, tmp_path: Path) -> None:

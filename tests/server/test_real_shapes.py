@@ -28,9 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from server import attention
 from server.distributed import Shard
-from server.layers.linear import DenseFormat
 from server.layers.position import rotation
-from server.loading import scores_of
 from server.model import families, transformer
 from server.model.families import Family
 from server.model.spec import (
@@ -44,6 +42,7 @@ from server.model.spec import (
     Rope,
     validate,
 )
+from server.model.transformer import Parts
 from server.weights import Checkpoint, CheckpointError, RandomCheckpoint, Weights
 
 FOLDER = Path(__file__).parent / "real_shapes"
@@ -192,8 +191,8 @@ def load(shapes: dict[str, Shape], family: Family, spec: ArchSpec, shard: Shard)
 
 def start_up(checkpoint: Checkpoint | RandomCheckpoint, family: Family, spec: ArchSpec, shard: Shard) -> None:
     weights = Weights.open(checkpoint, family.names, shard, DTYPE, META)
-    backend = attention.choose(scores_of(spec, shard), disable_custom_kernels=True)
-    transformer.load(weights, spec, backend, DenseFormat)
+    backend = attention.choose(disable_custom_kernels=True)
+    transformer.load(weights, spec, Parts(backend))
 
 
 def reader_counts(regions: Iterable[Region], shape: Shape) -> set[int]:

@@ -107,7 +107,7 @@ def test_logits_do_not_show_the_padding(tiny_bloom: Path) -> None:
     head = load_head(
         Weights.open(Checkpoint(tiny_bloom), families.FAMILIES["bloom"].names, Shard(), torch.float32, CPU),
         engine.model.spec,
-        engine.model.embedding,
+        engine.model.decoder.embedding,
         DenseFormat,
     )
     assert (2, 103) == tuple(head(torch.zeros(2, 64)).shape)
