@@ -9,8 +9,8 @@ Shapes: T tokens in the step, S sequences in the step, R of them that get a toke
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 import torch
@@ -38,6 +38,13 @@ class SequenceState:
     choice: TokenChoice
     history: History | None
     prompt_logprobs: bool
+    encoder_tokens: list[int]  # of an encoder-decoder: what its encoder reads
+    encoder_row: int  # … and the place of its blocks in the device's table; else the sequence's own
+
+    @property
+    def rows(self) -> set[int]:
+        """All its places in the device's tables."""
+        return {self.row, self.encoder_row}
 
     @property
     def remaining(self) -> int:
@@ -60,12 +67,32 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Span:
+    """Tokens [start, start + count) of a sequence whose blocks are in `row` of the table."""
+
+    row: int
+    start: int
+    count: int
+    prompt_length: int
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """The prompts that an encoder reads in a step, E tokens in all."""
+
+    token_ids: Tensor  # [E]
+    meta: StepMeta
+
+
+@dataclass(frozen=True)
 class StepInput:
     """Everything that one forward pass reads."""
 
     work: list[Work]  # decodes first
     token_ids: Tensor  # [T]
     meta: StepMeta
+    encoding: Encoding | None  # None: no prompt is encoded in this step
+    cross: StepMeta | None  # of an encoder-decoder: the step's tokens, attending to their encoded prompts
     sampled: list[SequenceState]  # the R sequences that get a token, in the order of `sample_at`
     sample_at: Tensor  # [R] index in [T] of the token whose logits choose the next
     sample_rows: Tensor  # [R] rows of `sampled`
@@ -80,6 +107,7 @@ class SequenceTable:
     num_blocks: int
     watermark: Watermark
     device: torch.device
+    has_encoder: bool = False
     sequences: dict[int, SequenceState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -125,16 +153,20 @@ class SequenceTable:
         # Ids that a failed step dropped may still be named by the request that was in flight behind it.
         for id in ids:
             if sequence := self.sequences.pop(id, None):
-                self._free_rows.append(sequence.row)
+                self._free_rows.extend(sequence.rows)
 
     def _check(self, request: pb.StepRequest) -> None:
         for new in request.add:
             if new.id in self.sequences:
                 raise StepError(f"sequence {new.id} is on this shard already")
-            if not new.token_ids or max(new.token_ids) >= self.vocab_size:
+            if bool(new.encoder_token_ids) != self.has_encoder:
+                raise StepError(f"sequence {new.id} {'lacks' if self.has_encoder else 'has'} tokens for an encoder")
+            if not new.token_ids or max([*new.token_ids, *new.encoder_token_ids]) >= self.vocab_size:
                 raise StepError(f"sequence {new.id} needs token ids below the vocabulary size, {self.vocab_size}")
-            if not new.blocks or max(new.blocks) >= self.num_blocks:
+            if not new.blocks or max([*new.blocks, *new.encoder_blocks]) >= self.num_blocks:
                 raise StepError(f"sequence {new.id} needs blocks below {self.num_blocks}")
+            if num_blocks(len(new.encoder_token_ids)) > len(new.encoder_blocks):
+                raise StepError(f"sequence {new.id} needs {num_blocks(len(new.encoder_token_ids))} encoder blocks")
         remaining = {id: s.remaining for id, s in self.sequences.items()}
         remaining |= {new.id: len(new.token_ids) - new.computed for new in request.add}
         for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True):
@@ -142,8 +174,8 @@ class SequenceTable:
                 raise StepError(f"sequence {id} has {remaining[id]} prompt tokens left, not {count}")
 
     def _add(self, new: pb.NewSequence) -> None:
-        row = self._take_row(len(new.blocks))
-        self._block_tables[row, : len(new.blocks)] = torch.tensor(new.blocks, device=self.device)
+        row = self._take_row(new.blocks)
+        encoder_row = self._take_row(new.encoder_blocks) if self.has_encoder else row
         choice = _choice(new)
         prompt = list(new.token_ids)
         self.sequences[new.id] = SequenceState(
@@ -155,33 +187,61 @@ class SequenceTable:
             choice=choice,
             history=History(prompt, new.generated, self.vocab_size, self.device) if choice.needs_history else None,
             prompt_logprobs=new.prompt_logprobs,
+            encoder_tokens=list(new.encoder_token_ids),
+            encoder_row=encoder_row,
         )
 
-    def _take_row(self, blocks: int) -> int:
-        """A free row, after growing the tables if there is none or if `blocks` does not fit."""
+    def _take_row(self, blocks: Sequence[int]) -> int:
+        """A free row that holds `blocks`, after growing the tables if there is none or if they do not fit."""
         rows, width = self._block_tables.shape
         if not self._free_rows:
             self.last_tokens = torch.cat([self.last_tokens, torch.zeros_like(self.last_tokens)])
             self._block_tables = torch.cat([self._block_tables, torch.zeros_like(self._block_tables)])
             self._free_rows = list(range(2 * rows - 1, rows - 1, -1))
-        if blocks > width:
-            padding = self._block_tables.new_zeros(len(self._block_tables), max(blocks, 2 * width) - width)
+        if len(blocks) > width:
+            padding = self._block_tables.new_zeros(len(self._block_tables), max(len(blocks), 2 * width) - width)
             self._block_tables = torch.cat([self._block_tables, padding], dim=1)
-        return self._free_rows.pop()
+        row = self._free_rows.pop()
+        self._block_tables[row, : len(blocks)] = self._tensor(list(blocks))
+        return row
 
     def _lay_out(self, decodes: list[Work], chunks: list[Work]) -> StepInput:
         work = decodes + chunks
-        starts = list(accumulate((w.count for w in work), initial=0))
         rows = self._tensor([w.sequence.row for w in work])
+        meta = self._meta(
+            [Span(w.sequence.row, w.start, w.count, w.sequence.prompt_length) for w in work], len(decodes)
+        )
         sampled = [i for i, w in enumerate(work) if w.yields_token]
         return StepInput(
             work=work,
             token_ids=self._token_ids(chunks, rows[: len(decodes)]),
-            meta=self._meta(work, len(decodes), starts, rows),
+            meta=meta,
+            encoding=self._encoding([w.sequence for w in chunks if w.start == 0]) if self.has_encoder else None,
+            cross=self._cross(work, meta) if self.has_encoder else None,
             sampled=[work[i].sequence for i in sampled],
-            sample_at=self._tensor([starts[i + 1] - 1 for i in sampled]),
+            sample_at=self._tensor([meta.query_starts[i + 1] - 1 for i in sampled]),
             sample_rows=rows[sampled],
             sampler=self._sampler_for([work[i].sequence for i in sampled]),
+        )
+
+    def _encoding(self, sequences: list[SequenceState]) -> Encoding | None:
+        """The prompts of `sequences`, each token seeing all of its prompt."""
+        if not sequences:
+            return None
+        lengths = [len(s.encoder_tokens) for s in sequences]
+        meta = self._meta([Span(s.encoder_row, 0, n, n) for s, n in zip(sequences, lengths, strict=True)], 0)
+        token_ids = self._tensor([id for s in sequences for id in s.encoder_tokens])
+        return Encoding(token_ids, replace(meta, visible=meta.prompt_lengths))
+
+    def _cross(self, work: list[Work], meta: StepMeta) -> StepMeta:
+        """The tokens of `meta` with the encoded prompts as their context. Nothing is written there."""
+        lengths = [len(w.sequence.encoder_tokens) for w in work]
+        rows = self._tensor([w.sequence.encoder_row for w in work])
+        return replace(
+            meta,
+            context_lengths=lengths,
+            visible=self._per_token(lengths, [w.count for w in work]),
+            block_tables=self._block_tables[rows, : num_blocks(max(lengths))],
         )
 
     def _token_ids(self, chunks: list[Work], decode_rows: Tensor) -> Tensor:
@@ -189,14 +249,27 @@ class SequenceTable:
         prompts = [id for w in chunks for id in w.sequence.prompt[w.start : w.start + w.count]]
         return torch.cat([self.last_tokens[decode_rows], self._tensor(prompts)])
 
-    def _meta(self, work: list[Work], num_decodes: int, starts: list[int], rows: Tensor) -> StepMeta:
-        lengths = [w.start + w.count for w in work]
-        tables = self._block_tables[rows, : num_blocks(max(lengths))]
-        positions = self._tensor([p for w in work for p in range(w.start, w.start + w.count)])
-        owner = self._tensor([s for s, w in enumerate(work) for _ in range(w.count)])  # [T] each token's sequence
-        slots = tables[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
-        prompt_lengths = self._tensor([w.sequence.prompt_length for w in work])[owner]
-        return StepMeta(num_decodes, starts, lengths, positions, positions + 1, prompt_lengths, slots, tables)
+    def _meta(self, spans: list[Span], num_decodes: int) -> StepMeta:
+        """Where the tokens of `spans` stand, each seeing its sequence up to itself."""
+        counts = [span.count for span in spans]
+        lengths = [span.start + span.count for span in spans]
+        tables = self._block_tables[self._tensor([span.row for span in spans]), : num_blocks(max(lengths))]
+        positions = self._tensor([p for span in spans for p in range(span.start, span.start + span.count)])
+        owner = self._per_token(list(range(len(spans))), counts)
+        return StepMeta(
+            num_decodes=num_decodes,
+            query_starts=list(accumulate(counts, initial=0)),
+            context_lengths=lengths,
+            positions=positions,
+            visible=positions + 1,
+            prompt_lengths=self._per_token([span.prompt_length for span in spans], counts),
+            slots=tables[owner, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE,
+            block_tables=tables,
+        )
+
+    def _per_token(self, values: list[int], counts: list[int]) -> Tensor:
+        """Each of `values` as often as its sequence has tokens in the step: [T]."""
+        return self._tensor([value for value, count in zip(values, counts, strict=True) for _ in range(count)])
 
     def _sampler_for(self, sequences: list[SequenceState]) -> Sampler:
         """The sampler of these sequences; the last one is kept, because most steps sample for the same ones."""

@@ -58,7 +58,7 @@ def choose_tokens(*, wanted: int, useful: int, free_bytes: int, bytes_per_token:
     return wanted or min(useful, fits)
 
 
-def allocate(shape: KVShape, tokens: int, device: torch.device) -> list[Tensor]:
+def allocate(shape: KVShape, blocks: int, device: torch.device) -> list[Tensor]:
     """One zeroed tensor [2, blocks, kv_heads, block_size, head_dim] per layer.
 
     A block's tokens lie together for each head, so that attention reads a head's keys in long runs.
@@ -66,7 +66,7 @@ def allocate(shape: KVShape, tokens: int, device: torch.device) -> list[Tensor]:
     Zeroed because a padded read may touch slots that were never written: 0 * 0 is harmless, 0 * NaN is not. On Linux
     the zeros of a CPU cost nothing until they are touched.
     """
-    size = (2, num_blocks(tokens), shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    size = (2, blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
     return [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
 
 

@@ -8,6 +8,7 @@ every decision about who runs when (the router's).
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -80,6 +81,7 @@ class Engine:
         self.device = device
         self.dtype = dtype
         self.kv_shape = KVShape(model.spec.num_layers, model.num_local_kv_heads, model.spec.head_dim, dtype)
+        self._has_encoder = model.spec.encoder is not None
         self._watermark = watermark
         self._kv_caches: list[Tensor] = []
         self._table: SequenceTable | None = None
@@ -114,13 +116,22 @@ class Engine:
         if self.device.type == "cpu":
             prefill_tokens = min(prefill_tokens, 4 * cache.BLOCK_SIZE)
         lengths = [total_tokens] * (prefill_tokens // total_tokens) + [prefill_tokens % total_tokens]
-        self._allocate(sum(cache.num_blocks(n) for n in lengths) * cache.BLOCK_SIZE)
-        request, block = pb.StepRequest(), 0
-        for id, length in enumerate(n for n in lengths if n):
-            blocks = range(block, block := block + cache.num_blocks(length))
-            request.add.add(id=id, token_ids=[0] * length, blocks=blocks, sampling=_WORST_SAMPLING, top_n_tokens=5)
+        prompts = [[0] * length for length in lengths if length]
+        self._allocate(sum(cache.num_blocks(len(p)) + self._has_encoder for p in prompts) * cache.BLOCK_SIZE)
+        request, blocks = pb.StepRequest(), itertools.count()
+        for id, prompt in enumerate(prompts):
+            decoded, encoded = ([0], prompt) if self._has_encoder else (prompt, [])
+            request.add.add(
+                id=id,
+                token_ids=decoded,
+                blocks=itertools.islice(blocks, cache.num_blocks(len(decoded))),
+                encoder_token_ids=encoded,
+                encoder_blocks=itertools.islice(blocks, cache.num_blocks(len(encoded))),
+                sampling=_WORST_SAMPLING,
+                top_n_tokens=5,
+            )
             request.chunk_ids.append(id)
-            request.chunk_tokens.append(length)
+            request.chunk_tokens.append(len(decoded))
         launched = self.launch(request)
         assert launched is not None
         launched.finish()
@@ -132,8 +143,10 @@ class Engine:
 
     def _allocate(self, tokens: int) -> None:
         self._kv_caches = []  # the old cache is free before the new one is taken
-        self._kv_caches = cache.allocate(self.kv_shape, tokens, self.device)
-        self._table = SequenceTable(self.model.spec.vocab_size, cache.num_blocks(tokens), self._watermark, self.device)
+        # An encoder-decoder's sequence has two runs of blocks: one block more, so that the longest one fits.
+        blocks = cache.num_blocks(tokens) + self._has_encoder
+        self._kv_caches = cache.allocate(self.kv_shape, blocks, self.device)
+        self._table = SequenceTable(self.model.spec.vocab_size, blocks, self._watermark, self.device, self._has_encoder)
 
     @torch.inference_mode()
     def launch(self, request: pb.StepRequest) -> Launched | None:
@@ -147,8 +160,14 @@ class Engine:
             self._table.drop(request)
             raise
 
+    def hidden(self, step: StepInput) -> Tensor:
+        """The final hidden states [T, D] of a step's tokens, with their keys and values written."""
+        if step.encoding is not None:
+            self.model.encode(step.encoding.token_ids, self._kv_caches, step.encoding.meta)
+        return self.model(step.token_ids, self._kv_caches, step.meta, step.cross)
+
     def _run(self, step: StepInput, table: SequenceTable, start_ns: int) -> Launched:
-        hidden = self.model(step.token_ids, self._kv_caches, step.meta)
+        hidden = self.hidden(step)
         prompt = {w.sequence.id: self._prompt_logprobs(hidden, step, i) for i, w in _prompt_work(step)}
         at = step.sample_at
         chosen = step.sampler(

@@ -61,6 +61,7 @@ def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
         threads=threads,
         quantize=config.quantize or "dense",
         block_size=BLOCK_SIZE,
+        decoder_start=spec.decoder_start if spec.encoder else None,
     )
     return engine, info
 

@@ -74,12 +74,11 @@ class ShardService(pb_grpc.ShardServicer):
             useful_tokens=request.useful_tokens,
             fraction=self._fraction,
         )
-        blocks = cache.num_blocks(tokens)
         return pb.WarmupReply(
             max_batch_total_tokens=tokens,
             block_size=cache.BLOCK_SIZE,
-            num_blocks=blocks,
-            kv_bytes=blocks * cache.BLOCK_SIZE * engine.kv_shape.bytes_per_token,
+            num_blocks=engine.num_blocks,
+            kv_bytes=engine.num_blocks * cache.BLOCK_SIZE * engine.kv_shape.bytes_per_token,
             free_bytes=cache.free_bytes(engine.device, fraction=self._fraction, world_size=engine.shard.world_size),
         )
 

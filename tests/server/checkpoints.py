@@ -5,18 +5,30 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tests.server import published, tiny
 
 CASES = [*tiny.CASES, *published.CASES]
-Oracle = Callable[[Tensor], Tensor]  # ids [T] → logits [T, V]
+Oracle = Callable[[list[int], list[int]], Tensor]  # prompt, generated → logits [T, V] of all that is decoded
 Checkpoints = Callable[[str], tuple[Path, Oracle]]
 
 
 def save(case: str, folder: Path) -> Oracle:
     """Write the checkpoint of a case; returns its oracle."""
     if case in published.CASES:
-        return published.save_published(case, folder)
-    model = tiny.save_tiny(case, folder)
-    return lambda ids: model(ids.unsqueeze(0)).logits[0]
+        logits = published.save_published(case, folder)
+        return lambda prompt, generated: logits(torch.tensor(prompt + generated))
+    return oracle_of(tiny.save_tiny(case, folder))
+
+
+def oracle_of(model: PreTrainedModel) -> Oracle:
+    """transformers' own model, an encoder-decoder reading the prompt with its encoder."""
+    if not model.config.is_encoder_decoder:
+        return lambda prompt, generated: model(torch.tensor([prompt + generated])).logits[0]
+    start = model.config.decoder_start_token_id
+    return lambda prompt, generated: model(
+        torch.tensor([prompt]), decoder_input_ids=torch.tensor([[start, *generated]])
+    ).logits[0]

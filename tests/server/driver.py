@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -56,7 +57,7 @@ def load_engine(
 
 @dataclass
 class Prompt:
-    """One sequence to generate, and what became of it."""
+    """One sequence to generate, and what became of it. An encoder-decoder reads the prompt with its encoder."""
 
     token_ids: list[int]
     max_new_tokens: int = 8
@@ -66,6 +67,7 @@ class Prompt:
     joins_at: int = 0  # step at which it is added
     chunk: int = 10**9  # prompt tokens per step
     generated: int = 0  # of token_ids, how many at the end were generated before
+    cached: tuple[int, int] = (0, 0)  # a prompt whose blocks hold the first tokens of this one already, and how many
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
@@ -74,16 +76,18 @@ class Prompt:
 
 def generate(engine: Engine, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     """Run every prompt to its end, each joining when it says so; blocks are handed out and never reused."""
-    left = {id: len(p.token_ids) for id, p in enumerate(prompts)}
-    next_block, step, retire = 0, 0, []
+    left = {id: len(split(engine, p.token_ids)[0]) - p.cached[1] for id, p in enumerate(prompts)}
+    tables: dict[int, list[int]] = {}
+    blocks, step, retire = itertools.count(), 0, []
     done: set[int] = set()
     while len(done) < len(prompts):
         request = pb.StepRequest(step=step + 1, retire=retire, decode=True)
         for id, prompt in enumerate(prompts):
             if prompt.joins_at == step:
-                blocks = num_blocks(len(prompt.token_ids) + prompt.max_new_tokens)
-                _add(request, id, prompt, range(next_block, next_block + blocks))
-                next_block += blocks
+                source, computed = prompt.cached
+                shared = tables[source][: computed // BLOCK_SIZE] if computed else []
+                tables[id] = shared + take(blocks, len(prompt.token_ids) + prompt.max_new_tokens - computed)
+                _add(request, id, prompt, tables[id], split(engine, prompt.token_ids), blocks)
             if prompt.joins_at <= step and left[id]:
                 request.chunk_ids.append(id)
                 request.chunk_tokens.append(min(prompt.chunk, left[id]))
@@ -95,16 +99,38 @@ def generate(engine: Engine, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
     return prompts
 
 
-def _add(request: pb.StepRequest, id: int, prompt: Prompt, blocks: range) -> None:
+def _add(
+    request: pb.StepRequest,
+    id: int,
+    prompt: Prompt,
+    table: list[int],
+    token_ids: tuple[list[int], list[int]],
+    blocks: Iterator[int],
+) -> None:
+    decoded, encoded = token_ids
     request.add.add(
         id=id,
-        token_ids=prompt.token_ids,
-        blocks=blocks,
+        token_ids=decoded,
+        computed=prompt.cached[1],
+        blocks=table,
+        encoder_token_ids=encoded,
+        encoder_blocks=take(blocks, len(encoded)),
         sampling=prompt.sampling,
         top_n_tokens=prompt.top_n_tokens,
         prompt_logprobs=prompt.prompt_logprobs,
         generated=prompt.generated,
     )
+
+
+def take(blocks: Iterator[int], tokens: int) -> list[int]:
+    """Blocks for so many tokens."""
+    return list(itertools.islice(blocks, num_blocks(tokens)))
+
+
+def split(engine: Engine, token_ids: list[int]) -> tuple[list[int], list[int]]:
+    """What the decoder and what the encoder is given of a prompt."""
+    spec = engine.model.spec
+    return ([spec.decoder_start], token_ids) if spec.encoder else (token_ids, [])
 
 
 def _collect(engine: Engine, request: pb.StepRequest, prompts: Sequence[Prompt]) -> list[int]:
@@ -123,14 +149,16 @@ def _collect(engine: Engine, request: pb.StepRequest, prompts: Sequence[Prompt])
 
 
 @torch.inference_mode()
-def all_logits(engine: Engine, token_ids: list[int]) -> Tensor:
-    """Logits [T, V] of every position of one sequence, by one forward pass."""
+def all_logits(engine: Engine, token_ids: list[int], generated: Sequence[int] = ()) -> Tensor:
+    """Logits [T, V] of every position of one sequence, by one forward pass of the decoder."""
     table = engine._table
     assert table is not None
-    request = pb.StepRequest(chunk_ids=[0], chunk_tokens=[len(token_ids)])
-    request.add.add(id=0, token_ids=token_ids, blocks=range(-(-len(token_ids) // BLOCK_SIZE)), sampling=GREEDY)
+    decoded, encoded = split(engine, token_ids)
+    decoded, blocks = [*decoded, *generated], itertools.count()
+    request = pb.StepRequest(chunk_ids=[0], chunk_tokens=[len(decoded)])
+    _add(request, 0, Prompt([]), take(blocks, len(decoded)), (decoded, encoded), blocks)
     step = table.apply(request)
     assert step is not None
-    logits = engine.model.logits(engine.model(step.token_ids, engine._kv_caches, step.meta))
+    logits = engine.model.logits(engine.hidden(step))
     table.apply(pb.StepRequest(retire=[0]))
     return logits

@@ -15,6 +15,7 @@ from tests.server.driver import GREEDY, Prompt, all_logits, generate, load_engin
 
 PROMPT = [int(i) for i in torch.randint(4, 103, (64,), generator=torch.Generator().manual_seed(0))]
 NEW_TOKENS = 32
+ENCODER_DECODERS = ("t5", "t5-gated", "mt5")  # whose prompts are encoded whole and shared with no one
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -23,10 +24,10 @@ def test_logits_equal_the_oracle(checkpoints: Checkpoints, case: str) -> None:
     folder, oracle = checkpoints(case)
     engine = load_engine(folder)
     (done,) = generate(engine, [Prompt(PROMPT, max_new_tokens=NEW_TOKENS)])
-    expected = oracle(torch.tensor(PROMPT + done.tokens))
-    torch.testing.assert_close(expected, all_logits(engine, PROMPT + done.tokens), atol=1e-4, rtol=0)
+    expected = oracle(PROMPT, done.tokens)
+    torch.testing.assert_close(expected, all_logits(engine, PROMPT, done.tokens), atol=1e-4, rtol=0)
     # And step by step: every token was the oracle's first choice, with the oracle's log-probability.
-    decoded = expected[len(PROMPT) - 1 : -1].log_softmax(-1)
+    decoded = expected[-NEW_TOKENS - 1 : -1].log_softmax(-1)
     assert decoded.argmax(-1).tolist() == done.tokens
     torch.testing.assert_close(decoded.max(-1).values, torch.tensor(done.logprobs), atol=1e-4, rtol=0)
 
@@ -44,6 +45,18 @@ def test_chunks_and_neighbours_do_not_change_the_tokens(checkpoints: Checkpoints
     for crowded in together[3::4]:
         fresh = replace(crowded, joins_at=0, chunk=1000, tokens=[], logprobs=[], top_ids=[], prompt_values=[])
         assert generate(engine, [fresh])[0].tokens == crowded.tokens
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ENCODER_DECODERS])
+def test_a_prefix_in_the_cache_is_as_good_as_computed(checkpoints: Checkpoints, case: str) -> None:
+    folder, _ = checkpoints(case)
+    engine = load_engine(folder)
+    whole = PROMPT[:48] + PROMPT[:9]
+    (expected,) = generate(engine, [Prompt(whole, max_new_tokens=12)])
+    first, hit = Prompt(PROMPT, max_new_tokens=12), Prompt(whole, max_new_tokens=12, joins_at=3, cached=(0, 48))
+    generate(engine, [first, hit])
+    assert expected.tokens == hit.tokens
+    torch.testing.assert_close(torch.tensor(expected.logprobs), torch.tensor(hit.logprobs), atol=1e-4, rtol=0)
 
 
 def test_every_family_has_a_case() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 COMMON: dict[str, Any] = {"vocab_size": 103, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 3}
@@ -17,6 +17,16 @@ LLAMA_SIZES: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "max_position_embeddings": 256,
+}
+T5_SIZES: dict[str, Any] = {
+    "d_model": 64,
+    "d_ff": 96,
+    "num_layers": 3,
+    "num_heads": 8,
+    "d_kv": 16,
+    "relative_attention_num_buckets": 8,
+    "relative_attention_max_distance": 20,
+    "decoder_start_token_id": 3,
 }
 ROPE_SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 4.0},
@@ -100,6 +110,9 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "mpt": ("mpt", {"d_model": 64, "n_heads": 8, "n_layers": 3, "max_seq_len": 256, "expansion_ratio": 4}),
     "mpt-clipped": ("mpt", {"d_model": 72, "n_heads": 6, "n_layers": 3, "max_seq_len": 256,
                             "attn_config": {"clip_qkv": 0.5}}),
+    "t5": ("t5", T5_SIZES),
+    "t5-gated": ("t5", T5_SIZES | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False, "d_kv": 24}),
+    "mt5": ("mt5", T5_SIZES | {"feed_forward_proj": "gated-gelu", "num_decoder_layers": 2}),
 }  # fmt: skip
 
 
@@ -111,7 +124,8 @@ def save_tiny(case: str, folder: Path) -> PreTrainedModel:
     settings = {"attn_implementation": "eager"} | COMMON | sizes
     attention = settings.pop("attn_implementation")
     config = AutoConfig.for_model(model_type, **settings)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+    model: PreTrainedModel = auto.from_config(config, attn_implementation=attention).eval()
     for name, parameter in model.named_parameters():
         is_norm = "norm" in name or ".ln_" in name or "ln_f" in name
         parameter.data.normal_(0.5 if is_norm else 0.0, 0.2)

@@ -29,6 +29,7 @@ from server.model.families import (
     qwen2,
     qwen3,
     starcoder2,
+    t5,
 )
 from server.model.names import NameMap
 from server.model.spec import ArchSpec
@@ -57,12 +58,14 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
     "mistral": Family(mistral.spec, mistral.NAMES),
     "mixtral": Family(mixtral.spec, mixtral.NAMES),
     "mpt": Family(mpt.spec, mpt.NAMES),
+    "mt5": Family(t5.unscaled_spec, t5.NAMES),
     "opt": Family(opt.spec, opt.NAMES),
     "phi3": Family(phi3.spec, phi3.NAMES),
     "qwen2": Family(qwen2.spec, qwen2.NAMES),
     "qwen3": Family(qwen3.spec, qwen3.NAMES),
     "qwen3_moe": Family(qwen3.moe_spec, qwen3.NAMES),
     "starcoder2": Family(starcoder2.spec, starcoder2.NAMES),
+    "t5": Family(t5.spec, t5.NAMES),
 }
 
 
