@@ -33,6 +33,7 @@ from benchmark.roofline import Ceilings, Demand, Probe, Work, describe, mean_con
 from benchmark.steps import StepDriver, Times, random_prompts
 from router.client import ModelInfo
 from router.entry import Sampling
+from router.queue import blocks_for
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 STEPS = {"prefill": "Prefill", "decode_token": "Decode (token)", "decode_total": "Decode (total)"}
@@ -127,11 +128,12 @@ def run(args: argparse.Namespace) -> int:
 
 def _limits(args: argparse.Namespace) -> list[str]:
     """Launcher flags of a server on which the largest batch fits into one step and into the KV cache."""
-    largest, length = max(args.batch_size), args.sequence_length + args.decode_length
-    blocks = -(-length // BLOCK_SIZE)
+    largest = max(args.batch_size)
+    # As many blocks as an encoder-decoder needs, whose prompts have their own.
+    blocks = blocks_for(args.sequence_length, BLOCK_SIZE) + blocks_for(args.decode_length, BLOCK_SIZE)
     limits = {
         "--max-input-length": args.sequence_length,
-        "--max-total-tokens": length,
+        "--max-total-tokens": args.sequence_length + args.decode_length,
         "--max-batch-prefill-tokens": largest * args.sequence_length,
         "--max-batch-total-tokens": largest * blocks * BLOCK_SIZE,
         "--max-top-n-tokens": args.top_n_tokens or 0,
@@ -146,7 +148,7 @@ async def _measure(args: argparse.Namespace, target: shards.Target) -> list[dict
     """The rows, published on the way."""
     async with shards.connect(target) as connection:
         info = connection.info
-        driver = StepDriver(connection.shards, connection.info.block_size, connection.info.num_blocks)
+        driver = StepDriver(connection.shards, info.block_size, info.num_blocks, info.decoder_start)
         _check(args, info, driver)
         work = shards.work_of(target, info)
         probe = None if work is None else shards.probe_for(work, info)
@@ -171,7 +173,7 @@ def _check(args: argparse.Namespace, info: ModelInfo, driver: StepDriver) -> Non
             f"but the model's longest sequence is {info.max_positions}: shorten one of them"
         )
     for batch_size in args.batch_size:
-        driver.check(batch_size, length)
+        driver.check(batch_size, args.sequence_length, args.decode_length)
 
 
 async def _measure_point(

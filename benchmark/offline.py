@@ -187,7 +187,8 @@ class TimedShards:
     _progress: dict[int, tuple[int, int]] = field(default_factory=dict)  # sequence -> (prompt, tokens computed)
 
     def send(self, request: StepRequest) -> None:
-        record = StepRecord(self.clock(), sum(request.chunk_tokens), self._demand(request))
+        prompt_tokens = sum(_encoded(request) or request.chunk_tokens)
+        record = StepRecord(self.clock(), prompt_tokens, self._demand(request))
         self.records.append(record)
         self._waiting.append(record)
         self.shards.send(request)
@@ -215,7 +216,8 @@ class TimedShards:
         for id in request.retire:
             self._progress.pop(id, None)
         for sequence in request.add:
-            self._progress[sequence.id] = (len(sequence.token_ids), 0)
+            encoded = len(sequence.encoder_token_ids)  # read by the encoder before the chunks of this step
+            self._progress[sequence.id] = (encoded + len(sequence.token_ids), encoded)
         decoding = [id for id, (prompt, done) in self._progress.items() if request.decode and done >= prompt]
         tokens, attended, kv_read, sampled = 0, 0.0, 0, 0
         for id, count in [*zip(request.chunk_ids, request.chunk_tokens, strict=True), *((id, 1) for id in decoding)]:
@@ -225,7 +227,14 @@ class TimedShards:
             attended += count * done + count**2 / 2
         if self.work is None or not tokens:
             return None
-        return self.work.step(tokens=tokens, attended=attended, kv_read=kv_read, sampled=sampled)
+        step = self.work.step(tokens=tokens, attended=attended, kv_read=kv_read, sampled=sampled)
+        lengths = _encoded(request)
+        return step.plus(self.work.encode(lengths)) if lengths else step
+
+
+def _encoded(request: StepRequest) -> list[int]:
+    """Lengths of the prompts that an encoder reads in this step."""
+    return [len(sequence.encoder_token_ids) for sequence in request.add if sequence.encoder_token_ids]
 
 
 async def _measure(
@@ -245,7 +254,7 @@ async def _measure(
         result = Result(_context(args, target, info, prompts), notes=_notes())
         with published(result, markdown, args.output), shards.causes_of(target):
             started = time.perf_counter()
-            await generate(timed, tokenizer, limits, prompts)
+            await generate(timed, tokenizer, limits, prompts, info.decoder_start)
             seconds = time.perf_counter() - started
             ceilings = None if probe is None else probe.measure()
             result.rows = rows(timed.records, seconds, ceilings)
@@ -274,11 +283,18 @@ def _router_limits(args: argparse.Namespace, connection: shards.Connection, num_
     )
 
 
-async def generate(timed: Shards, tokenizer: ModelTokenizer, limits: Limits, prompts: Sequence[Prompt]) -> None:
+async def generate(
+    timed: Shards,
+    tokenizer: ModelTokenizer,
+    limits: Limits,
+    prompts: Sequence[Prompt],
+    decoder_start: int | None = None,
+) -> None:
     """Run all prompts to their ends. Raises ShardError, or BenchError for a sequence that failed."""
     logging.getLogger("router").addHandler(logging.NullHandler())  # failures are raised here, not logged
     batcher = Batcher(timed, tokenizer, limits, Metrics(limits))
-    entries = [batcher.submit(ValidRequest(prompt.token_ids, prompt.max_new_tokens)) for prompt in prompts]
+    requests = [ValidRequest(prompt.token_ids, prompt.max_new_tokens) for prompt in prompts]
+    entries = [batcher.submit(request.read_by_encoder(decoder_start)) for request in requests]
     loop = asyncio.create_task(batcher.run())
     failures = [error for error in await asyncio.gather(*map(_finish, entries)) if error]
     await batcher.drain(DRAIN_SECONDS)

@@ -10,7 +10,7 @@ Left out on purpose, because a perfect server could hide them: activations, the 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -56,6 +56,10 @@ class Demand:
         moving, computing = self._seconds(ceilings)
         return "bandwidth" if moving >= computing else "arithmetic"
 
+    def plus(self, other: Demand) -> Demand:
+        """Both in one step."""
+        return Demand(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
+
     def times(self, count: int) -> Demand:
         """Of `count` such steps."""
         return Demand(self.num_bytes * count, self.num_flops * count)
@@ -86,6 +90,15 @@ class Work:
         attention = 4 * shape.spec.num_layers * shape.spec.num_heads * shape.spec.head_dim * attended
         return Demand(self.step_weight_bytes + kv, matrices + attention)
 
+    def encode(self, lengths: Sequence[int]) -> Demand:
+        """What an encoder-decoder adds to a step for prompts of these lengths: every token sees its whole prompt."""
+        shape, encoder, tokens = self.shape, self.shape.spec.encoder, sum(lengths)
+        assert encoder is not None, "only an encoder-decoder encodes"
+        pairs = sum(length**2 for length in lengths)
+        attention = 4 * encoder.num_layers * encoder.num_heads * encoder.head_dim * pairs
+        num_bytes = shape.encode_bytes(self.dtype, self.quantize) + tokens * shape.kv_bytes_per_token(self.dtype)
+        return Demand(num_bytes, 2 * shape.encode_parameters * tokens + attention)
+
     def decode(self, batch_size: int, context: float) -> Demand:
         """One token for each of `batch_size` sequences that attend to `context` tokens, the new one included."""
         return self.step(
@@ -94,6 +107,8 @@ class Work:
 
     def prefill(self, batch_size: int, length: int) -> Demand:
         """Whole prompts of `length` tokens in one step, and the first token of each. Causal: half of all pairs."""
+        if self.shape.spec.encoder is not None:
+            return self.encode([length] * batch_size).plus(self.decode(batch_size, length + 1))
         return self.step(tokens=batch_size * length, attended=batch_size * length**2 / 2, kv_read=0, sampled=batch_size)
 
 

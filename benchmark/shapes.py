@@ -24,6 +24,7 @@ QUANTIZED_BYTES: Mapping[str, int] = {"int8": 1}  # scales are not counted: one 
 
 NORMS_PER_LAYER: Mapping[Residual, int] = {
     Residual.PRE: 2,
+    Residual.PRE_CROSS: 3,
     Residual.PRE_NORMED: 2,
     Residual.POST: 2,
     Residual.SANDWICH: 4,
@@ -41,13 +42,21 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers."""
-        return sum(self._layer(layer, active=False) for layer in self.spec.layers)
+        """Of all layers, an encoder's included."""
+        return sum(self._layer(layer, active=False) for layer in self.spec.layers) + self.encode_parameters
 
     @property
     def step_parameters(self) -> int:
         """Of all layers, those that every step reads: of a mixture of experts, the experts of one token."""
         return sum(self._layer(layer, active=True) for layer in self.spec.layers)
+
+    @property
+    def encode_parameters(self) -> int:
+        """What an encoder-decoder reads once for a prompt: its encoder, and the decoder's matrices for its output."""
+        if self.spec.encoder is None:
+            return 0
+        cross = 2 * self.spec.hidden_size * self.spec.num_heads * self.spec.head_dim
+        return ModelShape(self.spec.encoder, self.dtype).layer_parameters + self.spec.num_layers * cross
 
     @property
     def head_parameters(self) -> int:
@@ -60,9 +69,11 @@ class ModelShape:
         position = spec.layers[0].position
         rows = position.size + position.offset if isinstance(position, Learned) else 0
         maps = 2 * spec.embed_dim * spec.hidden_size  # between the embedding's width and the model's
-        norms = self._norm_parameters * (spec.embed_norm + spec.final_norm)
+        stacks = [spec] if spec.encoder is None else [spec, spec.encoder]
+        norms = sum(self._norm_parameters * (stack.embed_norm + stack.final_norm) for stack in stacks)
+        buckets = sum(stack.buckets.num_buckets * stack.num_heads for stack in stacks if stack.buckets)
         head = self.head_parameters * (not spec.tied_head) + spec.vocab_size * spec.head_bias
-        return self.layer_parameters + self.head_parameters + head + rows * spec.hidden_size + maps + norms
+        return self.layer_parameters + self.head_parameters + head + rows * spec.hidden_size + maps + norms + buckets
 
     def kv_bytes_per_token(self, dtype: str) -> int:
         """Key and value of one token in all layers."""
@@ -71,6 +82,10 @@ class ModelShape:
     def step_weight_bytes(self, dtype: str, quantize: str | None = None) -> int:
         """What every step reads once, whatever its batch: all layers and the head, not the embedding table."""
         return self.step_parameters * _stored_bytes(dtype, quantize) + self.head_bytes(dtype, quantize)
+
+    def encode_bytes(self, dtype: str, quantize: str | None = None) -> int:
+        """What a step with new prompts of an encoder-decoder reads besides."""
+        return self.encode_parameters * _stored_bytes(dtype, quantize)
 
     def head_bytes(self, dtype: str, quantize: str | None = None) -> int:
         """The output head as it is stored; a tied one stays in the model's dtype, because it is the embedding."""
@@ -102,7 +117,8 @@ class ModelShape:
         biases = (queries + 2 * keys) * spec.qkv_bias + hidden * spec.attention_out_bias
         biases += (hidden + _mlp_columns(layer.mlp)) * spec.mlp_bias
         norms = NORMS_PER_LAYER[spec.residual] * self._norm_parameters + 2 * spec.head_dim * spec.qk_norm
-        return attention + _mlp_parameters(layer.mlp, hidden, active=active) + biases + norms
+        cross = 2 * hidden * queries if spec.encoder else 0
+        return attention + cross + _mlp_parameters(layer.mlp, hidden, active=active) + biases + norms
 
 
 def _mlp_columns(mlp: Mlp) -> int:
@@ -197,16 +213,19 @@ def make_model_folder(config: Mapping[str, Any], folder: Path) -> None:
     Token i is the word `t<i>`, and words are divided by spaces: a prompt of N words is N tokens, and generated text
     is as long as its tokens. There is no end token, so that nothing stops early.
     """
-    size = config.get("padded_vocab_size") or config["vocab_size"]
-    vocabulary = {f"t{id}": id for id in range(size)}
+    folder.mkdir(parents=True, exist_ok=True)
+    without_end = {key: value for key, value in config.items() if key != "eos_token_id"}
+    (folder / "config.json").write_text(json.dumps(without_end))
+    write_word_tokenizer(config.get("padded_vocab_size") or config["vocab_size"], folder)
+
+
+def write_word_tokenizer(vocab_size: int, folder: Path) -> None:
+    """A tokenizer for which token i is the word `t<i>`."""
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],
         "pre_tokenizer": {"type": "WhitespaceSplit"},
-        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": "t0"},
+        "model": {"type": "WordLevel", "vocab": {f"t{id}": id for id in range(vocab_size)}, "unk_token": "t0"},
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    without_end = {key: value for key, value in config.items() if key != "eos_token_id"}
-    (folder / "config.json").write_text(json.dumps(without_end))
     (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

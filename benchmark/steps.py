@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from benchmark.report import BenchError
 from benchmark.shards import FIRST_ID
 from router.client import Shards, StepReply, StepRequest, new_sequence, step_request
-from router.entry import Sampling
+from router.entry import Sampling, ValidRequest
 
 REQUESTS_UNDER_WAY = 2  # as in router/batcher.py
 
@@ -39,24 +39,31 @@ class StepDriver:
     """The one user of some shards. Raises ShardError when they are lost, BenchError when a step fails."""
 
     def __init__(
-        self, shards: Shards, block_size: int, num_blocks: int, clock: Callable[[], float] = time.perf_counter
+        self,
+        shards: Shards,
+        block_size: int,
+        num_blocks: int,
+        decoder_start: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._shards = shards
         self._block_size = block_size
         self._num_blocks = num_blocks
+        self._decoder_start = decoder_start
         self._clock = clock
         self._ids = itertools.count(FIRST_ID)
         self._step_numbers = itertools.count(1)
 
-    def check(self, batch_size: int, length: int) -> None:
-        """Raise BenchError when `batch_size` sequences of `length` tokens do not fit into the KV cache."""
-        needed, cached = batch_size * self._blocks_for(length), self._num_blocks
-        if needed > cached:
-            fits = cached // self._blocks_for(length)
+    def check(self, batch_size: int, sequence_length: int, decode_length: int) -> None:
+        """Raise BenchError when so many sequences do not fit into the KV cache."""
+        request = ValidRequest([0] * sequence_length, decode_length).read_by_encoder(self._decoder_start)
+        each, cached = request.demand.blocks(self._block_size), self._num_blocks
+        if batch_size * each > cached:
             raise BenchError(
-                f"--batch-size {batch_size} with {length} tokens each needs a KV cache of {needed * self._block_size} "
-                f"tokens, but the shards have {cached * self._block_size}: use a --batch-size of at most {fits}, "
-                "shorter lengths, or a server with a larger --max-batch-total-tokens"
+                f"--batch-size {batch_size} with {request.demand.tokens} tokens each needs a KV cache of "
+                f"{batch_size * each * self._block_size} tokens, but the shards have {cached * self._block_size}: use "
+                f"a --batch-size of at most {cached // each}, shorter lengths, or a server with a larger "
+                "--max-batch-total-tokens"
             )
 
     async def run(
@@ -82,17 +89,17 @@ class StepDriver:
         top_n_tokens: int,
     ) -> StepRequest:
         blocks = itertools.count()
+        requests = [
+            ValidRequest(prompt, decode_length, choice, top_n_tokens=top_n_tokens).read_by_encoder(self._decoder_start)
+            for prompt, choice in zip(prompts, sampling, strict=True)
+        ]
         add = [
             new_sequence(
-                id,
-                prompt,
-                list(itertools.islice(blocks, self._blocks_for(len(prompt) + decode_length))),
-                choice,
-                top_n_tokens=top_n_tokens,
+                id, request, list(itertools.islice(blocks, request.demand.blocks(self._block_size))), self._block_size
             )
-            for id, prompt, choice in zip(ids, prompts, sampling, strict=True)
+            for id, request in zip(ids, requests, strict=True)
         ]
-        chunks = [(id, len(prompt)) for id, prompt in zip(ids, prompts, strict=True)]
+        chunks = [(id, len(request.token_ids)) for id, request in zip(ids, requests, strict=True)]
         return step_request(next(self._step_numbers), add=add, chunks=chunks)
 
     async def _decode(self, num_steps: int, batch_size: int) -> list[float]:
@@ -110,9 +117,6 @@ class StepDriver:
     async def _exchange(self, request: StepRequest, num_tokens: int) -> None:
         self._shards.send(request)
         _check_reply(await self._shards.receive(), num_tokens)
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)
 
 
 def _check_reply(reply: StepReply, num_tokens: int) -> None:

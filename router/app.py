@@ -92,7 +92,7 @@ def create_app(
     tracer: Tracer,
 ) -> FastAPI:
     """The application. Its caller runs the batcher."""
-    validator = Validator(tokenizer, limits, config.validation_workers)
+    validator = Validator(tokenizer, limits, config.validation_workers, model.decoder_start)
     permits = Permits(limits.max_concurrent_requests)
     generator = Generator(validator, batcher, metrics, tracer, permits)
     services = Services(config, limits, model, shards, batcher, metrics, validator, permits, generator)

@@ -28,7 +28,7 @@ from router.entry import Entry, Failed, Finished, PromptTokens, Timings, Token, 
 from router.errors import GenerationError, IncompleteGeneration, RouterError, Unavailable
 from router.limits import Limits
 from router.metrics import Metrics, StepTrace
-from router.queue import Budget, blocks_for, min_size, next_batch
+from router.queue import Budget, min_size, next_batch
 from router.text import FinishReason, GeneratedText, ModelTokenizer
 
 MAX_REQUESTS_UNDER_WAY = 2  # one computing, one waiting in the shards' queue; more would only delay finishes
@@ -151,28 +151,19 @@ class Batcher:
         decoding = [entry for entry in self._running.values() if not entry.num_prompt_left]
         chunks = self._continue_prompts()
         admitted = self._admit(self._limits.max_batch_prefill_tokens - sum(chunks.values()))
-        chunks |= {entry.id: num_tokens for entry, num_tokens in admitted}
+        num_prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in admitted)
+        chunks |= {entry.id: min(num_tokens, entry.num_prompt_left) for entry, num_tokens in admitted}
         if not (retire or decoding or chunks):
             return None
         self._schedule(decoding, chunks)
         request = step_request(
             next(self._step_numbers),
             retire=retire,
-            add=[
-                new_sequence(
-                    entry.id,
-                    entry.request.token_ids,
-                    entry.blocks,
-                    entry.request.sampling,
-                    top_n_tokens=entry.request.top_n_tokens,
-                    prompt_logprobs=entry.request.prompt_logprobs,
-                )
-                for entry, _ in admitted
-            ],
+            add=[new_sequence(entry.id, entry.request, entry.blocks, self._limits.block_size) for entry, _ in admitted],
             chunks=list(chunks.items()),
             decode=bool(decoding),
         )
-        self._report(request, len(decoding), sum(chunks.values()))
+        self._report(request, len(decoding), num_prefill_tokens)
         return _Step(request, [*decoding, *(self._running[id] for id in chunks)], self._clock())
 
     def _retire(self) -> list[int]:
@@ -225,10 +216,10 @@ class Batcher:
             self._waiting = deque(entry for entry in self._waiting if not entry.is_over)
 
     def _reserve(self, entry: Entry) -> Entry:
-        tokens = entry.request.demand.tokens
-        entry.blocks = self._allocator.allocate(blocks_for(tokens, self._limits.block_size))
+        demand = entry.request.demand
+        entry.blocks = self._allocator.allocate(demand.blocks(self._limits.block_size))
         entry.admitted_at = self._clock()
-        self._reserved_tokens += tokens
+        self._reserved_tokens += demand.tokens
         self._running[entry.id] = entry
         return entry
 

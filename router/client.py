@@ -24,7 +24,8 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from router.entry import Sampling
+from router.entry import ValidRequest
+from router.queue import blocks_for
 from server.pb.generate_pb2 import (
     HealthRequest,
     InfoRequest,
@@ -78,6 +79,7 @@ class ModelInfo:
     kv_bytes_per_token: int
     block_size: int  # tokens per KV block
     num_blocks: int  # KV blocks that an earlier warmup allocated, 0 before it
+    decoder_start: int | None = None  # of an encoder-decoder: the token that every generation starts from
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,20 +128,14 @@ class Shards(Protocol):
     async def close(self) -> None: ...
 
 
-def new_sequence(
-    id: int,
-    token_ids: Sequence[int],
-    blocks: Sequence[int],
-    sampling: Sampling,
-    *,
-    top_n_tokens: int = 0,
-    prompt_logprobs: bool = False,
-) -> NewSequence:
-    """A sequence whose prompt is yet to be computed, in wire form."""
+def new_sequence(id: int, request: ValidRequest, blocks: Sequence[int], block_size: int) -> NewSequence:
+    """A sequence whose prompt is yet to be computed, in wire form. `blocks`: an encoded prompt's first."""
+    sampling = request.sampling
+    first = blocks_for(len(request.encoder_ids), block_size)
     return NewSequence(
         id=id,
-        token_ids=token_ids,
-        blocks=blocks,
+        token_ids=request.token_ids,
+        blocks=blocks[first:],
         sampling=SamplingParameters(
             do_sample=sampling.do_sample,
             temperature=sampling.temperature,
@@ -151,8 +147,10 @@ def new_sequence(
             watermark=sampling.watermark,
             seed=sampling.seed,
         ),
-        top_n_tokens=top_n_tokens,
-        prompt_logprobs=prompt_logprobs,
+        top_n_tokens=request.top_n_tokens,
+        prompt_logprobs=request.prompt_logprobs,
+        encoder_token_ids=request.encoder_ids,
+        encoder_blocks=blocks[:first],
     )
 
 
@@ -264,6 +262,7 @@ class ShardedClient:
             kv_bytes_per_token=first.kv_bytes_per_token,
             block_size=first.block_size,
             num_blocks=min(reply.num_blocks for reply in replies),
+            decoder_start=first.decoder_start if first.HasField("decoder_start") else None,
         )
 
     async def warmup(self, **wanted: int) -> KvCache:
@@ -345,6 +344,8 @@ class _FakeSequence:
     prompt_length: int
     seed: int
     blocks: tuple[int, ...]
+    reach: int  # tokens that its own blocks hold
+    encoded: tuple[int, ...]
     top_n_tokens: int
     prompt_logprobs: bool
     computed: int = 0
@@ -368,6 +369,7 @@ class FakeShardedClient:
     max_batch_total_tokens: int = 4096
     max_batch_prefill_tokens: int | None = None  # checked when given, as is the next
     max_batch_size: int | None = None
+    decoder_start: int | None = None  # plays an encoder-decoder when given
     step_delay_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -386,7 +388,7 @@ class FakeShardedClient:
 
     @property
     def num_blocks(self) -> int:
-        return -(-self.max_batch_total_tokens // self.block_size)
+        return blocks_for(self.max_batch_total_tokens, self.block_size) + (self.decoder_start is not None)
 
     @property
     def live_ids(self) -> set[int]:
@@ -412,6 +414,7 @@ class FakeShardedClient:
             kv_bytes_per_token=0,
             block_size=self.block_size,
             num_blocks=self.num_blocks,
+            decoder_start=self.decoder_start,
         )
 
     async def warmup(self, **wanted: int) -> KvCache:
@@ -488,24 +491,35 @@ class FakeShardedClient:
         _require(sequence.id not in self._used_ids, f"id {sequence.id} used again")
         _require(len(sequence.token_ids) > 0, f"sequence {sequence.id} has no prompt")
         taken = {block for other in self._sequences.values() for block in other.blocks}
-        _require(not taken.intersection(sequence.blocks), f"sequence {sequence.id} got blocks of another")
-        _require(len(set(sequence.blocks)) == len(sequence.blocks), f"sequence {sequence.id} got a block twice")
-        _require(
-            all(block < self.num_blocks for block in sequence.blocks), f"sequence {sequence.id} got a block too many"
-        )
+        blocks = (*sequence.blocks, *sequence.encoder_blocks)
+        _require(not taken.intersection(blocks), f"sequence {sequence.id} got blocks of another")
+        _require(len(set(blocks)) == len(blocks), f"sequence {sequence.id} got a block twice")
+        _require(all(block < self.num_blocks for block in blocks), f"sequence {sequence.id} got a block too many")
+        self._check_encoder(sequence)
         self._used_ids.add(sequence.id)
         self._sequences[sequence.id] = _FakeSequence(
             token_ids=list(sequence.token_ids),
             prompt_length=len(sequence.token_ids),
             seed=sequence.sampling.seed if sequence.sampling.do_sample else 0,
-            blocks=tuple(sequence.blocks),
+            blocks=blocks,
+            reach=len(sequence.blocks) * self.block_size,
+            encoded=tuple(sequence.encoder_token_ids),
             top_n_tokens=sequence.top_n_tokens,
             prompt_logprobs=sequence.prompt_logprobs,
             computed=sequence.computed,
         )
 
+    def _check_encoder(self, sequence: NewSequence) -> None:
+        given, reach = len(sequence.encoder_token_ids), len(sequence.encoder_blocks) * self.block_size
+        if self.decoder_start is None:
+            _require(given == reach == 0, f"sequence {sequence.id} is for an encoder")
+        else:
+            _require(0 < given <= reach, f"sequence {sequence.id} has {reach} places for {given} encoded tokens")
+            _require(sequence.token_ids[0] == self.decoder_start, f"sequence {sequence.id} starts from a wrong token")
+
     def _check_limits(self, request: StepRequest) -> None:
-        size, prefill = len(self._sequences), sum(request.chunk_tokens)
+        encoded = [len(sequence.encoder_token_ids) for sequence in request.add]
+        size, prefill = len(self._sequences), sum(encoded if self.decoder_start is not None else request.chunk_tokens)
         _require(self.max_batch_size is None or size <= self.max_batch_size, f"{size} sequences in a batch")
         _require(
             self.max_batch_prefill_tokens is None or prefill <= self.max_batch_prefill_tokens,
@@ -526,9 +540,8 @@ class FakeShardedClient:
 
     def _give_token(self, id: int, reply: StepReply) -> None:
         sequence = self._sequences[id]
-        reach = len(sequence.blocks) * self.block_size
-        _require(sequence.computed <= reach, f"sequence {id} outgrew its blocks")
-        token_id = self.next_token(sequence.token_ids, sequence.seed, self.vocab_size)
+        _require(sequence.computed <= sequence.reach, f"sequence {id} outgrew its blocks")
+        token_id = self.next_token([*sequence.encoded, *sequence.token_ids], sequence.seed, self.vocab_size)
         sequence.token_ids.append(token_id)
         reply.ids.append(id)
         reply.token_ids.append(token_id)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from router.errors import RouterError
 from router.queue import Demand
@@ -33,16 +33,28 @@ class Sampling:
 class ValidRequest:
     """One request that keeps every rule and limit."""
 
-    token_ids: Sequence[int]
+    token_ids: Sequence[int]  # what the decoder starts from: the prompt, or an encoder-decoder's start token
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
+    encoder_ids: Sequence[int] = ()  # the prompt, where an encoder reads it
+
+    @property
+    def input_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.encoder_ids or self.token_ids)
+
+    def read_by_encoder(self, decoder_start: int | None) -> ValidRequest:
+        """The same for an encoder-decoder, whose decoder starts from `decoder_start`; None: unchanged."""
+        if decoder_start is None:
+            return self
+        return replace(self, token_ids=[decoder_start], encoder_ids=self.token_ids)
 
     @property
     def demand(self) -> Demand:
-        return Demand(len(self.token_ids), self.max_new_tokens)
+        return Demand(self.input_length, self.max_new_tokens, is_encoded=bool(self.encoder_ids))
 
 
 @dataclass(frozen=True, slots=True)

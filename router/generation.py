@@ -85,7 +85,7 @@ class Call:
 
     @property
     def input_length(self) -> int:
-        return len(self.entries[0].request.token_ids)
+        return self.entries[0].request.input_length
 
     @property
     def seed(self) -> int | None:

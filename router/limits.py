@@ -42,10 +42,13 @@ class LengthLimits:
     max_total_tokens: int
 
 
-def derive_lengths(config: RouterConfig, max_positions: int, fitting_tokens: int | None = None) -> LengthLimits:
+def derive_lengths(
+    config: RouterConfig, max_positions: int, *, has_encoder: bool, fitting_tokens: int | None = None
+) -> LengthLimits:
     """Fill the gaps of the two length limits. Raises ValueError that names value, bound and remedy.
 
-    max_positions: of the model, 0 for none. fitting_tokens: the KV cache that the warmup found room for.
+    max_positions: of the model, 0 for none. has_encoder: prompts are read whole, in one step. fitting_tokens: the KV
+    cache that the warmup found room for.
     """
     bounds = {
         "the model's longest sequence": max_positions or None,
@@ -60,7 +63,13 @@ def derive_lengths(config: RouterConfig, max_positions: int, fitting_tokens: int
         for name, bound in known.items()
         if total > bound
     ]
-    input_length = config.max_input_length or max(1, min(DEFAULT_MAX_INPUT_LENGTH, total - 1))
+    step = config.max_batch_prefill_tokens if has_encoder else total
+    input_length = config.max_input_length or max(1, min(DEFAULT_MAX_INPUT_LENGTH, total - 1, step))
+    if has_encoder and input_length > step:
+        problems.append(
+            f"max_input_length is {input_length} but max_batch_prefill_tokens is {step}, and the encoder of this model "
+            f"reads a prompt in one step: lower max_input_length to {step} or raise max_batch_prefill_tokens"
+        )
     problems += relation_problems(
         max_input_length=input_length,
         max_total_tokens=total,
@@ -82,13 +91,15 @@ def resolve(
     config: RouterConfig,
     *,
     max_positions: int,
+    has_encoder: bool,
     vocab_size: int,
     max_batch_total_tokens: int,
     block_size: int,
     num_blocks: int,
 ) -> Limits:
     """The final limits after the warmup. Raises ValueError when the longest request could never run."""
-    lengths = derive_lengths(config, max_positions, min(max_batch_total_tokens, block_size * num_blocks))
+    fitting_tokens = min(max_batch_total_tokens, block_size * num_blocks)
+    lengths = derive_lengths(config, max_positions, has_encoder=has_encoder, fitting_tokens=fitting_tokens)
     return Limits(
         max_input_length=lengths.max_input_length,
         max_total_tokens=lengths.max_total_tokens,

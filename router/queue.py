@@ -7,6 +7,10 @@ the step's prompt budget is admitted with a first chunk of what is left.
 
 A request reserves its longest possible sequence, prompt + `max_new_tokens`, in two measures: tokens, against
 `max_batch_total_tokens`, and whole KV blocks, against the allocator. Nothing can then run out while it runs.
+
+The prompt of an encoder-decoder is read by its encoder, which takes it whole: it waits until the step has room for all
+of it. Its decoder starts from one token of its own; that one and the generated tokens without the last, which is never
+read again, take as many places in the KV cache as there are tokens to generate.
 """
 
 from __future__ import annotations
@@ -34,11 +38,23 @@ class Demand:
 
     input_length: int
     max_new_tokens: int
+    is_encoded: bool = False  # an encoder reads the prompt
 
     @property
     def tokens(self) -> int:
         """The longest sequence that the request can reach."""
         return self.input_length + self.max_new_tokens
+
+    @property
+    def least_prefill(self) -> int:
+        """Prompt tokens that the first step must have room for."""
+        return self.input_length if self.is_encoded else min(self.input_length, 1)
+
+    def blocks(self, block_size: int) -> int:
+        """Whole KV blocks: an encoded prompt has its own."""
+        if self.is_encoded:
+            return blocks_for(self.input_length, block_size) + blocks_for(self.max_new_tokens, block_size)
+        return blocks_for(self.tokens, block_size)
 
 
 def blocks_for(tokens: int, block_size: int) -> int:
@@ -65,8 +81,8 @@ def _fitting_chunks(waiting: Iterable[Demand], budget: Budget) -> list[int]:
     chunks: list[int] = []
     for demand in waiting:
         tokens -= demand.tokens
-        blocks -= blocks_for(demand.tokens, budget.block_size)
-        if len(chunks) == budget.places or tokens < 0 or blocks < 0 or (prefill <= 0 < demand.input_length):
+        blocks -= demand.blocks(budget.block_size)
+        if len(chunks) == budget.places or tokens < 0 or blocks < 0 or prefill < demand.least_prefill:
             break
         chunks.append(min(demand.input_length, prefill))
         prefill -= demand.input_length

@@ -36,7 +36,8 @@ class Started:
 async def start(config: RouterConfig, shards: Shards) -> Started:
     """Ask what was loaded, warm up, settle the limits. Raises ValueError for limits that cannot be, and ShardError."""
     model = await shards.info()
-    lengths = derive_lengths(config, model.max_positions)
+    has_encoder = model.decoder_start is not None
+    lengths = derive_lengths(config, model.max_positions, has_encoder=has_encoder)
     cache = await shards.warmup(
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
         max_total_tokens=lengths.max_total_tokens,
@@ -47,6 +48,7 @@ async def start(config: RouterConfig, shards: Shards) -> Started:
     limits = resolve(
         config,
         max_positions=model.max_positions,
+        has_encoder=has_encoder,
         vocab_size=model.vocab_size,
         max_batch_total_tokens=cache.max_batch_total_tokens,
         block_size=cache.block_size,

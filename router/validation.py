@@ -41,8 +41,11 @@ class Checked:
 class Validator:
     """Checks requests against the limits and tokenises their prompts, at most `num_workers` at a time."""
 
-    def __init__(self, tokenizer: ModelTokenizer, limits: Limits, num_workers: int) -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, limits: Limits, num_workers: int, decoder_start: int | None = None
+    ) -> None:
         self._tokenizer = tokenizer
+        self._decoder_start = decoder_start
         self._limits = limits
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenise")
 
@@ -60,7 +63,7 @@ class Validator:
                 stop=checked.stop,
                 top_n_tokens=checked.top_n_tokens,
                 prompt_logprobs=bool(request.given.decoder_input_details),
-            )
+            ).read_by_encoder(self._decoder_start)
             for sampling in _samplings(checked)
         ]
 

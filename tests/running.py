@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
@@ -106,6 +107,13 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+async def generate_all(server: Server, requests: list[dict[str, Any]]) -> list[httpx2.Response]:
+    """Every request at once."""
+    limits = httpx2.Limits(max_connections=None)
+    async with httpx2.AsyncClient(timeout=300, limits=limits) as client:
+        return list(await asyncio.gather(*(client.post(f"{server.url}/generate", json=r) for r in requests)))
 
 
 def body(inputs: str, **parameters: Any) -> dict[str, Any]:

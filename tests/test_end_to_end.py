@@ -24,6 +24,7 @@ from tests.running import (
     children_of,
     events_of,
     free_port,
+    generate_all,
     is_alive,
     start_launcher,
     tokens_of,
@@ -46,13 +47,6 @@ def generate(server: Server, request: dict[str, Any]) -> dict[str, Any]:
     assert answer.status_code == 200, answer.text
     result: dict[str, Any] = answer.json()
     return result
-
-
-async def generate_all(server: Server, requests: list[dict[str, Any]]) -> list[httpx2.Response]:
-    """Every request at once."""
-    limits = httpx2.Limits(max_connections=None)
-    async with httpx2.AsyncClient(timeout=300, limits=limits) as client:
-        return list(await asyncio.gather(*(client.post(f"{server.url}/generate", json=r) for r in requests)))
 
 
 def mixed_requests(count: int) -> list[dict[str, Any]]:

@@ -50,7 +50,7 @@ def arguments(*extra: str) -> argparse.Namespace:
 
 def run_steps(fake: FakeShardedClient, batch_size: int, length: int, decode_length: int, runs: int = 1) -> list[Times]:
     clock = fake.clock
-    driver = StepDriver(fake, fake.block_size, fake.num_blocks, clock)
+    driver = StepDriver(fake, fake.block_size, fake.num_blocks, clock=clock)
     prompts = random_prompts(batch_size, length, fake.vocab_size, seed=0)
 
     async def story() -> list[Times]:
@@ -96,9 +96,9 @@ def test_a_lost_shard_ends_the_run() -> None:
 
 def test_a_batch_that_the_cache_cannot_hold_is_refused_with_one_that_it_can() -> None:
     driver = StepDriver(FakeShardedClient(), block_size=16, num_blocks=10)
-    driver.check(2, 80)
+    driver.check(2, 72, 8)
     with pytest.raises(BenchError, match=r"--batch-size 4 .* 320 tokens, but the shards have 160: .* at most 2"):
-        driver.check(4, 80)
+        driver.check(4, 72, 8)
 
 
 def test_prompts_are_the_same_everywhere() -> None:

@@ -90,10 +90,10 @@ def request_of(prompt: Sequence[int] | int, max_new_tokens: int = 4, seed: int =
 
 def tokens_alone(request: ValidRequest, vocab_size: int = 256) -> list[int]:
     """What fake shards generate for the request when nothing else runs and no EOS comes."""
-    token_ids = list(request.token_ids)
+    token_ids = [*request.encoder_ids, *request.token_ids]
     for _ in range(request.max_new_tokens):
         token_ids.append(fake_next_token(token_ids, request.sampling.seed, vocab_size))
-    return token_ids[len(request.token_ids) :]
+    return token_ids[-request.max_new_tokens :]
 
 
 @dataclass

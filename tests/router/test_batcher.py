@@ -310,6 +310,23 @@ def test_token_that_cannot_be_delivered_fails_its_request_alone() -> None:
     asyncio.run(story())
 
 
+def test_prompts_of_an_encoder_wait_until_a_step_takes_them_whole() -> None:
+    async def story() -> None:
+        shards = fake_shards(make_limits(), decoder_start=7)
+        async with running(shards, num_blocks=shards.num_blocks) as at_work:
+            requests = [request_of(40, 3).read_by_encoder(7) for _ in range(3)]
+            entries = [at_work.batcher.submit(request) for request in requests]
+            got = await asyncio.gather(*map(token_ids_of, entries))
+        assert [tokens_alone(request) for request in requests] == got
+        # 64 prompt tokens a step take one of these prompts, and none in part.
+        assert [40, 40, 40] == [trace.prefill_tokens for trace in at_work.traces if trace.prefill_tokens]
+        assert [1, 1, 1] == [n for request in shards.requests for n in request.chunk_tokens]
+        assert all(43 * trace.batch_size == trace.reserved_tokens for trace in at_work.traces)
+        assert is_clean(at_work)
+
+    asyncio.run(story())
+
+
 def test_same_seed_gives_the_same_tokens_and_another_seed_others() -> None:
     async def story() -> None:
         async with running() as at_work:
@@ -350,18 +367,20 @@ def with_eos(token_ids: Sequence[int], seed: int, vocab_size: int) -> int:
 
 
 def alone_with_eos(request: ValidRequest) -> list[int]:
-    token_ids = list(request.token_ids)
+    token_ids = [*request.encoder_ids, *request.token_ids]
+    num_given = len(token_ids)
     for _ in range(request.max_new_tokens):
         token_ids.append(with_eos(token_ids, request.sampling.seed, 256))
         if token_ids[-1] == EOS:
             break
-    return token_ids[len(request.token_ids) :]
+    return token_ids[num_given:]
 
 
 async def pay(visit: Visit, at_work: Running) -> None:
     for _ in range(visit.comes_after_turns):
         await asyncio.sleep(0)
     request = request_of(visit.prompt_length, visit.max_new_tokens, visit.seed)
+    request = request.read_by_encoder(at_work.shards.decoder_start)
     entry = at_work.batcher.submit(request)
     if visit.leaves_after is None:
         *events, last = await events_of(entry)
@@ -390,6 +409,7 @@ async def leave_after(entry: Entry, num_events: int) -> None:
     st.floats(0, 2),
     st.integers(0, 12),
     st.just({}) | st.dictionaries(st.integers(1, 40), st.just("bad luck"), max_size=4),
+    st.none() | st.just(7),
 )
 def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
     schedule: list[Visit],
@@ -400,7 +420,10 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
     ratio: float,
     max_waiting: int,
     failing_steps: dict[int, str],
+    decoder_start: int | None,
 ) -> None:
+    prefill = prefill if decoder_start is None else max(prefill, 60)  # an encoder takes the longest prompt whole
+
     async def story() -> None:
         overrides = {
             "max_total_tokens": 80,
@@ -412,8 +435,9 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
             "max_waiting_tokens": max_waiting,
         }
         shards: FakeShardedClient = fake_shards(
-            make_limits(**overrides), next_token=with_eos, failing_steps=failing_steps
+            make_limits(**overrides), next_token=with_eos, failing_steps=failing_steps, decoder_start=decoder_start
         )
+        overrides["num_blocks"] = shards.num_blocks
         async with running(shards, **overrides) as at_work:
             await asyncio.gather(*(pay(visit, at_work) for visit in schedule))
         assert is_clean(at_work)

@@ -23,7 +23,7 @@ from router.client import (
     new_sequence,
     step_request,
 )
-from router.entry import Sampling
+from router.entry import ValidRequest
 from server.pb import generate_pb2 as pb
 from server.pb.generate_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 
@@ -93,7 +93,7 @@ async def fake_shards(_: Path) -> AsyncIterator[FakeShardedClient]:
 
 
 def sequence(id: int, prompt: list[int], blocks: list[int] | None = None, **fields: Any) -> pb.NewSequence:
-    return new_sequence(id, prompt, [id] if blocks is None else blocks, Sampling(), **fields)
+    return new_sequence(id, ValidRequest(prompt, 1, **fields), [id] if blocks is None else blocks, block_size=16)
 
 
 @pytest.mark.parametrize("open_shards", [fake_shards, real_shards])

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from router.queue import Budget, Demand, blocks_for, min_size, next_batch
 
+ENCODED = Demand(input_length=17, max_new_tokens=15, is_encoded=True)
 ONE = Demand(input_length=0, max_new_tokens=1)
 
 
@@ -145,3 +146,10 @@ def test_every_request_is_admitted_while_running_ones_finish(
         waiting = waiting[len(chunks) :]
         running = running[1:]
     assert waiting == []
+
+
+def test_an_encoded_prompt_is_taken_whole_and_has_its_own_blocks() -> None:
+    assert (32, 3) == (ENCODED.tokens, ENCODED.blocks(16))
+    assert [17] == next_batch([ENCODED, ENCODED], budget(33, 100), None)
+    assert [17, 17] == next_batch([ENCODED, ENCODED], budget(34, 100), None)
+    assert [] == next_batch([ENCODED], budget(16, 100), None)

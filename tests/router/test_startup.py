@@ -35,7 +35,7 @@ def test_gaps_follow_a_short_model_and_a_small_cache() -> None:
 
 
 def test_long_prompts_asked_for_make_room_for_themselves() -> None:
-    lengths = derive_lengths(make_config(max_input_length=4000), max_positions=0)
+    lengths = derive_lengths(make_config(max_input_length=4000), max_positions=0, has_encoder=False)
     assert (lengths.max_input_length, lengths.max_total_tokens) == (4000, 4001)
 
 
@@ -50,7 +50,7 @@ def test_contradictions_are_refused_with_value_bound_and_remedy(
     fields: dict[str, int], max_positions: int, sentence: str
 ) -> None:
     with pytest.raises(ValueError, match=sentence):
-        derive_lengths(make_config(**fields), max_positions)
+        derive_lengths(make_config(**fields), max_positions, has_encoder=False)
 
 
 def test_explicit_length_that_does_not_fit_the_memory_is_refused() -> None:
@@ -58,11 +58,18 @@ def test_explicit_length_that_does_not_fit_the_memory_is_refused() -> None:
         limits_of(make_config(max_total_tokens=3000), max_batch_total_tokens=1600)
 
 
+def test_prompts_of_an_encoder_fit_into_one_step() -> None:
+    lengths = derive_lengths(make_config(max_batch_prefill_tokens=100), 0, has_encoder=True)
+    assert (lengths.max_input_length, lengths.max_total_tokens) == (100, 2048)
+    with pytest.raises(ValueError, match=r"max_input_length is 200 but max_batch_prefill_tokens is 100, .* to 100 or"):
+        derive_lengths(make_config(max_batch_prefill_tokens=100, max_input_length=200), 0, has_encoder=True)
+
+
 def test_useful_tokens_are_what_the_limits_can_fill() -> None:
     config = make_config(max_concurrent_requests=10, max_total_tokens=100)
-    assert useful_tokens(config, derive_lengths(config, 0)) == 1000
+    assert useful_tokens(config, derive_lengths(config, 0, has_encoder=False)) == 1000
     config = make_config(max_concurrent_requests=10, max_total_tokens=100, max_batch_size=4)
-    assert useful_tokens(config, derive_lengths(config, 0)) == 400
+    assert useful_tokens(config, derive_lengths(config, 0, has_encoder=False)) == 400
 
 
 def test_table_names_limits_and_where_they_came_from() -> None:
