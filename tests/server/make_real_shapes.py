@@ -5,8 +5,7 @@ and shapes come from transformers' own models on the meta device, renamed to wha
 transformers does not know the family, from the published architecture (`published.py`). Nothing is downloaded: the
 values of config.json are the published ones, cut down to those that say something about the architecture, and every
 model is checked against the number of parameters that its publisher states. `unused` are tensors that published files
-hold besides: copies of a tied embedding, causal masks, inverse frequencies.
-Left out: encoder-decoder models.
+hold besides: copies of an embedding, causal masks, inverse frequencies.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from tests.server.published import baichuan_shapes, chatglm_shapes
 
@@ -97,6 +96,15 @@ PHI3_LONG = [
     63.48000717163086, 63.48000717163086, 63.66000747680664, 63.850006103515625, 64.08000946044922, 64.760009765625,
     64.80001068115234, 64.81001281738281, 64.81001281738281,
 ]  # fmt: skip
+
+T5 = {"model_type": "t5", "torch_dtype": "float32", "layer_norm_epsilon": 1e-06, "relative_attention_num_buckets": 32,
+      "vocab_size": 32128, "decoder_start_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}  # fmt: skip
+
+
+def copies_of_the_embedding(vocab_size: int, width: int) -> dict[str, Shape]:
+    """What both stacks of an encoder-decoder store besides the one that they share."""
+    return {f"{stack}.embed_tokens.weight": (vocab_size, width) for stack in ("encoder", "decoder")}
+
 
 WITHOUT_PREFIX = ((r"^(transformer|model)\.", ""),)
 MIXTRAL_NAMES = (
@@ -250,6 +258,24 @@ MODELS: dict[str, Model] = {
         46_702_792_704,
         MIXTRAL_NAMES,
     ),
+    "t5-large": Model(
+        T5 | {"d_ff": 4096, "d_kv": 64, "d_model": 1024, "num_heads": 16, "num_layers": 24, "n_positions": 512},
+        737_668_096,
+        unused=copies_of_the_embedding(32128, 1024),
+    ),
+    "flan-t5-xl": Model(
+        T5 | {"d_ff": 5120, "d_kv": 64, "d_model": 2048, "num_heads": 32, "num_layers": 24, "num_decoder_layers": 24,
+              "feed_forward_proj": "gated-gelu", "relative_attention_max_distance": 128, "tie_word_embeddings": False},
+        2_849_757_184,
+        unused=copies_of_the_embedding(32128, 2048),
+    ),
+    "mt0-xxl-mt": Model(
+        T5 | {"model_type": "mt5", "d_ff": 10240, "d_kv": 64, "d_model": 4096, "num_heads": 64, "num_layers": 24,
+              "num_decoder_layers": 24, "feed_forward_proj": "gated-gelu", "relative_attention_max_distance": 128,
+              "tie_word_embeddings": False, "vocab_size": 250112},
+        12_921_057_280,
+        unused=copies_of_the_embedding(250112, 4096),
+    ),
     "mpt-7b": Model(
         {"model_type": "mpt", "torch_dtype": "bfloat16", "d_model": 4096, "expansion_ratio": 4, "max_seq_len": 2048,
          "n_heads": 32, "n_layers": 32, "no_bias": True, "norm_type": "low_precision_layernorm", "logit_scale": None,
@@ -268,12 +294,15 @@ def checkpoint_shapes(model: Model) -> dict[str, Shape]:
         return {name: shape for name, shape in shapes_of(model.config).items() if name not in model.unused}
     # Rotations have no tensors, and not every spelling of their scaling that was published is still accepted.
     config = AutoConfig.for_model(**{key: value for key, value in model.config.items() if key != "rope_scaling"})
+    auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     with torch.device("meta"):
-        state = AutoModelForCausalLM.from_config(config).state_dict()
-    if config.tie_word_embeddings:
+        state = auto.from_config(config).state_dict()
+    if model.config.get("tie_word_embeddings", config.tie_word_embeddings):
         state.pop("lm_head.weight", None)
     stored: dict[str, Shape] = {}
     for name, tensor in state.items():
+        if name in model.unused:
+            continue
         for short, shape in _apart(name, tuple(tensor.shape)):
             for pattern, replacement in model.rename:
                 short = re.sub(pattern, replacement, short)
@@ -294,18 +323,20 @@ def _apart(name: str, shape: Shape) -> list[tuple[str, Shape]]:
 def compress(shapes: dict[str, Shape]) -> tuple[dict[str, Shape], int, int]:
     """Patterns with `{i}` for the layer and `{e}` for the expert, and how many layers and experts there are.
 
-    Every pattern must hold for all layers and all experts: that is so for every model above.
+    A pattern holds for all layers and all experts; what only some layers have keeps its name.
     """
-    found: dict[str, set[tuple[str, ...]]] = defaultdict(set)
+    found: dict[str, list[str]] = defaultdict(list)
+    for name in shapes:
+        layer = re.sub(r"(^|\.)(\d+)\.", r"\1{i}.", name, count=1)
+        found[re.sub(r"\.experts\.\d+\.", ".experts.{e}.", layer)].append(name)
+    experts = len({number for name in shapes for number in re.findall(r"\.experts\.(\d+)\.", name)})
+    layers = max(len(names) for pattern, names in found.items() if "{e}" not in pattern)
     patterns: dict[str, Shape] = {}
-    for name, shape in shapes.items():
-        pattern = re.sub(r"\.\d+\.", ".{e}.", re.sub(r"(^|\.)(\d+)\.", r"\1{i}.", name, count=1))
-        assert patterns.setdefault(pattern, shape) == shape, name
-        found[pattern].add(tuple(re.findall(r"(?<=\.)\d+(?=\.)", name)))
-    layers = max(len({numbers[0] for numbers in each if numbers}) for each in found.values())
-    experts = max(len({numbers[1] for numbers in each if len(numbers) > 1}) for each in found.values())
-    for pattern, each in found.items():
-        assert len(each) == (layers if "{i}" in pattern else 1) * (experts if "{e}" in pattern else 1), pattern
+    for pattern, names in found.items():
+        is_everywhere = len(names) == (layers if "{i}" in pattern else 1) * (experts if "{e}" in pattern else 1)
+        for name in [pattern] if is_everywhere else names:
+            patterns[name] = shapes[names[0]]
+        assert {shapes[names[0]]} == {shapes[name] for name in names}, pattern
     return patterns, layers, experts
 
 

@@ -35,6 +35,7 @@ from server.model.spec import (
     SHARD_COUNTS,
     Alibi,
     ArchSpec,
+    Bucketed,
     Learned,
     Llama3Scaling,
     LongScaling,
@@ -69,6 +70,7 @@ EXPECTED = {
     "chatglm3-6b": Expected(EVERY, Rope(10000.0, 64, interleaved=True)),
     "falcon-40b": Expected(EVERY, Rope(10000.0, 64)),
     "falcon-7b": Expected((1,), Rope(10000.0, 64)),  # 71 heads
+    "flan-t5-xl": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
     "gemma-2-9b": Expected(EVERY, Rope(10000.0, 256), (21, 4096)),
     "gemma-3-1b": Expected(UP_TO_4, Rope(10000.0, 256), (22, 512)),  # 4 heads
     "gemma-7b": Expected(EVERY, Rope(10000.0, 256)),
@@ -76,6 +78,7 @@ EXPECTED = {
     "llama-2-7b": Expected(EVERY, Rope(10000.0, 128)),
     "llama-3-8b": Expected(EVERY, Rope(500000.0, 128)),
     "llama-3.1-8b": Expected(EVERY, Rope(500000.0, 128, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
+    "mt0-xxl-mt": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
     "mistral-7b-v0.1": Expected(EVERY, Rope(10000.0, 128), (32, 4096)),
     "mixtral-8x7b": Expected(EVERY, Rope(1000000.0, 128)),
     "mpt-7b": Expected(EVERY, Alibi()),
@@ -89,6 +92,7 @@ EXPECTED = {
     "qwen3-8b": Expected(EVERY, Rope(1000000.0, 128)),
     "starcoder": Expected(EVERY, Learned(8192)),
     "starcoder2-7b": Expected(UP_TO_4, Rope(1000000.0, 128), (32, 4096)),  # 36 heads
+    "t5-large": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
 }
 
 # What every rank holds whole: norms, positions, routers, projections of the embedding, and the biases that are added

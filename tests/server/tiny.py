@@ -106,6 +106,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "phi3", LLAMA_SIZES | {"rope_parameters": {"rope_theta": 10000.0, **LONG_ROPE},
                                "original_max_position_embeddings": 128},
     ),
+    "stablelm": ("stablelm", LLAMA_SIZES | {"use_qkv_bias": True, "partial_rotary_factor": 0.5}),
+    "stablelm-parallel": ("stablelm", LLAMA_SIZES | {"use_parallel_residual": True, "partial_rotary_factor": 0.5}),
     "starcoder2": ("starcoder2", LLAMA_SIZES | {"sliding_window": 24, "use_bias": True}),
     "mpt": ("mpt", {"d_model": 64, "n_heads": 8, "n_layers": 3, "max_seq_len": 256, "expansion_ratio": 4}),
     "mpt-clipped": ("mpt", {"d_model": 72, "n_heads": 6, "n_layers": 3, "max_seq_len": 256,

@@ -28,6 +28,7 @@ from server.model.families import (
     phi3,
     qwen2,
     qwen3,
+    stablelm,
     starcoder2,
     t5,
 )
@@ -64,6 +65,7 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
     "qwen2": Family(qwen2.spec, qwen2.NAMES),
     "qwen3": Family(qwen3.spec, qwen3.NAMES),
     "qwen3_moe": Family(qwen3.moe_spec, qwen3.NAMES),
+    "stablelm": Family(stablelm.spec, stablelm.NAMES),
     "starcoder2": Family(starcoder2.spec, starcoder2.NAMES),
     "t5": Family(t5.spec, t5.NAMES),
 }

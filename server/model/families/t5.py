@@ -53,7 +53,7 @@ def spec(config: Config) -> ArchSpec:
 
 def unscaled_spec(config: Config) -> ArchSpec:
     """Of mT5 and mT0, which never scale the last hidden states."""
-    name = config["feed_forward_proj"]
+    name = config.get("feed_forward_proj", "relu")
     function = activation("gelu_new" if name == "gated-gelu" else name.removeprefix("gated-"))
     mlp = (Gated if name.startswith("gated-") else Dense)(config["d_ff"], function)
     buckets = config["relative_attention_num_buckets"], config.get("relative_attention_max_distance", 128)
