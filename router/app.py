@@ -41,6 +41,7 @@ from router.generation import Call, Generator, Permits
 from router.limits import Limits
 from router.metrics import Metrics
 from router.middleware import ApiKeyMiddleware, RequestIdMiddleware
+from router.model_files import generation_defaults
 from router.schemas import GenerateRequest
 from router.text import ModelTokenizer
 from router.tracing import Tracer
@@ -74,6 +75,8 @@ class Services:
     validator: Validator
     permits: Permits
     generator: Generator
+    eos_ids: frozenset[int]
+    generation_defaults: dict[str, Any]
 
     @property
     def compute_type(self) -> str:
@@ -95,7 +98,19 @@ def create_app(
     validator = Validator(tokenizer, limits, config.validation_workers, model.decoder_start)
     permits = Permits(limits.max_concurrent_requests)
     generator = Generator(validator, batcher, metrics, tracer, permits)
-    services = Services(config, limits, model, shards, batcher, metrics, validator, permits, generator)
+    services = Services(
+        config=config,
+        limits=limits,
+        model=model,
+        shards=shards,
+        batcher=batcher,
+        metrics=metrics,
+        validator=validator,
+        permits=permits,
+        generator=generator,
+        eos_ids=tokenizer.eos_ids,
+        generation_defaults=generation_defaults(Path(config.model_path)),
+    )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -344,6 +359,8 @@ def info_body(services: Services) -> dict[str, Any]:
         "validation_workers": config.validation_workers,
         "num_shard": model.world_size,
         "quantize": model.quantize,
+        "eos_token_ids": sorted(services.eos_ids),
+        "generation_defaults": services.generation_defaults,
         "router": "lockstep-router",
         "version": version(),
         "sha": None,

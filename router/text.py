@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
-import orjson
 from tokenizers import Tokenizer
+
+from router import model_files
 
 CONTEXT_TOKENS = 5  # of the prompt, decoded along with the first tokens; enough for every decoder's joining rules
 # A character has at most 4 bytes, so 8 tokens without a whole one are bytes that will never be text.
@@ -56,7 +56,7 @@ class ModelTokenizer:
                 "transformers.AutoTokenizer.from_pretrained(…).save_pretrained(…)"
             )
         tokenizer_config = Path(tokenizer_config_path or folder / "tokenizer_config.json")
-        if "model" not in _read_json(path):
+        if "model" not in model_files.read_json(path):
             raise ValueError(f"{path} is not a tokenizer: it has no `model`; download or convert it again")
         tokenizer = Tokenizer.from_file(str(path))
         return cls.of(tokenizer, _eos_ids(tokenizer, Path(model_path), tokenizer_config))
@@ -83,27 +83,12 @@ class ModelTokenizer:
 
 
 def _eos_ids(tokenizer: Tokenizer, model_folder: Path, tokenizer_config: Path) -> frozenset[int]:
-    ids: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        found = _read_json(model_folder / name).get("eos_token_id")
-        ids.update(id for id in (found if isinstance(found, list) else [found]) if type(id) is int)
-    token = _read_json(tokenizer_config).get("eos_token")
+    ids = model_files.eos_ids(model_folder)
+    token = model_files.read_json(tokenizer_config).get("eos_token")
     content = token.get("content") if isinstance(token, dict) else token
     if isinstance(content, str) and (id := tokenizer.token_to_id(content)) is not None:
         ids.add(id)
     return frozenset(ids)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = orjson.loads(path.read_bytes())
-    except FileNotFoundError:
-        return {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return value
 
 
 class Detokeniser:

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -18,6 +19,7 @@ import uvicorn
 from fastapi import FastAPI
 from starlette.routing import Route
 
+from router import model_files
 from router.app import create_app
 from router.batcher import Batcher
 from router.client import FakeShardedClient
@@ -58,7 +60,8 @@ async def site(
     """In-process: requests go straight to the ASGI application."""
     wanted = make_limits(**limits)
     shards = shards or fake_shards(wanted)
-    settings = RouterConfig(model_id="a/model", model_path="/nowhere", shard_sockets=("x",), **(config or {}))
+    given = {"model_id": "a/model", "model_path": "/nowhere", "shard_sockets": ("x",), **(config or {})}
+    settings = RouterConfig(**given)
     metrics = Metrics(wanted)
     batcher = Batcher(shards, byte_tokenizer(), wanted, metrics)
     app = create_app(
@@ -219,6 +222,20 @@ def test_tokenize_gives_byte_offsets() -> None:
             assert answer.json()[-1]["stop"] == 3
 
     asyncio.run(story())
+
+
+def test_info_reports_what_the_publisher_says_about_generating(tmp_path: Path) -> None:
+    wanted = {"do_sample": True, "temperature": 0.6, "top_p": 0.9}
+    published = {"eos_token_id": [128001, 128009], "top_k": None, "transformers_version": "4.40.0", **wanted}
+    (tmp_path / "generation_config.json").write_text(json.dumps(published))
+
+    async def story() -> None:
+        async with site(config={"model_path": str(tmp_path)}) as it:
+            info = (await it.http.get("/info")).json()
+            assert (wanted, [EOS]) == (info["generation_defaults"], info["eos_token_ids"])
+
+    asyncio.run(story())
+    assert {128001, 128009} == model_files.eos_ids(tmp_path)
 
 
 def test_info_health_metrics_and_docs() -> None:
