@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ class SequenceState:
     prompt_logprobs: bool
     encoder_tokens: list[int]  # of an encoder-decoder: what its encoder reads
     encoder_row: int  # … and the place of its blocks in the device's table; else the sequence's own
+    own_cache: Any = None  # what a model without paged cache keeps of it
 
     @property
     def rows(self) -> set[int]:

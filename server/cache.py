@@ -26,6 +26,7 @@ class KVShape:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
+    is_paged: bool = True  # False: the model keeps a cache of its own, of about this size
 
     @property
     def bytes_per_token(self) -> int:
@@ -59,13 +60,15 @@ def choose_tokens(*, wanted: int, useful: int, free_bytes: int, bytes_per_token:
 
 
 def allocate(shape: KVShape, blocks: int, device: torch.device) -> list[Tensor]:
-    """One zeroed tensor [2, blocks, kv_heads, block_size, head_dim] per layer.
+    """One zeroed tensor [2, blocks, kv_heads, block_size, head_dim] per layer; none for a cache that is not paged.
 
     A block's tokens lie together for each head, so that attention reads a head's keys in long runs.
 
     Zeroed because a padded read may touch slots that were never written: 0 * 0 is harmless, 0 * NaN is not. On Linux
     the zeros of a CPU cost nothing until they are touched.
     """
+    if not shape.is_paged:
+        return []
     size = (2, blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
     return [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
 

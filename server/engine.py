@@ -12,6 +12,7 @@ import itertools
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,6 @@ from server import cache
 from server.batch import SequenceState, SequenceTable, StepInput, Work
 from server.cache import KVShape
 from server.distributed import Shard
-from server.model.transformer import Transformer
 from server.pb import generate_pb2 as pb
 from server.sampling import Chosen, Watermark
 
@@ -70,18 +70,43 @@ class Launched:
         )
 
 
+class Model(Protocol):
+    """What an engine runs: a `Transformer`, or a model of another library (`fallback.py`)."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence; 0: no limit of its own."""
+
+    @property
+    def decoder_start(self) -> int | None:
+        """The token that an encoder-decoder's generations start from; None for a decoder."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of this rank's weights."""
+
+    def kv_shape(self, dtype: torch.dtype) -> KVShape: ...
+
+    def run(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
+        """The final hidden states [T, D] of a step's tokens; their keys and values are kept."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [R, D] → [R, V] float32, the caller's to change."""
+
+
 class Engine:
     """The model on one rank, and the sequences that it is generating."""
 
-    def __init__(
-        self, model: Transformer, shard: Shard, device: torch.device, dtype: torch.dtype, watermark: Watermark
-    ):
+    def __init__(self, model: Model, shard: Shard, device: torch.device, dtype: torch.dtype, watermark: Watermark):
         self.model = model
         self.shard = shard
         self.device = device
         self.dtype = dtype
-        self.kv_shape = KVShape(model.spec.num_layers, model.num_local_kv_heads, model.spec.head_dim, dtype)
-        self._has_encoder = model.spec.encoder is not None
+        self.kv_shape = model.kv_shape(dtype)
+        self._has_encoder = model.decoder_start is not None
         self._watermark = watermark
         self._kv_caches: list[Tensor] = []
         self._table: SequenceTable | None = None
@@ -146,7 +171,7 @@ class Engine:
         # An encoder-decoder's sequence has two runs of blocks: one block more, so that the longest one fits.
         blocks = cache.num_blocks(tokens) + self._has_encoder
         self._kv_caches = cache.allocate(self.kv_shape, blocks, self.device)
-        self._table = SequenceTable(self.model.spec.vocab_size, blocks, self._watermark, self.device, self._has_encoder)
+        self._table = SequenceTable(self.model.vocab_size, blocks, self._watermark, self.device, self._has_encoder)
 
     @torch.inference_mode()
     def launch(self, request: pb.StepRequest) -> Launched | None:
@@ -161,10 +186,8 @@ class Engine:
             raise
 
     def hidden(self, step: StepInput) -> Tensor:
-        """The final hidden states [T, D] of a step's tokens, with their keys and values written."""
-        if step.encoding is not None:
-            self.model.encode(step.encoding.token_ids, self._kv_caches, step.encoding.meta)
-        return self.model(step.token_ids, self._kv_caches, step.meta, step.cross)
+        """The final hidden states [T, D] of a step's tokens."""
+        return self.model.run(step, self._kv_caches)
 
     def _run(self, step: StepInput, table: SequenceTable, start_ns: int) -> Launched:
         hidden = self.hidden(step)

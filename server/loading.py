@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch
 from server import attention, distributed
 from server.cache import BLOCK_SIZE
 from server.config import DTYPES, ShardConfig
-from server.engine import Engine
+from server.distributed import Shard
+from server.engine import Engine, Model
 from server.layers.linear import DenseFormat, MakeFormat
 from server.layers.packed import PackedFormat, can_pack
 from server.model import families, transformer
@@ -33,6 +35,45 @@ FORMATS: dict[str, MakeFormat] = {"int8": Int8Format}
 def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
     """Join the other ranks and load this rank's share. Raises ValueError for a model that cannot be served so."""
     hf_config = json.loads((Path(config.model_path) / "config.json").read_text())
+    loaded = _load_family(config, hf_config) if families.has(hf_config) else _load_fallback(config, hf_config)
+    device = loaded.device
+    threads = plan_threads(config.threads, device, config.world_size, loaded.model.nbytes)
+    torch.set_num_threads(threads)
+    loaded.shard.barrier()
+    watermark = Watermark(config.watermark_gamma, config.watermark_delta)
+    engine = Engine(loaded.model, loaded.shard, device, loaded.dtype, watermark)
+    info = pb.InfoReply(
+        model_type=hf_config["model_type"],
+        dtype=str(loaded.dtype).removeprefix("torch."),
+        dtype_reason=loaded.dtype_reason,
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+        world_size=config.world_size,
+        vocab_size=loaded.model.vocab_size,
+        max_positions=loaded.model.max_positions,
+        weight_bytes=loaded.model.nbytes,
+        kv_bytes_per_token=engine.kv_shape.bytes_per_token,
+        attention=loaded.attention,
+        threads=threads,
+        quantize=config.quantize or "dense",
+        block_size=BLOCK_SIZE,
+        decoder_start=loaded.model.decoder_start,
+    )
+    return engine, info
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """One rank's model, and what the router is told about it."""
+
+    model: Model
+    shard: Shard
+    device: torch.device
+    dtype: torch.dtype
+    dtype_reason: str
+    attention: str  # name of the backend
+
+
+def _load_family(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
     family, spec = families.find(hf_config)
     validate(spec, config.world_size)
     device = _device(config)
@@ -43,27 +84,24 @@ def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
     backend = attention.choose(disable_custom_kernels=config.disable_custom_kernels)
     dense = PackedFormat if can_pack(dtype, device) and not config.disable_custom_kernels else DenseFormat
     model = transformer.load(weights, spec, Parts(backend, FORMATS.get(config.quantize or "", dense), dense))
-    threads = plan_threads(config.threads, device, config.world_size, model.nbytes)
-    torch.set_num_threads(threads)
-    shard.barrier()
-    engine = Engine(model, shard, device, dtype, Watermark(config.watermark_gamma, config.watermark_delta))
-    info = pb.InfoReply(
-        model_type=hf_config["model_type"],
-        dtype=str(dtype).removeprefix("torch."),
-        dtype_reason=reason,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        world_size=config.world_size,
-        vocab_size=spec.vocab_size,
-        max_positions=spec.max_positions,
-        weight_bytes=model.nbytes,
-        kv_bytes_per_token=engine.kv_shape.bytes_per_token,
-        attention=backend.name,
-        threads=threads,
-        quantize=config.quantize or "dense",
-        block_size=BLOCK_SIZE,
-        decoder_start=spec.decoder_start if spec.encoder else None,
-    )
-    return engine, info
+    return Loaded(model, shard, device, dtype, reason, backend.name)
+
+
+def _load_fallback(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
+    from server import fallback  # takes seconds to import, and hardly any server needs it
+
+    name, supported = hf_config.get("model_type"), sorted(families.FAMILIES)
+    for flag, is_given in (("--num-shard", config.world_size > 1), ("--quantize", bool(config.quantize))):
+        if is_given:
+            raise ValueError(
+                f"config.json says model_type {name!r}, which runs on one shard and unquantised only: leave out "
+                f"{flag}; served without such limits are: {', '.join(supported)}"
+            )
+    device = _device(config)
+    dtype, reason = choose_dtype(config.dtype, _open(config, hf_config)[1], device)
+    weights_path = None if config.random_weights else Path(config.weights_path)
+    model = fallback.load(Path(config.model_path), weights_path, dtype, device, supported)
+    return Loaded(model, Shard(), device, dtype, reason, "transformers")
 
 
 def _open(config: ShardConfig, hf_config: dict[str, Any]) -> tuple[Checkpoint | RandomCheckpoint, torch.dtype]:

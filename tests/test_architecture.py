@@ -20,7 +20,8 @@ PACKAGES = ("router", "server", "benchmark")
 MAY_IMPORT: dict[str, set[str]] = {
     "launcher": {"router.config", "server.config", "server.hub"},
     "benchmark": {
-        "benchmark", "router.client", "router.entry", "server.model.families", "server.model.spec", "server.pb",
+        "benchmark", "router.client", "router.entry", "router.queue", "server.model.families", "server.model.spec",
+        "server.pb",
     },
     "benchmark.offline": {
         "benchmark", "router.batcher", "router.client", "router.entry", "router.limits", "router.metrics",
@@ -41,21 +42,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.convert": {"server.hub", "server.spm"},
     "server.demo": {"server.demo"},
     "server.distributed": set(),
-    "server.engine": {
-        "server.batch", "server.cache", "server.distributed", "server.model.transformer", "server.pb",
-        "server.sampling",
-    },
+    "server.engine": {"server.batch", "server.cache", "server.distributed", "server.pb", "server.sampling"},
+    "server.fallback": {"server.batch", "server.cache"},
     "server.hub": set(),
     "server.layers": {"server.layers", "server.distributed", "server.model.spec", "server.weights"},
     "server.loading": {
-        "server.attention", "server.cache", "server.config", "server.distributed", "server.engine", "server.layers",
-        "server.model", "server.pb", "server.quant", "server.sampling", "server.weights",
+        "server.attention", "server.cache", "server.config", "server.distributed", "server.engine", "server.fallback",
+        "server.layers", "server.model", "server.pb", "server.quant", "server.sampling", "server.weights",
     },
     "server.model.families": {"server.model.families", "server.model.names", "server.model.spec"},
     "server.model.names": set(),
     "server.model.spec": set(),
     "server.model.transformer": {
-        "server.attention", "server.distributed", "server.layers", "server.model.spec", "server.weights",
+        "server.attention", "server.batch", "server.cache", "server.distributed", "server.layers",
+        "server.model.spec", "server.weights",
     },
     "server.pb": {"server.pb"},
     "server.quant": set(),

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor
 
 from server.attention import Attention, MakeAttention, Scores, StepMeta
+from server.batch import Encoding, StepInput
+from server.cache import KVShape
 from server.distributed import Shard
 from server.layers.embedding import Embedding, Head, load_embedding, load_head
 from server.layers.linear import ColumnLinear, DenseFormat, LinearFormat, MakeFormat, RowLinear, load_column, load_row
@@ -254,25 +256,19 @@ class Transformer:
     decoder: Stack
     head: Head
 
-    def encode(self, token_ids: Tensor, kv_caches: Sequence[Tensor], meta: StepMeta) -> None:
-        """Read prompts token_ids [T], each token seeing its whole prompt, and keep what the decoder needs of them.
+    def run(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
+        """The final hidden states [T, D] of a step's tokens. kv_caches: one [2, B, K, P, H] per layer, written to."""
+        if step.encoding is not None:
+            self._encode(step.encoding, kv_caches)
+        return self.decoder(step.token_ids, kv_caches, step.meta, step.cross)
 
-        meta: the slots and blocks of the encoder's output, in the same caches that the decoder uses.
-        """
+    def _encode(self, encoding: Encoding, kv_caches: Sequence[Tensor]) -> None:
+        """Read prompts, each token seeing its whole prompt, and keep what the decoder needs of them."""
         assert self.encoder is not None, "only an encoder-decoder encodes"
-        encoded = self.encoder(token_ids, [kv_caches[0]] * len(self.encoder.layers), meta)
+        encoded = self.encoder(encoding.token_ids, [kv_caches[0]] * len(self.encoder.layers), encoding.meta)
         for layer, kv in zip(self.decoder.layers, kv_caches, strict=True):
             assert layer.cross is not None, "each layer of the decoder attends to the encoder's output"
-            layer.cross.remember(encoded, kv, meta)
-
-    def __call__(
-        self, token_ids: Tensor, kv_caches: Sequence[Tensor], meta: StepMeta, cross: StepMeta | None = None
-    ) -> Tensor:
-        """token_ids [T] → final hidden states [T, D]. kv_caches: one [2, B, K, P, H] per layer, written in place.
-
-        cross: of an encoder-decoder, where the tokens' encoded prompts are.
-        """
-        return self.decoder(token_ids, kv_caches, meta, cross)
+            layer.cross.remember(encoded, kv, encoding.meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] → [R, V] float32."""
@@ -287,9 +283,23 @@ class Transformer:
         return self.decoder.embedding.table.nbytes + head + encoder + self.decoder.nbytes
 
     @property
-    def num_local_kv_heads(self) -> int:
-        """Key-value heads whose cache this rank keeps."""
-        return len(_local_kv_heads(self.spec, self.decoder.embedding.shard))
+    def vocab_size(self) -> int:
+        return self.spec.vocab_size
+
+    @property
+    def decoder_start(self) -> int | None:
+        """The token that an encoder-decoder's generations start from; None for a decoder."""
+        return self.spec.decoder_start if self.encoder else None
+
+    @property
+    def max_positions(self) -> int:
+        """Longest sequence; 0: no limit of its own."""
+        return self.spec.max_positions
+
+    def kv_shape(self, dtype: torch.dtype) -> KVShape:
+        """What one token takes in this rank's cache."""
+        kv_heads = len(_local_kv_heads(self.spec, self.decoder.embedding.shard))
+        return KVShape(self.spec.num_layers, kv_heads, self.spec.head_dim, dtype)
 
 
 @dataclass(frozen=True)

@@ -129,8 +129,8 @@ def take(blocks: Iterator[int], tokens: int) -> list[int]:
 
 def split(engine: Engine, token_ids: list[int]) -> tuple[list[int], list[int]]:
     """What the decoder and what the encoder is given of a prompt."""
-    spec = engine.model.spec
-    return ([spec.decoder_start], token_ids) if spec.encoder else (token_ids, [])
+    start = engine.model.decoder_start
+    return (token_ids, []) if start is None else ([start], token_ids)
 
 
 def _collect(engine: Engine, request: pb.StepRequest, prompts: Sequence[Prompt]) -> list[int]:

@@ -71,6 +71,11 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
 }
 
 
+def has(hf_config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's config.json is of one of these families."""
+    return hf_config.get("model_type") in FAMILIES
+
+
 def find(hf_config: Mapping[str, Any]) -> tuple[Family, ArchSpec]:
     """The family of a checkpoint's config.json, and its spec. Raises ValueError for what cannot be served."""
     model_type = str(hf_config.get("model_type"))
