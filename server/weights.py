@@ -44,12 +44,15 @@ class Checkpoint:
     def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         self._paths: dict[str, Path] = {}  # tensor name -> its file
+        self._shared: dict[str, str] = {}  # name that a file notes as another one's -> that one
         self._files: dict[Path, Any] = {}  # open safetensors files
         self._mapped = 0  # bytes of them that were touched since they were opened
         self._read: set[str] = set()
         self.bytes_read = 0
         for path in weight_files(self.folder):
-            for name in self._open(path).keys():
+            file = self._open(path)
+            self._shared |= {name: kept for name, kept in (file.metadata() or {}).items() if kept in file.keys()}
+            for name in file.keys():
                 if name in self._paths:
                     raise CheckpointError(f"tensor {name} is in {path} and in another file: {self._paths[name]}")
                 self._paths[name] = path
@@ -66,7 +69,7 @@ class Checkpoint:
         return self._files[path]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._paths
+        return name in self._paths or name in self._shared
 
     def names(self) -> Iterator[str]:
         return iter(self._paths)
@@ -77,6 +80,7 @@ class Checkpoint:
 
     def read(self, name: str, shape: tuple[int, ...], *, dim: int = 0, part: tuple[int, int] | None = None) -> Tensor:
         """Tensor `name` of full shape `shape`, or its half-open `part` along `dim`. Contiguous and owned."""
+        name = name if name in self._paths else self._shared.get(name, name)
         view = self._slice(name)
         found = tuple(view.get_shape())
         if found != shape:

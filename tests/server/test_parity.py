@@ -6,10 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
+from server.layers.linear import DenseFormat, MakeFormat
+from server.layers.packed import PackedFormat
 from tests.server.conftest import DEMO, save_tiny_bloom
 from tests.server.driver import all_logits, load_engine
+
+STORY = """Once upon a time there was a little fox who lived in the forest. One day the fox went to the river and found
+a red ball under an old tree. "Whose ball is this?" said the fox. A small bird came down and said, "It is mine. I lost
+it yesterday." The fox gave the ball to the bird. "Thank you," said the bird, and they played together until the sun
+went down. Then the fox went home and told his mother what had happened. She was very happy and made a cake for him."""
 
 
 @torch.inference_mode()
@@ -42,3 +50,15 @@ def test_embedded_model_equals_transformers(reference: bool) -> None:
 def test_variants_of_bloom_equal_transformers(tmp_path: Path, changes: dict[str, object]) -> None:
     save_tiny_bloom(tmp_path, **changes)
     assert largest_difference(tmp_path, reference=False) < 1e-4
+
+
+@pytest.mark.parametrize("make_format", [DenseFormat, PackedFormat], ids=["dense", "packed"])
+@torch.inference_mode()
+def test_bfloat16_agrees_with_float32(make_format: MakeFormat) -> None:
+    oracle = AutoModelForCausalLM.from_pretrained(DEMO, local_files_only=True, dtype=torch.float32).eval()
+    token_ids = torch.tensor(Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(STORY).ids)
+    engine = load_engine(DEMO, dtype=torch.bfloat16, make_format=make_format)
+    expected, found = oracle(token_ids.unsqueeze(0)).logits[0], all_logits(engine, token_ids.tolist())
+    assert len(token_ids) > 100
+    assert (expected - found).norm() < 0.02 * expected.norm()
+    assert (expected.argmax(-1) == found.argmax(-1)).float().mean() >= 0.98

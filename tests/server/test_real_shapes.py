@@ -165,7 +165,7 @@ class FakeCheckpoint(Checkpoint):
         self.tensors = {name: ShapeTensor(shape) for name, shape in shapes.items()}
         self.bytes_read = self._mapped = 0
         self._paths = dict.fromkeys(shapes, self.folder / "model.safetensors")
-        self._files = {}
+        self._files, self._shared = {}, {}
         self._read = set()
 
     def _open(self, path: Path) -> FakeCheckpoint:

@@ -169,10 +169,24 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_family_that_is_not_served_is_refused_with_the_list() -> None:
-    with pytest.raises(ValueError, match=r"model_type 'mamba'; served are: baichuan, bloom, .*starcoder2$"):
+    with pytest.raises(ValueError, match=r"model_type 'mamba'; served are: baichuan, bloom, .*t5$"):
         families.find({"model_type": "mamba"})
 
 
 def test_a_config_without_a_key_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="bloom model lacks the key 'vocab_size'"):
         families.find({"model_type": "bloom", "hidden_size": 8, "n_head": 1, "n_layer": 1})
+
+
+def test_a_tensor_that_a_file_notes_as_another_is_read_as_that_one(tmp_path: Path) -> None:
+    table = torch.arange(12.0).view(4, 3)
+    save_file(
+        {"embed.weight": table},
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt", "head.weight": "embed.weight"},
+    )
+    checkpoint = Checkpoint(tmp_path)
+    assert "head.weight" in checkpoint
+    assert "format" not in checkpoint
+    assert torch.equal(table[1:3], checkpoint.read("head.weight", (4, 3), part=(1, 3)))
+    assert [] == checkpoint.leftovers(())
