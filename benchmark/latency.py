@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmark import launch, live, plots, shards
+from benchmark import launch, live, plots, profile, shards
 from benchmark.report import (
     BenchError,
     Result,
@@ -101,6 +101,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-n-tokens", type=launch.positive, help="candidates to report with each token")
     sampling.add_argument("--seed", type=launch.not_negative, default=0, help="of the prompts and of sampling (0)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="after the recorded runs, one of each batch size under a profiler: a table of where a step's time goes, "
+        "and with --output its traces",
+    )
     launch.add_server_arguments(parser)
 
 
@@ -161,7 +167,22 @@ async def _measure(args: argparse.Namespace, target: shards.Target) -> list[dict
                 point = Point(batch_size, args.sequence_length, args.decode_length)
                 await _measure_point(args, info, driver, point, view)
                 recorder.add(point)
+            if args.profile:
+                result.extra["profile"] = [
+                    row for n in args.batch_size for row in await _profile_rows(args, connection, driver, n)
+                ]
     return result.rows
+
+
+async def _profile_rows(
+    args: argparse.Namespace, connection: shards.Connection, driver: StepDriver, batch_size: int
+) -> list[dict[str, Any]]:
+    prompts = random_prompts(batch_size, args.sequence_length, connection.info.vocab_size, args.seed)
+    sampling = [sampling_of(args, args.seed + index) for index in range(batch_size)]
+    profiles = await profile.profile_batch(
+        connection.shards, driver, prompts, sampling, args.decode_length, args.output
+    )
+    return [row for one in profiles for row in one.rows()]
 
 
 def _check(args: argparse.Namespace, info: ModelInfo, driver: StepDriver) -> None:
@@ -292,6 +313,7 @@ def markdown(result: Result, args: argparse.Namespace, model: str) -> str:
         arguments_table(args, model),
         f"{latency_table(result.rows)}\n\n\n{throughput_table(result.rows)}",
         floor_table(result.rows),
+        profile.profile_table(result.extra.get("profile", [])),
         footer(result),
     ]
     return "\n\n".join(part for part in parts if part)

@@ -28,7 +28,7 @@ from benchmark.report import GIB, BenchError, Result, RunContext, arguments_of, 
 from benchmark.roofline import Ceilings, Demand, Work, describe
 from benchmark.shapes import DTYPE_BYTES
 from router.batcher import Batcher
-from router.client import KvCache, ModelInfo, ShardHealth, Shards, StepReply, StepRequest
+from router.client import KvCache, ModelInfo, OperatorTime, ShardHealth, Shards, StepReply, StepRequest
 from router.entry import Entry, Failed, Finished, ValidRequest
 from router.limits import Limits
 from router.metrics import Metrics
@@ -207,6 +207,12 @@ class TimedShards:
 
     async def health(self) -> ShardHealth:
         return await self.shards.health()
+
+    async def start_profile(self) -> None:
+        await self.shards.start_profile()
+
+    async def stop_profile(self, trace_path: str = "") -> list[OperatorTime]:
+        return await self.shards.stop_profile(trace_path)
 
     async def close(self) -> None:
         await self.shards.close()

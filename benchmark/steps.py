@@ -10,6 +10,7 @@ import itertools
 import random
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 from benchmark.report import BenchError
@@ -27,6 +28,16 @@ class Times:
     prefill: float
     decode: float  # from the first request sent to the last reply, D-1 steps
     intervals: Sequence[float]  # between the replies of decode steps
+    prefill_computed: float  # of the prefill, what the first rank computed …
+    decode_computed: float  # … and of the decodes
+
+
+Watch = Callable[[str], AbstractAsyncContextManager[None]]
+
+
+def unwatched(phase: str) -> AbstractAsyncContextManager[None]:
+    """Nobody watches."""
+    return nullcontext()
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
@@ -67,18 +78,28 @@ class StepDriver:
             )
 
     async def run(
-        self, prompts: Sequence[Sequence[int]], decode_length: int, sampling: Sequence[Sampling], top_n_tokens: int = 0
+        self,
+        prompts: Sequence[Sequence[int]],
+        decode_length: int,
+        sampling: Sequence[Sampling],
+        top_n_tokens: int = 0,
+        watch: Watch = unwatched,
     ) -> Times:
-        """Prefill all prompts in one step, decode to `decode_length` tokens each, and let go of them."""
+        """Prefill all prompts in one step, decode to `decode_length` tokens each, and let go of them.
+
+        watch: entered around the prefill and around the decodes.
+        """
         ids = [next(self._ids) for _ in prompts]
         first = self._prefill(ids, prompts, decode_length, sampling, top_n_tokens)
-        started = self._clock()
-        await self._exchange(first, len(ids))
-        prefill = self._clock() - started
-        replies = await self._decode(decode_length - 1, len(ids))
+        async with watch("prefill"):
+            started = self._clock()
+            computed = await self._exchange(first, len(ids))
+            prefill = self._clock() - started
+        async with watch("decode"):
+            replies, steps = await self._decode(decode_length - 1, len(ids))
         await self._exchange(step_request(next(self._step_numbers), retire=ids), 0)
         intervals = [late - early for early, late in itertools.pairwise(replies)]
-        return Times(prefill, replies[-1] - replies[0], intervals)
+        return Times(prefill, replies[-1] - replies[0], intervals, computed, steps)
 
     def _prefill(
         self,
@@ -102,25 +123,28 @@ class StepDriver:
         chunks = [(id, len(request.token_ids)) for id, request in zip(ids, requests, strict=True)]
         return step_request(next(self._step_numbers), add=add, chunks=chunks)
 
-    async def _decode(self, num_steps: int, batch_size: int) -> list[float]:
-        """The time of the first request, then of every reply."""
-        times = [self._clock()]
+    async def _decode(self, num_steps: int, batch_size: int) -> tuple[list[float], float]:
+        """The time of the first request, then of every reply; and the seconds that the first rank computed."""
+        times, computed = [self._clock()], 0.0
         sent = 0
         for received in range(num_steps):
             while sent < min(received + REQUESTS_UNDER_WAY, num_steps):
                 self._shards.send(step_request(next(self._step_numbers), decode=True))
                 sent += 1
-            _check_reply(await self._shards.receive(), batch_size)
+            reply = await self._shards.receive()
             times.append(self._clock())
-        return times
+            computed += _checked(reply, batch_size).forward_ns / 1e9
+        return times, computed
 
-    async def _exchange(self, request: StepRequest, num_tokens: int) -> None:
+    async def _exchange(self, request: StepRequest, num_tokens: int) -> float:
+        """One step on its own; returns the seconds that the first rank computed."""
         self._shards.send(request)
-        _check_reply(await self._shards.receive(), num_tokens)
+        return _checked(await self._shards.receive(), num_tokens).forward_ns / 1e9
 
 
-def _check_reply(reply: StepReply, num_tokens: int) -> None:
+def _checked(reply: StepReply, num_tokens: int) -> StepReply:
     if reply.error:
         raise BenchError(f"a step failed on the shards: {reply.error}")
     if len(reply.ids) != num_tokens:
         raise BenchError(f"a step gave {len(reply.ids)} tokens where {num_tokens} were due: the server is not idle")
+    return reply

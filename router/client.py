@@ -30,6 +30,7 @@ from server.pb.generate_pb2 import (
     HealthRequest,
     InfoRequest,
     NewSequence,
+    ProfileRequest,
     PromptLogprobs,
     SamplingParameters,
     WarmupRequest,
@@ -94,6 +95,15 @@ class KvCache:
 
 
 @dataclass(frozen=True, slots=True)
+class OperatorTime:
+    """One operator of a profile: its calls and its own time, without the operators that it called."""
+
+    name: str
+    calls: int
+    self_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class ShardHealth:
     """Proof of life of the slowest rank."""
 
@@ -118,6 +128,12 @@ class Shards(Protocol):
     ) -> KvCache: ...
 
     async def health(self) -> ShardHealth: ...
+
+    async def start_profile(self) -> None:
+        """Record what the first rank computes from here on."""
+
+    async def stop_profile(self, trace_path: str = "") -> list[OperatorTime]:
+        """Where its time went, longest first; a trace goes to `trace_path`."""
 
     def send(self, request: StepRequest) -> None:
         """Hand over the next step. Does not wait; the shards take the requests in this order."""
@@ -284,6 +300,13 @@ class ShardedClient:
             oldest_step_ms=max(reply.oldest_step_ms for reply in replies),
         )
 
+    async def start_profile(self) -> None:
+        await self._ranks[0].call("Profile", ProfileRequest(start=True))
+
+    async def stop_profile(self, trace_path: str = "") -> list[OperatorTime]:
+        reply = await self._ranks[0].call("Profile", ProfileRequest(trace_path=trace_path))
+        return [OperatorTime(*row) for row in zip(reply.names, reply.calls, reply.self_ns, strict=True)]
+
     def send(self, request: StepRequest) -> None:
         for rank in self._ranks:
             rank.send(request)
@@ -423,6 +446,13 @@ class FakeShardedClient:
     async def health(self) -> ShardHealth:
         self._raise_if_dead()
         return ShardHealth(self._num_steps, self._num_steps - len(self._replies), oldest_step_ms=0)
+
+    async def start_profile(self) -> None:
+        self._raise_if_dead()
+
+    async def stop_profile(self, trace_path: str = "") -> list[OperatorTime]:
+        self._raise_if_dead()
+        return [OperatorTime("fake", calls=1, self_ns=1000)]
 
     def send(self, request: StepRequest) -> None:
         if self.keep_requests:

@@ -22,6 +22,7 @@ from server.distributed import PeerLost
 from server.engine import Engine, Launched, StepResult
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
+from server.profiling import StepProfiler
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,7 @@ class ShardService(pb_grpc.ShardServicer):
         self._engine = engine
         self._info = info
         self._fraction = cuda_memory_fraction
+        self._profiler = StepProfiler(engine.device)
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
         self._finish = ThreadPoolExecutor(1, thread_name_prefix="finish")
         self._arrivals: list[float] = []  # when each unfinished step arrived, oldest first
@@ -80,6 +82,23 @@ class ShardService(pb_grpc.ShardServicer):
             num_blocks=engine.num_blocks,
             kv_bytes=engine.num_blocks * cache.BLOCK_SIZE * engine.kv_shape.bytes_per_token,
             free_bytes=cache.free_bytes(engine.device, fraction=self._fraction, world_size=engine.shard.world_size),
+        )
+
+    async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.ProfileReply:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._compute, self._profile, request)
+        except (ValueError, RuntimeError, OSError) as error:
+            text = _sentence(error)
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, text)
+        raise AssertionError("abort raises")
+
+    def _profile(self, request: pb.ProfileRequest) -> pb.ProfileReply:
+        if request.start:
+            self._profiler.start()
+            return pb.ProfileReply()
+        times = self._profiler.stop(request.trace_path)
+        return pb.ProfileReply(
+            names=[t.name for t in times], calls=[t.calls for t in times], self_ns=[t.self_ns for t in times]
         )
 
     async def Run(

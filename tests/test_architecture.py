@@ -60,7 +60,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.pb": {"server.pb"},
     "server.quant": set(),
     "server.sampling": set(),
-    "server.service": {"server.cache", "server.distributed", "server.engine", "server.pb"},
+    "server.profiling": set(),
+    "server.service": {"server.cache", "server.distributed", "server.engine", "server.pb", "server.profiling"},
     "server.spm": set(),
     "server.weights": {"server.distributed", "server.hub", "server.model.names"},
 }  # fmt: skip

@@ -86,6 +86,24 @@ class HealthReply(_message.Message):
     oldest_step_ms: int
     def __init__(self, steps_received: _Optional[int] = ..., steps_finished: _Optional[int] = ..., oldest_step_ms: _Optional[int] = ...) -> None: ...
 
+class ProfileRequest(_message.Message):
+    __slots__ = ("start", "trace_path")
+    START_FIELD_NUMBER: _ClassVar[int]
+    TRACE_PATH_FIELD_NUMBER: _ClassVar[int]
+    start: bool
+    trace_path: str
+    def __init__(self, start: _Optional[bool] = ..., trace_path: _Optional[str] = ...) -> None: ...
+
+class ProfileReply(_message.Message):
+    __slots__ = ("names", "calls", "self_ns")
+    NAMES_FIELD_NUMBER: _ClassVar[int]
+    CALLS_FIELD_NUMBER: _ClassVar[int]
+    SELF_NS_FIELD_NUMBER: _ClassVar[int]
+    names: _containers.RepeatedScalarFieldContainer[str]
+    calls: _containers.RepeatedScalarFieldContainer[int]
+    self_ns: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, names: _Optional[_Iterable[str]] = ..., calls: _Optional[_Iterable[int]] = ..., self_ns: _Optional[_Iterable[int]] = ...) -> None: ...
+
 class SamplingParameters(_message.Message):
     __slots__ = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "frequency_penalty", "watermark", "seed")
     DO_SAMPLE_FIELD_NUMBER: _ClassVar[int]

@@ -49,6 +49,11 @@ class ShardStub:
                 request_serializer=server_dot_pb_dot_generate__pb2.HealthRequest.SerializeToString,
                 response_deserializer=server_dot_pb_dot_generate__pb2.HealthReply.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/lockstep.v1.Shard/Profile',
+                request_serializer=server_dot_pb_dot_generate__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=server_dot_pb_dot_generate__pb2.ProfileReply.FromString,
+                _registered_method=True)
         self.Run = channel.stream_stream(
                 '/lockstep.v1.Shard/Run',
                 request_serializer=server_dot_pb_dot_generate__pb2.StepRequest.SerializeToString,
@@ -80,6 +85,13 @@ class ShardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Starts a profiler on this rank's compute thread, or stops it and answers with where the time went.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Run(self, request_iterator, context):
         """The ordered stream of steps. Reply k answers request k; the router may send request k+1 before reply k arrives.
         """
@@ -104,6 +116,11 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.Health,
                     request_deserializer=server_dot_pb_dot_generate__pb2.HealthRequest.FromString,
                     response_serializer=server_dot_pb_dot_generate__pb2.HealthReply.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=server_dot_pb_dot_generate__pb2.ProfileRequest.FromString,
+                    response_serializer=server_dot_pb_dot_generate__pb2.ProfileReply.SerializeToString,
             ),
             'Run': grpc.stream_stream_rpc_method_handler(
                     servicer.Run,
@@ -192,6 +209,33 @@ class Shard:
             '/lockstep.v1.Shard/Health',
             server_dot_pb_dot_generate__pb2.HealthRequest.SerializeToString,
             server_dot_pb_dot_generate__pb2.HealthReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Shard/Profile',
+            server_dot_pb_dot_generate__pb2.ProfileRequest.SerializeToString,
+            server_dot_pb_dot_generate__pb2.ProfileReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from benchmark import latency, launch, live, shapes, shards
+from benchmark import latency, launch, live, profile, shapes, shards
 from benchmark.__main__ import main
 from benchmark.report import BenchError, Summary
 from benchmark.roofline import Ceilings, Work
 from benchmark.shards import FIRST_ID
 from benchmark.steps import StepDriver, Times, random_prompts
-from router.client import FakeShardedClient, ShardError
+from router.client import FakeShardedClient, OperatorTime, ShardError
 from router.entry import Sampling
 
 ROOT = Path(__file__).parents[2]
@@ -186,7 +186,7 @@ def test_the_throughput_table_is_that_of_tgi() -> None:
 
 
 def point(batch_size: int = 4) -> latency.Point:
-    runs = [Times(prefill=0.2 + n / 100, decode=0.9 + n / 10, intervals=[0.1] * 9) for n in range(3)]
+    runs = [Times(0.2 + n / 100, 0.9 + n / 10, [0.1] * 9, 0.1, 0.8) for n in range(3)]
     return latency.Point(batch_size, sequence_length=50, decode_length=10, runs=runs)
 
 
@@ -224,6 +224,17 @@ def test_histograms_count_every_sample() -> None:
     assert 4 == len(live.histogram([1.0], bins=4))
 
 
+def test_a_profile_divides_a_step_between_operators_host_and_wire() -> None:
+    operators = [OperatorTime(f"op{n}", calls=8, self_ns=(20 - n) * 1_000_000) for n in range(14)]
+    rows = profile.Profile("decode", 2, steps=4, step_ms=60.0, computed_ms=55.0, operators=operators).rows()
+    assert ["op0", "op11", "2 others", "host: the shard around them", "wire: request, reply, waiting"] == [
+        rows[i]["where"] for i in (0, -4, -3, -2, -1)
+    ]
+    assert 60.0 == pytest.approx(sum(row["ms_per_step"] for row in rows))
+    assert (5.0, 2.0) == (rows[0]["ms_per_step"], rows[0]["calls_per_step"])
+    assert 5.0 == rows[-1]["ms_per_step"]
+
+
 # ----------------------------------------------------------------------------------------------------- real shards
 
 
@@ -248,6 +259,18 @@ def test_two_shards_of_our_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert result == json.loads((tmp_path / "result.json").read_text())
     assert all(head in shown.out for head in ("| Parameter ", "| p99 ", " tokens/secs |", "| % of limit |"))
     assert "batch size 3: prefill" in shown.err
+
+
+def test_a_profile_names_operators_and_leaves_traces(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["-b", "2", "-s", "9", "-d", "5", "-r", "1", "--device", "cpu", "--profile"]
+    assert 0 == main(["latency", *flags, "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "result.json").read_text())["profile"]
+    assert {"prefill", "decode"} == {row["phase"] for row in rows}
+    assert any("linear" in row["where"] or "addmm" in row["where"] or "mm" in row["where"] for row in rows)
+    assert all(0 <= row["percent"] <= 100.1 for row in rows)
+    assert "| Where " in capfd.readouterr().out
+    trace = json.loads((tmp_path / "trace-decode-2.json").read_text())
+    assert any(event.get("name", "").startswith("aten::") for event in trace["traceEvents"])
 
 
 @pytest.fixture(scope="module")

@@ -123,6 +123,21 @@ def test_health_counts_steps(with_shard: Callable[[Body], None]) -> None:
     with_shard(body)
 
 
+def test_a_profile_covers_the_steps_between_start_and_stop(with_shard: Callable[[Body], None]) -> None:
+    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+        with pytest.raises(grpc.aio.AioRpcError, match="no profile was started"):
+            await stub.Profile(pb.ProfileRequest())
+        await stub.Warmup(LIMITS)
+        await stub.Profile(pb.ProfileRequest(start=True))
+        assert [r async for r in stub.Run(requests_of(first_step()))]
+        reply = await stub.Profile(pb.ProfileRequest())
+        assert reply.names[0].startswith("aten::")
+        assert sorted(reply.self_ns, reverse=True) == list(reply.self_ns)
+        assert min(reply.calls) >= 1
+
+    with_shard(body)
+
+
 def test_shards_that_heads_do_not_fill_are_refused_before_weights_are_read(tiny_bloom: Path, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(
         (tiny_bloom / "config.json").read_text().replace('"n_head": 8', '"n_head": 6')
