@@ -53,6 +53,7 @@ from server.config import ShardConfig
 
 ROOT = Path(__file__).resolve().parent
 DEMO = ROOT / "server" / "demo"
+NULL_MODEL = "null"  # in place of a model: shards that answer at once with fixed tokens
 SHARD_COUNTS = (1, 2, 4, 8)  # what the head counts and widths of real models divide by
 SOCKET_PATH_BYTES = 107  # sun_path of Linux less its final NUL
 LARGEST = 2**31 - 1  # of a setting without a bound of its own: what 32 bits hold on the wire and in tensors
@@ -70,7 +71,7 @@ class LauncherConfig:
         default=str(DEMO),
         metadata={
             "help": "Model to serve: a local folder, or a repository of the Hugging Face Hub such as "
-            "`bigscience/bloomz-560m`.",
+            "`bigscience/bloomz-560m`. `null` is no model: fixed words at once, to measure the router alone.",
             "default": "server/demo (embedded)",
             "when": "Always, except to try Lockstep out.",
         },
@@ -164,8 +165,8 @@ GROUPS = {
     "Model": "model_id revision trust_remote_code huggingface_hub_cache weights_cache_override tokenizer_config_path",
     "Sharding": "sharded num_shard shard_uds_path master_addr master_port",
     "Limits": "max_concurrent_requests max_input_length max_total_tokens max_batch_prefill_tokens "
-    "max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens max_best_of max_stop_sequences "
-    "max_top_n_tokens max_client_batch_size payload_limit",
+    "prefill_chunk max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens max_best_of "
+    "max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching",
     "HTTP": "hostname port api_key cors_allow_origin validation_workers graceful_termination_timeout",
     "Engine": "dtype device quantize random_weights cuda_memory_fraction disable_custom_kernels watermark_gamma "
     "watermark_delta",
@@ -237,7 +238,9 @@ def public_settings() -> dict[str, Setting]:
         for f in dataclasses.fields(config):
             if "help" in f.metadata:
                 found[f.name] = Setting(f.name, _plain_type(hints[f.name]), f.default, f.metadata)
-    return {name: found[name] for names in GROUPS.values() for name in names.split()}
+    ordered = [name for names in GROUPS.values() for name in names.split()]
+    assert found.keys() == set(ordered), f"in no group, or in one without being a setting: {found.keys() ^ ordered}"
+    return {name: found[name] for name in ordered}
 
 
 def _plain_type(hint: Any) -> type:
@@ -474,8 +477,8 @@ def plan_shards(settings: Settings, gpus: int) -> tuple[str, int]:
         fact = "--num-shard is 1" if count == 1 else f"the number of visible GPUs is {visible}"
         raise ValueError(f"--sharded is true but {fact}: give --num-shard 2, 4 or 8, or leave --sharded out")
     if count is None:
-        embedded = settings.sources["model_id"] == "default" and not sharded
-        count = 1 if sharded is False or embedded else max(visible, 1)
+        is_small = is_null(settings) or settings.sources["model_id"] == "default"
+        count = 1 if sharded is False or (is_small and not sharded) else max(visible, 1)
     if count not in SHARD_COUNTS:
         raise ValueError(f"{count} GPUs are visible, which a model cannot be split over: give --num-shard 1, 2, 4 or 8")
     if device == "cuda" and count > gpus:
@@ -1063,10 +1066,10 @@ def resolve_model(settings: Settings, environ: Mapping[str, str], log: Log) -> h
         log.warn("--trust-remote-code is not needed: code from a model repository is never run")
     try:
         return hub.resolve(
-            values["model_id"],
+            str(DEMO) if is_null(settings) else values["model_id"],  # the null model speaks the embedded one's tokens
             revision=values["revision"],
             cache_dir=values["huggingface_hub_cache"],
-            with_weights=not values["random_weights"],
+            with_weights=not (values["random_weights"] or is_null(settings)),
             weights_override=values["weights_cache_override"],
             token=next((environ[name] for name in TOKEN_VARIABLES if environ.get(name)), None),
             offline=environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
@@ -1076,6 +1079,10 @@ def resolve_model(settings: Settings, environ: Mapping[str, str], log: Log) -> h
         )
     except hub.HubError as error:
         raise Refusal([str(error)], 1) from None
+
+
+def is_null(settings: Settings) -> bool:
+    return bool(settings.values["model_id"] == NULL_MODEL)
 
 
 def shown_model(settings: Settings) -> str:
@@ -1114,6 +1121,7 @@ def write_configs(
             world_size=len(sockets),
             socket_path=path,
             rendezvous=rendezvous,
+            is_null=is_null(settings),
             **settings.pick(ShardConfig) | {"device": device},
         )
         shard.save(folder / f"shard-{rank}.json")

@@ -1,6 +1,6 @@
-"""The continuous-batching loop: admit, step, deliver, retire.
+"""The continuous-batching loop: plan, send, deliver.
 
-One task owns all scheduling state. It plans a step, sends it, and goes on planning until two requests are under way:
+One task owns all state. It plans a step, sends it, and goes on planning until two requests are under way:
 the shards compute one while the other already waits in their queue, so they never wait for Python. Then it takes the
 oldest reply, hands its tokens to the requests while the shards compute on, and plans the next step.
 
@@ -9,7 +9,7 @@ last token was scheduled, because that is known beforehand. One that ends by EOS
 retired one step late; its surplus token is dropped here. Retired blocks may be given away in the same StepRequest:
 the shards apply retire before add.
 
-What this module leaves out: the arithmetic of admission (`queue.py`), text (`text.py`), HTTP, the wire (`client.py`).
+What this module leaves out: who runs when (`scheduler.py`), text (`text.py`), HTTP, the wire (`client.py`).
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from router.blocks import BlockAllocator
 from router.client import ShardError, Shards, StepReply, StepRequest, new_sequence, step_request
 from router.entry import Entry, Failed, Finished, PromptTokens, Timings, Token, ValidRequest
 from router.errors import GenerationError, IncompleteGeneration, RouterError, Unavailable
 from router.limits import Limits
 from router.metrics import Metrics, StepTrace
-from router.queue import Budget, min_size, next_batch
+from router.scheduler import Plan, Scheduler
 from router.text import FinishReason, GeneratedText, ModelTokenizer
 
 MAX_REQUESTS_UNDER_WAY = 2  # one computing, one waiting in the shards' queue; more would only delay finishes
@@ -38,15 +37,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _Step:
-    """A request under way and whom it concerns."""
+    """A plan under way."""
 
-    request: StepRequest
-    entries: list[Entry]  # with a chunk or a token in this step: they are gone from the shards if it fails
+    plan: Plan[Entry]
     sent_at: float
 
     @property
     def method(self) -> str:
-        return "prefill" if self.request.chunk_ids else "decode"
+        return "prefill" if self.plan.chunks else "decode"
 
 
 class Batcher:
@@ -69,15 +67,10 @@ class Batcher:
         self._metrics = metrics
         self._clock = clock
         self._trace = trace
-        self._allocator = BlockAllocator(limits.num_blocks)
+        self._scheduler: Scheduler[Entry] = Scheduler(limits)
         self._ids = itertools.count(1)
-        self._step_numbers = itertools.count(1)
-        self._waiting: deque[Entry] = deque()
-        self._running: dict[int, Entry] = {}  # sequences on the shards, in order of admission
         self._live: dict[int, Entry] = {}  # entries that still owe their reader a last event
         self._under_way: deque[_Step] = deque()
-        self._reserved_tokens = 0
-        self._steps_since_admission = 0
         self._work = asyncio.Event()
         self._ended = asyncio.Event()
         self._is_draining = False
@@ -91,7 +84,7 @@ class Batcher:
 
     @property
     def num_free_blocks(self) -> int:
-        return self._allocator.num_free
+        return self._scheduler.num_free_blocks
 
     def submit(self, request: ValidRequest) -> Entry:
         """Queue a request. Raises Unavailable when draining or when the shards are gone."""
@@ -100,9 +93,9 @@ class Batcher:
                 "The server is shutting down" if self._is_draining else "The model shards are not running"
             )
         generated = GeneratedText(self._tokenizer, request.token_ids, request.stop, request.max_new_tokens)
-        entry = Entry(next(self._ids), request, generated, queued_at=self._clock())
+        entry = Entry(next(self._ids), request, generated=generated, queued_at=self._clock())
         self._live[entry.id] = entry
-        self._waiting.append(entry)
+        self._scheduler.add(entry)
         self._work.set()
         return entry
 
@@ -130,9 +123,9 @@ class Batcher:
 
     async def _turn(self) -> bool:
         """Send a step, or take a reply, or wait for work. False: there is none, and none will come."""
-        if len(self._under_way) < MAX_REQUESTS_UNDER_WAY and (step := self._plan()) is not None:
-            self._shards.send(step.request)
-            self._under_way.append(step)
+        if len(self._under_way) < MAX_REQUESTS_UNDER_WAY and (plan := self._plan()) is not None:
+            self._shards.send(self._request(plan))
+            self._under_way.append(_Step(plan, self._clock()))
         elif self._under_way:
             reply = await self._shards.receive()
             self._deliver(self._under_way.popleft(), reply)
@@ -145,112 +138,55 @@ class Batcher:
 
     # ------------------------------------------------------------------------------------------------ plan
 
-    def _plan(self) -> _Step | None:
+    def _plan(self) -> Plan[Entry] | None:
         """The next step, or None when there is nothing to send."""
-        retire = self._retire()
-        decoding = [entry for entry in self._running.values() if not entry.num_prompt_left]
-        chunks = self._continue_prompts()
-        admitted = self._admit(self._limits.max_batch_prefill_tokens - sum(chunks.values()))
-        num_prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in admitted)
-        chunks |= {entry.id: min(num_tokens, entry.num_prompt_left) for entry, num_tokens in admitted}
-        if not (retire or decoding or chunks):
-            return None
-        self._schedule(decoding, chunks)
-        request = step_request(
-            next(self._step_numbers),
-            retire=retire,
-            add=[new_sequence(entry.id, entry.request, entry.blocks, self._limits.block_size) for entry, _ in admitted],
-            chunks=list(chunks.items()),
-            decode=bool(decoding),
-        )
-        self._report(request, len(decoding), num_prefill_tokens)
-        return _Step(request, [*decoding, *(self._running[id] for id in chunks)], self._clock())
-
-    def _retire(self) -> list[int]:
-        """Take out who has ended, will have ended with the requests under way, or is not wanted any more."""
-        leaving = [e for e in self._running.values() if e.is_over or e.cancelled or e.is_scheduled_to_its_end]
-        for entry in leaving:
-            self._release(entry)
-            if entry.cancelled:
-                self._drop(entry)
-        return [entry.id for entry in leaving]
-
-    def _continue_prompts(self) -> dict[int, int]:
-        """Chunks of prompts that were begun in an earlier step, in order of admission: sequence -> tokens."""
-        left = self._limits.max_batch_prefill_tokens
-        chunks = {}
-        for entry in self._running.values():
-            if left and entry.num_prompt_left:
-                chunks[entry.id] = min(left, entry.num_prompt_left)
-                left -= chunks[entry.id]
-        return chunks
-
-    def _admit(self, prefill_tokens: int) -> list[tuple[Entry, int]]:
-        """Move requests from the queue into the batch, each with its first prompt chunk."""
-        self._steps_since_admission += 1
-        self._forget_cancelled()
-        limits = self._limits
-        minimum = min_size(
-            len(self._running), self._steps_since_admission, limits.waiting_served_ratio, limits.max_waiting_tokens
-        )
-        budget = Budget(
-            prefill_tokens=prefill_tokens,
-            tokens=limits.max_batch_total_tokens - self._reserved_tokens,
-            blocks=self._allocator.num_free,
-            places=None if limits.max_batch_size is None else limits.max_batch_size - len(self._running),
-            block_size=limits.block_size,
-        )
-        chunks = next_batch((entry.request.demand for entry in self._waiting), budget, minimum)
-        if not chunks:
-            return []
-        if self._running:
-            self._metrics.joined("wait_exceeded" if minimum is None else "backpressure")
-        self._steps_since_admission = 0
-        return [(self._reserve(self._waiting.popleft()), num_tokens) for num_tokens in chunks]
-
-    def _forget_cancelled(self) -> None:
-        if any(entry.cancelled for entry in self._waiting):
-            for entry in self._waiting:
+        for entry in self._scheduler.forget_cancelled():
+            self._drop(entry)
+        plan = self._scheduler.plan()
+        if plan is not None:
+            for entry in plan.retired:
                 if entry.cancelled:
                     self._drop(entry)
-            self._waiting = deque(entry for entry in self._waiting if not entry.is_over)
+            for entry in plan.admitted:
+                entry.admitted_at = self._clock()
+                self._metrics.prefix_hit_tokens.inc(plan.cached(entry))
+            self._report(plan)
+        return plan
 
-    def _reserve(self, entry: Entry) -> Entry:
-        demand = entry.request.demand
-        entry.blocks = self._allocator.allocate(demand.blocks(self._limits.block_size))
-        entry.admitted_at = self._clock()
-        self._reserved_tokens += demand.tokens
-        self._running[entry.id] = entry
-        return entry
+    def _request(self, plan: Plan[Entry]) -> StepRequest:
+        return step_request(
+            plan.number,
+            retire=[entry.id for entry in plan.retired],
+            add=[
+                new_sequence(
+                    entry.id,
+                    entry.request,
+                    entry.blocks,
+                    self._limits.block_size,
+                    computed=plan.cached(entry),
+                )
+                for entry in plan.admitted
+            ],
+            chunks=list(plan.chunks.items()),
+            decode=bool(plan.decoding),
+        )
 
-    def _release(self, entry: Entry) -> None:
-        del self._running[entry.id]
-        self._reserved_tokens -= entry.request.demand.tokens
-        self._allocator.free(entry.blocks)
-        entry.blocks = []
-
-    def _schedule(self, decoding: Sequence[Entry], chunks: dict[int, int]) -> None:
-        """Note what the shards will have done once this step is computed."""
-        for entry in decoding:
-            entry.num_scheduled += 1
-        for id, num_tokens in chunks.items():
-            entry = self._running[id]
-            entry.num_prompt_scheduled += num_tokens
-            entry.num_scheduled = 0 if entry.num_prompt_left else 1  # the last chunk yields the first token
-
-    def _report(self, request: StepRequest, num_decoding: int, num_prefill_tokens: int) -> None:
+    def _report(self, plan: Plan[Entry]) -> None:
+        scheduler = self._scheduler
         trace = StepTrace(
-            step=request.step,
-            batch_size=len(self._running),
-            num_waiting=len(self._waiting),
-            num_admitted=len(request.add),
-            num_retired=len(request.retire),
-            num_decoding=num_decoding,
-            prefill_tokens=num_prefill_tokens,
-            reserved_tokens=self._reserved_tokens,
-            free_blocks=self._allocator.num_free,
+            step=plan.number,
+            batch_size=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_admitted=len(plan.admitted),
+            num_retired=len(plan.retired),
+            num_decoding=len(plan.decoding),
+            prefill_tokens=plan.prefill_tokens,
+            reserved_tokens=scheduler.reserved_tokens,
+            free_blocks=scheduler.num_free_blocks,
         )
         self._metrics.planned(trace)
+        if plan.join_reason is not None:
+            self._metrics.joined(plan.join_reason)
         if self._trace is not None:
             self._trace(trace)
 
@@ -258,11 +194,12 @@ class Batcher:
 
     def _deliver(self, step: _Step, reply: StepReply) -> None:
         received_at = self._clock()
-        if reply.step != step.request.step:
-            raise ShardError(0, f"answered step {reply.step} when step {step.request.step} was due")
+        if reply.step != step.plan.number:
+            raise ShardError(0, f"answered step {reply.step} when step {step.plan.number} was due")
         if reply.error:
             self._fail_step(step, reply.error)
             return
+        self._scheduler.computed(step.plan)
         for prompt in reply.prompt:
             if (entry := self._live.get(prompt.id)) is not None:
                 entry.prompt_logprobs.extend(prompt.logprobs)
@@ -290,6 +227,7 @@ class Batcher:
         """Turn a token into text and events. Whatever goes wrong here is this request's alone."""
         try:
             text, reason = entry.generated.push(token_id)
+            self._scheduler.delivered(entry, token_id)
             self._note_time(entry, now)
             is_special = token_id in self._tokenizer.special_ids
             top = tuple(self._lone_token(id, logprob) for id, logprob in top_tokens)
@@ -337,15 +275,14 @@ class Batcher:
 
     def _fail_step(self, step: _Step, cause: str) -> None:
         """The shards have dropped this step's sequences, and only those: the others go on."""
-        logger.error("step %d failed: %s", step.request.step, cause)
+        logger.error("step %d failed: %s", step.plan.number, cause)
         self._metrics.step_failures.labels(step.method).inc()
-        for entry in step.entries:
-            if entry.id in self._running:
-                self._release(entry)
+        self._scheduler.failed(step.plan)
+        for entry in step.plan.concerned:
             if not entry.is_over:
                 self._fail(entry, GenerationError(cause))
 
     def _fail_all(self, error: RouterError) -> None:
         for entry in list(self._live.values()):
             self._fail(entry, error)
-        self._waiting.clear()
+        self._scheduler.waiting.clear()

@@ -17,7 +17,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -81,6 +81,7 @@ class ModelInfo:
     block_size: int  # tokens per KV block
     num_blocks: int  # KV blocks that an earlier warmup allocated, 0 before it
     decoder_start: int | None = None  # of an encoder-decoder: the token that every generation starts from
+    shares_prefixes: bool = False  # whether a block serves every sequence that begins with the same tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,13 +145,16 @@ class Shards(Protocol):
     async def close(self) -> None: ...
 
 
-def new_sequence(id: int, request: ValidRequest, blocks: Sequence[int], block_size: int) -> NewSequence:
-    """A sequence whose prompt is yet to be computed, in wire form. `blocks`: an encoded prompt's first."""
+def new_sequence(
+    id: int, request: ValidRequest, blocks: Sequence[int], block_size: int, *, computed: int = 0
+) -> NewSequence:
+    """A sequence in wire form; `computed` tokens of its prompt are in its blocks. blocks: an encoded prompt's first."""
     sampling = request.sampling
     first = blocks_for(len(request.encoder_ids), block_size)
     return NewSequence(
         id=id,
         token_ids=request.token_ids,
+        computed=computed,
         blocks=blocks[first:],
         sampling=SamplingParameters(
             do_sample=sampling.do_sample,
@@ -279,6 +283,7 @@ class ShardedClient:
             block_size=first.block_size,
             num_blocks=min(reply.num_blocks for reply in replies),
             decoder_start=first.decoder_start if first.HasField("decoder_start") else None,
+            shares_prefixes=first.shares_prefixes,
         )
 
     async def warmup(self, **wanted: int) -> KvCache:
@@ -363,6 +368,7 @@ def fake_next_token(token_ids: Sequence[int], seed: int, vocab_size: int) -> int
 
 @dataclass(slots=True)
 class _FakeSequence:
+    id: int
     token_ids: list[int]
     prompt_length: int
     seed: int
@@ -371,7 +377,15 @@ class _FakeSequence:
     encoded: tuple[int, ...]
     top_n_tokens: int
     prompt_logprobs: bool
-    computed: int = 0
+    computed: int
+    digest: int  # of the tokens computed
+
+
+def _digests(token_ids: Sequence[int], digest: int = 0) -> Iterator[int]:
+    """Of all tokens up to each one, after those that `digest` stands for."""
+    for token_id in token_ids:
+        digest = hash((digest, token_id))
+        yield digest
 
 
 class ProtocolViolation(AssertionError):
@@ -404,6 +418,9 @@ class FakeShardedClient:
     _sequences: dict[int, _FakeSequence] = field(default_factory=dict)
     _gone: set[int] = field(default_factory=set)  # lost with a failed step; the router may not know it yet
     _used_ids: set[int] = field(default_factory=set)
+    _written: dict[tuple[int, int], int] = field(
+        default_factory=dict
+    )  # (block, offset) -> digest of the tokens up to it
     _replies: deque[tuple[float, StepReply]] = field(default_factory=deque)  # with the time when each is ready
     _busy_until: float = 0.0
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
@@ -438,6 +455,7 @@ class FakeShardedClient:
             block_size=self.block_size,
             num_blocks=self.num_blocks,
             decoder_start=self.decoder_start,
+            shares_prefixes=True,
         )
 
     async def warmup(self, **wanted: int) -> KvCache:
@@ -506,7 +524,7 @@ class FakeShardedClient:
         for id, num_tokens in chunks:
             self._prefill(id, num_tokens, reply)
         for id in decoding:
-            self._sequences[id].computed += 1
+            self._write(self._sequences[id], self._sequences[id].computed + 1)
             self._give_token(id, reply)
         return reply
 
@@ -520,14 +538,17 @@ class FakeShardedClient:
     def _add(self, sequence: NewSequence) -> None:
         _require(sequence.id not in self._used_ids, f"id {sequence.id} used again")
         _require(len(sequence.token_ids) > 0, f"sequence {sequence.id} has no prompt")
+        self._check_prefix(sequence)
+        shared = sequence.computed // self.block_size
         taken = {block for other in self._sequences.values() for block in other.blocks}
         blocks = (*sequence.blocks, *sequence.encoder_blocks)
-        _require(not taken.intersection(blocks), f"sequence {sequence.id} got blocks of another")
+        _require(not taken.intersection(blocks[shared:]), f"sequence {sequence.id} got blocks of another to write to")
         _require(len(set(blocks)) == len(blocks), f"sequence {sequence.id} got a block twice")
         _require(all(block < self.num_blocks for block in blocks), f"sequence {sequence.id} got a block too many")
         self._check_encoder(sequence)
         self._used_ids.add(sequence.id)
         self._sequences[sequence.id] = _FakeSequence(
+            id=sequence.id,
             token_ids=list(sequence.token_ids),
             prompt_length=len(sequence.token_ids),
             seed=sequence.sampling.seed if sequence.sampling.do_sample else 0,
@@ -537,7 +558,27 @@ class FakeShardedClient:
             top_n_tokens=sequence.top_n_tokens,
             prompt_logprobs=sequence.prompt_logprobs,
             computed=sequence.computed,
+            digest=[0, *_digests(list(sequence.token_ids)[: sequence.computed])][-1],
         )
+
+    def _check_prefix(self, sequence: NewSequence) -> None:
+        """What is said to be computed has been, for exactly these tokens."""
+        ids, computed = list(sequence.token_ids), sequence.computed
+        _require(computed % self.block_size == 0 and computed < len(ids), f"sequence {sequence.id} has no full prefix")
+        for position, digest in enumerate(_digests(ids[:computed])):
+            found = self._written.get((sequence.blocks[position // self.block_size], position % self.block_size))
+            _require(found == digest, f"sequence {sequence.id} got a prefix never computed")
+
+    def _write(self, sequence: _FakeSequence, end: int) -> None:
+        """Compute up to token `end`, and note what each place of the KV cache holds: all tokens up to it."""
+        _require(end <= sequence.reach, f"sequence {sequence.id} outgrew its blocks")
+        fresh = range(sequence.computed, end)
+        for position, digest in zip(
+            fresh, _digests(sequence.token_ids[sequence.computed : end], sequence.digest), strict=True
+        ):
+            self._written[sequence.blocks[position // self.block_size], position % self.block_size] = digest
+            sequence.digest = digest
+        sequence.computed = end
 
     def _check_encoder(self, sequence: NewSequence) -> None:
         given, reach = len(sequence.encoder_token_ids), len(sequence.encoder_blocks) * self.block_size
@@ -561,7 +602,7 @@ class FakeShardedClient:
         sequence = self._sequences[id]
         start, end = sequence.computed, sequence.computed + num_tokens
         _require(0 < num_tokens and end <= sequence.prompt_length, f"chunk of {id} reaches {end}, beyond its prompt")
-        sequence.computed = end
+        self._write(sequence, end)
         if sequence.prompt_logprobs:
             num_logprobs = min(end, sequence.prompt_length - 1) - start
             reply.prompt.append(PromptLogprobs(id=id, logprobs=[-1.0] * num_logprobs))
@@ -570,7 +611,6 @@ class FakeShardedClient:
 
     def _give_token(self, id: int, reply: StepReply) -> None:
         sequence = self._sequences[id]
-        _require(sequence.computed <= sequence.reach, f"sequence {id} outgrew its blocks")
         token_id = self.next_token([*sequence.encoded, *sequence.token_ids], sequence.seed, self.vocab_size)
         sequence.token_ids.append(token_id)
         reply.ids.append(id)

@@ -122,6 +122,23 @@ class RouterConfig:
             "when": "Lower it to shorten the pause that a long prompt causes in running streams, or to save memory.",
         },
     )
+    prefill_chunk: int = field(
+        default=512,
+        metadata={
+            "help": "Prompt tokens computed in a step in which other requests decode: a long prompt joins in chunks of "
+            "this size.",
+            "unit": "tokens",
+            "min": 1,
+            "when": "Lower it for shorter pauses in running streams, raise it for quicker first tokens.",
+        },
+    )
+    disable_prefix_caching: bool = field(
+        default=False,
+        metadata={
+            "help": "Compute every prompt anew, even if one that began with the same tokens is still in the KV cache.",
+            "when": "To measure prefill, or if whoever times answers must not learn which prompts others sent.",
+        },
+    )
     max_batch_total_tokens: int | None = field(
         default=None,
         metadata={

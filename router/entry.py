@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from router.errors import RouterError
+from router.prefix import PrefixKeys
 from router.queue import Demand
 from router.text import FinishReason, GeneratedText
 
@@ -52,9 +53,9 @@ class ValidRequest:
             return self
         return replace(self, token_ids=[decoder_start], encoder_ids=self.token_ids)
 
-    @property
-    def demand(self) -> Demand:
-        return Demand(self.input_length, self.max_new_tokens, is_encoded=bool(self.encoder_ids))
+    def demand(self, cached: int = 0) -> Demand:
+        """What it needs when so many tokens of its prompt are in the KV cache."""
+        return Demand(self.input_length, self.max_new_tokens, bool(self.encoder_ids), cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,28 +107,21 @@ Event = PromptTokens | Token | Finished | Failed
 
 
 @dataclass(slots=True, eq=False)
-class Entry:
-    """A request waiting or running, with its event queue.
-
-    The reader of `events` gets exactly one last event, Finished or Failed, unless it sets `cancelled`. All other fields
-    belong to the batching loop.
-    """
+class Scheduled:
+    """A request as the scheduler sees it: waiting or running, and how far it has come."""
 
     id: int  # of its sequence on the shards: made here, never reused, never a client's
     request: ValidRequest
-    generated: GeneratedText
-    queued_at: float
-    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     cancelled: bool = False  # set by the reader when nobody wants the answer any more
-
-    admitted_at: float = 0.0
-    last_token_at: float = 0.0
-    first_token_at: float = 0.0
-    blocks: list[int] = field(default_factory=list)
-    num_prompt_scheduled: int = 0  # prompt tokens in requests sent so far …
-    num_scheduled: int = 0  # … and generated tokens that those requests yield
-    prompt_logprobs: list[float] = field(default_factory=list)
     is_over: bool = False  # its last event is out, or nobody wants it: tokens still under way are surplus
+    is_lost: bool = False  # the shards dropped it with a failed step: what requests under way ask for it is not done
+
+    # What the scheduler alone knows.
+    keys: PrefixKeys | None = None  # of its full blocks; None: it shares none
+    blocks: list[int] = field(default_factory=list)
+    num_prompt_scheduled: int = 0  # prompt tokens that others had computed, or in requests sent so far …
+    num_scheduled: int = 0  # … and generated tokens that those requests yield
+    last_token: int | None = None  # that has come back
 
     @property
     def num_prompt_left(self) -> int:
@@ -136,3 +130,20 @@ class Entry:
     @property
     def is_scheduled_to_its_end(self) -> bool:
         return self.num_scheduled == self.request.max_new_tokens
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry(Scheduled):
+    """A request with its text and its event queue.
+
+    The reader of `events` gets exactly one last event, Finished or Failed, unless it sets `cancelled`. All other fields
+    belong to the batching loop.
+    """
+
+    generated: GeneratedText
+    queued_at: float
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    admitted_at: float = 0.0
+    last_token_at: float = 0.0
+    first_token_at: float = 0.0
+    prompt_logprobs: list[float] = field(default_factory=list)

@@ -31,6 +31,8 @@ class Limits:
     max_stop_sequences: int
     max_top_n_tokens: int
     vocab_size: int  # of the model: the tokenizer may know more ids
+    prefill_chunk: int | None = None  # prompt tokens of a step in which others decode; None: max_batch_prefill_tokens
+    prefix_caching: bool = False
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
 
 
@@ -96,6 +98,7 @@ def resolve(
     max_batch_total_tokens: int,
     block_size: int,
     num_blocks: int,
+    shares_prefixes: bool,
 ) -> Limits:
     """The final limits after the warmup. Raises ValueError when the longest request could never run."""
     fitting_tokens = min(max_batch_total_tokens, block_size * num_blocks)
@@ -115,6 +118,8 @@ def resolve(
         max_stop_sequences=config.max_stop_sequences,
         max_top_n_tokens=config.max_top_n_tokens,
         vocab_size=vocab_size,
+        prefill_chunk=None if has_encoder else config.prefill_chunk,  # an encoder takes prompts whole
+        prefix_caching=shares_prefixes and not config.disable_prefix_caching,
         sources=_sources(config),
     )
 

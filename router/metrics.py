@@ -116,6 +116,9 @@ class Metrics:
         self.generated_tokens = self._lengths(
             "tgi_request_generated_tokens", "Tokens generated", limits.max_total_tokens
         )
+        self.prefix_hit_tokens = self._counter(
+            "tgi_request_prefix_hit_tokens", "Prompt tokens that were in the KV cache already"
+        )
         self.surplus_tokens = self._counter(
             "tgi_request_surplus_tokens", "Tokens computed after a request had ended, and dropped"
         )

@@ -6,7 +6,8 @@ The ratio and waiting rules follow TGI (`waiting_served_ratio`, `max_waiting_tok
 the step's prompt budget is admitted with a first chunk of what is left.
 
 A request reserves its longest possible sequence, prompt + `max_new_tokens`, in two measures: tokens, against
-`max_batch_total_tokens`, and whole KV blocks, against the allocator. Nothing can then run out while it runs.
+`max_batch_total_tokens`, and whole KV blocks, against the pool. Nothing can then run out while it runs. A prefix that
+is in the cache saves its computation; in both measures it counts for everyone who uses it.
 
 The prompt of an encoder-decoder is read by its encoder, which takes it whole: it waits until the step has room for all
 of it. Its decoder starts from one token of its own; that one and the generated tokens without the last, which is never
@@ -39,6 +40,7 @@ class Demand:
     input_length: int
     max_new_tokens: int
     is_encoded: bool = False  # an encoder reads the prompt
+    cached: int = 0  # prompt tokens, from its first on, whose keys and values are in the KV cache already
 
     @property
     def tokens(self) -> int:
@@ -46,9 +48,14 @@ class Demand:
         return self.input_length + self.max_new_tokens
 
     @property
+    def prefill(self) -> int:
+        """Prompt tokens to compute."""
+        return self.input_length - self.cached
+
+    @property
     def least_prefill(self) -> int:
         """Prompt tokens that the first step must have room for."""
-        return self.input_length if self.is_encoded else min(self.input_length, 1)
+        return self.prefill if self.is_encoded else min(self.prefill, 1)
 
     def blocks(self, block_size: int) -> int:
         """Whole KV blocks: an encoded prompt has its own."""
@@ -84,8 +91,8 @@ def _fitting_chunks(waiting: Iterable[Demand], budget: Budget) -> list[int]:
         blocks -= demand.blocks(budget.block_size)
         if len(chunks) == budget.places or tokens < 0 or blocks < 0 or prefill < demand.least_prefill:
             break
-        chunks.append(min(demand.input_length, prefill))
-        prefill -= demand.input_length
+        chunks.append(min(demand.prefill, prefill))
+        prefill -= demand.prefill
         if prefill < 0:  # this one starts with a chunk: the step is full
             break
     return chunks

@@ -14,6 +14,7 @@ TABLE_LIMITS = (
     "max_input_length",
     "max_total_tokens",
     "max_batch_prefill_tokens",
+    "prefill_chunk",
     "max_batch_total_tokens",
     "max_batch_size",
     "waiting_served_ratio",
@@ -53,6 +54,7 @@ async def start(config: RouterConfig, shards: Shards) -> Started:
         max_batch_total_tokens=cache.max_batch_total_tokens,
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
+        shares_prefixes=model.shares_prefixes,
     )
     return Started(model, cache, limits)
 
@@ -69,9 +71,16 @@ def table(config: RouterConfig, started: Started, address: str) -> str:
         ("attention", model.attention, ""),
         ("KV cache", f"{cache.max_batch_total_tokens} tokens", f"{_size(cache.kv_bytes)} per shard"),
         ("KV blocks", str(cache.num_blocks), f"{cache.block_size} tokens each"),
+        ("prefix cache", "on" if limits.prefix_caching else "off", _why_no_prefixes(config, started)),
     ]
     settings = [(name, _value(getattr(limits, name)), limits.sources.get(name, "default")) for name in TABLE_LIMITS]
     return _align([*facts, *settings, ("address", address, "")])
+
+
+def _why_no_prefixes(config: RouterConfig, started: Started) -> str:
+    if started.limits.prefix_caching:
+        return ""
+    return "disable_prefix_caching" if config.disable_prefix_caching else "not possible with this model"
 
 
 def _value(value: float | None) -> str:

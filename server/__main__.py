@@ -43,7 +43,18 @@ def main() -> int:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    return asyncio.run(run(config))
+    return asyncio.run(run_null(config) if config.is_null else run(config))
+
+
+async def run_null(config: ShardConfig) -> int:
+    """Serve the null model until a signal. Returns the exit code."""
+    from server.null import serve
+
+    server = await serve(config)
+    log.info("Serving the null model on %s", config.socket_path)
+    await _stop_signal()
+    await server.stop(grace=1)
+    return 0
 
 
 async def run(config: ShardConfig) -> int:

@@ -28,6 +28,7 @@ class ShardConfig:
     socket_path: str  # unix socket that this rank serves on
     rendezvous: str  # init method of torch.distributed: file:///… or tcp://addr:port
     threads: int | None = None  # intra-op threads; None: planned from cores, ranks and the model's size
+    is_null: bool = False  # answer with fixed tokens and load nothing: server/null.py
 
     dtype: str | None = field(
         default=None,

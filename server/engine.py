@@ -85,6 +85,10 @@ class Model(Protocol):
         """The token that an encoder-decoder's generations start from; None for a decoder."""
 
     @property
+    def shares_prefixes(self) -> bool:
+        """Whether a token's keys and values depend on nothing but the tokens up to it."""
+
+    @property
     def nbytes(self) -> int:
         """Memory of this rank's weights."""
 

@@ -33,6 +33,7 @@ class FallbackModel:
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self._has_encoder: bool = model.config.is_encoder_decoder
+        self.shares_prefixes = False  # each sequence has a cache of its own
         self.nbytes = sum(parameter.nbytes for parameter in model.parameters())
 
     @property

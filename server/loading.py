@@ -57,6 +57,7 @@ def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
         quantize=config.quantize or "dense",
         block_size=BLOCK_SIZE,
         decoder_start=loaded.model.decoder_start,
+        shares_prefixes=loaded.model.shares_prefixes,
     )
     return engine, info
 

@@ -29,13 +29,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "router": {"router", "server.pb"},
     "router.queue": set(),
+    "router.prefix": set(),
+    "router.scheduler": {"router.blocks", "router.entry", "router.limits", "router.prefix", "router.queue"},
     "router.blocks": set(),
     "router.config": set(),
     "router.errors": set(),
     "router.model_files": set(),
     "router.text": {"router", "router.model_files"},
-    "server.__main__": {"server.config", "server.distributed", "server.loading", "server.service"},
+    "server.__main__": {"server.config", "server.distributed", "server.loading", "server.null", "server.service"},
     "server.attention": {"server.attention"},
+    "server.attention.kernels": {"server.attention.interface", "server.attention.kernels"},
     "server.batch": {"server.attention", "server.cache", "server.pb", "server.sampling"},
     "server.cache": set(),
     "server.config": set(),
@@ -46,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.fallback": {"server.batch", "server.cache"},
     "server.hub": set(),
     "server.layers": {"server.layers", "server.distributed", "server.model.spec", "server.weights"},
+    "server.layers.fused": {"server.layers.position", "server.model.spec"},
     "server.loading": {
         "server.attention", "server.cache", "server.config", "server.distributed", "server.engine", "server.fallback",
         "server.layers", "server.model", "server.pb", "server.quant", "server.sampling", "server.weights",
@@ -57,6 +61,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.attention", "server.batch", "server.cache", "server.distributed", "server.layers",
         "server.model.spec", "server.weights",
     },
+    "server.null": {"server.config", "server.pb"},
     "server.pb": {"server.pb"},
     "server.quant": set(),
     "server.sampling": set(),
@@ -129,6 +134,11 @@ def test_only_the_two_lasting_loops_catch_everything() -> None:
 def test_only_distributed_talks_to_torch_distributed() -> None:
     users = {module for module, tree in sources() if "torch.distributed" in ast.unparse(tree)}
     assert {"server.distributed"} == users
+
+
+def test_only_the_kernels_import_triton() -> None:
+    users = {module for module, tree in sources() if "import triton" in ast.unparse(tree)}
+    assert [] == [m for m in users if not longest_match(m, {"server.attention.kernels", "server.layers.fused"})]
 
 
 def test_nothing_unpickles_or_evaluates() -> None:

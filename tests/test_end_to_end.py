@@ -118,6 +118,18 @@ def test_prompt_details_and_candidates_come_with_the_answer(server: Server) -> N
     assert [top[0]["id"] for top in details["top_tokens"]] == [token["id"] for token in details["tokens"]]
 
 
+def test_a_long_beginning_is_computed_once(server: Server) -> None:
+    story = " ".join(["The little fox went to the river and found a red ball under an old tree."] * 60)
+    answers = []
+    for ending in (" The fox said", " The ball was", " Then the bird"):
+        answers.append(tokens_of(generate(server, body(f"{story}{ending}", max_new_tokens=8, details=True))))
+    assert server.metrics()["tgi_request_prefix_hit_tokens"] > 2 * 850
+    with Server("--dtype", "float32", "--disable-prefix-caching") as plain:
+        for ending, tokens in zip((" The fox said", " The ball was", " Then the bird"), answers, strict=True):
+            assert tokens_of(generate(plain, body(f"{story}{ending}", max_new_tokens=8, details=True))) == tokens
+        assert 0 == plain.metrics()["tgi_request_prefix_hit_tokens"]
+
+
 # ------------------------------------------------------------------------------------------------- shards and load
 
 

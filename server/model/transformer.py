@@ -28,7 +28,7 @@ from server.layers.linear import ColumnLinear, DenseFormat, LinearFormat, MakeFo
 from server.layers.mlp import DenseMlp, GatedMlp, MoeMlp, load_mlp
 from server.layers.norm import Norm, load_norm
 from server.layers.position import Rotation, alibi_slopes, bucket_bias, rotation
-from server.model.spec import ArchSpec, LayerSpec, Learned, Residual, Rope
+from server.model.spec import ArchSpec, DynamicScaling, LayerSpec, Learned, LongScaling, Residual, Rope
 from server.weights import Weights, head_ranges
 
 
@@ -295,6 +295,15 @@ class Transformer:
     def max_positions(self) -> int:
         """Longest sequence; 0: no limit of its own."""
         return self.spec.max_positions
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a token's keys and values depend on nothing but the tokens up to it.
+
+        Not so where an encoder's prompt matters too, or where the prompt's length decides how positions are turned.
+        """
+        ropes = (layer.position for layer in self.spec.layers if isinstance(layer.position, Rope))
+        return not self.encoder and not any(isinstance(r.scaling, DynamicScaling | LongScaling) for r in ropes)
 
     def kv_shape(self, dtype: torch.dtype) -> KVShape:
         """What one token takes in this rank's cache."""

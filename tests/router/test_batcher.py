@@ -310,6 +310,49 @@ def test_token_that_cannot_be_delivered_fails_its_request_alone() -> None:
     asyncio.run(story())
 
 
+def test_a_prefix_is_computed_once_and_generated_tokens_are_part_of_it() -> None:
+    async def story() -> None:
+        async with running(prefix_caching=True) as at_work:
+            first = request_of(40, 30)
+            answer = await token_ids_of(at_work.batcher.submit(first))
+            assert 40 == at_work.traces[0].prefill_tokens
+            # The same prompt: two full blocks are there. The conversation goes on: those of the answer are, too.
+            for prompt, computed in (([*range(1, 41)], 8), ([*range(1, 41), *answer, 5], 71 - 64)):
+                at_work.traces.clear()
+                request = request_of(prompt, 4)
+                assert tokens_alone(request) == await token_ids_of(at_work.batcher.submit(request))
+                assert computed == sum(trace.prefill_tokens for trace in at_work.traces)
+        assert is_clean(at_work)
+
+    asyncio.run(story())
+
+
+def test_what_was_not_computed_is_not_shared() -> None:
+    async def story() -> None:
+        shards = fake_shards(make_limits(), failing_steps={1: "bad luck"})
+        async with running(shards, prefix_caching=True) as at_work:
+            assert isinstance((await events_of(at_work.batcher.submit(request_of(40, 4))))[-1], Failed)
+            at_work.traces.clear()
+            await token_ids_of(at_work.batcher.submit(request_of(40, 4)))
+            assert 40 == at_work.traces[0].prefill_tokens
+        assert is_clean(at_work)
+
+    asyncio.run(story())
+
+
+def test_a_long_prompt_joins_in_small_chunks_beside_streams() -> None:
+    async def story() -> None:
+        async with running(prefill_chunk=8) as at_work:
+            stream = at_work.batcher.submit(request_of(4, 60))
+            await stream.events.get()
+            late = at_work.batcher.submit(request_of(60, 2))
+            await asyncio.gather(token_ids_of(stream), token_ids_of(late))
+        assert all(trace.prefill_tokens <= 8 for trace in at_work.traces if trace.num_decoding)
+        assert 64 == sum(trace.prefill_tokens for trace in at_work.traces)
+
+    asyncio.run(story())
+
+
 def test_prompts_of_an_encoder_wait_until_a_step_takes_them_whole() -> None:
     async def story() -> None:
         shards = fake_shards(make_limits(), decoder_start=7)
@@ -346,15 +389,21 @@ class Visit:
 
     comes_after_turns: int
     prompt_length: int
+    prompt_kind: int  # prompts of one kind begin alike
     max_new_tokens: int
     seed: int
     leaves_after: int | None
+
+    @property
+    def prompt(self) -> list[int]:
+        return [self.prompt_kind, *range(1, self.prompt_length)]
 
 
 visits = st.builds(
     Visit,
     comes_after_turns=st.integers(0, 30),
     prompt_length=st.integers(1, 60),
+    prompt_kind=st.integers(0, 2),
     max_new_tokens=st.integers(1, 20),
     seed=st.integers(0, 3),
     leaves_after=st.none() | st.integers(0, 6),
@@ -379,7 +428,7 @@ def alone_with_eos(request: ValidRequest) -> list[int]:
 async def pay(visit: Visit, at_work: Running) -> None:
     for _ in range(visit.comes_after_turns):
         await asyncio.sleep(0)
-    request = request_of(visit.prompt_length, visit.max_new_tokens, visit.seed)
+    request = request_of(visit.prompt, visit.max_new_tokens, visit.seed)
     request = request.read_by_encoder(at_work.shards.decoder_start)
     entry = at_work.batcher.submit(request)
     if visit.leaves_after is None:
@@ -399,7 +448,7 @@ async def leave_after(entry: Entry, num_events: int) -> None:
     entry.cancelled = True
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(visits, min_size=1, max_size=14),
     st.sampled_from([1, 8, 16]),
@@ -410,6 +459,8 @@ async def leave_after(entry: Entry, num_events: int) -> None:
     st.integers(0, 12),
     st.just({}) | st.dictionaries(st.integers(1, 40), st.just("bad luck"), max_size=4),
     st.none() | st.just(7),
+    st.none() | st.integers(1, 40),
+    st.booleans(),
 )
 def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
     schedule: list[Visit],
@@ -421,6 +472,8 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
     max_waiting: int,
     failing_steps: dict[int, str],
     decoder_start: int | None,
+    prefill_chunk: int | None,
+    prefix_caching: bool,
 ) -> None:
     prefill = prefill if decoder_start is None else max(prefill, 60)  # an encoder takes the longest prompt whole
 
@@ -433,6 +486,8 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
             "max_batch_size": batch_size,
             "waiting_served_ratio": ratio,
             "max_waiting_tokens": max_waiting,
+            "prefill_chunk": prefill_chunk if decoder_start is None else None,
+            "prefix_caching": prefix_caching and decoder_start is None,
         }
         shards: FakeShardedClient = fake_shards(
             make_limits(**overrides), next_token=with_eos, failing_steps=failing_steps, decoder_start=decoder_start

@@ -1,4 +1,4 @@
-"""The allocator: every block has one owner or none."""
+"""The pool: blocks that are written to have one holder, and what they contain is found only when it is computed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.blocks import BlockAllocator
+from router.blocks import BlockPool
+from router.prefix import PrefixKeys
 
 
 def test_blocks_go_out_once_and_come_back() -> None:
-    allocator = BlockAllocator(4)
+    allocator = BlockPool(4)
     first, second = allocator.allocate(3), allocator.allocate(1)
     assert sorted(first + second) == [0, 1, 2, 3]
     allocator.free(first)
@@ -18,14 +19,14 @@ def test_blocks_go_out_once_and_come_back() -> None:
 
 
 def test_more_than_is_free_takes_nothing() -> None:
-    allocator = BlockAllocator(2)
+    allocator = BlockPool(2)
     with pytest.raises(RuntimeError, match="3 blocks asked for, 2 free"):
         allocator.allocate(3)
     assert allocator.num_free == 2
 
 
 def test_block_freed_twice_is_refused() -> None:
-    allocator = BlockAllocator(2)
+    allocator = BlockPool(2)
     blocks = allocator.allocate(1)
     allocator.free(blocks)
     with pytest.raises(RuntimeError, match="freed twice"):
@@ -33,14 +34,14 @@ def test_block_freed_twice_is_refused() -> None:
 
 
 def test_nothing_asked_for_is_nothing_taken() -> None:
-    allocator = BlockAllocator(2)
+    allocator = BlockPool(2)
     assert allocator.allocate(0) == []
     assert allocator.num_free == 2
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5)), max_size=60))
 def test_no_block_is_ever_out_twice(actions: list[tuple[bool, int]]) -> None:
-    allocator = BlockAllocator(12)
+    allocator = BlockPool(12)
     out: list[list[int]] = []
     for is_allocation, number in actions:
         if is_allocation and number <= allocator.num_free:
@@ -52,3 +53,93 @@ def test_no_block_is_ever_out_twice(actions: list[tuple[bool, int]]) -> None:
     for blocks in out:
         allocator.free(blocks)
     assert sorted(allocator.allocate(12)) == list(range(12))
+
+
+# ------------------------------------------------------------------------------------------------------- prefixes
+
+
+def keys_of(token_ids: list[int], salt: bytes = b"") -> list[bytes]:
+    return PrefixKeys(token_ids, 4, salt).keys
+
+
+def filled(pool: BlockPool, keys: list[bytes]) -> list[int]:
+    """Blocks with confirmed content that somebody holds."""
+    blocks = pool.allocate(len(keys))
+    for key, block in zip(keys, blocks, strict=True):
+        pool.announce(key, block)
+        pool.confirm(key, block)
+    return blocks
+
+
+def test_content_is_found_while_held_and_after() -> None:
+    pool, keys = BlockPool(4), keys_of([*range(12)])
+    blocks = filled(pool, keys)
+    assert blocks == pool.find(keys)
+    assert blocks[:2] == pool.find([*keys[:2], b"another"])
+    pool.free(blocks)
+    assert blocks == pool.find(keys)
+    assert 4 == pool.num_free
+
+
+def test_a_block_in_the_middle_is_of_no_use_without_those_before_it() -> None:
+    pool, keys = BlockPool(4), keys_of([*range(12)])
+    filled(pool, keys)
+    assert [] == pool.find([b"another", *keys[1:]])
+
+
+def test_what_is_shared_comes_back_with_its_last_holder() -> None:
+    pool, keys = BlockPool(4), keys_of([*range(8)])
+    blocks = filled(pool, keys)
+    pool.hold(pool.find(keys))
+    pool.free(blocks)
+    assert 2 == pool.num_free
+    pool.free(blocks)
+    assert 4 == pool.num_free
+
+
+def test_the_least_recently_used_goes_first_and_ends_before_beginnings() -> None:
+    pool, old, new = BlockPool(4), keys_of([1] * 8), keys_of([2] * 8)
+    for keys in (old, new):
+        pool.free(filled(pool, keys))
+    pool.free(pool.allocate(1))
+    assert [1, 2] == [len(pool.find(keys)) for keys in (old, new)]
+    pool.hold(pool.find(old))  # used again: the other is older now
+    pool.free(pool.find(old))
+    pool.allocate(2)
+    assert [1, 1] == [len(pool.find(keys)) for keys in (old, new)]
+
+
+def test_what_is_not_confirmed_is_not_found_and_what_is_retracted_never_is() -> None:
+    pool, (key, *_) = BlockPool(2), keys_of([1, 2, 3, 4])
+    (block,) = pool.allocate(1)
+    pool.announce(key, block)
+    assert [] == pool.find([key])
+    pool.free([block])
+    pool.confirm(key, block)  # its request was over before the step was
+    assert [block] == pool.find([key])
+    (other,) = pool.allocate(1)
+    pool.announce(b"key", other)
+    pool.retract(b"key", other)
+    pool.confirm(b"key", other)
+    assert [] == pool.find([b"key"])
+
+
+def test_a_block_that_was_given_away_is_not_confirmed_for_its_last_holder() -> None:
+    pool, (key, *_) = BlockPool(1), keys_of([1, 2, 3, 4])
+    (block,) = pool.allocate(1)
+    pool.announce(key, block)
+    pool.free([block])
+    assert [block] == pool.allocate(1)
+    pool.confirm(key, block)
+    assert [] == pool.find([key])
+
+
+def test_keys_tell_beginnings_apart_and_grow_with_their_sequence() -> None:
+    assert keys_of([1, 2, 3, 4, 5, 6, 7, 8])[1] != keys_of([0, 2, 3, 4, 5, 6, 7, 8])[1]
+    assert keys_of([1, 2, 3, 4]) != keys_of([1, 2, 3, 4], salt=b"adapter")
+    grown = PrefixKeys([1, 2, 3], 4)
+    assert [] == grown.keys
+    for token in (4, 5, 6, 7, 8, 9):
+        grown.extend([token])
+    assert keys_of([*range(1, 10)]) == grown.keys
+    assert 2 == len(grown.keys)

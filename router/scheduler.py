@@ -1,0 +1,214 @@
+"""Who runs in the next step: admission, prompt chunks, retirement, KV blocks and the prefix cache.
+
+State and arithmetic alone, without clock, asyncio, text, wire or metrics: the batching loop (`batcher.py`) and
+`lockstep-bench simulate` share every decision. `plan` assumes that each plan is sent, in order; `computed` and `failed`
+then say what became of it. Left out: the rules of admission themselves (`queue.py`).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from router.blocks import BlockPool
+from router.entry import Scheduled
+from router.limits import Limits
+from router.prefix import PrefixKeys
+from router.queue import Budget, Demand, min_size, next_batch
+
+S = TypeVar("S", bound=Scheduled)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(Generic[S]):
+    """One step."""
+
+    number: int
+    retired: list[S]
+    admitted: list[S]
+    chunks: dict[int, int]  # sequence -> prompt tokens that its decoder computes
+    decoding: list[S]
+    prefill_tokens: int  # chunks, or the prompts that an encoder reads
+    join_reason: str | None  # why those admitted were let into a batch that runs
+    filled: list[tuple[S, bytes, int]]  # blocks that this step completes, with whose they are and their keys
+    concerned: list[S]  # with a chunk or a token in this step: they are gone from the shards if it fails
+
+    def cached(self, entry: S) -> int:
+        """Prompt tokens of one that was admitted which were in the KV cache before."""
+        return entry.num_prompt_scheduled - self.chunks[entry.id]
+
+
+class Scheduler(Generic[S]):
+    """Waiting and running requests under the limits."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        self.running: dict[int, S] = {}  # sequences on the shards, in order of admission
+        self.waiting: deque[S] = deque()
+        self.reserved_tokens = 0
+        self._pool = BlockPool(limits.num_blocks)
+        self._numbers = itertools.count(1)
+        self._steps_since_admission = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        return self._pool.num_free
+
+    def add(self, entry: S) -> None:
+        """Queue a request."""
+        request = entry.request
+        # Prompt log-probabilities need every prompt token computed; an encoder's prompt is no sequence's beginning.
+        if self.limits.prefix_caching and not request.prompt_logprobs and not request.encoder_ids:
+            entry.keys = PrefixKeys(request.token_ids, self.limits.block_size)
+        self.waiting.append(entry)
+
+    def plan(self) -> Plan[S] | None:
+        """The next step, or None when there is nothing to compute and nobody to retire."""
+        retired = self._retire()
+        decoding = [entry for entry in self.running.values() if not entry.num_prompt_left]
+        budget = self._prefill_budget(is_decoding=bool(decoding))
+        chunks = self._continue_prompts(budget)
+        join_reason, fresh = self._admit(budget - sum(chunks.values()))
+        if not (retired or decoding or chunks or fresh):
+            return None
+        prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
+        chunks |= {entry.id: min(num_tokens, entry.num_prompt_left) for entry, num_tokens in fresh}
+        return Plan(
+            number=next(self._numbers),
+            retired=retired,
+            admitted=[entry for entry, _ in fresh],
+            chunks=chunks,
+            decoding=decoding,
+            prefill_tokens=prefill_tokens,
+            join_reason=join_reason,
+            filled=self._schedule(decoding, chunks),
+            concerned=[*decoding, *(self.running[id] for id in chunks)],
+        )
+
+    def computed(self, plan: Plan[S]) -> None:
+        """The step's reply is there: what it filled may be shared."""
+        for entry, key, block in plan.filled:
+            if entry.is_lost:
+                self._pool.retract(key, block)
+            else:
+                self._pool.confirm(key, block)
+
+    def failed(self, plan: Plan[S]) -> None:
+        """The shards have dropped this step's sequences, and only those."""
+        for _, key, block in plan.filled:
+            self._pool.retract(key, block)
+        for entry in plan.concerned:
+            entry.is_lost = True
+            if entry.id in self.running:
+                self._release(entry)
+
+    def delivered(self, entry: S, token_id: int) -> None:
+        """A generated token has come back, so the one before it is computed: a block that it fills may be shared."""
+        computed, entry.last_token = entry.last_token, token_id
+        if computed is None or entry.keys is None or not entry.blocks:
+            return
+        keys = entry.keys.keys
+        num_full = len(keys)
+        entry.keys.extend([computed])
+        if len(keys) > num_full:
+            self._pool.announce(keys[num_full], entry.blocks[num_full])
+            self._pool.confirm(keys[num_full], entry.blocks[num_full])
+
+    def forget_cancelled(self) -> list[S]:
+        """Take out of the queue who is not wanted any more."""
+        gone = [entry for entry in self.waiting if entry.cancelled]
+        if gone:
+            self.waiting = deque(entry for entry in self.waiting if not entry.cancelled)
+        return gone
+
+    def _retire(self) -> list[S]:
+        """Take out who has ended, will have ended with the requests under way, or is not wanted any more."""
+        leaving = [e for e in self.running.values() if e.is_over or e.cancelled or e.is_scheduled_to_its_end]
+        for entry in leaving:
+            self._release(entry)
+        return leaving
+
+    def _prefill_budget(self, *, is_decoding: bool) -> int:
+        """Prompt tokens of this step: fewer while others decode, whose next tokens wait for it."""
+        limits = self.limits
+        if is_decoding and limits.prefill_chunk is not None:
+            return min(limits.prefill_chunk, limits.max_batch_prefill_tokens)
+        return limits.max_batch_prefill_tokens
+
+    def _continue_prompts(self, budget: int) -> dict[int, int]:
+        """Chunks of prompts that were begun in an earlier step, in order of admission: sequence -> tokens."""
+        chunks = {}
+        for entry in self.running.values():
+            if budget and entry.num_prompt_left:
+                chunks[entry.id] = min(budget, entry.num_prompt_left)
+                budget -= chunks[entry.id]
+        return chunks
+
+    def _admit(self, prefill_tokens: int) -> tuple[str | None, list[tuple[S, int]]]:
+        """Move requests from the queue into the batch: why they may join one that runs, and each with its first prompt
+        chunk."""
+        self._steps_since_admission += 1
+        limits, running = self.limits, len(self.running)
+        minimum = min_size(running, self._steps_since_admission, limits.waiting_served_ratio, limits.max_waiting_tokens)
+        budget = Budget(
+            prefill_tokens=prefill_tokens,
+            tokens=limits.max_batch_total_tokens - self.reserved_tokens,
+            blocks=self._pool.num_free,
+            places=None if limits.max_batch_size is None else limits.max_batch_size - running,
+            block_size=limits.block_size,
+        )
+        found: list[list[int]] = []
+        chunks = next_batch(self._demands(found), budget, minimum)
+        if not chunks:
+            return None, []
+        self._steps_since_admission = 0
+        admitted = [self.waiting.popleft() for _ in chunks]
+        # All are held before any block is given away: one that is shared by the last could go to the first.
+        for blocks in found[: len(admitted)]:
+            self._pool.hold(blocks)
+        for entry, blocks in zip(admitted, found, strict=False):
+            self._reserve(entry, blocks)
+        reason = None if not running else "wait_exceeded" if minimum is None else "backpressure"
+        return reason, list(zip(admitted, chunks, strict=True))
+
+    def _demands(self, found: list[list[int]]) -> Iterator[Demand]:
+        """What each waiting request needs; `found` gets the blocks that hold its beginning."""
+        size = self.limits.block_size
+        for entry in self.waiting:
+            # The last token is computed in any case: it yields the first logits.
+            most = (entry.request.input_length - 1) // size
+            found.append(self._pool.find(entry.keys.keys[:most]) if entry.keys is not None else [])
+            yield entry.request.demand(cached=len(found[-1]) * size)
+
+    def _reserve(self, entry: S, found: list[int]) -> None:
+        demand = entry.request.demand()
+        entry.blocks = found + self._pool.allocate(demand.blocks(self.limits.block_size) - len(found))
+        entry.num_prompt_scheduled = len(found) * self.limits.block_size
+        self.reserved_tokens += demand.tokens
+        self.running[entry.id] = entry
+
+    def _release(self, entry: S) -> None:
+        del self.running[entry.id]
+        self.reserved_tokens -= entry.request.demand().tokens
+        self._pool.free(entry.blocks)
+        entry.blocks = []
+
+    def _schedule(self, decoding: list[S], chunks: dict[int, int]) -> list[tuple[S, bytes, int]]:
+        """Note what the shards will have done once this step is computed; returns the blocks that it fills."""
+        filled: list[tuple[S, bytes, int]] = []
+        for entry in decoding:
+            entry.num_scheduled += 1
+        for id, num_tokens in chunks.items():
+            entry = self.running[id]
+            first = entry.num_prompt_scheduled // self.limits.block_size
+            entry.num_prompt_scheduled += num_tokens
+            entry.num_scheduled = 0 if entry.num_prompt_left else 1  # the last chunk yields the first token
+            if entry.keys is not None:
+                last = entry.num_prompt_scheduled // self.limits.block_size
+                filled += [(entry, entry.keys.keys[i], entry.blocks[i]) for i in range(first, last)]
+        for _, key, block in filled:
+            self._pool.announce(key, block)
+        return filled

@@ -1,0 +1,154 @@
+"""The null model: a shard that answers every step at once, with the next word of one sentence. It measures the router.
+
+What a client sees of `--model-id null` is HTTP, validation, batching, the wire, text and delivery, and nothing of a
+model: no weights, no arithmetic, no torch. It keeps the wire contract (retire, add, chunks, decode, in this order) and
+believes what it is sent; a double that checks the protocol is `FakeShardedClient` in the router's `client.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import grpc
+
+from server.config import ShardConfig
+from server.pb import generate_pb2 as pb
+from server.pb import generate_pb2_grpc as pb_grpc
+
+# " The little fox walked along the river in the morning sun and found a red ball under the old tree." as the embedded
+# model's tokenizer writes it, one word each: no end token, so that only length and stop sequences end a request.
+SENTENCE = (305, 391, 1122, 855, 1100, 265, 913, 324, 265, 438, 600, 289, 577, 262, 827, 1420, 666, 265, 388, 713, 17)
+LOGPROB = -0.5  # of every token: exact in float32, and short as text
+BLOCK_SIZE = 16  # tokens per block, as on a real shard
+MOST_TOKENS = 2**24  # of a cache that takes no memory: the router's lists of its blocks do
+MAX_MESSAGE_BYTES = 64 * 2**20  # as on a real shard
+
+
+@dataclass(slots=True)
+class _Sequence:
+    id: int
+    top_n_tokens: int
+    prompt_logprobs: bool
+    prompt_left: int
+    given: int = 0  # tokens so far
+
+    def next_token(self) -> int:
+        token_id = SENTENCE[self.given % len(SENTENCE)]
+        self.given += 1
+        return token_id
+
+
+class NullEngine:
+    """Sequences by name and length alone."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[int, _Sequence] = {}
+
+    def step(self, request: pb.StepRequest) -> pb.StepReply:
+        """Apply one step; the reply of rank 0."""
+        started = time.perf_counter_ns()
+        for id in request.retire:
+            self._sequences.pop(id, None)
+        for new in request.add:
+            left = len(new.token_ids) - new.computed
+            self._sequences[new.id] = _Sequence(new.id, new.top_n_tokens, new.prompt_logprobs, left)
+        reply = pb.StepReply(step=request.step)
+        decoding = [s for s in self._sequences.values() if not s.prompt_left] if request.decode else []
+        completed = self._advance_prompts(request, reply)
+        _give_tokens([*decoding, *completed], reply)
+        reply.forward_ns = time.perf_counter_ns() - started
+        return reply
+
+    def _advance_prompts(self, request: pb.StepRequest, reply: pb.StepReply) -> list[_Sequence]:
+        """Run the chunks; the sequences whose prompts end with them."""
+        completed = []
+        for id, num_tokens in zip(request.chunk_ids, request.chunk_tokens, strict=True):
+            sequence = self._sequences[id]
+            sequence.prompt_left -= num_tokens
+            if not sequence.prompt_left:
+                completed.append(sequence)
+            if sequence.prompt_logprobs:  # the last token of a prompt predicts none of it
+                reply.prompt.add(id=id, logprobs=[LOGPROB] * (num_tokens - (not sequence.prompt_left)))
+        return completed
+
+
+def _give_tokens(sequences: list[_Sequence], reply: pb.StepReply) -> None:
+    token_ids = [sequence.next_token() for sequence in sequences]
+    top_counts = [sequence.top_n_tokens for sequence in sequences]
+    reply.ids.extend([sequence.id for sequence in sequences])
+    reply.token_ids.extend(token_ids)
+    reply.logprobs.extend([LOGPROB] * len(sequences))
+    reply.top_counts.extend(top_counts)
+    for token_id, count in zip(token_ids, top_counts, strict=True):
+        first = SENTENCE.index(token_id)  # the candidates are the words from the chosen one on
+        reply.top_ids.extend(SENTENCE[(first + rank) % len(SENTENCE)] for rank in range(count))
+        reply.top_logprobs.extend(LOGPROB - rank for rank in range(count))
+
+
+class NullService(pb_grpc.ShardServicer):
+    """The gRPC face of the null model: one rank."""
+
+    def __init__(self, config: ShardConfig) -> None:
+        self._rank = config.rank
+        self._world_size = config.world_size
+        self._vocab_size: int = json.loads((Path(config.model_path) / "config.json").read_bytes())["vocab_size"]
+        self._engine = NullEngine()
+        self._num_blocks = 0
+        self._num_steps = 0
+
+    async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoReply:
+        return pb.InfoReply(
+            model_type="null",
+            dtype="float32",
+            dtype_reason="nothing is computed",
+            device="cpu",
+            world_size=self._world_size,
+            vocab_size=self._vocab_size,
+            attention="none",
+            threads=1,
+            quantize="dense",
+            block_size=BLOCK_SIZE,
+            num_blocks=self._num_blocks,
+        )
+
+    async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupReply:
+        tokens = request.max_batch_total_tokens or min(request.useful_tokens, MOST_TOKENS)
+        self._num_blocks = -(-tokens // BLOCK_SIZE)
+        return pb.WarmupReply(max_batch_total_tokens=tokens, block_size=BLOCK_SIZE, num_blocks=self._num_blocks)
+
+    async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthReply:
+        return pb.HealthReply(steps_received=self._num_steps, steps_finished=self._num_steps)
+
+    async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> NoReturn:
+        sentence = "the null model computes nothing that could be profiled: serve a real model, or random weights"
+        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence)
+        raise AssertionError("abort raises")
+
+    async def Run(
+        self, requests: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[pb.StepReply]:
+        async for request in requests:
+            self._num_steps += 1
+            reply = self._engine.step(request)
+            yield reply if self._rank == 0 else pb.StepReply(step=request.step)
+
+
+async def serve(config: ShardConfig) -> grpc.aio.Server:
+    """Start serving on the rank's unix socket, which exists from then on."""
+    Path(config.socket_path).unlink(missing_ok=True)
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ("grpc.so_reuseport", 0),
+        ]
+    )
+    pb_grpc.add_ShardServicer_to_server(NullService(config), server)
+    server.add_insecure_port(f"unix://{config.socket_path}")
+    await server.start()
+    return server
