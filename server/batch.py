@@ -254,14 +254,17 @@ class SequenceTable:
     def _meta(self, spans: list[Span], num_decodes: int) -> StepMeta:
         """Where the tokens of `spans` stand, each seeing its sequence up to itself."""
         counts = [span.count for span in spans]
+        starts = list(accumulate(counts, initial=0))
         lengths = [span.start + span.count for span in spans]
         tables = self._block_tables[self._tensor([span.row for span in spans]), : num_blocks(max(lengths))]
         positions = self._tensor([p for span in spans for p in range(span.start, span.start + span.count)])
         owner = self._per_token(list(range(len(spans))), counts)
         return StepMeta(
             num_decodes=num_decodes,
-            query_starts=list(accumulate(counts, initial=0)),
+            query_starts=starts,
             context_lengths=lengths,
+            longest=max(counts[num_decodes:], default=0),
+            starts=torch.tensor(starts, dtype=torch.int32, device=self.device),
             positions=positions,
             visible=positions + 1,
             prompt_lengths=self._per_token([span.prompt_length for span in spans], counts),

@@ -82,7 +82,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
     dtype, reason = choose_dtype(config.dtype, stored, device)
     shard = distributed.connect(config.rank, config.world_size, config.rendezvous, device)
     weights = Weights.open(checkpoint, family.names, shard, dtype, device)
-    backend = attention.choose(disable_custom_kernels=config.disable_custom_kernels)
+    backend = attention.choose(device, disable_custom_kernels=config.disable_custom_kernels)
     dense = PackedFormat if can_pack(dtype, device) and not config.disable_custom_kernels else DenseFormat
     model = transformer.load(weights, spec, Parts(backend, FORMATS.get(config.quantize or "", dense), dense))
     return Loaded(model, shard, device, dtype, reason, backend.name)

@@ -32,6 +32,8 @@ class StepMeta:
     num_decodes: int  # of the S sequences, how many are at the front with one query each
     query_starts: list[int]  # [S + 1] sequence s owns tokens query_starts[s] … query_starts[s + 1] - 1 of the step
     context_lengths: list[int]  # [S] tokens that the sequence attends to after this step
+    longest: int  # most queries of a sequence that does not decode, 0 where all do
+    starts: Tensor  # [S + 1] int32: query_starts
     positions: Tensor  # [T] index of each token in its sequence
     visible: Tensor  # [T] keys that each token may see, from the sequence's first: up to itself, or its whole context
     prompt_lengths: Tensor  # [T] tokens of the prompt of each token's sequence

@@ -47,7 +47,7 @@ def load_engine(
     shard = shard or Shard()
     family, spec = families.find(json.loads((folder / "config.json").read_text()))
     weights = Weights.open(Checkpoint(folder), family.names, shard, dtype, device)
-    backend = attention.choose(disable_custom_kernels=reference)
+    backend = attention.choose(device, disable_custom_kernels=reference)
     make_head = DenseFormat if make_format is Int8Format else make_format
     model = transformer.load(weights, spec, Parts(backend, make_format, make_head))
     engine = Engine(model, shard, device, dtype, Watermark(gamma=0.5, delta=2.0))

@@ -33,6 +33,8 @@ def step_of(lengths: list[tuple[int, int]], num_blocks_total: int, seed: int) ->
         num_decodes=sum(queries == 1 for _, queries in lengths),
         query_starts=starts,
         context_lengths=[length for length, _ in lengths],
+        longest=max((queries for _, queries in lengths if queries > 1), default=0),
+        starts=torch.tensor(starts, dtype=torch.int32),
         positions=torch.tensor(positions),
         visible=torch.tensor(positions) + 1,
         prompt_lengths=torch.tensor(positions) + 1,
@@ -112,7 +114,7 @@ def test_a_window_hides_what_is_before_it() -> None:
 
 def test_groups_cover_every_decode_once_within_the_bound() -> None:
     lengths = [10, 9000, 9000, 3, 20000, 5, 5]
-    meta = StepMeta(len(lengths), [], lengths, *[torch.empty(0)] * 5)
+    meta = StepMeta(len(lengths), [], lengths, 0, *[torch.empty(0)] * 6)
     groups = list(_groups(meta))
     assert [i for first, last in groups for i in range(first, last)] == list(range(len(lengths)))
     assert all(last - first == 1 or max(lengths[first:last]) * (last - first) <= 16384 for first, last in groups)

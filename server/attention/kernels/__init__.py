@@ -1,0 +1,20 @@
+"""Attention in Triton, reading and writing the paged cache in place.
+
+Three kernels do what `reference.py` does: `store.py` scatters keys and values into the blocks, `decode.py` attends one
+query per sequence, `prefill.py` many. They are the online softmax of FlashAttention-2 (Dao 2023, arXiv 2307.08691) over
+the block tables of PagedAttention (Kwon et al. 2023, arXiv 2309.06180); decodes are split over the keys as in
+Flash-Decoding (Dao et al. 2023), so that a few long sequences still fill the GPU.
+
+What is true of all of them:
+
+* Lengths, positions and tables are read from the device, and grids depend on shapes alone, never on a sequence's
+  length: decodes can be captured in a CUDA graph and replayed while sequences grow.
+* Scores, softmax and sums are float32; a product of two tiles takes its operands in the cache's dtype.
+* Head dims that are no power of two are padded with masked lanes, because a tile's sides are powers of two.
+* Tile sizes are fixed by head dim and dtype. Tuning at run time would stall the first requests of a server.
+
+Left out: fp8 caches, splitting a prompt's keys, the copy engine (TMA) and warp specialisation.
+
+Not yet run on a GPU: the tests run the kernels in Triton's interpreter and compile them for compute capability 9.0.
+The tile sizes were chosen by registers, spills and shared memory of that compilation, not by a clock.
+"""

@@ -1,0 +1,68 @@
+"""The Triton kernels on a CPU, in Triton's interpreter: run by `test_triton.py`, in a process of its own.
+
+bfloat16 is left out: the interpreter computes on its bit patterns.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from server.model.spec import Activation
+from tests.server.kernel_cases import (
+    CASES,
+    Case,
+    check_attention,
+    check_gate,
+    check_norm,
+    check_padding,
+    check_rotation,
+)
+
+# numpy, which interprets, says what a GPU leaves unsaid.
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
+CPU = torch.device("cpu")
+# Tiles differ by dtype: in 16 bits, what production runs.
+IN_16_BITS = [name for name in CASES if name.startswith(("decode", "fresh", "a chunk"))]
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_attention_equals_the_reference(case: Case) -> None:
+    check_attention(case, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_attention_in_16_bits_is_close_to_the_reference(name: str) -> None:
+    check_attention(CASES[name], torch.float16, CPU)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1], ids=["mha", "gqa"])
+def test_a_row_without_a_sequence_is_harmless(kv_heads: int) -> None:
+    check_padding(kv_heads, torch.float32, CPU)
+
+
+def test_splits_fill_the_gpu_and_no_more() -> None:
+    from server.attention.kernels.decode import choose_splits
+
+    assert 16 == choose_splits(pairs=32, processors=132, tiles=1000)  # one sequence of 32 heads
+    assert 1 == choose_splits(pairs=32 * 32, processors=132, tiles=1000)
+    assert 4 == choose_splits(pairs=8, processors=132, tiles=7)  # a short sequence has no more to split
+    assert 64 == choose_splits(pairs=1, processors=132, tiles=1000)
+    assert 1 == choose_splits(pairs=10000, processors=132, tiles=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("is_centred", [True, False], ids=["layer norm", "rms norm"])
+def test_norms_equal_the_operators(is_centred: bool, dtype: torch.dtype) -> None:
+    check_norm(is_centred, dtype, CPU)
+
+
+@pytest.mark.parametrize("half", [40, 10], ids=["whole head", "part of a head"])
+@pytest.mark.parametrize("is_interleaved", [True, False], ids=["interleaved", "halves"])
+def test_rotating_and_storing_equals_both_apart(is_interleaved: bool, half: int) -> None:
+    check_rotation(is_interleaved, half, torch.float32, CPU)
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_gates_equal_the_operators(activation: Activation) -> None:
+    check_gate(activation, torch.float32, CPU)

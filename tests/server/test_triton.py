@@ -1,0 +1,51 @@
+"""The Triton kernels without a GPU: interpreted and compared with the reference, and compiled for one.
+
+Triton decides at its import whether it interprets, so both run in processes of their own: whatever this process has
+imported before, and in which order, does not matter. On a GPU they run in `tests/gpu/test_paged.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton exists for Linux on x86-64 alone")
+
+
+def run_tests(name: str, environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        f"tests/server/{name}.py",
+    ]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+@needs_triton
+def test_interpreted_kernels_equal_the_reference() -> None:
+    result = run_tests("interpreted_kernels", {"TRITON_INTERPRET": "1"})
+    assert 0 == result.returncode, result.stdout + result.stderr
+
+
+@needs_triton
+def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+    # An empty cache, so that nothing is taken for compiled that was compiled before.
+    result = run_tests("compiled_kernels", {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)})
+    assert 0 == result.returncode, result.stdout + result.stderr
+
+
+def test_a_server_on_a_cpu_does_not_import_triton() -> None:
+    code = "import sys, server.__main__, server.loading, server.service; print('triton' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "False" == result.stdout.strip()
