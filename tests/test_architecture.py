@@ -23,6 +23,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "benchmark", "router.client", "router.entry", "router.queue", "server.model.families", "server.model.spec",
         "server.pb",
     },
+    "benchmark.fleet": {
+        "benchmark", "router.batcher", "router.entry", "router.limits", "router.scheduler",
+    },
+    "benchmark.simulate": {"benchmark", "router.config", "router.limits", "router.queue"},
     "benchmark.offline": {
         "benchmark", "router.batcher", "router.client", "router.entry", "router.limits", "router.metrics",
         "router.text",
@@ -63,7 +67,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "server.null": {"server.config", "server.pb"},
     "server.pb": {"server.pb"},
-    "server.quant": set(),
+    "server.quant": {"server.layers.linear"},
     "server.sampling": set(),
     "server.profiling": set(),
     "server.service": {"server.cache", "server.distributed", "server.engine", "server.pb", "server.profiling"},

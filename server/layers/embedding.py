@@ -51,7 +51,7 @@ class Head:
         """hidden [T, E] → [T, V] float32: sampling must not depend on the model's dtype more than it has to."""
         if self._scale != 1.0:
             hidden = hidden * self._scale
-        logits = self.shard.all_gather(self.weight(hidden, self.bias))[:, : self._vocab_size].float()
+        logits = self.shard.all_gather(self.weight.to_float32(hidden, self.bias))[:, : self._vocab_size]
         return self._cap * torch.tanh(logits / self._cap) if self._cap else logits
 
 

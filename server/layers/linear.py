@@ -9,41 +9,77 @@ Shapes: T tokens, D input features, F output features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from server.layers.activation import ACTIVATIONS
+from server.model.spec import Activation
 from server.weights import Ranges, Weights
 
 
 class LinearFormat(Protocol):
-    """A stored weight [F, D] that can be applied."""
+    """A stored weight [F, D] that can be applied, with what follows the product.
+
+    A gated one is stored as [gate | up], [2 F, D], and yields activation(gate) * up.
+    """
 
     @property
     def nbytes(self) -> int:
         """Memory that the weight takes."""
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, D] → x @ weightᵀ + bias, [T, F], in x's dtype."""
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """x [T, D] → activation(x @ weightᵀ + bias) + residual, [T, F], in x's dtype."""
+
+    def to_float32(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, D] → x @ weightᵀ + bias, [T, F] float32."""
 
 
-MakeFormat = Callable[[Tensor], LinearFormat]
+class MakeFormat(Protocol):
+    def __call__(self, weight: Tensor, *, is_gated: bool = False) -> LinearFormat: ...
 
 
-class DenseFormat:
+class StockFormat(ABC):
+    """A format whose product is one operator of torch; what follows are others."""
+
+    def __init__(self, *, is_gated: bool):
+        self._is_gated = is_gated
+
+    @abstractmethod
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, D] → x @ weightᵀ + bias, in x's dtype."""
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        y = self.product(x, bias)
+        if activation is not None:
+            gate, *up = y.chunk(2, dim=-1) if self._is_gated else (y,)
+            y = ACTIVATIONS[activation](gate)
+            y = y * up[0] if up else y
+        return y if residual is None else y + residual
+
+    def to_float32(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.product(x, bias).float()
+
+
+class DenseFormat(StockFormat):
     """The weight as it is in the checkpoint: the format that defines correct."""
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor, *, is_gated: bool = False):
+        super().__init__(is_gated=is_gated)
         self.weight = weight
 
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.weight, bias)
 
 
@@ -54,22 +90,23 @@ class ColumnLinear:
     weight: LinearFormat
     bias: Tensor | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.weight(x, self.bias)
+    def __call__(self, x: Tensor, activation: Activation | None = None) -> Tensor:
+        return self.weight(x, self.bias, activation)
 
 
 @dataclass(frozen=True)
 class RowLinear:
     """Split by input features: input this rank's part, output this rank's summand of the whole.
 
-    Who calls it sums over the ranks and adds the bias afterwards, once: several summands may share one reduction.
+    The bias belongs to the whole: `Layer.joined` adds it, once.
     """
 
     weight: LinearFormat
     bias: Tensor | None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.weight(x, None)
+    def __call__(self, x: Tensor, base: Tensor | None = None, *, with_bias: bool = False) -> Tensor:
+        """base + this rank's summand; with_bias where there is one rank, whose summand is the whole."""
+        return self.weight(x, self.bias if with_bias else None, residual=base)
 
 
 def load_column(

@@ -9,19 +9,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from server.layers.linear import StockFormat
+
 # Tokens that the layout is chosen for: a decode batch. The choice makes no difference that could be measured.
 TYPICAL_TOKENS = 32
 
 
-class PackedFormat:
+class PackedFormat(StockFormat):
     """A weight [F, D] that only oneDNN can read; the original is not kept."""
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor, *, is_gated: bool = False):
+        super().__init__(is_gated=is_gated)
         self.nbytes = weight.nbytes
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, TYPICAL_TOKENS)
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._packed, bias, "none", [], "")
+        return product
 
 
 def can_pack(dtype: torch.dtype, device: torch.device) -> bool:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from server.cache import KVShape
 from server.distributed import Shard
 from server.layers.embedding import Embedding, Head, load_embedding, load_head
 from server.layers.linear import ColumnLinear, DenseFormat, LinearFormat, MakeFormat, RowLinear, load_column, load_row
-from server.layers.mlp import DenseMlp, GatedMlp, MoeMlp, load_mlp
+from server.layers.mlp import DenseMlp, MoeMlp, load_mlp
 from server.layers.norm import Norm, load_norm
 from server.layers.position import Rotation, alibi_slopes, bucket_bias, rotation
 from server.model.spec import ArchSpec, DynamicScaling, LayerSpec, Learned, LongScaling, Residual, Rope
@@ -43,7 +44,7 @@ class Step:
 
 @dataclass(frozen=True)
 class AttentionBlock:
-    """Projections around attention. Returns this rank's summand, as `RowLinear` does."""
+    """Projections around attention."""
 
     qkv: ColumnLinear  # rows [q | k | v] of this rank's heads
     out: RowLinear
@@ -58,7 +59,7 @@ class AttentionBlock:
         return self.qkv.weight.nbytes + self.out.weight.nbytes
 
     def __call__(self, x: Tensor, kv: Tensor, step: Step) -> Tensor:
-        """x [T, D] → [T, D]; writes this layer's keys and values into kv [2, B, K, P, H]."""
+        """x [T, D] → attended values [T, N * H], not yet projected; writes keys and values into kv [2, B, K, P, H]."""
         q, k, v = self._split(self.qkv(x), kv_heads=kv.shape[2])
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -66,7 +67,7 @@ class AttentionBlock:
             rotate = step.rotations[self.layer.position]
             q, k = rotate(q), rotate(k)
         self.attention.write(kv, k, v, step.meta)
-        return self.out(self.attention.attend(q, kv, step.meta, self.layer.window).flatten(1))
+        return self.attention.attend(q, kv, step.meta, self.layer.window).flatten(1)
 
     def _split(self, qkv: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
         """[T, (N + 2K) * H] → q [T, N, H], k [T, K, H], v [T, K, H]."""
@@ -78,7 +79,7 @@ class AttentionBlock:
 
 @dataclass(frozen=True)
 class CrossBlock:
-    """Projections around attention to an encoder's output. Returns this rank's summand, as `RowLinear` does."""
+    """Projections around attention to an encoder's output."""
 
     q: ColumnLinear
     kv: ColumnLinear  # rows [k | v] of this rank's heads
@@ -96,10 +97,10 @@ class CrossBlock:
         self.attention.write(kv, k, v, meta)
 
     def __call__(self, x: Tensor, kv: Tensor, step: Step) -> Tensor:
-        """x [T, D] → [T, D]."""
+        """x [T, D] → attended values [T, N * H], not yet projected."""
         assert step.cross is not None, "every sequence of an encoder-decoder has an encoder's output"
         q = self.q(x).view(len(x), -1, self.spec.head_dim)
-        return self.out(self.attention.attend(q, kv, step.cross, window=0).flatten(1))
+        return self.attention.attend(q, kv, step.cross, window=0).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,10 @@ class Layer:
 
     attention: AttentionBlock
     cross: CrossBlock | None  # of an encoder-decoder's decoder
-    mlp: DenseMlp | GatedMlp | MoeMlp
+    mlp: DenseMlp | MoeMlp
     norms: Mapping[str, Norm]
     shard: Shard
-    wiring: Callable[[Layer, Tensor, Attend, Attend], Tensor]
+    wiring: Callable[[Layer, Tensor, Tensor, Step], Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -119,75 +120,78 @@ class Layer:
 
     def __call__(self, x: Tensor, kv: Tensor, step: Step) -> Tensor:
         """x [T, D] → [T, D]."""
+        return self.wiring(self, x, kv, step)
 
-        def attend(x: Tensor) -> Tensor:
-            return self.attention(x, kv, step)
+    def attended(self, x: Tensor, kv: Tensor, step: Step) -> Summand:
+        """What attention adds for input x."""
+        return partial(self.attention.out, self.attention(x, kv, step)), self.attention.out.bias
 
-        def cross(x: Tensor) -> Tensor:
-            assert self.cross is not None
-            return self._sum(self.cross(x, kv, step), self.cross.out.bias)
+    def crossed(self, x: Tensor, kv: Tensor, step: Step) -> Summand:
+        """What attention to the encoder's output adds for input x."""
+        assert self.cross is not None
+        return partial(self.cross.out, self.cross(x, kv, step)), self.cross.out.bias
 
-        return self.wiring(self, x, attend, cross)
+    def fed(self, x: Tensor) -> Summand:
+        """What the mlp adds for input x."""
+        return partial(self.mlp, x), self.mlp.bias
 
-    def attention_sum(self, partial: Tensor) -> Tensor:
-        """What attention adds up to over all ranks."""
-        return self._sum(partial, self.attention.out.bias)
-
-    def mlp_sum(self, partial: Tensor) -> Tensor:
-        """What the mlp adds up to over all ranks."""
-        return self._sum(partial, self.mlp.bias)
-
-    def joint_sum(self, attention: Tensor, mlp: Tensor) -> Tensor:
-        """Both together, for the price of one reduction."""
-        return self._sum(attention + mlp, self.attention.out.bias, self.mlp.bias)
-
-    def _sum(self, partial: Tensor, *biases: Tensor | None) -> Tensor:
-        total = self.shard.all_reduce(partial)
-        # The bias joins after the reduction: before it, every rank would add it once.
-        for bias in biases:
-            if bias is not None:
-                total = total + bias
+    def joined(self, base: Tensor | None, *summands: Summand) -> Tensor:
+        """base + the summands over all ranks, for the price of one reduction."""
+        is_alone = self.shard.world_size == 1
+        total = base if is_alone else None
+        for summand, _ in summands:
+            total = summand(total, with_bias=is_alone)
+        assert total is not None
+        if is_alone:
+            return total
+        total = self.shard.all_reduce(total)
+        # What belongs to the whole joins after the reduction: before it, every rank would add it once.
+        for whole in (base, *(bias for _, bias in summands)):
+            if whole is not None:
+                total = total + whole
         return total
 
 
-Attend = Callable[[Tensor], Tensor]
+# base, with_bias -> base + this rank's summand; and the bias of the whole.
+Summand = tuple[Callable[..., Tensor], Tensor | None]
 
 
-def _pre(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
-    x = x + layer.attention_sum(attend(layer.norms["attention_norm"](x)))
-    return x + layer.mlp_sum(layer.mlp(layer.norms["mlp_norm"](x)))
+def _pre(layer: Layer, x: Tensor, kv: Tensor, step: Step) -> Tensor:
+    x = layer.joined(x, layer.attended(layer.norms["attention_norm"](x), kv, step))
+    return layer.joined(x, layer.fed(layer.norms["mlp_norm"](x)))
 
 
-def _pre_cross(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
-    x = x + layer.attention_sum(attend(layer.norms["attention_norm"](x)))
-    x = x + cross(layer.norms["cross_norm"](x))
-    return x + layer.mlp_sum(layer.mlp(layer.norms["mlp_norm"](x)))
+def _pre_cross(layer: Layer, x: Tensor, kv: Tensor, step: Step) -> Tensor:
+    x = layer.joined(x, layer.attended(layer.norms["attention_norm"](x), kv, step))
+    x = layer.joined(x, layer.crossed(layer.norms["cross_norm"](x), kv, step))
+    return layer.joined(x, layer.fed(layer.norms["mlp_norm"](x)))
 
 
-def _pre_normed(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
+def _pre_normed(layer: Layer, x: Tensor, kv: Tensor, step: Step) -> Tensor:
     normed = layer.norms["attention_norm"](x)
-    normed = layer.norms["mlp_norm"](normed + layer.attention_sum(attend(normed)))
-    return normed + layer.mlp_sum(layer.mlp(normed))
+    normed = layer.norms["mlp_norm"](layer.joined(normed, layer.attended(normed, kv, step)))
+    return layer.joined(normed, layer.fed(normed))
 
 
-def _post(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
-    x = layer.norms["attention_norm"](x + layer.attention_sum(attend(x)))
-    return layer.norms["mlp_norm"](x + layer.mlp_sum(layer.mlp(x)))
+def _post(layer: Layer, x: Tensor, kv: Tensor, step: Step) -> Tensor:
+    x = layer.norms["attention_norm"](layer.joined(x, layer.attended(x, kv, step)))
+    return layer.norms["mlp_norm"](layer.joined(x, layer.fed(x)))
 
 
-def _sandwich(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
+def _sandwich(layer: Layer, x: Tensor, kv: Tensor, step: Step) -> Tensor:
     norms = layer.norms
-    x = x + norms["attention_post_norm"](layer.attention_sum(attend(norms["attention_norm"](x))))
-    return x + norms["mlp_post_norm"](layer.mlp_sum(layer.mlp(norms["mlp_norm"](x))))
+    x = x + norms["attention_post_norm"](layer.joined(None, layer.attended(norms["attention_norm"](x), kv, step)))
+    return x + norms["mlp_post_norm"](layer.joined(None, layer.fed(norms["mlp_norm"](x))))
 
 
-def _parallel_one_norm(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
+def _parallel_one_norm(layer: Layer, x: Tensor, kv: Tensor, step: Step) -> Tensor:
     normed = layer.norms["attention_norm"](x)
-    return x + layer.joint_sum(attend(normed), layer.mlp(normed))
+    return layer.joined(x, layer.attended(normed, kv, step), layer.fed(normed))
 
 
-def _parallel_two_norms(layer: Layer, x: Tensor, attend: Attend, cross: Attend) -> Tensor:
-    return x + layer.joint_sum(attend(layer.norms["attention_norm"](x)), layer.mlp(layer.norms["mlp_norm"](x)))
+def _parallel_two_norms(layer: Layer, x: Tensor, kv: Tensor, step: Step) -> Tensor:
+    attended = layer.attended(layer.norms["attention_norm"](x), kv, step)
+    return layer.joined(x, attended, layer.fed(layer.norms["mlp_norm"](x)))
 
 
 # How a layer is wired, and which norms that takes.

@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from server.layers.linear import StockFormat
 
-class Int8Format:
+
+class Int8Format(StockFormat):
     """weight ≈ quantised * scale, with quantised [F, D] in int8 and scale [F]."""
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor, *, is_gated: bool = False):
+        super().__init__(is_gated=is_gated)
         # In float32: the largest magnitude of a row must map to 127 exactly, whatever the checkpoint's dtype.
         exact = weight.float()
         scale = exact.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
@@ -27,7 +30,7 @@ class Int8Format:
     def nbytes(self) -> int:
         return self._quantised.nbytes + self._scale.nbytes
 
-    def __call__(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         if self._fused:
             y = torch._weight_int8pack_mm(x, self._quantised, self._scale)
         else:

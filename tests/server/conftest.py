@@ -11,6 +11,7 @@ from transformers.utils import logging as transformers_logging
 
 from tests.server.checkpoints import Checkpoints, Oracle, save
 
+torch.set_num_threads(1)  # two would wait for each other longer than these tiny models compute, on busy cores above all
 DEMO = Path(__file__).parents[2] / "server" / "demo"
 
 
