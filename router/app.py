@@ -1,19 +1,20 @@
 """The HTTP application: routes, disconnects, errors, documentation.
 
-A route reads its body, opens a call, and answers from it. Both kinds of answer watch the connection at the same time:
-a client that goes away frees its place whether it streamed or not, which no framework does for a plain response. A
-stream's status line is sent only once its first event is there, so that a refusal has its real status.
+A route reads its body, opens a call, and answers from it. A client that goes away frees its place whether it streamed
+or not, which no framework does for a plain response. A stream's status line is sent only once its first event is there,
+so that a refusal has its real status; its events are then written to the connection itself (`guard.py`), which never
+waits for the client: one that does not read is cut off once too much waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
@@ -32,12 +33,14 @@ from router.entry import Event, Failed
 from router.errors import (
     BodyTooLarge,
     RouterError,
+    SlowClient,
     Unhealthy,
     UnsupportedMedia,
     error_response,
     status_response,
 )
 from router.generation import Call, Generator, Permits
+from router.guard import ClientGone, Connection
 from router.limits import Limits
 from router.metrics import Metrics
 from router.middleware import ApiKeyMiddleware, RequestIdMiddleware
@@ -48,18 +51,15 @@ from router.tracing import Tracer
 from router.validation import Validator
 
 CLIENT_GONE = 499  # nginx's; nobody reads it
-# A reader that takes nothing for this long keeps its place from others.
-WRITE_TIMEOUT_S = 60.0
+# Proxies cut connections that are silent for a minute or less.
+KEEP_ALIVE_S = 15.0
+# Of a stream, in this process: some thousand events that the client has not read, beyond what the kernel holds for it.
+MAX_UNREAD_BYTES = 256 * 1024
 # The longest step that is still believed to make progress: a full prompt step of a large model on a slow CPU.
 STUCK_STEP_MS = 60_000
 STATIC = Path(__file__).parent / "static"
 
-T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[Response]]
-
-
-class ClientGone(Exception):
-    """Nobody waits for the answer any more."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +215,8 @@ async def _generate(
     """Body and headers of a plain answer."""
     call = await _open(request, body, services, is_stream=False)
     try:
-        answers = await unless_gone(request.receive, call.answers())
+        with Connection.of(request.scope).needed():
+            answers = await call.answers()
     finally:
         call.close()
     headers = native.response_headers(body, call, answers[0].finished, services.compute_type)
@@ -227,14 +228,22 @@ async def _stream(request: Request, body: GenerateRequest, services: Services) -
     call = await _open(request, body, services, is_stream=True)
     with ExitStack() as undo:
         undo.callback(call.close)
-        events = call.stream()
-        first = await unless_gone(request.receive, anext(events))
+        with Connection.of(request.scope).needed():
+            first = await _first_events(call)
         if first and isinstance(first[0], Failed):
             raise first[0].error
         undo.pop_all()  # from here on the response closes the call
-    return EventStream(
-        call, native.EventFrames(body, call), first, events, native.stream_headers(body, services.compute_type)
-    )
+    headers = native.stream_headers(body, services.compute_type)
+    return EventStream(call, native.EventFrames(body, call), first, headers)
+
+
+async def _first_events(call: Call) -> list[Event]:
+    """Empty after a silence: then it is time to show that the request lives."""
+    try:
+        async with asyncio.timeout(KEEP_ALIVE_S):
+            return await call.next_events()
+    except TimeoutError:
+        return []
 
 
 class EventStream(Response):
@@ -242,59 +251,51 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self,
-        call: Call,
-        frames: native.EventFrames,
-        first: list[Event],
-        events: AsyncIterator[list[Event]],
-        headers: dict[str, str],
-    ) -> None:
+    def __init__(self, call: Call, frames: native.EventFrames, first: list[Event], headers: dict[str, str]) -> None:
         super().__init__(None, headers=headers)
         del self.headers["content-length"]
         self._call = call
         self._frames = frames
         self._first = first
-        self._events = events
+        self._num_writes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = Connection.of(scope)
+        with closing(self._call), suppress(ClientGone), connection.needed():
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            with self._heartbeat(connection):
+                # In a task of its own: what resuming costs grows with the depth of the stack, and here it is ASGI's.
+                await asyncio.create_task(self._write_events(connection))
+            self._call.close()  # its place is free, however slowly the client reads what is left
+            connection.limit_unread()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write_events(self, connection: Connection) -> None:
+        events = self._first
+        while True:
+            num_unread = connection.write_chunk(self._frames.write(events))
+            self._num_writes += 1
+            if self._call.is_over:
+                return
+            if num_unread > MAX_UNREAD_BYTES:
+                self._call.fail(SlowClient(num_unread))
+                return connection.cut()
+            events = await self._call.next_events()
+
+    @contextmanager
+    def _heartbeat(self, connection: Connection) -> Iterator[None]:
+        """Show that the stream lives whenever nothing was written for a while, KEEP_ALIVE_S at most."""
+        self._beat(connection, num_seen=-1)
         try:
-            await unless_gone(receive, self._write(send))
-        except (ClientGone, TimeoutError):
-            pass
+            yield
         finally:
-            self._call.close()
+            self._next_beat.cancel()
 
-    async def _write(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-        await self._write_frame(send, self._frames.write(self._first))
-        async for events in self._events:
-            await self._write_frame(send, self._frames.write(events))
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _write_frame(self, send: Send, data: bytes) -> None:
-        async with asyncio.timeout(WRITE_TIMEOUT_S):
-            await send({"type": "http.response.body", "body": data, "more_body": True})
-
-
-async def unless_gone(receive: Receive, work: Awaitable[T]) -> T:
-    """The result of the work. Raises ClientGone, with the work cancelled, when the client disconnects first."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnect(receive))
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientGone
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    def _beat(self, connection: Connection, num_seen: int) -> None:
+        if num_seen == self._num_writes:
+            connection.write_chunk(native.PING)
+        later = asyncio.get_running_loop().call_later
+        self._next_beat = later(KEEP_ALIVE_S / 2, self._beat, connection, self._num_writes)
 
 
 def orjson_response(body: Any, headers: dict[str, str] | None = None) -> Response:

@@ -7,6 +7,7 @@
     ├── BodyTooLarge          413 validation
     ├── Unauthorized          401 unauthorized           no API key, or a wrong one
     ├── Overloaded            429 overloaded             more requests than `max_concurrent_requests`
+    ├── SlowClient            408 slow_client            a stream that is not read: seen in metrics and logs alone
     ├── GenerationError       424 generation             a shard could not compute the step
     ├── IncompleteGeneration  500 incomplete_generation  a request ended without a final token: our bug
     ├── Unhealthy             503 healthcheck
@@ -82,6 +83,14 @@ class Overloaded(RouterError):
 
     def __init__(self) -> None:
         super().__init__("Model is overloaded")
+
+
+class SlowClient(RouterError):
+    status = 408
+    error_type = "slow_client"
+
+    def __init__(self, num_unread: int) -> None:
+        super().__init__(f"The client reads too slowly: {num_unread} bytes of its stream are waiting")
 
 
 class GenerationError(RouterError):

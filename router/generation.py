@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -21,9 +21,6 @@ from router.metrics import Metrics
 from router.schemas import GenerateRequest
 from router.tracing import Span, Tracer
 from router.validation import Validator, check_streamable
-
-# Proxies cut connections that are silent for a minute or less.
-KEEP_ALIVE_S = 15.0
 
 logger = logging.getLogger(__name__)
 
@@ -103,25 +100,22 @@ class Call:
         self._finished = best.finished
         return [best, *(answer for answer in answers if answer is not best)]
 
-    async def stream(self) -> AsyncIterator[list[Event]]:
-        """The events of the first sample as they come, several where they piled up; empty after a silence.
+    @property
+    def is_over(self) -> bool:
+        """Whether the last event has been taken."""
+        return self._finished is not None or self._error is not None
+
+    async def next_events(self) -> list[Event]:
+        """What has come of the first sample since the last call, at least one event; for streams.
 
         The last token and the event that ends the request always come together.
         """
         events = self.entries[0].events
-        while True:
-            try:
-                async with asyncio.timeout(KEEP_ALIVE_S):
-                    arrived = [await events.get()]
-            except TimeoutError:
-                yield []
-                continue
-            while not events.empty():
-                arrived.append(events.get_nowait())
-            self._note(arrived)
-            yield arrived
-            if self._finished or self._error:
-                return
+        arrived = [await events.get()]
+        while not events.empty():
+            arrived.append(events.get_nowait())
+        self._note(arrived)
+        return arrived
 
     def fail(self, error: RouterError) -> None:
         """Note why there will be no answer."""
@@ -145,17 +139,17 @@ class Call:
         prompt: tuple[Token, ...] = ()
         tokens: list[Token] = []
         while True:
-            event = await entry.events.get()
-            if isinstance(event, Token):
-                tokens.append(event)
-                self._note_first_token()
-            elif isinstance(event, PromptTokens):
-                prompt = event.tokens
-            elif isinstance(event, Finished):
-                return Answer(prompt, tokens, event, _visible_seed(entry))
-            else:
-                self.fail(event.error)
-                raise event.error
+            for event in [await entry.events.get()]:
+                if isinstance(event, Token):
+                    tokens.append(event)
+                    self._note_first_token()
+                elif isinstance(event, PromptTokens):
+                    prompt = event.tokens
+                elif isinstance(event, Finished):
+                    return Answer(prompt, tokens, event, _visible_seed(entry))
+                else:
+                    self.fail(event.error)
+                    raise event.error
 
     def _note(self, events: list[Event]) -> None:
         if isinstance(events[0], Token):

@@ -9,11 +9,13 @@ label ever carries what a client sent.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from router.entry import Finished
@@ -110,7 +112,8 @@ class Metrics:
         self.time_to_first_token = self._durations(
             "tgi_request_time_to_first_token_duration", "From the queue to the first token"
         )
-        self.inter_token = self._durations("tgi_request_inter_token_duration", "Between two tokens of one request")
+        self.inter_token = TokenGaps("tgi_request_inter_token_duration", "Between two tokens of one request, seconds")
+        self._registry.register(self.inter_token)
         self.input_length = self._lengths("tgi_request_input_length", "Prompt tokens", limits.max_input_length)
         self.max_new_tokens = self._lengths("tgi_request_max_new_tokens", "Tokens asked for", limits.max_total_tokens)
         self.generated_tokens = self._lengths(
@@ -176,6 +179,28 @@ class Metrics:
     def _lengths(self, name: str, what: str, longest: int) -> Histogram:
         buckets = [longest * k / NUM_LENGTH_BUCKETS for k in range(1, NUM_LENGTH_BUCKETS + 1)]
         return Histogram(name, what, buckets=buckets, registry=self._registry)
+
+
+class TokenGaps(Collector):
+    """A histogram of durations for the one thing that is observed for every token.
+
+    That of `prometheus_client` takes two locks and walks through the buckets each time, at five times the cost.
+    """
+
+    def __init__(self, name: str, what: str) -> None:
+        self._name = name
+        self._what = what
+        self._counts = [0] * (len(DURATION_BUCKETS) + 1)
+        self._sum = 0.0
+
+    def observe(self, seconds: float) -> None:
+        self._counts[bisect_left(DURATION_BUCKETS, seconds)] += 1
+        self._sum += seconds
+
+    def collect(self) -> Iterable[Metric]:
+        bounds = [*map(str, DURATION_BUCKETS), "+Inf"]
+        buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+        yield HistogramMetricFamily(self._name, self._what, buckets=buckets, sum_value=self._sum)
 
 
 class _WithoutCreated(Collector):

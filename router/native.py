@@ -9,12 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import orjson
+from orjson import dumps
 
 from router.entry import Event, Failed, Finished, Token
 from router.generation import Answer, Call
 from router.schemas import GenerateParameters, GenerateRequest
 
+# A token of a stream but for the last, without candidates: index, token id, text, log-probability, special.
+TOKEN_FRAME = (
+    b'data: {"index":%d,"token":{"id":%d,"text":%b,"logprob":%b,"special":%b},"generated_text":null,"details":null}\n\n'
+)
 PING = b": ping\n\n"  # a comment: clients ignore it, proxies see that the stream lives
 Json = dict[str, Any]
 
@@ -67,15 +71,22 @@ class EventFrames:
         """All frames for these events. No events: a sign of life."""
         if not events:
             return PING
+        if len(events) == 1 and isinstance(events[0], Token):
+            return self._token_frame(events[0])  # so it nearly always is
         last = events[-1]
-        finished = last if isinstance(last, Finished) else None
-        tokens = [event for event in events if isinstance(event, Token)]
-        frames = [self._frame(token, None) for token in tokens[: -1 if finished else None]]
-        if finished:
-            frames.append(self._frame(tokens[-1], finished))
-        if isinstance(last, Failed):
-            frames.append(frame(last.error.body()))
-        return b"".join(frames)
+        if isinstance(last, Finished):
+            *tokens, final = (event for event in events if isinstance(event, Token))
+            return b"".join(map(self._token_frame, tokens)) + self._frame(final, last)
+        frames = b"".join([self._token_frame(event) for event in events if isinstance(event, Token)])
+        return frames + frame(last.error.body()) if isinstance(last, Failed) else frames
+
+    def _token_frame(self, token: Token) -> bytes:
+        """What `_frame` writes for a token that is not the last, at half the price."""
+        if token.top_tokens:
+            return self._frame(token, None)
+        self._index += 1
+        text, logprob = dumps(token.text), dumps(token.logprob)
+        return TOKEN_FRAME % (self._index, token.id, text, logprob, b"true" if token.special else b"false")
 
     def _frame(self, token: Token, finished: Finished | None) -> bytes:
         self._index += 1
@@ -97,7 +108,7 @@ class EventFrames:
 
 def frame(event: Json) -> bytes:
     """One server-sent event. JSON has no raw newline, so one event is always one line."""
-    return b"data: " + orjson.dumps(event) + b"\n\n"
+    return b"data: " + dumps(event) + b"\n\n"
 
 
 def stream_headers(request: GenerateRequest, compute_type: str) -> dict[str, str]:

@@ -4,6 +4,9 @@ Detokenising one token at a time is wrong twice over: a character may be spread 
 token may depend on its neighbours (a leading space disappears at the start of a text). So each new token is decoded
 together with the last few that are already out, and only what it adds is given out, once it is whole characters.
 
+Most tokens are whole characters that any neighbour leaves alone, and most decoders are of kinds for which that can be
+known. What such a token adds is worked out once and looked up from then on (`LonePieces`).
+
 This does by hand what `tokenizers.decoders.DecodeStream` offers, on purpose. That class cannot give out held bytes at
 the end of a generation, and it gives out the end of the *prompt* when that ends in U+FFFD. The text of a finished
 request is here what decoding all its ids at once would have given.
@@ -11,10 +14,14 @@ request is here what decoding all its ids at once would have given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer
 
@@ -24,6 +31,7 @@ CONTEXT_TOKENS = 5  # of the prompt, decoded along with the first tokens; enough
 # A character has at most 4 bytes, so 8 tokens without a whole one are bytes that will never be text.
 MAX_HELD_TOKENS = 8
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
+LONE_BYTE = re.compile("<0x[0-9A-F]{2}>")  # how sentencepiece names a token that stands for one byte
 
 
 class FinishReason(StrEnum):
@@ -69,6 +77,10 @@ class ModelTokenizer:
         special = frozenset(id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
         return cls(tokenizer, special, eos_ids)
 
+    @cached_property
+    def lone_pieces(self) -> LonePieces:
+        return LonePieces(self.tokenizer)
+
     def encode(self, text: str) -> list[int]:
         """Token ids, with the special tokens that the model wants around a prompt."""
         return list(self.tokenizer.encode(text).ids)
@@ -91,33 +103,77 @@ def _eos_ids(tokenizer: Tokenizer, model_folder: Path, tokenizer_config: Path) -
     return frozenset(ids)
 
 
+class LonePieces(dict[int, str]):
+    """What a token adds to a text whatever its neighbours are; empty where that depends on them, or is not known.
+
+    Filled as tokens come, so that it holds at most the vocabulary: some tens of megabytes if all of it is ever used.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__()
+        self._tokenizer = tokenizer
+        decoder = tokenizer.decoder
+        self._is_local = decoder is not None and is_local(json.loads(decoder.__getstate__()))
+
+    def __missing__(self, id: int) -> str:
+        piece = self[id] = self._piece(id) if self._is_local else ""
+        return piece
+
+    def _piece(self, id: int) -> str:
+        """The token after itself: at the start of a text it may lose its leading space."""
+        if LONE_BYTE.fullmatch(self._tokenizer.id_to_token(id) or ""):
+            return ""
+        at_start = self._tokenizer.decode([id])
+        piece = self._tokenizer.decode([id, id])[len(at_start) :]
+        return piece if at_start and REPLACEMENT not in piece else ""
+
+
+def is_local(decoder: Mapping[str, Any]) -> bool:
+    """Whether all it does to neighbours is to join bytes to characters and to trim the start of a text."""
+    kind = decoder["type"]
+    if kind == "Sequence":
+        return all(is_local(part) for part in decoder["decoders"])
+    if kind == "Strip":
+        return bool(decoder["stop"] == 0)
+    if kind == "Replace":
+        return len(decoder["pattern"].get("String", "")) == 1
+    return kind in ("ByteLevel", "ByteFallback", "Fuse", "Metaspace")
+
+
 class Detokeniser:
     """Turns the growing ids of one sequence into pieces of whole characters."""
 
     def __init__(self, tokenizer: ModelTokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._ids = list(prompt_ids[-CONTEXT_TOKENS:])  # context, then held tokens
-        self._num_context = len(self._ids)
-        self._context_text = tokenizer.decode(self._ids)
+        self._context = list(prompt_ids[-CONTEXT_TOKENS:])
+        self._context_text: str | None = tokenizer.decode(self._context)  # None: not asked for yet, and not empty
+        self._held: list[int] = []
 
     def push(self, token_id: int) -> str:
         """The text that this token completes; empty while it ends inside a character."""
-        self._ids.append(token_id)
-        text = self._tokenizer.decode(self._ids)
-        num_held = len(self._ids) - self._num_context
-        if num_held < MAX_HELD_TOKENS and (text.endswith(REPLACEMENT) or len(text) <= len(self._context_text)):
-            return ""
-        return self._give_out(text)
+        piece = self._tokenizer.lone_pieces[token_id]
+        if piece and not self._held and self._context_text != "":
+            self._context, self._context_text = [token_id], None
+            return piece
+        self._held.append(token_id)
+        piece, is_whole = self._held_text()
+        return self._give_out(piece) if is_whole or len(self._held) >= MAX_HELD_TOKENS else ""
 
     def flush(self) -> str:
         """The text of held tokens, whole characters or not: nothing more will come."""
-        return self._give_out(self._tokenizer.decode(self._ids)) if len(self._ids) > self._num_context else ""
+        return self._give_out(self._held_text()[0]) if self._held else ""
 
-    def _give_out(self, text: str) -> str:
-        piece = text[len(self._context_text) :]
-        del self._ids[: self._num_context]
-        self._num_context = len(self._ids)
-        self._context_text = self._tokenizer.decode(self._ids)
+    def _held_text(self) -> tuple[str, bool]:
+        """What the held tokens add to their context, and whether it is something that ends with a whole character."""
+        if self._context_text is None:
+            self._context_text = self._tokenizer.decode(self._context)
+        text = self._tokenizer.decode([*self._context, *self._held])
+        num_before = len(self._context_text)
+        return text[num_before:], len(text) > num_before and not text.endswith(REPLACEMENT)
+
+    def _give_out(self, piece: str) -> str:
+        self._context, self._held = self._held, []
+        self._context_text = self._tokenizer.decode(self._context)
         return piece
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from server.attention import StepMeta
 from server.cache import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
-from server.sampling import History, Sampler, TokenChoice, Watermark
+from server.sampling import History, Logits, Sampler, StockLogits, TokenChoice, Watermark
 
 
 class StepError(ValueError):
@@ -110,6 +110,7 @@ class SequenceTable:
     watermark: Watermark
     device: torch.device
     has_encoder: bool = False
+    logits: Logits = field(default_factory=StockLogits)
     sequences: dict[int, SequenceState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -117,7 +118,7 @@ class SequenceTable:
         self._block_tables = torch.zeros(1, 1, dtype=torch.int64, device=self.device)  # [rows, B]
         self._free_rows = [0]
         self._choices: list[TokenChoice] = []
-        self._sampler = Sampler([], self.watermark, self.device)
+        self._sampler = Sampler([], self.watermark, self.device, self.logits)
 
     def apply(self, request: pb.StepRequest) -> StepInput | None:
         """Retire, add, and lay out the step; None when it computes nothing.
@@ -281,7 +282,7 @@ class SequenceTable:
         choices = [s.choice for s in sequences]
         if choices != self._choices:
             self._choices = choices
-            self._sampler = Sampler(choices, self.watermark, self.device)
+            self._sampler = Sampler(choices, self.watermark, self.device, self.logits)
         return self._sampler
 
     def _tensor(self, values: list[int]) -> Tensor:

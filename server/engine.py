@@ -22,7 +22,7 @@ from server.batch import SequenceState, SequenceTable, StepInput, Work
 from server.cache import KVShape
 from server.distributed import Shard
 from server.pb import generate_pb2 as pb
-from server.sampling import Chosen, Watermark
+from server.sampling import Chosen, Logits, StockLogits, Watermark
 
 # Rows whose logits are computed at once for prompt log-probabilities: 128 rows of BLOOM's 250,880 are 128 MB.
 PROMPT_LOGPROB_ROWS = 128
@@ -104,7 +104,15 @@ class Model(Protocol):
 class Engine:
     """The model on one rank, and the sequences that it is generating."""
 
-    def __init__(self, model: Model, shard: Shard, device: torch.device, dtype: torch.dtype, watermark: Watermark):
+    def __init__(
+        self,
+        model: Model,
+        shard: Shard,
+        device: torch.device,
+        dtype: torch.dtype,
+        watermark: Watermark,
+        logits: Logits | None = None,
+    ):
         self.model = model
         self.shard = shard
         self.device = device
@@ -112,6 +120,7 @@ class Engine:
         self.kv_shape = model.kv_shape(dtype)
         self._has_encoder = model.decoder_start is not None
         self._watermark = watermark
+        self._logits = logits or StockLogits()
         self._kv_caches: list[Tensor] = []
         self._table: SequenceTable | None = None
 
@@ -175,7 +184,9 @@ class Engine:
         # An encoder-decoder's sequence has two runs of blocks: one block more, so that the longest one fits.
         blocks = cache.num_blocks(tokens) + self._has_encoder
         self._kv_caches = cache.allocate(self.kv_shape, blocks, self.device)
-        self._table = SequenceTable(self.model.vocab_size, blocks, self._watermark, self.device, self._has_encoder)
+        self._table = SequenceTable(
+            self.model.vocab_size, blocks, self._watermark, self.device, self._has_encoder, self._logits
+        )
 
     @torch.inference_mode()
     def launch(self, request: pb.StepRequest) -> Launched | None:

@@ -6,28 +6,37 @@ What can be refused is refused from config.json alone, before a byte of weights 
 from __future__ import annotations
 
 import json
+import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from server import attention, distributed
+from server import attention, distributed, native
 from server.cache import BLOCK_SIZE
 from server.config import DTYPES, ShardConfig
 from server.distributed import Shard
 from server.engine import Engine, Model
 from server.layers.linear import DenseFormat, MakeFormat
+from server.layers.native import NativeFormat, NativeNorm, rotate
 from server.layers.packed import PackedFormat, can_pack
 from server.model import families, transformer
 from server.model.spec import validate
 from server.model.transformer import Parts
+from server.native import Kernels
+from server.native.logits import NativeLogits
+from server.native.memory import Arena
 from server.pb import generate_pb2 as pb
 from server.quant.int8 import Int8Format
-from server.sampling import Watermark
+from server.sampling import Logits, StockLogits, Watermark
 from server.weights import Checkpoint, RandomCheckpoint, Weights
 
+log = logging.getLogger(__name__)
+
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 SMALL_MODEL_BYTES = 64 * 2**20
 FORMATS: dict[str, MakeFormat] = {"int8": Int8Format}
 
@@ -41,7 +50,7 @@ def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
     torch.set_num_threads(threads)
     loaded.shard.barrier()
     watermark = Watermark(config.watermark_gamma, config.watermark_delta)
-    engine = Engine(loaded.model, loaded.shard, device, loaded.dtype, watermark)
+    engine = Engine(loaded.model, loaded.shard, device, loaded.dtype, watermark, loaded.logits)
     info = pb.InfoReply(
         model_type=hf_config["model_type"],
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -72,6 +81,7 @@ class Loaded:
     dtype: torch.dtype
     dtype_reason: str
     attention: str  # name of the backend
+    logits: Logits = field(default_factory=StockLogits)
 
 
 def _load_family(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
@@ -82,10 +92,38 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
     dtype, reason = choose_dtype(config.dtype, stored, device)
     shard = distributed.connect(config.rank, config.world_size, config.rendezvous, device)
     weights = Weights.open(checkpoint, family.names, shard, dtype, device)
-    backend = attention.choose(device, disable_custom_kernels=config.disable_custom_kernels)
-    dense = PackedFormat if can_pack(dtype, device) and not config.disable_custom_kernels else DenseFormat
-    model = transformer.load(weights, spec, Parts(backend, FORMATS.get(config.quantize or "", dense), dense))
-    return Loaded(model, shard, device, dtype, reason, backend.name)
+    kernels = _kernels(config, dtype, device)
+    parts = choose_parts(kernels, dtype, device, config.quantize, config.disable_custom_kernels)
+    model = transformer.load(weights, spec, parts)
+    logits = NativeLogits(kernels) if kernels else StockLogits()
+    return Loaded(model, shard, device, dtype, reason, parts.attention.name, logits)
+
+
+def _kernels(config: ShardConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:
+    """The compiled kernels, where they are of use."""
+    if device.type != "cpu" or dtype not in NATIVE_DTYPES or config.disable_custom_kernels:
+        return None
+    kernels, reason = native.load()
+    if kernels is None:
+        log.warning("The compiled CPU kernels are not used: %s. Steps will take longer", reason)
+    return kernels
+
+
+def choose_parts(
+    kernels: Kernels | None,
+    dtype: torch.dtype,
+    device: torch.device,
+    quantize: str | None = None,
+    disable_custom_kernels: bool = False,
+) -> Parts:
+    """The fastest ways to compute each part of a model, as far as there is a choice."""
+    backend = attention.choose(device, kernels, disable_custom_kernels=disable_custom_kernels)
+    if kernels is not None:
+        dense: MakeFormat = partial(NativeFormat, kernels, Arena())
+        linear = FORMATS.get(quantize or "", dense)
+        return Parts(backend, linear, dense, partial(NativeNorm, kernels), partial(rotate, kernels))
+    dense = PackedFormat if can_pack(dtype, device) and not disable_custom_kernels else DenseFormat
+    return Parts(backend, FORMATS.get(quantize or "", dense), dense)
 
 
 def _load_fallback(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -63,6 +64,40 @@ class Chosen:
     top_logprobs: Tensor  # [R, n] float32
 
 
+@dataclass(frozen=True)
+class Summary:
+    """What is known of each row of logits."""
+
+    top_ids: Tensor  # [R, n] int64, most likely first
+    top_logits: Tensor  # [R, n] float32
+    log_totals: Tensor  # [R, 1] float32, the log of the sum of all exponentials: a logit minus it is a log-probability
+
+
+class Logits(Protocol):
+    """What takes a pass over the whole vocabulary."""
+
+    def summarise(self, logits: Tensor, n: int) -> Summary:
+        """The n best tokens (at least 1) of logits [R, V] float32, which are not changed."""
+
+    def race(self, logits: Tensor, seed_low: Tensor, seed_high: Tensor, positions: Tensor) -> Tensor:
+        """Draw one token [R] of each row of logits [R, V] float32.
+
+        seed_low, seed_high: [R, 1] halves of the seed, int64; positions: [R] int64.
+        """
+
+
+class StockLogits:
+    """In torch operators: what defines correct."""
+
+    def summarise(self, logits: Tensor, n: int) -> Summary:
+        best, ids = logits.max(dim=-1, keepdim=True) if n == 1 else logits.topk(n, dim=-1)
+        return Summary(ids, best, logits.logsumexp(dim=-1, keepdim=True))
+
+    def race(self, logits: Tensor, seed_low: Tensor, seed_high: Tensor, positions: Tensor) -> Tensor:
+        noise = exponential_noise(seed_low, seed_high, positions, logits.shape[1])
+        return (logits - noise.log_()).argmax(dim=-1)
+
+
 class History:
     """Which tokens one sequence holds already; kept only for sequences whose penalties ask."""
 
@@ -82,8 +117,9 @@ class History:
 class Sampler:
     """The choices of R rows, prepared once for as long as the same sequences step together."""
 
-    def __init__(self, choices: Sequence[TokenChoice], watermark: Watermark, device: torch.device):
+    def __init__(self, choices: Sequence[TokenChoice], watermark: Watermark, device: torch.device, logits: Logits):
         self._device = device
+        self._logits = logits
         self._watermark = watermark
         self._watermarked = self._rows([c.watermark for c in choices])
         self._penalised = [r for r, c in enumerate(choices) if c.needs_history]
@@ -109,21 +145,16 @@ class Sampler:
         """
         self._add_watermark(logits, previous)
         self._penalise(logits, histories)
-        token_ids = logits.argmax(dim=-1)
         if self._sampled is not None:
-            warped = self._warp(logits[self._sampled])
-            noise = exponential_noise(self._seed_low, self._seed_high, positions[self._sampled], logits.shape[1])
-            token_ids[self._sampled] = (warped - noise.log_()).argmax(dim=-1)
-            logits[self._sampled] = warped
-        return self._report(logits, token_ids)
-
-    def _report(self, logits: Tensor, token_ids: Tensor) -> Chosen:
-        chosen = logits.gather(1, token_ids.unsqueeze(1))
-        top_logits, top_ids = logits.topk(self.top_n, dim=-1)
-        # The log of the sum of all exponentials, in place: for large vocabularies a copy costs more than the sum.
-        largest = logits.amax(dim=-1, keepdim=True)
-        total = largest + logits.sub_(largest).exp_().sum(dim=-1, keepdim=True).log()
-        return Chosen(token_ids, (chosen - total).squeeze(1), top_ids, top_logits - total)
+            logits[self._sampled] = self._warp(logits[self._sampled])
+        summary = self._logits.summarise(logits, max(self.top_n, 1))
+        token_ids = summary.top_ids[:, 0].clone()
+        if self._sampled is not None:
+            rows, at = logits[self._sampled], positions[self._sampled]
+            token_ids[self._sampled] = self._logits.race(rows, self._seed_low, self._seed_high, at)
+        logprobs = logits.gather(1, token_ids.unsqueeze(1)) - summary.log_totals
+        top_ids, top_logits = summary.top_ids[:, : self.top_n], summary.top_logits[:, : self.top_n]
+        return Chosen(token_ids, logprobs.squeeze(1), top_ids, top_logits - summary.log_totals)
 
     def _add_watermark(self, logits: Tensor, previous: Tensor) -> None:
         if self._watermarked is not None:

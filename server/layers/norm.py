@@ -6,6 +6,7 @@ Shapes: x [..., D] over its last dimension.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -39,10 +40,19 @@ class RmsNorm:
         return F.rms_norm(x.float(), self._weight.shape, self._weight, self._eps).to(x.dtype)
 
 
-def load_norm(weights: Weights, role: str, size: int, kind: spec.LayerNorm | spec.RmsNorm) -> Norm:
+class MakeNorm(Protocol):
+    def __call__(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm: ...
+
+
+def stock_norm(weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
+    """LayerNorm where `is_centred`, else RMSNorm, in torch operators."""
+    return LayerNorm(weight, bias, eps) if is_centred else RmsNorm(weight, eps)
+
+
+def load_norm(weights: Weights, role: str, size: int, kind: spec.LayerNorm | spec.RmsNorm, make_norm: MakeNorm) -> Norm:
     """The norm called `role`, over `size` features."""
     weight = weights.vector(role, size)
     if isinstance(kind, spec.LayerNorm):
-        return LayerNorm(weight, weights.bias(role, size) if kind.bias else None, kind.eps)
+        return make_norm(weight, weights.bias(role, size) if kind.bias else None, kind.eps, is_centred=True)
     # In float32: near 1 the checkpoint's dtype has no room for what is stored as a distance from 1.
-    return RmsNorm(weight.float() + 1 if kind.unit_offset else weight, kind.eps)
+    return make_norm(weight.float() + 1 if kind.unit_offset else weight, None, kind.eps, is_centred=False)

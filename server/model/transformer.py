@@ -27,7 +27,7 @@ from server.distributed import Shard
 from server.layers.embedding import Embedding, Head, load_embedding, load_head
 from server.layers.linear import ColumnLinear, DenseFormat, LinearFormat, MakeFormat, RowLinear, load_column, load_row
 from server.layers.mlp import DenseMlp, MoeMlp, load_mlp
-from server.layers.norm import Norm, load_norm
+from server.layers.norm import MakeNorm, Norm, load_norm, stock_norm
 from server.layers.position import Rotation, alibi_slopes, bucket_bias, rotation
 from server.model.spec import ArchSpec, DynamicScaling, LayerSpec, Learned, LongScaling, Residual, Rope
 from server.weights import Weights, head_ranges
@@ -42,6 +42,10 @@ class Step:
     cross: StepMeta | None = None  # the same tokens, attending to the encoder's output
 
 
+# Turns the leading features of heads [T, n, H] by their tokens' positions, perhaps in place.
+Rotate = Callable[[Rotation, Tensor], Tensor]
+
+
 @dataclass(frozen=True)
 class AttentionBlock:
     """Projections around attention."""
@@ -51,6 +55,7 @@ class AttentionBlock:
     q_norm: Norm | None
     k_norm: Norm | None
     attention: Attention
+    rotate: Rotate
     spec: ArchSpec
     layer: LayerSpec
 
@@ -60,21 +65,21 @@ class AttentionBlock:
 
     def __call__(self, x: Tensor, kv: Tensor, step: Step) -> Tensor:
         """x [T, D] → attended values [T, N * H], not yet projected; writes keys and values into kv [2, B, K, P, H]."""
-        q, k, v = self._split(self.qkv(x), kv_heads=kv.shape[2])
+        kv_heads, heads = kv.shape[2], self._heads(x)
+        turned, v = heads[:, :-kv_heads], heads[:, -kv_heads:]  # queries and keys, and what no position turns
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            turned = torch.cat([self.q_norm(turned[:, :-kv_heads]), self.k_norm(turned[:, -kv_heads:])], dim=1)
         if isinstance(self.layer.position, Rope):
-            rotate = step.rotations[self.layer.position]
-            q, k = rotate(q), rotate(k)
-        self.attention.write(kv, k, v, step.meta)
-        return self.attention.attend(q, kv, step.meta, self.layer.window).flatten(1)
+            turned = self.rotate(step.rotations[self.layer.position], turned)
+        self.attention.write(kv, turned[:, -kv_heads:], v, step.meta)
+        return self.attention.attend(turned[:, :-kv_heads], kv, step.meta, self.layer.window).flatten(1)
 
-    def _split(self, qkv: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """[T, (N + 2K) * H] → q [T, N, H], k [T, K, H], v [T, K, H]."""
+    def _heads(self, x: Tensor) -> Tensor:
+        """x [T, D] → its queries, keys and values [T, N + 2K, H]."""
+        qkv = self.qkv(x)
         if self.spec.qkv_clip:
             qkv = qkv.clamp(-self.spec.qkv_clip, self.spec.qkv_clip)
-        heads = qkv.view(len(qkv), -1, self.spec.head_dim)
-        return heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
+        return qkv.view(len(qkv), -1, self.spec.head_dim)
 
 
 @dataclass(frozen=True)
@@ -322,6 +327,8 @@ class Parts:
     attention: MakeAttention
     linear: MakeFormat = DenseFormat
     head: MakeFormat = DenseFormat  # quantised checkpoints leave the output head alone
+    norm: MakeNorm = stock_norm
+    rotate: Rotate = Rotation.__call__
 
 
 def load(weights: Weights, spec: ArchSpec, parts: Parts) -> Transformer:
@@ -345,9 +352,9 @@ def _load_stack(weights: Weights, spec: ArchSpec, embedding: Embedding, parts: P
         embedding=embedding,
         project_in=DenseFormat(weights.rows("project_in", (hidden, embed_dim))) if embed_dim else None,
         positions=_load_positions(weights, spec),
-        embed_norm=load_norm(weights, "embed_norm", hidden, spec.norm) if spec.embed_norm else None,
+        embed_norm=load_norm(weights, "embed_norm", hidden, spec.norm, parts.norm) if spec.embed_norm else None,
         layers=[_load_layer(weights.of_layer(i), spec, y, attention, parts) for i, y in enumerate(spec.layers)],
-        final_norm=load_norm(weights, "final_norm", hidden, spec.norm) if spec.final_norm else None,
+        final_norm=load_norm(weights, "final_norm", hidden, spec.norm, parts.norm) if spec.final_norm else None,
         project_out=DenseFormat(weights.rows("project_out", (embed_dim, hidden))) if embed_dim else None,
     )
 
@@ -374,25 +381,26 @@ def _load_positions(weights: Weights, spec: ArchSpec) -> Tensor | None:
 def _load_layer(weights: Weights, spec: ArchSpec, layer: LayerSpec, attention: Attention, parts: Parts) -> Layer:
     wiring, norms = WIRINGS[spec.residual]
     return Layer(
-        attention=_load_attention(weights, spec, layer, attention, parts.linear),
+        attention=_load_attention(weights, spec, layer, attention, parts),
         cross=_load_cross(weights, spec, parts) if spec.encoder else None,
         mlp=load_mlp(weights, spec, layer.mlp, parts.linear),
-        norms={role: load_norm(weights, role, spec.hidden_size, spec.norm) for role in norms},
+        norms={role: load_norm(weights, role, spec.hidden_size, spec.norm, parts.norm) for role in norms},
         shard=weights.shard,
         wiring=wiring,
     )
 
 
 def _load_attention(
-    weights: Weights, spec: ArchSpec, layer: LayerSpec, attention: Attention, make_format: MakeFormat
+    weights: Weights, spec: ArchSpec, layer: LayerSpec, attention: Attention, parts: Parts
 ) -> AttentionBlock:
     size = (spec.hidden_size, spec.num_heads * spec.head_dim)
     return AttentionBlock(
-        qkv=_load_qkv(weights, spec, make_format),
-        out=load_row(weights, "attention_out", size, make_format, bias=spec.attention_out_bias),
-        q_norm=load_norm(weights, "q_norm", spec.head_dim, spec.norm) if spec.qk_norm else None,
-        k_norm=load_norm(weights, "k_norm", spec.head_dim, spec.norm) if spec.qk_norm else None,
+        qkv=_load_qkv(weights, spec, parts.linear),
+        out=load_row(weights, "attention_out", size, parts.linear, bias=spec.attention_out_bias),
+        q_norm=load_norm(weights, "q_norm", spec.head_dim, spec.norm, parts.norm) if spec.qk_norm else None,
+        k_norm=load_norm(weights, "k_norm", spec.head_dim, spec.norm, parts.norm) if spec.qk_norm else None,
         attention=attention,
+        rotate=parts.rotate,
         spec=spec,
         layer=layer,
     )

@@ -1,4 +1,4 @@
-"""The HTTP side over fake shards: in-process where bodies matter, over a real socket where connections do."""
+"""The HTTP side over fake shards, served on loopback as the router serves it."""
 
 from __future__ import annotations
 
@@ -11,21 +11,26 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
 from starlette.routing import Route
 
-from router import model_files
+from router import model_files, native
 from router.app import create_app
 from router.batcher import Batcher
 from router.client import FakeShardedClient
 from router.config import RouterConfig
+from router.entry import Token
+from router.generation import Call
 from router.guard import GuardedHttpProtocol
 from router.metrics import Metrics
+from router.schemas import GenerateRequest
 from router.tracing import NoTracer, make_tracer
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 
@@ -38,6 +43,7 @@ class Site:
 
     app: FastAPI
     http: httpx2.AsyncClient
+    port: int
     batcher: Batcher
     shards: FakeShardedClient
     metrics: Metrics
@@ -57,7 +63,7 @@ class Site:
 async def site(
     shards: FakeShardedClient | None = None, *, config: dict[str, Any] | None = None, **limits: Any
 ) -> AsyncIterator[Site]:
-    """In-process: requests go straight to the ASGI application."""
+    """On a loopback port, through the guarded protocol."""
     wanted = make_limits(**limits)
     shards = shards or fake_shards(wanted)
     given = {"model_id": "a/model", "model_path": "/nowhere", "shard_sockets": ("x",), **(config or {})}
@@ -75,30 +81,31 @@ async def site(
         tracer=NoTracer(),
     )
     task = asyncio.create_task(batcher.run())
-    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
-    async with httpx2.AsyncClient(transport=transport, base_url="http://test") as http:
-        yield Site(app, http, batcher, shards, metrics)
+    async with serving(app) as port, httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+        yield Site(app, http, port, batcher, shards, metrics)
     task.cancel()
     await asyncio.wait({task})
 
 
 @asynccontextmanager
-async def served(*args: Any, **kwargs: Any) -> AsyncIterator[tuple[Site, int]]:
-    """On a loopback port, through the guarded protocol."""
-    async with site(*args, **kwargs) as inner:
-        listener = socket.create_server(("127.0.0.1", 0))
-        server = uvicorn.Server(
-            uvicorn.Config(inner.app, http=GuardedHttpProtocol, ws="none", log_config=None, access_log=False)
-        )
-        serving = asyncio.create_task(server._serve([listener]))
-        while not server.started:
-            await asyncio.sleep(0.005)
-        port = listener.getsockname()[1]
-        async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-            inner.http = http
-            yield inner, port
+async def serving(app: FastAPI) -> AsyncIterator[int]:
+    """The application on the port that this gives."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, http=GuardedHttpProtocol, ws="none", log_config=None, access_log=False))
+    task = asyncio.create_task(server._serve([listener]))
+    while not server.started:
+        await asyncio.sleep(0.001)
+    port: int = listener.getsockname()[1]
+    try:
+        yield port
+    finally:
         server.should_exit = True
-        await serving
+        await task
+
+
+def in_process(app: FastAPI) -> httpx2.AsyncClient:
+    """Straight to the ASGI application, with headers that no client library would send."""
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test")
 
 
 def events_in(text: str) -> list[dict[str, Any]]:
@@ -268,6 +275,14 @@ def test_info_health_metrics_and_docs() -> None:
     asyncio.run(story())
 
 
+@given(st.text(), st.floats(max_value=0, allow_nan=False) | st.none(), st.booleans())
+def test_frames_of_all_tokens_have_one_form(text: str, logprob: float | None, special: bool) -> None:
+    token = Token(7, text, logprob, special)
+    event = {"index": 1, "token": {"id": 7, "text": text, "logprob": logprob, "special": special}}
+    expected = native.frame({**event, "generated_text": None, "details": None})
+    assert expected == native.EventFrames(GenerateRequest(inputs="x"), cast(Call, None)).write([token])
+
+
 # -------------------------------------------------------------------------------------------------- errors
 
 
@@ -401,14 +416,14 @@ def test_no_error_repeats_the_prompt() -> None:
 
 def test_api_key_closes_every_route_but_the_probes() -> None:
     async def story() -> None:
-        async with site(config={"api_key": "Sésame"}) as it:
+        async with site(config={"api_key": "Sésame"}) as it, in_process(it.app) as http:
             open_paths = set()
             for route in it.app.routes:
                 assert isinstance(route, Route)
                 for method in route.methods or ():
                     for key in (None, "sésame", "wrong", "é" * 1000, ""):
                         headers = {} if key is None else {"authorization": f"Bearer {key}".encode()}
-                        answer = await it.http.request(method, route.path, headers=headers)
+                        answer = await http.request(method, route.path, headers=headers)
                         if answer.status_code != 401:
                             open_paths.add((method, route.path))
             assert {path for _, path in open_paths} <= {
@@ -421,11 +436,18 @@ def test_api_key_closes_every_route_but_the_probes() -> None:
                 "/api-doc/openapi.json",
             }
             assert {method for method, _ in open_paths} == {"GET"}
-            for path in ("/nowhere", "http://test//generate", "/health/", "/HEALTH", "/metrics", "/info"):
-                assert (await it.http.get(path)).status_code == 401
+            for path in (
+                "/nowhere",
+                "http://test//generate",
+                "/health/",
+                "/HEALTH",
+                "/metrics",
+                "/info",
+            ):
+                assert (await http.get(path)).status_code == 401
             headers: Any = {"authorization": "bearer Sésame".encode()}
-            assert (await it.http.get("/info", headers=headers)).status_code == 200
-            refused = await it.http.get("/info")
+            assert (await http.get("/info", headers=headers)).status_code == 200
+            refused = await http.get("/info")
             assert_is_error(refused, 401, "unauthorized")
             assert refused.headers["www-authenticate"] == "Bearer"
 
@@ -449,11 +471,11 @@ def test_cors_lets_in_anyone_or_the_chosen_origin() -> None:
 
 def test_request_id_is_echoed_if_it_is_harmless() -> None:
     async def story() -> None:
-        async with site() as it:
-            answer = await it.http.get("/health", headers={"x-request-id": "my-id_1"})
+        async with site() as it, in_process(it.app) as http:
+            answer = await http.get("/health", headers={"x-request-id": "my-id_1"})
             assert answer.headers["x-request-id"] == "my-id_1"
             for harmful in ("a b", "x" * 65, "", "a\x1b[31m"):
-                answer = await it.http.get("/nowhere", headers={"x-request-id": harmful})
+                answer = await http.get("/nowhere", headers={"x-request-id": harmful})
                 assert answer.headers["x-request-id"] not in ("", harmful)
 
     asyncio.run(story())
@@ -496,7 +518,7 @@ def test_tracing_without_its_extra_names_the_remedy() -> None:
 def test_tokens_arrive_one_by_one_over_a_socket() -> None:
     async def story() -> None:
         shards = fake_shards(make_limits(), step_delay_s=0.02)
-        async with served(shards) as (it, _):
+        async with site(shards) as it:
             body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 6}}
             async with it.http.stream("POST", "/generate_stream", json=body) as answer:
                 chunks = [chunk async for chunk in answer.aiter_raw()]
@@ -509,8 +531,8 @@ def test_tokens_arrive_one_by_one_over_a_socket() -> None:
 def test_client_that_goes_away_frees_its_place(path: str) -> None:
     async def story() -> None:
         shards = fake_shards(make_limits(), step_delay_s=0.005)
-        async with served(shards, max_concurrent_requests=1) as (it, port):
-            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        async with site(shards, max_concurrent_requests=1) as it:
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
             body = json.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": 100}}).encode()
             head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
             writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
@@ -528,10 +550,30 @@ def test_client_that_goes_away_frees_its_place(path: str) -> None:
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+def test_request_of_a_client_that_leaves_is_retired_within_two_steps(path: str) -> None:
+    async def story() -> None:
+        shards = fake_shards(make_limits(), step_delay_s=0.1)
+        async with site(shards) as it:
+            _, writer = await asyncio.open_connection("127.0.0.1", it.port)
+            body = json.dumps({"inputs": PROMPT, "parameters": {"max_new_tokens": 100}}).encode()
+            head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+            while len(shards.requests) < 4:
+                await asyncio.sleep(0.001)
+            left_at = shards.requests[-1].step
+            writer.close()
+            await it.all_free()
+            [retired_at] = [request.step for request in shards.requests if request.retire]
+            assert retired_at - left_at <= 2
+
+    asyncio.run(story())
+
+
 def test_storm_of_disconnects_leaves_nothing_behind() -> None:
     async def story() -> None:
         shards = fake_shards(make_limits(), step_delay_s=0.001)
-        async with served(shards, max_concurrent_requests=500) as (it, _):
+        async with site(shards, max_concurrent_requests=500) as it:
 
             async def visit(number: int) -> None:
                 body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 50}}
@@ -569,11 +611,11 @@ async def raw(port: int, data: bytes) -> bytes:
 
 def test_huge_headers_are_refused() -> None:
     async def story() -> None:
-        async with served() as (it, port):
+        async with site() as it:
             start = b"GET /health HTTP/1.1\r\nhost: x\r\n"
             for headers in (b"a: " + b"x" * 40_000 + b"\r\n\r\n", b"a: b\r\n" * 101 + b"\r\n", b"a: " + b"x" * 10**6):
-                assert (await raw(port, start + headers)).startswith(b"HTTP/1.1 431 ") or len(headers) == 10**6 + 3
-            assert b" 431 " in await raw(port, b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
+                assert (await raw(it.port, start + headers)).startswith(b"HTTP/1.1 431 ") or len(headers) == 10**6 + 3
+            assert b" 431 " in await raw(it.port, b"GET /" + b"x" * 40_000 + b" HTTP/1.1\r\nhost: x\r\n\r\n")
             ok = await it.http.get("/health", headers={f"h{number}": "x" * 200 for number in range(80)})
             assert ok.status_code == 200
 
@@ -582,12 +624,12 @@ def test_huge_headers_are_refused() -> None:
 
 def test_slow_headers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
-        async with served() as (_, port):
-            assert await raw(port, b"GET /health HTTP/1.1\r\nhost:") == b""
+        async with site() as it:
+            assert await raw(it.port, b"GET /health HTTP/1.1\r\nhost:") == b""
             start = (
                 b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
             )
-            assert await raw(port, start) == b""
+            assert await raw(it.port, start) == b""
 
     monkeypatch.setattr("router.guard.HEADER_TIMEOUT_S", 0.1)
     monkeypatch.setattr("router.guard.BODY_TIMEOUT_S", 0.1)
@@ -597,7 +639,7 @@ def test_slow_headers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slow_answer_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         shards = fake_shards(make_limits(), step_delay_s=0.1)
-        async with served(shards) as (it, _):
+        async with site(shards) as it:
             for _ in range(2):  # the second on the same connection
                 assert (await it.post("/generate", max_new_tokens=4)).status_code == 200
 
@@ -609,12 +651,12 @@ def test_slow_answer_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_silent_stream_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
     async def story() -> None:
         shards = fake_shards(make_limits(), step_delay_s=0.2)
-        async with served(shards) as (it, _):
+        async with site(shards) as it:
             answer = await it.post("/generate_stream", max_new_tokens=2)
             assert answer.text.count(": ping\n\n") >= 2
             assert len(events_in(answer.text)) == 2
 
-    monkeypatch.setattr("router.generation.KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("router.app.KEEP_ALIVE_S", 0.05)
     asyncio.run(story())
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from router.text import REPLACEMENT, Detokeniser, FinishReason, GeneratedText, ModelTokenizer
-from tests.router.doubles import EOS, byte_tokenizer, word_tokenizer
+from router.text import REPLACEMENT, Detokeniser, FinishReason, GeneratedText, LonePieces, ModelTokenizer
+from tests.router.doubles import EOS, byte_tokenizer, bytes_to_characters, word_tokenizer
 
 TOKENIZER = byte_tokenizer()
 
@@ -70,6 +73,94 @@ def test_pieces_of_any_bytes_are_what_all_ids_at_once_would_give(garbage: bytes)
     generated, _, _ = generate([*garbage, EOS])
     if len(garbage) < 8:  # longer runs of garbage may be given out before their last byte
         assert generated.text == TOKENIZER.decode(list(garbage))
+
+
+# ---------------------------------------------------------------------------- tokens that are looked up, not decoded
+
+
+def tokenizer_of(decoder: Any, *words: str) -> ModelTokenizer:
+    """One token for each word; the last is special, the one before it was added."""
+    tokenizer = Tokenizer(models.WordLevel({word: id for id, word in enumerate(words)}, unk_token=words[0]))
+    tokenizer.decoder = decoder
+    tokenizer.add_tokens(["<added>"])
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    return ModelTokenizer.of(tokenizer, frozenset({len(words) + 1}))
+
+
+def byte_words(*words: bytes) -> list[str]:
+    return ["".join(bytes_to_characters()[byte] for byte in word) for word in words]
+
+
+def fallback(*, spaces: int) -> Any:
+    """The decoder of Llama 2 and its kin."""
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", spaces, 0)]
+    return decoders.Sequence(parts)
+
+
+PARTS = (
+    b"A",
+    b" a",
+    b"  ",
+    "é".encode(),
+    "🙂".encode(),
+    "🙂".encode()[:2],
+    "🙂".encode()[2:],
+    b"\xff",
+    b"x\xe2",
+    b"\x82y",
+)
+WORDS = ("▁", "▁▁", "▁a", "b", "▁é🙂", REPLACEMENT, "<0x41>", "<0xE2>", "<0x82>", "<0xAC>", "<0xFF>", "<0x20>")
+LOCAL = {
+    "byte level": tokenizer_of(decoders.ByteLevel(), *byte_words(*PARTS)),
+    "fallback": tokenizer_of(fallback(spaces=1), *WORDS),
+    "fallback, many spaces": tokenizer_of(fallback(spaces=3), *WORDS),
+    "fallback, no strip": tokenizer_of(decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()]), *WORDS),
+    "metaspace": tokenizer_of(decoders.Metaspace(), *WORDS),
+    "metaspace, never": tokenizer_of(decoders.Metaspace(prepend_scheme="never"), *WORDS),
+}
+OTHERS = {
+    "none": None,
+    "word piece": decoders.WordPiece(),
+    "suffix": decoders.BPEDecoder("▁"),
+    "pattern": decoders.Sequence([decoders.Fuse(), decoders.Replace("▁b", "c")]),
+    "strip at the end": decoders.Sequence([decoders.Fuse(), decoders.Strip(" ", 0, 1)]),
+}
+
+
+def pieces_of(tokenizer: ModelTokenizer, prompt: Sequence[int], ids: Sequence[int]) -> list[str]:
+    detokeniser = Detokeniser(tokenizer, prompt)
+    return [*map(detokeniser.push, ids), detokeniser.flush()]
+
+
+def without_lookups(tokenizer: ModelTokenizer) -> ModelTokenizer:
+    careful = ModelTokenizer(tokenizer.tokenizer, tokenizer.special_ids, tokenizer.eos_ids)
+    vars(careful)["lone_pieces"] = defaultdict(str)
+    return careful
+
+
+@pytest.mark.parametrize("kind", LOCAL)
+@given(st.data())
+def test_looked_up_tokens_are_what_decoding_them_among_others_gives(kind: str, data: st.DataObject) -> None:
+    tokenizer = LOCAL[kind]
+    num_ids = tokenizer.tokenizer.get_vocab_size() - 1  # the special one never gets this far
+    ids = st.lists(st.integers(0, num_ids - 1), max_size=20)
+    prompt, generated = data.draw(ids | st.just([num_ids])), data.draw(ids)
+    assert pieces_of(without_lookups(tokenizer), prompt, generated) == pieces_of(tokenizer, prompt, generated)
+
+
+@pytest.mark.parametrize("kind", LOCAL)
+def test_ordinary_words_are_looked_up(kind: str) -> None:
+    pieces = LonePieces(LOCAL[kind].tokenizer)
+    assert any(pieces[id] for id in range(5))
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_nothing_is_looked_up_where_a_decoder_looks_at_neighbours(kind: str) -> None:
+    tokenizer = tokenizer_of(OTHERS[kind], *WORDS)
+    assert not any(LonePieces(tokenizer.tokenizer)[id] for id in range(len(WORDS)))
+
+
+# ----------------------------------------------------------------------------------------------------------- spaces
 
 
 def test_leading_space_is_kept_after_a_prompt_and_dropped_at_the_start_of_a_text() -> None:

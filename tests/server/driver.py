@@ -16,11 +16,14 @@ from server.cache import BLOCK_SIZE, num_blocks
 from server.distributed import Shard
 from server.engine import Engine
 from server.layers.linear import DenseFormat, MakeFormat
+from server.loading import choose_parts
 from server.model import families, transformer
 from server.model.transformer import Parts
+from server.native import Kernels
+from server.native.logits import NativeLogits
 from server.pb import generate_pb2 as pb
 from server.quant.int8 import Int8Format
-from server.sampling import Watermark
+from server.sampling import Logits, StockLogits, Watermark
 from server.weights import Checkpoint, Weights
 
 CPU = torch.device("cpu")
@@ -41,16 +44,22 @@ def load_engine(
     device: torch.device = CPU,
     make_format: MakeFormat = DenseFormat,
     reference: bool = False,
+    kernels: Kernels | None = None,
     tokens: int = 4096,
 ) -> Engine:
     """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`."""
     shard = shard or Shard()
     family, spec = families.find(json.loads((folder / "config.json").read_text()))
     weights = Weights.open(Checkpoint(folder), family.names, shard, dtype, device)
-    backend = attention.choose(device, disable_custom_kernels=reference)
-    make_head = DenseFormat if make_format is Int8Format else make_format
-    model = transformer.load(weights, spec, Parts(backend, make_format, make_head))
-    engine = Engine(model, shard, device, dtype, Watermark(gamma=0.5, delta=2.0))
+    if kernels is not None:
+        parts = choose_parts(kernels, dtype, device)
+        logits: Logits = NativeLogits(kernels)
+    else:
+        backend = attention.choose(device, None, disable_custom_kernels=reference)
+        parts = Parts(backend, make_format, DenseFormat if make_format is Int8Format else make_format)
+        logits = StockLogits()
+    model = transformer.load(weights, spec, parts)
+    engine = Engine(model, shard, device, dtype, Watermark(gamma=0.5, delta=2.0), logits)
     engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=tokens, useful_tokens=tokens, fraction=1.0)
     return engine
 

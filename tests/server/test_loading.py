@@ -43,7 +43,7 @@ def load(folder: Path, shard: Shard, dtype: torch.dtype) -> tuple[Transformer, C
     family, spec = families.find(json.loads((folder / "config.json").read_text()))
     checkpoint = Checkpoint(folder)
     opened = Weights.open(checkpoint, family.names, shard, dtype, CPU)
-    backend = attention.choose(CPU, disable_custom_kernels=True)
+    backend = attention.choose(CPU, None, disable_custom_kernels=True)
     return transformer.load(opened, spec, Parts(backend)), checkpoint
 
 

@@ -195,7 +195,7 @@ def load(shapes: dict[str, Shape], family: Family, spec: ArchSpec, shard: Shard)
 
 def start_up(checkpoint: Checkpoint | RandomCheckpoint, family: Family, spec: ArchSpec, shard: Shard) -> None:
     weights = Weights.open(checkpoint, family.names, shard, DTYPE, META)
-    backend = attention.choose(META, disable_custom_kernels=True)
+    backend = attention.choose(META, None, disable_custom_kernels=True)
     transformer.load(weights, spec, Parts(backend))
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from server.sampling import (
     History,
     Sampler,
+    StockLogits,
     TokenChoice,
     Watermark,
     exponential_noise,
@@ -31,7 +32,7 @@ def choose(
     watermark: Watermark = WATERMARK,
 ):  # type: ignore[no-untyped-def]
     rows = len(choices)
-    sampler = Sampler(choices, watermark, CPU)
+    sampler = Sampler(choices, watermark, CPU, StockLogits())
     return sampler(
         logits.clone().expand(rows, -1).contiguous(),
         positions=torch.full((rows,), position),

@@ -1,0 +1,124 @@
+"""Attention by compiled kernels that read the cache's blocks in place: the backend for CPUs.
+
+Inside each block of the cache the order of the elements is the kernels' own (see `server/native/attention.cpp`): what
+this backend writes, only it reads. A result is bit for bit the same whatever else is in the step, and however a prompt
+is cut into chunks. Dtypes that the kernels do not know go to the padded backend.
+
+Shapes: T tokens, S sequences, N local heads, K local kv heads, H head dim, B blocks, P tokens per block.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from server.attention.interface import Attention, Scores, StepMeta
+from server.attention.padded import PaddedAttention
+from server.native import Kernels
+
+BLOCK_SIZE = 16  # tokens of a block, built into the kernels
+
+
+class _Scores(ctypes.Structure):
+    """`Scores` of attention.cpp."""
+
+    _fields_ = (
+        ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
+        ("slopes", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("reach", ctypes.c_long),
+    )
+
+
+class NativeAttention:
+    """Softmax attention over the paged cache, with biases, windows, capped scores and shared kv heads."""
+
+    def __init__(self, kernels: Kernels, scores: Scores):
+        self._kernels = kernels
+        self._padded = PaddedAttention(scores)
+        self._slopes = torch.tensor(scores.slopes)
+        self._bias = torch.empty(0, 1) if scores.bias is None else scores.bias.float().contiguous()
+        self._scores = _Scores(
+            scores.scale,
+            scores.cap,
+            self._slopes.data_ptr() if scores.slopes else None,
+            None if scores.bias is None else self._bias.data_ptr(),
+            self._bias.shape[1] // 2,
+        )
+        self._scores_at = ctypes.addressof(self._scores)
+
+    def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
+        _, blocks, kv_heads, _, head_dim = kv.shape
+        if not _is_known(kv):
+            return self._padded.write(kv, k, v, meta)
+        k, v = _with_whole_heads(k), _with_whole_heads(v)
+        self._kernels.write[kv.dtype](
+            kv.data_ptr(),
+            blocks,
+            k.data_ptr(),
+            v.data_ptr(),
+            k.stride(0),
+            v.stride(0),
+            meta.slots.data_ptr(),
+            len(k),
+            kv_heads,
+            head_dim,
+            torch.get_num_threads(),
+        )
+
+    def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
+        _, blocks, kv_heads, _, head_dim = kv.shape
+        if not _is_known(kv):
+            return self._padded.attend(q, kv, meta, window)
+        q = _with_whole_heads(q)
+        out = q.new_empty(q.shape)
+        sequences = len(meta.query_starts) - 1
+        # Where all decode, sequence s owns token s.
+        starts = None if sequences == meta.num_decodes else torch.tensor(meta.query_starts)
+        self._kernels.attend[kv.dtype](
+            self._scores_at,
+            q.data_ptr(),
+            q.stride(0),
+            kv.data_ptr(),
+            blocks,
+            out.data_ptr(),
+            meta.positions.data_ptr(),
+            meta.visible.data_ptr(),
+            meta.block_tables.data_ptr(),
+            meta.block_tables.stride(0),
+            None if starts is None else starts.data_ptr(),
+            sequences,
+            q.shape[1],
+            kv_heads,
+            head_dim,
+            window,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+class NativeBackend:
+    """Makes attention of one set of kernels."""
+
+    name = "native"
+
+    def __init__(self, kernels: Kernels):
+        self._kernels = kernels
+
+    def __call__(self, scores: Scores) -> Attention:
+        return NativeAttention(self._kernels, scores)
+
+
+def _is_known(kv: Tensor) -> bool:
+    """Whether the kernels can read this cache."""
+    _, _, _, block_size, head_dim = kv.shape
+    even = kv.dtype == torch.bfloat16 and head_dim % 2 == 0
+    return block_size == BLOCK_SIZE and (kv.dtype == torch.float32 or even)
+
+
+def _with_whole_heads(x: Tensor) -> Tensor:
+    """x [T, heads, H] with a token's heads in one run, as the slices of a projection have them."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

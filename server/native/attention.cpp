@@ -1,0 +1,553 @@
+// Softmax attention over the paged cache, reading its blocks in place: for one query as for a prompt's thousands.
+//
+// The cache is [2, B, K, P = 16, H]. Inside each [16, H] the order is this kernel's own, so that nothing has to be
+// transposed while attending: keys as [word of H][16 tokens], values as [word of the 16 tokens][H], where a word is one
+// float32 or a pair of bfloat16. Scores of 16 keys then are one vector, and so are LANES features of an output.
+//
+// Keys are taken in chunks at fixed places of the context. Each chunk's softmax is computed on its own, and a row's
+// chunks are folded together in their order, whoever computed them. So a row's result is bit for bit the same alone, in a
+// batch, inside a prompt, and on any number of threads. Scores, weights and sums are float32; in the product with
+// bfloat16 values the weights are bfloat16.
+//
+// Shapes: T tokens, S sequences, N heads, K kv heads, H head dim, B blocks, R rows: the queries that share a kv head.
+
+#include <utility>
+
+#include "functions.h"
+#include "threads.h"
+#include "tile.h"
+
+namespace {
+
+constexpr int BLOCK_TOKENS = 16;
+constexpr int KEY_VECTORS = BLOCK_TOKENS / LANES;
+// Rows that go through a chunk of keys and values together while these are in the L2 cache, and rows of one tile.
+constexpr int ROWS = MAX_ROWS<2>, TILES = 4;
+constexpr float NEVER = -__builtin_inff();
+
+// Keys of a chunk: its weights are one block of a tile's left side.
+template <class E>
+constexpr int CHUNK = LEFT_WORDS * PER_WORD<E>;
+template <class E>
+constexpr int CHUNK_BLOCKS = CHUNK<E> / BLOCK_TOKENS;
+
+INLINE int blocks_of_keys(int keys) { return (keys + BLOCK_TOKENS - 1) / BLOCK_TOKENS; }
+
+struct Scores {
+    float scale, cap;
+    const float* slopes;  // [N] or null
+    const float* bias;    // [N, 2 reach + 1] or null
+    long reach;
+};
+
+template <class E>
+struct Step {
+    const Scores& scores;
+    const E* q;     // [T, N, H], tokens q_stride elements apart
+    const E* keys;  // [B, K, 16, H]
+    const E* values;
+    E* out;  // [T, N, H]
+    const int64_t* positions;     // [T]
+    const int64_t* visible;       // [T]
+    const int64_t* block_tables;  // [S, table_stride]
+    const int64_t* starts;        // [S + 1] or null where sequence s is token s
+    long q_stride, table_stride, window;
+    int sequences, heads, kv_heads, head_dim;
+
+    int group() const { return heads / kv_heads; }
+    long start(long sequence) const { return starts ? starts[sequence] : sequence; }
+    long words() const { return head_dim / PER_WORD<E>; }
+};
+
+// Some rows of one sequence and kv head. Row r is head r % group of token r / group; neither positions nor what is visible
+// go back from one token to the next.
+struct Task {
+    int sequence, kv_head, first_row, rows;
+    long stop_key;                 // no row sees this one or a later one
+    long first_chunk, stop_chunk;  // of the keys that any row sees
+    long first_unit;               // number of chunks of all tasks before this one
+};
+
+// Where one row stands.
+struct Place {
+    long token, head, position, visible;
+};
+
+template <class E>
+Place place_of(const Step<E>& step, const Task& task, int row) {
+    const long token = step.start(task.sequence) + (task.first_row + row) / step.group();
+    const long head = task.kv_head * step.group() + (task.first_row + row) % step.group();
+    return {token, head, step.positions[token], step.visible[token]};
+}
+
+// Rows that are computed together, and the end of the keys that any of them sees.
+struct Tile {
+    Place places[ROWS];
+    long stop_key;
+};
+
+// What is known of `rows` rows after some of their keys: the largest score, and sums weighted by exp(score - largest).
+struct Partial {
+    float *largest, *total, *sums;  // [rows], [rows], [rows][H]
+
+    Partial(float* at, long rows) : largest(at), total(at + rows), sums(at + 2 * rows) {}
+    Partial from(int row, long head_dim) const { return {largest + row, total + row, sums + row * head_dim}; }
+    // Vectors are stored whole: behind the last row there is room for one.
+    static long size(long rows, long head_dim) { return rows * (head_dim + 2) + LANES; }
+
+  private:
+    Partial(float* largest, float* total, float* sums) : largest(largest), total(total), sums(sums) {}
+};
+
+// One thread's memory, for one task at a time.
+template <class E>
+struct Desk {
+    Tile tiles[TILES];
+    Word weights[ROWS * LEFT_STRIDE];
+    float scores[ROWS * CHUNK<E>];
+    const Word* keys[CHUNK<E> / LANES];
+    const Word* stored_values[CHUNK_BLOCKS<E>];
+    const Word* values[CHUNK_BLOCKS<E>];     // where they are stored, or copies
+    const Word* next_keys[CHUNK_BLOCKS<E>];  // of the chunk that comes next
+    Word *queries, *copies;  // copies: of a chunk's values, or of the last block alone
+    float *part, *folded;
+
+    explicit Desk(const Step<E>& step) {
+        static thread_local Workspace memory;
+        const long rows = ROWS * TILES, size = Partial::size(rows, step.head_dim);
+        const long query_words = rows * blocks_of(step.words()) * LEFT_STRIDE;
+        const long copy_words = CHUNK<E> / PER_WORD<E> * max(step.head_dim, long(LANES));
+        queries = memory.take<Word>(query_words + copy_words + 2 * size);
+        copies = queries + query_words;
+        part = reinterpret_cast<float*>(copies + copy_words);
+        folded = part + size;
+    }
+};
+
+// ---------------------------------------------------------------------------------------------- products of one tile
+
+// Fetches memory that will be read next, at the same offsets as the memory that is being read.
+template <int NV>
+struct Fetch {
+    const Word* ahead[NV];
+    long step;
+    INLINE void operator()(int k) const {
+        for (int v = 0; v < NV; v++) __builtin_prefetch(ahead[v] + k * step, 0, 2);
+    }
+};
+
+// scores[m][key] of M rows and NV vectors of keys. Meanwhile the values of the same keys are fetched.
+template <class E, int M, int NV>
+void score_keys(const Word* left, const Word* const* keys, const Word* const* values, long words, float* scores) {
+    Floats sums[M][NV] = {};
+    for (long start = 0; start < words; start += LEFT_WORDS, left += M * LEFT_STRIDE) {
+        const Word* right[NV];
+        Fetch<NV> fetch{{}, BLOCK_TOKENS};
+        for (int v = 0; v < NV; v++) {
+            right[v] = keys[v] + start * BLOCK_TOKENS;
+            fetch.ahead[v] = values[v / KEY_VECTORS] + start * BLOCK_TOKENS + v % KEY_VECTORS * LANES;
+        }
+        multiply<E>(sums, left, right, BLOCK_TOKENS, int(min(words - start, long(LEFT_WORDS))), fetch);
+    }
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < NV; v++) store(scores + m * CHUNK<E> + v * LANES, sums[m][v]);
+}
+
+// sums_at[m][feature] of M rows of weights and NV vectors of the values' features, over `blocks` blocks of rows of `width`
+// words. Rows are stored from first to last: where a head is shorter than a vector, each is cut by the next. Meanwhile the
+// next keys are fetched.
+template <class E, int M, int NV>
+void weigh_values(
+    const Word* left, const Word* const* values, const Word* const* next_keys, int blocks, long feature, long width,
+    long head_dim, float* sums_at
+) {
+    constexpr int DEPTH = BLOCK_TOKENS / PER_WORD<E>;
+    Floats sums[M][NV] = {};
+    for (int block = 0; block < blocks; block++) {
+        const Word* right[NV];
+        Fetch<NV> fetch{{}, width};
+        for (int v = 0; v < NV; v++) {
+            right[v] = values[block] + feature + v * LANES;
+            fetch.ahead[v] = next_keys[block] + feature + v * LANES;
+        }
+        multiply<E>(sums, left + block * DEPTH, right, width, DEPTH, fetch);
+    }
+    for (int m = 0; m < M; m++)
+        for (int v = 0; v < NV; v++) store(sums_at + m * head_dim + feature + v * LANES, sums[m][v]);
+}
+
+// Vectors of keys that are scored at once: the fewer rows, the more, so that enough sums are under way.
+constexpr int key_vectors(int rows) { return rows <= MAX_ROWS<4> ? 4 : 2; }
+
+template <class E, int... M>
+INLINE auto score_keys_of(int rows, std::integer_sequence<int, M...>) {
+    static constexpr decltype(&score_keys<E, 1, 4>) functions[] = {score_keys<E, M + 1, key_vectors(M + 1)>...};
+    return functions[rows - 1];
+}
+
+template <class E, int NV, int... M>
+INLINE auto weigh_values_of(int rows, std::integer_sequence<int, M...>) {
+    static constexpr decltype(&weigh_values<E, 1, NV>) functions[] = {weigh_values<E, M + 1, NV>...};
+    return functions[rows - 1];
+}
+
+template <class E>
+void score_tile(const Desk<E>& desk, const Word* left, int rows, int blocks, long words, float* scores) {
+    const int width = key_vectors(rows), vectors = blocks * KEY_VECTORS;
+    const auto function = score_keys_of<E>(rows, std::make_integer_sequence<int, ROWS>());
+    for (int v = 0; v < vectors; v += width) function(left, desk.keys + v, desk.stored_values + v / KEY_VECTORS, words, scores + v * LANES);
+}
+
+// Words of a row of values: shorter heads are copied to rows of one vector.
+INLINE long value_width(long head_dim) { return max(head_dim, long(LANES)); }
+
+template <class E, int NV>
+void weigh_tile(const Desk<E>& desk, int rows, int blocks, long head_dim, float* sums) {
+    const auto function = weigh_values_of<E, NV>(rows, std::make_integer_sequence<int, MAX_ROWS<NV == 1 ? 2 : NV>>());
+    // The last vectors may overlap those before them: they end where the head ends, and are computed twice.
+    const long width = value_width(head_dim);
+    for (long feature = 0; feature < head_dim; feature += NV * LANES)
+        function(
+            desk.weights, desk.values, desk.next_keys, blocks, min(feature, width - NV * LANES), width, head_dim, sums
+        );
+}
+
+template <class E>
+void weigh_tile(const Desk<E>& desk, int rows, int blocks, long head_dim, float* sums) {
+    if (head_dim % (4 * LANES) == 0 && rows <= MAX_ROWS<4>) return weigh_tile<E, 4>(desk, rows, blocks, head_dim, sums);
+    if (head_dim >= 2 * LANES) return weigh_tile<E, 2>(desk, rows, blocks, head_dim, sums);
+    weigh_tile<E, 1>(desk, rows, blocks, head_dim, sums);
+}
+
+// ------------------------------------------------------------------------------------------------ softmax of one row
+
+INLINE Floats gather(const float* bias, long reach, Ints distance) {
+    Floats values;
+    for (int i = 0; i < LANES; i++) values[i] = bias[max(min(long(distance[i]), reach), -reach) + reach];
+    return values;
+}
+
+// Scale, cap, bias and mask a row's raw scores of `count` keys from `first_key` on, in place; returns the largest.
+template <class E>
+float finish_scores(const Step<E>& step, const Place& place, long first_key, int count, float* scores) {
+    const Scores how = step.scores;
+    const float slope = how.slopes ? how.slopes[place.head] : 0.0f;
+    const float* bias = how.bias ? how.bias + place.head * (2 * how.reach + 1) : nullptr;
+    const Ints stop = all(int32_t(place.visible - place.position));
+    const Ints start = all(step.window ? int32_t(-step.window) : INT32_MIN);
+    Floats best = all(NEVER);
+    for (int i = 0; i < count; i += LANES) {
+        const Ints distance = all(int32_t(first_key + i - place.position)) + iota();
+        Floats score = load(scores + i) * how.scale;
+        if (how.cap) score = tanh(score / how.cap) * how.cap;
+        if (slope) score += __builtin_convertvector(distance, Floats) * slope;
+        if (bias) score += gather(bias, how.reach, distance);
+        score = (distance >= stop) | (distance <= start) ? all(NEVER) : score;
+        store(scores + i, score);
+        best = max(best, score);
+    }
+    return largest(best);
+}
+
+// The weights of a row's `count` keys relative to the largest score; returns their sum.
+template <class E>
+float weigh(const float* scores, int count, float best, E* weights) {
+    const float base = best == NEVER ? 0.0f : best;  // no key is visible: every weight is 0
+    Floats total = {};
+    for (int i = 0; i < count; i += LANES) {
+        const Floats weight = exp(load(scores + i) - base);
+        store(weights + i, weight);
+        total += weight;
+    }
+    return sum(total);
+}
+
+// Add what is known from later keys.
+void fold(const Partial& into, const Partial& part, long rows, long head_dim) {
+    for (long row = 0; row < rows; row++) {
+        if (part.largest[row] == NEVER) continue;
+        const float best = into.largest[row] > part.largest[row] ? into.largest[row] : part.largest[row];
+        const float kept = exp(into.largest[row] - best), added = exp(part.largest[row] - best);
+        into.largest[row] = best;
+        into.total[row] = into.total[row] * kept + part.total[row] * added;
+        float* sums = into.sums + row * head_dim;
+        for (long i = 0; i < head_dim; i++) sums[i] = sums[i] * kept + part.sums[row * head_dim + i] * added;
+    }
+}
+
+void clear(const Partial& partial, long rows, long head_dim) {
+    for (long row = 0; row < rows; row++) partial.largest[row] = NEVER, partial.total[row] = 0;
+    memset(partial.sums, 0, rows * head_dim * sizeof(float));
+}
+
+// ---------------------------------------------------------------------------------------------- tasks and their chunks
+
+// Put a task's queries on the desk.
+template <class E>
+void prepare(const Step<E>& step, const Task& task, Desk<E>& desk) {
+    const int blocks = blocks_of(step.words());
+    const Parts parts(task.rows, ROWS);
+    for (int t = 0; t < parts.number; t++) {
+        Tile& tile = desk.tiles[t];
+        Word* left = desk.queries + parts.first(t) * blocks * LEFT_STRIDE;
+        for (int row = 0; row < parts.length(t); row++, left += LEFT_STRIDE) {
+            const Place place = tile.places[row] = place_of(step, task, parts.first(t) + row);
+            const E* query = step.q + place.token * step.q_stride + place.head * step.head_dim;
+            pack_left(left, parts.length(t), query, step.head_dim);
+            tile.stop_key = place.visible;
+        }
+    }
+}
+
+// The first tokens of a block of values, zeros behind them: memory that was never written may hold NaN, which would
+// survive a weight of 0.
+template <class E>
+void copy_values(Word* to, const Word* from, long tokens, long head_dim) {
+    const long width = value_width(head_dim);
+    memset(to, 0, BLOCK_TOKENS / PER_WORD<E> * width * sizeof(Word));
+    for (; tokens > 0; tokens -= PER_WORD<E>, to += width, from += head_dim)
+        for (long i = 0; i < head_dim; i++) to[i] = tokens < PER_WORD<E> ? from[i] & 0xFFFF : from[i];
+}
+
+// Where a chunk's blocks are: body(block, offset into keys and values), the last one again for those that are missing.
+template <class E, class Body>
+INLINE void each_block(const Step<E>& step, const Task& task, long chunk, const Body& body) {
+    const int64_t* table = step.block_tables + task.sequence * step.table_stride;
+    const long first = chunk * CHUNK_BLOCKS<E>, last = (task.stop_key - 1) / BLOCK_TOKENS;
+    for (int block = 0; block < CHUNK_BLOCKS<E>; block++) {
+        const long index = table[min(first + block, last)];
+        body(block, (index * step.kv_heads + task.kv_head) * BLOCK_TOKENS * step.head_dim);
+    }
+}
+
+// Point the desk at a chunk.
+template <class E>
+void open_chunk(const Step<E>& step, const Task& task, long chunk, Desk<E>& desk) {
+    each_block(step, task, chunk, [&](int block, long offset) {
+        for (int v = 0; v < KEY_VECTORS; v++)
+            desk.keys[block * KEY_VECTORS + v] = reinterpret_cast<const Word*>(step.keys + offset) + v * LANES;
+        desk.stored_values[block] = reinterpret_cast<const Word*>(step.values + offset);
+    });
+}
+
+// Say which chunk comes after the one that will be opened.
+template <class E>
+void expect_chunk(const Step<E>& step, const Task& task, long chunk, Desk<E>& desk) {
+    each_block(step, task, chunk, [&](int block, long offset) {
+        desk.next_keys[block] = reinterpret_cast<const Word*>(step.keys + offset);
+    });
+}
+
+// The values of the open chunk's first `keys` keys, zeros behind them: where they are stored, or copies.
+template <class E>
+void take_values(Desk<E>& desk, int keys, long head_dim) {
+    for (int block = 0; block < blocks_of_keys(keys); block++) {
+        const int tokens = int(min(keys - block * BLOCK_TOKENS, BLOCK_TOKENS));
+        desk.values[block] = desk.stored_values[block];
+        if (tokens == BLOCK_TOKENS && head_dim >= LANES) continue;
+        Word* copy = desk.copies + block * (BLOCK_TOKENS / PER_WORD<E>) * value_width(head_dim);
+        copy_values<E>(copy, desk.stored_values[block], tokens, head_dim);
+        desk.values[block] = copy;
+    }
+}
+
+// What `rows` rows of a tile find in the `keys` first keys of the open chunk.
+template <class E>
+void attend_tile(
+    const Step<E>& step, Desk<E>& desk, const Tile& tile, const Word* left, int rows, long first_key, int keys,
+    const Partial& part
+) {
+    const int blocks = blocks_of_keys(keys);
+    score_tile(desk, left, rows, blocks, step.words(), desk.scores);
+    for (int row = 0; row < rows; row++) {
+        float* scores = desk.scores + row * CHUNK<E>;
+        E* weights = reinterpret_cast<E*>(desk.weights + row * LEFT_STRIDE);
+        part.largest[row] = finish_scores(step, tile.places[row], first_key, blocks * BLOCK_TOKENS, scores);
+        part.total[row] = weigh(scores, blocks * BLOCK_TOKENS, part.largest[row], weights);
+    }
+    take_values(desk, keys, step.head_dim);
+    weigh_tile(desk, rows, blocks, step.head_dim, part.sums);
+}
+
+// What the rows of the prepared task find in one chunk.
+template <class E>
+void attend_chunk(const Step<E>& step, const Task& task, Desk<E>& desk, long chunk, const Partial& part) {
+    const Parts parts(task.rows, ROWS);
+    const long first_key = chunk * CHUNK<E>;
+    const auto keys_of = [&](int t) { return int(min(desk.tiles[t].stop_key - first_key, long(CHUNK<E>))); };
+    open_chunk(step, task, chunk, desk);
+    for (int t = 0; t < parts.number; t++) {
+        const int first = parts.first(t), rows = parts.length(t), keys = keys_of(t);
+        const Partial mine = part.from(first, step.head_dim);
+        const Word* left = desk.queries + first * blocks_of(step.words()) * LEFT_STRIDE;
+        if (keys > 0)
+            attend_tile(step, desk, desk.tiles[t], left, rows, first_key, keys, mine);
+        else
+            clear(mine, rows, step.head_dim);
+    }
+}
+
+template <class E>
+void finish(const Step<E>& step, const Task& task, const Partial& folded) {
+    for (int row = 0; row < task.rows; row++) {
+        const Place place = place_of(step, task, row);
+        E* out = step.out + (place.token * step.heads + place.head) * step.head_dim;
+        const float* sums = folded.sums + row * step.head_dim;
+        const float scale = folded.total[row] > 0 ? 1.0f / folded.total[row] : 0.0f;
+        for (long i = 0; i < step.head_dim; i += LANES)
+            store_part(out + i, load_part(sums + i, step.head_dim - i) * scale, step.head_dim - i);
+    }
+}
+
+// Tasks one after the other, their chunks folded as they come.
+template <class E>
+void attend_tasks(const Step<E>& step, const Task* tasks, Queue& queue) {
+    Desk<E> desk(step);
+    for (long index, stop; queue.take(index, stop);) {
+        for (; index < stop; index++) {
+            const Task& task = tasks[index];
+            const Partial part(desk.part, task.rows), folded(desk.folded, task.rows);
+            prepare(step, task, desk);
+            for (long chunk = task.first_chunk; chunk < task.stop_chunk; chunk++) {
+                const bool is_last = chunk + 1 == task.stop_chunk;
+                const Task& next = is_last && index + 1 < stop ? tasks[index + 1] : task;
+                expect_chunk(step, next, is_last ? next.first_chunk : chunk + 1, desk);
+                const bool is_first = chunk == task.first_chunk;
+                attend_chunk(step, task, desk, chunk, is_first ? folded : part);
+                if (!is_first) fold(folded, part, task.rows, step.head_dim);
+            }
+            finish(step, task, folded);
+        }
+    }
+}
+
+// Where there are fewer tasks than threads: first all chunks of all tasks, then each task's chunks are folded.
+template <class E>
+void attend_units(const Step<E>& step, const Task* tasks, float* parts, long size, Queue& queue) {
+    Desk<E> desk(step);
+    const Task* prepared = nullptr;
+    const Task* task = tasks;
+    for (long unit, stop; queue.take(unit, stop);) {
+        for (; unit < stop; unit++) {
+            while (unit >= task->first_unit + task->stop_chunk - task->first_chunk) task++;
+            if (prepared != task) prepare(step, *task, desk);
+            prepared = task;
+            const long chunk = task->first_chunk + unit - task->first_unit;
+            expect_chunk(step, *task, min(chunk + 1, task->stop_chunk - 1), desk);
+            attend_chunk(step, *task, desk, chunk, Partial(parts + unit * size, task->rows));
+        }
+    }
+}
+
+template <class E>
+void fold_units(const Step<E>& step, const Task* tasks, float* parts, long size, Queue& queue) {
+    for (long index, stop; queue.take(index, stop);) {
+        for (; index < stop; index++) {
+            const Task& task = tasks[index];
+            const Partial folded(parts + task.first_unit * size, task.rows);
+            for (long i = 1; i < task.stop_chunk - task.first_chunk; i++)
+                fold(folded, Partial(parts + (task.first_unit + i) * size, task.rows), task.rows, step.head_dim);
+            finish(step, task, folded);
+        }
+    }
+}
+
+template <class E>
+Task task_of(const Step<E>& step, int sequence, int kv_head, int first_row, int rows, long first_unit) {
+    Task task{sequence, kv_head, first_row, rows, 0, 0, 0, first_unit};
+    const Place first = place_of(step, task, 0), last = place_of(step, task, rows - 1);
+    task.first_chunk = step.window ? max(first.position - step.window + 1, 0L) / CHUNK<E> : 0;
+    task.stop_key = last.visible;
+    task.stop_chunk = max((task.stop_key + CHUNK<E> - 1) / CHUNK<E>, task.first_chunk + 1);
+    return task;
+}
+
+// All tasks of the step, a sequence's together; returns how many.
+template <class E>
+long list_tasks(const Step<E>& step, Workspace& memory, Task*& tasks) {
+    const auto parts_of = [&](int s) { return Parts((step.start(s + 1) - step.start(s)) * step.group(), ROWS * TILES); };
+    long count = 0, units = 0;
+    for (int s = 0; s < step.sequences; s++) count += step.kv_heads * parts_of(s).number;
+    tasks = memory.take<Task>(count);
+    Task* task = tasks;
+    for (int s = 0; s < step.sequences; s++) {
+        const Parts parts = parts_of(s);
+        for (int head = 0; head < step.kv_heads; head++) {
+            for (int part = 0; part < parts.number; part++, task++) {
+                *task = task_of(step, s, head, parts.first(part), parts.length(part), units);
+                units += task->stop_chunk - task->first_chunk;
+            }
+        }
+    }
+    return count;
+}
+
+template <class E>
+void attend_step(const Step<E>& step, int threads) {
+    static thread_local Workspace task_memory, part_memory;
+    Task* tasks;
+    const long count = list_tasks(step, task_memory, tasks);
+    if (!count) return;
+    const long units = tasks[count - 1].first_unit + tasks[count - 1].stop_chunk - tasks[count - 1].first_chunk;
+    if (threads == 1 || count >= 4 * threads || units == count)
+        return on_threads(threads, count, 1, [&](Queue& queue) { attend_tasks(step, tasks, queue); });
+    const long size = Partial::size(ROWS * TILES, step.head_dim);
+    float* parts = part_memory.take<float>(units * size);
+    on_threads(threads, units, 1, [&](Queue& queue) { attend_units(step, tasks, parts, size, queue); });
+    on_threads(threads, count, 1, [&](Queue& queue) { fold_units(step, tasks, parts, size, queue); });
+}
+
+// See Step for the shapes; kv is [2, B, K, 16, H].
+template <class E>
+void attend(
+    const Scores* scores, const E* q, long q_stride, const E* kv, long blocks, E* out, const int64_t* positions,
+    const int64_t* visible, const int64_t* block_tables, long table_stride, const int64_t* starts, int sequences,
+    int heads, int kv_heads, int head_dim, long window, int threads
+) {
+    const E* values = kv + blocks * kv_heads * BLOCK_TOKENS * head_dim;
+    attend_step(
+        Step<E>{
+            *scores, q, kv, values, out, positions, visible, block_tables, starts, q_stride, table_stride, window,
+            sequences, heads, kv_heads, head_dim},
+        threads
+    );
+}
+
+// One token's key and value of one head, both [H], to place `place` of a block's keys and values.
+template <class E>
+INLINE void write_token(E* keys, E* values, const E* key, const E* value, long place, long head_dim) {
+    constexpr int W = PER_WORD<E>;
+    Word* key_words = reinterpret_cast<Word*>(keys) + place;
+    for (long i = 0; i + W <= head_dim; i += W, key_words += BLOCK_TOKENS) memcpy(key_words, key + i, sizeof(Word));
+    values += place / W * W * head_dim + place % W;
+    for (long i = 0; i < head_dim; i++) values[i * W] = value[i];
+}
+
+// Put k and v [T, K, H] into their slots [T] of kv [2, B, K, 16, H].
+template <class E>
+void write(
+    E* kv, long blocks, const E* k, const E* v, long k_stride, long v_stride, const int64_t* slots, long tokens,
+    int kv_heads, int head_dim, int threads
+) {
+    const long size = BLOCK_TOKENS * head_dim, whole = blocks * kv_heads * size;
+    on_threads(threads, tokens, 4, [&](Queue& queue) {
+        for (long token, stop; queue.take(token, stop);) {
+            for (; token < stop; token++) {
+                const long block = slots[token] / BLOCK_TOKENS, place = slots[token] % BLOCK_TOKENS;
+                for (int head = 0; head < kv_heads; head++) {
+                    E* keys = kv + (block * kv_heads + head) * size;
+                    const E* key = k + token * k_stride + head * head_dim;
+                    const E* value = v + token * v_stride + head * head_dim;
+                    write_token(keys, keys + whole, key, value, place, head_dim);
+                }
+            }
+        }
+    });
+}
+
+}  // namespace
+
+EXPORT(attend_f32, attend<float>)
+EXPORT(attend_bf16, attend<Bf16>)
+EXPORT(write_f32, write<float>)
+EXPORT(write_bf16, write<Bf16>)

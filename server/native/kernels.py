@@ -1,0 +1,68 @@
+"""The compiled functions, loaded and with their parameters declared. What they do is said in the C++ files.
+
+A call costs half a microsecond to one, by the number of its parameters; a step makes some two hundred.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch.profiler import record_function
+
+from server.native.build import BuildError
+
+# A function, and functions by the dtype of the tensors that they take.
+Function = Callable[..., None]
+Functions = Mapping[torch.dtype, Function]
+
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+# What the letters of a signature stand for.
+PARAMETERS = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int}
+
+
+class Kernels:
+    """Every function of the library, ready to be called with addresses and numbers."""
+
+    def __init__(self, path: Path):
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BuildError(f"the compiled kernels cannot be loaded ({error}): delete {path.parent}") from error
+        self.pack = self._by_dtype("pack", "ppli")
+        self.linear = self._by_dtype("linear", "pplpppii")
+        self.linear_to_f32 = {
+            torch.float32: self.linear[torch.float32],
+            torch.bfloat16: self._function("linear_bf16_to_f32", "pplpppii"),
+        }
+        self.norm = self._by_dtype("norm", "ppppppli")
+        self.gate = self._by_dtype("gate", "ppllii")
+        self.rotate = self._by_dtype("rotate", "plppllllii")
+        self.write = self._by_dtype("write", "plppllpliii")
+        self.attend = self._by_dtype("attend", "pplplpppplpiiiili")
+        self.summarise = self._function("summarise_logits", "pllllpppi")
+        self.race = self._function("race_logits", "plllppppi")
+
+    def _by_dtype(self, name: str, signature: str) -> Functions:
+        return {dtype: self._function(f"{name}_{suffix}", signature) for dtype, suffix in SUFFIXES.items()}
+
+    def _function(self, name: str, signature: str) -> Function:
+        """The library has a pointer to each function."""
+        address = ctypes.c_void_p.in_dll(self._library, name).value
+        assert address is not None, f"the library exports {name}"
+        return _visible(name, ctypes.CFUNCTYPE(None, *(PARAMETERS[letter] for letter in signature))(address))
+
+
+def _visible(name: str, function: Function) -> Function:
+    """The function, whose calls a profiler sees as it sees torch's operators."""
+
+    def call(*arguments: object) -> None:
+        if torch._C._autograd._profiler_enabled():
+            with record_function(f"lockstep::{name}"):
+                function(*arguments)
+        else:
+            function(*arguments)
+
+    return call

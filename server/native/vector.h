@@ -1,0 +1,163 @@
+// Vectors of floats in whatever width the machine has, and the two ways in which their products are computed.
+//
+// Everything is written in words of 32 bits: a word is one float32, or a pair of neighbouring bfloat16. A product takes
+// a word of the left side, the same for all lanes, and a vector of words of the right side, one for each lane; for
+// bfloat16 that is two multiplications and two additions per lane. So every kernel is one template over the dtype.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512F__)
+#include <immintrin.h>
+constexpr int LANES = 16, REGISTERS = 32;
+#elif defined(__AVX2__)
+constexpr int LANES = 8, REGISTERS = 16;
+#elif defined(__aarch64__)
+constexpr int LANES = 4, REGISTERS = 32;
+#else
+constexpr int LANES = 4, REGISTERS = 16;
+#endif
+
+// What is left of the registers for sums when the operands of a product have their places.
+constexpr int ACCUMULATORS = REGISTERS * 3 / 4;
+
+typedef uint32_t Word;
+typedef uint16_t Bf16;
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef Word Words __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+// The same where memory is read or written: at any address, whatever was stored there.
+typedef float FloatsAt __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef Word WordsAt __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t HalvesAt __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+#define INLINE inline __attribute__((always_inline))
+// Make a function, or one instance of a template, known to the library's users: a pointer to it, called NAME.
+#define EXPORT(NAME, ...) extern "C" { __attribute__((visibility("default"))) auto* NAME = __VA_ARGS__; }
+
+INLINE Floats load(const float* at) { return *reinterpret_cast<const FloatsAt*>(at); }
+INLINE Words load(const Word* at) { return *reinterpret_cast<const WordsAt*>(at); }
+INLINE void store(float* at, Floats x) { *reinterpret_cast<FloatsAt*>(at) = x; }
+INLINE void store(Word* at, Words x) { *reinterpret_cast<WordsAt*>(at) = x; }
+// The same value in all lanes.
+INLINE Floats all(float x) { return x - Floats{}; }
+INLINE Words all(Word x) { return x - Words{}; }
+INLINE Ints all(int32_t x) { return x - Ints{}; }
+
+// Load from bfloat16 and store to it, LANES at a time.
+INLINE Floats load(const Bf16* at) {
+    const auto halves = *reinterpret_cast<const HalvesAt*>(at);
+    return (Floats)(__builtin_convertvector(halves, Words) << 16);
+}
+
+// Rounds to nearest, ties to even; a NaN stays one.
+INLINE Words round_bf16(Floats x) {
+    const Words bits = (Words)x;
+    const Words rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    return (x == x) ? rounded : (bits >> 16 | 0x40);
+}
+
+INLINE void store(Bf16* at, Floats x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(at), (__m256i)_mm512_cvtneps_pbh((__m512)x));
+#else
+    *reinterpret_cast<HalvesAt*>(at) = __builtin_convertvector(round_bf16(x), HalvesAt);
+#endif
+}
+
+INLINE float to_float(float x) { return x; }
+INLINE float to_float(Bf16 x) {
+    const Word bits = Word(x) << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+template <class E>
+INLINE E from_float(float x);
+template <>
+INLINE float from_float<float>(float x) { return x; }
+template <>
+INLINE Bf16 from_float<Bf16>(float x) {
+    Word bits;
+    memcpy(&bits, &x, 4);
+    return x == x ? Bf16((bits + 0x7FFF + (bits >> 16 & 1)) >> 16) : Bf16(bits >> 16 | 0x40);
+}
+
+// Elements in a word.
+template <class E>
+constexpr int PER_WORD = 4 / sizeof(E);
+
+// sum + left * right in every lane.
+template <class E>
+INLINE Floats dot(Floats sum, Word left, Words right);
+template <>
+INLINE Floats dot<float>(Floats sum, Word left, Words right) {
+    return sum + (Floats)all(left) * (Floats)right;
+}
+template <>
+INLINE Floats dot<Bf16>(Floats sum, Word left, Words right) {
+#if defined(__AVX512BF16__)
+    return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)all(left), (__m512bh)right);
+#else
+    sum += (Floats)all(left << 16) * (Floats)(right << 16);
+    return sum + (Floats)all(left & 0xFFFF0000u) * (Floats)(right & 0xFFFF0000u);
+#endif
+}
+
+// A moment's rest for a thread that looks at memory until it changes.
+INLINE void rest() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb");
+#endif
+}
+
+INLINE Floats max(Floats a, Floats b) { return a > b ? a : b; }
+INLINE Floats min(Floats a, Floats b) { return a < b ? a : b; }
+INLINE long max(long a, long b) { return a > b ? a : b; }
+INLINE long min(long a, long b) { return a < b ? a : b; }
+
+INLINE Ints iota() {
+    Ints lanes;
+    for (int i = 0; i < LANES; i++) lanes[i] = i;
+    return lanes;
+}
+
+// The lanes of a vector joined by `join`, in pairs, then in pairs of pairs.
+template <class Join>
+INLINE float reduce(Floats x, const Join& join) {
+    for (int width = LANES / 2; width; width /= 2) {
+        Ints from;
+        for (int i = 0; i < LANES; i++) from[i] = i ^ width;
+        x = join(x, __builtin_shuffle(x, from));
+    }
+    return x[0];
+}
+
+INLINE float sum(Floats x) {
+    return reduce(x, [](Floats a, Floats b) { return a + b; });
+}
+
+INLINE float largest(Floats x) {
+    return reduce(x, [](Floats a, Floats b) { return max(a, b); });
+}
+
+// The first `count` elements at an address, zeros behind them. Memory behind them is not touched.
+template <class E>
+INLINE Floats load_part(const E* at, long count) {
+    if (count >= LANES) return load(at);
+    E elements[LANES] = {};
+    for (long i = 0; i < count; i++) elements[i] = at[i];
+    return load(elements);
+}
+
+template <class E>
+INLINE void store_part(E* at, Floats x, long count) {
+    if (count >= LANES) return store(at, x);
+    E elements[LANES];
+    store(elements, x);
+    for (long i = 0; i < count; i++) at[i] = elements[i];
+}

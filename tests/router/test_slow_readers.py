@@ -1,0 +1,183 @@
+"""Clients that do not read: they cost others nothing, they are cut before they cost much memory, and they are counted.
+
+What counts as unread is what waits in this process; the kernel's buffers on both ends come before it and are bounded
+too. They are made small here, so that little has to be generated to fill them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import socket
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from router.guard import Connection
+from tests.router.doubles import fake_shards, make_limits
+from tests.router.test_app import PROMPT, Site, site
+
+LONG: dict[str, Any] = {"max_total_tokens": 8192, "max_batch_total_tokens": 100 * 8192, "max_concurrent_requests": 100}
+CUT = 'tgi_request_failure{err="slow_client"}'
+STEP_S = 0.025
+FEW_BYTES = 4096  # that the kernel takes in for a client which does not read
+STREAM_END = b"0\r\n\r\n"
+
+Read = Callable[[int], Coroutine[Any, Any, bytes]]
+
+
+@pytest.fixture
+def small_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Buffers of some kilobytes, and what every write to a stream has left waiting."""
+    unread: list[int] = []
+    write_chunk = Connection.write_chunk
+
+    def noting(connection: Connection, data: bytes) -> int:
+        unread.append(write_chunk(connection, data))
+        return unread[-1]
+
+    monkeypatch.setattr("router.guard.SEND_BUFFER_BYTES", 4096)
+    monkeypatch.setattr("router.app.MAX_UNREAD_BYTES", 8192)
+    monkeypatch.setattr(Connection, "write_chunk", noting)
+    return unread
+
+
+@asynccontextmanager
+async def sent_request(
+    it: Site, path: str, *, receive_buffer: int | None = None, **parameters: Any
+) -> AsyncIterator[Read]:
+    """A request that was sent, and how to read from its answer."""
+    loop = asyncio.get_running_loop()
+    body = json.dumps({"inputs": PROMPT, "parameters": parameters})
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    with socket.socket() as client:
+        client.setblocking(False)
+        if receive_buffer is not None:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
+        await loop.sock_connect(client, ("127.0.0.1", it.port))
+        await loop.sock_sendall(client, (head + body).encode())
+        yield lambda num_bytes: loop.sock_recv(client, num_bytes)
+
+
+async def count(it: Site, name: str) -> float:
+    lines = (await it.http.get("/metrics")).text.splitlines()
+    return sum(float(line.split()[1]) for line in lines if line.startswith(f"{name} "))
+
+
+def test_stream_that_is_not_read_is_cut_counted_and_cancelled(small_buffers: list[int]) -> None:
+    async def story() -> None:
+        async with site(fake_shards(make_limits(**LONG)), **LONG) as it:
+            asked = {"max_new_tokens": 8000, "top_n_tokens": 5}
+            async with sent_request(it, "/generate_stream", receive_buffer=FEW_BYTES, **asked):
+                while not await count(it, CUT):
+                    await asyncio.sleep(0.01)
+                await it.all_free()
+            assert await count(it, "tgi_request_success") == 0
+            last_step = it.shards.requests[-1].step
+            assert last_step < 8000
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+    frame = 1000  # at most, with five candidates
+    assert 8192 < max(small_buffers) < 8192 + frame
+
+
+def test_stream_that_is_read_slowly_but_fits_is_not_cut(small_buffers: list[int]) -> None:
+    async def story() -> None:
+        async with site() as it:
+            async with sent_request(it, "/generate_stream", receive_buffer=FEW_BYTES, max_new_tokens=100) as read:
+                while not await count(it, "tgi_request_success"):
+                    await asyncio.sleep(0.01)
+                text = b""
+                while not text.endswith(STREAM_END):
+                    text += await read(512)
+            assert text.count(b"data: ") == 100
+            assert await count(it, CUT) == 0
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+def test_rest_of_an_answer_is_not_kept_for_ever(
+    path: str, small_buffers: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The answer is complete and does not fit into the kernel's buffers: its place is free, its bytes are not."""
+    monkeypatch.setattr("router.app.MAX_UNREAD_BYTES", 2**20)
+    monkeypatch.setattr("router.guard.UNREAD_TIMEOUT_S", 0.2)
+
+    async def story() -> None:
+        async with site(**LONG) as it:
+            asked = {"max_new_tokens": 1000, "details": True, "top_n_tokens": 5}
+            async with sent_request(it, path, receive_buffer=FEW_BYTES, **asked) as read:
+                while not await count(it, "tgi_request_success"):
+                    await asyncio.sleep(0.01)
+                await it.all_free()
+                await asyncio.sleep(0.5)
+                with pytest.raises(ConnectionResetError):
+                    while await read(65536):
+                        pass
+
+    asyncio.run(asyncio.wait_for(story(), 60))
+
+
+# ------------------------------------------------------------------------------------------------- the others
+
+
+async def gaps_of(it: Site, num_tokens: int) -> list[float]:
+    """Seconds between the events of one stream that is read at once."""
+    times, data = [], b""
+    async with sent_request(it, "/generate_stream", max_new_tokens=num_tokens) as read:
+        while not data.endswith(STREAM_END):
+            data = await read(65536)
+            times.append(time.perf_counter())
+    return [after - before for before, after in pairwise(times)]
+
+
+async def p99_gap(it: Site, *, num_normal: int = 32, num_tokens: int = 40) -> float:
+    gaps = await asyncio.gather(*(gaps_of(it, num_tokens) for _ in range(num_normal)))
+    return percentile([gap for one in gaps for gap in one], 0.99)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    return sorted(values)[int(share * (len(values) - 1))]
+
+
+async def read_a_byte_a_second(it: Site) -> None:
+    async with sent_request(it, "/generate_stream", receive_buffer=FEW_BYTES, max_new_tokens=8000) as read:
+        while await read(1):
+            await asyncio.sleep(1)
+
+
+async def p99_beside_slow_readers(it: Site, num_slow: int = 50) -> float:
+    readers = [asyncio.create_task(read_a_byte_a_second(it)) for _ in range(num_slow)]
+    while len(it.shards.live_ids) < num_slow:
+        await asyncio.sleep(0.01)
+    p99 = await p99_gap(it)
+    assert len(it.shards.live_ids) == num_slow, "a slow reader was cut before the end"
+    for reader in readers:
+        reader.cancel()
+    await asyncio.wait(readers)
+    await it.all_free()
+    return p99
+
+
+def test_fifty_slow_readers_do_not_slow_down_the_others() -> None:
+    """What else runs on the machine only ever makes a gap longer: the best of each side, until that is enough."""
+
+    async def story() -> tuple[float, float]:
+        alone, beside = math.inf, math.inf
+        async with site(fake_shards(make_limits(**LONG), step_delay_s=STEP_S, keep_requests=False), **LONG) as it:
+            for _ in range(6):
+                alone = min(alone, await p99_gap(it))
+                beside = min(beside, await p99_beside_slow_readers(it))
+                if beside < 1.2 * alone:
+                    break
+        return alone, beside
+
+    alone, beside = asyncio.run(asyncio.wait_for(story(), 120))
+    print(f"p99 gap {1000 * alone:.1f} ms alone, {1000 * beside:.1f} ms beside slow readers")
+    assert beside < 1.2 * alone

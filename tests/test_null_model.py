@@ -1,0 +1,151 @@
+"""The null model: it keeps the wire contract, writes ordinary words without end, and loads nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from router.client import ShardedClient, new_sequence, step_request
+from router.entry import ValidRequest
+from router.text import ModelTokenizer
+from server.config import ShardConfig
+from server.null import LOGPROB, SENTENCE, NullEngine, serve
+from server.pb import generate_pb2 as pb
+from tests.running import ROOT, Server, body, events_of, tokens_of
+
+DEMO = ROOT / "server" / "demo"
+TEXT = " The little fox walked along the river in the morning sun and found a red ball under the old tree."
+
+
+def sequence(id: int, prompt_length: int, **fields: Any) -> pb.NewSequence:
+    return new_sequence(id, ValidRequest(list(range(prompt_length)), 9, **fields), [id], block_size=16)
+
+
+def tokens(reply: pb.StepReply) -> dict[int, int]:
+    return dict(zip(reply.ids, reply.token_ids, strict=True))
+
+
+def test_the_sentence_is_words_of_the_embedded_model_and_no_end_token() -> None:
+    tokenizer = ModelTokenizer.load(str(DEMO))
+    assert TEXT == tokenizer.decode(SENTENCE)
+    assert not tokenizer.special_ids & set(SENTENCE)
+
+
+def test_prompts_advance_by_chunks_and_the_last_chunk_yields_the_first_token() -> None:
+    engine = NullEngine()
+    first = engine.step(step_request(1, add=[sequence(1, 5), sequence(2, 1)], chunks=[(1, 3), (2, 1)]))
+    assert {2: SENTENCE[0]} == tokens(first)
+    second = engine.step(step_request(2, chunks=[(1, 2)], decode=True))
+    assert {1: SENTENCE[0], 2: SENTENCE[1]} == tokens(second)
+    third = engine.step(step_request(3, chunks=[], decode=False))
+    assert {} == tokens(third)
+
+
+def test_a_retired_sequence_gets_no_more_tokens() -> None:
+    engine = NullEngine()
+    engine.step(step_request(1, add=[sequence(1, 1), sequence(2, 1)], chunks=[(1, 1), (2, 1)]))
+    assert {2: SENTENCE[1]} == tokens(engine.step(step_request(2, retire=[1], decode=True)))
+
+
+def test_computed_tokens_of_a_prompt_are_not_asked_for_again() -> None:
+    engine, cached = NullEngine(), sequence(1, 40)
+    cached.computed = 32
+    assert {1: SENTENCE[0]} == tokens(engine.step(step_request(1, add=[cached], chunks=[(1, 8)])))
+
+
+def test_the_sentence_begins_again_when_it_ends() -> None:
+    engine = NullEngine()
+    engine.step(step_request(1, add=[sequence(1, 1)], chunks=[(1, 1)]))
+    later = [tokens(engine.step(step_request(step, decode=True)))[1] for step in range(2, 2 + len(SENTENCE))]
+    assert [*SENTENCE[1:], SENTENCE[0]] == later
+
+
+def test_candidates_and_prompt_log_probabilities_come_for_who_asked() -> None:
+    engine = NullEngine()
+    new = [sequence(1, 5, top_n_tokens=2, prompt_logprobs=True), sequence(2, 1)]
+    first = engine.step(step_request(1, add=new, chunks=[(1, 2), (2, 1)]))
+    second = engine.step(step_request(2, chunks=[(1, 3)], decode=True))
+    assert [2, 2] == [len(reply.prompt[0].logprobs) for reply in (first, second)]  # four in all: not the first token
+    assert [2, 1] == list(second.ids)
+    assert [0, 2] == list(second.top_counts)
+    assert [SENTENCE[0], SENTENCE[1]] == list(second.top_ids)
+    assert [LOGPROB, LOGPROB - 1] == list(second.top_logprobs)
+
+
+# ------------------------------------------------------------------------------------------------------- the wire
+
+
+@asynccontextmanager
+async def served(folder: Path, num_ranks: int) -> AsyncIterator[ShardedClient]:
+    paths = [str(folder / f"rank-{rank}") for rank in range(num_ranks)]
+    given = {"model_path": str(DEMO), "weights_path": str(DEMO), "world_size": num_ranks, "rendezvous": "file:///none"}
+    configs = [ShardConfig(rank=rank, socket_path=path, **given) for rank, path in enumerate(paths)]
+    servers = [await serve(config) for config in configs]
+    client = ShardedClient(paths)
+    try:
+        await client.wait_ready(timeout=10)
+        yield client
+    finally:
+        await client.close()
+        await asyncio.gather(*(server.stop(None) for server in servers))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_the_wire_contract(num_ranks: int, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with served(tmp_path, num_ranks) as shards:
+            info = await shards.info()
+            assert ("null", num_ranks, 2048, "cpu") == (info.model_type, info.world_size, info.vocab_size, info.device)
+            wanted = dict.fromkeys(("max_batch_prefill_tokens", "max_total_tokens", "max_top_n_tokens"), 8)
+            cache = await shards.warmup(max_batch_total_tokens=0, useful_tokens=1000, **wanted)
+            assert (1000, 16, 63) == (cache.max_batch_total_tokens, cache.block_size, cache.num_blocks)
+            cache = await shards.warmup(max_batch_total_tokens=160, useful_tokens=1000, **wanted)
+            assert (160, 10) == (cache.max_batch_total_tokens, cache.num_blocks)
+            shards.send(step_request(1, add=[sequence(1, 1)], chunks=[(1, 1)]))
+            shards.send(step_request(2, decode=True))
+            replies = [await shards.receive(), await shards.receive()]
+            assert [(1, {1: SENTENCE[0]}), (2, {1: SENTENCE[1]})] == [(reply.step, tokens(reply)) for reply in replies]
+            health = await shards.health()
+            assert (2, 2, 0) == (health.steps_received, health.steps_finished, health.oldest_step_ms)
+            with pytest.raises(ValueError, match="the null model computes nothing"):
+                await shards.start_profile()
+
+    asyncio.run(story())
+
+
+def test_it_imports_no_torch() -> None:
+    code = "import sys, server.__main__, server.null; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "False" == result.stdout.strip()
+
+
+# ------------------------------------------------------------------------------------------------- a whole server
+
+
+@pytest.mark.parametrize("flags", [(), ("--num-shard", "2")])
+def test_a_server_without_a_model_answers_as_any_other(flags: Sequence[str]) -> None:
+    with Server("--model-id", "null", *flags) as server:
+        asked = body("Once upon a time", max_new_tokens=30, details=True, decoder_input_details=True, top_n_tokens=2)
+        answer = httpx2.post(f"{server.url}/generate", json=asked, timeout=60).json()
+        streamed = body("Once upon a time", max_new_tokens=30, stop=["river"], details=True)
+        with httpx2.stream("POST", f"{server.url}/generate_stream", json=streamed, timeout=60) as stream:
+            events = events_of(list(stream.iter_lines()))
+        info = httpx2.get(f"{server.url}/info", timeout=30).json()
+    assert answer["generated_text"].startswith(TEXT)
+    assert ([*SENTENCE, *SENTENCE][:30], "length") == (tokens_of(answer), answer["details"]["finish_reason"])
+    assert None is answer["details"]["prefill"][0]["logprob"]
+    assert {LOGPROB} == {token["logprob"] for token in answer["details"]["prefill"][1:]}
+    assert {2} == {len(candidates) for candidates in answer["details"]["top_tokens"]}
+    assert (TEXT[: TEXT.index("river") + 5], "stop_sequence") == (
+        events[-1]["generated_text"],
+        events[-1]["details"]["finish_reason"],
+    )
+    assert "null" == info["model_id"]
