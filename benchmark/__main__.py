@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, str] = {
     "serving": "requests per second and latencies over HTTP, of any compatible server",
     "offline": "a file of prompts through the engine, without HTTP",
     "plan": "what a model needs and could do at best on a device; loads nothing",
+    "simulate": "what a fleet would do under a load and its limits, in virtual time; loads nothing",
     "compare": "result files side by side",
 }
 

@@ -280,7 +280,7 @@ def _router_limits(args: argparse.Namespace, connection: shards.Connection, num_
         num_blocks=connection.info.num_blocks,
         max_concurrent_requests=num_prompts,
         max_batch_size=args.max_batch_size,
-        waiting_served_ratio=0.3,  # the server's defaults
+        waiting_served_ratio=0.0,  # the server's defaults
         max_waiting_tokens=20,
         max_best_of=1,
         max_stop_sequences=0,

@@ -105,12 +105,13 @@ class RouterConfig:
         },
     )
     waiting_served_ratio: float = field(
-        default=0.3,
+        default=0.0,
         metadata={
-            "help": "Waiting requests join the running batch once they number this share of it.",
+            "help": "Waiting requests join the running batch once so many of them fit that they are this share of it.",
             "unit": "ratio",
             "min": 0.0,
-            "when": "Raise it to disturb running streams less often; lower it for a quicker first token.",
+            "when": "Hardly ever: `prefill_chunk` protects running streams, and a ratio keeps the batch small beside "
+            "it (docs/simulation.md). TGI's default is 0.3.",
         },
     )
     max_batch_prefill_tokens: int = field(

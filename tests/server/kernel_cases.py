@@ -15,7 +15,7 @@ from torch import Tensor
 from server.attention import Scores, StepMeta
 from server.attention.reference import ReferenceAttention
 from server.cache import BLOCK_SIZE
-from server.layers.mlp import ACTIVATIONS
+from server.layers.activation import ACTIVATIONS
 from server.layers.norm import LayerNorm, RmsNorm
 from server.layers.position import Rotation, alibi_slopes
 from server.model.spec import Activation, Alibi

@@ -1,0 +1,203 @@
+"""How long a step takes, as a function of what is in it: a device's data sheet, or a fit to `latency` results.
+
+A simulated shard asks for nothing else, so a model of a step is one small class here. Both are deterministic and know
+no noise: a prediction is the middle of what would be measured.
+
+`Roofline` is docs/roofline.md with an efficiency: the slower of moving and computing, as a share of what the device
+could do, plus a fixed time. `Fitted` is what `latency` measured, between the measured points by straight lines. A step
+that has prompts and decoding sequences costs what each part adds to an empty step: the weights are read once.
+
+Left out: a chunk's attention to the part of its prompt that was computed before (`Fitted` only), encoder-decoders,
+sampling options, and whatever changes while a server runs.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple, Protocol
+
+from benchmark.report import BenchError
+from benchmark.roofline import Ceilings, Work, mean_context
+
+
+class StepWork(NamedTuple):
+    """What one step computes."""
+
+    prompt_tokens: int = 0
+    prompt_pairs: float = 0.0  # keys that those tokens look at, together
+    prompt_read: int = 0  # tokens of their prompts that earlier steps computed
+    decoding: int = 0  # sequences that get their next token …
+    context: int = 0  # … and the keys that they look at, together, each new token's own included
+    sampled: int = 0  # sequences that get a token, from a prompt's end or by decoding
+
+
+class Cost(Protocol):
+    """A model of a step."""
+
+    def seconds(self, work: StepWork) -> float:
+        """How long the shards compute. A step without tokens, which only lets sequences go, takes no time."""
+
+
+# ------------------------------------------------------------------------------------------------------ a data sheet
+
+
+@dataclass(frozen=True)
+class Roofline:
+    """Bytes and operations of a step against what a device can do of both; see `roofline.Work.step`."""
+
+    weight_bytes: float  # of any step
+    kv_bytes: float  # of a token that is read or written
+    token_flops: float
+    key_flops: float  # of a token looking at one key
+    sampled_flops: float
+    bytes_per_second: float  # reached, of all devices together
+    flops_per_second: float
+    overhead_s: float  # of any step: launches, collectives, the sampler
+
+    @classmethod
+    def of(cls, work: Work, ceilings: Ceilings, efficiency: float, overhead_s: float) -> Roofline:
+        """efficiency: share of the ceilings that is reached, above 0 and at most 1."""
+        empty = work.step(tokens=0, attended=0, kv_read=0, sampled=0)
+        reached = efficiency * ceilings.num_devices
+        return cls(
+            weight_bytes=empty.num_bytes,
+            kv_bytes=work.step(tokens=0, attended=0, kv_read=1, sampled=0).num_bytes - empty.num_bytes,
+            token_flops=work.step(tokens=1, attended=0, kv_read=0, sampled=0).num_flops,
+            key_flops=work.step(tokens=0, attended=1, kv_read=0, sampled=0).num_flops,
+            sampled_flops=work.step(tokens=0, attended=0, kv_read=0, sampled=1).num_flops,
+            bytes_per_second=ceilings.bytes_per_second * reached,
+            flops_per_second=ceilings.flops_per_second * reached,
+            overhead_s=overhead_s,
+        )
+
+    def seconds(self, work: StepWork) -> float:
+        tokens = work.prompt_tokens + work.decoding
+        if not tokens:
+            return 0.0
+        kv_tokens = work.context + work.prompt_read + work.prompt_tokens  # what decoding writes is part of its context
+        attended = work.context + work.prompt_pairs
+        moving = (self.weight_bytes + self.kv_bytes * kv_tokens) / self.bytes_per_second
+        flops = self.token_flops * tokens + self.key_flops * attended + self.sampled_flops * work.sampled
+        return max(moving, flops / self.flops_per_second) + self.overhead_s
+
+
+# ------------------------------------------------------------------------------------------------- latency's results
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Straight lines between points of ascending x, at least two; beyond the last one as between the last two."""
+
+    xs: Sequence[float]
+    ys: Sequence[float]
+
+    def __call__(self, x: float) -> float:
+        right = min(max(1, bisect_right(self.xs, x)), len(self.xs) - 1)
+        (x0, x1), (y0, y1) = self.xs[right - 1 : right + 1], self.ys[right - 1 : right + 1]
+        return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Measured step times, in milliseconds. Both curves start at `base_ms`, the time of a step with next to nothing in
+    it, so that a mixed step counts it once."""
+
+    base_ms: float
+    prefill_ms: Curve  # over the prompt tokens of a step
+    decode_ms: Curve  # over the sequences that decode, as if without context …
+    context_ms: float  # … and of each key that they look at; 0 where one context was measured
+    overhead_s: float = 0.0
+
+    def seconds(self, work: StepWork) -> float:
+        if not work.prompt_tokens + work.decoding:
+            return 0.0
+        prompts = self.prefill_ms(work.prompt_tokens) - self.base_ms
+        sequences = self.decode_ms(work.decoding) - self.base_ms
+        return (self.base_ms + prompts + sequences + self.context_ms * work.context) / 1000 + self.overhead_s
+
+
+class DecodePoint(NamedTuple):
+    """One measured decode step."""
+
+    batch_size: int
+    context: float  # keys that each sequence looks at, on average over the run
+    ms: float
+
+
+def fit(results: Sequence[Mapping[str, Any]], overhead_s: float = 0.0) -> Fitted:
+    """From the JSON of one or several `latency` runs of the same model. Raises BenchError.
+
+    Several runs with different --sequence-length tell the price of context. Each point is a row's median.
+    """
+    decodes = [point for result in results for point in _decode_points(result)]
+    prefills = _means((row["tokens_per_sample"], row["p50_ms"]) for r in results for row in _rows(r, "prefill"))
+    context_ms = _context_ms(decodes)
+    without_context = _means((p.batch_size, p.ms - context_ms * p.batch_size * p.context) for p in decodes)
+    if len(without_context) < 2:
+        raise BenchError("one batch size was measured: measure several, as in latency --batch-size 1 4 16 64")
+    base_ms = _base_ms(without_context, limit=min(prefills.values()))
+    return Fitted(base_ms, _curve(base_ms, prefills), _curve(base_ms, without_context), context_ms, overhead_s)
+
+
+def read_latency(path: Path) -> dict[str, Any]:
+    """A result.json of `latency`. Raises BenchError."""
+    try:
+        result = json.loads(path.read_text())
+        command, steps = result["command"], {row["step"] for row in result["rows"]}
+    except OSError as error:
+        raise BenchError(f"cannot read {path}: {error.strerror}; give the result.json of a latency run") from None
+    except (ValueError, KeyError, TypeError):
+        raise BenchError(f"{path} is no result of this benchmark: give the result.json of a latency run") from None
+    if command != "latency" or not {"prefill", "decode_token"} <= steps:
+        raise BenchError(f"{path} is an incomplete result, or one of `{command}`: give that of a whole latency run")
+    return dict(result)
+
+
+def _rows(result: Mapping[str, Any], step: str) -> list[Mapping[str, Any]]:
+    return [row for row in result["rows"] if row["step"] == step]
+
+
+def _decode_points(result: Mapping[str, Any]) -> list[DecodePoint]:
+    arguments = result["arguments"]
+    context = mean_context(arguments["sequence_length"], arguments["decode_length"])
+    return [DecodePoint(row["batch_size"], context, row["p50_ms"]) for row in _rows(result, "decode_token")]
+
+
+def _means(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
+    """The mean for each key, in ascending order."""
+    found = defaultdict(list)
+    for key, value in pairs:
+        found[key].append(value)
+    return {key: fmean(found[key]) for key in sorted(found)}
+
+
+def _context_ms(points: Sequence[DecodePoint]) -> float:
+    """Least squares within each batch size: how the time grows with the keys that all its sequences look at."""
+    by_size = defaultdict(list)
+    for point in points:
+        by_size[point.batch_size].append((point.batch_size * point.context, point.ms))
+    above = below = 0.0
+    for pairs in by_size.values():
+        mean_keys, mean_ms = fmean(keys for keys, _ in pairs), fmean(ms for _, ms in pairs)
+        above += sum((keys - mean_keys) * (ms - mean_ms) for keys, ms in pairs)
+        below += sum((keys - mean_keys) ** 2 for keys, _ in pairs)
+    return max(0.0, above / below) if below else 0.0
+
+
+def _base_ms(decode_ms: Mapping[int, float], limit: float) -> float:
+    """Where the straight line through all decode times meets a batch of none; never more than a measured step."""
+    mean_size, mean_ms = fmean(decode_ms), fmean(decode_ms.values())
+    slope = sum((size - mean_size) * (ms - mean_ms) for size, ms in decode_ms.items()) / sum(
+        (size - mean_size) ** 2 for size in decode_ms
+    )
+    return max(0.0, min(mean_ms - slope * mean_size, limit, *decode_ms.values()))
+
+
+def _curve(base_ms: float, points: Mapping[int, float]) -> Curve:
+    return Curve((0, *points), (base_ms, *points.values()))
