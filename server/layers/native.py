@@ -17,6 +17,7 @@ from torch import Tensor
 from server.layers.position import Rotation
 from server.model.spec import Activation
 from server.native import Kernels
+from server.native.kernels import Function
 from server.native.memory import Arena
 
 # `Activation` of functions.h.
@@ -71,6 +72,8 @@ class NativeFormat:
         self._outputs = outputs
         self._linear = kernels.linear[weight.dtype]
         self._linear_to_f32 = kernels.linear_to_f32[weight.dtype]
+        self._dtype = weight.dtype
+        self._unpack = kernels.unpack[weight.dtype]
         kernels.pack[weight.dtype](self._at, weight.data_ptr(), inputs, torch.get_num_threads())
 
     @property
@@ -82,18 +85,40 @@ class NativeFormat:
     ) -> Tensor:
         """x [T, D] → activation(x @ weightᵀ + bias) + residual, [T, F], in x's dtype. residual: [T, F], contiguous."""
         out = x.new_empty(x.shape[0], self._outputs)
-        self._linear(*self._arguments(x, bias), _address(residual), out.data_ptr(), ACTIVATIONS[activation], _threads())
-        return out
+        return self._apply(self._linear, x, bias, activation, residual, out)
 
     def to_float32(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, D] → x @ weightᵀ + bias, [T, F] float32, not rounded to x's dtype on the way."""
         out = torch.empty(x.shape[0], self._outputs, dtype=torch.float32)
-        self._linear_to_f32(*self._arguments(x, bias), None, out.data_ptr(), ACTIVATIONS[None], _threads())
+        return self._apply(self._linear_to_f32, x, bias, None, None, out)
+
+    def _apply(
+        self,
+        function: Function,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None,
+        residual: Tensor | None,
+        out: Tensor,
+    ) -> Tensor:
+        x = x if x.is_contiguous() else x.contiguous()
+        function(
+            self._at,
+            x.data_ptr(),
+            out.shape[0],
+            _address(bias),
+            _address(residual),
+            out.data_ptr(),
+            ACTIVATIONS[activation],
+            _threads(),
+        )
         return out
 
-    def _arguments(self, x: Tensor, bias: Tensor | None) -> tuple[int | None, ...]:
-        x = x if x.is_contiguous() else x.contiguous()
-        return self._at, x.data_ptr(), x.shape[0], _address(bias)
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ids [T] int64 of the weight, [T, D]: what an embedding does that shares the head's weight."""
+        out = torch.empty(len(ids), self._weight.inputs, dtype=self._dtype)
+        self._unpack(self._at, ids.data_ptr(), len(ids), out.data_ptr(), _threads())
+        return out
 
 
 class NativeNorm:

@@ -32,6 +32,7 @@ class Kernels:
         except OSError as error:
             raise BuildError(f"the compiled kernels cannot be loaded ({error}): delete {path.parent}") from error
         self.pack = self._by_dtype("pack", "ppli")
+        self.unpack = self._by_dtype("unpack", "pplpi")
         self.linear = self._by_dtype("linear", "pplpppii")
         self.linear_to_f32 = {
             torch.float32: self.linear[torch.float32],

@@ -212,8 +212,25 @@ void pack(const Weight* weight, const E* rows, long stride, int threads) {
     });
 }
 
+// out [count, inputs]: rows `ids` of the weight as they were before it was packed; not of a gated one.
+template <class E>
+void unpack(const Weight* weight, const int64_t* ids, long count, E* out, int threads) {
+    const long inputs = weight->inputs, words = (inputs + PER_WORD<E> - 1) / PER_WORD<E>;
+    on_threads(threads, count, 4, [&](Queue& queue) {
+        for (long row, stop; queue.take(row, stop);) {
+            for (; row < stop; row++) {
+                const Word* from = weight->panels + ids[row] / PANEL * words * PANEL + ids[row] % PANEL;
+                for (long i = 0; i < inputs; i++)
+                    out[row * inputs + i] = reinterpret_cast<const E*>(from + i / PER_WORD<E> * PANEL)[i % PER_WORD<E>];
+            }
+        }
+    });
+}
+
 }  // namespace
 
+EXPORT(unpack_f32, unpack<float>)
+EXPORT(unpack_bf16, unpack<Bf16>)
 EXPORT(pack_f32, pack<float>)
 EXPORT(pack_bf16, pack<Bf16>)
 EXPORT(linear_f32, linear<float, float>)
