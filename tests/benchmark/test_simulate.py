@@ -423,7 +423,7 @@ def test_a_sweep_prints_a_row_for_each_value(capsys: pytest.CaptureFixture[str],
 def test_limits_are_the_servers(capsys: pytest.CaptureFixture[str]) -> None:
     _, result = run(capsys, *H200, "--num-requests", 20, "--input-length", 1000, "--output-length", 24)
     settings = result["rows"][0]["settings"]
-    assert (4096, 0.3, 20, 128) == tuple(
+    assert (4096, 0.0, 20, 128) == tuple(
         settings[name]
         for name in (
             "max_batch_prefill_tokens",
