@@ -8,6 +8,9 @@ Shapes: T tokens, E embedding width, V vocabulary, Vl local vocabulary (padded).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Protocol, runtime_checkable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -22,18 +25,33 @@ class Embedding:
     """This rank's rows of the embedding table; the ranks' partial results are summed."""
 
     def __init__(self, table: Tensor, shard: Shard):
-        self.table = table  # [Vl, E]
+        self.table = table  # [Vl, E], empty where the head keeps the rows
         self.shard = shard
         self._start = shard.rank * len(table)
+        self._num_rows = len(table)
+        self._rows: Callable[[Tensor], Tensor] = lambda ids: F.embedding(ids, self.table)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] → [T, E]."""
         if self.shard.world_size == 1:
-            return F.embedding(token_ids, self.table)
+            return self._rows(token_ids)
         local = token_ids - self._start
-        elsewhere = (local < 0) | (local >= len(self.table))
-        rows = F.embedding(local.masked_fill(elsewhere, 0), self.table)
+        elsewhere = (local < 0) | (local >= self._num_rows)
+        rows = self._rows(local.masked_fill(elsewhere, 0))
         return self.shard.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    def leave_to(self, head: RowFormat) -> None:
+        """Read rows from a tied head's weight, and keep none."""
+        self._rows = head.rows
+        self.table = self.table.new_empty(0, self.table.shape[1])
+
+
+@runtime_checkable
+class RowFormat(Protocol):
+    """A format that can give back rows of its weight."""
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ids [T] of the weight [F, D]: [T, D]."""
 
 
 class Head:
@@ -66,7 +84,10 @@ def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding, make_forma
     if spec.unit_head:
         rows = F.normalize(rows.float(), dim=1).to(rows.dtype)
     bias = _vocab_bias(weights, spec) if spec.head_bias else None
-    return Head(make_format(rows), bias, spec, weights.shard)
+    weight = make_format(rows)
+    if spec.tied_head and not spec.unit_head and isinstance(weight, RowFormat):
+        embedding.leave_to(weight)
+    return Head(weight, bias, spec, weights.shard)
 
 
 def _vocab_rows(weights: Weights, role: str, spec: ArchSpec) -> Tensor:
