@@ -1,8 +1,9 @@
 """From a StepRequest to the tensors of one forward pass.
 
-Keeps the host's side of every sequence (block table, progress, how its tokens are chosen) and, on the device, the one
-thing that the host does not know in time: the last token, which the step before may only just have sampled. What a step
-computes is decided by the router; this module only lays it out.
+Keeps the host's side of every sequence (progress, how its tokens are chosen) and, in tables on the device, what a
+decode needs to know of it, with the one thing that the host does not know in time: the last token, which the step
+before may only just have sampled. So a decode step is laid out by the device alone, from rows of the tables and
+positions. What a step computes is decided by the router; this module only lays it out.
 
 Shapes: T tokens in the step, S sequences in the step, R of them that get a token, B blocks of the longest block table.
 """
@@ -10,7 +11,7 @@ Shapes: T tokens in the step, S sequences in the step, R of them that get a toke
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from typing import Any
 
@@ -19,8 +20,12 @@ from torch import Tensor
 
 from server.attention import StepMeta
 from server.cache import BLOCK_SIZE, num_blocks
+from server.capture import HostOnly
 from server.pb import generate_pb2 as pb
 from server.sampling import History, Logits, Sampler, StockLogits, TokenChoice, Watermark
+
+# Rows of the device's tables, and blocks of a row, before they grow.
+FIRST_ROWS, FIRST_BLOCKS = 64, 64
 
 
 class StepError(ValueError):
@@ -32,7 +37,7 @@ class SequenceState:
     """One sequence on this rank."""
 
     id: int
-    row: int  # its place in the device's tables
+    row: int  # its place in the device's tables, never 0
     prompt: list[int]
     prompt_length: int  # tokens that were asked; the rest of `prompt` was generated before a restart
     computed: int  # tokens whose keys and values are in the cache
@@ -87,23 +92,93 @@ class Encoding:
 
 
 @dataclass(frozen=True)
-class StepInput:
-    """Everything that one forward pass reads."""
+class Forward:
+    """Everything that the model reads in one pass."""
 
     work: list[Work]  # decodes first
     token_ids: Tensor  # [T]
     meta: StepMeta
     encoding: Encoding | None  # None: no prompt is encoded in this step
     cross: StepMeta | None  # of an encoder-decoder: the step's tokens, attending to their encoded prompts
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """A pass and what is chosen from its logits."""
+
+    forward: Forward
     sampled: list[SequenceState]  # the R sequences that get a token, in the order of `sample_at`
     sample_at: Tensor  # [R] index in [T] of the token whose logits choose the next
     sample_rows: Tensor  # [R] rows of `sampled`
     sampler: Sampler
 
 
+@dataclass(frozen=True)
+class Plan:
+    """Whose tokens a step computes."""
+
+    decodes: list[Work]
+    chunks: list[Work]
+
+
+@dataclass(frozen=True)
+class Tables:
+    """What the device keeps of every sequence, by row. Row 0 is nobody's: with it captured batches are filled up."""
+
+    last_tokens: Tensor  # [rows]
+    blocks: Tensor  # [rows, B]
+    prompt_lengths: Tensor  # [rows]
+    encoder_rows: Tensor  # [rows] of an encoder-decoder: the row of its encoder's blocks …
+    encoder_lengths: Tensor  # [rows] … and how many tokens they hold
+
+    @classmethod
+    def empty(cls, rows: int, width: int, device: torch.device) -> Tables:
+        """For sequences of at most `width` blocks."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=device)
+
+        return cls(zeros(rows), zeros(rows, width), zeros(rows), zeros(rows), zeros(rows))
+
+    def grown(self, rows: int, width: int) -> Tables:
+        """A copy with room for more."""
+        copy = Tables.empty(rows, width, self.blocks.device)
+        for field_ in fields(self):
+            old, new = getattr(self, field_.name), getattr(copy, field_.name)
+            new[tuple(slice(size) for size in old.shape)] = old
+        return copy
+
+    def decodes(self, rows: Tensor, positions: Tensor, *, has_encoder: bool) -> Forward:
+        """The next token of the sequences in `rows` [S], which stands at `positions` [S].
+
+        In tensors alone, so that a captured step lays itself out. What only the host knows is absent.
+        """
+        is_real = rows > 0
+        blocks = self.blocks[rows]
+        slots = (
+            blocks.gather(1, (positions // BLOCK_SIZE).unsqueeze(1)).squeeze(1) * BLOCK_SIZE + positions % BLOCK_SIZE
+        )
+        meta = StepMeta(
+            num_decodes=len(rows),
+            query_starts=list(range(len(rows) + 1)),
+            context_lengths=HostOnly(),
+            longest=0,
+            starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            positions=positions,
+            visible=(positions + 1) * is_real,
+            prompt_lengths=self.prompt_lengths[rows],
+            slots=torch.where(is_real, slots, -1),
+            block_tables=blocks,
+        )
+        return Forward(HostOnly(), self.last_tokens[rows], meta, None, self._cross(rows, meta) if has_encoder else None)
+
+    def _cross(self, rows: Tensor, meta: StepMeta) -> StepMeta:
+        return replace(meta, visible=self.encoder_lengths[rows], block_tables=self.blocks[self.encoder_rows[rows]])
+
+
 @dataclass
 class SequenceTable:
-    """All sequences of this rank, with their rows in two device tables that grow as needed."""
+    """All sequences of this rank, with their rows in the device's tables, which grow as needed."""
 
     vocab_size: int
     num_blocks: int
@@ -114,14 +189,13 @@ class SequenceTable:
     sequences: dict[int, SequenceState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.last_tokens = torch.zeros(1, dtype=torch.int64, device=self.device)  # [rows]
-        self._block_tables = torch.zeros(1, 1, dtype=torch.int64, device=self.device)  # [rows, B]
-        self._free_rows = [0]
+        self.tables = Tables.empty(FIRST_ROWS, FIRST_BLOCKS, self.device)
+        self.free_rows = list(range(FIRST_ROWS - 1, 0, -1))
         self._choices: list[TokenChoice] = []
         self._sampler = Sampler([], self.watermark, self.device, self.logits)
 
-    def apply(self, request: pb.StepRequest) -> StepInput | None:
-        """Retire, add, and lay out the step; None when it computes nothing.
+    def apply(self, request: pb.StepRequest) -> Plan | None:
+        """Retire and add, and plan the step, whose work counts as done from now on; None when it computes nothing.
 
         Raises StepError, before anything changes, for a request that breaks the contract.
         """
@@ -137,10 +211,9 @@ class SequenceTable:
         ]
         if not decodes and not chunks:
             return None
-        step = self._lay_out(decodes, chunks)
-        for work in step.work:
+        for work in decodes + chunks:
             work.sequence.computed += work.count
-        return step
+        return Plan(decodes, chunks)
 
     def drop(self, request: pb.StepRequest) -> None:
         """Forget every sequence that a failed step touched."""
@@ -156,7 +229,7 @@ class SequenceTable:
         # Ids that a failed step dropped may still be named by the request that was in flight behind it.
         for id in ids:
             if sequence := self.sequences.pop(id, None):
-                self._free_rows.extend(sequence.rows)
+                self.free_rows.extend(sequence.rows)
 
     def _check(self, request: pb.StepRequest) -> None:
         for new in request.add:
@@ -179,6 +252,9 @@ class SequenceTable:
     def _add(self, new: pb.NewSequence) -> None:
         row = self._take_row(new.blocks)
         encoder_row = self._take_row(new.encoder_blocks) if self.has_encoder else row
+        self.tables.prompt_lengths[row] = len(new.token_ids) - new.generated
+        self.tables.encoder_rows[row] = encoder_row
+        self.tables.encoder_lengths[row] = len(new.encoder_token_ids)
         choice = _choice(new)
         prompt = list(new.token_ids)
         self.sequences[new.id] = SequenceState(
@@ -196,35 +272,38 @@ class SequenceTable:
 
     def _take_row(self, blocks: Sequence[int]) -> int:
         """A free row that holds `blocks`, after growing the tables if there is none or if they do not fit."""
-        rows, width = self._block_tables.shape
-        if not self._free_rows:
-            self.last_tokens = torch.cat([self.last_tokens, torch.zeros_like(self.last_tokens)])
-            self._block_tables = torch.cat([self._block_tables, torch.zeros_like(self._block_tables)])
-            self._free_rows = list(range(2 * rows - 1, rows - 1, -1))
+        rows, width = self.tables.blocks.shape
+        if not self.free_rows:
+            self.free_rows = list(range(2 * rows - 1, rows - 1, -1))
+            self.tables = self.tables.grown(2 * rows, width)
         if len(blocks) > width:
-            padding = self._block_tables.new_zeros(len(self._block_tables), max(len(blocks), 2 * width) - width)
-            self._block_tables = torch.cat([self._block_tables, padding], dim=1)
-        row = self._free_rows.pop()
-        self._block_tables[row, : len(blocks)] = self._tensor(list(blocks))
+            self.tables = self.tables.grown(len(self.tables.blocks), max(len(blocks), 2 * width))
+        row = self.free_rows.pop()
+        self.tables.blocks[row, : len(blocks)] = self._tensor(list(blocks))
         return row
 
-    def _lay_out(self, decodes: list[Work], chunks: list[Work]) -> StepInput:
+    def lay_out(self, plan: Plan) -> StepInput:
+        """Any step, from what the host knows."""
+        decodes, chunks = plan.decodes, plan.chunks
         work = decodes + chunks
         rows = self._tensor([w.sequence.row for w in work])
         meta = self._meta(
             [Span(w.sequence.row, w.start, w.count, w.sequence.prompt_length) for w in work], len(decodes)
         )
         sampled = [i for i, w in enumerate(work) if w.yields_token]
-        return StepInput(
+        forward = Forward(
             work=work,
             token_ids=self._token_ids(chunks, rows[: len(decodes)]),
             meta=meta,
             encoding=self._encoding([w.sequence for w in chunks if w.start == 0]) if self.has_encoder else None,
             cross=self._cross(work, meta) if self.has_encoder else None,
+        )
+        return StepInput(
+            forward=forward,
             sampled=[work[i].sequence for i in sampled],
             sample_at=self._tensor([meta.query_starts[i + 1] - 1 for i in sampled]),
             sample_rows=rows[sampled],
-            sampler=self._sampler_for([work[i].sequence for i in sampled]),
+            sampler=self.sampler_for([work[i].sequence for i in sampled]),
         )
 
     def _encoding(self, sequences: list[SequenceState]) -> Encoding | None:
@@ -244,20 +323,20 @@ class SequenceTable:
             meta,
             context_lengths=lengths,
             visible=self._per_token(lengths, [w.count for w in work]),
-            block_tables=self._block_tables[rows, : num_blocks(max(lengths))],
+            block_tables=self.tables.blocks[rows, : num_blocks(max(lengths))],
         )
 
     def _token_ids(self, chunks: list[Work], decode_rows: Tensor) -> Tensor:
         """[T]: the last tokens of what decodes, taken on the device, then the chunks'."""
         prompts = [id for w in chunks for id in w.sequence.prompt[w.start : w.start + w.count]]
-        return torch.cat([self.last_tokens[decode_rows], self._tensor(prompts)])
+        return torch.cat([self.tables.last_tokens[decode_rows], self._tensor(prompts)])
 
     def _meta(self, spans: list[Span], num_decodes: int) -> StepMeta:
         """Where the tokens of `spans` stand, each seeing its sequence up to itself."""
         counts = [span.count for span in spans]
         starts = list(accumulate(counts, initial=0))
         lengths = [span.start + span.count for span in spans]
-        tables = self._block_tables[self._tensor([span.row for span in spans]), : num_blocks(max(lengths))]
+        tables = self.tables.blocks[self._tensor([span.row for span in spans]), : num_blocks(max(lengths))]
         positions = self._tensor([p for span in spans for p in range(span.start, span.start + span.count)])
         owner = self._per_token(list(range(len(spans))), counts)
         return StepMeta(
@@ -277,7 +356,7 @@ class SequenceTable:
         """Each of `values` as often as its sequence has tokens in the step: [T]."""
         return self._tensor([value for value, count in zip(values, counts, strict=True) for _ in range(count)])
 
-    def _sampler_for(self, sequences: list[SequenceState]) -> Sampler:
+    def sampler_for(self, sequences: list[SequenceState]) -> Sampler:
         """The sampler of these sequences; the last one is kept, because most steps sample for the same ones."""
         choices = [s.choice for s in sequences]
         if choices != self._choices:

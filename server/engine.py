@@ -9,6 +9,7 @@ every decision about who runs when (the router's).
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,11 +19,15 @@ import torch
 from torch import Tensor
 
 from server import cache
-from server.batch import SequenceState, SequenceTable, StepInput, Work
+from server.batch import Forward, Plan, SequenceState, SequenceTable, StepInput, Work
 from server.cache import KVShape
+from server.capture import Capture, NotCapturable
 from server.distributed import Shard
+from server.graphs import DecodeGraphs
 from server.pb import generate_pb2 as pb
-from server.sampling import Chosen, Logits, StockLogits, Watermark
+from server.sampling import Chosen, Logits, Sampler, StockLogits, TokenChoice, Watermark
+
+log = logging.getLogger(__name__)
 
 # Rows whose logits are computed at once for prompt log-probabilities: 128 rows of BLOOM's 250,880 are 128 MB.
 PROMPT_LOGPROB_ROWS = 128
@@ -94,7 +99,7 @@ class Model(Protocol):
 
     def kv_shape(self, dtype: torch.dtype) -> KVShape: ...
 
-    def run(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
+    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Tensor:
         """The final hidden states [T, D] of a step's tokens; their keys and values are kept."""
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -112,6 +117,7 @@ class Engine:
         dtype: torch.dtype,
         watermark: Watermark,
         logits: Logits | None = None,
+        capture: Capture | None = None,
     ):
         self.model = model
         self.shard = shard
@@ -123,6 +129,8 @@ class Engine:
         self._logits = logits or StockLogits()
         self._kv_caches: list[Tensor] = []
         self._table: SequenceTable | None = None
+        self._capture = capture
+        self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
     def warm_up(
@@ -187,6 +195,8 @@ class Engine:
         self._table = SequenceTable(
             self.model.vocab_size, blocks, self._watermark, self.device, self._has_encoder, self._logits
         )
+        if self._capture is not None:
+            self._graphs = DecodeGraphs(self._capture, self._decode, has_encoder=self._has_encoder)
 
     @torch.inference_mode()
     def launch(self, request: pb.StepRequest) -> Launched | None:
@@ -194,35 +204,71 @@ class Engine:
         assert self._table is not None, "the router warms up before it steps"
         start_ns = time.perf_counter_ns()
         try:
-            step = self._table.apply(request)
-            return None if step is None else self._run(step, self._table, start_ns)
+            plan = self._table.apply(request)
+            return None if plan is None else self._run(plan, self._table, start_ns)
         except BaseException:
             self._table.drop(request)
             raise
 
     def hidden(self, step: StepInput) -> Tensor:
         """The final hidden states [T, D] of a step's tokens."""
-        return self.model.run(step, self._kv_caches)
+        return self.model.run(step.forward, self._kv_caches)
 
-    def _run(self, step: StepInput, table: SequenceTable, start_ns: int) -> Launched:
+    def _run(self, plan: Plan, table: SequenceTable, start_ns: int) -> Launched:
+        if not plan.chunks and self._graphs is not None and self._graphs.takes(len(plan.decodes)):
+            try:
+                return self._run_captured(plan.decodes, table, self._graphs, start_ns)
+            except NotCapturable as reason:
+                log.info("decode steps are not captured: %s", reason)
+                self._graphs = None
+        step = table.lay_out(plan)
         hidden = self.hidden(step)
         prompt = {w.sequence.id: self._prompt_logprobs(hidden, step, i) for i, w in _prompt_work(step)}
         at = step.sample_at
-        chosen = step.sampler(
+        chosen = self._choose(
+            step.sampler,
+            step.sampled,
             self.model.logits(hidden[at]),
-            positions=step.meta.positions[at] + 1,
-            previous=step.token_ids[at],
-            histories=[s.history for s in step.sampled],
+            positions=step.forward.meta.positions[at] + 1,
+            previous=step.forward.token_ids[at],
         )
-        table.last_tokens[step.sample_rows] = chosen.token_ids
-        for i, sequence in enumerate(step.sampled):
+        table.tables.last_tokens[step.sample_rows] = chosen.token_ids
+        return Launched(step.sampled, chosen, prompt, start_ns)
+
+    def _run_captured(self, work: list[Work], table: SequenceTable, graphs: DecodeGraphs, start_ns: int) -> Launched:
+        sequences = [w.sequence for w in work]
+        if all(s.choice.is_plain for s in sequences):
+            token_ids, logprobs, _ = graphs.run(work, table.tables, chooses=True)
+            none = token_ids.new_empty(len(work), 0)
+            return Launched(sequences, Chosen(token_ids, logprobs, none, none.float()), {}, start_ns)
+        logits, positions, previous, rows = graphs.run(work, table.tables, chooses=False)
+        sampler = table.sampler_for(sequences)
+        chosen = self._choose(sampler, sequences, logits, positions=positions, previous=previous)
+        table.tables.last_tokens[rows] = chosen.token_ids
+        return Launched(sequences, chosen, {}, start_ns)
+
+    def _decode(self, forward: Forward, chooses: bool) -> tuple[Tensor, ...]:
+        """What is captured of a decode step, in which every sequence has one token and gets the next."""
+        logits = self.model.logits(self.model.run(forward, self._kv_caches))
+        positions, previous = forward.meta.positions + 1, forward.token_ids
+        if not chooses:
+            return logits, positions, previous
+        plain = Sampler([TokenChoice()] * len(previous), self._watermark, self.device, self._logits)
+        chosen = plain(logits, positions, previous, histories=[None] * len(previous))
+        return chosen.token_ids, chosen.logprobs
+
+    def _choose(
+        self, sampler: Sampler, sequences: list[SequenceState], logits: Tensor, *, positions: Tensor, previous: Tensor
+    ) -> Chosen:
+        chosen = sampler(logits, positions, previous, [s.history for s in sequences])
+        for i, sequence in enumerate(sequences):
             if sequence.history is not None:
                 sequence.history.append(chosen.token_ids[i : i + 1])
-        return Launched(step.sampled, chosen, prompt, start_ns)
+        return chosen
 
     def _prompt_logprobs(self, hidden: Tensor, step: StepInput, index: int) -> Tensor:
         """Log-probabilities of the prompt tokens that follow those of one chunk."""
-        work, start = step.work[index], step.meta.query_starts[index]
+        work, start = step.forward.work[index], step.forward.meta.query_starts[index]
         targets = work.sequence.prompt[work.start + 1 : work.start + work.count + 1]
         rows = hidden[start : start + len(targets)]
         ids = torch.tensor(targets, dtype=torch.int64, device=self.device).unsqueeze(1)
@@ -247,12 +293,16 @@ _WORST_SAMPLING = pb.SamplingParameters(
 
 def _prompt_work(step: StepInput) -> Sequence[tuple[int, Work]]:
     """Chunks whose sequence asked for prompt log-probabilities, with their index in the step."""
-    return [(i, w) for i, w in enumerate(step.work) if w.sequence.prompt_logprobs and w.start < len(w.sequence.prompt)]
+    return [
+        (i, w)
+        for i, w in enumerate(step.forward.work)
+        if w.sequence.prompt_logprobs and w.start < len(w.sequence.prompt)
+    ]
 
 
 def _to_host(tensor: Tensor) -> Tensor:
     """A copy on the host that the device makes when it gets there."""
     if not tensor.is_cuda:
-        return tensor
+        return tensor.clone()  # the next step may write its results to the same place
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     return host.copy_(tensor, non_blocking=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-from server.batch import StepInput, Work
+from server.batch import Forward, Work
 from server.cache import KVShape
 
 log = logging.getLogger(__name__)
@@ -57,11 +57,11 @@ class FallbackModel:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return KVShape(config.num_hidden_layers, kv_heads, head_dim, dtype, is_paged=False)
 
-    def run(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
+    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Tensor:
         """The logits [T, V] of a step's tokens; zeros where nobody asks for them."""
         parts = [
-            self._one(work, step.token_ids[start:stop])
-            for work, (start, stop) in zip(step.work, pairwise(step.meta.query_starts), strict=True)
+            self._one(work, forward.token_ids[start:stop])
+            for work, (start, stop) in zip(forward.work, pairwise(forward.meta.query_starts), strict=True)
         ]
         return torch.cat(parts)
 

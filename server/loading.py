@@ -17,6 +17,7 @@ import torch
 
 from server import attention, distributed, native
 from server.cache import BLOCK_SIZE
+from server.capture import Capture
 from server.config import DTYPES, ShardConfig
 from server.distributed import Shard
 from server.engine import Engine, Model
@@ -29,6 +30,7 @@ from server.model.transformer import Parts
 from server.native import Kernels
 from server.native.logits import NativeLogits
 from server.native.memory import Arena
+from server.native.recording import NativeCapture
 from server.pb import generate_pb2 as pb
 from server.quant.int8 import Int8Format
 from server.sampling import Logits, StockLogits, Watermark
@@ -50,7 +52,7 @@ def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
     torch.set_num_threads(threads)
     loaded.shard.barrier()
     watermark = Watermark(config.watermark_gamma, config.watermark_delta)
-    engine = Engine(loaded.model, loaded.shard, device, loaded.dtype, watermark, loaded.logits)
+    engine = Engine(loaded.model, loaded.shard, device, loaded.dtype, watermark, loaded.logits, loaded.capture)
     info = pb.InfoReply(
         model_type=hf_config["model_type"],
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -82,6 +84,7 @@ class Loaded:
     dtype_reason: str
     attention: str  # name of the backend
     logits: Logits = field(default_factory=StockLogits)
+    capture: Capture | None = None
 
 
 def _load_family(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
@@ -96,7 +99,12 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
     parts = choose_parts(kernels, dtype, device, config.quantize, config.disable_custom_kernels)
     model = transformer.load(weights, spec, parts)
     logits = NativeLogits(kernels) if kernels else StockLogits()
-    return Loaded(model, shard, device, dtype, reason, parts.attention.name, logits)
+    return Loaded(model, shard, device, dtype, reason, parts.attention.name, logits, choose_capture(kernels, shard))
+
+
+def choose_capture(kernels: Kernels | None, shard: Shard) -> Capture | None:
+    """How decode steps are captured; None: not. Ranks on CPUs speak to each other within a step."""
+    return NativeCapture(kernels) if kernels is not None and shard.world_size == 1 else None
 
 
 def _kernels(config: ShardConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:

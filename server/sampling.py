@@ -45,6 +45,11 @@ class TokenChoice:
         """Whether the tokens so far matter beyond the last one."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is the most likely token, and nothing else is wanted."""
+        return not (self.do_sample or self.needs_history or self.watermark or self.top_n_tokens)
+
 
 @dataclass(frozen=True)
 class Watermark:

@@ -75,7 +75,7 @@ class NativeAttention:
             return self._padded.attend(q, kv, meta, window)
         q = _with_whole_heads(q)
         out = q.new_empty(q.shape)
-        sequences = len(meta.query_starts) - 1
+        sequences = len(meta.block_tables)
         # Where all decode, sequence s owns token s.
         starts = None if sequences == meta.num_decodes else torch.tensor(meta.query_starts)
         self._kernels.attend[kv.dtype](

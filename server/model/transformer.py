@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from server.attention import Attention, MakeAttention, Scores, StepMeta
-from server.batch import Encoding, StepInput
+from server.batch import Encoding, Forward
 from server.cache import KVShape
 from server.distributed import Shard
 from server.layers.embedding import Embedding, Head, load_embedding, load_head
@@ -265,11 +265,11 @@ class Transformer:
     decoder: Stack
     head: Head
 
-    def run(self, step: StepInput, kv_caches: Sequence[Tensor]) -> Tensor:
-        """The final hidden states [T, D] of a step's tokens. kv_caches: one [2, B, K, P, H] per layer, written to."""
-        if step.encoding is not None:
-            self._encode(step.encoding, kv_caches)
-        return self.decoder(step.token_ids, kv_caches, step.meta, step.cross)
+    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Tensor:
+        """The final hidden states [T, D] of a pass. kv_caches: one [2, B, K, P, H] per layer, written to."""
+        if forward.encoding is not None:
+            self._encode(forward.encoding, kv_caches)
+        return self.decoder(forward.token_ids, kv_caches, forward.meta, forward.cross)
 
     def _encode(self, encoding: Encoding, kv_caches: Sequence[Tensor]) -> None:
         """Read prompts, each token seeing its whole prompt, and keep what the decoder needs of them."""

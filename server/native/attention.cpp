@@ -523,7 +523,7 @@ INLINE void write_token(E* keys, E* values, const E* key, const E* value, long p
     for (long i = 0; i < head_dim; i++) values[i * W] = value[i];
 }
 
-// Put k and v [T, K, H] into their slots [T] of kv [2, B, K, 16, H].
+// Put k and v [T, K, H] into their slots [T] of kv [2, B, K, 16, H]; a slot below 0 is nowhere.
 template <class E>
 void write(
     E* kv, long blocks, const E* k, const E* v, long k_stride, long v_stride, const int64_t* slots, long tokens,
@@ -533,6 +533,7 @@ void write(
     on_threads(threads, tokens, 4, [&](Queue& queue) {
         for (long token, stop; queue.take(token, stop);) {
             for (; token < stop; token++) {
+                if (slots[token] < 0) continue;
                 const long block = slots[token] / BLOCK_TOKENS, place = slots[token] % BLOCK_TOKENS;
                 for (int head = 0; head < kv_heads; head++) {
                     E* keys = kv + (block * kv_heads + head) * size;

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch.profiler import record_function
@@ -23,14 +25,33 @@ SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 PARAMETERS = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int}
 
 
+@dataclass(frozen=True)
+class Call:
+    """A call of a kernel."""
+
+    name: str  # as a profiler shows it
+    packed: int  # address of the function's packed form (vector.h)
+    arguments: tuple[int | None, ...]
+
+
+class Recorder(Protocol):
+    """Is told of every call of a kernel, in order."""
+
+    def add_call(self, call: Call) -> None: ...
+
+
 class Kernels:
-    """Every function of the library, ready to be called with addresses and numbers."""
+    """Every function of the library, ready to be called with addresses and numbers.
+
+    recorder: who is told of each call, beside its being made.
+    """
 
     def __init__(self, path: Path):
         try:
             self._library = ctypes.CDLL(str(path))
         except OSError as error:
             raise BuildError(f"the compiled kernels cannot be loaded ({error}): delete {path.parent}") from error
+        self.recorder: Recorder | None = None
         self.pack = self._by_dtype("pack", "ppli")
         self.unpack = self._by_dtype("unpack", "pplpi")
         self.linear = self._by_dtype("linear", "pplpppii")
@@ -45,25 +66,31 @@ class Kernels:
         self.attend = self._by_dtype("attend", "pplplpppplpiiiili")
         self.summarise = self._function("summarise_logits", "pllllpppi")
         self.race = self._function("race_logits", "plllppppi")
+        self.replay: Function = self._plain("replay_calls", "pl")
 
     def _by_dtype(self, name: str, signature: str) -> Functions:
         return {dtype: self._function(f"{name}_{suffix}", signature) for dtype, suffix in SUFFIXES.items()}
 
     def _function(self, name: str, signature: str) -> Function:
+        """A function whose calls are told to a recorder, and seen by a profiler as it sees torch's operators."""
+        function, packed, shown = self._plain(name, signature), self._address(f"{name}_packed"), f"lockstep::{name}"
+
+        def call(*arguments: int | None) -> None:
+            if self.recorder is not None:
+                self.recorder.add_call(Call(shown, packed, arguments))
+            if torch._C._autograd._profiler_enabled():
+                with record_function(shown):
+                    function(*arguments)
+            else:
+                function(*arguments)
+
+        return call
+
+    def _plain(self, name: str, signature: str) -> Function:
+        return ctypes.CFUNCTYPE(None, *(PARAMETERS[letter] for letter in signature))(self._address(name))
+
+    def _address(self, name: str) -> int:
         """The library has a pointer to each function."""
         address = ctypes.c_void_p.in_dll(self._library, name).value
         assert address is not None, f"the library exports {name}"
-        return _visible(name, ctypes.CFUNCTYPE(None, *(PARAMETERS[letter] for letter in signature))(address))
-
-
-def _visible(name: str, function: Function) -> Function:
-    """The function, whose calls a profiler sees as it sees torch's operators."""
-
-    def call(*arguments: object) -> None:
-        if torch._C._autograd._profiler_enabled():
-            with record_function(f"lockstep::{name}"):
-                function(*arguments)
-        else:
-            function(*arguments)
-
-    return call
+        return address

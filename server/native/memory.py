@@ -27,12 +27,12 @@ class Arena:
         """Zeroed bytes [num_bytes]."""
         rounded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         if rounded > len(self._slab):
-            self._slab = _map(max(rounded, SLAB_BYTES))
+            self._slab = map_pages(max(rounded, SLAB_BYTES))
         piece, self._slab = self._slab[:num_bytes], self._slab[rounded:]
         return piece
 
 
-def _map(num_bytes: int) -> Tensor:
+def map_pages(num_bytes: int) -> Tensor:
     """Fresh zeroed memory of at least `num_bytes` that starts with a large page."""
     memory = mmap.mmap(-1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES, flags=mmap.MAP_PRIVATE)
     if hasattr(mmap, "MADV_HUGEPAGE"):

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -33,8 +34,25 @@ typedef Word WordsAt __attribute__((vector_size(4 * LANES), aligned(4), may_alia
 typedef uint16_t HalvesAt __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
 #define INLINE inline __attribute__((always_inline))
-// Make a function, or one instance of a template, known to the library's users: a pointer to it, called NAME.
-#define EXPORT(NAME, ...) extern "C" { __attribute__((visibility("default"))) auto* NAME = __VA_ARGS__; }
+// A function that takes its parameters from an array, each in 8 bytes.
+template <auto FUNCTION>
+struct Packed;
+template <class... P, void (*FUNCTION)(P...)>
+struct Packed<FUNCTION> {
+    template <size_t... I>
+    static void unpack(const int64_t* arguments, std::index_sequence<I...>) {
+        FUNCTION((P)arguments[I]...);
+    }
+    static void call(const int64_t* arguments) { unpack(arguments, std::index_sequence_for<P...>()); }
+};
+
+// Make a function, or one instance of a template, known to the library's users: a pointer to it, called NAME, and one to
+// its packed form, NAME_packed.
+#define EXPORT(NAME, ...)                                                                           \
+    extern "C" {                                                                                    \
+    __attribute__((visibility("default"))) void (*NAME##_packed)(const int64_t*) = Packed<__VA_ARGS__>::call; \
+    __attribute__((visibility("default"))) auto* NAME = __VA_ARGS__;                                \
+    }
 
 INLINE Floats load(const float* at) { return *reinterpret_cast<const FloatsAt*>(at); }
 INLINE Words load(const Word* at) { return *reinterpret_cast<const WordsAt*>(at); }

@@ -16,7 +16,7 @@ from server.cache import BLOCK_SIZE, num_blocks
 from server.distributed import Shard
 from server.engine import Engine
 from server.layers.linear import DenseFormat, MakeFormat
-from server.loading import choose_parts
+from server.loading import choose_capture, choose_parts
 from server.model import families, transformer
 from server.model.transformer import Parts
 from server.native import Kernels
@@ -45,6 +45,7 @@ def load_engine(
     make_format: MakeFormat = DenseFormat,
     reference: bool = False,
     kernels: Kernels | None = None,
+    captured: bool = True,
     tokens: int = 4096,
 ) -> Engine:
     """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`."""
@@ -59,7 +60,8 @@ def load_engine(
         parts = Parts(backend, make_format, DenseFormat if make_format is Int8Format else make_format)
         logits = StockLogits()
     model = transformer.load(weights, spec, parts)
-    engine = Engine(model, shard, device, dtype, Watermark(gamma=0.5, delta=2.0), logits)
+    capture = choose_capture(kernels, shard) if captured else None
+    engine = Engine(model, shard, device, dtype, Watermark(gamma=0.5, delta=2.0), logits, capture)
     engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=tokens, useful_tokens=tokens, fraction=1.0)
     return engine
 
@@ -166,8 +168,8 @@ def all_logits(engine: Engine, token_ids: list[int], generated: Sequence[int] = 
     decoded, blocks = [*decoded, *generated], itertools.count()
     request = pb.StepRequest(chunk_ids=[0], chunk_tokens=[len(decoded)])
     _add(request, 0, Prompt([]), take(blocks, len(decoded)), (decoded, encoded), blocks)
-    step = table.apply(request)
-    assert step is not None
-    logits = engine.model.logits(engine.hidden(step))
+    plan = table.apply(request)
+    assert plan is not None
+    logits = engine.model.logits(engine.hidden(table.lay_out(plan)))
     table.apply(pb.StepRequest(retire=[0]))
     return logits

@@ -134,7 +134,7 @@ def test_rows_are_free_again_after_many_sequences(engine: Engine) -> None:
     table = engine._table
     assert table is not None
     assert not table.sequences
-    assert len(table._free_rows) == len(table.last_tokens)
+    assert len(table.free_rows) == len(table.tables.last_tokens) - 1
 
 
 def test_packed_weights_agree_with_plain_ones(tiny_bloom: Path) -> None:

@@ -1,0 +1,184 @@
+"""A computation on the CPU, recorded once and then repeated without Python: what a CUDA graph is on a GPU.
+
+While it runs for the first time, every call of a compiled kernel is noted with its addresses, and every operator of
+torch with its tensors. A repetition makes the same calls in the same order: runs of kernels by one call of C++, the few
+torch operators one by one, their results copied to where the first ones lie. Tensors that the computation makes and
+drops take their memory from a pool that all recordings share, because only one of them runs at a time.
+
+What a computation must not do is decide by values: operators whose results have a shape that depends on them, reading
+a tensor into Python, or speaking to other processes cannot be recorded, and are refused. Threads, addresses and shapes
+are those of the recording.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from server.capture import Computation, NotCapturable
+from server.native.kernels import Call, Function, Kernels
+from server.native.memory import ALIGNMENT, SLAB_BYTES, map_pages
+
+EMPTY = {torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like}
+BY_VALUE = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+
+class Pool:
+    """Memory for tensors of recordings: first fit, given back when the last view of a tensor is gone."""
+
+    def __init__(self) -> None:
+        self._slabs: list[Tensor] = []
+        self._free: list[tuple[int, int]] = []  # addresses and lengths, in order
+
+    def empty(self, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor, not initialised."""
+        num_bytes = shape.numel() * dtype.itemsize
+        if not num_bytes:
+            return torch.empty(shape, dtype=dtype)
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        address = self._take(size)
+        piece = (ctypes.c_char * num_bytes).from_address(address)
+        weakref.finalize(piece, self._give_back, address, size).atexit = False
+        return torch.frombuffer(piece, dtype=dtype).view(shape)
+
+    def _take(self, size: int) -> int:
+        index = next((i for i, (_, length) in enumerate(self._free) if length >= size), None)
+        if index is None:
+            self._slabs.append(map_pages(max(size, SLAB_BYTES)))
+            self._give_back(self._slabs[-1].data_ptr(), len(self._slabs[-1]))
+            return self._take(size)
+        address, length = self._free[index]
+        self._free[index : index + 1] = [(address + size, length - size)] if length > size else []
+        return address
+
+    def _give_back(self, address: int, size: int) -> None:
+        joined: list[tuple[int, int]] = []
+        for piece in sorted([*self._free, (address, size)]):
+            if joined and sum(joined[-1]) == piece[0]:
+                joined[-1] = joined[-1][0], joined[-1][1] + piece[1]
+            else:
+                joined.append(piece)
+        self._free = joined
+
+
+def _unowned(tensor: Tensor) -> Tensor:
+    """The same contiguous memory, which anyone may take when `tensor` is gone."""
+    assert tensor.is_contiguous()
+    piece = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(piece, dtype=tensor.dtype).view(tensor.shape)
+
+
+class NativeCapture:
+    """Records computations that are made of compiled kernels and a few operators of torch. See `capture.Capture`."""
+
+    sizes: tuple[int, ...] = ()
+
+    def __init__(self, kernels: Kernels):
+        self._kernels = kernels
+        self._pool = Pool()
+
+    def __call__(self, function: Computation) -> Computation:
+        with Recording(self._kernels, self._pool) as recording:
+            results = tuple(map(_unowned, function()))
+
+        def repeat() -> tuple[Tensor, ...]:
+            recording.replay()
+            return results
+
+        return repeat
+
+
+class _Call(ctypes.Structure):
+    """`Call` of replay.cpp."""
+
+    _fields_ = (("function", ctypes.c_void_p), ("arguments", ctypes.c_void_p))
+
+
+class _Calls:
+    """Calls of kernels in a row."""
+
+    def __init__(self, replay: Function, calls: Sequence[Call]):
+        self._replay = replay
+        self._names = [call.name for call in calls]
+        self._arguments = [(ctypes.c_int64 * len(c.arguments))(*(a or 0 for a in c.arguments)) for c in calls]
+        addresses = [ctypes.addressof(arguments) for arguments in self._arguments]
+        self._calls = (_Call * len(calls))(*(_Call(c.packed, a) for c, a in zip(calls, addresses, strict=True)))
+        self._at = ctypes.addressof(self._calls)
+
+    def __call__(self) -> None:
+        if not torch._C._autograd._profiler_enabled():
+            return self._replay(self._at, len(self._names))
+        for index, name in enumerate(self._names):  # each for itself, so that the profile shows them
+            with record_function(name):
+                self._replay(self._at + index * ctypes.sizeof(_Call), 1)
+
+
+class Recording(TorchDispatchMode):
+    """Use as a context around the computation; afterwards, `replay` repeats it."""
+
+    def __init__(self, kernels: Kernels, pool: Pool):
+        super().__init__()
+        self._kernels = kernels
+        self._pool = pool
+        self._steps: list[Callable[[], object]] = []
+        self._calls: list[Call] = []  # of kernels, since the last step
+        self._kept: list[object] = []  # what the steps point to
+
+    def __enter__(self) -> Recording:
+        self._kernels.recorder = self
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._kernels.recorder = None
+        self._close_calls()
+
+    def replay(self) -> None:
+        """Compute everything again, from what the inputs' memory holds now into where the results are."""
+        for step in self._steps:
+            step()
+
+    def add_call(self, call: Call) -> None:
+        self._calls.append(call)
+
+    def _close_calls(self) -> None:
+        """Make one step of the kernels called since the last one."""
+        if self._calls:
+            self._steps.append(_Calls(self._kernels.replay, self._calls))
+        self._calls = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func.namespace != "aten" or _decides_by_values(func, args):
+            raise NotCapturable(f"{func} cannot be recorded")
+        result = func(*args, **kwargs)
+        if func.overloadpacket in EMPTY:
+            return self._pool.empty(result.shape, result.dtype)
+        if not func.is_view:
+            self._add_operator(func, args, kwargs, result)
+        return result
+
+    def _add_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """A step that computes an operator again, into its first result unless it changes its inputs."""
+        self._close_calls()
+        self._kept.append(result)
+        if func._schema.is_mutable:
+            self._steps.append(lambda: func(*args, **kwargs))
+        elif isinstance(result, Tensor):
+            self._steps.append(lambda: result.copy_(func(*args, **kwargs)))
+        else:
+            raise NotCapturable(f"{func} has more than one result")
+
+
+def _decides_by_values(func: Any, args: tuple[Any, ...]) -> bool:
+    if func is torch.ops.aten.index.Tensor:  # by numbers its result has their shape, by a mask as many as are true
+        return any(index is not None and index.dtype == torch.bool for index in args[1])
+    return bool(BY_VALUE & set(func.tags))
