@@ -168,8 +168,8 @@ GROUPS = {
     "prefill_chunk max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens max_best_of "
     "max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching",
     "HTTP": "hostname port api_key cors_allow_origin validation_workers graceful_termination_timeout",
-    "Engine": "dtype device quantize random_weights cuda_memory_fraction disable_custom_kernels watermark_gamma "
-    "watermark_delta",
+    "Engine": "dtype device threads quantize random_weights cuda_memory_fraction disable_custom_kernels "
+    "watermark_gamma watermark_delta",
     "Logs": "json_output otlp_endpoint env",
 }
 SHORT_FLAGS = {"port": "-p", "env": "-e"}

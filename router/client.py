@@ -75,6 +75,7 @@ class ModelInfo:
     max_positions: int  # 0: no limit of its own
     attention: str
     threads: int
+    threads_reason: str
     quantize: str
     weight_bytes: tuple[int, ...]
     kv_bytes_per_token: int
@@ -277,6 +278,7 @@ class ShardedClient:
             max_positions=first.max_positions,
             attention=first.attention,
             threads=first.threads,
+            threads_reason=first.threads_reason,
             quantize=first.quantize,
             weight_bytes=tuple(reply.weight_bytes for reply in replies),
             kv_bytes_per_token=first.kv_bytes_per_token,
@@ -449,6 +451,7 @@ class FakeShardedClient:
             max_positions=self.max_positions,
             attention="none",
             threads=1,
+            threads_reason="",
             quantize="dense",
             weight_bytes=(0,),
             kv_bytes_per_token=0,

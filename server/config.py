@@ -27,7 +27,6 @@ class ShardConfig:
     world_size: int
     socket_path: str  # unix socket that this rank serves on
     rendezvous: str  # init method of torch.distributed: file:///… or tcp://addr:port
-    threads: int | None = None  # intra-op threads; None: planned from cores, ranks and the model's size
     is_null: bool = False  # answer with fixed tokens and load nothing: server/null.py
 
     dtype: str | None = field(
@@ -52,6 +51,18 @@ class ShardConfig:
             "help": "Where the model runs; auto takes GPUs if there are any.",
             "choices": DEVICES,
             "when": "cpu keeps the GPUs of the machine free.",
+        },
+    )
+    threads: int | None = field(
+        default=None,
+        metadata={
+            "help": "CPU threads that compute, in each shard.",
+            "unit": "threads",
+            "min": 1,
+            "max": 1024,
+            "environment": "OMP_NUM_THREADS",
+            "default": "the cores divided by the shards; one beside a GPU or for a model below 64 MB",
+            "when": "Lower it where other programs need the cores. More than there are cores makes every step slower.",
         },
     )
     quantize: str | None = field(

@@ -48,7 +48,7 @@ def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
     hf_config = json.loads((Path(config.model_path) / "config.json").read_text())
     loaded = _load_family(config, hf_config) if families.has(hf_config) else _load_fallback(config, hf_config)
     device = loaded.device
-    threads = plan_threads(config.threads, device, config.world_size, loaded.model.nbytes)
+    threads, threads_reason = plan_threads(config.threads, device, config.world_size, loaded.model.nbytes)
     torch.set_num_threads(threads)
     loaded.shard.barrier()
     watermark = Watermark(config.watermark_gamma, config.watermark_delta)
@@ -65,6 +65,7 @@ def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
         kv_bytes_per_token=engine.kv_shape.bytes_per_token,
         attention=loaded.attention,
         threads=threads,
+        threads_reason=threads_reason,
         quantize=config.quantize or "dense",
         block_size=BLOCK_SIZE,
         decoder_start=loaded.model.decoder_start,
@@ -188,18 +189,22 @@ def _good_dtypes(device: torch.device) -> set[torch.dtype]:
     return good
 
 
-def plan_threads(wanted: int | None, device: torch.device, world_size: int, weight_bytes: int) -> int:
-    """Threads for operators on the host: this rank's share of the cores; one beside a GPU or for a small model.
+def plan_threads(wanted: int | None, device: torch.device, world_size: int, weight_bytes: int) -> tuple[int, str]:
+    """Threads for operators on the host, and why so many: this rank's share of the cores, mostly.
 
-    Threads wait for each other after every operator, and for a small model an operator is shorter than that wait: on
-    two busy cores a second thread made a step of the embedded model 5 to 30 times as long, on idle ones a tenth
-    shorter.
+    The router has no core of its own: it works while a step's last tokens are on their way, and threads that find no
+    work sleep after a moment (threads.h). Threads wait for each other after every operator, and for a small model an
+    operator is shorter than that wait: on two busy cores a second thread made a step of the embedded model 5 to 30
+    times as long, on idle ones a tenth shorter.
     """
     if wanted is not None:
-        return wanted
-    if device.type == "cuda" or weight_bytes < SMALL_MODEL_BYTES:
-        return 1
-    return max(1, len(os.sched_getaffinity(0)) // world_size)
+        return wanted, "asked for"
+    if device.type == "cuda":
+        return 1, "the GPU computes"
+    if weight_bytes < SMALL_MODEL_BYTES:
+        return 1, "the model is too small to share"
+    cores = len(os.sched_getaffinity(0))
+    return max(1, cores // world_size), f"{cores} cores for all shards; they sleep when idle"
 
 
 def _device(config: ShardConfig) -> torch.device:

@@ -111,6 +111,7 @@ class NullService(pb_grpc.ShardServicer):
             vocab_size=self._vocab_size,
             attention="none",
             threads=1,
+            threads_reason="nothing is computed",
             quantize="dense",
             block_size=BLOCK_SIZE,
             num_blocks=self._num_blocks,

@@ -11,7 +11,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("model_type", "dtype", "dtype_reason", "device", "world_size", "vocab_size", "max_positions", "weight_bytes", "kv_bytes_per_token", "attention", "threads", "quantize", "block_size", "num_blocks", "decoder_start", "shares_prefixes")
+    __slots__ = ("model_type", "dtype", "dtype_reason", "device", "world_size", "vocab_size", "max_positions", "weight_bytes", "kv_bytes_per_token", "attention", "threads", "quantize", "block_size", "num_blocks", "decoder_start", "shares_prefixes", "threads_reason")
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -28,6 +28,7 @@ class InfoReply(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     DECODER_START_FIELD_NUMBER: _ClassVar[int]
     SHARES_PREFIXES_FIELD_NUMBER: _ClassVar[int]
+    THREADS_REASON_FIELD_NUMBER: _ClassVar[int]
     model_type: str
     dtype: str
     dtype_reason: str
@@ -44,7 +45,8 @@ class InfoReply(_message.Message):
     num_blocks: int
     decoder_start: int
     shares_prefixes: bool
-    def __init__(self, model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., dtype_reason: _Optional[str] = ..., device: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., attention: _Optional[str] = ..., threads: _Optional[int] = ..., quantize: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., decoder_start: _Optional[int] = ..., shares_prefixes: _Optional[bool] = ...) -> None: ...
+    threads_reason: str
+    def __init__(self, model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., dtype_reason: _Optional[str] = ..., device: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., attention: _Optional[str] = ..., threads: _Optional[int] = ..., quantize: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., decoder_start: _Optional[int] = ..., shares_prefixes: _Optional[bool] = ..., threads_reason: _Optional[str] = ...) -> None: ...
 
 class WarmupRequest(_message.Message):
     __slots__ = ("max_batch_prefill_tokens", "max_total_tokens", "max_batch_total_tokens", "useful_tokens", "max_top_n_tokens")

@@ -79,9 +79,9 @@ def test_a_dtype_that_the_device_computes_badly_gives_way_with_a_reason(monkeypa
 def test_threads_are_a_share_of_the_cores_and_one_where_waiting_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     large, small = 2**30, 2**20
-    assert 8 == plan_threads(None, CPU, 1, large)
-    assert 2 == plan_threads(None, CPU, 4, large)
-    assert 1 == plan_threads(None, CPU, 16, large)
-    assert 1 == plan_threads(None, CPU, 1, small)
-    assert 1 == plan_threads(None, torch.device("cuda"), 1, large)
-    assert 5 == plan_threads(5, CPU, 1, small)
+    assert (8, "8 cores for all shards; they sleep when idle") == plan_threads(None, CPU, 1, large)
+    assert 2 == plan_threads(None, CPU, 4, large)[0]
+    assert 1 == plan_threads(None, CPU, 16, large)[0]
+    assert (1, "the model is too small to share") == plan_threads(None, CPU, 1, small)
+    assert (1, "the GPU computes") == plan_threads(None, torch.device("cuda"), 1, large)
+    assert (5, "asked for") == plan_threads(5, CPU, 1, small)
