@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import launch, live, plots, profile, shards
+from benchmark.peer import PeerTimes, TransformersPeer, peer_rows, peer_table
 from benchmark.report import (
     BenchError,
     Result,
@@ -49,6 +50,7 @@ class Point:
     sequence_length: int
     decode_length: int
     runs: list[Times] = field(default_factory=list)
+    ceilings: list[Ceilings] = field(default_factory=list)  # beside each run; empty where no floor is known
 
     @property
     def samples_ms(self) -> dict[str, list[float]]:
@@ -107,6 +109,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="after the recorded runs, one of each batch size under a profiler: a table of where a step's time goes, "
         "and with --output its traces",
     )
+    parser.add_argument(
+        "--beside-transformers",
+        action="store_true",
+        help="after each batch size, the same prompts by transformers' own `generate` in this process, greedy",
+    )
     launch.add_server_arguments(parser)
 
 
@@ -162,16 +169,44 @@ async def _measure(args: argparse.Namespace, target: shards.Target) -> list[dict
         view = live.view(target.name, args.sequence_length, args.decode_length, args.batch_size, args.runs)
         render = partial(markdown, args=args, model=target.name)
         with published(result, render, args.output) as keep, view, shards.causes_of(target):
-            recorder = _Recorder(result, work, probe, keep)
+            num_notes = len(result.notes)
+            points: list[Point] = []
+            peer = _peer(args, target, info)
             for batch_size in args.batch_size:
                 point = Point(batch_size, args.sequence_length, args.decode_length)
-                await _measure_point(args, info, driver, point, view)
-                recorder.add(point)
+                await _measure_point(args, info, driver, point, view, probe)
+                points.append(point)
+                result.rows = rows(points, work)
+                result.notes[num_notes:] = [describe(probe.seen)] if probe is not None else []
+                if peer is not None:
+                    runs = await asyncio.to_thread(_run_peer, args, info, peer, batch_size)
+                    result.extra.setdefault("transformers", []).extend(peer_rows(result.rows, batch_size, runs))
+                keep()
             if args.profile:
                 result.extra["profile"] = [
                     row for n in args.batch_size for row in await _profile_rows(args, connection, driver, n)
                 ]
     return result.rows
+
+
+def _peer(args: argparse.Namespace, target: shards.Target, info: ModelInfo) -> TransformersPeer | None:
+    if not args.beside_transformers:
+        return None
+    if target.location is None:
+        raise BenchError("--beside-transformers needs the model: name it by --model-id or --random-weights")
+    return TransformersPeer(
+        target.location,
+        random_weights=args.random_weights is not None,
+        dtype=info.dtype,
+        device=info.device,
+        threads=info.threads * info.world_size if info.device == "cpu" else 0,
+    )
+
+
+def _run_peer(args: argparse.Namespace, info: ModelInfo, peer: TransformersPeer, batch_size: int) -> list[PeerTimes]:
+    prompts = random_prompts(batch_size, args.sequence_length, info.vocab_size, args.seed)
+    runs = [peer.run(prompts, args.decode_length) for _ in range(args.warmups + args.runs)]
+    return runs[args.warmups :]
 
 
 async def _profile_rows(
@@ -198,16 +233,22 @@ def _check(args: argparse.Namespace, info: ModelInfo, driver: StepDriver) -> Non
 
 
 async def _measure_point(
-    args: argparse.Namespace, info: ModelInfo, driver: StepDriver, point: Point, view: live.View
+    args: argparse.Namespace, info: ModelInfo, driver: StepDriver, point: Point, view: live.View, probe: Probe | None
 ) -> None:
     prompts = random_prompts(point.batch_size, args.sequence_length, info.vocab_size, args.seed)
     sampling = [sampling_of(args, args.seed + index) for index in range(point.batch_size)]
     view.begin(point.batch_size)
-    for number in range(args.warmups + args.runs):
+    for _ in range(args.warmups):
+        await driver.run(prompts, args.decode_length, sampling, args.top_n_tokens or 0)
+    before = None if probe is None else probe.measure()
+    for _ in range(args.runs):
         times = await driver.run(prompts, args.decode_length, sampling, args.top_n_tokens or 0)
-        if number >= args.warmups:
-            point.runs.append(times)
-            view.finished(point.batch_size, times)
+        point.runs.append(times)
+        view.finished(point.batch_size, times)
+        if probe is not None and before is not None:
+            after = probe.measure()
+            point.ceilings.append(before.best_of(after))
+            before = after
 
 
 def sampling_of(args: argparse.Namespace, seed: int) -> Sampling:
@@ -225,38 +266,16 @@ def sampling_of(args: argparse.Namespace, seed: int) -> Sampling:
     )
 
 
-class _Recorder:
-    """Turns points into rows, with the floors that follow from the best ceilings seen so far."""
-
-    def __init__(self, result: Result, work: Work | None, probe: Probe | None, keep: Callable[[], None]) -> None:
-        self._result = result
-        self._work = work
-        self._probe = probe
-        self._keep = keep
-        self._points: list[Point] = []
-        self._num_notes = len(result.notes)
-        if probe is not None:
-            probe.measure()
-
-    def add(self, point: Point) -> None:
-        self._points.append(point)
-        ceilings = None
-        if self._probe is not None:
-            ceilings = self._probe.measure()
-            self._result.notes[self._num_notes :] = [describe(self._probe.seen)]
-        self._result.rows = rows(self._points, self._work, ceilings)
-        self._keep()
-
-
-def rows(points: Sequence[Point], work: Work | None, ceilings: Ceilings | None) -> list[dict[str, Any]]:
+def rows(points: Sequence[Point], work: Work | None) -> list[dict[str, Any]]:
     """The rows of the JSON, in the order of the tables."""
-    return [_row(point, step, work, ceilings) for step in STEPS for point in points]
+    return [_row(point, step, work) for step in STEPS for point in points]
 
 
-def _row(point: Point, step: str, work: Work | None, ceilings: Ceilings | None) -> dict[str, Any]:
+def _row(point: Point, step: str, work: Work | None) -> dict[str, Any]:
     samples = point.samples_ms[step]
     summary = Summary.of(samples)
-    floor = None if work is None or ceilings is None else point.demand(step, work).floor_ms(ceilings)
+    floors = [] if work is None else [point.demand(step, work).floor_ms(ceilings) for ceilings in point.ceilings]
+    percents = [100 * floor / sample for floor, sample in zip(floors, samples, strict=True)] if floors else []
     return {
         "step": step,
         "batch_size": point.batch_size,
@@ -267,8 +286,8 @@ def _row(point: Point, step: str, work: Work | None, ceilings: Ceilings | None) 
         "p90_ms": summary.p90,
         "p99_ms": summary.p99,
         "tokens_per_second": Summary.of(point.throughputs(step)).mean,
-        "floor_ms": floor,
-        "percent_of_limit": None if floor is None else 100 * floor / summary.p50,
+        "floor_ms": Summary.of(floors).p50 if floors else None,
+        "percent_of_limit": Summary.of(percents).p50 if percents else None,
         "samples_ms": samples,
         "tokens_per_sample": point.tokens(step),
     }
@@ -303,7 +322,10 @@ def _notes(args: argparse.Namespace, work: Work | None) -> list[str]:
     if work is None:
         notes.append("No floors: the model's config.json is not at hand; name it by --model-id or --random-weights.")
     else:
-        notes.append("% of limit = floor / p50.")
+        notes.append(
+            "Floor and % of limit = floor / time: medians over the runs, each held against the ceilings that were "
+            "measured right before and after it."
+        )
     return notes
 
 
@@ -313,6 +335,7 @@ def markdown(result: Result, args: argparse.Namespace, model: str) -> str:
         arguments_table(args, model),
         f"{latency_table(result.rows)}\n\n\n{throughput_table(result.rows)}",
         floor_table(result.rows),
+        peer_table(result.extra.get("transformers", []), STEPS),
         profile.profile_table(result.extra.get("profile", [])),
         footer(result),
     ]

@@ -262,7 +262,9 @@ async def _measure(
             started = time.perf_counter()
             await generate(timed, tokenizer, limits, prompts, info.decoder_start)
             seconds = time.perf_counter() - started
-            ceilings = None if probe is None else probe.measure()
+            if probe is not None:
+                probe.measure()
+            ceilings = None if probe is None else probe.best
             result.rows = rows(timed.records, seconds, ceilings)
             result.extra = _sizes(server, connection, timed, work)
             result.notes += [describe(probe.seen)] if probe is not None else []

@@ -175,7 +175,9 @@ def _this(work: Work) -> tuple[Device, str]:
     threads = torch.get_num_threads()
     weights = work.step_weight_bytes
     probe = Probe(name, work.dtype, threads=threads, num_devices=1, step_weight_bytes=weights)
-    ceilings = [probe.measure() for _ in range(3)][-1]
+    for _ in range(3):
+        probe.measure()
+    ceilings = probe.best
     memory = _free_host_bytes() if is_cpu else torch.cuda.mem_get_info()[0]
     flops = ceilings.flops_per_second
     device = Device(ceilings.bytes_per_second, flops, flops, memory, is_cpu)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmark.shapes import ModelShape
@@ -121,11 +122,12 @@ def mean_context(sequence_length: int, decode_length: int) -> float:
 
 
 class Probe:
-    """Measures the ceilings of the device that the shards use, again and again, and keeps the best.
+    """Measures the ceilings of the device that the shards use, again and again.
 
-    A ceiling is the best that the device ever shows: on a machine that is shared with others a median tells how
+    A ceiling is the best that the device shows at the time: on a machine that is shared with others a median tells how
     disturbed it was, not what it can do, and would put floors above what is possible. So each measurement takes the
-    best of its repeats, and `measure` is called between the rows of a result, because bandwidth drifts by the minute.
+    best of its repeats; and because the bandwidth of a shared machine can double from one minute to the next, `measure`
+    is called before and after everything that is held against it.
     """
 
     def __init__(self, device: str, dtype: str, *, threads: int, num_devices: int, step_weight_bytes: int) -> None:
@@ -138,19 +140,22 @@ class Probe:
         self._num_devices = num_devices
         self._threads = threads
         num_bytes = max(2**16, min(READ_BYTES, step_weight_bytes))
-        self._readers = _readers(num_bytes, self._device)
+        # One thread alone reads a small buffer faster than several that wait for each other on a busy machine.
+        self._reads: list[Callable[[], float]] = [
+            partial(self._best_seconds, r, n) for r in _readers(num_bytes, self._device) for n in (1, threads)
+        ]
         # A CPU without arithmetic in float16 may compute in float32 instead.
         dtypes = ("float16", "float32") if dtype == "float16" and self._device.type == "cpu" else (dtype,)
-        self._products = [_product(size, getattr(torch, d), self._device) for size in MATRIX_SIZES for d in dtypes]
+        products = [_product(size, getattr(torch, d), self._device) for size in MATRIX_SIZES for d in dtypes]
+        self._products: list[Callable[[], float]] = [partial(self._seconds_per_flop, product) for product in products]
         self._num_bytes = num_bytes // 4 * 4
 
     def measure(self) -> Ceilings:
-        """Measure once more, about a second; returns the best so far."""
-        # One thread alone reads a small buffer faster than several that wait for each other on a busy machine.
-        seconds = min(self._best_seconds(read, threads) for read in self._readers for threads in (1, self._threads))
-        flops = max(p.num_flops / self._best_seconds(p.run, self._threads) for p in self._products)
-        self.seen.append(Ceilings(self._num_bytes / seconds, flops, self._num_devices))
-        return self.best
+        """Measure once more: about a second at first, later what was fastest then, a third of a second."""
+        seconds, self._reads = _fastest(self._reads)
+        seconds_per_flop, self._products = _fastest(self._products)
+        self.seen.append(Ceilings(self._num_bytes / seconds, 1 / seconds_per_flop, self._num_devices))
+        return self.seen[-1]
 
     @property
     def best(self) -> Ceilings:
@@ -158,6 +163,9 @@ class Probe:
         for ceilings in self.seen:
             best = best.best_of(ceilings)
         return best
+
+    def _seconds_per_flop(self, product: _Product) -> float:
+        return self._best_seconds(product.run, self._threads) / product.num_flops
 
     def _best_seconds(self, run: Callable[[], object], threads: int) -> float:
         """The shortest of as many repeats as fit into the time, at least three."""
@@ -183,6 +191,12 @@ class Probe:
             import torch
 
             torch.cuda.synchronize()
+
+
+def _fastest(ways: list[Callable[[], float]]) -> tuple[float, list[Callable[[], float]]]:
+    """The shortest time that one of `ways` measures, and that way alone."""
+    times = [way() for way in ways]
+    return min(times), [ways[times.index(min(times))]]
 
 
 @dataclass(frozen=True)

@@ -185,13 +185,13 @@ def test_the_throughput_table_is_that_of_tgi() -> None:
     assert THROUGHPUT == latency.throughput_table(rows)
 
 
-def point(batch_size: int = 4) -> latency.Point:
+def point(*ceilings: Ceilings) -> latency.Point:
     runs = [Times(0.2 + n / 100, 0.9 + n / 10, [0.1] * 9, 0.1, 0.8) for n in range(3)]
-    return latency.Point(batch_size, sequence_length=50, decode_length=10, runs=runs)
+    return latency.Point(4, sequence_length=50, decode_length=10, runs=runs, ceilings=list(ceilings))
 
 
 def test_rows_follow_the_formulas() -> None:
-    rows = {row["step"]: row for row in latency.rows([point()], None, None)}
+    rows = {row["step"]: row for row in latency.rows([point()], None)}
     assert [200.0, 210.0, 220.0] == pytest.approx(rows["prefill"]["samples_ms"])
     assert [100.0, 1000 / 9, 1100 / 9] == pytest.approx(rows["decode_token"]["samples_ms"], rel=1e-5)
     assert 4 * 50 * (1 / 0.2 + 1 / 0.21 + 1 / 0.22) / 3 == pytest.approx(rows["prefill"]["tokens_per_second"])
@@ -202,12 +202,16 @@ def test_rows_follow_the_formulas() -> None:
     assert "" == latency.floor_table(list(rows.values()))
 
 
-def test_floors_stand_beside_the_median() -> None:
+def test_each_run_is_held_against_the_ceilings_beside_it() -> None:
     work = Work(shapes.shape("bloom-560m"), "bfloat16")
-    rows = latency.rows([point()], work, Ceilings(50e9, 1e12))
+    speeds = [Ceilings(50e9, 1e12), Ceilings(30e9, 1e12), Ceilings(40e9, 1e12)]
+    rows = latency.rows([point(*speeds)], work)
     token, total = (row for row in rows if row["step"].startswith("decode"))
     assert 9 * token["floor_ms"] == pytest.approx(total["floor_ms"])
-    assert token["percent_of_limit"] == pytest.approx(100 * token["floor_ms"] / token["p50_ms"])
+    floors = [work.decode(4, 55).floor_ms(speed) for speed in speeds]
+    assert token["floor_ms"] == pytest.approx(floors[2])
+    percents = [100 * f / t for f, t in zip(floors, token["samples_ms"], strict=True)]
+    assert token["percent_of_limit"] == pytest.approx(sorted(percents)[1])
     assert f"| Decode (token) | 4          | 111.11 ms  | {token['floor_ms']:.2f} ms" in latency.floor_table(rows)
 
 
@@ -273,6 +277,28 @@ def test_a_profile_names_operators_and_leaves_traces(tmp_path: Path, capfd: pyte
     assert any(event.get("name", "").startswith("aten::") for event in trace["traceEvents"])
 
 
+@pytest.mark.parametrize("model", [["--model-id", str(launch.DEMO)], ["--random-weights", str(launch.DEMO)]])
+def test_transformers_generates_beside_us(model: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["-b", "1", "3", "-s", "9", "-d", "5", "-r", "2", "--device", "cpu", "--beside-transformers", *model]
+    assert 0 == main(["latency", *flags])
+    shown = capfd.readouterr().out
+    result = json.loads(shown.splitlines()[-1])
+    ours = {(row["step"], row["batch_size"]): row["p50_ms"] for row in result["rows"]}
+    for row in result["transformers"]:
+        assert row["ours_ms"] == ours[row["step"], row["batch_size"]]
+        assert row["times_as_fast"] == pytest.approx(row["theirs_ms"] / row["ours_ms"])
+    assert {(step, size) for step in STEPS[:2] for size in (1, 3)} == {
+        (row["step"], row["batch_size"]) for row in result["transformers"]
+    }
+    assert "| transformers, p50 |" in shown
+
+
+def test_transformers_needs_the_model(server: launch.Server, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = server.sockets[0].removesuffix("-0")
+    assert 1 == main(["latency", "-b", "1", "-s", "9", "-d", "5", "--shard-uds-path", prefix, "--beside-transformers"])
+    assert "needs the model: name it by --model-id or --random-weights" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def server() -> Iterator[launch.Server]:
     flags = ["--model-id", str(launch.DEMO), "--device", "cpu", "--max-batch-total-tokens", "512"]
@@ -308,11 +334,11 @@ def test_rows_are_kept_when_the_server_dies(
     """The last test with this server: its shard is killed before the second batch size."""
     measure_point = latency._measure_point
 
-    async def kill_then_measure(args: Any, info: Any, driver: Any, point: latency.Point, view: Any) -> None:
+    async def kill_then_measure(args: Any, info: Any, driver: Any, point: latency.Point, *rest: Any) -> None:
         if point.batch_size == 2:
             for pid in server.shard_pids():
                 os.kill(pid, signal.SIGKILL)
-        await measure_point(args, info, driver, point, view)
+        await measure_point(args, info, driver, point, *rest)
 
     monkeypatch.setattr(latency, "_measure_point", kill_then_measure)
     args = arguments("-b", "1", "2", "-s", "9", "-d", "5", "-r", "2", "--output", str(tmp_path))
