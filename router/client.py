@@ -94,6 +94,9 @@ class KvCache:
     num_blocks: int
     kv_bytes: int
     free_bytes: int
+    step_bytes: int = 0  # of the free ones, what the largest step takes; 0: not known
+    graph_bytes: int = 0  # of captured decode steps; 0: not known
+    captured: str = "none"  # which decode steps are
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +300,9 @@ class ShardedClient:
             num_blocks=min(reply.num_blocks for reply in replies),
             kv_bytes=replies[0].kv_bytes,
             free_bytes=min(reply.free_bytes for reply in replies),
+            step_bytes=max(reply.step_bytes for reply in replies),
+            graph_bytes=max(reply.graph_bytes for reply in replies),
+            captured=replies[0].captured or "none",
         )
 
     async def health(self) -> ShardHealth:

@@ -72,10 +72,16 @@ def table(config: RouterConfig, started: Started, address: str) -> str:
         ("attention", model.attention, ""),
         ("KV cache", f"{cache.max_batch_total_tokens} tokens", f"{_size(cache.kv_bytes)} per shard"),
         ("KV blocks", str(cache.num_blocks), f"{cache.block_size} tokens each"),
+        ("captured steps", cache.captured, f"{_size(cache.graph_bytes)} per shard" if cache.graph_bytes else ""),
+        ("memory left", f"{_size(cache.free_bytes)} per shard", _largest_step(cache)),
         ("prefix cache", "on" if limits.prefix_caching else "off", _why_no_prefixes(config, started)),
     ]
     settings = [(name, _value(getattr(limits, name)), limits.sources.get(name, "default")) for name in TABLE_LIMITS]
     return _align([*facts, *settings, ("address", address, "")])
+
+
+def _largest_step(cache: KvCache) -> str:
+    return f"the largest step takes {_size(cache.step_bytes)}" if cache.step_bytes else ""
 
 
 def _why_no_prefixes(config: RouterConfig, started: Started) -> str:

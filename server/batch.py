@@ -24,8 +24,8 @@ from server.capture import HostOnly
 from server.pb import generate_pb2 as pb
 from server.sampling import History, Logits, Sampler, StockLogits, TokenChoice, Watermark
 
-# Rows of the device's tables, and blocks of a row, before they grow.
-FIRST_ROWS, FIRST_BLOCKS = 64, 64
+# Rows of the device's tables before they grow: of all sequences that captured steps take.
+FIRST_ROWS = 257
 
 
 class StepError(ValueError):
@@ -110,7 +110,6 @@ class StepInput:
     sampled: list[SequenceState]  # the R sequences that get a token, in the order of `sample_at`
     sample_at: Tensor  # [R] index in [T] of the token whose logits choose the next
     sample_rows: Tensor  # [R] rows of `sampled`
-    sampler: Sampler
 
 
 @dataclass(frozen=True)
@@ -186,13 +185,13 @@ class SequenceTable:
     device: torch.device
     has_encoder: bool = False
     logits: Logits = field(default_factory=StockLogits)
+    longest: int = 1  # blocks of the longest sequence that is expected
     sequences: dict[int, SequenceState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tables = Tables.empty(FIRST_ROWS, FIRST_BLOCKS, self.device)
+        self.tables = Tables.empty(FIRST_ROWS, self.longest, self.device)
         self.free_rows = list(range(FIRST_ROWS - 1, 0, -1))
-        self._choices: list[TokenChoice] = []
-        self._sampler = Sampler([], self.watermark, self.device, self.logits)
+        self._samplers: dict[int, tuple[list[TokenChoice], Sampler]] = {}
 
     def apply(self, request: pb.StepRequest) -> Plan | None:
         """Retire and add, and plan the step, whose work counts as done from now on; None when it computes nothing.
@@ -303,7 +302,6 @@ class SequenceTable:
             sampled=[work[i].sequence for i in sampled],
             sample_at=self._tensor([meta.query_starts[i + 1] - 1 for i in sampled]),
             sample_rows=rows[sampled],
-            sampler=self.sampler_for([work[i].sequence for i in sampled]),
         )
 
     def _encoding(self, sequences: list[SequenceState]) -> Encoding | None:
@@ -356,13 +354,15 @@ class SequenceTable:
         """Each of `values` as often as its sequence has tokens in the step: [T]."""
         return self._tensor([value for value, count in zip(values, counts, strict=True) for _ in range(count)])
 
-    def sampler_for(self, sequences: list[SequenceState]) -> Sampler:
-        """The sampler of these sequences; the last one is kept, because most steps sample for the same ones."""
+    def sampler_for(self, sequences: list[SequenceState], part: int) -> Sampler:
+        """The sampler of these sequences, which are those from `part` on of a step's.
+
+        The last one of each part is kept, because most steps sample for the same ones.
+        """
         choices = [s.choice for s in sequences]
-        if choices != self._choices:
-            self._choices = choices
-            self._sampler = Sampler(choices, self.watermark, self.device, self.logits)
-        return self._sampler
+        if part not in self._samplers or self._samplers[part][0] != choices:
+            self._samplers[part] = choices, Sampler(choices, self.watermark, self.device, self.logits)
+        return self._samplers[part][1]
 
     def _tensor(self, values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self.device)

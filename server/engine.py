@@ -8,11 +8,11 @@ every decision about who runs when (the router's).
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -25,12 +25,14 @@ from server.capture import Capture, NotCapturable
 from server.distributed import Shard
 from server.graphs import DecodeGraphs
 from server.pb import generate_pb2 as pb
+from server.rehearsal import Rehearsal, Reserve, step_bytes, taken_bytes
 from server.sampling import Chosen, Logits, Sampler, StockLogits, TokenChoice, Watermark
 
 log = logging.getLogger(__name__)
 
-# Rows whose logits are computed at once for prompt log-probabilities: 128 rows of BLOOM's 250,880 are 128 MB.
-PROMPT_LOGPROB_ROWS = 128
+# Rows whose logits are looked at together: 128 rows of BLOOM's 250,880 are 128 MB, and sampling takes several times
+# that.
+LOGIT_ROWS = 128
 
 
 @dataclass(frozen=True)
@@ -49,20 +51,31 @@ class StepResult:
 class Launched:
     """A step that the device is computing."""
 
-    def __init__(self, sampled: list[SequenceState], chosen: Chosen, prompt: dict[int, Tensor], start_ns: int):
+    def __init__(
+        self,
+        sampled: list[SequenceState],
+        chosen: Sequence[Chosen],
+        prompt: dict[int, Tensor],
+        start_ns: int,
+        done: torch.cuda.Event | None,
+    ):
         self._sampled = sampled
-        self._chosen = [_to_host(t) for t in (chosen.token_ids, chosen.logprobs, chosen.top_ids, chosen.top_logprobs)]
+        self._chosen = [
+            [_to_host(t) for t in (part.token_ids, part.logprobs, part.top_ids, part.top_logprobs)] for part in chosen
+        ]
         self._prompt = {id: _to_host(logprobs) for id, logprobs in prompt.items()}
         self._start_ns = start_ns
-        self._done = torch.cuda.Event() if chosen.token_ids.is_cuda else None
-        if self._done is not None:
-            self._done.record()
+        self._done = done
+        if done is not None:
+            done.record()
 
     def finish(self) -> StepResult:
         """Wait for the device and read the tokens."""
         if self._done is not None:
             self._done.synchronize()
-        token_ids, logprobs, top_ids, top_logprobs = (t.tolist() for t in self._chosen)
+        token_ids, logprobs, top_ids, top_logprobs = (
+            [row for part in self._chosen for row in part[kind].tolist()] for kind in range(4)
+        )
         wanted = [s.choice.top_n_tokens for s in self._sampled]
         return StepResult(
             ids=[s.id for s in self._sampled],
@@ -117,7 +130,7 @@ class Engine:
         dtype: torch.dtype,
         watermark: Watermark,
         logits: Logits | None = None,
-        capture: Capture | None = None,
+        capture: Callable[[], Capture] | None = None,
     ):
         self.model = model
         self.shard = shard
@@ -130,6 +143,7 @@ class Engine:
         self._kv_caches: list[Tensor] = []
         self._table: SequenceTable | None = None
         self._capture = capture
+        self.reserve = Reserve()
         self._graphs: DecodeGraphs | None = None
 
     @torch.inference_mode()
@@ -141,62 +155,92 @@ class Engine:
         prefill_tokens: prompt tokens of the largest step; total_tokens: longest sequence; wanted_tokens: what the user
         asked for, 0 for as much as fits, at most useful_tokens; fraction: share of a GPU's memory that we may use.
         """
-        self._rehearse(prefill_tokens, total_tokens)
+        self.reserve = self._rehearse(prefill_tokens, total_tokens)
         free = cache.free_bytes(self.device, fraction=fraction, world_size=self.shard.world_size)
-        free = self.shard.minimum(free, self.device)
+        free = self.shard.minimum(free - self.reserve.step_bytes - self.reserve.graph_bytes, self.device)
         tokens = cache.choose_tokens(
             wanted=wanted_tokens,
             useful=useful_tokens,
             free_bytes=free,
             bytes_per_token=self.kv_shape.bytes_per_token,
         )
-        self._allocate(tokens)
+        self._allocate(tokens, total_tokens)
+        graph_bytes = taken_bytes(self._capture_all, self.device)
+        self.reserve = replace(self.reserve, graph_bytes=graph_bytes)
         return tokens
 
-    def _rehearse(self, prefill_tokens: int, total_tokens: int) -> None:
-        """Compute prompts of the largest step's size, so that the memory they need is known to be taken.
+    def _rehearse(self, prefill_tokens: int, total_tokens: int) -> Reserve:
+        """Compute the largest step, and capture the largest decodes, over a cache of just the size that it takes.
 
         On a CPU a short prompt is enough: it makes the libraries allocate and plan, and what a long one needs besides
         lies within the headroom that is kept back there.
         """
-        if self.device.type == "cpu":
-            prefill_tokens = min(prefill_tokens, 4 * cache.BLOCK_SIZE)
-        lengths = [total_tokens] * (prefill_tokens // total_tokens) + [prefill_tokens % total_tokens]
-        prompts = [[0] * length for length in lengths if length]
-        self._allocate(sum(cache.num_blocks(len(p)) + self._has_encoder for p in prompts) * cache.BLOCK_SIZE)
-        request, blocks = pb.StepRequest(), itertools.count()
-        for id, prompt in enumerate(prompts):
-            decoded, encoded = ([0], prompt) if self._has_encoder else (prompt, [])
-            request.add.add(
-                id=id,
-                token_ids=decoded,
-                blocks=itertools.islice(blocks, cache.num_blocks(len(decoded))),
-                encoder_token_ids=encoded,
-                encoder_blocks=itertools.islice(blocks, cache.num_blocks(len(encoded))),
-                sampling=_WORST_SAMPLING,
-                top_n_tokens=5,
-            )
-            request.chunk_ids.append(id)
-            request.chunk_tokens.append(len(decoded))
-        launched = self.launch(request)
-        assert launched is not None
-        launched.finish()
+        is_cpu = self.device.type == "cpu"
+        rehearsal = Rehearsal.of(
+            prefill_tokens=min(prefill_tokens, 4 * cache.BLOCK_SIZE) if is_cpu else prefill_tokens,
+            total_tokens=total_tokens,
+            sampled=1 if is_cpu else LOGIT_ROWS,
+            has_encoder=self._has_encoder,
+        )
+        self._allocate(rehearsal.kv_tokens, total_tokens)
+
+        def step() -> None:
+            launched = self.launch(rehearsal.request())
+            assert launched is not None
+            launched.finish()
+
+        return Reserve(step_bytes(step, self.device), self._rehearse_graphs())
+
+    def _rehearse_graphs(self) -> int:
+        """What all captured steps will take: the largest, whose memory the others share, and what each has alone."""
+        sizes = [] if self._graphs is None else self._graphs.sizes()
+        if len(sizes) < 2:
+            return 0
+        first, second = (taken_bytes(partial(self._capture_all, [size]), self.device) for size in sizes[:2])
+        return first + (len(sizes) - 1) * second
+
+    def _capture_all(self, sizes: Sequence[int] | None = None) -> None:
+        """Capture decodes of these batch sizes, by default of all that are known beforehand."""
+        assert self._table is not None
+        try:
+            if self._graphs is not None:
+                self._graphs.prepare(self._graphs.sizes() if sizes is None else sizes, self._table.tables)
+        except NotCapturable as reason:
+            self._give_up_graphs(reason)
+
+    def _give_up_graphs(self, reason: NotCapturable) -> None:
+        log.info("decode steps are not captured: %s", reason)
+        self._graphs = None
 
     @property
     def num_blocks(self) -> int:
         """KV blocks allocated so far."""
         return self._table.num_blocks if self._table is not None else 0
 
-    def _allocate(self, tokens: int) -> None:
+    @property
+    def captured(self) -> str:
+        """Which decode steps are captured, for the start-up table."""
+        if self._graphs is None:
+            return "none"
+        sizes = self._graphs.sizes()
+        return f"{len(sizes)} batch sizes up to {sizes[0]}" if sizes else "each at its first use"
+
+    def _allocate(self, tokens: int, total_tokens: int) -> None:
         self._kv_caches = []  # the old cache is free before the new one is taken
         # An encoder-decoder's sequence has two runs of blocks: one block more, so that the longest one fits.
         blocks = cache.num_blocks(tokens) + self._has_encoder
         self._kv_caches = cache.allocate(self.kv_shape, blocks, self.device)
         self._table = SequenceTable(
-            self.model.vocab_size, blocks, self._watermark, self.device, self._has_encoder, self._logits
+            self.model.vocab_size,
+            blocks,
+            self._watermark,
+            self.device,
+            self._has_encoder,
+            self._logits,
+            longest=cache.num_blocks(total_tokens),
         )
         if self._capture is not None:
-            self._graphs = DecodeGraphs(self._capture, self._decode, has_encoder=self._has_encoder)
+            self._graphs = DecodeGraphs(self._capture(), self._decode, has_encoder=self._has_encoder)
 
     @torch.inference_mode()
     def launch(self, request: pb.StepRequest) -> Launched | None:
@@ -219,33 +263,32 @@ class Engine:
             try:
                 return self._run_captured(plan.decodes, table, self._graphs, start_ns)
             except NotCapturable as reason:
-                log.info("decode steps are not captured: %s", reason)
-                self._graphs = None
+                self._give_up_graphs(reason)
         step = table.lay_out(plan)
         hidden = self.hidden(step)
         prompt = {w.sequence.id: self._prompt_logprobs(hidden, step, i) for i, w in _prompt_work(step)}
         at = step.sample_at
         chosen = self._choose(
-            step.sampler,
+            table,
             step.sampled,
-            self.model.logits(hidden[at]),
+            lambda rows: self.model.logits(hidden[at[rows]]),
             positions=step.forward.meta.positions[at] + 1,
             previous=step.forward.token_ids[at],
         )
-        table.tables.last_tokens[step.sample_rows] = chosen.token_ids
-        return Launched(step.sampled, chosen, prompt, start_ns)
+        if chosen:
+            table.tables.last_tokens[step.sample_rows] = torch.cat([part.token_ids for part in chosen])
+        return self._launched(step.sampled, chosen, prompt, start_ns)
 
     def _run_captured(self, work: list[Work], table: SequenceTable, graphs: DecodeGraphs, start_ns: int) -> Launched:
         sequences = [w.sequence for w in work]
         if all(s.choice.is_plain for s in sequences):
             token_ids, logprobs, _ = graphs.run(work, table.tables, chooses=True)
             none = token_ids.new_empty(len(work), 0)
-            return Launched(sequences, Chosen(token_ids, logprobs, none, none.float()), {}, start_ns)
+            return self._launched(sequences, [Chosen(token_ids, logprobs, none, none)], {}, start_ns)
         logits, positions, previous, rows = graphs.run(work, table.tables, chooses=False)
-        sampler = table.sampler_for(sequences)
-        chosen = self._choose(sampler, sequences, logits, positions=positions, previous=previous)
-        table.tables.last_tokens[rows] = chosen.token_ids
-        return Launched(sequences, chosen, {}, start_ns)
+        chosen = self._choose(table, sequences, logits.__getitem__, positions=positions, previous=previous)
+        table.tables.last_tokens[rows] = torch.cat([part.token_ids for part in chosen])
+        return self._launched(sequences, chosen, {}, start_ns)
 
     def _decode(self, forward: Forward, chooses: bool) -> tuple[Tensor, ...]:
         """What is captured of a decode step, in which every sequence has one token and gets the next."""
@@ -258,13 +301,31 @@ class Engine:
         return chosen.token_ids, chosen.logprobs
 
     def _choose(
-        self, sampler: Sampler, sequences: list[SequenceState], logits: Tensor, *, positions: Tensor, previous: Tensor
-    ) -> Chosen:
-        chosen = sampler(logits, positions, previous, [s.history for s in sequences])
-        for i, sequence in enumerate(sequences):
-            if sequence.history is not None:
-                sequence.history.append(chosen.token_ids[i : i + 1])
+        self,
+        table: SequenceTable,
+        sequences: list[SequenceState],
+        logits: Callable[[slice], Tensor],
+        *,
+        positions: Tensor,
+        previous: Tensor,
+    ) -> list[Chosen]:
+        """A token for each of `sequences`, a few rows at a time, so that no batch takes more memory than they do."""
+        chosen = []
+        for first in range(0, len(sequences), LOGIT_ROWS):
+            rows = slice(first, first + LOGIT_ROWS)
+            histories = [s.history for s in sequences[rows]]
+            sampler = table.sampler_for(sequences[rows], part=first)
+            chosen.append(sampler(logits(rows), positions[rows], previous[rows], histories))
+            for i, history in enumerate(histories):
+                if history is not None:
+                    history.append(chosen[-1].token_ids[i : i + 1])
         return chosen
+
+    def _launched(
+        self, sampled: list[SequenceState], chosen: list[Chosen], prompt: dict[int, Tensor], start_ns: int
+    ) -> Launched:
+        done = torch.cuda.Event() if self.device.type == "cuda" else None
+        return Launched(sampled, chosen, prompt, start_ns, done)
 
     def _prompt_logprobs(self, hidden: Tensor, step: StepInput, index: int) -> Tensor:
         """Log-probabilities of the prompt tokens that follow those of one chunk."""
@@ -274,21 +335,9 @@ class Engine:
         ids = torch.tensor(targets, dtype=torch.int64, device=self.device).unsqueeze(1)
         parts = [
             self.model.logits(r).log_softmax(dim=-1).gather(1, i)
-            for r, i in zip(rows.split(PROMPT_LOGPROB_ROWS), ids.split(PROMPT_LOGPROB_ROWS), strict=True)
+            for r, i in zip(rows.split(LOGIT_ROWS), ids.split(LOGIT_ROWS), strict=True)
         ]
         return torch.cat(parts).squeeze(1)
-
-
-_WORST_SAMPLING = pb.SamplingParameters(
-    do_sample=True,
-    temperature=0.9,
-    top_k=10,
-    top_p=0.9,
-    typical_p=0.9,
-    repetition_penalty=1.2,
-    frequency_penalty=0.1,
-    watermark=True,
-)
 
 
 def _prompt_work(step: StepInput) -> Sequence[tuple[int, Work]]:

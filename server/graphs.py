@@ -56,9 +56,13 @@ class DecodeGraphs:
         """Whether so many sequences decode in a captured step."""
         return not self._capture.sizes or batch_size <= self._capture.sizes[-1]
 
-    def prepare(self, tables: Tables) -> None:
-        """Capture all sizes, the largest first."""
-        for size in reversed(self._capture.sizes):
+    def sizes(self) -> list[int]:
+        """The batch sizes that are known beforehand, largest first: what it has taken suffices for the others."""
+        return sorted(self._capture.sizes, reverse=True)
+
+    def prepare(self, sizes: Sequence[int], tables: Tables) -> None:
+        """Capture steps that choose plain tokens for these batch sizes."""
+        for size in sizes:
             self._graph(size, True, tables)
 
     def run(self, work: Sequence[Work], tables: Tables, *, chooses: bool) -> tuple[Tensor, ...]:

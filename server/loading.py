@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,8 +17,9 @@ from typing import Any
 import torch
 
 from server import attention, distributed, native
+from server.attention import MakeAttention
 from server.cache import BLOCK_SIZE
-from server.capture import Capture
+from server.capture import Capture, CudaCapture
 from server.config import DTYPES, ShardConfig
 from server.distributed import Shard
 from server.engine import Engine, Model
@@ -85,7 +87,7 @@ class Loaded:
     dtype_reason: str
     attention: str  # name of the backend
     logits: Logits = field(default_factory=StockLogits)
-    capture: Capture | None = None
+    capture: Callable[[], Capture] | None = None
 
 
 def _load_family(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
@@ -100,12 +102,15 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
     parts = choose_parts(kernels, dtype, device, config.quantize, config.disable_custom_kernels)
     model = transformer.load(weights, spec, parts)
     logits = NativeLogits(kernels) if kernels else StockLogits()
-    return Loaded(model, shard, device, dtype, reason, parts.attention.name, logits, choose_capture(kernels, shard))
+    capture = choose_capture(parts.attention, kernels, shard)
+    return Loaded(model, shard, device, dtype, reason, parts.attention.name, logits, capture)
 
 
-def choose_capture(kernels: Kernels | None, shard: Shard) -> Capture | None:
+def choose_capture(backend: MakeAttention, kernels: Kernels | None, shard: Shard) -> Callable[[], Capture] | None:
     """How decode steps are captured; None: not. Ranks on CPUs speak to each other within a step."""
-    return NativeCapture(kernels) if kernels is not None and shard.world_size == 1 else None
+    if kernels is not None:
+        return partial(NativeCapture, kernels) if shard.world_size == 1 else None
+    return CudaCapture if backend.name == "paged" else None
 
 
 def _kernels(config: ShardConfig, dtype: torch.dtype, device: torch.device) -> Kernels | None:

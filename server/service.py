@@ -81,7 +81,12 @@ class ShardService(pb_grpc.ShardServicer):
             block_size=cache.BLOCK_SIZE,
             num_blocks=engine.num_blocks,
             kv_bytes=engine.num_blocks * cache.BLOCK_SIZE * engine.kv_shape.bytes_per_token,
-            free_bytes=cache.free_bytes(engine.device, fraction=self._fraction, world_size=engine.shard.world_size),
+            free_bytes=max(
+                0, cache.free_bytes(engine.device, fraction=self._fraction, world_size=engine.shard.world_size)
+            ),
+            step_bytes=engine.reserve.step_bytes,
+            graph_bytes=engine.reserve.graph_bytes,
+            captured=engine.captured,
         )
 
     async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.ProfileReply:

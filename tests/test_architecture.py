@@ -52,7 +52,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.distributed": set(),
     "server.engine": {
         "server.batch", "server.cache", "server.capture", "server.distributed", "server.graphs", "server.pb",
-        "server.sampling",
+        "server.rehearsal", "server.sampling",
     },
     "server.fallback": {"server.batch", "server.cache"},
     "server.graphs": {"server.batch", "server.capture"},
@@ -79,6 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.native.recording": {"server.capture", "server.native"},
     "server.pb": {"server.pb"},
     "server.quant": {"server.layers.linear"},
+    "server.rehearsal": {"server.cache", "server.pb"},
     "server.sampling": set(),
     "server.profiling": set(),
     "server.service": {"server.cache", "server.distributed", "server.engine", "server.pb", "server.profiling"},

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from router.client import FakeShardedClient
+from router.client import FakeShardedClient, KvCache
 from router.config import RouterConfig
 from router.limits import Limits, derive_lengths, useful_tokens
 from router.startup import start, table
@@ -70,6 +71,16 @@ def test_useful_tokens_are_what_the_limits_can_fill() -> None:
     assert useful_tokens(config, derive_lengths(config, 0, has_encoder=False)) == 1000
     config = make_config(max_concurrent_requests=10, max_total_tokens=100, max_batch_size=4)
     assert useful_tokens(config, derive_lengths(config, 0, has_encoder=False)) == 400
+
+
+def test_table_says_what_takes_memory() -> None:
+    cache = KvCache(4096, 16, 256, 2 * 10**9, 7 * 10**9, 5 * 10**8, 3 * 10**8, "24 batch sizes up to 256")
+    started = asyncio.run(start(make_config(), FakeShardedClient()))
+    text = table(make_config(), replace(started, cache=cache), "http://127.0.0.1:3000")
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert "KV cache 4096 tokens 2.00 GB per shard" in lines
+    assert "captured steps 24 batch sizes up to 256 300 MB per shard" in lines
+    assert "memory left 7.00 GB per shard the largest step takes 500 MB" in lines
 
 
 def test_table_names_limits_and_where_they_came_from() -> None:

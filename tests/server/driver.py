@@ -60,7 +60,7 @@ def load_engine(
         parts = Parts(backend, make_format, DenseFormat if make_format is Int8Format else make_format)
         logits = StockLogits()
     model = transformer.load(weights, spec, parts)
-    capture = choose_capture(kernels, shard) if captured else None
+    capture = choose_capture(parts.attention, kernels, shard) if captured else None
     engine = Engine(model, shard, device, dtype, Watermark(gamma=0.5, delta=2.0), logits, capture)
     engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=tokens, useful_tokens=tokens, fraction=1.0)
     return engine

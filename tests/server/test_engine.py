@@ -129,6 +129,15 @@ def test_a_failed_step_drops_its_sequences_and_nothing_else(engine: Engine) -> N
     engine.launch(pb.StepRequest(retire=[1]))
 
 
+def test_sampling_a_few_rows_at_a_time_changes_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = generate(engine, mixed_prompts(20))
+    monkeypatch.setattr("server.engine.LOGIT_ROWS", 3)
+    parts = generate(engine, mixed_prompts(20))
+    for one, other in zip(whole, parts, strict=True):
+        assert one.tokens == other.tokens
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
 def test_rows_are_free_again_after_many_sequences(engine: Engine) -> None:
     generate(engine, mixed_prompts(40))
     table = engine._table

@@ -89,7 +89,7 @@ def test_what_joins_and_leaves_changes_nothing(kernels: Kernels, dtype: torch.dt
 def test_batches_are_filled_up_with_nobody(kernels: Kernels) -> None:
     engine, plain = load_engine(DEMO, kernels=kernels), load_engine(DEMO, kernels=kernels, captured=False)
     capture = Repeating()
-    engine._capture = capture
+    engine._capture = lambda: capture
     engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=4096, useful_tokens=4096, fraction=1.0)
     before = capture.captured
     assert results(generate(engine, prompts(14))) == results(generate(plain, prompts(14)))
