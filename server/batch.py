@@ -23,6 +23,7 @@ from server.cache import BLOCK_SIZE, num_blocks
 from server.capture import HostOnly
 from server.pb import generate_pb2 as pb
 from server.sampling import History, Logits, Sampler, StockLogits, TokenChoice, Watermark
+from server.upload import upload
 
 # Rows of the device's tables before they grow: of all sequences that captured steps take.
 FIRST_ROWS = 257
@@ -342,7 +343,7 @@ class SequenceTable:
             query_starts=starts,
             context_lengths=lengths,
             longest=max(counts[num_decodes:], default=0),
-            starts=torch.tensor(starts, dtype=torch.int32, device=self.device),
+            starts=upload(starts, self.device, torch.int32),
             positions=positions,
             visible=positions + 1,
             prompt_lengths=self._per_token([span.prompt_length for span in spans], counts),
@@ -365,7 +366,7 @@ class SequenceTable:
         return self._samplers[part][1]
 
     def _tensor(self, values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return upload(values, self.device)
 
 
 def _choice(new: pb.NewSequence) -> TokenChoice:

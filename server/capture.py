@@ -59,8 +59,12 @@ class CudaCapture:
             function()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            results = function()
+        try:
+            # Other threads go on meanwhile: one waits for the step before.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                results = function()
+        except RuntimeError as error:
+            raise NotCapturable(str(error).partition("\n")[0]) from error
 
         def repeat() -> tuple[Tensor, ...]:
             graph.replay()

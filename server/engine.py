@@ -27,6 +27,7 @@ from server.graphs import DecodeGraphs
 from server.pb import generate_pb2 as pb
 from server.rehearsal import Rehearsal, Reserve, step_bytes, taken_bytes
 from server.sampling import Chosen, Logits, Sampler, StockLogits, TokenChoice, Watermark
+from server.upload import upload
 
 log = logging.getLogger(__name__)
 
@@ -332,7 +333,7 @@ class Engine:
         work, start = step.forward.work[index], step.forward.meta.query_starts[index]
         targets = work.sequence.prompt[work.start + 1 : work.start + work.count + 1]
         rows = hidden[start : start + len(targets)]
-        ids = torch.tensor(targets, dtype=torch.int64, device=self.device).unsqueeze(1)
+        ids = upload(targets, self.device).unsqueeze(1)
         parts = [
             self.model.logits(r).log_softmax(dim=-1).gather(1, i)
             for r, i in zip(rows.split(LOGIT_ROWS), ids.split(LOGIT_ROWS), strict=True)

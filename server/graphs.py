@@ -18,6 +18,7 @@ from torch import Tensor
 
 from server.batch import Forward, Tables, Work
 from server.capture import Capture, Computation
+from server.upload import upload
 
 # What is captured: a forward pass, and whether its tokens are chosen in it, which are then the first of the results.
 # All results have a row for each sequence.
@@ -36,9 +37,9 @@ class Graph:
     def fill(self, places: Sequence[tuple[int, int]]) -> None:
         """Upload rows and positions, and nobody's for the rest of the batch."""
         nobody = [(0, 0)] * (len(self.rows) - len(places))
-        rows, positions = torch.tensor([*places, *nobody], dtype=torch.int64).T.contiguous()
-        self.rows.copy_(rows)
-        self.positions.copy_(positions)
+        inputs = upload([*places, *nobody], self.rows.device)
+        self.rows.copy_(inputs[:, 0])
+        self.positions.copy_(inputs[:, 1])
         self.places = places
 
 

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
 from torch import Tensor
+
+from server.upload import upload
 
 MASK32 = 0xFFFFFFFF
 
@@ -107,7 +110,7 @@ class History:
     """Which tokens one sequence holds already; kept only for sequences whose penalties ask."""
 
     def __init__(self, prompt: Sequence[int], num_generated: int, vocab_size: int, device: torch.device):
-        ids = torch.tensor(prompt, dtype=torch.int64, device=device)
+        ids = upload(prompt, device)
         self.seen = torch.zeros(vocab_size, dtype=torch.bool, device=device)
         self.seen[ids] = True
         self.counts = torch.zeros(vocab_size, dtype=torch.float32, device=device)
@@ -134,6 +137,7 @@ class Sampler:
         drawn = [c for c in choices if c.do_sample]
         self._temperature = self._column([c.temperature for c in drawn])
         self._top_k = _Warper(self, drawn, "top_k", neutral=0)
+        self._most_top_k = max((c.top_k for c in drawn), default=0)
         self._top_p = _Warper(self, drawn, "top_p", neutral=1.0)
         self._typical_p = _Warper(self, drawn, "typical_p", neutral=1.0)
         self._seed_low = self._column([c.seed & MASK32 for c in drawn], torch.int64)
@@ -177,17 +181,17 @@ class Sampler:
 
     def _warp(self, logits: Tensor) -> Tensor:
         logits = logits / self._temperature
-        logits = self._top_k.apply(logits, keep_top_k)
+        logits = self._top_k.apply(logits, partial(keep_top_k, most=self._most_top_k))
         logits = self._top_p.apply(logits, keep_top_p)
         return self._typical_p.apply(logits, keep_typical)
 
     def _rows(self, wanted: Sequence[bool]) -> Tensor | None:
         """Indices of the rows that are wanted, None when there are none."""
         rows = [r for r, want in enumerate(wanted) if want]
-        return torch.tensor(rows, device=self._device) if rows else None
+        return upload(rows, self._device) if rows else None
 
     def _column(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype, device=self._device).unsqueeze(1)
+        return upload(values, self._device, dtype).unsqueeze(1)
 
 
 class _Warper:
@@ -205,10 +209,10 @@ class _Warper:
         return logits
 
 
-def keep_top_k(logits: Tensor, k: Tensor) -> Tensor:
-    """Remove what scores below the k-th best; ties stay. logits [R, V], k [R, 1]."""
+def keep_top_k(logits: Tensor, k: Tensor, most: int) -> Tensor:
+    """Remove what scores below the k-th best; ties stay. logits [R, V], k [R, 1], none above `most`."""
     k = k.long().clamp(max=logits.shape[1])
-    best = logits.topk(int(k.max()), dim=-1).values
+    best = logits.topk(min(most, logits.shape[1]), dim=-1).values
     return logits.masked_fill(logits < best.gather(1, k - 1), float("-inf"))
 
 

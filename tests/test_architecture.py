@@ -43,7 +43,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.__main__": {"server.config", "server.distributed", "server.loading", "server.null", "server.service"},
     "server.attention": {"server.attention", "server.native"},
     "server.attention.kernels": {"server.attention.interface", "server.attention.kernels"},
-    "server.batch": {"server.attention", "server.cache", "server.capture", "server.pb", "server.sampling"},
+    "server.batch": {
+        "server.attention", "server.cache", "server.capture", "server.pb", "server.sampling", "server.upload",
+    },
     "server.cache": set(),
     "server.capture": set(),
     "server.config": set(),
@@ -52,10 +54,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.distributed": set(),
     "server.engine": {
         "server.batch", "server.cache", "server.capture", "server.distributed", "server.graphs", "server.pb",
-        "server.rehearsal", "server.sampling",
+        "server.rehearsal", "server.sampling", "server.upload",
     },
     "server.fallback": {"server.batch", "server.cache"},
-    "server.graphs": {"server.batch", "server.capture"},
+    "server.graphs": {"server.batch", "server.capture", "server.upload"},
     "server.hub": set(),
     "server.layers": {
         "server.layers", "server.distributed", "server.model.spec", "server.native", "server.weights",
@@ -80,7 +82,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.pb": {"server.pb"},
     "server.quant": {"server.layers.linear"},
     "server.rehearsal": {"server.cache", "server.pb"},
-    "server.sampling": set(),
+    "server.sampling": {"server.upload"},
+    "server.upload": set(),
     "server.profiling": set(),
     "server.service": {"server.cache", "server.distributed", "server.engine", "server.pb", "server.profiling"},
     "server.spm": set(),

@@ -79,36 +79,47 @@ class Rotation:
         return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
 
 
-def rotation(rope: Rope, positions: Tensor, lengths: Tensor) -> Rotation:
-    """The rotations for tokens at `positions` [T] of sequences whose prompts have `lengths` [T] tokens."""
-    reach = torch.maximum(lengths, positions + 1)  # tokens that the model has to tell apart
-    frequencies, magnitude = _frequencies(rope, reach)
-    angles = positions.unsqueeze(1) * frequencies  # [T, r / 2]
-    cos, sin = angles.cos() * magnitude, angles.sin() * magnitude
-    return Rotation(cos.unsqueeze(1), sin.unsqueeze(1), rope.interleaved)
+class Rotary:
+    """Makes the rotations of a Rope; its constants are computed once, on `device`."""
+
+    def __init__(self, rope: Rope, device: torch.device):
+        self._rope = rope
+        self._exponents = torch.arange(0, rope.dim, 2, device=device).float() / rope.dim
+        self._frequencies, self._magnitude = _frequencies(rope, self._exponents)
+
+    def __call__(self, positions: Tensor, lengths: Tensor) -> Rotation:
+        """The rotations for tokens at `positions` [T] of sequences whose prompts have `lengths` [T] tokens."""
+        reach = torch.maximum(lengths, positions + 1)  # tokens that the model has to tell apart
+        angles = positions.unsqueeze(1) * self._frequencies_for(reach)  # [T, r / 2]
+        cos, sin = angles.cos() * self._magnitude, angles.sin() * self._magnitude
+        return Rotation(cos.unsqueeze(1), sin.unsqueeze(1), self._rope.interleaved)
+
+    def _frequencies_for(self, reach: Tensor) -> Tensor:
+        """[1 or T, r / 2]."""
+        scaling = self._rope.scaling
+        if isinstance(scaling, DynamicScaling):
+            return _dynamic(self._rope, scaling, self._exponents, reach)
+        if isinstance(scaling, LongScaling):
+            short, long = self._frequencies
+            return torch.where((reach > scaling.trained_positions).unsqueeze(1), long, short)
+        return self._frequencies
 
 
-def _frequencies(rope: Rope, reach: Tensor) -> tuple[Tensor, float]:
-    """Radians per position [r / 2] or, where they depend on the reach, [T, r / 2]; and what to scale the result by."""
-    exponents = torch.arange(0, rope.dim, 2, device=reach.device).float() / rope.dim
+def _frequencies(rope: Rope, exponents: Tensor) -> tuple[Tensor, float]:
+    """Radians per position [1, r / 2], or those for short and for long sequences [2, r / 2]; and what to scale the
+    result by."""
     plain = rope.theta**-exponents
     scaling = rope.scaling
     if isinstance(scaling, LinearScaling):
-        return plain / scaling.factor, 1.0
-    if isinstance(scaling, DynamicScaling):
-        return _dynamic(rope, scaling, exponents, reach), 1.0
+        return (plain / scaling.factor).unsqueeze(0), 1.0
     if isinstance(scaling, Llama3Scaling):
-        return _llama3(plain, scaling), 1.0
+        return _llama3(plain, scaling).unsqueeze(0), 1.0
     if isinstance(scaling, YarnScaling):
         magnitude = scaling.magnitude or 0.1 * math.log(scaling.factor) + 1.0
-        return _yarn(rope, scaling, plain), magnitude
+        return _yarn(rope, scaling, plain).unsqueeze(0), magnitude
     if isinstance(scaling, LongScaling):
-        short, long = (
-            plain / torch.tensor(divisors, device=reach.device) for divisors in (scaling.short, scaling.long)
-        )
-        is_long = (reach > scaling.trained_positions).unsqueeze(1)
-        return torch.where(is_long, long, short), scaling.magnitude
-    return plain, 1.0
+        return plain / torch.tensor([scaling.short, scaling.long], device=exponents.device), scaling.magnitude
+    return plain.unsqueeze(0), 1.0
 
 
 def _dynamic(rope: Rope, scaling: DynamicScaling, exponents: Tensor, reach: Tensor) -> Tensor:

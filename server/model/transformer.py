@@ -28,7 +28,7 @@ from server.layers.embedding import Embedding, Head, load_embedding, load_head
 from server.layers.linear import ColumnLinear, DenseFormat, LinearFormat, MakeFormat, RowLinear, load_column, load_row
 from server.layers.mlp import DenseMlp, MoeMlp, load_mlp
 from server.layers.norm import MakeNorm, Norm, load_norm, stock_norm
-from server.layers.position import Rotation, alibi_slopes, bucket_bias, rotation
+from server.layers.position import Rotary, Rotation, alibi_slopes, bucket_bias
 from server.model.spec import ArchSpec, DynamicScaling, LayerSpec, Learned, LongScaling, Residual, Rope
 from server.weights import Weights, head_ranges
 
@@ -219,6 +219,7 @@ class Stack:
     embedding: Embedding
     project_in: LinearFormat | None  # from the embedding's width to the model's
     positions: Tensor | None  # [positions, D] learned position vectors
+    rotaries: Mapping[Rope, Rotary]
     embed_norm: Norm | None
     layers: Sequence[Layer]
     final_norm: Norm | None
@@ -240,7 +241,7 @@ class Stack:
         x = self.embedding(token_ids)
         if self.spec.embed_scale != 1.0:
             # The scale is rounded to the model's dtype first, as in training.
-            x = x * torch.tensor(self.spec.embed_scale, dtype=x.dtype, device=x.device)
+            x = x * torch.tensor(self.spec.embed_scale, dtype=x.dtype)
         if self.project_in is not None:
             x = self.project_in(x, None)
         if self.positions is not None:
@@ -248,8 +249,7 @@ class Stack:
         return x if self.embed_norm is None else self.embed_norm(x)
 
     def _rotations(self, meta: StepMeta) -> dict[Rope, Rotation]:
-        ropes = {layer.position for layer in self.spec.layers if isinstance(layer.position, Rope)}
-        return {rope: rotation(rope, meta.positions, meta.prompt_lengths) for rope in ropes}
+        return {rope: rotary(meta.positions, meta.prompt_lengths) for rope, rotary in self.rotaries.items()}
 
     @property
     def nbytes(self) -> int:
@@ -347,11 +347,13 @@ def load(weights: Weights, spec: ArchSpec, parts: Parts) -> Transformer:
 def _load_stack(weights: Weights, spec: ArchSpec, embedding: Embedding, parts: Parts) -> Stack:
     hidden, embed_dim = spec.hidden_size, spec.embed_dim
     attention = parts.attention(_scores(weights, spec))
+    ropes = {layer.position for layer in spec.layers if isinstance(layer.position, Rope)}
     return Stack(
         spec=spec,
         embedding=embedding,
         project_in=DenseFormat(weights.rows("project_in", (hidden, embed_dim))) if embed_dim else None,
         positions=_load_positions(weights, spec),
+        rotaries={rope: Rotary(rope, weights.device) for rope in ropes},
         embed_norm=load_norm(weights, "embed_norm", hidden, spec.norm, parts.norm) if spec.embed_norm else None,
         layers=[_load_layer(weights.of_layer(i), spec, y, attention, parts) for i, y in enumerate(spec.layers)],
         final_norm=load_norm(weights, "final_norm", hidden, spec.norm, parts.norm) if spec.final_norm else None,

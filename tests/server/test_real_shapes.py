@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from server import attention
 from server.distributed import Shard
-from server.layers.position import rotation
+from server.layers.position import Rotary
 from server.model import families, transformer
 from server.model.families import Family
 from server.model.spec import (
@@ -285,7 +285,7 @@ def test_scaled_rotations_equal_those_of_transformers(name: str, length: int) ->
     settings = published.config | {"rope_scaling": current_scaling(published.config)}
     config = AutoConfig.for_model(**settings)
     frequencies, magnitude = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, "cpu", seq_len=length)
-    turned = rotation(rope, torch.tensor([17]), torch.tensor([length]))
+    turned = Rotary(rope, torch.device("cpu"))(torch.tensor([17]), torch.tensor([length]))
     torch.testing.assert_close((17 * frequencies).cos() * magnitude, turned.cos[0, 0])
     torch.testing.assert_close((17 * frequencies).sin() * magnitude, turned.sin[0, 0])
 

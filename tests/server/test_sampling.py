@@ -59,9 +59,9 @@ def test_greedy_takes_the_largest_logit_and_reports_the_plain_logprob() -> None:
 
 def test_top_k_keeps_ties() -> None:
     logits = torch.tensor([[4.0, 2.0, 2.0, 1.0]])
-    assert [0] == kept(keep_top_k(logits, column(1)))
-    assert [0, 1, 2] == kept(keep_top_k(logits, column(2)))
-    assert [0, 1, 2, 3] == kept(keep_top_k(logits, column(99)))
+    assert [0] == kept(keep_top_k(logits, column(1), most=1))
+    assert [0, 1, 2] == kept(keep_top_k(logits, column(2), most=2))
+    assert [0, 1, 2, 3] == kept(keep_top_k(logits, column(99), most=99))
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
@@ -81,7 +81,7 @@ def test_typical_p_prefers_tokens_near_the_entropy() -> None:
 
 
 def test_typical_p_after_top_k_does_not_bring_a_token_back() -> None:
-    logits = keep_top_k(torch.tensor([[0.6, 0.2, 0.1, 0.1]]).log(), column(2))
+    logits = keep_top_k(torch.tensor([[0.6, 0.2, 0.1, 0.1]]).log(), column(2), most=2)
     assert set(kept(keep_typical(logits, column(0.99)))) <= {0, 1}
 
 

@@ -1,0 +1,55 @@
+"""CUDA graphs: the tokens of steps that are not captured, around every size that is."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from server.capture import CudaCapture
+from tests.server.conftest import DEMO
+from tests.server.driver import Prompt, generate, load_engine, sampled
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+GPU = torch.device("cuda", 0)
+BATCHES = sorted({size + more for size in CudaCapture.sizes for more in (0, 1)})
+
+
+def prompts(count: int) -> list[Prompt]:
+    rng = random.Random(count)
+    return [
+        Prompt(
+            [rng.randrange(2, 90) for _ in range(rng.randint(1, 30))],
+            max_new_tokens=rng.randint(2, 8),
+            sampling=sampled(i, top_p=0.9) if i % 7 == 3 else Prompt([]).sampling,
+        )
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_captured_steps_choose_the_tokens_of_others(dtype: torch.dtype) -> None:
+    captured, plain = (
+        load_engine(DEMO, device=GPU, dtype=dtype, tokens=65536, captured=is_captured) for is_captured in (True, False)
+    )
+    if captured._graphs is None:
+        pytest.skip("this GPU has no kernels that can be captured")
+    for batch in BATCHES:
+        ours, theirs = ([p.tokens for p in generate(engine, prompts(batch))] for engine in (captured, plain))
+        agreement = sum(a == b for a, b in zip(ours, theirs, strict=True)) / batch
+        assert agreement == 1 if dtype == torch.float32 else agreement >= 0.99, f"batch of {batch}"
+
+
+def test_plain_decodes_upload_nothing_and_wait_for_nothing() -> None:
+    engine = load_engine(DEMO, device=GPU, tokens=65536)
+    if engine._graphs is None:
+        pytest.skip("this GPU has no kernels that can be captured")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        generate(engine, [Prompt([5, 6, 7], max_new_tokens=20), Prompt([8, 9], max_new_tokens=20)])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
