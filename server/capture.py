@@ -35,9 +35,12 @@ class Capture(Protocol):
 
     # Batch sizes to capture, ascending, a smaller batch being filled up; empty: each as it comes, up to any size.
     sizes: tuple[int, ...]
+    # Whether capturing is the first computation; else it needs inputs that do no harm, and may compute several times.
+    computes: bool
 
     def __call__(self, function: Computation) -> Computation:
-        """A repetition of `function`, which is run with what its inputs hold. Raises NotCapturable."""
+        """A repetition of `function`; its first call gives the results of the first computation. Raises
+        NotCapturable."""
 
 
 class CudaCapture:
@@ -47,6 +50,7 @@ class CudaCapture:
     """
 
     sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
+    computes = False
 
     def __init__(self) -> None:
         self._pool = torch.cuda.graph_pool_handle()

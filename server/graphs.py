@@ -11,7 +11,6 @@ from which the engine samples. Left out: steps with prompts, whose shapes never 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,14 +24,14 @@ from server.upload import upload
 Decode = Callable[[Forward, bool], tuple[Tensor, ...]]
 
 
-@dataclass
 class Graph:
     """One captured step, and what its inputs hold."""
 
-    rows: Tensor  # [S]
-    positions: Tensor  # [S]
-    repeat: Computation
-    places: Sequence[tuple[int, int]] = field(default_factory=list)  # the sequences' rows and positions
+    def __init__(self, size: int, device: torch.device):
+        self.rows = torch.zeros(size, dtype=torch.int64, device=device)
+        self.positions = torch.zeros_like(self.rows)
+        self.places: Sequence[tuple[int, int]] = []  # the sequences' rows and positions
+        self.repeat: Computation | None = None  # None: not captured yet
 
     def fill(self, places: Sequence[tuple[int, int]]) -> None:
         """Upload rows and positions, and nobody's for the rest of the batch."""
@@ -73,6 +72,7 @@ class DecodeGraphs:
         if graph.places != places:
             graph.fill(places)
         graph.places = []
+        graph.repeat = graph.repeat or self._capture(self._step(graph, chooses, tables))
         results = graph.repeat()
         graph.places = [(row, position + 1) for row, position in places]
         return tuple(result[: len(work)] for result in results)
@@ -81,15 +81,18 @@ class DecodeGraphs:
         return next((size for size in self._capture.sizes if size >= batch_size), batch_size)
 
     def _graph(self, size: int, chooses: bool, tables: Tables) -> Graph:
+        """The graph for these tables; captured, unless that computes: then it waits for its inputs."""
         if tables is not self._tables:
             self._tables, self._graphs = tables, {}
         if (size, chooses) not in self._graphs:
-            self._graphs[size, chooses] = self._captured(size, chooses, tables)
+            graph = Graph(size, tables.blocks.device)
+            if not self._capture.computes:
+                graph.repeat = self._capture(self._step(graph, chooses, tables))
+            self._graphs[size, chooses] = graph
         return self._graphs[size, chooses]
 
-    def _captured(self, size: int, chooses: bool, tables: Tables) -> Graph:
-        rows = torch.zeros(size, dtype=torch.int64, device=tables.blocks.device)
-        positions = torch.zeros_like(rows)
+    def _step(self, graph: Graph, chooses: bool, tables: Tables) -> Computation:
+        rows, positions = graph.rows, graph.positions
 
         def step() -> tuple[Tensor, ...]:
             results = self._decode(tables.decodes(rows, positions, has_encoder=self._has_encoder), chooses)
@@ -98,4 +101,4 @@ class DecodeGraphs:
             positions.add_(rows > 0)
             return *results, rows
 
-        return Graph(rows, positions, self._capture(step))
+        return step
