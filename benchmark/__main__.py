@@ -21,6 +21,8 @@ COMMANDS: Mapping[str, str] = {
     "offline": "a file of prompts through the engine, without HTTP",
     "plan": "what a model needs and could do at best on a device; loads nothing",
     "simulate": "what a fleet would do under a load and its limits, in virtual time; loads nothing",
+    "probes": "what a GPU, or the CPU, does at best, operator by operator; loads no model",
+    "gpu": "every figure that is promised of one GPU, by these commands, in one Markdown file",
     "compare": "result files side by side",
 }
 

@@ -62,6 +62,16 @@ class Point:
             "decode_total": totals,
         }
 
+    @property
+    def computed_ms(self) -> dict[str, list[float]]:
+        """Of each sample, what the first rank says that it computed."""
+        totals = [1000 * times.decode_computed for times in self.runs]
+        return {
+            "prefill": [1000 * times.prefill_computed for times in self.runs],
+            "decode_token": [total / (self.decode_length - 1) for total in totals],
+            "decode_total": totals,
+        }
+
     def tokens(self, step: str) -> int:
         """Tokens that one sample of the step covers."""
         counts = {"prefill": self.sequence_length, "decode_token": 1, "decode_total": self.decode_length - 1}
@@ -166,6 +176,7 @@ async def _measure(args: argparse.Namespace, target: shards.Target) -> list[dict
         work = shards.work_of(target, info)
         probe = None if work is None else shards.probe_for(work, info)
         result = Result(_context(args, target, info), notes=_notes(args, work))
+        result.extra |= launch.startup_of(target.server)
         view = live.view(target.name, args.sequence_length, args.decode_length, args.batch_size, args.runs)
         render = partial(markdown, args=args, model=target.name)
         with published(result, render, args.output) as keep, view, shards.causes_of(target):
@@ -285,6 +296,7 @@ def _row(point: Point, step: str, work: Work | None) -> dict[str, Any]:
         "p50_ms": summary.p50,
         "p90_ms": summary.p90,
         "p99_ms": summary.p99,
+        "computed_p50_ms": Summary.of(point.computed_ms[step]).p50,
         "tokens_per_second": Summary.of(point.throughputs(step)).mean,
         "floor_ms": Summary.of(floors).p50 if floors else None,
         "percent_of_limit": Summary.of(percents).p50 if percents else None,

@@ -16,11 +16,13 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmark import shapes
 from benchmark.report import ROOT, BenchError
@@ -29,6 +31,14 @@ LAUNCHER = ROOT / "launcher.py"  # beside this package, in a checkout and where 
 DEMO = ROOT / "server" / "demo"
 STOP_SECONDS = 30.0  # a launcher that has not ended by then is killed
 READY = "Lockstep is ready at "
+
+
+@dataclass
+class Startup:
+    """How a server's start went, for the report."""
+
+    table: str = ""  # what was loaded and which limits came of it, as the launcher prints it
+    ready_s: float = 0.0  # from the launch until it answers
 
 
 @dataclass(frozen=True)
@@ -46,6 +56,8 @@ class Server:
     def __init__(self, flags: Sequence[str], sockets: Sequence[str]) -> None:
         self.sockets = list(sockets)
         self.url = ""
+        self.startup = Startup()
+        self._started_at = time.monotonic()
         self._last_lines: deque[str] = deque(maxlen=20)
         self._ready = threading.Event()  # also set when the output has ended
         self._process = subprocess.Popen(
@@ -99,9 +111,13 @@ class Server:
         """Take the launcher's lines until they end: one that nobody reads would be dropped, with its cause."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            message = _message(line)
+            record = _record(line)
+            message = str(record.get("message", ""))
             self._last_lines.append(message)
+            if record.get("raw"):
+                self.startup.table = message
             if message.startswith(READY):
+                self.startup.ready_s = time.monotonic() - self._started_at
                 self.url = message.removeprefix(READY).split()[0]
                 self._ready.set()
         self._ready.set()
@@ -113,12 +129,12 @@ class Server:
         return "; ".join(errors) or (self._last_lines[-1] if self._last_lines else "it did not say why")
 
 
-def _message(line: str) -> str:
+def _record(line: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except ValueError:
-        return line.rstrip()
-    return str(record.get("message", "")) if isinstance(record, dict) else line.rstrip()
+        record = None
+    return record if isinstance(record, dict) else {"message": line.rstrip()}
 
 
 def _death_guard() -> Callable[[], None] | None:
@@ -159,6 +175,11 @@ def peak_memory(pid: int) -> int:
     except OSError as error:
         raise BenchError(f"cannot read the memory of process {pid}: {error.strerror}") from None
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+
+
+def startup_of(server: Server | None) -> dict[str, Any]:
+    """How its start went, for a result's JSON; nothing for a server that is not ours."""
+    return {} if server is None else {"startup": asdict(server.startup)}
 
 
 # -------------------------------------------------------------------------------------------------- command line

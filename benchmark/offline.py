@@ -266,7 +266,7 @@ async def _measure(
                 probe.measure()
             ceilings = None if probe is None else probe.best
             result.rows = rows(timed.records, seconds, ceilings)
-            result.extra = _sizes(server, connection, timed, work)
+            result.extra = _sizes(server, connection, timed, work) | launch.startup_of(server)
             result.notes += [describe(probe.seen)] if probe is not None else []
 
 

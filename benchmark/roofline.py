@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 READ_BYTES = 256 * 2**20  # far beyond any last-level cache that a process gets for itself
 PROBE_SECONDS = 0.15  # per operator: long enough for a few undisturbed repeats on a shared machine
 MATRIX_SIZES = ((1024, 1024, 4096), (512, 2048, 8192))  # (rows, inputs, outputs): large enough to be compute bound
+# A GPU would be done with those before the next launch: half a millisecond and more of work on an H200.
+GPU_READ_BYTES = 2 * 2**30
+GPU_MATRIX_SIZES = ((8192, 8192, 8192),)
 
 
 @dataclass(frozen=True)
@@ -139,14 +142,16 @@ class Probe:
         self._device = torch.device("cpu" if device == "cpu" else "cuda")
         self._num_devices = num_devices
         self._threads = threads
-        num_bytes = max(2**16, min(READ_BYTES, step_weight_bytes))
+        is_cpu = self._device.type == "cpu"
+        num_bytes = max(2**16, min(READ_BYTES if is_cpu else GPU_READ_BYTES, step_weight_bytes))
         # One thread alone reads a small buffer faster than several that wait for each other on a busy machine.
         self._reads: list[Callable[[], float]] = [
             partial(self._best_seconds, r, n) for r in _readers(num_bytes, self._device) for n in (1, threads)
         ]
         # A CPU without arithmetic in float16 may compute in float32 instead.
-        dtypes = ("float16", "float32") if dtype == "float16" and self._device.type == "cpu" else (dtype,)
-        products = [_product(size, getattr(torch, d), self._device) for size in MATRIX_SIZES for d in dtypes]
+        dtypes = ("float16", "float32") if dtype == "float16" and is_cpu else (dtype,)
+        sizes = MATRIX_SIZES if is_cpu else GPU_MATRIX_SIZES
+        products = [_product(size, getattr(torch, d), self._device) for size in sizes for d in dtypes]
         self._products: list[Callable[[], float]] = [partial(self._seconds_per_flop, product) for product in products]
         self._num_bytes = num_bytes // 4 * 4
 
@@ -168,17 +173,8 @@ class Probe:
         return self._best_seconds(product.run, self._threads) / product.num_flops
 
     def _best_seconds(self, run: Callable[[], object], threads: int) -> float:
-        """The shortest of as many repeats as fit into the time, at least three."""
         self._set_threads(threads)
-        run()
-        best, repeats, stop = float("inf"), 0, time.perf_counter() + PROBE_SECONDS
-        while repeats < 3 or time.perf_counter() < stop:
-            self._synchronise()
-            started = time.perf_counter()
-            run()
-            self._synchronise()
-            best, repeats = min(best, time.perf_counter() - started), repeats + 1
-        return best
+        return best_seconds(run, self._device)
 
     def _set_threads(self, threads: int) -> None:
         if self._device.type == "cpu":
@@ -186,11 +182,25 @@ class Probe:
 
             torch.set_num_threads(threads)
 
-    def _synchronise(self) -> None:
-        if self._device.type == "cuda":
-            import torch
 
-            torch.cuda.synchronize()
+def best_seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The shortest of as many repeats as fit into the time, at least three, after one that does not count."""
+    run()
+    best, repeats, stop = float("inf"), 0, time.perf_counter() + PROBE_SECONDS
+    while repeats < 3 or time.perf_counter() < stop:
+        _synchronise(device)
+        started = time.perf_counter()
+        run()
+        _synchronise(device)
+        best, repeats = min(best, time.perf_counter() - started), repeats + 1
+    return best
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        import torch
+
+        torch.cuda.synchronize()
 
 
 def _fastest(ways: list[Callable[[], float]]) -> tuple[float, list[Callable[[], float]]]:

@@ -276,7 +276,7 @@ def run(args: argparse.Namespace) -> int:
     draws = plots.wanted(args.output)
     with _target(args) as target:
         sweep = Sweep(args, target)
-        result = Result(_context(args, target), notes=_notes(args))
+        result = Result(_context(args, target), notes=_notes(args), extra=launch.startup_of(target.server))
         with published(result, markdown, args.output) as keep:
             uvloop.run(sweep.run(result, keep))
     if draws:

@@ -23,8 +23,8 @@ from server.capture import Capture, CudaCapture
 from server.config import DTYPES, ShardConfig
 from server.distributed import Shard
 from server.engine import Engine, Model
-from server.layers.linear import DenseFormat, MakeFormat
-from server.layers.native import NativeFormat, NativeNorm, rotate
+from server.layers.linear import DenseFormat, MakeFormat, StockFormat
+from server.layers.native import NativeFormat, NativeNorm, native_gate
 from server.layers.packed import PackedFormat, can_pack
 from server.model import families, transformer
 from server.model.spec import validate
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 SMALL_MODEL_BYTES = 64 * 2**20
-FORMATS: dict[str, MakeFormat] = {"int8": Int8Format}
+FORMATS: dict[str, Callable[..., StockFormat]] = {"int8": Int8Format}
 
 
 def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:
@@ -134,8 +134,15 @@ def choose_parts(
     backend = attention.choose(device, kernels, disable_custom_kernels=disable_custom_kernels)
     if kernels is not None:
         dense: MakeFormat = partial(NativeFormat, kernels, Arena())
-        linear = FORMATS.get(quantize or "", dense)
-        return Parts(backend, linear, dense, partial(NativeNorm, kernels), partial(rotate, kernels))
+        if quantize:
+            stock = partial(FORMATS[quantize], gate=partial(native_gate, kernels))
+            return Parts(backend, stock, dense, partial(NativeNorm, kernels))
+        return Parts(backend, dense, dense, partial(NativeNorm, kernels))
+    if backend.name == "paged":
+        from server.layers.fused import FusedNorm, fused_gate  # imports Triton, as the backend has
+
+        linear = partial(FORMATS.get(quantize or "", DenseFormat), gate=fused_gate)
+        return Parts(backend, linear, DenseFormat, FusedNorm)
     dense = PackedFormat if can_pack(dtype, device) and not disable_custom_kernels else DenseFormat
     return Parts(backend, FORMATS.get(quantize or "", dense), dense)
 

@@ -23,6 +23,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "benchmark", "router.client", "router.entry", "router.queue", "server.model.families", "server.model.spec",
         "server.pb",
     },
+    "benchmark.probes": {"benchmark", "server.attention"},
     "benchmark.fleet": {
         "benchmark", "router.batcher", "router.entry", "router.limits", "router.scheduler",
     },
@@ -41,8 +42,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.model_files": set(),
     "router.text": {"router", "router.model_files"},
     "server.__main__": {"server.config", "server.distributed", "server.loading", "server.null", "server.service"},
-    "server.attention": {"server.attention", "server.native"},
-    "server.attention.kernels": {"server.attention.interface", "server.attention.kernels"},
+    "server.attention": {"server.attention", "server.layers.position", "server.native"},
+    "server.attention.kernels": {
+        "server.attention.interface", "server.attention.kernels", "server.layers.position",
+    },
     "server.batch": {
         "server.attention", "server.cache", "server.capture", "server.pb", "server.sampling", "server.upload",
     },
@@ -62,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.layers": {
         "server.layers", "server.distributed", "server.model.spec", "server.native", "server.weights",
     },
-    "server.layers.fused": {"server.layers.position", "server.model.spec"},
+    "server.layers.fused": {"server.layers.norm", "server.model.spec"},
     "server.loading": {
         "server.attention", "server.cache", "server.capture", "server.config", "server.distributed", "server.engine",
         "server.fallback", "server.layers", "server.model", "server.native", "server.pb", "server.quant",
@@ -80,7 +83,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.native.logits": {"server.native", "server.sampling"},
     "server.native.recording": {"server.capture", "server.native"},
     "server.pb": {"server.pb"},
-    "server.quant": {"server.layers.linear"},
+    "server.quant": {"server.layers.activation", "server.layers.linear"},
     "server.rehearsal": {"server.cache", "server.pb"},
     "server.sampling": {"server.upload"},
     "server.upload": set(),

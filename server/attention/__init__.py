@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import torch
 
-from server.attention.interface import Attention, MakeAttention, Scores, StepMeta
+from server.attention.interface import Attention, MakeAttention, Scores, StepMeta, split_heads
 from server.attention.native import NativeBackend
 from server.attention.padded import PaddedAttention
 from server.attention.reference import ReferenceAttention
 from server.native import Kernels
 
-__all__ = ["Attention", "MakeAttention", "Scores", "StepMeta", "choose"]
+__all__ = ["Attention", "MakeAttention", "Scores", "StepMeta", "choose", "split_heads"]
 
 
 def choose(device: torch.device, kernels: Kernels | None, *, disable_custom_kernels: bool) -> MakeAttention:

@@ -11,6 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from server.layers.position import Rotation
+
 
 @dataclass(frozen=True)
 class Scores:
@@ -47,11 +49,18 @@ class Attention(Protocol):
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
         """Store the step's keys and values. kv: [2, B, K, P, H], changed in place; k, v: [T, K, H]."""
 
+    def place(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
+        """Rotate the step's queries and keys, store its keys and values; returns the queries [T, N, H].
+
+        heads: [T, N + 2 K, H], queries, keys and values as one projection leaves them, perhaps changed in place; kv:
+        [2, B, K, P, H], changed in place. Without a rotation, queries and keys are taken as they are.
+        """
+
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         """Attend the step's queries to their sequences' keys, as far as they are visible.
 
         q: [T, N, H]; window: tokens that a query sees, itself included, 0 for all; returns [T, N, H] in q's dtype.
-        `write` was already called for this layer. Scores and softmax are float32 whatever the input dtype.
+        Keys and values were already stored for this layer. Scores and softmax are float32 whatever the input dtype.
         """
 
 
@@ -73,6 +82,21 @@ def write_slots(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     flat = kv.view(2, -1, head_dim)
     flat[0].index_copy_(0, rows.flatten(), k.flatten(0, 1))
     flat[1].index_copy_(0, rows.flatten(), v.flatten(0, 1))
+
+
+def split_heads(heads: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """heads [T, N + 2 K, H] → views of its queries [T, N, H], keys and values [T, K, H]."""
+    return heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
+
+
+def place_heads(heads: Tensor, kv: Tensor, rotation: Rotation | None, slots: Tensor) -> Tensor:
+    """`Attention.place` in stock operators, into `slots` [T]."""
+    kv_heads = kv.shape[2]
+    turned, v = heads[:, :-kv_heads], heads[:, -kv_heads:]  # queries and keys, and what no position turns
+    if rotation is not None:
+        turned = rotation(turned)
+    write_slots(kv, turned[:, -kv_heads:], v, slots)
+    return turned[:, :-kv_heads]
 
 
 def distances(meta: StepMeta, tokens: slice, length: int, window: int) -> tuple[Tensor, Tensor]:

@@ -4,7 +4,8 @@ Inside each block of the cache the order of the elements is the kernels' own (se
 this backend writes, only it reads. A result is bit for bit the same whatever else is in the step, and however a prompt
 is cut into chunks. Dtypes that the kernels do not know go to the padded backend.
 
-Shapes: T tokens, S sequences, N local heads, K local kv heads, H head dim, B blocks, P tokens per block.
+Shapes: T tokens, S sequences, N local heads, K local kv heads, H head dim, B blocks, P tokens per block,
+r rotated features of a head.
 """
 
 from __future__ import annotations
@@ -14,8 +15,9 @@ import ctypes
 import torch
 from torch import Tensor
 
-from server.attention.interface import Attention, Scores, StepMeta
+from server.attention.interface import Attention, Scores, StepMeta, split_heads
 from server.attention.padded import PaddedAttention
+from server.layers.position import Rotation
 from server.native import Kernels
 
 BLOCK_SIZE = 16  # tokens of a block, built into the kernels
@@ -69,6 +71,14 @@ class NativeAttention:
             torch.get_num_threads(),
         )
 
+    def place(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
+        kv_heads = kv.shape[2]
+        if rotation is not None:
+            rotate(self._kernels, rotation, heads[:, :-kv_heads])
+        q, k, v = split_heads(heads, kv_heads)
+        self.write(kv, k, v, meta)
+        return q
+
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         _, blocks, kv_heads, _, head_dim = kv.shape
         if not _is_known(kv):
@@ -110,6 +120,27 @@ class NativeBackend:
 
     def __call__(self, scores: Scores) -> Attention:
         return NativeAttention(self._kernels, scores)
+
+
+def rotate(kernels: Kernels, rotation: Rotation, heads: Tensor) -> None:
+    """Rotate the leading features of every head of heads [T, n, H] in place; a token's heads lie in one run.
+
+    Queries and keys that stand side by side, as a projection leaves them, are rotated together.
+    """
+    tokens, count, head_dim = heads.shape
+    assert heads.stride(2) == 1 and heads.stride(1) == head_dim
+    kernels.rotate[heads.dtype](
+        heads.data_ptr(),
+        heads.stride(0),
+        rotation.cos.data_ptr(),
+        rotation.sin.data_ptr(),
+        tokens,
+        count,
+        head_dim,
+        rotation.cos.shape[-1],
+        rotation.interleaved,
+        torch.get_num_threads(),
+    )
 
 
 def _is_known(kv: Tensor) -> bool:

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.attention.interface import Scores, StepMeta, distances, score_bias, write_slots
+from server.attention.interface import Scores, StepMeta, distances, place_heads, score_bias, write_slots
+from server.layers.position import Rotation
 
 # Padded context tokens gathered at once: bounds the copy (64 MiB per layer at K*H = 1024 in 16 bits) while a group
 # stays large enough that the cost of a launch is small beside it.
@@ -34,6 +35,9 @@ class PaddedAttention:
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
         write_slots(kv, k, v, meta.slots)
+
+    def place(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
+        return place_heads(heads, kv, rotation, meta.slots)
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         parts = [self._decode(q, kv, meta, first, last, window) for first, last in _groups(meta)]

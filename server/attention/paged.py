@@ -11,11 +11,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from server.attention.interface import Scores, StepMeta
+from server.attention.interface import Scores, StepMeta, split_heads
 from server.attention.kernels.common import ScoreTerms, score_terms
 from server.attention.kernels.decode import decode
 from server.attention.kernels.prefill import prefill
+from server.attention.kernels.rotate import rotate_and_store
 from server.attention.kernels.store import store
+from server.layers.position import Rotation
 
 # Compute capabilities with matrix units for bfloat16 and the shared memory that the largest tiles take, 163 KiB: A100,
 # Orin, H100 and H200, B200, B300. Consumer GPUs have 99 KiB.
@@ -42,6 +44,13 @@ class PagedAttention:
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
         store(kv, k, v, meta.slots)
+
+    def place(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
+        q, k, v = split_heads(heads, kv.shape[2])
+        if rotation is not None:
+            return rotate_and_store(q, k, v, rotation, kv, meta.slots)
+        store(kv, k, v, meta.slots)
+        return q
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         out = q.new_empty(q.shape)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from server.attention.interface import Scores, StepMeta, distances, score_bias, write_slots
+from server.attention.interface import Scores, StepMeta, distances, place_heads, score_bias, write_slots
+from server.layers.position import Rotation
 
 
 class ReferenceAttention:
@@ -22,6 +23,9 @@ class ReferenceAttention:
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
         write_slots(kv, k, v, meta.slots)
+
+    def place(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
+        return place_heads(heads, kv, rotation, meta.slots)
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         return torch.cat([self._one(q, kv, meta, s, window) for s in range(len(meta.context_lengths))])

@@ -1,4 +1,7 @@
-"""What stands between the matrices of an mlp, in stock torch operators."""
+"""What stands between the matrices of an mlp, in stock torch operators.
+
+Shapes: T tokens, F local width of the mlp.
+"""
 
 from __future__ import annotations
 
@@ -16,3 +19,12 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     Activation.RELU: F.relu,
     Activation.SILU: F.silu,
 }
+
+# activation, [gate | up] [T, 2 F] → activation(gate) * up, [T, F].
+Gate = Callable[[Activation, Tensor], Tensor]
+
+
+def stock_gate(activation: Activation, gate_up: Tensor) -> Tensor:
+    """A `Gate` of three operators."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return ACTIVATIONS[activation](gate) * up

@@ -16,7 +16,7 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.layers.activation import ACTIVATIONS
+from server.layers.activation import ACTIVATIONS, Gate, stock_gate
 from server.model.spec import Activation
 from server.weights import Ranges, Weights
 
@@ -47,8 +47,9 @@ class MakeFormat(Protocol):
 class StockFormat(ABC):
     """A format whose product is one operator of torch; what follows are others."""
 
-    def __init__(self, *, is_gated: bool):
+    def __init__(self, *, is_gated: bool, gate: Gate = stock_gate):
         self._is_gated = is_gated
+        self._gate = gate
 
     @abstractmethod
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -59,9 +60,7 @@ class StockFormat(ABC):
     ) -> Tensor:
         y = self.product(x, bias)
         if activation is not None:
-            gate, *up = y.chunk(2, dim=-1) if self._is_gated else (y,)
-            y = ACTIVATIONS[activation](gate)
-            y = y * up[0] if up else y
+            y = self._gate(activation, y) if self._is_gated else ACTIVATIONS[activation](y)
         return y if residual is None else y + residual
 
     def to_float32(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -71,8 +70,8 @@ class StockFormat(ABC):
 class DenseFormat(StockFormat):
     """The weight as it is in the checkpoint: the format that defines correct."""
 
-    def __init__(self, weight: Tensor, *, is_gated: bool = False):
-        super().__init__(is_gated=is_gated)
+    def __init__(self, weight: Tensor, *, is_gated: bool = False, gate: Gate = stock_gate):
+        super().__init__(is_gated=is_gated, gate=gate)
         self.weight = weight
 
     @property

@@ -4,7 +4,7 @@ A weight is stored once, in the kernels' own order (see `server/native/linear.cp
 prompt's thousands. A result is bit for bit the same whatever else is in the step. What follows a product (bias,
 activation, gate, residual) is done while its results are in registers.
 
-Shapes: T tokens, D input features, F output features, H head dim, r rotated features of a head.
+Shapes: T tokens, D input features, F output features.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import ctypes
 import torch
 from torch import Tensor
 
-from server.layers.position import Rotation
+from server.layers.norm import Norm
 from server.model.spec import Activation
 from server.native import Kernels
 from server.native.kernels import Function
@@ -121,7 +121,7 @@ class NativeFormat:
         return out
 
 
-class NativeNorm:
+class NativeNorm(Norm):
     """LayerNorm (`is_centred`) or RMSNorm over the last dimension, alone or behind a residual addition."""
 
     def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool):
@@ -140,7 +140,6 @@ class NativeNorm:
         return out
 
     def add(self, x: Tensor, summand: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [T, D] and a layer's summand [T, D], with its bias [D] if it has one → their sum and the sum normalised."""
         assert x.is_contiguous() and summand.is_contiguous()
         total, out = torch.empty_like(x), torch.empty_like(x)
         self._norm[x.dtype](
@@ -156,42 +155,14 @@ class NativeNorm:
         return total, out
 
 
-class NativeGate:
-    """activation(gate) * up, of the output [gate | up] of one matrix product."""
-
-    def __init__(self, kernels: Kernels, activation: Activation):
-        self._gate = kernels.gate
-        self._activation = ACTIVATIONS[activation]
-
-    def __call__(self, gate_up: Tensor) -> Tensor:
-        """[T, 2 F] → [T, F]."""
-        assert gate_up.is_contiguous()
-        tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
-        out = gate_up.new_empty(tokens, width)
-        self._gate[gate_up.dtype](gate_up.data_ptr(), out.data_ptr(), tokens, width, self._activation, _threads())
-        return out
-
-
-def rotate(kernels: Kernels, rotation: Rotation, heads: Tensor) -> Tensor:
-    """Rotate the leading features of every head of heads [T, n, H] in place; a token's heads lie in one run.
-
-    Queries and keys that stand side by side, as a projection leaves them, are rotated together.
-    """
-    tokens, count, head_dim = heads.shape
-    assert heads.stride(2) == 1 and heads.stride(1) == head_dim
-    kernels.rotate[heads.dtype](
-        heads.data_ptr(),
-        heads.stride(0),
-        rotation.cos.data_ptr(),
-        rotation.sin.data_ptr(),
-        tokens,
-        count,
-        head_dim,
-        rotation.cos.shape[-1],
-        rotation.interleaved,
-        _threads(),
-    )
-    return heads
+def native_gate(kernels: Kernels, activation: Activation, gate_up: Tensor) -> Tensor:
+    """activation(gate) * up, of the output [gate | up] of one matrix product: [T, 2 F] → [T, F]."""
+    gate_up = gate_up if gate_up.is_contiguous() else gate_up.contiguous()
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, width)
+    gate = kernels.gate[gate_up.dtype]
+    gate(gate_up.data_ptr(), out.data_ptr(), tokens, width, ACTIVATIONS[activation], _threads())
+    return out
 
 
 def _address(tensor: Tensor | None) -> int | None:

@@ -1,12 +1,12 @@
 """Normalisation, replicated on every rank.
 
-Shapes: x [..., D] over its last dimension.
+Shapes: x [..., D] over its last dimension, T tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import ClassVar, Protocol
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,10 +14,24 @@ from torch import Tensor
 from server.model import spec
 from server.weights import Weights
 
-Norm = Callable[[Tensor], Tensor]
+
+class Norm(ABC):
+    """Normalises alone, or behind the addition of a layer's summand to the residual."""
+
+    # Whether adding in `add` costs less than adding what follows a matrix product to the product.
+    absorbs_addition: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., D] → normalised [..., D]."""
+
+    def add(self, x: Tensor, summand: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [T, D] and a layer's summand [T, D], with its bias [D] if it has one → their sum and the sum normalised."""
+        total = x + summand if bias is None else x + summand + bias
+        return total, self(total)
 
 
-class LayerNorm:
+class LayerNorm(Norm):
     """Zero mean and unit variance, scaled and shifted, in x's dtype."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, eps: float):
@@ -29,7 +43,7 @@ class LayerNorm:
         return F.layer_norm(x, self._weight.shape, self._weight, self._bias, self._eps)
 
 
-class RmsNorm:
+class RmsNorm(Norm):
     """Unit root mean square, scaled; computed in float32, returned in x's dtype."""
 
     def __init__(self, weight: Tensor, eps: float):

@@ -20,7 +20,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from server.attention import Attention, MakeAttention, Scores, StepMeta
+from server.attention import Attention, MakeAttention, Scores, StepMeta, split_heads
 from server.batch import Encoding, Forward
 from server.cache import KVShape
 from server.distributed import Shard
@@ -42,10 +42,6 @@ class Step:
     cross: StepMeta | None = None  # the same tokens, attending to the encoder's output
 
 
-# Turns the leading features of heads [T, n, H] by their tokens' positions, perhaps in place.
-Rotate = Callable[[Rotation, Tensor], Tensor]
-
-
 @dataclass(frozen=True)
 class AttentionBlock:
     """Projections around attention."""
@@ -55,7 +51,6 @@ class AttentionBlock:
     q_norm: Norm | None
     k_norm: Norm | None
     attention: Attention
-    rotate: Rotate
     spec: ArchSpec
     layer: LayerSpec
 
@@ -65,14 +60,14 @@ class AttentionBlock:
 
     def __call__(self, x: Tensor, kv: Tensor, step: Step) -> Tensor:
         """x [T, D] → attended values [T, N * H], not yet projected; writes keys and values into kv [2, B, K, P, H]."""
-        kv_heads, heads = kv.shape[2], self._heads(x)
-        turned, v = heads[:, :-kv_heads], heads[:, -kv_heads:]  # queries and keys, and what no position turns
+        heads = self._heads(x)
         if self.q_norm is not None and self.k_norm is not None:
-            turned = torch.cat([self.q_norm(turned[:, :-kv_heads]), self.k_norm(turned[:, -kv_heads:])], dim=1)
-        if isinstance(self.layer.position, Rope):
-            turned = self.rotate(step.rotations[self.layer.position], turned)
-        self.attention.write(kv, turned[:, -kv_heads:], v, step.meta)
-        return self.attention.attend(turned[:, :-kv_heads], kv, step.meta, self.layer.window).flatten(1)
+            q, k, v = split_heads(heads, kv_heads=kv.shape[2])
+            heads = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
+        position = self.layer.position
+        rotation = step.rotations[position] if isinstance(position, Rope) else None
+        q = self.attention.place(heads, kv, rotation, step.meta)
+        return self.attention.attend(q, kv, step.meta, self.layer.window).flatten(1)
 
     def _heads(self, x: Tensor) -> Tensor:
         """x [T, D] → its queries, keys and values [T, N + 2K, H]."""
@@ -156,20 +151,30 @@ class Layer:
                 total = total + whole
         return total
 
+    def joined_and_normed(self, norm: Norm, base: Tensor, summand: Summand) -> tuple[Tensor, Tensor]:
+        """base + the summand over all ranks, and that normalised."""
+        if self.shard.world_size == 1 and not norm.absorbs_addition:
+            total = self.joined(base, summand)
+            return total, norm(total)
+        part, bias = summand
+        return norm.add(base, self.shard.all_reduce(part(None, with_bias=False)), bias)
+
 
 # base, with_bias -> base + this rank's summand; and the bias of the whole.
 Summand = tuple[Callable[..., Tensor], Tensor | None]
 
 
 def _pre(layer: Layer, x: Tensor, kv: Tensor, step: Step) -> Tensor:
-    x = layer.joined(x, layer.attended(layer.norms["attention_norm"](x), kv, step))
-    return layer.joined(x, layer.fed(layer.norms["mlp_norm"](x)))
+    norms = layer.norms
+    x, normed = layer.joined_and_normed(norms["mlp_norm"], x, layer.attended(norms["attention_norm"](x), kv, step))
+    return layer.joined(x, layer.fed(normed))
 
 
 def _pre_cross(layer: Layer, x: Tensor, kv: Tensor, step: Step) -> Tensor:
-    x = layer.joined(x, layer.attended(layer.norms["attention_norm"](x), kv, step))
-    x = layer.joined(x, layer.crossed(layer.norms["cross_norm"](x), kv, step))
-    return layer.joined(x, layer.fed(layer.norms["mlp_norm"](x)))
+    norms = layer.norms
+    x, normed = layer.joined_and_normed(norms["cross_norm"], x, layer.attended(norms["attention_norm"](x), kv, step))
+    x, normed = layer.joined_and_normed(norms["mlp_norm"], x, layer.crossed(normed, kv, step))
+    return layer.joined(x, layer.fed(normed))
 
 
 def _pre_normed(layer: Layer, x: Tensor, kv: Tensor, step: Step) -> Tensor:
@@ -328,7 +333,6 @@ class Parts:
     linear: MakeFormat = DenseFormat
     head: MakeFormat = DenseFormat  # quantised checkpoints leave the output head alone
     norm: MakeNorm = stock_norm
-    rotate: Rotate = Rotation.__call__
 
 
 def load(weights: Weights, spec: ArchSpec, parts: Parts) -> Transformer:
@@ -402,7 +406,6 @@ def _load_attention(
         q_norm=load_norm(weights, "q_norm", spec.head_dim, spec.norm, parts.norm) if spec.qk_norm else None,
         k_norm=load_norm(weights, "k_norm", spec.head_dim, spec.norm, parts.norm) if spec.qk_norm else None,
         attention=attention,
-        rotate=parts.rotate,
         spec=spec,
         layer=layer,
     )

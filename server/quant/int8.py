@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from server.layers.activation import Gate, stock_gate
 from server.layers.linear import StockFormat
 
 
 class Int8Format(StockFormat):
     """weight ≈ quantised * scale, with quantised [F, D] in int8 and scale [F]."""
 
-    def __init__(self, weight: Tensor, *, is_gated: bool = False):
-        super().__init__(is_gated=is_gated)
+    def __init__(self, weight: Tensor, *, is_gated: bool = False, gate: Gate = stock_gate):
+        super().__init__(is_gated=is_gated, gate=gate)
         # In float32: the largest magnitude of a row must map to 127 exactly, whatever the checkpoint's dtype.
         exact = weight.float()
         scale = exact.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127

@@ -26,7 +26,7 @@ def test_help_names_every_command_and_imports_none() -> None:
     assert "[]" == shown.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["latency", "offline", "plan"])
+@pytest.mark.parametrize("name", ["latency", "offline", "plan", "probes", "gpu"])
 def test_every_command_explains_its_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([name, "--help"])
@@ -62,6 +62,7 @@ def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.Captur
     [
         (["plan", "--model-id", "gpt-17", "--device", "h200"], "error: no shape is called gpt-17"),
         (["latency", "--random-weights", "gpt-17"], "error: no shape is called gpt-17"),
+        (["gpu", "--serving-shape", "gpt-17"], "error: no shape is called gpt-17"),
         (["latency", "--shard-uds-path", "/nowhere/shard"], "error: no shards listen at /nowhere/shard-0"),
         (["offline", "--model-id", "/nowhere"], "error: "),
         (["latency", "--model-id", "/nowhere"], "error: the server did not start: --model-id /nowhere is not a folder"),

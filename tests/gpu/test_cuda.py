@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmark.__main__ import main
 from server.config import ShardConfig
-from server.loading import load
+from server.loading import choose_parts, load
 from tests.server.conftest import DEMO, save_tiny_bloom
 from tests.server.driver import Prompt, all_logits, generate, load_engine
 from tests.server.ranks import prompts
+from tests.server.tiny import save_tiny
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,11 +45,23 @@ def test_tokens_equal_those_of_the_cpu() -> None:
     assert [p.tokens for p in on_cpu] == [p.tokens for p in on_gpu]
 
 
+@pytest.mark.parametrize("case", ["bloom", "llama", "qwen3", "gpt_neox", "phi3", "t5"])
+def test_a_model_of_the_chosen_parts_gives_the_tokens_of_the_reference(case: str, tmp_path: Path) -> None:
+    save_tiny(case, tmp_path)
+    engines = (
+        load_engine(tmp_path, reference=True),
+        load_engine(tmp_path, device=GPU, parts=choose_parts(None, torch.float32, GPU)),
+    )
+    expected, found = (generate(engine, prompts()) for engine in engines)
+    assert [p.tokens for p in expected] == [p.tokens for p in found]
+
+
 def test_bfloat16_agrees_with_float32_on_nearly_every_next_token() -> None:
     (story,) = generate(load_engine(DEMO), [Prompt([5, 6, 7, 8], max_new_tokens=200)])
     token_ids = [5, 6, 7, 8, *story.tokens]
     exact = all_logits(load_engine(DEMO, device=GPU), token_ids)
-    rounded = all_logits(load_engine(DEMO, device=GPU, dtype=torch.bfloat16), token_ids)
+    parts = choose_parts(None, torch.bfloat16, GPU)
+    rounded = all_logits(load_engine(DEMO, device=GPU, dtype=torch.bfloat16, parts=parts), token_ids)
     agreement = (exact.argmax(dim=-1) == rounded.argmax(dim=-1)).float().mean()
     assert agreement >= 0.99
 
@@ -58,6 +73,12 @@ def test_the_warmup_leaves_the_memory_it_was_told_to(tmp_path: Path) -> None:
     engine.warm_up(prefill_tokens=4096, total_tokens=2048, wanted_tokens=0, useful_tokens=2**31, fraction=0.5)
     free, total = torch.cuda.mem_get_info(GPU)
     assert free >= 0.45 * total
+
+
+def test_every_probe_of_a_gpu_finds_something(tmp_path: Path) -> None:
+    assert 0 == main(["probes", "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert 9 == len(rows) and all(row["value"] > 0 for row in rows)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

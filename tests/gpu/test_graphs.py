@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from server.capture import CudaCapture
+from server.loading import choose_parts
 from tests.server.conftest import DEMO
 from tests.server.driver import Prompt, generate, load_engine, sampled
 
@@ -34,7 +35,8 @@ def prompts(count: int) -> list[Prompt]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_captured_steps_choose_the_tokens_of_others(dtype: torch.dtype) -> None:
     captured, plain = (
-        load_engine(DEMO, device=GPU, dtype=dtype, tokens=65536, captured=is_captured) for is_captured in (True, False)
+        load_engine(DEMO, device=GPU, dtype=dtype, parts=choose_parts(None, dtype, GPU), tokens=65536, captured=wanted)
+        for wanted in (True, False)
     )
     if captured._graphs is None:
         pytest.skip("this GPU has no kernels that can be captured")
@@ -45,7 +47,7 @@ def test_captured_steps_choose_the_tokens_of_others(dtype: torch.dtype) -> None:
 
 
 def test_plain_decodes_upload_nothing_and_wait_for_nothing() -> None:
-    engine = load_engine(DEMO, device=GPU, tokens=65536)
+    engine = load_engine(DEMO, device=GPU, parts=choose_parts(None, torch.float32, GPU), tokens=65536)
     if engine._graphs is None:
         pytest.skip("this GPU has no kernels that can be captured")
     torch.cuda.set_sync_debug_mode("error")

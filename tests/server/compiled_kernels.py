@@ -12,8 +12,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from server.attention.kernels.rotate import rotate_and_store
 from server.attention.paged import PagedAttention
-from server.layers.fused import FusedGate, FusedNorm, rotate_and_store
+from server.layers.fused import FusedNorm, fused_gate
 from server.layers.position import Rotation
 from server.model.spec import Activation
 from tests.server.kernel_cases import MANY_SPLITS, RAGGED, Case, all_terms, learned, plain, random
@@ -104,5 +105,5 @@ def test_rotating_and_storing_compiles(is_interleaved: bool, assembly: Assembly)
 
 @pytest.mark.parametrize("activation", Activation)
 def test_gates_compile(activation: Activation, assembly: Assembly) -> None:
-    FusedGate(activation)(torch.zeros(2, 3000, dtype=torch.bfloat16))
+    fused_gate(activation, torch.zeros(2, 3000, dtype=torch.bfloat16))
     assert {"_gate"} == set(assembly)

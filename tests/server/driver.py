@@ -45,20 +45,23 @@ def load_engine(
     make_format: MakeFormat = DenseFormat,
     reference: bool = False,
     kernels: Kernels | None = None,
+    parts: Parts | None = None,
     captured: bool = True,
     tokens: int = 4096,
 ) -> Engine:
-    """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`."""
+    """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`.
+
+    parts: what to compute with, in place of what the other arguments choose.
+    """
     shard = shard or Shard()
     family, spec = families.find(json.loads((folder / "config.json").read_text()))
     weights = Weights.open(Checkpoint(folder), family.names, shard, dtype, device)
     if kernels is not None:
         parts = choose_parts(kernels, dtype, device)
-        logits: Logits = NativeLogits(kernels)
-    else:
+    elif parts is None:
         backend = attention.choose(device, None, disable_custom_kernels=reference)
         parts = Parts(backend, make_format, DenseFormat if make_format is Int8Format else make_format)
-        logits = StockLogits()
+    logits: Logits = StockLogits() if kernels is None else NativeLogits(kernels)
     model = transformer.load(weights, spec, parts)
     capture = choose_capture(parts.attention, kernels, shard) if captured else None
     engine = Engine(model, shard, device, dtype, Watermark(gamma=0.5, delta=2.0), logits, capture)

@@ -5,12 +5,19 @@ bfloat16 is left out: the interpreter computes on its bit patterns.
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from server.layers.fused import FusedNorm
+from server.loading import choose_parts
 from server.model.spec import Activation
+from tests.server.driver import Prompt, generate, load_engine
 from tests.server.kernel_cases import (
     CASES,
+    ONE_SPLIT,
     Case,
     check_attention,
     check_gate,
@@ -18,6 +25,7 @@ from tests.server.kernel_cases import (
     check_padding,
     check_rotation,
 )
+from tests.server.tiny import save_tiny
 
 # numpy, which interprets, says what a GPU leaves unsaid.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -66,3 +74,29 @@ def test_rotating_and_storing_equals_both_apart(is_interleaved: bool, half: int)
 @pytest.mark.parametrize("activation", Activation)
 def test_gates_equal_the_operators(activation: Activation) -> None:
     check_gate(activation, torch.float32, CPU)
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """A GPU that the kernels fit, for which parts are chosen; its tensors are on the CPU."""
+    monkeypatch.setattr("server.attention.paged.can_run_on", lambda device: True)
+    properties = SimpleNamespace(multi_processor_count=ONE_SPLIT)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    return torch.device("cuda", 0)
+
+
+# Biased sums, layer norms and ALiBi; gates, rotations and norms of heads; heads that are rotated in part.
+@pytest.mark.parametrize("case", ["bloom", "qwen3", "gpt_neox"])
+def test_a_model_of_the_parts_for_a_gpu_gives_the_tokens_of_the_reference(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny(case, tmp_path)
+    parts = choose_parts(None, torch.float32, pretend_gpu(monkeypatch))
+    assert ("paged", FusedNorm) == (parts.attention.name, parts.norm)
+    engines = load_engine(tmp_path, reference=True), load_engine(tmp_path, parts=parts, captured=False)
+    expected, found = (
+        generate(engine, [Prompt(list(range(4, 24)), 3, chunk=13), Prompt([40, 50], 3, joins_at=1)])
+        for engine in engines
+    )
+    assert [p.tokens for p in expected] == [p.tokens for p in found]
+    for reference, fused in zip(expected, found, strict=True):
+        torch.testing.assert_close(torch.tensor(reference.logprobs), torch.tensor(fused.logprobs), atol=1e-4, rtol=0)

@@ -15,7 +15,7 @@ from torch import Tensor
 from server.attention import Scores, StepMeta
 from server.attention.reference import ReferenceAttention
 from server.cache import BLOCK_SIZE
-from server.layers.activation import ACTIVATIONS
+from server.layers.activation import stock_gate
 from server.layers.norm import LayerNorm, RmsNorm
 from server.layers.position import Rotation, alibi_slopes
 from server.model.spec import Activation, Alibi
@@ -164,7 +164,7 @@ def check_norm(is_centred: bool, dtype: torch.dtype, device: torch.device) -> No
 def check_rotation(is_interleaved: bool, half: int, dtype: torch.dtype, device: torch.device) -> None:
     """Queries and cache as after rotating, then storing; the last token has no slot."""
     from server.attention.interface import write_slots
-    from server.layers.fused import rotate_and_store
+    from server.attention.kernels.rotate import rotate_and_store
 
     angles = random(5, 1, half, dtype=torch.float32, device=device)
     rotation = Rotation(angles.cos(), angles.sin(), is_interleaved)
@@ -180,9 +180,10 @@ def check_rotation(is_interleaved: bool, half: int, dtype: torch.dtype, device: 
 
 def check_gate(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
     """As activation, then product; a width of more than one tile."""
-    from server.layers.fused import FusedGate
+    from server.layers.fused import fused_gate
 
     gate_up = 3 * random(2, 3000, dtype=dtype, device=device)
-    gate, up = gate_up.float().chunk(2, dim=-1)
-    expected = (ACTIVATIONS[activation](gate) * up).to(dtype)
-    torch.testing.assert_close(expected, FusedGate(activation)(gate_up), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    expected = stock_gate(activation, gate_up.float()).to(dtype)
+    torch.testing.assert_close(
+        expected, fused_gate(activation, gate_up), atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype]
+    )

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from server import native
 from server.attention import Scores, StepMeta, choose
-from server.attention.native import NativeBackend
+from server.attention.native import NativeBackend, rotate
 from server.attention.padded import PaddedAttention
 from server.attention.reference import ReferenceAttention
 from server.cache import BLOCK_SIZE
 from server.layers.activation import ACTIVATIONS
-from server.layers.native import NativeFormat, NativeGate, NativeNorm, rotate
+from server.layers.native import NativeFormat, NativeNorm, native_gate
 from server.layers.norm import LayerNorm, RmsNorm
 from server.layers.position import Rotation, alibi_slopes
 from server.model.spec import Activation, Alibi
@@ -369,7 +369,7 @@ def test_norms_equal_torchs_alone_and_behind_a_sum(
 def test_a_gate_equals_torchs(kernels: Kernels, dtype: torch.dtype, activation: Activation) -> None:
     gate_up = random(6, 2 * 50, dtype=dtype)
     gate, up = gate_up.double().chunk(2, dim=-1)
-    assert_near(ACTIVATIONS[activation](gate) * up, NativeGate(kernels, activation)(gate_up))
+    assert_near(ACTIVATIONS[activation](gate) * up, native_gate(kernels, activation, gate_up))
 
 
 @DTYPES

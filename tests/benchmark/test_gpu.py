@@ -1,0 +1,139 @@
+"""`gpu` and `probes`: targets and verdicts in one file, whatever fails; the commands themselves run on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmark import gpu, launch, plan, probes, shapes
+from benchmark.__main__ import main
+from benchmark.gpu import Report
+from benchmark.roofline import Ceilings, Work
+from server.attention import Scores, choose
+
+H200 = plan.DEVICES["h200"].ceilings("bfloat16", 1)
+TINY = ["--latency-shape", str(launch.DEMO), "--serving-shape", str(launch.DEMO), "--offline-shape", str(launch.DEMO)]
+LENGTHS = ["--latency-lengths", "8", "4", "--serving-lengths", "8", "4", "--offline-lengths", "8", "4"]
+FEW = ["-b", "2", "--runs", "1", "--concurrency", "2", "--num-prompts", "4"]
+
+# What each command finds of a model that is as fast as it should be.
+STARTUP = {"startup": {"table": "weights  14.14 GB per shard", "ready_s": 21.5}}
+DECODE = {"step": "decode_token", "batch_size": 1, "p50_ms": 4.0, "computed_p50_ms": 3.9}
+FOUND: dict[str, dict[str, Any]] = {
+    "probes": {
+        "device": "NVIDIA H200",
+        "rows": [{"probe": "pinned host memory is copied to the device at", "value": 55.5, "unit": "GB/s"}],
+    },
+    "latency": STARTUP | {"rows": [{"step": "prefill", "batch_size": 32, "p50_ms": 70.0}, DECODE]},
+    "serving": STARTUP | {"rows": [{"output_tokens_per_second": 14000.0, "errors": 0, "requests": 1024}]},
+    "offline": STARTUP | {"rows": [{"step": "total", "tokens_per_second": 7000.0}]},
+}
+
+
+def report_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: dict[str, dict[str, Any]]
+) -> tuple[int, dict[str, list[str]], str]:
+    """Exit code, verdicts by row and the file, where each command finds what is given, and others fail."""
+
+    def run_command(arguments: Sequence[str], limit_s: float) -> str | None:
+        if (result := found.get(arguments[0])) is None:
+            return "the server did not start: no memory"
+        folder = Path(arguments[-1])
+        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "result.md").write_text(f"tables of {arguments[0]}")
+        return result.get("failure")
+
+    monkeypatch.setattr(gpu, "run_command", run_command)
+    path = tmp_path / "report.md"
+    code = main(["gpu", "--output", str(path)])
+    text = path.read_text()
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    return code, {cells[0]: cells[1:] for cells in lines[1:]}, text
+
+
+def test_every_target_has_a_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, rows, text = report_of(monkeypatch, tmp_path, FOUND)
+    assert 0 == code
+    assert ["80 % of the limit, 4.13 ms", "82.6 %, 4.00 ms", "met"] == rows["bloomz-7b1-mt: decode step, batch 1"]
+    assert ["65 % of the limit, 75.58 ms", "70.2 %, 70.00 ms", "met"] == rows["bloomz-7b1-mt: prefill, 32 x 100"]
+    assert ["1.026 times 3.90 ms", "met"] == rows["bloomz-7b1-mt: the same, from reply to reply"][1:]
+    assert "met" == rows["mistral-7b: 256 concurrent, 128 in, 128 out"][-1]
+    assert "missed" == rows["chatglm3-6b: 256 concurrent, 128 in, 128 out"][-1]
+    assert ["at most 60 s", "21.5 s", "met"] == rows["opt-1.3b: launch to ready"]
+    assert "met" == rows["opt-1.3b: 256 sequences offline, 512 in, 32 out"][-1]
+    assert "55.5 GB/s" == rows["pinned host memory is copied to the device at"][1]
+    assert text.startswith("# NVIDIA H200\n")
+    assert 4 == text.count(STARTUP["startup"]["table"])
+    assert all(f"tables of {command}" in text for command in FOUND)
+
+
+def test_a_command_that_fails_is_a_row_and_the_others_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    incomplete = FOUND["latency"] | {"rows": [DECODE], "failure": "the server ended: out of memory"}
+    found = {name: FOUND[name] for name in ("probes", "offline")} | {"latency": incomplete}
+    code, rows, _ = report_of(monkeypatch, tmp_path, found)
+    assert 1 == code
+    assert ["", "the server ended: out of memory", "failed"] == rows["bloomz-7b1-mt"]
+    assert "met" == rows["bloomz-7b1-mt: decode step, batch 1"][-1]
+    assert ["", "the server did not start: no memory", "failed"] == rows["mistral-7b"] == rows["chatglm3-6b"]
+    assert "met" == rows["opt-1.3b: 256 sequences offline, 512 in, 32 out"][-1]
+
+
+def test_without_a_device_there_are_no_ceilings_and_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, rows, _ = report_of(monkeypatch, tmp_path, {"offline": FOUND["offline"]})
+    assert (1, "the probes found no ceilings to compare it with") == (code, rows["opt-1.3b"][1])
+
+
+def test_ceilings_are_those_worked_out_by_hand() -> None:
+    opt, mistral = (Work(shapes.shape(name), "bfloat16") for name in ("opt-1.3b", "mistral-7b"))
+    assert 13_400 == pytest.approx(gpu.ceiling_of(opt, 256, 512, 32, H200), rel=0.05)
+    assert 27_500 == pytest.approx(gpu.ceiling_of(mistral, 256, 128, 128, H200), rel=0.01)
+
+
+def test_a_device_without_a_data_sheet_has_the_ceilings_of_its_probes() -> None:
+    probed = Ceilings(1e12, 2e14)
+    args = argparse.Namespace(dtype="bfloat16", output=None)
+    assert H200 == Report(args, "NVIDIA H200", probed).ceilings
+    assert probed == Report(args, "NVIDIA L40S", probed).ceilings
+    assert "nvidia-l40s.md" == Report(args, "NVIDIA L40S").path.name[-14:]
+
+
+def test_a_command_past_its_limit_is_ended() -> None:
+    assert "it took longer than 0.01 s: raise --limit" == gpu.run_command(["probes", "--device", "cpu"], 0.01)
+
+
+def test_the_whole_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "report.md"
+    flags = ["--device", "cpu", "--dtype", "float32", "--output", str(path)]
+    assert 0 == main(["gpu", *TINY, *LENGTHS, *FEW, *flags])
+    text, shown = path.read_text(), capfd.readouterr().out
+    assert text.startswith("# cpu\n")
+    for line in ("demo: decode step, batch 2", "demo: 2 concurrent, 8 in, 4 out", "demo: 4 sequences offline"):
+        assert f"| {line}" in text and f"| {line}" in shown
+    assert 3 == text.count("demo: launch to ready") == text.count("\nmemory left ")
+    assert "| failed" not in text
+
+
+def test_probes_of_a_cpu(tmp_path: Path) -> None:
+    assert 0 == main(["probes", "--device", "cpu", "--dtype", "float32", "--output", str(tmp_path)])
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert 4 == len(rows) and all(row["value"] > 0 for row in rows)
+    assert probes.ceilings(rows) is not None
+    assert probes.ceilings(rows[1:]) is None
+
+
+@torch.inference_mode()
+def test_probed_decodes_see_their_whole_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CONTEXT", 48)
+    cpu = torch.device("cpu")
+    meta = probes._decode_meta(2, cpu)
+    kv = torch.zeros(2, 6, 2, probes.BLOCK_SIZE, 4)
+    kv[1] = torch.arange(6.0).view(6, 1, 1, 1)  # values: the number of the block
+    attention = choose(cpu, None, disable_custom_kernels=False)(Scores(1.0))
+    out = attention.attend(torch.zeros(2, 2, 4), kv, meta, window=0)
+    assert [1.0, 4.0] == pytest.approx(out[:, 0, 0].tolist(), rel=1e-4)
