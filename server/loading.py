@@ -23,7 +23,7 @@ from server.capture import Capture, CudaCapture
 from server.config import DTYPES, ShardConfig
 from server.distributed import Shard
 from server.engine import Engine, Model
-from server.layers.linear import DenseFormat, MakeFormat, StockFormat
+from server.layers.linear import DenseFormat, MakeFormat, MakeStockFormat
 from server.layers.native import NativeFormat, NativeNorm, native_gate
 from server.layers.packed import PackedFormat, can_pack
 from server.model import families, transformer
@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 SMALL_MODEL_BYTES = 64 * 2**20
-FORMATS: dict[str, Callable[..., StockFormat]] = {"int8": Int8Format}
+FORMATS: dict[str, MakeStockFormat] = {"int8": Int8Format}
 
 
 def load(config: ShardConfig) -> tuple[Engine, pb.InfoReply]:

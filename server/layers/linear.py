@@ -44,6 +44,10 @@ class MakeFormat(Protocol):
     def __call__(self, weight: Tensor, *, is_gated: bool = False) -> LinearFormat: ...
 
 
+class MakeStockFormat(Protocol):
+    def __call__(self, weight: Tensor, *, is_gated: bool = False, gate: Gate = stock_gate) -> LinearFormat: ...
+
+
 class StockFormat(ABC):
     """A format whose product is one operator of torch; what follows are others."""
 
