@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmark import shapes
 from benchmark.__main__ import main
 from server.config import ShardConfig
+from server.engine import LOGIT_ROWS
 from server.loading import choose_parts, load
+from server.pb import generate_pb2 as pb
+from server.rehearsal import Rehearsal
 from tests.server.conftest import DEMO, save_tiny_bloom
 from tests.server.driver import Prompt, all_logits, generate, load_engine
 from tests.server.ranks import prompts
@@ -79,6 +83,22 @@ def test_every_probe_of_a_gpu_finds_something(tmp_path: Path) -> None:
     assert 0 == main(["probes", "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert 9 == len(rows) and all(row["value"] > 0 for row in rows)
+
+
+def test_the_worst_steps_survive_a_cache_that_takes_all_memory(tmp_path: Path) -> None:
+    shapes.make_model_folder(shapes.find("bloom-560m").config, tmp_path)
+    config = ShardConfig(
+        str(tmp_path), str(tmp_path), 0, 1, str(tmp_path / "s"), "", device="cuda", random_weights=True
+    )
+    engine, _ = load(config)
+    engine.warm_up(prefill_tokens=16384, total_tokens=2048, wanted_tokens=0, useful_tokens=2**31, fraction=1.0)
+    worst = Rehearsal.of(prefill_tokens=16384, total_tokens=2048, sampled=LOGIT_ROWS, has_encoder=False).request()
+    steps = [engine.launch(request) for request in (worst, pb.StepRequest(decode=True), pb.StepRequest(decode=True))]
+    for step in steps:
+        assert step is not None
+        step.finish()
+    assert engine.reserve.step_bytes > 0
+    engine.launch(pb.StepRequest(retire=[new.id for new in worst.add]))
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
