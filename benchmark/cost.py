@@ -7,8 +7,8 @@ no noise: a prediction is the middle of what would be measured.
 could do, plus a fixed time. `Fitted` is what `latency` measured, between the measured points by straight lines. A step
 that has prompts and decoding sequences costs what each part adds to an empty step: the weights are read once.
 
-Left out: a chunk's attention to the part of its prompt that was computed before (`Fitted` only), encoder-decoders,
-sampling options, and whatever changes while a server runs.
+Left out: a chunk's attention to the part of its prompt that was computed before, where no two measured lengths can be
+compared (`Fitted` only); encoder-decoders, sampling options, and whatever changes while a server runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -109,7 +109,8 @@ class Fitted:
     it, so that a mixed step counts it once."""
 
     base_ms: float
-    prefill_ms: Curve  # over the prompt tokens of a step
+    prefill_ms: Curve  # over the prompt tokens of a step, as if they looked at nothing …
+    pair_ms: float  # … and of each key that one of them looks at; 0 where no two lengths can be compared
     decode_ms: Curve  # over the sequences that decode, as if without context …
     context_ms: float  # … and of each key that they look at; 0 where one context was measured
     overhead_s: float = 0.0
@@ -117,7 +118,7 @@ class Fitted:
     def seconds(self, work: StepWork) -> float:
         if not work.prompt_tokens + work.decoding:
             return 0.0
-        prompts = self.prefill_ms(work.prompt_tokens) - self.base_ms
+        prompts = self.prefill_ms(work.prompt_tokens) + self.pair_ms * work.prompt_pairs - self.base_ms
         sequences = self.decode_ms(work.decoding) - self.base_ms
         return (self.base_ms + prompts + sequences + self.context_ms * work.context) / 1000 + self.overhead_s
 
@@ -130,19 +131,30 @@ class DecodePoint(NamedTuple):
     ms: float
 
 
+class PrefillPoint(NamedTuple):
+    """One measured step of whole prompts."""
+
+    tokens: int
+    pairs: float  # keys that those tokens look at, together
+    ms: float
+
+
 def fit(results: Sequence[Mapping[str, Any]], overhead_s: float = 0.0) -> Fitted:
     """From the JSON of one or several `latency` runs of the same model. Raises BenchError.
 
     Several runs with different --sequence-length tell the price of context. Each point is a row's median.
     """
     decodes = [point for result in results for point in _decode_points(result)]
-    prefills = _means((row["tokens_per_sample"], row["p50_ms"]) for r in results for row in _rows(r, "prefill"))
-    context_ms = _context_ms(decodes)
+    prefills = [point for result in results for point in _prefill_points(result)]
+    pair_ms = _shared_slope((p.tokens, p.pairs, p.ms) for p in prefills)
+    without_pairs = _means((p.tokens, p.ms - pair_ms * p.pairs) for p in prefills)
+    context_ms = _shared_slope((p.batch_size, p.batch_size * p.context, p.ms) for p in decodes)
     without_context = _means((p.batch_size, p.ms - context_ms * p.batch_size * p.context) for p in decodes)
     if len(without_context) < 2:
         raise BenchError("one batch size was measured: measure several, as in latency --batch-size 1 4 16 64")
-    base_ms = _base_ms(without_context, limit=min(prefills.values()))
-    return Fitted(base_ms, _curve(base_ms, prefills), _curve(base_ms, without_context), context_ms, overhead_s)
+    base_ms = _base_ms(without_context, limit=min(without_pairs.values()))
+    prefill_ms, decode_ms = _curve(base_ms, without_pairs), _curve(base_ms, without_context)
+    return Fitted(base_ms, prefill_ms, pair_ms, decode_ms, context_ms, overhead_s)
 
 
 def read_latency(path: Path) -> dict[str, Any]:
@@ -169,6 +181,14 @@ def _decode_points(result: Mapping[str, Any]) -> list[DecodePoint]:
     return [DecodePoint(row["batch_size"], context, row["p50_ms"]) for row in _rows(result, "decode_token")]
 
 
+def _prefill_points(result: Mapping[str, Any]) -> list[PrefillPoint]:
+    length = result["arguments"]["sequence_length"]
+    return [
+        PrefillPoint(row["tokens_per_sample"], row["batch_size"] * length**2 / 2, row["p50_ms"])
+        for row in _rows(result, "prefill")
+    ]
+
+
 def _means(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
     """The mean for each key, in ascending order."""
     found = defaultdict(list)
@@ -177,26 +197,28 @@ def _means(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
     return {key: fmean(found[key]) for key in sorted(found)}
 
 
-def _context_ms(points: Sequence[DecodePoint]) -> float:
-    """Least squares within each batch size: how the time grows with the keys that all its sequences look at."""
+def _shared_slope(points: Iterable[tuple[int, float, float]]) -> float:
+    """Of (size, keys, ms): how the time of one size grows with the keys that are looked at; 0 where nothing tells."""
     by_size = defaultdict(list)
-    for point in points:
-        by_size[point.batch_size].append((point.batch_size * point.context, point.ms))
-    above = below = 0.0
-    for pairs in by_size.values():
-        mean_keys, mean_ms = fmean(keys for keys, _ in pairs), fmean(ms for _, ms in pairs)
-        above += sum((keys - mean_keys) * (ms - mean_ms) for keys, ms in pairs)
-        below += sum((keys - mean_keys) ** 2 for keys, _ in pairs)
-    return max(0.0, above / below) if below else 0.0
+    for size, keys, ms in points:
+        by_size[size].append((keys, ms))
+    return max(0.0, _slope(by_size.values()))
 
 
 def _base_ms(decode_ms: Mapping[int, float], limit: float) -> float:
     """Where the straight line through all decode times meets a batch of none; never more than a measured step."""
-    mean_size, mean_ms = fmean(decode_ms), fmean(decode_ms.values())
-    slope = sum((size - mean_size) * (ms - mean_ms) for size, ms in decode_ms.items()) / sum(
-        (size - mean_size) ** 2 for size in decode_ms
-    )
-    return max(0.0, min(mean_ms - slope * mean_size, limit, *decode_ms.values()))
+    slope = _slope([decode_ms.items()])
+    return max(0.0, min(fmean(decode_ms.values()) - slope * fmean(decode_ms), limit, *decode_ms.values()))
+
+
+def _slope(groups: Iterable[Collection[tuple[float, float]]]) -> float:
+    """Least squares: the slope that lines through each group's points have in common; 0 if no group has two x."""
+    above = below = 0.0
+    for points in groups:
+        mean_x, mean_y = fmean(x for x, _ in points), fmean(y for _, y in points)
+        above += sum((x - mean_x) * (y - mean_y) for x, y in points)
+        below += sum((x - mean_x) ** 2 for x, _ in points)
+    return above / below if below else 0.0
 
 
 def _curve(base_ms: float, points: Mapping[int, float]) -> Curve:

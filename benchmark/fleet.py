@@ -12,30 +12,18 @@ short), clients that leave, the prefix cache, and shards that fail.
 from __future__ import annotations
 
 import heapq
-import math
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import NamedTuple, Protocol
 
 from benchmark.cost import Cost, StepWork
+from benchmark.traffic import NEVER, Request, Traffic
 from router.batcher import MAX_REQUESTS_UNDER_WAY
 from router.entry import Scheduled, ValidRequest
 from router.limits import Limits
 from router.scheduler import Plan, Scheduler
-
-NEVER = math.inf
-
-
-class Request(NamedTuple):
-    """What a client asks for, and what it will get."""
-
-    arrives_at: float  # seconds; 0 in a closed loop, which sends when a stream is free
-    input_length: int
-    output_length: int
-    max_new_tokens: int  # asked for and reserved; above output_length where an end token comes first
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -85,61 +73,6 @@ class Tally:
         self.queued.append(entry.admitted_at - entry.arrived_at)
         self.num_tokens += entry.output_length
         self.ended_at = now
-
-
-# ----------------------------------------------------------------------------------------------------------- traffic
-
-
-class Traffic(Protocol):
-    """When requests come."""
-
-    def next_at(self) -> float:
-        """When the next one comes, NEVER if none is due."""
-
-    def take(self) -> Request:
-        """The next one."""
-
-    def ended(self, now: float) -> None:
-        """A request was answered or refused."""
-
-
-class OpenLoop:
-    """Requests that come at their own times, in ascending order, whatever became of the others."""
-
-    def __init__(self, requests: Iterator[Request]) -> None:
-        self._requests = requests
-        self._next = next(requests, None)
-
-    def next_at(self) -> float:
-        return NEVER if self._next is None else self._next.arrives_at
-
-    def take(self) -> Request:
-        taken, self._next = self._next, next(self._requests, None)
-        assert taken is not None, "next_at has said that there is one"
-        return taken
-
-    def ended(self, now: float) -> None:
-        pass
-
-
-class ClosedLoop:
-    """Streams that each send the next request as soon as their last one has ended."""
-
-    def __init__(self, requests: Iterator[Request], concurrency: int) -> None:
-        self._requests = requests
-        self._next = next(requests, None)
-        self._free = deque([0.0] * concurrency)  # since when each idle stream is
-
-    def next_at(self) -> float:
-        return self._free[0] if self._free and self._next is not None else NEVER
-
-    def take(self) -> Request:
-        taken, self._next = self._next, next(self._requests, None)
-        assert taken is not None, "next_at has said that there is one"
-        return taken._replace(arrives_at=self._free.popleft())
-
-    def ended(self, now: float) -> None:
-        self._free.append(now)
 
 
 # ----------------------------------------------------------------------------------------------------------- replica

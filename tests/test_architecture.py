@@ -23,11 +23,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "benchmark", "router.client", "router.entry", "router.queue", "server.model.families", "server.model.spec",
         "server.pb",
     },
+    "benchmark.prediction": {"benchmark", "router.limits"},
     "benchmark.probes": {"benchmark", "server.attention"},
     "benchmark.fleet": {
         "benchmark", "router.batcher", "router.entry", "router.limits", "router.scheduler",
     },
     "benchmark.simulate": {"benchmark", "router.config", "router.limits", "router.queue"},
+    "benchmark.subject": {"benchmark", "router.config", "router.limits"},
     "benchmark.offline": {
         "benchmark", "router.batcher", "router.client", "router.entry", "router.limits", "router.metrics",
         "router.text",

@@ -19,10 +19,11 @@ import pytest
 from benchmark import fleet, plan, shapes
 from benchmark.__main__ import main
 from benchmark.cost import Curve, Fitted, Roofline, StepWork, fit, read_latency
-from benchmark.fleet import ClosedLoop, OpenLoop, Request, Tally
+from benchmark.fleet import Tally
+from benchmark.prediction import comparison, figures
 from benchmark.report import BenchError
 from benchmark.roofline import Work, mean_context
-from benchmark.simulate import arrival_times, comparison, figures, read_trace
+from benchmark.traffic import ClosedLoop, OpenLoop, Request, arrival_times, read_trace
 from router.batcher import Batcher
 from router.client import FakeShardedClient, StepRequest
 from router.entry import Finished, Timings, ValidRequest
@@ -242,7 +243,7 @@ def latency_result(sequence_length: int, **overrides: Any) -> dict[str, Any]:
     """What `latency` would have measured of KNOWN, with 101 generated tokens."""
     context = mean_context(sequence_length, 101)
     sizes = (1, 2, 4, 8, 16, 32)
-    prefill = [StepWork(prompt_tokens=size * sequence_length) for size in sizes]
+    prefill = [StepWork(size * sequence_length, size * sequence_length**2 / 2) for size in sizes]
     decode = [StepWork(decoding=size, context=int(size * context)) for size in sizes]
     rows = [
         {"step": step, "batch_size": size, "p50_ms": 1000 * KNOWN.seconds(work), "tokens_per_sample": tokens}
@@ -255,10 +256,11 @@ def latency_result(sequence_length: int, **overrides: Any) -> dict[str, Any]:
     return {"command": "latency", "rows": rows, "arguments": arguments} | about | overrides
 
 
-# A curved decode time, a straight prefill time, and a price of context.
+# A curved decode time, a straight prefill time, and prices of what prompts and decoding sequences look at.
 KNOWN = Fitted(
     base_ms=20.0,
     prefill_ms=Curve((0, 1000), (20.0, 320.0)),
+    pair_ms=0.0004,
     decode_ms=Curve((0, 8, 32), (20.0, 28.0, 44.0)),
     context_ms=0.002,
 )
@@ -267,16 +269,18 @@ KNOWN = Fitted(
 @pytest.mark.parametrize(
     "work",
     [
-        StepWork(prompt_tokens=150),
+        StepWork(prompt_tokens=150, prompt_pairs=150**2 / 2),
+        StepWork(prompt_tokens=150, prompt_pairs=150**2 / 2 + 150 * 600, prompt_read=600),
         StepWork(decoding=5, context=900),
         StepWork(decoding=32, context=32 * 700),
         StepWork(decoding=40, context=40),
-        StepWork(prompt_tokens=64, decoding=12, context=12 * 200),
+        StepWork(prompt_tokens=64, prompt_pairs=64**2 / 2, decoding=12, context=12 * 200),
     ],
 )
 def test_a_fit_to_two_contexts_finds_the_model_again(work: StepWork) -> None:
     # The intercept is that of a line through a curve, so that only a mixed step is off, by that much.
-    found = fit([latency_result(100), latency_result(500)])
+    found = fit([latency_result(100), latency_result(400)])
+    assert KNOWN.pair_ms == pytest.approx(found.pair_ms, rel=0.01)
     assert KNOWN.context_ms == pytest.approx(found.context_ms, rel=0.01)
     assert KNOWN.base_ms == pytest.approx(found.base_ms, rel=0.1)
     assert KNOWN.seconds(work) == pytest.approx(found.seconds(work), rel=0.02)

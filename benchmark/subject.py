@@ -1,0 +1,103 @@
+"""What a simulation is about: how long its shards' steps take, how many tokens they can hold, and what it is called.
+
+Two sources: a shape on a device's data sheet, or `latency` results. The arithmetic is in `cost.py`, `plan.py` and
+`shapes.py`; here the command line's choice among them becomes one object. Encoder-decoders are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from benchmark import plan, shapes
+from benchmark.cost import Fitted, Roofline, fit, read_latency
+from benchmark.report import BenchError
+from benchmark.roofline import Work
+from router.config import RouterConfig
+from router.limits import derive_lengths, useful_tokens
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is simulated: its step times, and how it is named in the report."""
+
+    cost: Roofline | Fitted
+    model: str
+    device: str
+    dtype: str
+    num_shard: int
+    quantize: str | None
+    note: str
+    kv_tokens: Callable[[RouterConfig], int]  # that the server would infer
+
+
+def subject_of(args: argparse.Namespace) -> Subject:
+    """Of arguments that name either a shape or latency results. Raises BenchError."""
+    return _fitted(args) if args.shape is None else _on_device(args)
+
+
+def _on_device(args: argparse.Namespace) -> Subject:
+    named, device = shapes.find(args.shape), plan.DEVICES[args.device]
+    if named.shape.spec.encoder is not None:
+        raise BenchError(f"{named.name} is an encoder-decoder, which the simulator does not know: take a decoder")
+    work = Work(named.shape, args.dtype or named.shape.dtype, args.quantize)
+    ceilings = device.ceilings(work.dtype, args.num_shard)
+
+    def kv_tokens(config: RouterConfig) -> int:
+        found = plan.capacity(
+            work,
+            device,
+            args.num_shard,
+            argparse.Namespace(
+                max_batch_prefill_tokens=config.max_batch_prefill_tokens,
+                max_concurrent_requests=config.max_concurrent_requests,
+                max_total_tokens=config.max_total_tokens,
+            ),
+        )
+        if found.problem:
+            raise BenchError(f"{named.name} on {args.device}: {found.problem}")
+        return found.max_batch_total_tokens
+
+    return Subject(
+        cost=Roofline.of(work, ceilings, args.efficiency, args.overhead_ms / 1000),
+        model=named.name,
+        device=args.device,
+        dtype=work.dtype,
+        num_shard=args.num_shard,
+        quantize=args.quantize,
+        note=f"Steps: {100 * args.efficiency:g} % of what {args.num_shard} x {args.device} could do at best "
+        f"(docs/roofline.md), and {args.overhead_ms:g} ms.",
+        kv_tokens=kv_tokens,
+    )
+
+
+def _fitted(args: argparse.Namespace) -> Subject:
+    results = [read_latency(path) for path in args.cost]
+    first = results[0]
+    if len(models := {result["model"] for result in results}) > 1:
+        raise BenchError(f"--cost has results of {len(models)} models, {', '.join(sorted(models))}: give those of one")
+    cost = fit(results, args.overhead_ms / 1000)
+    return Subject(
+        cost=cost,
+        model=first["model"],
+        device=first["device"],
+        dtype=first["dtype"],
+        num_shard=first["num_shard"],
+        quantize=first["quantize"],
+        note=_fit_note(cost, len(results)),
+        kv_tokens=lambda config: useful_tokens(config, derive_lengths(config, 0, has_encoder=False)),
+    )
+
+
+def _fit_note(cost: Fitted, num_results: int) -> str:
+    context = (
+        f"{cost.context_ms * 1e6:.3g} ns for each key that a decoding sequence looks at"
+        if cost.context_ms
+        else "any context costs what the measured one did (a second --sequence-length would tell)"
+    )
+    return (
+        f"Steps: fitted to {num_results} latency result{'s' if num_results > 1 else ''}; {cost.base_ms:.2f} ms for an "
+        f"empty step, shared by prompts and decoding; {context}; and {1000 * cost.overhead_s:g} ms. Memory is taken "
+        "to be enough for max_concurrent_requests of the longest length, unless max_batch_total_tokens is given."
+    )

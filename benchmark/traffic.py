@@ -1,0 +1,207 @@
+"""Which requests a simulated fleet gets, and when: the cases of a run, arrival times, traces, open and closed loops.
+
+Lengths and Poisson times are drawn as `serving` draws them (`workload.py`), from a seed of the same form, so that the
+same seed is the same work. Prompts are lengths only. What becomes of the requests is not here but in `fleet.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple, Protocol
+
+from benchmark import workload
+from benchmark.outcomes import Load
+from benchmark.report import BenchError
+from benchmark.workload import Lengths
+
+NEVER = math.inf
+
+
+class Request(NamedTuple):
+    """What a client asks for, and what it will get."""
+
+    arrives_at: float  # seconds; 0 in a closed loop, which sends when a stream is free
+    input_length: int
+    output_length: int
+    max_new_tokens: int  # asked for and reserved; above output_length where an end token comes first
+
+
+@dataclass(frozen=True)
+class Case:
+    """One load with its lengths: what a row is about, whatever the settings."""
+
+    mean: Lengths
+    distribution: str  # of workload.DISTRIBUTIONS, a file of lengths, or "trace"
+    load: Load | None  # None: a trace, which has its own times
+    num_requests: int
+
+
+# ------------------------------------------------------------------------------------------------------------ cases
+
+
+def cases(args: argparse.Namespace, trace: Sequence[Request] | None) -> list[Case]:
+    """The work that the arguments ask for: a trace, or every load with every pair of lengths."""
+    if trace is not None:
+        lengths = [Lengths(one.input_length, one.output_length) for one in trace]
+        return [Case(workload.mean_lengths(lengths), "trace", None, len(trace))]
+    kind = args.length_distribution
+    if kind in workload.DISTRIBUTIONS:
+        means = [Lengths(*pair) for pair in product(args.input_length, args.output_length)]
+    else:
+        means = [workload.mean_lengths(workload.read_lengths(Path(kind)))]
+    loads = [Load(concurrency=one) for one in args.concurrency] + [Load(request_rate=one) for one in args.request_rate]
+    return [Case(mean, kind, load, args.num_requests or 0) for mean, load in product(means, loads)]
+
+
+def cases_of(serving: Mapping[str, Any]) -> list[Case]:
+    """The work of a serving run, row by row."""
+    return [
+        Case(
+            Lengths(row["input_length"], row["output_length"]),
+            row["length_distribution"],
+            Load(row["concurrency"], row["request_rate"]),
+            row["requests"],
+        )
+        for row in serving["rows"]
+    ]
+
+
+def longest(cases: Sequence[Case], trace: Sequence[Request] | None) -> tuple[int, int]:
+    """Longest prompt and answer, as `serving` sets up a server for them."""
+    if trace is not None:
+        return max(one.input_length for one in trace), max(one.max_new_tokens for one in trace)
+    kind = cases[0].distribution
+    if kind not in workload.DISTRIBUTIONS:
+        given = workload.read_lengths(Path(kind))
+        return max(one.input_length for one in given), max(one.output_length for one in given)
+    factor = workload.LONGEST[kind]
+    inputs, outputs = (max(getattr(case.mean, name) for case in cases) for name in ("input_length", "output_length"))
+    return int(factor * inputs), int(factor * outputs)
+
+
+# --------------------------------------------------------------------------------------------------------- arrivals
+
+
+def draw(case: Case, args: argparse.Namespace, count: int) -> Traffic:
+    """The requests of a row, from one seed. Drawn in the order in which `serving` draws them, so that the same seed is
+    the same work where its warm-ups draw nothing before."""
+    assert case.load is not None, "a trace is its own traffic"
+    random = Random(f"{args.seed} {case.mean} {case.load}")
+    if case.distribution in workload.DISTRIBUTIONS:
+        lengths = workload.draw_lengths(case.distribution, case.mean, count, random)
+    else:
+        lengths = random.choices(workload.read_lengths(Path(case.distribution)), k=count)
+    rate = case.load.request_rate
+    times = [0.0] * count if rate is None else arrival_times(rate, args.burstiness, count, random)
+    asked = args.max_new_tokens or 0
+    requests = (
+        Request(at, one.input_length, one.output_length, max(one.output_length, asked))
+        for at, one in zip(times, lengths, strict=True)
+    )
+    return OpenLoop(requests) if case.load.concurrency is None else ClosedLoop(requests, case.load.concurrency)
+
+
+def arrival_times(rate: float, variation: float, count: int, random: Random) -> list[float]:
+    """`count` ascending times at `rate` per second, whose gaps have this standard deviation / mean."""
+    if variation == 1:
+        return workload.poisson_times(rate, count, random)
+    shape, times, now = variation**-2, [], 0.0
+    for _ in range(count):
+        now += random.gammavariate(shape, 1 / (rate * shape))
+        times.append(now)
+    return times
+
+
+# ----------------------------------------------------------------------------------------------------------- traces
+
+
+def read_trace(path: Path) -> list[Request]:
+    """The requests of a trace in the order of their arrival. Raises BenchError that names the line."""
+    try:
+        lines = path.read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BenchError(f"cannot read --trace {path}: {error}") from None
+    requests = [_request_of(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not requests:
+        raise BenchError(f"{path} has no requests: write one JSON object a line")
+    return sorted(requests)
+
+
+def _request_of(line: str, where: str) -> Request:
+    try:
+        record = json.loads(line)
+        at, lengths = float(record["arrival_s"]), (record["input_length"], record["output_length"])
+        request = Request(at, *lengths, max_new_tokens=record.get("max_new_tokens", lengths[1]))
+        is_valid = all(type(length) is int for length in request[1:]) and min(request[1:3]) >= 1
+        is_valid = is_valid and 0 <= at < math.inf and request.max_new_tokens >= request.output_length
+    except (ValueError, KeyError, TypeError, AttributeError):
+        is_valid = False
+    if not is_valid:
+        raise BenchError(
+            f'{where}: expected {{"arrival_s": 0.5, "input_length": 128, "output_length": 64}}, with lengths of at '
+            "least 1 and max_new_tokens, if given, of at least output_length"
+        )
+    return request
+
+
+# ------------------------------------------------------------------------------------------------------------ loops
+
+
+class Traffic(Protocol):
+    """When requests come."""
+
+    def next_at(self) -> float:
+        """When the next one comes, NEVER if none is due."""
+
+    def take(self) -> Request:
+        """The next one."""
+
+    def ended(self, now: float) -> None:
+        """A request was answered or refused."""
+
+
+class OpenLoop:
+    """Requests that come at their own times, in ascending order, whatever became of the others."""
+
+    def __init__(self, requests: Iterator[Request]) -> None:
+        self._requests = requests
+        self._next = next(requests, None)
+
+    def next_at(self) -> float:
+        return NEVER if self._next is None else self._next.arrives_at
+
+    def take(self) -> Request:
+        taken, self._next = self._next, next(self._requests, None)
+        assert taken is not None, "next_at has said that there is one"
+        return taken
+
+    def ended(self, now: float) -> None:
+        pass
+
+
+class ClosedLoop:
+    """Streams that each send the next request as soon as their last one has ended."""
+
+    def __init__(self, requests: Iterator[Request], concurrency: int) -> None:
+        self._requests = requests
+        self._next = next(requests, None)
+        self._free = deque([0.0] * concurrency)  # since when each idle stream is
+
+    def next_at(self) -> float:
+        return self._free[0] if self._free and self._next is not None else NEVER
+
+    def take(self) -> Request:
+        taken, self._next = self._next, next(self._requests, None)
+        assert taken is not None, "next_at has said that there is one"
+        return taken._replace(arrives_at=self._free.popleft())
+
+    def ended(self, now: float) -> None:
+        self._free.append(now)
