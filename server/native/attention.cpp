@@ -513,17 +513,94 @@ void attend(
     );
 }
 
-// One token's key and value of one head, both [H], to place `place` of a block's keys and values.
-template <class E>
-INLINE void write_token(E* keys, E* values, const E* key, const E* value, long place, long head_dim) {
-    constexpr int W = PER_WORD<E>;
-    Word* key_words = reinterpret_cast<Word*>(keys) + place;
-    for (long i = 0; i + W <= head_dim; i += W, key_words += BLOCK_TOKENS) memcpy(key_words, key + i, sizeof(Word));
-    values += place / W * W * head_dim + place % W;
-    for (long i = 0; i < head_dim; i++) values[i * W] = value[i];
+// -------------------------------------------------------------------------------------------------------- the cache
+
+// Turn a square of words: row i, lane j becomes row j, lane i.
+INLINE void transpose(Words (&rows)[LANES]) {
+#pragma GCC unroll 4
+    for (int width = LANES / 2; width; width /= 2) {
+        // Of two rows that are `width` apart: the lanes of both whose number lacks that bit, and those that have it.
+        const Ints has = (iota() & width) != 0;
+        const Ints lacking = iota() + (has & (LANES - width)), having = lacking + width;
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) {
+            if (i & width) continue;
+            const Words first = rows[i], second = rows[i + width];
+            rows[i] = __builtin_shuffle(first, second, lacking);
+            rows[i + width] = __builtin_shuffle(first, second, having);
+        }
+    }
 }
 
-// Put k and v [T, K, H] into their slots [T] of kv [2, B, K, 16, H]; a slot below 0 is nowhere.
+// Keys [H] of `count` tokens, `stride` elements apart, to a block's keys from one place on: squares of words, and what is
+// left token by token.
+template <class E>
+INLINE void write_keys(Word* to, const E* keys, long stride, long count, long words) {
+    const auto at = [&](long token, long word) { return reinterpret_cast<const Word*>(keys + token * stride) + word; };
+    long token = 0;
+    for (; token + LANES <= count && words >= LANES; token += LANES) {
+        for (long start = 0; start < words; start += LANES) {
+            const long first = min(start, words - LANES);
+            Words square[LANES];
+            for (int i = 0; i < LANES; i++) square[i] = load(at(token + i, first));
+            transpose(square);
+            for (int i = 0; i < LANES; i++) store(to + (first + i) * BLOCK_TOKENS + token, square[i]);
+        }
+    }
+    for (; token < count; token++)
+        for (long word = 0; word < words; word++) memcpy(to + word * BLOCK_TOKENS + token, at(token, word), sizeof(Word));
+}
+
+// The values [H] of one token, to its halves of words, or of two that share their words. The other halves of one token's
+// words are left alone: they may be another thread's.
+template <class E>
+INLINE void write_value(E* to, const E* value, long head_dim) {
+    for (long i = 0; i < head_dim; i++) to[i * PER_WORD<E>] = value[i];
+}
+
+INLINE void write_pair(Bf16* to, const Bf16* first, const Bf16* second, long head_dim) {
+    long i = 0;
+    for (; i + LANES <= head_dim; i += LANES)
+        store(reinterpret_cast<Word*>(to + 2 * i), (Words)load(second + i) | (Words)load(first + i) >> 16);
+    for (; i < head_dim; i++) to[2 * i] = first[i], to[2 * i + 1] = second[i];
+}
+
+// Values likewise, to a block's values from place `place` on.
+template <class E>
+INLINE void write_values(E* to, const E* values, long stride, long count, long place, long head_dim) {
+    constexpr int W = PER_WORD<E>;
+    for (const long stop = place + count; place < stop; place++, values += stride) {
+        E* words = to + place / W * W * head_dim;
+        if constexpr (W == 2) {
+            if (place % 2 == 0 && place + 1 < stop) {
+                write_pair(words, values, values + stride, head_dim);
+                place++, values += stride;
+                continue;
+            }
+        }
+        write_value(words + place % W, values, head_dim);
+    }
+}
+
+// Tokens whose slots follow each other in one block.
+struct Run {
+    long first, count, block, place;
+};
+
+// The run that starts with a token; none, of no tokens, where the token belongs to one that starts before it, or nowhere.
+INLINE Run run_from(const int64_t* slots, long tokens, long first) {
+    const auto follows = [&](long token) {
+        return token && token < tokens && slots[token] == slots[token - 1] + 1 && slots[token] % BLOCK_TOKENS;
+    };
+    Run run{first, 0, slots[first] / BLOCK_TOKENS, slots[first] % BLOCK_TOKENS};
+    if (slots[first] < 0 || follows(first)) return run;
+    do run.count++;
+    while (follows(first + run.count));
+    return run;
+}
+
+// Put k and v [T, K, H] into their slots [T] of kv [2, B, K, 16, H]; a slot below 0 is nowhere. A run is written by the
+// thread that takes its first token.
 template <class E>
 void write(
     E* kv, long blocks, const E* k, const E* v, long k_stride, long v_stride, const int64_t* slots, long tokens,
@@ -533,13 +610,14 @@ void write(
     on_threads(threads, tokens, 4, [&](Queue& queue) {
         for (long token, stop; queue.take(token, stop);) {
             for (; token < stop; token++) {
-                if (slots[token] < 0) continue;
-                const long block = slots[token] / BLOCK_TOKENS, place = slots[token] % BLOCK_TOKENS;
-                for (int head = 0; head < kv_heads; head++) {
-                    E* keys = kv + (block * kv_heads + head) * size;
+                const Run run = run_from(slots, tokens, token);
+                for (int head = 0; run.count && head < kv_heads; head++) {
+                    E* keys = kv + (run.block * kv_heads + head) * size;
                     const E* key = k + token * k_stride + head * head_dim;
                     const E* value = v + token * v_stride + head * head_dim;
-                    write_token(keys, keys + whole, key, value, place, head_dim);
+                    Word* const words = reinterpret_cast<Word*>(keys) + run.place;
+                    write_keys(words, key, k_stride, run.count, head_dim / PER_WORD<E>);
+                    write_values(keys + whole, value, v_stride, run.count, run.place, head_dim);
                 }
             }
         }

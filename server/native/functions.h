@@ -15,8 +15,9 @@ INLINE Floats exp(Floats x) {
     const Floats rest = (limited - count * 0.693145751953125f) - count * 1.42860682e-6f;
     Floats series = all(1.0f / 5040);
     for (const float term : {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) series = series * rest + term;
-    const Floats power = (Floats)(((Ints)shifted - (0x4B400000 - 127)) << 23);
-    return x < all(-87.0f) ? Floats{} : series * power;
+    // Counting up the exponent multiplies by 2^count; the other bits of `shifted` are shifted out.
+    const Floats power = (Floats)((Ints)series + ((Ints)shifted << 23));
+    return x < all(-87.0f) ? Floats{} : power;
 }
 
 INLINE float exp(float x) { return exp(all(x))[0]; }
@@ -53,7 +54,7 @@ INLINE Floats activate(Floats x) {
     switch (KIND) {
         case GELU: return 0.5f * x * (1.0f + erf(x * 0.70710678f));
         // x * (1 + tanh(y)) / 2 = x / (1 + exp(-2 y)) with y = sqrt(2 / pi) * (x + 0.044715 x^3)
-        case GELU_TANH: return x / (1.0f + exp(x * (x * x * 0.044715f + 1.0f) * -1.59576912f));
+        case GELU_TANH: return x / (1.0f + exp(x * (x * x * -0.07135481f - 1.59576912f)));
         case RELU: return max(x, Floats{});
         case SILU: return x / (1.0f + exp(-x));
         default: return x;

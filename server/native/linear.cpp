@@ -1,8 +1,8 @@
 // Linear layers: y = activation(x Wᵀ + bias) + residual, for one token as for thousands.
 //
 // The weight is stored once, as panels of 32 outputs: [panel][word of the inputs][32 outputs] words, zeros where the
-// outputs end. With few tokens it streams from memory once, in the order in which it is used; with many, a block of a
-// panel stays in the L1 cache while all tokens of a chunk pass by. A gated layer has 16 outputs of the gate and the same
+// outputs end. With few tokens it streams from memory once, in the order in which it is used; with many, a stretch of a
+// panel stays in the L2 cache while all tokens of a chunk pass by. A gated layer has 16 outputs of the gate and the same
 // 16 of the other half in each panel, so that their product needs no second pass.
 //
 // Sums are float32, in the order of the inputs, whatever the number of tokens: a token's result is bit for bit the same
@@ -21,8 +21,11 @@ constexpr int VECTORS = PANEL / LANES;
 constexpr int ROWS = MAX_ROWS<VECTORS>;
 // Bytes of a panel that belong to one word of the inputs, and to a block of them.
 constexpr long STEP = 4 * PANEL, BLOCK = STEP * LEFT_WORDS;
-// Tokens whose inputs and sums a thread keeps in its L2 cache while it goes through panels.
-constexpr long CHUNK_TOKENS = 192;
+// Words of the inputs that a tile of tokens goes through with its sums in registers: 64 KiB of a panel.
+constexpr long STRETCH = 4 * LEFT_WORDS;
+// Of the inputs that a thread keeps in its L2 cache while it goes through panels; with fewer tokens than the least, all
+// the weight would pass by too often.
+constexpr long CHUNK_BYTES = 512 * 1024, LEAST_CHUNK = 48;
 // How far ahead of their use weights are fetched, in bytes: into the L2 cache, and from there into L1.
 constexpr long FAR = BLOCK / 2, NEAR = BLOCK / 16;
 
@@ -46,76 +49,68 @@ struct Layer {
     int activation;
 
     long words() const { return (weight.inputs + PER_WORD<E> - 1) / PER_WORD<E>; }
+    long left_words() const { return long(blocks_of(words())) * LEFT_STRIDE; }  // of one packed token
+    Parts chunks() const { return Parts(tokens, max(CHUNK_BYTES / 4 / left_words(), LEAST_CHUNK)); }
     const Word* panel(long index) const { return weight.panels + index * words() * PANEL; }
 };
 
-// Fetches the weights that will be needed while those before them are multiplied. `here` is a block of a panel.
-struct FetchStream {
+// Fetches weights while others are multiplied: soon needed ones into L1, and LINES lines that are needed later into L2.
+template <int LINES>
+struct Fetch {
     const char *here, *ahead;
     long step;
     INLINE void operator()(int k) const {
-        for (int line = 0; line < 128; line += 64) {
-            __builtin_prefetch(here + NEAR + k * STEP + line, 0, 3);
-            __builtin_prefetch(ahead + k * step + line, 0, 2);
-        }
+        for (int line = 0; line < STEP; line += 64) __builtin_prefetch(here + NEAR + k * STEP + line, 0, 3);
+        for (int line = 0; line < LINES; line++) __builtin_prefetch(ahead + k * step + line * 64, 0, 2);
     }
 };
 
-struct FetchBlock {
-    const char* ahead;
-    long step;
-    INLINE void operator()(int k) const {
-        for (int line = 0; line < 128; line += 64) __builtin_prefetch(ahead + k * step + line, 0, 3);
+template <class E, int M, int LINES>
+INLINE void multiply_blocks(Floats (&sums)[M][VECTORS], const Word* left, Fetch<LINES> fetch, int words) {
+    for (; words > 0; words -= LEFT_WORDS, left += M * LEFT_STRIDE) {
+        const Word* right[VECTORS];
+        for (int v = 0; v < VECTORS; v++) right[v] = reinterpret_cast<const Word*>(fetch.here) + v * LANES;
+        multiply<E>(sums, left, right, PANEL, int(min(words, LEFT_WORDS)), fetch);
+        fetch.here += BLOCK, fetch.ahead += LEFT_WORDS * fetch.step;
     }
-};
-
-// M tokens times a block of a panel. It is one of `tiles` that do so one after the other, and fetches its share of what
-// comes next; with several, the block is in the L1 cache already and the next one should get there.
-template <class E, int M>
-void multiply_block(const Word* left, const Word* block, int depth, float* sums_at, bool is_first, int tile, int tiles) {
-    Floats sums[M][VECTORS] = {};
-    if (!is_first)
-        for (int i = 0; i < M * VECTORS; i++) sums[i / VECTORS][i % VECTORS] = load(sums_at + i * LANES);
-
-    const Word* right[VECTORS];
-    for (int v = 0; v < VECTORS; v++) right[v] = block + v * LANES;
-    const char* here = reinterpret_cast<const char*>(block);
-    const long step = STEP / tiles;
-    const char* ahead = here + (tiles == 1 ? FAR : BLOCK) + tile * step * LEFT_WORDS;
-    if (tiles < 3)
-        multiply<E>(sums, left, right, PANEL, depth, FetchStream{here, ahead, step});
-    else
-        multiply<E>(sums, left, right, PANEL, depth, FetchBlock{ahead, step});
-
-    for (int i = 0; i < M * VECTORS; i++) store(sums_at + i * LANES, sums[i / VECTORS][i % VECTORS]);
 }
 
-// multiply_block<E, rows>, for 1 … ROWS rows.
+// Go on with the sums [M][PANEL] of M tokens over a stretch of a panel. They are one of `tiles` tiles that do so one after
+// the other: a single one has the panel stream from memory, each of several fetches its share of the next stretch.
+template <class E, int M>
+void multiply_tile(
+    const Word* left, const Word* stretch, int words, float* sums_at, bool is_first, int tile, int tiles
+) {
+    // Unrolled, so that the sums are nowhere but in registers.
+    Floats sums[M][VECTORS];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) sums[m][v] = is_first ? Floats{} : load(sums_at + m * PANEL + v * LANES);
+
+    const char* here = reinterpret_cast<const char*>(stretch);
+    const long step = STEP / tiles;
+    if (tiles == 1)
+        multiply_blocks<E>(sums, left, Fetch<STEP / 64>{here, here + FAR, STEP}, words);
+    else
+        multiply_blocks<E>(sums, left, Fetch<1>{here, here + (STEP + tile * step) * words, step}, words);
+
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) store(sums_at + m * PANEL + v * LANES, sums[m][v]);
+}
+
+// multiply_tile<E, rows>, for 1 … ROWS rows.
 template <class E, int... M>
-INLINE auto multiply_block_of(int rows, std::integer_sequence<int, M...>) {
-    static constexpr decltype(&multiply_block<E, 1>) functions[] = {multiply_block<E, M + 1>...};
+INLINE auto multiply_tile_of(int rows, std::integer_sequence<int, M...>) {
+    static constexpr decltype(&multiply_tile<E, 1>) functions[] = {multiply_tile<E, M + 1>...};
     return functions[rows - 1];
 }
 
-// The sums [rows of all tiles][PANEL] of packed tokens with one panel.
-template <class E>
-void multiply_panel(const Parts& tiles, const Word* left, const Word* panel, long words, float* sums) {
-    const int blocks = blocks_of(words);
-    for (int block = 0; block < blocks; block++) {
-        const int depth = int(min(words - block * LEFT_WORDS, long(LEFT_WORDS)));
-        for (int tile = 0; tile < tiles.number; tile++) {
-            const int first = tiles.first(tile), rows = tiles.length(tile);
-            multiply_block_of<E>(rows, std::make_integer_sequence<int, ROWS>())(
-                left + (long(first) * blocks + long(block) * rows) * LEFT_STRIDE, panel + block * (BLOCK / 4), depth,
-                sums + first * PANEL, block == 0, tile, tiles.number
-            );
-        }
-    }
-}
-
-// From a panel's sums to outputs, for `rows` tokens from `first` on.
+// From the sums of `rows` tokens with a panel to outputs. `first` is the number of the first token.
 template <int KIND, class E, class Out>
-void finish_panel(const Layer<E, Out>& layer, long panel, long first, long rows, const float* sums) {
+void finish_tile(const Layer<E, Out>& layer, long panel, long first, long rows, const float* sums) {
     const Weight& weight = layer.weight;
     const int vectors = int(weight.panel_outputs()) / LANES;
     for (int v = 0; v < vectors; v++) {
@@ -137,9 +132,9 @@ void finish_panel(const Layer<E, Out>& layer, long panel, long first, long rows,
 
 // By Activation.
 template <class E, class Out>
-constexpr decltype(&finish_panel<NONE, E, Out>) FINISH[] = {
-    finish_panel<NONE, E, Out>, finish_panel<GELU, E, Out>, finish_panel<GELU_TANH, E, Out>,
-    finish_panel<RELU, E, Out>, finish_panel<SILU, E, Out>,
+constexpr decltype(&finish_tile<NONE, E, Out>) FINISH[] = {
+    finish_tile<NONE, E, Out>, finish_tile<GELU, E, Out>, finish_tile<GELU_TANH, E, Out>,
+    finish_tile<RELU, E, Out>, finish_tile<SILU, E, Out>,
 };
 
 template <class E, class Out>
@@ -154,24 +149,43 @@ void pack_tokens(const Layer<E, Out>& layer, const Parts& tiles, long first, Wor
     }
 }
 
+// The outputs of a chunk's packed tokens, from token `first` on, that belong to a panel. Each tile is finished as soon as
+// it is multiplied: its outputs find their way to memory while the next one is.
+template <class E, class Out>
+void apply_panel(
+    const Layer<E, Out>& layer, const Parts& tiles, const Word* left, long first, long panel, float* sums
+) {
+    const int words = int(layer.words()), blocks = blocks_of(words);
+    for (int start = 0; start < words; start += STRETCH) {
+        const int count = int(min(words - start, STRETCH));
+        for (int tile = 0; tile < tiles.number; tile++) {
+            const int row = tiles.first(tile), rows = tiles.length(tile);
+            float* const sums_at = sums + row * PANEL;
+            multiply_tile_of<E>(rows, std::make_integer_sequence<int, ROWS>())(
+                left + (long(row) * blocks + long(start) / LEFT_WORDS * rows) * LEFT_STRIDE,
+                layer.panel(panel) + start * PANEL, count, sums_at, start == 0, tile, tiles.number
+            );
+            if (start + count == words) FINISH<E, Out>[layer.activation](layer, panel, first + row, rows, sums_at);
+        }
+    }
+}
+
 // Units of work are (chunk of tokens, panel), chunks outermost.
 template <class E, class Out>
 void work(const Layer<E, Out>& layer, Queue& queue) {
     static thread_local Workspace left_memory, sums_memory;
-    const Parts chunks(layer.tokens, CHUNK_TOKENS);
-    const long words = layer.words(), panels = layer.weight.num_panels(), blocks = blocks_of(words);
-    Word* left = left_memory.take<Word>(chunks.longest() * blocks * LEFT_STRIDE);
+    const Parts chunks = layer.chunks();
+    const long panels = layer.weight.num_panels();
+    Word* left = left_memory.take<Word>(chunks.longest() * layer.left_words());
     float* sums = sums_memory.take<float>(chunks.longest() * PANEL);
     int packed = -1;
     for (long unit, stop; queue.take(unit, stop);) {
         for (; unit < stop; unit++) {
             const int chunk = int(unit / panels);
-            const long panel = unit % panels, first = chunks.first(chunk);
             const Parts tiles(chunks.length(chunk), ROWS);
-            if (packed != chunk) pack_tokens(layer, tiles, first, left);
+            if (packed != chunk) pack_tokens(layer, tiles, chunks.first(chunk), left);
             packed = chunk;
-            multiply_panel<E>(tiles, left, layer.panel(panel), words, sums);
-            FINISH<E, Out>[layer.activation](layer, panel, first, chunks.length(chunk), sums);
+            apply_panel(layer, tiles, left, chunks.first(chunk), unit % panels, sums);
         }
     }
 }
@@ -182,8 +196,7 @@ void linear(
     const Weight* weight, const E* x, long tokens, const E* bias, const E* residual, Out* out, int activation, int threads
 ) {
     const Layer<E, Out> layer{*weight, x, tokens, bias, residual, out, activation};
-    const long units = weight->num_panels() * Parts(tokens, CHUNK_TOKENS).number;
-    on_threads(threads, units, 2, [&](Queue& queue) { work(layer, queue); });
+    on_threads(threads, weight->num_panels() * layer.chunks().number, 2, [&](Queue& queue) { work(layer, queue); });
 }
 
 // One panel of a weight given by rows, `stride` elements apart.

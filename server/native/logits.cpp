@@ -31,9 +31,14 @@ struct Best {
 };
 
 bool any(Ints mask) {
+#if defined(__AVX512F__)
+    // In place of a test of every lane.
+    return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask);
+#else
     int32_t found = 0;
     for (int i = 0; i < LANES; i++) found |= mask[i];
     return found;
+#endif
 }
 
 void offer_segment(const Best& best, const float* row, long first, long count) {

@@ -329,6 +329,21 @@ def test_write_touches_the_named_slots_alone(kernels: Kernels) -> None:
     assert 4 + 8 == int(kv.sum())
 
 
+@DTYPES
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+def test_tokens_written_together_or_one_by_one_are_the_same(
+    kernels: Kernels, head_dim: int, dtype: torch.dtype, threads: int
+) -> None:
+    meta = step_of([(37, 32), (16, 16), (20, 3), (9, 1), (64, 64)], BLOCKS, seed=3)
+    k, v = random(2, len(meta.slots), 2, head_dim, dtype=dtype)
+    attention = NativeBackend(kernels)(SCORES["plain"])
+    together, one_by_one = torch.zeros(2, 2, BLOCKS, 2, BLOCK_SIZE, head_dim, dtype=dtype)
+    attention.write(together, k, v, meta)
+    for i in range(len(k)):
+        attention.write(one_by_one, k[i : i + 1], v[i : i + 1], replace(meta, slots=meta.slots[i : i + 1]))
+    assert torch.equal(together, one_by_one)
+
+
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 16), (torch.bfloat16, 15)])
 def test_what_the_kernels_do_not_know_goes_to_the_padded_backend(
     kernels: Kernels, dtype: torch.dtype, head_dim: int
