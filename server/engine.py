@@ -70,6 +70,11 @@ class Launched:
         if done is not None:
             done.record()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether `finish` waits for nothing."""
+        return self._done is None or self._done.query()
+
     def finish(self) -> StepResult:
         """Wait for the device and read the tokens."""
         if self._done is not None:
@@ -157,6 +162,7 @@ class Engine:
         asked for, 0 for as much as fits, at most useful_tokens; fraction: share of a GPU's memory that we may use.
         """
         self.reserve = self._rehearse(prefill_tokens, total_tokens)
+        self._kv_caches, self._graphs = [], None  # what is rehearsed with is free again
         free = cache.free_bytes(self.device, fraction=fraction, world_size=self.shard.world_size)
         free = self.shard.minimum(free - self.reserve.step_bytes - self.reserve.graph_bytes, self.device)
         tokens = cache.choose_tokens(
@@ -227,7 +233,6 @@ class Engine:
         return f"{len(sizes)} batch sizes up to {sizes[0]}" if sizes else "each at its first use"
 
     def _allocate(self, tokens: int, total_tokens: int) -> None:
-        self._kv_caches = []  # the old cache is free before the new one is taken
         # An encoder-decoder's sequence has two runs of blocks: one block more, so that the longest one fits.
         blocks = cache.num_blocks(tokens) + self._has_encoder
         self._kv_caches = cache.allocate(self.kv_shape, blocks, self.device)

@@ -139,7 +139,7 @@ class ShardService(pb_grpc.ShardServicer):
             if running is None:
                 return pb.StepReply(step=step)
             is_fatal = True
-            result = await asyncio.get_running_loop().run_in_executor(self._finish, running.finish)
+            result = await self._finished(running)
             return to_reply(step, result) if self._engine.shard.rank == 0 else pb.StepReply(step=step)
         except Exception as error:  # this loop must outlive a step: the error is the reply
             log.exception("step %d failed", step)
@@ -148,6 +148,12 @@ class ShardService(pb_grpc.ShardServicer):
             return pb.StepReply(step=step, error=_sentence(error))
         finally:
             self._arrivals.pop(0)
+
+    async def _finished(self, running: Launched) -> StepResult:
+        """The step's result; waited for by a thread of its own, unless there is nothing to wait for."""
+        if running.is_done:
+            return running.finish()
+        return await asyncio.get_running_loop().run_in_executor(self._finish, running.finish)
 
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():
