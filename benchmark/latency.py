@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import uvloop
+
 from benchmark import launch, live, plots, profile, shards
 from benchmark.peer import PeerTimes, TransformersPeer, peer_rows, peer_table
 from benchmark.report import (
@@ -143,7 +145,7 @@ def run(args: argparse.Namespace) -> int:
     args.batch_size = list(dict.fromkeys(args.batch_size or BATCH_SIZES))
     draws = plots.wanted(args.output)
     with shards.target_for(args, _limits(args)) as target:
-        measured = asyncio.run(_measure(args, target))
+        measured = uvloop.run(_measure(args, target))
     if draws:
         plots.plot_latency(measured, args.output / "latency.png")
     return 0

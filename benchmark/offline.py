@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from huggingface_hub import try_to_load_from_cache
 
 from benchmark import launch, shards
@@ -75,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
         with launch.running_server(flags) as server:
             shape = shards.shape_of(model.location)
             target = shards.Target(server.sockets, model.name, shape, model.location, server)
-            asyncio.run(_measure(args, target, server, tokenizer, prompts))
+            uvloop.run(_measure(args, target, server, tokenizer, prompts))
     return 0
 
 

@@ -14,6 +14,8 @@ import signal
 import sys
 from datetime import UTC, datetime
 
+import uvloop
+
 from server.config import ShardConfig
 
 log = logging.getLogger("server")
@@ -43,7 +45,7 @@ def main() -> int:
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(JsonFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    return asyncio.run(run_null(config) if config.is_null else run(config))
+    return uvloop.run(run_null(config) if config.is_null else run(config))
 
 
 async def run_null(config: ShardConfig) -> int:
