@@ -163,7 +163,7 @@ class Tables:
             query_starts=list(range(len(rows) + 1)),
             context_lengths=HostOnly(),
             longest=0,
-            starts=torch.arange(len(rows) + 1, dtype=torch.int32, device=rows.device),
+            starts=torch.empty(0, dtype=torch.int32, device=rows.device),  # of use to prompts alone
             positions=positions,
             visible=(positions + 1) * is_real,
             prompt_lengths=self.prompt_lengths[rows],

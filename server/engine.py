@@ -26,7 +26,7 @@ from server.distributed import Shard
 from server.graphs import DecodeGraphs
 from server.pb import generate_pb2 as pb
 from server.rehearsal import Rehearsal, Reserve, step_bytes, taken_bytes
-from server.sampling import Chosen, Logits, Sampler, StockLogits, TokenChoice, Watermark
+from server.sampling import Chosen, Logits, StockLogits, Watermark
 from server.upload import upload
 
 log = logging.getLogger(__name__)
@@ -299,12 +299,11 @@ class Engine:
     def _decode(self, forward: Forward, chooses: bool) -> tuple[Tensor, ...]:
         """What is captured of a decode step, in which every sequence has one token and gets the next."""
         logits = self.model.logits(self.model.run(forward, self._kv_caches))
-        positions, previous = forward.meta.positions + 1, forward.token_ids
         if not chooses:
-            return logits, positions, previous
-        plain = Sampler([TokenChoice()] * len(previous), self._watermark, self.device, self._logits)
-        chosen = plain(logits, positions, previous, histories=[None] * len(previous))
-        return chosen.token_ids, chosen.logprobs
+            return logits, forward.meta.positions + 1, forward.token_ids
+        # What a sampler does for plain tokens, and nothing else: a recording repeats every operator.
+        best = self._logits.summarise(logits, 1)
+        return best.top_ids.squeeze(1), (best.top_logits - best.log_totals).squeeze(1)
 
     def _choose(
         self,
