@@ -243,6 +243,8 @@ class SequenceTable:
                 raise StepError(f"sequence {new.id} needs blocks below {self.num_blocks}")
             if num_blocks(len(new.encoder_token_ids)) > len(new.encoder_blocks):
                 raise StepError(f"sequence {new.id} needs {num_blocks(len(new.encoder_token_ids))} encoder blocks")
+        if not request.chunk_ids:
+            return
         remaining = {id: s.remaining for id, s in self.sequences.items()}
         remaining |= {new.id: len(new.token_ids) - new.computed for new in request.add}
         for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True):
