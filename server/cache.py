@@ -5,6 +5,8 @@ The router hands out blocks and knows nothing of tensors; the tensors know nothi
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,13 +66,20 @@ def allocate(shape: KVShape, blocks: int, device: torch.device) -> list[Tensor]:
 
     A block's tokens lie together for each head, so that attention reads a head's keys in long runs.
 
-    Zeroed because a padded read may touch slots that were never written: 0 * 0 is harmless, 0 * NaN is not. On Linux
-    the zeros of a CPU cost nothing until they are touched.
+    Zeroed because a padded read may touch slots that were never written: 0 * 0 is harmless, 0 * NaN is not.
     """
     if not shape.is_paged:
         return []
     size = (2, blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
+    if device.type == "cpu":
+        return [_untouched_zeros(size, shape.dtype) for _ in range(shape.num_layers)]
     return [torch.zeros(size, dtype=shape.dtype, device=device) for _ in range(shape.num_layers)]
+
+
+def _untouched_zeros(size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory only where they are written. To write 17 GB of them at once took up to 18 seconds."""
+    memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(size)
 
 
 def free_bytes(device: torch.device, *, fraction: float, world_size: int) -> int:

@@ -1,11 +1,14 @@
-"""Arithmetic that needs no tensors: what splits, what fits, which slope, which dtype."""
+"""Arithmetic that needs no model: what splits, what fits, which slope, which dtype; and the cache's memory."""
 
 from __future__ import annotations
+
+import resource
+from pathlib import Path
 
 import pytest
 import torch
 
-from server.cache import KVShape, choose_tokens, num_blocks
+from server.cache import KVShape, allocate, choose_tokens, num_blocks
 from server.layers.position import alibi_slopes
 from server.loading import choose_dtype, plan_threads
 from server.model import families
@@ -85,3 +88,17 @@ def test_threads_are_a_share_of_the_cores_and_one_where_waiting_costs_more(monke
     assert (1, "the model is too small to share") == plan_threads(None, CPU, 1, small)
     assert (1, "the GPU computes") == plan_threads(None, torch.device("cuda"), 1, large)
     assert (5, "asked for") == plan_threads(5, CPU, 1, small)
+
+
+def test_a_cache_on_a_cpu_takes_memory_where_it_is_written() -> None:
+    before = resident_bytes()
+    shape = KVShape(num_layers=4, num_kv_heads=16, head_dim=64, dtype=torch.bfloat16)
+    caches = allocate(shape, blocks=4096, device=CPU)  # 1 GiB
+    assert resident_bytes() - before < 2**24
+    caches[3][1, 4095] = 1.0
+    assert 4 == len(caches)
+    assert caches[3][1].sum(dtype=torch.float64) == 16 * 16 * 64
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
