@@ -91,6 +91,13 @@ def free_bytes(device: torch.device, *, fraction: float, world_size: int) -> int
     return int(_available_host_bytes() * (1 - CPU_HEADROOM)) // world_size
 
 
+def left_bytes(device: torch.device, *, fraction: float, world_size: int, kv_bytes: int) -> int:
+    """Memory that this rank has left when its KV cache of `kv_bytes` is full; on a CPU the cache may still be empty."""
+    if device.type == "cuda":
+        return max(0, free_bytes(device, fraction=fraction, world_size=world_size))
+    return max(0, _available_host_bytes() // world_size - kv_bytes)
+
+
 def _available_host_bytes() -> int:
     """What the kernel says is available, or less if a cgroup (a container) allows less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

@@ -199,12 +199,16 @@ class Engine:
         return Reserve(step_bytes(step, self.device), self._rehearse_graphs())
 
     def _rehearse_graphs(self) -> int:
-        """What all captured steps will take: the largest, whose memory the others share, and what each has alone."""
+        """What all captured steps will take: the largest, whose memory the others share, and what each has alone.
+
+        Each size in both its forms; the one that is captured when somebody samples keeps logits of its own.
+        """
         sizes = [] if self._graphs is None else self._graphs.sizes()
-        if len(sizes) < 2:
+        if self.device.type == "cpu" or len(sizes) < 2:
             return 0
         first, second = (taken_bytes(partial(self._capture_all, [size]), self.device) for size in sizes[:2])
-        return first + (len(sizes) - 1) * second
+        logits = sum(sizes) * self.model.vocab_size * torch.float32.itemsize
+        return first + (2 * len(sizes) - 1) * second + logits
 
     def _capture_all(self, sizes: Sequence[int] | None = None) -> None:
         """Capture decodes of these batch sizes, by default of all that are known beforehand."""

@@ -76,13 +76,15 @@ class ShardService(pb_grpc.ShardServicer):
             useful_tokens=request.useful_tokens,
             fraction=self._fraction,
         )
+        kv_bytes = engine.num_blocks * cache.BLOCK_SIZE * engine.kv_shape.bytes_per_token
+        world_size = engine.shard.world_size
         return pb.WarmupReply(
             max_batch_total_tokens=tokens,
             block_size=cache.BLOCK_SIZE,
             num_blocks=engine.num_blocks,
-            kv_bytes=engine.num_blocks * cache.BLOCK_SIZE * engine.kv_shape.bytes_per_token,
-            free_bytes=max(
-                0, cache.free_bytes(engine.device, fraction=self._fraction, world_size=engine.shard.world_size)
+            kv_bytes=kv_bytes,
+            free_bytes=cache.left_bytes(
+                engine.device, fraction=self._fraction, world_size=world_size, kv_bytes=kv_bytes
             ),
             step_bytes=engine.reserve.step_bytes,
             graph_bytes=engine.reserve.graph_bytes,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.cache import KVShape, allocate, choose_tokens, num_blocks
+from server.cache import KVShape, allocate, choose_tokens, left_bytes, num_blocks
 from server.layers.position import alibi_slopes
 from server.loading import choose_dtype, plan_threads
 from server.model import families
@@ -98,6 +98,12 @@ def test_a_cache_on_a_cpu_takes_memory_where_it_is_written() -> None:
     caches[3][1, 4095] = 1.0
     assert 4 == len(caches)
     assert caches[3][1].sum(dtype=torch.float64) == 16 * 16 * 64
+
+
+def test_what_is_left_on_a_cpu_is_counted_with_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.cache._available_host_bytes", lambda: 100)
+    assert 30 == left_bytes(CPU, fraction=1.0, world_size=2, kv_bytes=20)
+    assert 0 == left_bytes(CPU, fraction=1.0, world_size=2, kv_bytes=60)
 
 
 def resident_bytes() -> int:
