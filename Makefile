@@ -7,7 +7,7 @@ install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
-	$(RUN) -m server.native
+	$(RUN) -m server.backends.cpu
 	touch $@
 
 serve: install

@@ -48,7 +48,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from router.config import RouterConfig, relation_problems
-from server import hub
+from server.checkpoint import hub
 from server.config import ShardConfig
 
 ROOT = Path(__file__).resolve().parent
@@ -1051,7 +1051,7 @@ def convert_in_child(environment: Mapping[str, str]) -> hub.Convert:
     """How the hub module has files converted: in a process of its own, for it needs torch and reads untrusted files."""
 
     def convert(kind: str, source: Path, target: Path) -> None:
-        argv = [sys.executable, "-P", "-m", "server.convert", kind, str(source), str(target)]
+        argv = [sys.executable, "-P", "-m", "server.checkpoint.convert", kind, str(source), str(target)]
         job = subprocess.run(argv, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=death_guard())
         if job.returncode:
             lines = job.stderr.strip().splitlines() or [f"the conversion ended with code {job.returncode}"]

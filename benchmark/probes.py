@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from server.attention import Attention, StepMeta
+    from server.backends.protocol import Attention, StepMeta
 
 KERNELS = 300  # small operators in a row: about what a decode step of 30 layers launches
 DECODES = (1, 32, 256)  # sequences of a decode step …
@@ -103,10 +103,11 @@ def _replay(device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
 def _decode_attention(device: torch.device, dtype: torch.dtype) -> Iterator[Row]:
     import torch
 
-    from server.attention import Scores, choose
+    from server import backends
+    from server.backends.protocol import Scores
 
-    backend = choose(device, None, disable_custom_kernels=False)
-    attention = backend(Scores(HEAD_DIM**-0.5))
+    backend = backends.choose(backends.open_device(device.type, rank=0, world_size=1), dtype)
+    attention = backend.attention(Scores(HEAD_DIM**-0.5))
     for sequences in DECODES:
         blocks = sequences * CONTEXT // BLOCK_SIZE
         num_bytes = 2 * blocks * HEADS * BLOCK_SIZE * HEAD_DIM * dtype.itemsize
@@ -129,7 +130,7 @@ def _decode_meta(sequences: int, device: torch.device) -> StepMeta:
     """Every sequence decodes its last token, on blocks of its own."""
     import torch
 
-    from server.attention import StepMeta
+    from server.backends.protocol import StepMeta
 
     starts = list(range(sequences + 1))
     visible = torch.full((sequences,), CONTEXT, device=device)

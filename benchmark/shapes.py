@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.report import BenchError
-from server.model import families
-from server.model.spec import ArchSpec, Gated, LayerNorm, LayerSpec, Learned, Mlp, Moe, Residual, validate
+from server.arch import families
+from server.arch.spec import ArchSpec, Gated, LayerNormSpec, LayerSpec, Learned, Mlp, Moe, Residual, validate
 
 FOLDER = Path(__file__).with_name("shapes")
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -107,7 +107,7 @@ class ModelShape:
 
     @property
     def _norm_parameters(self) -> int:
-        vectors = 2 if isinstance(self.spec.norm, LayerNorm) and self.spec.norm.bias else 1
+        vectors = 2 if isinstance(self.spec.norm, LayerNormSpec) and self.spec.norm.bias else 1
         return vectors * self.spec.hidden_size
 
     def _layer(self, layer: LayerSpec, *, active: bool) -> int:

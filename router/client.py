@@ -73,7 +73,8 @@ class ModelInfo:
     world_size: int
     vocab_size: int
     max_positions: int  # 0: no limit of its own
-    attention: str
+    backend: str
+    backend_reason: str
     threads: int
     threads_reason: str
     quantize: str
@@ -279,7 +280,8 @@ class ShardedClient:
             world_size=first.world_size,
             vocab_size=first.vocab_size,
             max_positions=first.max_positions,
-            attention=first.attention,
+            backend=first.backend,
+            backend_reason=first.backend_reason,
             threads=first.threads,
             threads_reason=first.threads_reason,
             quantize=first.quantize,
@@ -455,7 +457,8 @@ class FakeShardedClient:
             world_size=1,
             vocab_size=self.vocab_size,
             max_positions=self.max_positions,
-            attention="none",
+            backend="none",
+            backend_reason="",
             threads=1,
             threads_reason="",
             quantize="dense",

@@ -69,10 +69,10 @@ def table(config: RouterConfig, started: Started, address: str) -> str:
         ("weights", f"{weights} per shard", model.quantize),
         ("shards", str(model.world_size), model.device),
         ("threads", f"{model.threads} per shard", model.threads_reason),
-        ("attention", model.attention, ""),
+        ("backend", model.backend, model.backend_reason),
         ("KV cache", f"{cache.max_batch_total_tokens} tokens", f"{_size(cache.kv_bytes)} per shard"),
         ("KV blocks", str(cache.num_blocks), f"{cache.block_size} tokens each"),
-        ("captured steps", cache.captured, f"{_size(cache.graph_bytes)} per shard" if cache.graph_bytes else ""),
+        ("decode graphs", cache.captured, f"{_size(cache.graph_bytes)} per shard" if cache.graph_bytes else ""),
         ("memory left", f"{_size(cache.free_bytes)} per shard", _largest_step(cache)),
         ("prefix cache", "on" if limits.prefix_caching else "off", _why_no_prefixes(config, started)),
     ]

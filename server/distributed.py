@@ -47,13 +47,13 @@ class Shard:
             _collective(lambda: dist.all_reduce(tensor))
         return tensor
 
-    def all_gather(self, tensor: Tensor) -> Tensor:
-        """Concatenate the ranks' equally shaped tensors along the last dimension."""
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """The ranks' equally shaped tensors, in the order of the ranks."""
         if self.world_size == 1:
-            return tensor
+            return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         _collective(lambda: dist.all_gather(parts, tensor.contiguous()))
-        return torch.cat(parts, dim=-1)
+        return parts
 
     def minimum(self, value: int, device: torch.device) -> int:
         """The smallest `value` of all ranks."""

@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import grpc
 
+from server.blocks import BLOCK_SIZE, num_blocks
 from server.config import ShardConfig
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
@@ -24,7 +25,6 @@ from server.pb import generate_pb2_grpc as pb_grpc
 # model's tokenizer writes it, one word each: no end token, so that only length and stop sequences end a request.
 SENTENCE = (305, 391, 1122, 855, 1100, 265, 913, 324, 265, 438, 600, 289, 577, 262, 827, 1420, 666, 265, 388, 713, 17)
 LOGPROB = -0.5  # of every token: exact in float32, and short as text
-BLOCK_SIZE = 16  # tokens per block, as on a real shard
 MOST_TOKENS = 2**24  # of a cache that takes no memory: the router's lists of its blocks do
 MAX_MESSAGE_BYTES = 64 * 2**20  # as on a real shard
 
@@ -109,7 +109,8 @@ class NullService(pb_grpc.ShardServicer):
             device="cpu",
             world_size=self._world_size,
             vocab_size=self._vocab_size,
-            attention="none",
+            backend="none",
+            backend_reason="nothing is computed",
             threads=1,
             threads_reason="nothing is computed",
             quantize="dense",
@@ -119,7 +120,7 @@ class NullService(pb_grpc.ShardServicer):
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupReply:
         tokens = request.max_batch_total_tokens or min(request.useful_tokens, MOST_TOKENS)
-        self._num_blocks = -(-tokens // BLOCK_SIZE)
+        self._num_blocks = num_blocks(tokens)
         return pb.WarmupReply(max_batch_total_tokens=tokens, block_size=BLOCK_SIZE, num_blocks=self._num_blocks)
 
     async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthReply:

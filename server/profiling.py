@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
+
+from server.backends.protocol import Device
 
 
 @dataclass(frozen=True)
@@ -24,15 +25,14 @@ class OperatorTime:
 class StepProfiler:
     """Records operators between `start` and `stop`, both called on the thread that computes."""
 
-    def __init__(self, device: torch.device):
-        self._is_cuda = device.type == "cuda"
+    def __init__(self, device: Device):
+        self._activities, self._time_attribute = device.profiled()
         self._profile: profile | None = None
 
     def start(self) -> None:
         """Begin anew; what an earlier `start` recorded is dropped."""
         self._close()
-        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if self._is_cuda else [ProfilerActivity.CPU]
-        self._profile = profile(activities=activities)
+        self._profile = profile(activities=self._activities)
         self._profile.start()
 
     def stop(self, trace_path: str) -> list[OperatorTime]:
@@ -42,8 +42,9 @@ class StepProfiler:
             raise ValueError("no profile was started: start one before stopping it")
         if trace_path:
             recorded.export_chrome_trace(trace_path)
-        attribute = "self_device_time_total" if self._is_cuda else "self_cpu_time_total"
-        times = [OperatorTime(e.key, e.count, int(1000 * getattr(e, attribute))) for e in recorded.key_averages()]
+        times = [
+            OperatorTime(e.key, e.count, int(1000 * getattr(e, self._time_attribute))) for e in recorded.key_averages()
+        ]
         return sorted((t for t in times if t.self_ns), key=lambda time: -time.self_ns)
 
     def _close(self) -> profile | None:

@@ -17,12 +17,13 @@ from pathlib import Path
 import grpc
 import torch
 
-from server import cache
+from server.blocks import BLOCK_SIZE
 from server.distributed import PeerLost
-from server.engine import Engine, Launched, StepResult
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
 from server.profiling import StepProfiler
+from server.stepping.engine import Engine, Launched, StepResult
+from server.stepping.warmup import warm_up
 
 log = logging.getLogger(__name__)
 
@@ -69,26 +70,26 @@ class ShardService(pb_grpc.ShardServicer):
 
     def _warm_up(self, request: pb.WarmupRequest) -> pb.WarmupReply:
         engine = self._engine
-        tokens = engine.warm_up(
+        warmed = warm_up(
+            engine,
             prefill_tokens=request.max_batch_prefill_tokens,
             total_tokens=request.max_total_tokens,
             wanted_tokens=request.max_batch_total_tokens,
             useful_tokens=request.useful_tokens,
+            top_n_tokens=request.max_top_n_tokens,
             fraction=self._fraction,
         )
-        kv_bytes = engine.num_blocks * cache.BLOCK_SIZE * engine.kv_shape.bytes_per_token
+        kv_bytes = engine.num_blocks * BLOCK_SIZE * engine.kv_shape.bytes_per_token
         world_size = engine.shard.world_size
         return pb.WarmupReply(
-            max_batch_total_tokens=tokens,
-            block_size=cache.BLOCK_SIZE,
+            max_batch_total_tokens=warmed.tokens,
+            block_size=BLOCK_SIZE,
             num_blocks=engine.num_blocks,
             kv_bytes=kv_bytes,
-            free_bytes=cache.left_bytes(
-                engine.device, fraction=self._fraction, world_size=world_size, kv_bytes=kv_bytes
-            ),
-            step_bytes=engine.reserve.step_bytes,
-            graph_bytes=engine.reserve.graph_bytes,
-            captured=engine.captured,
+            free_bytes=engine.device.left_bytes(fraction=self._fraction, world_size=world_size, kv_bytes=kv_bytes),
+            step_bytes=warmed.step_bytes,
+            graph_bytes=warmed.graph_bytes,
+            captured=warmed.captured,
         )
 
     async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.ProfileReply:

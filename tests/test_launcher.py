@@ -17,8 +17,8 @@ import pytest
 import launcher
 from launcher import LauncherConfig, Refusal, Settings
 from router.config import RouterConfig
+from server.checkpoint.hub import ResolvedModel
 from server.config import ShardConfig
-from server.hub import ResolvedModel
 
 ROOT = Path(launcher.__file__).parent
 LARGEST = "the largest allowed value is 2147483647"

@@ -1,7 +1,7 @@
 """Token embedding and output head, both split by vocabulary.
 
 The vocabulary is padded to a multiple of the world size, so that every rank holds equally many rows; the padding is
-zero in the embedding and cut off from the logits.
+zero in the embedding and minus infinity in the logits.
 
 Shapes: T tokens, E embedding width, V vocabulary, Vl local vocabulary (padded).
 """
@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from server.arch.spec import ArchSpec
+from server.backends.protocol import LinearFormat, MakeLinear
+from server.backends.reference.linear import DenseFormat
+from server.blocks import ceil_divide
+from server.checkpoint.weights import Weights
 from server.distributed import Shard
-from server.layers.linear import LinearFormat, MakeFormat
-from server.model.spec import ArchSpec
-from server.weights import Weights
 
 
 class Embedding:
@@ -55,22 +57,28 @@ class RowFormat(Protocol):
 
 
 class Head:
-    """Logits of the whole vocabulary, gathered from the ranks."""
+    """Logits of this rank's part of the vocabulary."""
 
-    def __init__(self, weight: LinearFormat, bias: Tensor | None, spec: ArchSpec, shard: Shard):
+    def __init__(self, weight: LinearFormat, bias: Tensor | None, spec: ArchSpec, shard: Shard, nbytes: int):
         self.weight = weight
+        self.nbytes = nbytes  # memory that it takes beside the embedding
         self.bias = bias
-        self.shard = shard
-        self._vocab_size = spec.vocab_size
+        (self.start, stop), padding = _vocab_share(shard, spec.vocab_size)
+        self.width = stop - self.start + padding
+        self._num_real = stop - self.start
         self._scale = spec.head_scale
         self._cap = spec.logit_cap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [T, E] → [T, V] float32: sampling must not depend on the model's dtype more than it has to."""
+        """hidden [T, E] → [T, Vl] float32: sampling must not depend on the model's dtype more than it has to."""
         if self._scale != 1.0:
             hidden = hidden * self._scale
-        logits = self.shard.all_gather(self.weight.to_float32(hidden, self.bias))[:, : self._vocab_size]
-        return self._cap * torch.tanh(logits / self._cap) if self._cap else logits
+        logits = self.weight.to_float32(hidden, self.bias)
+        if self._cap:
+            logits = self._cap * torch.tanh(logits / self._cap)
+        if self._num_real < self.width:
+            logits[:, self._num_real :] = float("-inf")
+        return logits
 
 
 def load_embedding(weights: Weights, spec: ArchSpec) -> Embedding:
@@ -78,7 +86,7 @@ def load_embedding(weights: Weights, spec: ArchSpec) -> Embedding:
     return Embedding(_vocab_rows(weights, "embed", spec), weights.shard)
 
 
-def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding, make_format: MakeFormat) -> Head:
+def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding, make_format: MakeLinear) -> Head:
     """The output head: the embedding's own rows when tied; a format that rearranges them then holds a copy."""
     rows = embedding.table if spec.tied_head else _vocab_rows(weights, "head", spec)
     if spec.unit_head:
@@ -87,7 +95,8 @@ def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding, make_forma
     weight = make_format(rows)
     if spec.tied_head and not spec.unit_head and isinstance(weight, RowFormat):
         embedding.leave_to(weight)
-    return Head(weight, bias, spec, weights.shard)
+    is_embedding = isinstance(weight, DenseFormat) and weight.weight is embedding.table
+    return Head(weight, bias, spec, weights.shard, 0 if is_embedding else weight.nbytes)
 
 
 def _vocab_rows(weights: Weights, role: str, spec: ArchSpec) -> Tensor:
@@ -104,7 +113,7 @@ def _vocab_bias(weights: Weights, spec: ArchSpec) -> Tensor:
 
 def _vocab_share(shard: Shard, vocab_size: int) -> tuple[tuple[int, int], int]:
     """This rank's half-open rows of the real vocabulary, and how many rows of padding follow them."""
-    share = -(-vocab_size // shard.world_size)
+    share = ceil_divide(vocab_size, shard.world_size)
     start = min(shard.rank * share, vocab_size)
     stop = min(start + share, vocab_size)
     return (start, stop), share - (stop - start)

@@ -1,89 +1,21 @@
-"""Linear layers: how they are split over ranks, and how their weights are stored.
+"""Linear layers and how they are split over ranks (Megatron-LM's split, Shoeybi et al. 2019, arXiv 1909.08053).
 
-The two are independent. `ColumnLinear` and `RowLinear` know ranks and nothing of storage (Megatron-LM's split, Shoeybi
-et al. 2019, arXiv 1909.08053); a `LinearFormat` knows storage and nothing of ranks. Formats other than dense live in
-`quant/` and are handed in as `make_format`.
+How their weights are stored is independent of that: a `LinearFormat` knows storage and nothing of ranks. Formats belong
+to the backends and are handed in as `make_format`.
 
 Shapes: T tokens, D input features, F output features.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from server.layers.activation import ACTIVATIONS, Gate, stock_gate
-from server.model.spec import Activation
-from server.weights import Ranges, Weights
-
-
-class LinearFormat(Protocol):
-    """A stored weight [F, D] that can be applied, with what follows the product.
-
-    A gated one is stored as [gate | up], [2 F, D], and yields activation(gate) * up.
-    """
-
-    @property
-    def nbytes(self) -> int:
-        """Memory that the weight takes."""
-
-    def __call__(
-        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        """x [T, D] → activation(x @ weightᵀ + bias) + residual, [T, F], in x's dtype."""
-
-    def to_float32(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, D] → x @ weightᵀ + bias, [T, F] float32."""
-
-
-class MakeFormat(Protocol):
-    def __call__(self, weight: Tensor, *, is_gated: bool = False) -> LinearFormat: ...
-
-
-class MakeStockFormat(Protocol):
-    def __call__(self, weight: Tensor, *, is_gated: bool = False, gate: Gate = stock_gate) -> LinearFormat: ...
-
-
-class StockFormat(ABC):
-    """A format whose product is one operator of torch; what follows are others."""
-
-    def __init__(self, *, is_gated: bool, gate: Gate = stock_gate):
-        self._is_gated = is_gated
-        self._gate = gate
-
-    @abstractmethod
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, D] → x @ weightᵀ + bias, in x's dtype."""
-
-    def __call__(
-        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        y = self.product(x, bias)
-        if activation is not None:
-            y = self._gate(activation, y) if self._is_gated else ACTIVATIONS[activation](y)
-        return y if residual is None else y + residual
-
-    def to_float32(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self.product(x, bias).float()
-
-
-class DenseFormat(StockFormat):
-    """The weight as it is in the checkpoint: the format that defines correct."""
-
-    def __init__(self, weight: Tensor, *, is_gated: bool = False, gate: Gate = stock_gate):
-        super().__init__(is_gated=is_gated, gate=gate)
-        self.weight = weight
-
-    @property
-    def nbytes(self) -> int:
-        return self.weight.nbytes
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return F.linear(x, self.weight, bias)
+from server.arch.spec import Activation
+from server.backends.protocol import LinearFormat, MakeLinear
+from server.checkpoint.weights import Ranges, Weights
 
 
 @dataclass(frozen=True)
@@ -94,29 +26,50 @@ class ColumnLinear:
     bias: Tensor | None
 
     def __call__(self, x: Tensor, activation: Activation | None = None) -> Tensor:
+        """x [T, D] → activation(x @ weightᵀ + bias), this rank's output features."""
         return self.weight(x, self.bias, activation)
 
 
 @dataclass(frozen=True)
 class RowLinear:
-    """Split by input features: input this rank's part, output this rank's summand of the whole.
-
-    The bias belongs to the whole: `Layer.joined` adds it, once.
-    """
+    """Split by input features: input this rank's part, output this rank's part of a sum over the ranks."""
 
     weight: LinearFormat
-    bias: Tensor | None
+    bias: Tensor | None  # of the whole sum, to be added once
 
     def __call__(self, x: Tensor, base: Tensor | None = None, *, with_bias: bool = False) -> Tensor:
-        """base + this rank's summand; with_bias where there is one rank, whose summand is the whole."""
+        """base + this rank's part; with_bias where there is one rank, whose part is the whole."""
         return self.weight(x, self.bias if with_bias else None, residual=base)
+
+
+class Projection(Protocol):
+    """What ends attention or an mlp: a `RowLinear`, or a mixture of them."""
+
+    @property
+    def bias(self) -> Tensor | None:
+        """What is added once to the sum over the ranks."""
+
+    def __call__(self, x: Tensor, base: Tensor | None = None, *, with_bias: bool = False) -> Tensor:
+        """See `RowLinear`."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """What attention or an mlp adds to the residual stream: a projection, and the input that waits for it."""
+
+    projection: Projection
+    x: Tensor
+
+    def onto(self, base: Tensor | None, *, with_bias: bool) -> Tensor:
+        """base + this rank's part of the branch."""
+        return self.projection(self.x, base, with_bias=with_bias)
 
 
 def load_column(
     weights: Weights,
     role: str,
     size: tuple[int, int],
-    make_format: MakeFormat,
+    make_format: MakeLinear,
     *,
     bias: bool,
     ranges: Ranges | None = None,
@@ -130,7 +83,7 @@ def load_column(
     return ColumnLinear(make_format(weight), weights.bias(role, size[0], ranges=ranges) if bias else None)
 
 
-def load_row(weights: Weights, role: str, size: tuple[int, int], make_format: MakeFormat, *, bias: bool) -> RowLinear:
+def load_row(weights: Weights, role: str, size: tuple[int, int], make_format: MakeLinear, *, bias: bool) -> RowLinear:
     """This rank's input columns of `role`; `size` is (outputs, inputs) of the whole layer."""
     weight = weights.columns(role, size, weights.shard.range(size[1]))
     return RowLinear(make_format(weight), weights.bias(role, size[0]) if bias else None)

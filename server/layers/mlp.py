@@ -1,13 +1,13 @@
 """The feed-forward half of a layer: this rank's columns of the first matrices, its rows of the last.
 
-Every mlp returns this rank's summand; the layer sums over the ranks (see `RowLinear`).
+Every mlp is a `Branch`, whose parts the layer sums over the ranks.
 
 Shapes: T tokens, D model width, F local width of the mlp, E experts, k experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,9 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.layers.linear import ColumnLinear, LinearFormat, MakeFormat, RowLinear, load_column, load_row
-from server.model.spec import Activation, ArchSpec, Dense, Gated, Moe
-from server.weights import Weights
+from server.arch.spec import Activation, ArchSpec, Dense, Gated, Moe
+from server.backends.protocol import Backend, GroupedLinear, MakeLinear
+from server.checkpoint.weights import Weights
+from server.layers.linear import Branch, ColumnLinear, RowLinear, load_column, load_row
 
 
 @dataclass(frozen=True)
@@ -30,48 +31,65 @@ class DenseMlp:
 
     @property
     def nbytes(self) -> int:
+        """Memory of its matrices."""
         return self.up.weight.nbytes + self.down.weight.nbytes
 
-    @property
-    def bias(self) -> Tensor | None:
-        return self.down.bias
-
-    def __call__(self, x: Tensor, base: Tensor | None = None, *, with_bias: bool = False) -> Tensor:
-        """base + this rank's summand, as `RowLinear` does."""
-        return self.down(self.up(x, self.activation), base, with_bias=with_bias)
+    def branch(self, x: Tensor) -> Branch:
+        """What it adds for input x [T, D]."""
+        return Branch(self.down, self.up(x, self.activation))
 
 
 @dataclass(frozen=True)
 class MoeMlp:
-    """x [T, D] → the sum of each token's k best experts, weighted by the router's probabilities."""
+    """x [T, D] → the sum of each token's k best experts, weighted by the router's probabilities.
+
+    Tokens are sorted by expert, so that each expert's are in one run and the products of all experts are one operator.
+    Nothing of that is read by the host, unless the experts' format does.
+    """
 
     router: Tensor  # [E, D], on every rank: all must choose the same experts
-    experts: Sequence[DenseMlp]
+    expert_ids: Tensor  # [E]: 0 … E - 1
+    up: GroupedLinear  # [gate | up] of each expert
+    down: GroupedLinear
+    activation: Activation
     top_k: int
     renormalise: bool
     bias: None = None
 
     @property
     def nbytes(self) -> int:
-        return self.router.nbytes + sum(expert.nbytes for expert in self.experts)
+        """Memory of its matrices."""
+        return self.router.nbytes + self.up.nbytes + self.down.nbytes
+
+    def branch(self, x: Tensor) -> Branch:
+        """What it adds for input x [T, D]."""
+        return Branch(self, x)
 
     def __call__(self, x: Tensor, base: Tensor | None = None, *, with_bias: bool = False) -> Tensor:
-        """base + this rank's summand; a mixture has no bias."""
-        weights, chosen = F.linear(x, self.router).float().softmax(dim=-1).topk(self.top_k, dim=-1)  # [T, k]
+        """base + this rank's part, as of a `RowLinear`; a mixture has no bias."""
+        weights, chosen = self._route(x)
+        sorted_experts, order = chosen.flatten().sort(stable=True)  # of the T * k pairs of a token and an expert
+        ends = torch.searchsorted(sorted_experts, self.expert_ids, right=True, out_int32=True)
+        y = self.down(self.up(x[order // self.top_k], ends, self.activation), ends)
+        pairs = torch.empty_like(y).index_copy_(0, order, y).view(len(x), self.top_k, -1)
+        total = (pairs * weights.unsqueeze(2)).sum(dim=1)
+        return total if base is None else base + total
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights, in x's dtype, and the numbers of each token's experts, both [T, k]."""
+        weights, chosen = F.linear(x, self.router).float().softmax(dim=-1).topk(self.top_k, dim=-1)
         if self.renormalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
-        out = torch.zeros_like(x) if base is None else base.clone()
-        for index, expert in enumerate(self.experts):
-            token, place = torch.nonzero(chosen == index, as_tuple=True)
-            if len(token):
-                out.index_add_(0, token, expert(x[token]) * weights[token, place].unsqueeze(1).to(x.dtype))
-        return out
+        return weights.to(x.dtype), chosen
 
 
-def load_mlp(weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, make_format: MakeFormat) -> DenseMlp | MoeMlp:
-    """This rank's part of one layer's mlp."""
+def load_mlp(
+    weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, backend: Backend, format: str
+) -> DenseMlp | MoeMlp:
+    """This rank's part of one layer's mlp, stored in `format`."""
+    make_format = backend.formats[format]
     if isinstance(kind, Moe):
-        return _load_moe(weights, spec, kind, make_format)
+        return _load_moe(weights, spec, kind, backend, format)
     if isinstance(kind, Gated):
         up = _load_gate_up(weights, spec, kind.width, make_format)
     else:
@@ -80,7 +98,7 @@ def load_mlp(weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, make_f
     return DenseMlp(up, down, kind.activation)
 
 
-def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_format: MakeFormat) -> ColumnLinear:
+def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_format: MakeLinear) -> ColumnLinear:
     """[gate | up] of this rank, from one tensor or from two."""
     start, stop = weights.shard.range(width)
     make_gated = partial(make_format, is_gated=True)
@@ -95,19 +113,24 @@ def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_format: Mak
     return ColumnLinear(make_gated(weight), bias)
 
 
-def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, make_format: MakeFormat) -> MoeMlp:
+def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend, format: str) -> MoeMlp:
     part = weights.shard.range(kind.width)
     inner, outer = (kind.width, spec.hidden_size), (spec.hidden_size, kind.width)
 
-    def expert(index: int) -> DenseMlp:
-        gate_up = torch.cat([weights.rows(role, inner, [part], expert=index) for role in ("expert_gate", "expert_up")])
-        down: LinearFormat = make_format(weights.columns("expert_down", outer, part, expert=index))
-        up = ColumnLinear(make_format(gate_up, is_gated=True), None)
-        return DenseMlp(up, RowLinear(down, None), kind.activation)
+    def ups() -> Iterator[Tensor]:
+        for e in range(kind.num_experts):
+            yield torch.cat([weights.rows(role, inner, [part], expert=e) for role in ("expert_gate", "expert_up")])
+
+    def downs() -> Iterator[Tensor]:
+        for e in range(kind.num_experts):
+            yield weights.columns("expert_down", outer, part, expert=e)
 
     return MoeMlp(
         router=weights.rows("router", (kind.num_experts, spec.hidden_size)),
-        experts=[expert(index) for index in range(kind.num_experts)],
+        expert_ids=torch.arange(kind.num_experts, device=weights.device),
+        up=backend.grouped(ups(), format, is_gated=True),
+        down=backend.grouped(downs(), format),
+        activation=kind.activation,
         top_k=kind.top_k,
         renormalise=kind.renormalise,
     )

@@ -9,12 +9,11 @@ Shapes: T tokens, H head dim, r rotated features of a head.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from server.model.spec import (
+from server.arch.spec import (
     Alibi,
     Bucketed,
     DynamicScaling,
@@ -24,6 +23,7 @@ from server.model.spec import (
     Rope,
     YarnScaling,
 )
+from server.backends.protocol import Rotation
 
 
 def alibi_slopes(num_heads: int, alibi: Alibi) -> list[float]:
@@ -59,24 +59,6 @@ def _bucket_of(distance: Tensor, buckets: Bucketed) -> Tensor:
     octaves = (size.clamp(min=exact).float() / exact).log() / math.log(buckets.max_distance / exact)
     grown = (exact + (octaves * (count - exact)).long()).clamp(max=count - 1)
     return behind + torch.where(size < exact, size, grown)
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """The rotations of a step's tokens, the same for all layers that share a Rope."""
-
-    cos: Tensor  # [T, 1, r / 2]
-    sin: Tensor  # [T, 1, r / 2]
-    interleaved: bool
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Rotate the leading features of every head of x [T, heads, H]; the others are kept."""
-        half = self.cos.shape[-1]
-        rotated = x[..., : 2 * half].float()
-        a, b = (rotated[..., ::2], rotated[..., 1::2]) if self.interleaved else rotated.chunk(2, dim=-1)
-        parts = (a * self.cos - b * self.sin, b * self.cos + a * self.sin)
-        turned = torch.stack(parts, dim=-1).flatten(-2) if self.interleaved else torch.cat(parts, dim=-1)
-        return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
 
 
 class Rotary:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18server/pb/generate.proto\x12\x0blockstep.v1\"\r\n\x0bInfoRequest\"\x82\x03\n\tInfoReply\x12\x12\n\nmodel_type\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0c\x64type_reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\rmax_positions\x18\x07 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x04\x12\x1a\n\x12kv_bytes_per_token\x18\t \x01(\x04\x12\x11\n\tattention\x18\n \x01(\t\x12\x0f\n\x07threads\x18\x0b \x01(\r\x12\x10\n\x08quantize\x18\x0c \x01(\t\x12\x12\n\nblock_size\x18\r \x01(\r\x12\x12\n\nnum_blocks\x18\x0e \x01(\r\x12\x1a\n\rdecoder_start\x18\x0f \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fshares_prefixes\x18\x10 \x01(\x08\x12\x16\n\x0ethreads_reason\x18\x11 \x01(\tB\x10\n\x0e_decoder_start\"\x9c\x01\n\rWarmupRequest\x12 \n\x18max_batch_prefill_tokens\x18\x01 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x02 \x01(\r\x12\x1e\n\x16max_batch_total_tokens\x18\x03 \x01(\r\x12\x15\n\ruseful_tokens\x18\x04 \x01(\r\x12\x18\n\x10max_top_n_tokens\x18\x05 \x01(\r\"\xb6\x01\n\x0bWarmupReply\x12\x1e\n\x16max_batch_total_tokens\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x10\n\x08kv_bytes\x18\x04 \x01(\x04\x12\x12\n\nfree_bytes\x18\x05 \x01(\x04\x12\x12\n\nstep_bytes\x18\x06 \x01(\x04\x12\x13\n\x0bgraph_bytes\x18\x07 \x01(\x04\x12\x10\n\x08\x63\x61ptured\x18\x08 \x01(\t\"\x0f\n\rHealthRequest\"U\n\x0bHealthReply\x12\x16\n\x0esteps_received\x18\x01 \x01(\x04\x12\x16\n\x0esteps_finished\x18\x02 \x01(\x04\x12\x16\n\x0eoldest_step_ms\x18\x03 \x01(\x04\"3\n\x0eProfileRequest\x12\r\n\x05start\x18\x01 \x01(\x08\x12\x12\n\ntrace_path\x18\x02 \x01(\t\"=\n\x0cProfileReply\x12\r\n\x05names\x18\x01 \x03(\t\x12\r\n\x05\x63\x61lls\x18\x02 \x03(\x04\x12\x0f\n\x07self_ns\x18\x03 \x03(\x04\"\xc5\x01\n\x12SamplingParameters\x12\x11\n\tdo_sample\x18\x01 \x01(\x08\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\x11\n\ttypical_p\x18\x05 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x11\n\twatermark\x18\x08 \x01(\x08\x12\x0c\n\x04seed\x18\t \x01(\x04\"\xf6\x01\n\x0bNewSequence\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08\x63omputed\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x03(\r\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.lockstep.v1.SamplingParameters\x12\x14\n\x0ctop_n_tokens\x18\x06 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x07 \x01(\x08\x12\x11\n\tgenerated\x18\x08 \x01(\r\x12\x19\n\x11\x65ncoder_token_ids\x18\t \x03(\r\x12\x16\n\x0e\x65ncoder_blocks\x18\n \x03(\r\"\x8b\x01\n\x0bStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06retire\x18\x02 \x03(\x04\x12%\n\x03\x61\x64\x64\x18\x03 \x03(\x0b\x32\x18.lockstep.v1.NewSequence\x12\x11\n\tchunk_ids\x18\x04 \x03(\x04\x12\x14\n\x0c\x63hunk_tokens\x18\x05 \x03(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x06 \x01(\x08\"\xd6\x01\n\tStepReply\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03ids\x18\x02 \x03(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x12\n\ntop_counts\x18\x05 \x03(\r\x12\x0f\n\x07top_ids\x18\x06 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x07 \x03(\x02\x12+\n\x06prompt\x18\x08 \x03(\x0b\x32\x1b.lockstep.v1.PromptLogprobs\x12\x12\n\nforward_ns\x18\t \x01(\x04\x12\r\n\x05\x65rror\x18\n \x01(\t\".\n\x0ePromptLogprobs\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x32\xc1\x02\n\x05Shard\x12\x38\n\x04Info\x12\x18.lockstep.v1.InfoRequest\x1a\x16.lockstep.v1.InfoReply\x12>\n\x06Warmup\x12\x1a.lockstep.v1.WarmupRequest\x1a\x18.lockstep.v1.WarmupReply\x12>\n\x06Health\x12\x1a.lockstep.v1.HealthRequest\x1a\x18.lockstep.v1.HealthReply\x12\x41\n\x07Profile\x12\x1b.lockstep.v1.ProfileRequest\x1a\x19.lockstep.v1.ProfileReply\x12;\n\x03Run\x12\x18.lockstep.v1.StepRequest\x1a\x16.lockstep.v1.StepReply(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18server/pb/generate.proto\x12\x0blockstep.v1\"\r\n\x0bInfoRequest\"\x98\x03\n\tInfoReply\x12\x12\n\nmodel_type\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x14\n\x0c\x64type_reason\x18\x03 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x04 \x01(\t\x12\x12\n\nworld_size\x18\x05 \x01(\r\x12\x12\n\nvocab_size\x18\x06 \x01(\r\x12\x15\n\rmax_positions\x18\x07 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x08 \x01(\x04\x12\x1a\n\x12kv_bytes_per_token\x18\t \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\n \x01(\t\x12\x0f\n\x07threads\x18\x0b \x01(\r\x12\x10\n\x08quantize\x18\x0c \x01(\t\x12\x12\n\nblock_size\x18\r \x01(\r\x12\x12\n\nnum_blocks\x18\x0e \x01(\r\x12\x1a\n\rdecoder_start\x18\x0f \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fshares_prefixes\x18\x10 \x01(\x08\x12\x16\n\x0ethreads_reason\x18\x11 \x01(\t\x12\x16\n\x0e\x62\x61\x63kend_reason\x18\x12 \x01(\tB\x10\n\x0e_decoder_start\"\x9c\x01\n\rWarmupRequest\x12 \n\x18max_batch_prefill_tokens\x18\x01 \x01(\r\x12\x18\n\x10max_total_tokens\x18\x02 \x01(\r\x12\x1e\n\x16max_batch_total_tokens\x18\x03 \x01(\r\x12\x15\n\ruseful_tokens\x18\x04 \x01(\r\x12\x18\n\x10max_top_n_tokens\x18\x05 \x01(\r\"\xb6\x01\n\x0bWarmupReply\x12\x1e\n\x16max_batch_total_tokens\x18\x01 \x01(\r\x12\x12\n\nblock_size\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x10\n\x08kv_bytes\x18\x04 \x01(\x04\x12\x12\n\nfree_bytes\x18\x05 \x01(\x04\x12\x12\n\nstep_bytes\x18\x06 \x01(\x04\x12\x13\n\x0bgraph_bytes\x18\x07 \x01(\x04\x12\x10\n\x08\x63\x61ptured\x18\x08 \x01(\t\"\x0f\n\rHealthRequest\"U\n\x0bHealthReply\x12\x16\n\x0esteps_received\x18\x01 \x01(\x04\x12\x16\n\x0esteps_finished\x18\x02 \x01(\x04\x12\x16\n\x0eoldest_step_ms\x18\x03 \x01(\x04\"3\n\x0eProfileRequest\x12\r\n\x05start\x18\x01 \x01(\x08\x12\x12\n\ntrace_path\x18\x02 \x01(\t\"=\n\x0cProfileReply\x12\r\n\x05names\x18\x01 \x03(\t\x12\r\n\x05\x63\x61lls\x18\x02 \x03(\x04\x12\x0f\n\x07self_ns\x18\x03 \x03(\x04\"\xc5\x01\n\x12SamplingParameters\x12\x11\n\tdo_sample\x18\x01 \x01(\x08\x12\x13\n\x0btemperature\x18\x02 \x01(\x02\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\r\n\x05top_p\x18\x04 \x01(\x02\x12\x11\n\ttypical_p\x18\x05 \x01(\x02\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x02\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x02\x12\x11\n\twatermark\x18\x08 \x01(\x08\x12\x0c\n\x04seed\x18\t \x01(\x04\"\xf6\x01\n\x0bNewSequence\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08\x63omputed\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x03(\r\x12\x31\n\x08sampling\x18\x05 \x01(\x0b\x32\x1f.lockstep.v1.SamplingParameters\x12\x14\n\x0ctop_n_tokens\x18\x06 \x01(\r\x12\x17\n\x0fprompt_logprobs\x18\x07 \x01(\x08\x12\x11\n\tgenerated\x18\x08 \x01(\r\x12\x19\n\x11\x65ncoder_token_ids\x18\t \x03(\r\x12\x16\n\x0e\x65ncoder_blocks\x18\n \x03(\r\"\x8b\x01\n\x0bStepRequest\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0e\n\x06retire\x18\x02 \x03(\x04\x12%\n\x03\x61\x64\x64\x18\x03 \x03(\x0b\x32\x18.lockstep.v1.NewSequence\x12\x11\n\tchunk_ids\x18\x04 \x03(\x04\x12\x14\n\x0c\x63hunk_tokens\x18\x05 \x03(\r\x12\x0e\n\x06\x64\x65\x63ode\x18\x06 \x01(\x08\"\xd6\x01\n\tStepReply\x12\x0c\n\x04step\x18\x01 \x01(\x04\x12\x0b\n\x03ids\x18\x02 \x03(\x04\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x10\n\x08logprobs\x18\x04 \x03(\x02\x12\x12\n\ntop_counts\x18\x05 \x03(\r\x12\x0f\n\x07top_ids\x18\x06 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x07 \x03(\x02\x12+\n\x06prompt\x18\x08 \x03(\x0b\x32\x1b.lockstep.v1.PromptLogprobs\x12\x12\n\nforward_ns\x18\t \x01(\x04\x12\r\n\x05\x65rror\x18\n \x01(\t\".\n\x0ePromptLogprobs\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\x32\xc1\x02\n\x05Shard\x12\x38\n\x04Info\x12\x18.lockstep.v1.InfoRequest\x1a\x16.lockstep.v1.InfoReply\x12>\n\x06Warmup\x12\x1a.lockstep.v1.WarmupRequest\x1a\x18.lockstep.v1.WarmupReply\x12>\n\x06Health\x12\x1a.lockstep.v1.HealthRequest\x1a\x18.lockstep.v1.HealthReply\x12\x41\n\x07Profile\x12\x1b.lockstep.v1.ProfileRequest\x1a\x19.lockstep.v1.ProfileReply\x12;\n\x03Run\x12\x18.lockstep.v1.StepRequest\x1a\x16.lockstep.v1.StepReply(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,29 +34,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INFOREQUEST']._serialized_start=41
   _globals['_INFOREQUEST']._serialized_end=54
   _globals['_INFOREPLY']._serialized_start=57
-  _globals['_INFOREPLY']._serialized_end=443
-  _globals['_WARMUPREQUEST']._serialized_start=446
-  _globals['_WARMUPREQUEST']._serialized_end=602
-  _globals['_WARMUPREPLY']._serialized_start=605
-  _globals['_WARMUPREPLY']._serialized_end=787
-  _globals['_HEALTHREQUEST']._serialized_start=789
-  _globals['_HEALTHREQUEST']._serialized_end=804
-  _globals['_HEALTHREPLY']._serialized_start=806
-  _globals['_HEALTHREPLY']._serialized_end=891
-  _globals['_PROFILEREQUEST']._serialized_start=893
-  _globals['_PROFILEREQUEST']._serialized_end=944
-  _globals['_PROFILEREPLY']._serialized_start=946
-  _globals['_PROFILEREPLY']._serialized_end=1007
-  _globals['_SAMPLINGPARAMETERS']._serialized_start=1010
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=1207
-  _globals['_NEWSEQUENCE']._serialized_start=1210
-  _globals['_NEWSEQUENCE']._serialized_end=1456
-  _globals['_STEPREQUEST']._serialized_start=1459
-  _globals['_STEPREQUEST']._serialized_end=1598
-  _globals['_STEPREPLY']._serialized_start=1601
-  _globals['_STEPREPLY']._serialized_end=1815
-  _globals['_PROMPTLOGPROBS']._serialized_start=1817
-  _globals['_PROMPTLOGPROBS']._serialized_end=1863
-  _globals['_SHARD']._serialized_start=1866
-  _globals['_SHARD']._serialized_end=2187
+  _globals['_INFOREPLY']._serialized_end=465
+  _globals['_WARMUPREQUEST']._serialized_start=468
+  _globals['_WARMUPREQUEST']._serialized_end=624
+  _globals['_WARMUPREPLY']._serialized_start=627
+  _globals['_WARMUPREPLY']._serialized_end=809
+  _globals['_HEALTHREQUEST']._serialized_start=811
+  _globals['_HEALTHREQUEST']._serialized_end=826
+  _globals['_HEALTHREPLY']._serialized_start=828
+  _globals['_HEALTHREPLY']._serialized_end=913
+  _globals['_PROFILEREQUEST']._serialized_start=915
+  _globals['_PROFILEREQUEST']._serialized_end=966
+  _globals['_PROFILEREPLY']._serialized_start=968
+  _globals['_PROFILEREPLY']._serialized_end=1029
+  _globals['_SAMPLINGPARAMETERS']._serialized_start=1032
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=1229
+  _globals['_NEWSEQUENCE']._serialized_start=1232
+  _globals['_NEWSEQUENCE']._serialized_end=1478
+  _globals['_STEPREQUEST']._serialized_start=1481
+  _globals['_STEPREQUEST']._serialized_end=1620
+  _globals['_STEPREPLY']._serialized_start=1623
+  _globals['_STEPREPLY']._serialized_end=1837
+  _globals['_PROMPTLOGPROBS']._serialized_start=1839
+  _globals['_PROMPTLOGPROBS']._serialized_end=1885
+  _globals['_SHARD']._serialized_start=1888
+  _globals['_SHARD']._serialized_end=2209
 # @@protoc_insertion_point(module_scope)

@@ -15,7 +15,9 @@ from benchmark import gpu, launch, plan, probes, shapes
 from benchmark.__main__ import main
 from benchmark.gpu import Report
 from benchmark.roofline import Ceilings, Work
-from server.attention import Scores, choose
+from server.backends.cpu.device import CpuDevice
+from server.backends.protocol import Scores
+from server.backends.reference import ReferenceBackend
 
 H200 = plan.DEVICES["h200"].ceilings("bfloat16", 1)
 TINY = ["--latency-shape", str(launch.DEMO), "--serving-shape", str(launch.DEMO), "--offline-shape", str(launch.DEMO)]
@@ -134,6 +136,6 @@ def test_probed_decodes_see_their_whole_context(monkeypatch: pytest.MonkeyPatch)
     meta = probes._decode_meta(2, cpu)
     kv = torch.zeros(2, 6, 2, probes.BLOCK_SIZE, 4)
     kv[1] = torch.arange(6.0).view(6, 1, 1, 1)  # values: the number of the block
-    attention = choose(cpu, None, disable_custom_kernels=False)(Scores(1.0))
+    attention = ReferenceBackend(CpuDevice()).attention(Scores(1.0))
     out = attention.attend(torch.zeros(2, 2, 4), kv, meta, window=0)
     assert [1.0, 4.0] == pytest.approx(out[:, 0, 0].tolist(), rel=1e-4)

@@ -9,15 +9,16 @@ from pathlib import Path
 import torch
 import torch.multiprocessing as mp
 
+from server import backends
 from server.distributed import connect, disconnect
 from tests.server.driver import generate, load_engine
 from tests.server.ranks import prompts
 
 
 def run(rank: int, folder: Path, world_size: int, rendezvous: str) -> None:
-    device = torch.device("cuda", rank)
-    torch.cuda.set_device(device)
-    engine = load_engine(folder, shard=connect(rank, world_size, rendezvous, device), device=device)
+    device = backends.open_device("cuda", rank, world_size)
+    shard = connect(rank, world_size, rendezvous, device.torch_device)
+    engine = load_engine(folder, shard=shard, backend=backends.choose(device, torch.float32))
     tokens = [p.tokens for p in generate(engine, prompts())]
     if rank == 0:
         print(json.dumps(tokens))

@@ -12,11 +12,14 @@ import torch
 
 from benchmark import shapes
 from benchmark.__main__ import main
+from server.backends.cuda.device import CudaDevice
+from server.backends.reference import ReferenceBackend
 from server.config import ShardConfig
-from server.engine import LOGIT_ROWS
-from server.loading import choose_parts, load
+from server.loading import load
 from server.pb import generate_pb2 as pb
-from server.rehearsal import Rehearsal
+from server.stepping.engine import LOGIT_ROWS
+from server.stepping.warmup import ProfileRun, warm_up
+from tests.gpu.gpu_backend import gpu_backend
 from tests.server.conftest import DEMO, save_tiny_bloom
 from tests.server.driver import Prompt, all_logits, generate, load_engine
 from tests.server.ranks import prompts
@@ -27,6 +30,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 GPU = torch.device("cuda", 0)
+SIZES = {"total_tokens": 2048, "wanted_tokens": 0, "useful_tokens": 2**31, "top_n_tokens": 5}
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +40,30 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("reference", [True, False], ids=["reference", "padded"])
-def test_logits_equal_those_of_the_cpu(tiny: Path, reference: bool) -> None:
+@pytest.mark.parametrize("is_reference", [True, False], ids=["reference", "chosen"])
+def test_logits_equal_those_of_the_cpu(tiny: Path, is_reference: bool) -> None:
     token_ids = list(range(4, 100)) * 2
     cpu = all_logits(load_engine(tiny), token_ids)
-    gpu = all_logits(load_engine(tiny, device=GPU, reference=reference), token_ids).cpu()
+    gpu = all_logits(
+        load_engine(tiny, backend=ReferenceBackend(CudaDevice(0)) if is_reference else gpu_backend(torch.float32)),
+        token_ids,
+    ).cpu()
     torch.testing.assert_close(cpu, gpu, atol=2e-3, rtol=1e-3)
 
 
 def test_tokens_equal_those_of_the_cpu() -> None:
-    on_cpu, on_gpu = (generate(load_engine(DEMO, device=device), prompts()) for device in (torch.device("cpu"), GPU))
+    on_cpu, on_gpu = (
+        generate(load_engine(DEMO, backend=b), prompts()) for b in (None, ReferenceBackend(CudaDevice(0)))
+    )
     assert [p.tokens for p in on_cpu] == [p.tokens for p in on_gpu]
 
 
 @pytest.mark.parametrize("case", ["bloom", "llama", "qwen3", "gpt_neox", "phi3", "t5"])
-def test_a_model_of_the_chosen_parts_gives_the_tokens_of_the_reference(case: str, tmp_path: Path) -> None:
+def test_a_model_on_the_chosen_backend_gives_the_tokens_of_the_reference(case: str, tmp_path: Path) -> None:
     save_tiny(case, tmp_path)
     engines = (
-        load_engine(tmp_path, reference=True),
-        load_engine(tmp_path, device=GPU, parts=choose_parts(None, torch.float32, GPU)),
+        load_engine(tmp_path),
+        load_engine(tmp_path, backend=gpu_backend(torch.float32)),
     )
     expected, found = (generate(engine, prompts()) for engine in engines)
     assert [p.tokens for p in expected] == [p.tokens for p in found]
@@ -63,9 +72,9 @@ def test_a_model_of_the_chosen_parts_gives_the_tokens_of_the_reference(case: str
 def test_bfloat16_agrees_with_float32_on_nearly_every_next_token() -> None:
     (story,) = generate(load_engine(DEMO), [Prompt([5, 6, 7, 8], max_new_tokens=200)])
     token_ids = [5, 6, 7, 8, *story.tokens]
-    exact = all_logits(load_engine(DEMO, device=GPU), token_ids)
-    parts = choose_parts(None, torch.bfloat16, GPU)
-    rounded = all_logits(load_engine(DEMO, device=GPU, dtype=torch.bfloat16, parts=parts), token_ids)
+    exact = all_logits(load_engine(DEMO, backend=ReferenceBackend(CudaDevice(0))), token_ids)
+    backend = gpu_backend(torch.bfloat16)
+    rounded = all_logits(load_engine(DEMO, dtype=torch.bfloat16, backend=backend), token_ids)
     agreement = (exact.argmax(dim=-1) == rounded.argmax(dim=-1)).float().mean()
     assert agreement >= 0.99
 
@@ -74,7 +83,7 @@ def test_the_warmup_leaves_the_memory_it_was_told_to(tmp_path: Path) -> None:
     config = ShardConfig(str(DEMO), str(DEMO), 0, 1, str(tmp_path / "s"), "", device="cuda", cuda_memory_fraction=0.5)
     engine, info = load(config)
     assert info.device == torch.cuda.get_device_name(0)
-    engine.warm_up(prefill_tokens=4096, total_tokens=2048, wanted_tokens=0, useful_tokens=2**31, fraction=0.5)
+    warm_up(engine, prefill_tokens=4096, fraction=0.5, **SIZES)
     free, total = torch.cuda.mem_get_info(GPU)
     assert free >= 0.45 * total
 
@@ -91,13 +100,14 @@ def test_the_worst_steps_survive_a_cache_that_takes_all_memory(tmp_path: Path) -
         str(tmp_path), str(tmp_path), 0, 1, str(tmp_path / "s"), "", device="cuda", random_weights=True
     )
     engine, _ = load(config)
-    engine.warm_up(prefill_tokens=16384, total_tokens=2048, wanted_tokens=0, useful_tokens=2**31, fraction=1.0)
-    worst = Rehearsal.of(prefill_tokens=16384, total_tokens=2048, sampled=LOGIT_ROWS, has_encoder=False).request()
+    warmed = warm_up(engine, prefill_tokens=16384, fraction=1.0, **SIZES)
+    run = ProfileRun.of(prefill_tokens=16384, total_tokens=2048, sampled=LOGIT_ROWS, has_encoder=False)
+    worst = run.request(top_n_tokens=5)
     steps = [engine.launch(request) for request in (worst, pb.StepRequest(decode=True), pb.StepRequest(decode=True))]
     for step in steps:
         assert step is not None
         step.finish()
-    assert engine.reserve.step_bytes > 0
+    assert warmed.step_bytes > 0
     engine.launch(pb.StepRequest(retire=[new.id for new in worst.add]))
 
 

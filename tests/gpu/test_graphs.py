@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from server.capture import CudaCapture
-from server.loading import choose_parts
+from server.backends.cuda.graph import CudaGraphCapture
+from tests.gpu.gpu_backend import gpu_backend
 from tests.server.conftest import DEMO
 from tests.server.driver import Prompt, generate, load_engine, sampled
 
@@ -16,8 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-GPU = torch.device("cuda", 0)
-BATCHES = sorted({size + more for size in CudaCapture.sizes for more in (0, 1)})
+BATCHES = sorted({size + more for size in CudaGraphCapture.sizes for more in (0, 1)})
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -35,11 +34,10 @@ def prompts(count: int) -> list[Prompt]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_captured_steps_choose_the_tokens_of_others(dtype: torch.dtype) -> None:
     captured, plain = (
-        load_engine(DEMO, device=GPU, dtype=dtype, parts=choose_parts(None, dtype, GPU), tokens=65536, captured=wanted)
+        load_engine(DEMO, dtype=dtype, backend=gpu_backend(dtype), tokens=65536, captured=wanted)
         for wanted in (True, False)
     )
-    if captured._graphs is None:
-        pytest.skip("this GPU has no kernels that can be captured")
+    assert captured.graph_sizes and not plain.graph_sizes
     for batch in BATCHES:
         ours, theirs = ([p.tokens for p in generate(engine, prompts(batch))] for engine in (captured, plain))
         agreement = sum(a == b for a, b in zip(ours, theirs, strict=True)) / batch
@@ -47,9 +45,8 @@ def test_captured_steps_choose_the_tokens_of_others(dtype: torch.dtype) -> None:
 
 
 def test_plain_decodes_upload_nothing_and_wait_for_nothing() -> None:
-    engine = load_engine(DEMO, device=GPU, parts=choose_parts(None, torch.float32, GPU), tokens=65536)
-    if engine._graphs is None:
-        pytest.skip("this GPU has no kernels that can be captured")
+    engine = load_engine(DEMO, backend=gpu_backend(torch.float32), tokens=65536)
+    assert engine.graph_sizes
     torch.cuda.set_sync_debug_mode("error")
     try:
         generate(engine, [Prompt([5, 6, 7], max_new_tokens=20), Prompt([8, 9], max_new_tokens=20)])

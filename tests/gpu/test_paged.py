@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.attention.reference import ReferenceAttention
-from server.cache import BLOCK_SIZE
-from server.model.spec import Activation
+from server.arch.spec import Activation
+from server.backends.reference.attention import ReferenceAttention
+from server.blocks import BLOCK_SIZE
 from tests.server.kernel_cases import (
     CASES,
     TOLERANCES,
@@ -65,7 +65,7 @@ def test_gates_equal_the_operators(activation: Activation, dtype: torch.dtype) -
 @pytest.mark.parametrize("kv_heads", [4, 2], ids=["mha", "gqa"])
 def test_a_captured_decode_follows_its_sequences(kv_heads: int) -> None:
     """A graph captured for some lengths attends to others when its tensors say so."""
-    from server.attention.paged import PagedAttention
+    from server.backends.cuda.attention import PagedAttention
 
     case = Case([(200, 1), (3, 1), (120, 1)], (4, kv_heads), 128, alibi)
     backend = PagedAttention(case.scores_on(GPU))

@@ -12,11 +12,11 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
-from server.attention.kernels.rotate import rotate_and_store
-from server.attention.paged import PagedAttention
-from server.layers.fused import FusedNorm, fused_gate
-from server.layers.position import Rotation
-from server.model.spec import Activation
+from server.arch.spec import Activation
+from server.backends.cuda.attention import PagedAttention
+from server.backends.cuda.fused import FusedNorm, fused_gate
+from server.backends.cuda.kernels.rotate import rotate_and_store
+from server.backends.protocol import Rotation
 from tests.server.kernel_cases import MANY_SPLITS, RAGGED, Case, all_terms, learned, plain, random
 
 CPU = torch.device("cpu")

@@ -11,20 +11,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from server import attention
-from server.cache import BLOCK_SIZE, num_blocks
+from server.arch import families
+from server.backends import Backend
+from server.backends.cpu import CpuBackend, Kernels
+from server.backends.cpu.device import CpuDevice
+from server.backends.reference import ReferenceBackend
+from server.blocks import BLOCK_SIZE, num_blocks
+from server.checkpoint.weights import Checkpoint, Weights
 from server.distributed import Shard
-from server.engine import Engine
-from server.layers.linear import DenseFormat, MakeFormat
-from server.loading import choose_capture, choose_parts
-from server.model import families, transformer
-from server.model.transformer import Parts
-from server.native import Kernels
-from server.native.logits import NativeLogits
+from server.model.load import load as load_model
 from server.pb import generate_pb2 as pb
-from server.quant.int8 import Int8Format
-from server.sampling import Logits, StockLogits, Watermark
-from server.weights import Checkpoint, Weights
+from server.stepping.engine import Engine
+from server.stepping.sampling import Watermark
+from server.stepping.warmup import warm_up
 
 CPU = torch.device("cpu")
 GREEDY = pb.SamplingParameters(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
@@ -41,31 +40,33 @@ def load_engine(
     *,
     shard: Shard | None = None,
     dtype: torch.dtype = torch.float32,
-    device: torch.device = CPU,
-    make_format: MakeFormat = DenseFormat,
-    reference: bool = False,
+    backend: Backend | None = None,
     kernels: Kernels | None = None,
-    parts: Parts | None = None,
+    format: str = "dense",
     captured: bool = True,
     tokens: int = 4096,
 ) -> Engine:
     """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`.
 
-    parts: what to compute with, in place of what the other arguments choose.
+    backend: by default the reference on a CPU, or the one of `kernels`; format: how matrices are stored.
     """
     shard = shard or Shard()
+    if backend is None:
+        backend = ReferenceBackend(CpuDevice()) if kernels is None else CpuBackend(kernels, dtype)
     family, spec = families.find(json.loads((folder / "config.json").read_text()))
-    weights = Weights.open(Checkpoint(folder), family.names, shard, dtype, device)
-    if kernels is not None:
-        parts = choose_parts(kernels, dtype, device)
-    elif parts is None:
-        backend = attention.choose(device, None, disable_custom_kernels=reference)
-        parts = Parts(backend, make_format, DenseFormat if make_format is Int8Format else make_format)
-    logits: Logits = StockLogits() if kernels is None else NativeLogits(kernels)
-    model = transformer.load(weights, spec, parts)
-    capture = choose_capture(parts.attention, kernels, shard) if captured else None
-    engine = Engine(model, shard, device, dtype, Watermark(gamma=0.5, delta=2.0), logits, capture)
-    engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=tokens, useful_tokens=tokens, fraction=1.0)
+    weights = Weights.open(Checkpoint(folder), family.names, shard, dtype, backend.device.torch_device)
+    model = load_model(weights, spec, backend, format)
+    why_not = backend.why_not_captured(spec, format, shard.world_size) if captured else "not wanted"
+    engine = Engine(model, shard, backend, dtype, Watermark(gamma=0.5, delta=2.0), why_not)
+    warm_up(
+        engine,
+        prefill_tokens=64,
+        total_tokens=64,
+        wanted_tokens=tokens,
+        useful_tokens=tokens,
+        top_n_tokens=5,
+        fraction=1.0,
+    )
     return engine
 
 

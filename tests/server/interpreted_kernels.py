@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from server.layers.fused import FusedNorm
-from server.loading import choose_parts
-from server.model.spec import Activation
+from server.arch.spec import Activation
+from server.backends.cpu.device import CpuDevice
+from server.backends.cuda.backend import CudaBackend
 from tests.server.driver import Prompt, generate, load_engine
 from tests.server.kernel_cases import (
     CASES,
@@ -50,7 +50,7 @@ def test_a_row_without_a_sequence_is_harmless(kv_heads: int) -> None:
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:
-    from server.attention.kernels.decode import choose_splits
+    from server.backends.cuda.kernels.decode import choose_splits
 
     assert 16 == choose_splits(pairs=32, processors=132, tiles=1000)  # one sequence of 32 heads
     assert 1 == choose_splits(pairs=32 * 32, processors=132, tiles=1000)
@@ -76,23 +76,16 @@ def test_gates_equal_the_operators(activation: Activation) -> None:
     check_gate(activation, torch.float32, CPU)
 
 
-def pretend_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """A GPU that the kernels fit, for which parts are chosen; its tensors are on the CPU."""
-    monkeypatch.setattr("server.attention.paged.can_run_on", lambda device: True)
-    properties = SimpleNamespace(multi_processor_count=ONE_SPLIT)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    return torch.device("cuda", 0)
-
-
 # Biased sums, layer norms and ALiBi; gates, rotations and norms of heads; heads that are rotated in part.
 @pytest.mark.parametrize("case", ["bloom", "qwen3", "gpt_neox"])
-def test_a_model_of_the_parts_for_a_gpu_gives_the_tokens_of_the_reference(
+def test_a_model_on_the_backend_for_a_gpu_gives_the_tokens_of_the_reference(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny(case, tmp_path)
-    parts = choose_parts(None, torch.float32, pretend_gpu(monkeypatch))
-    assert ("paged", FusedNorm) == (parts.attention.name, parts.norm)
-    engines = load_engine(tmp_path, reference=True), load_engine(tmp_path, parts=parts, captured=False)
+    properties = SimpleNamespace(multi_processor_count=ONE_SPLIT)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    backend = CudaBackend(CpuDevice(), torch.float32)  # its kernels are interpreted, on tensors of the CPU
+    engines = load_engine(tmp_path), load_engine(tmp_path, backend=backend, captured=False)
     expected, found = (
         generate(engine, [Prompt(list(range(4, 24)), 3, chunk=13), Prompt([40, 50], 3, joins_at=1)])
         for engine in engines

@@ -12,13 +12,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from server.attention import Scores, StepMeta
-from server.attention.reference import ReferenceAttention
-from server.cache import BLOCK_SIZE
-from server.layers.activation import stock_gate
-from server.layers.norm import LayerNorm, RmsNorm
-from server.layers.position import Rotation, alibi_slopes
-from server.model.spec import Activation, Alibi
+from server.arch.spec import Activation, Alibi
+from server.backends.protocol import Rotation, Scores, StepMeta
+from server.backends.reference.activation import stock_gate
+from server.backends.reference.attention import ReferenceAttention
+from server.backends.reference.norm import LayerNorm, RmsNorm
+from server.backends.reference.scoring import rotate, write_slots
+from server.blocks import BLOCK_SIZE
+from server.layers.position import alibi_slopes
 from tests.server.test_attention import step_of
 
 # Largest difference from the reference, for values around 1: some roundings of each dtype.
@@ -111,7 +112,7 @@ def random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 def check_attention(case: Case, dtype: torch.dtype, device: torch.device) -> None:
     """Write and attend as the reference does."""
-    from server.attention.paged import PagedAttention
+    from server.backends.cuda.attention import PagedAttention
 
     meta, scores = case.meta(device), case.scores_on(device)
     kv, q, k, v = case.inputs(dtype, device)
@@ -130,7 +131,7 @@ def check_attention(case: Case, dtype: torch.dtype, device: torch.device) -> Non
 
 def check_padding(kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
     """A row of a captured batch that no sequence fills is stored nowhere, and attends to nothing: it gets 0."""
-    from server.attention.paged import PagedAttention
+    from server.backends.cuda.attention import PagedAttention
 
     meta = Case([(20, 1), (1, 1)], (2, kv_heads), 64).meta(device)
     meta.slots[1], meta.visible[1] = -1, 0
@@ -147,7 +148,7 @@ def check_padding(kv_heads: int, dtype: torch.dtype, device: torch.device) -> No
 
 def check_norm(is_centred: bool, dtype: torch.dtype, device: torch.device) -> None:
     """Alone and behind a residual addition as the operators do."""
-    from server.layers.fused import FusedNorm
+    from server.backends.cuda.fused import FusedNorm
 
     x, summand = random(3, 80, dtype=dtype, device=device), random(4, 80, dtype=dtype, device=device)[:3]
     weight, bias, summand_bias = random(3, 80, dtype=dtype, device=device) + 1
@@ -163,8 +164,7 @@ def check_norm(is_centred: bool, dtype: torch.dtype, device: torch.device) -> No
 
 def check_rotation(is_interleaved: bool, half: int, dtype: torch.dtype, device: torch.device) -> None:
     """Queries and cache as after rotating, then storing; the last token has no slot."""
-    from server.attention.interface import write_slots
-    from server.attention.kernels.rotate import rotate_and_store
+    from server.backends.cuda.kernels.rotate import rotate_and_store
 
     angles = random(5, 1, half, dtype=torch.float32, device=device)
     rotation = Rotation(angles.cos(), angles.sin(), is_interleaved)
@@ -172,15 +172,15 @@ def check_rotation(is_interleaved: bool, half: int, dtype: torch.dtype, device: 
     slots = torch.tensor([5, 17, 63, 0, -1], device=device)
     fused, separate = torch.zeros(2, 2, 4, 2, BLOCK_SIZE, 80, dtype=dtype, device=device)
     turned = rotate_and_store(q, k, v, rotation, fused, slots)
-    write_slots(separate, rotation(k)[:4], v[:4], slots[:4])
+    write_slots(separate, rotate(rotation, k)[:4], v[:4], slots[:4])
     tolerance = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
-    torch.testing.assert_close(rotation(q), turned, **tolerance)
+    torch.testing.assert_close(rotate(rotation, q), turned, **tolerance)
     torch.testing.assert_close(separate, fused, **tolerance)
 
 
 def check_gate(activation: Activation, dtype: torch.dtype, device: torch.device) -> None:
     """As activation, then product; a width of more than one tile."""
-    from server.layers.fused import fused_gate
+    from server.backends.cuda.fused import fused_gate
 
     gate_up = 3 * random(2, 3000, dtype=dtype, device=device)
     expected = stock_gate(activation, gate_up.float()).to(dtype)

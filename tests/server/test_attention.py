@@ -7,12 +7,12 @@ import random
 import pytest
 import torch
 
-from server.attention import Scores, StepMeta
-from server.attention.padded import PaddedAttention, _groups
-from server.attention.reference import ReferenceAttention
-from server.cache import BLOCK_SIZE, num_blocks
+from server.arch.spec import Alibi
+from server.backends.protocol import Scores, StepMeta
+from server.backends.reference.attention import ReferenceAttention
+from server.backends.reference.batched_attention import BatchedAttention, _groups
+from server.blocks import BLOCK_SIZE, num_blocks
 from server.layers.position import alibi_slopes
-from server.model.spec import Alibi
 
 SLOPES = tuple(alibi_slopes(8, Alibi()))
 
@@ -66,7 +66,7 @@ STEPS = {
     ],
     ids=["plain", "alibi", "cap", "alibi and cap"],
 )
-def test_padded_equals_reference(
+def test_batched_equals_reference(
     lengths: list[tuple[int, int]], kv_heads: int, head_dim: int, window: int, scores: Scores
 ) -> None:
     generator = torch.Generator().manual_seed(1)
@@ -76,7 +76,7 @@ def test_padded_equals_reference(
         torch.randn(meta.query_starts[-1], heads, head_dim, generator=generator) for heads in (8, kv_heads, kv_heads)
     )
     outputs = []
-    for backend in (ReferenceAttention(scores), PaddedAttention(scores)):
+    for backend in (ReferenceAttention(scores), BatchedAttention(scores)):
         cache = kv.clone()
         backend.write(cache, k, v, meta)
         outputs.append(backend.attend(q, cache, meta, window))
@@ -86,7 +86,7 @@ def test_padded_equals_reference(
 def test_write_touches_the_named_slots_alone() -> None:
     kv = torch.zeros(2, 3, 1, BLOCK_SIZE, 2)
     meta = step_of([(17, 1)], 3, seed=0)
-    PaddedAttention(Scores(1.0)).write(kv, torch.ones(1, 1, 2), 2 * torch.ones(1, 1, 2), meta)
+    BatchedAttention(Scores(1.0)).write(kv, torch.ones(1, 1, 2), 2 * torch.ones(1, 1, 2), meta)
     slot = int(meta.slots[0])
     flat = kv.view(2, -1, 2)
     assert [[1, 1], [2, 2]] == flat[:, slot].tolist()

@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from server import convert, hub
-from server.hub import HubError
+from server.checkpoint import convert, hub
+from server.checkpoint.hub import HubError
 
 ROOT = Path(convert.__file__).parents[1]
 
@@ -154,7 +154,7 @@ def test_anything_but_plain_tensors_is_refused(source: Path, target: Path, value
 
 
 def run(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-P", "-m", "server.convert", *argv]
+    command = [sys.executable, "-P", "-m", "server.checkpoint.convert", *argv]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=120, env=os.environ | {"PYTHONPATH": str(ROOT)}
     )
@@ -170,7 +170,7 @@ def test_refusal_of_the_command_is_one_sentence(source: Path, target: Path, tmp_
 
 def test_two_conversions_at_once_make_one_result(source: Path, target: Path) -> None:
     save({"w": torch.ones(200, 200)}, source)
-    command = [sys.executable, "-P", "-m", "server.convert", "weights", str(source), str(target)]
+    command = [sys.executable, "-P", "-m", "server.checkpoint.convert", "weights", str(source), str(target)]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [process.communicate(timeout=60)[0] for process in both]
@@ -188,7 +188,7 @@ def test_full_disk_is_one_sentence_and_leaves_nothing(source: Path, target: Path
     save({"w": torch.ones(1 << 19)}, source)
     limit = "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN); "
     limit += "resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)); "
-    code = limit + "from server.convert import main; sys.exit(main(sys.argv[1:]))"
+    code = limit + "from server.checkpoint.convert import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
         [sys.executable, "-c", code, "weights", str(source), str(target)],
         cwd=ROOT,

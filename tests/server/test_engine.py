@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.batch import StepError
-from server.engine import Engine
-from server.layers.linear import DenseFormat
-from server.layers.packed import PackedFormat, can_pack
+from server.backends.cpu import OneDnnBackend
+from server.backends.cpu.onednn import can_pack
 from server.pb import generate_pb2 as pb
-from server.quant.int8 import Int8Format
-from tests.server.driver import CPU, GREEDY, Prompt, all_logits, generate, load_engine, sampled
+from server.stepping.batch import StepError
+from server.stepping.engine import Engine
+from server.stepping.warmup import warm_up
+from tests.server.driver import GREEDY, Prompt, all_logits, generate, load_engine, sampled
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +131,7 @@ def test_a_failed_step_drops_its_sequences_and_nothing_else(engine: Engine) -> N
 
 def test_sampling_a_few_rows_at_a_time_changes_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = generate(engine, mixed_prompts(20))
-    monkeypatch.setattr("server.engine.LOGIT_ROWS", 3)
+    monkeypatch.setattr("server.stepping.engine.LOGIT_ROWS", 3)
     parts = generate(engine, mixed_prompts(20))
     for one, other in zip(whole, parts, strict=True):
         assert one.tokens == other.tokens
@@ -147,9 +147,9 @@ def test_rows_are_free_again_after_many_sequences(engine: Engine) -> None:
 
 
 def test_packed_weights_agree_with_plain_ones(tiny_bloom: Path) -> None:
-    if not can_pack(torch.bfloat16, CPU):
+    if not can_pack(torch.bfloat16):
         pytest.skip("this build of torch packs no weights")
-    plain, packed = (load_engine(tiny_bloom, dtype=torch.bfloat16, make_format=f) for f in (DenseFormat, PackedFormat))
+    plain, packed = (load_engine(tiny_bloom, dtype=torch.bfloat16, backend=b) for b in (None, OneDnnBackend([])))
     token_ids = list(range(4, 60))
     expected = all_logits(plain, token_ids)
     assert (expected - all_logits(packed, token_ids)).abs().mean() < 0.01 * expected.std()
@@ -160,11 +160,12 @@ def test_packed_weights_agree_with_plain_ones(tiny_bloom: Path) -> None:
 def test_int8_weights_stay_close_to_dense_ones(tiny_bloom: Path, engine: Engine) -> None:
     token_ids = list(range(4, 60))
     dense = all_logits(engine, token_ids)
-    int8 = all_logits(load_engine(tiny_bloom, make_format=Int8Format), token_ids)
+    int8 = all_logits(load_engine(tiny_bloom, format="int8"), token_ids)
     assert (dense - int8).abs().mean() < 0.05 * dense.std()
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_size_that_does(engine: Engine) -> None:
+    sizes = {"prefill_tokens": 64, "total_tokens": 64, "top_n_tokens": 5, "fraction": 1.0}
     with pytest.raises(ValueError, match=r"use --max-batch-total-tokens \d+ or less"):
-        engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=10**9, useful_tokens=10**9, fraction=1.0)
-    engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=8192, useful_tokens=8192, fraction=1.0)
+        warm_up(engine, wanted_tokens=10**9, useful_tokens=10**9, **sizes)
+    warm_up(engine, wanted_tokens=8192, useful_tokens=8192, **sizes)

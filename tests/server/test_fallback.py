@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers.utils import logging as transformers_logging
 
 from benchmark.shapes import write_word_tokenizer
+from server.arch.families import FAMILIES
 from server.config import ShardConfig
-from server.engine import Engine
 from server.loading import load
-from server.model.families import FAMILIES
+from server.stepping.engine import Engine
+from server.stepping.warmup import warm_up
 from tests.running import Server, body, generate_all, tokens_of
 from tests.server.driver import Prompt, generate
 from tests.server.tiny import COMMON, LLAMA_SIZES
@@ -52,7 +53,8 @@ def shard_config(folder: Path, **changes: Any) -> ShardConfig:
 
 def engine_of(folder: Path) -> Engine:
     engine, _ = load(shard_config(folder))
-    engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=2048, useful_tokens=2048, fraction=1.0)
+    sizes = {"prefill_tokens": 64, "total_tokens": 64, "wanted_tokens": 2048, "useful_tokens": 2048}
+    warm_up(engine, top_n_tokens=5, fraction=1.0, **sizes)
     return engine
 
 

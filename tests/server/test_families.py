@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from server.model.families import FAMILIES
-from server.model.spec import validate
+from server.arch.families import FAMILIES
+from server.arch.spec import validate
 from tests.server import published, tiny
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.driver import GREEDY, Prompt, all_logits, generate, load_engine, sampled

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from server import native
-from server.batch import Tables
-from server.capture import Computation, HostOnly, NotCapturable
-from server.graphs import Graph
-from server.layers.native import NativeFormat, NativeNorm
-from server.native import Kernels
-from server.native.memory import Arena
-from server.native.recording import NativeCapture, Pool, Recording
+from server.arch import families
+from server.backends import cpu
+from server.backends.cpu import Kernels
+from server.backends.cpu.graph import CaptureError, CpuGraph, CpuGraphCapture, Pool
+from server.backends.cpu.layers import KernelNorm, PanelFormat
+from server.backends.cpu.memory import Arena
+from server.backends.protocol import Computation
+from server.stepping.decode_graphs import DecodeGraph
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
-from tests.server.driver import CPU, GREEDY, Prompt, generate, load_engine, sampled
+from tests.server.driver import GREEDY, Prompt, generate, load_engine, sampled
 from tests.server.test_families import PROMPT
 
-# Which experts a token goes to is decided by values, and so is how many tokens an expert gets.
-REFUSED = {"mixtral", "qwen3_moe"}
+ROOT = Path(__file__).parents[2]
 
 
 class Repeating:
@@ -44,9 +47,7 @@ class Repeating:
 
 @pytest.fixture(scope="module")
 def kernels() -> Kernels:
-    found, reason = native.load()
-    assert found is not None, reason
-    return found
+    return cpu.load()
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -77,7 +78,7 @@ def test_every_family_gives_the_same_captured(checkpoints: Checkpoints, kernels:
     engines = [load_engine(folder, kernels=kernels, captured=captured) for captured in (False, True)]
     plain, captured = (generate(engine, [replace(prompt, tokens=[], logprobs=[], top_ids=[])]) for engine in engines)
     assert results(plain) == results(captured)
-    assert (engines[1]._graphs is None) == (case in REFUSED)
+    assert [False, True] == [bool(engine._graphs and engine._graphs._graphs) for engine in engines]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,11 +88,12 @@ def test_what_joins_and_leaves_changes_nothing(kernels: Kernels, dtype: torch.dt
     assert plain == captured
 
 
-def test_batches_are_filled_up_with_nobody(kernels: Kernels) -> None:
+def test_batches_are_filled_up(kernels: Kernels) -> None:
     engine, plain = load_engine(DEMO, kernels=kernels), load_engine(DEMO, kernels=kernels, captured=False)
     capture = Repeating()
-    engine._capture = lambda: capture
-    engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=4096, useful_tokens=4096, fraction=1.0)
+    engine.backend.graph_capture = lambda: capture
+    engine.allocate(4096, 64)
+    engine.capture(engine.graph_sizes)
     before = capture.captured
     assert results(generate(engine, prompts(14))) == results(generate(plain, prompts(14)))
     assert 0 < capture.captured - before <= 2 * len(Repeating.sizes)  # batches of more than 8 were not captured
@@ -109,37 +111,40 @@ def test_longer_and_more_sequences_than_the_tables_hold(kernels: Kernels) -> Non
 
 def test_a_step_that_does_the_same_uploads_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     uploads = []
-    fill = Graph.fill
-    monkeypatch.setattr(Graph, "fill", lambda graph, places: uploads.append(places) or fill(graph, places))
-    generate(load_engine(DEMO, kernels=kernels), [Prompt([token], max_new_tokens=20) for token in (5, 8)])
+    fill = DecodeGraph.fill
+    monkeypatch.setattr(DecodeGraph, "fill", lambda graph, inputs: uploads.append(inputs) or fill(graph, inputs))
+    engine = load_engine(DEMO, kernels=kernels)
+    uploads.clear()  # those of the warm-up
+    generate(engine, [Prompt([token], max_new_tokens=20) for token in (5, 8)])
     assert len(uploads) == 1
 
 
-# ------------------------------------------------------------------------------------------------------ recordings
+# ------------------------------------------------------------------------------------------------------ on a CPU
 
 
-def test_a_recording_repeats_kernels_and_operators(kernels: Kernels) -> None:
+def test_a_graph_repeats_kernels_and_operators(kernels: Kernels) -> None:
     x = torch.randn(3, 64)
-    form, norm = NativeFormat(kernels, Arena(), torch.randn(64, 64)), norm_of(kernels)
+    form, norm = PanelFormat(kernels, Arena(), torch.randn(64, 64)), norm_of(kernels)
 
     def compute() -> tuple[Tensor, ...]:
         y = norm(x)
         for _ in range(4):
             y = form(norm(y), None, None, y)
-        return y, y[torch.tensor([1, 2])] * 2.5, x.add_(1.0).clone()
+        values, order = y.sort(dim=1)
+        return y, y[torch.tensor([1, 2])] * 2.5, values * order, x.add_(1.0).clone()
 
     with torch.inference_mode():
-        repeat = NativeCapture(kernels)(compute)
-        repeat()
+        replay = CpuGraphCapture(kernels)(compute)
+        replay()
         for _ in range(2):
             x.copy_(start := torch.randn(3, 64))
-            repeated = [t.clone() for t in repeat()]
+            repeated = [t.clone() for t in replay()]
             x.copy_(start)
             assert all(torch.equal(a, b) for a, b in zip(repeated, compute(), strict=True))
 
 
-def norm_of(kernels: Kernels) -> NativeNorm:
-    return NativeNorm(kernels, torch.randn(64), None, 1e-5, is_centred=False)
+def norm_of(kernels: Kernels) -> KernelNorm:
+    return KernelNorm(kernels, torch.randn(64), None, 1e-5, is_centred=False)
 
 
 @pytest.mark.parametrize(
@@ -148,26 +153,54 @@ def norm_of(kernels: Kernels) -> NativeNorm:
         (lambda x: x.nonzero(), "nonzero"),
         (lambda x: x[x > 0], "index"),
         (lambda x: x * x.sum().item(), "item"),
-        (lambda x: x.sort(), "sort"),
     ],
 )
 def test_what_depends_on_values_is_refused(kernels: Kernels, compute: Computation, name: str) -> None:
-    capture = NativeCapture(kernels)
-    with pytest.raises(NotCapturable, match=name), torch.inference_mode():
+    capture = CpuGraphCapture(kernels)
+    with pytest.raises(CaptureError, match=name), torch.inference_mode():
         capture(lambda: compute(torch.ones(3)))  # type: ignore[call-arg]
     assert kernels.recorder is None
 
 
-def test_lengths_on_the_host_are_refused() -> None:
-    tables = Tables.empty(4, 4, CPU)
-    lengths = tables.decodes(torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), has_encoder=False)
-    for use in (len, iter, lambda values: values[0], max):
-        with pytest.raises(NotCapturable, match="lengths on the host"):
-            use(lengths.meta.context_lengths)
-    assert isinstance(lengths.work, HostOnly)
+@pytest.mark.parametrize(
+    ("case", "format", "world_size", "why"),
+    [
+        ("llama", "dense", 1, None),
+        ("mixtral", "dense", 1, None),
+        ("llama", "int8", 1, None),
+        ("mixtral", "int8", 1, "experts in int8"),
+        ("llama", "dense", 2, "ranks on CPUs"),
+    ],
+)
+def test_what_cannot_be_captured_is_known_from_the_spec(
+    checkpoints: Checkpoints, kernels: Kernels, case: str, format: str, world_size: int, why: str | None
+) -> None:
+    folder, _ = checkpoints(case)
+    _, spec = families.find(json.loads((folder / "config.json").read_text()))
+    said = cpu.CpuBackend(kernels, torch.float32).why_not_captured(spec, format, world_size)
+    assert said is None if why is None else said is not None and said.startswith(why)
 
 
-def test_recordings_share_memory_that_is_free(kernels: Kernels) -> None:
+@pytest.mark.parametrize("case", ["mixtral", "bloom"])
+def test_models_that_are_not_captured_generate_all_the_same(
+    checkpoints: Checkpoints, kernels: Kernels, case: str
+) -> None:
+    folder, _ = checkpoints(case)
+    engine = load_engine(folder, kernels=kernels, format="int8")
+    (done,) = generate(engine, [Prompt(PROMPT, max_new_tokens=4)])
+    assert 4 == len(done.tokens)
+
+
+def test_capturing_does_not_import_dynamo() -> None:
+    code = (
+        "import sys, torch; from server.backends import cpu; from server.backends.cpu.graph import CpuGraphCapture; "
+        "CpuGraphCapture(cpu.load())(lambda: (torch.ones(2) + 1,)); print('torch._dynamo' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "False" == result.stdout.strip()
+
+
+def test_graphs_share_memory_that_is_free(kernels: Kernels) -> None:
     pool, norm = Pool(), norm_of(kernels)
 
     def chain(x: Tensor) -> None:
@@ -177,7 +210,7 @@ def test_recordings_share_memory_that_is_free(kernels: Kernels) -> None:
     with torch.inference_mode():
         x = torch.randn(1000, 64)
         for _ in range(3):
-            with Recording(kernels, pool):
+            with CpuGraph(kernels, pool):
                 chain(x)
     (only,) = pool._free
     assert only[1] == len(pool._slabs[0])

@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-from server import hub
-from server.hub import HubError, ResolvedModel
+from server.checkpoint import hub
+from server.checkpoint.hub import HubError, ResolvedModel
 
 SHA = "1234567890abcdef1234567890abcdef12345678"
 
@@ -71,7 +71,7 @@ def test_local_folder_is_used_as_it_is_and_makes_no_connection(folder: Path, mon
 
     monkeypatch.setattr(socket.socket, "connect", refuse)
     monkeypatch.setattr(socket, "getaddrinfo", refuse)
-    assert ResolvedModel(folder, folder, folder, None, True) == resolve(folder)
+    assert ResolvedModel(folder, folder, folder, None) == resolve(folder)
 
 
 def test_weights_can_come_from_another_folder(folder: Path, tmp_path: Path) -> None:
@@ -363,7 +363,7 @@ def download(fake_hub: FakeHub, tmp_path: Path) -> Callable[..., ResolvedModel]:
 def test_download_takes_what_is_needed_and_nothing_else(fake_hub: FakeHub, download: Any) -> None:
     model = download()
     assert {"config.json", "tokenizer.json", "model.safetensors"} == {path.name for path in model.path.iterdir()}
-    assert (SHA, False) == (model.sha, model.is_local)
+    assert SHA == model.sha
     assert fake_hub.files["model.safetensors"] == (model.weights_path / "model.safetensors").read_bytes()
 
 

@@ -23,13 +23,16 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from server import attention, weights
+from server.arch import families
+from server.backends.cpu.device import CpuDevice
+from server.backends.reference import ReferenceBackend
+from server.backends.reference.linear import DenseFormat
+from server.checkpoint import weights
+from server.checkpoint.hub import HubError
+from server.checkpoint.weights import Checkpoint, CheckpointError, Weights
 from server.distributed import Shard
-from server.hub import HubError
-from server.layers.linear import DenseFormat
-from server.model import families, transformer
-from server.model.transformer import Parts, Transformer
-from server.weights import Checkpoint, CheckpointError, Weights
+from server.model.load import load as load_model
+from server.model.transformer import Transformer
 from tests.server.checkpoints import Checkpoints
 from tests.server.driver import CPU, all_logits, load_engine
 
@@ -43,8 +46,7 @@ def load(folder: Path, shard: Shard, dtype: torch.dtype) -> tuple[Transformer, C
     family, spec = families.find(json.loads((folder / "config.json").read_text()))
     checkpoint = Checkpoint(folder)
     opened = Weights.open(checkpoint, family.names, shard, dtype, CPU)
-    backend = attention.choose(CPU, None, disable_custom_kernels=True)
-    return transformer.load(opened, spec, Parts(backend)), checkpoint
+    return load_model(opened, spec, ReferenceBackend(CpuDevice())), checkpoint
 
 
 # What it costs
@@ -259,8 +261,8 @@ def test_every_dtype_is_converted_to_the_wanted_one(
     down, bias = (tensors[f"transformer.h.2.mlp.dense_4h_to_h.{kind}"] for kind in ("weight", "bias"))
     assert isinstance(layer.mlp.down.weight, DenseFormat)
     assert torch.equal(down[:, 128:].to(stored).to(wanted), layer.mlp.down.weight.weight)  # the second half of 256
-    assert layer.mlp.bias is not None
-    assert torch.equal(bias.to(stored).to(wanted), layer.mlp.bias)
+    assert layer.mlp.down.bias is not None
+    assert torch.equal(bias.to(stored).to(wanted), layer.mlp.down.bias)
     words = tensors["transformer.word_embeddings.weight"]
     assert torch.equal(words[52:].to(stored).to(wanted), model.decoder.embedding.table[:51])
 

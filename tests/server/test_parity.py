@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,8 +10,12 @@ import torch
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from server.layers.linear import DenseFormat, MakeFormat
-from server.layers.packed import PackedFormat
+from server.backends import Backend, Device
+from server.backends.cpu import OneDnnBackend
+from server.backends.cpu.device import CpuDevice
+from server.backends.protocol import Attention, Scores
+from server.backends.reference import ReferenceBackend
+from server.backends.reference.attention import ReferenceAttention
 from tests.server.conftest import DEMO, save_tiny_bloom
 from tests.server.driver import all_logits, load_engine
 
@@ -20,22 +25,33 @@ it yesterday." The fox gave the ball to the bird. "Thank you," said the bird, an
 went down. Then the fox went home and told his mother what had happened. She was very happy and made a cake for him."""
 
 
+class PaperBackend(ReferenceBackend):
+    """Attention as one would write it on paper."""
+
+    def attention(self, scores: Scores) -> Attention:
+        return ReferenceAttention(scores)
+
+
+BACKENDS = pytest.mark.parametrize("make", [PaperBackend, ReferenceBackend], ids=["paper", "reference"])
+MakeBackend = Callable[[Device], Backend]
+
+
 @torch.inference_mode()
-def largest_difference(folder: Path, *, reference: bool, length: int = 150) -> float:
+def largest_difference(folder: Path, make: MakeBackend = ReferenceBackend, length: int = 150) -> float:
     oracle = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32).eval()
     token_ids = torch.randint(4, oracle.config.vocab_size, (length,), generator=torch.Generator().manual_seed(0))
-    ours = all_logits(load_engine(folder, reference=reference), token_ids.tolist())
+    ours = all_logits(load_engine(folder, backend=make(CpuDevice())), token_ids.tolist())
     return float((oracle(token_ids.unsqueeze(0)).logits[0] - ours).abs().max())
 
 
-@pytest.mark.parametrize("reference", [True, False], ids=["reference", "padded"])
-def test_tiny_bloom_equals_transformers(tiny_bloom: Path, reference: bool) -> None:
-    assert largest_difference(tiny_bloom, reference=reference) < 1e-4
+@BACKENDS
+def test_tiny_bloom_equals_transformers(tiny_bloom: Path, make: MakeBackend) -> None:
+    assert largest_difference(tiny_bloom, make) < 1e-4
 
 
-@pytest.mark.parametrize("reference", [True, False], ids=["reference", "padded"])
-def test_embedded_model_equals_transformers(reference: bool) -> None:
-    assert largest_difference(DEMO, reference=reference) < 1e-4
+@BACKENDS
+def test_embedded_model_equals_transformers(make: MakeBackend) -> None:
+    assert largest_difference(DEMO, make) < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -49,15 +65,15 @@ def test_embedded_model_equals_transformers(reference: bool) -> None:
 )
 def test_variants_of_bloom_equal_transformers(tmp_path: Path, changes: dict[str, object]) -> None:
     save_tiny_bloom(tmp_path, **changes)
-    assert largest_difference(tmp_path, reference=False) < 1e-4
+    assert largest_difference(tmp_path) < 1e-4
 
 
-@pytest.mark.parametrize("make_format", [DenseFormat, PackedFormat], ids=["dense", "packed"])
+@pytest.mark.parametrize("backend", [None, OneDnnBackend([])], ids=["dense", "packed"])
 @torch.inference_mode()
-def test_bfloat16_agrees_with_float32(make_format: MakeFormat) -> None:
+def test_bfloat16_agrees_with_float32(backend: Backend | None) -> None:
     oracle = AutoModelForCausalLM.from_pretrained(DEMO, local_files_only=True, dtype=torch.float32).eval()
     token_ids = torch.tensor(Tokenizer.from_file(str(DEMO / "tokenizer.json")).encode(STORY).ids)
-    engine = load_engine(DEMO, dtype=torch.bfloat16, make_format=make_format)
+    engine = load_engine(DEMO, dtype=torch.bfloat16, backend=backend)
     expected, found = oracle(token_ids.unsqueeze(0)).logits[0], all_logits(engine, token_ids.tolist())
     assert len(token_ids) > 100
     assert (expected - found).norm() < 0.02 * expected.norm()

@@ -26,12 +26,9 @@ from torch import Tensor
 from transformers import AutoConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from server import attention
-from server.distributed import Shard
-from server.layers.position import Rotary
-from server.model import families, transformer
-from server.model.families import Family
-from server.model.spec import (
+from server.arch import families
+from server.arch.families import Family
+from server.arch.spec import (
     SHARD_COUNTS,
     Alibi,
     ArchSpec,
@@ -43,8 +40,12 @@ from server.model.spec import (
     Rope,
     validate,
 )
-from server.model.transformer import Parts
-from server.weights import Checkpoint, CheckpointError, RandomCheckpoint, Weights
+from server.backends.cpu.device import CpuDevice
+from server.backends.reference import ReferenceBackend
+from server.checkpoint.weights import Checkpoint, CheckpointError, RandomCheckpoint, Weights
+from server.distributed import Shard
+from server.layers.position import Rotary
+from server.model.load import load as load_model
 
 FOLDER = Path(__file__).parent / "real_shapes"
 BENCHMARKED = Path(__file__).parents[2] / "benchmark" / "shapes"
@@ -178,7 +179,7 @@ class FakeCheckpoint(Checkpoint):
 @pytest.fixture(autouse=True)
 def whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts are read at once: in how many pieces is `test_loading.py`'s matter, and on the meta device only slow."""
-    monkeypatch.setattr("server.weights.PIECE_BYTES", 1 << 62)
+    monkeypatch.setattr("server.checkpoint.weights.PIECE_BYTES", 1 << 62)
 
 
 def find(name: str, most_tensors: float = math.inf) -> tuple[Published, Family, ArchSpec]:
@@ -195,8 +196,7 @@ def load(shapes: dict[str, Shape], family: Family, spec: ArchSpec, shard: Shard)
 
 def start_up(checkpoint: Checkpoint | RandomCheckpoint, family: Family, spec: ArchSpec, shard: Shard) -> None:
     weights = Weights.open(checkpoint, family.names, shard, DTYPE, META)
-    backend = attention.choose(META, None, disable_custom_kernels=True)
-    transformer.load(weights, spec, Parts(backend))
+    load_model(weights, spec, ReferenceBackend(CpuDevice()))
 
 
 def reader_counts(regions: Iterable[Region], shape: Shape) -> set[int]:

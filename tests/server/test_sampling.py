@@ -8,20 +8,27 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.sampling import (
+from server.backends.cpu.device import CpuDevice
+from server.backends.reference.logits import StockLogits, exponential_noise
+from server.distributed import Shard
+from server.stepping.sampling import (
     History,
     Sampler,
-    StockLogits,
     TokenChoice,
     Watermark,
-    exponential_noise,
     keep_top_k,
     keep_top_p,
     keep_typical,
 )
+from server.stepping.vocabulary import Vocabulary
 
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 WATERMARK = Watermark(gamma=0.5, delta=2.0)
+
+
+def whole(size: int) -> Vocabulary:
+    """All of a vocabulary, on one rank."""
+    return Vocabulary(StockLogits(), Shard(), size)
 
 
 def choose(
@@ -32,7 +39,7 @@ def choose(
     watermark: Watermark = WATERMARK,
 ):  # type: ignore[no-untyped-def]
     rows = len(choices)
-    sampler = Sampler(choices, watermark, CPU, StockLogits())
+    sampler = Sampler(choices, watermark, CPU, whole(logits.shape[-1]))
     return sampler(
         logits.clone().expand(rows, -1).contiguous(),
         positions=torch.full((rows,), position),
@@ -59,42 +66,42 @@ def test_greedy_takes_the_largest_logit_and_reports_the_plain_logprob() -> None:
 
 def test_top_k_keeps_ties() -> None:
     logits = torch.tensor([[4.0, 2.0, 2.0, 1.0]])
-    assert [0] == kept(keep_top_k(logits, column(1), most=1))
-    assert [0, 1, 2] == kept(keep_top_k(logits, column(2), most=2))
-    assert [0, 1, 2, 3] == kept(keep_top_k(logits, column(99), most=99))
+    assert [0] == kept(keep_top_k(whole(4), logits, column(1), most=1))
+    assert [0, 1, 2] == kept(keep_top_k(whole(4), logits, column(2), most=2))
+    assert [0, 1, 2, 3] == kept(keep_top_k(whole(4), logits, column(99), most=99))
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
     logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
-    assert [0] == kept(keep_top_p(logits, column(0.4)))
-    assert [0, 1] == kept(keep_top_p(logits, column(0.6)))
-    assert [0, 1, 2] == kept(keep_top_p(logits, column(0.9)))
-    assert [0] == kept(keep_top_p(logits, column(1e-6)))
+    assert [0] == kept(keep_top_p(whole(4), logits, column(0.4)))
+    assert [0, 1] == kept(keep_top_p(whole(4), logits, column(0.6)))
+    assert [0, 1, 2] == kept(keep_top_p(whole(4), logits, column(0.9)))
+    assert [0] == kept(keep_top_p(whole(4), logits, column(1e-6)))
 
 
 def test_typical_p_prefers_tokens_near_the_entropy() -> None:
     logits = torch.tensor([[0.6, 0.2, 0.1, 0.1]]).log()
     entropy = -(logits.exp() * logits).sum()
     nearest = int((-logits - entropy).abs().argmin())
-    assert [nearest] == kept(keep_typical(logits, column(0.01)))
-    assert [0, 1, 2, 3] == kept(keep_typical(logits, column(1.0 - 1e-7)))
+    assert [nearest] == kept(keep_typical(whole(4), logits, column(0.01)))
+    assert [0, 1, 2, 3] == kept(keep_typical(whole(4), logits, column(1.0 - 1e-7)))
 
 
 def test_typical_p_after_top_k_does_not_bring_a_token_back() -> None:
-    logits = keep_top_k(torch.tensor([[0.6, 0.2, 0.1, 0.1]]).log(), column(2), most=2)
-    assert set(kept(keep_typical(logits, column(0.99)))) <= {0, 1}
+    logits = keep_top_k(whole(4), torch.tensor([[0.6, 0.2, 0.1, 0.1]]).log(), column(2), most=2)
+    assert set(kept(keep_typical(whole(4), logits, column(0.99)))) <= {0, 1}
 
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_scores() -> None:
     logits = torch.tensor([[2.0, 1.9, -1.0, -1.1]])
-    history = History([0, 2], 0, 4, CPU)
+    history = History([0, 2], 0, whole(4), CPU)
     chosen = choose(logits, [TokenChoice(repetition_penalty=2.0, top_n_tokens=4)], histories=[history])
     assert [1, 0, 3, 2] == chosen.top_ids[0].tolist()
 
 
 def test_frequency_penalty_counts_generated_tokens_only() -> None:
     logits = torch.tensor([[2.0, 1.0]])
-    asked, generated = History([0, 0], 0, 2, CPU), History([0, 0], 2, 2, CPU)
+    asked, generated = History([0, 0], 0, whole(2), CPU), History([0, 0], 2, whole(2), CPU)
     choices = [TokenChoice(frequency_penalty=0.6)] * 2
     assert [0, 1] == choose(logits, choices, histories=[asked, generated]).token_ids.tolist()
 
@@ -135,9 +142,9 @@ def test_a_row_is_the_same_whatever_stands_beside_it() -> None:
 
 def test_noise_is_exponential_and_a_pure_function() -> None:
     low, high, positions = torch.tensor([[7]]), torch.tensor([[0]]), torch.tensor([3])
-    noise = exponential_noise(low, high, positions, 200_000)
-    assert torch.equal(noise, exponential_noise(low, high, positions, 200_000))
-    assert torch.equal(noise[:, :50], exponential_noise(low, high, positions, 50))
+    noise = exponential_noise(low, high, positions, torch.arange(200_000))
+    assert torch.equal(noise, exponential_noise(low, high, positions, torch.arange(200_000)))
+    assert torch.equal(noise[:, :50], exponential_noise(low, high, positions, torch.arange(50)))
     assert noise.mean().item() == pytest.approx(1.0, abs=0.02)
     assert noise.var().item() == pytest.approx(1.0, abs=0.05)
     assert (noise > 0).all()
@@ -145,7 +152,9 @@ def test_noise_is_exponential_and_a_pure_function() -> None:
 
 def test_every_half_of_the_seed_and_the_position_changes_the_noise() -> None:
     def noise(low: int, high: int, position: int) -> Tensor:
-        return exponential_noise(torch.tensor([[low]]), torch.tensor([[high]]), torch.tensor([position]), 1000)
+        return exponential_noise(
+            torch.tensor([[low]]), torch.tensor([[high]]), torch.tensor([position]), torch.arange(1000)
+        )
 
     base = noise(1, 1, 1)
     for other in (noise(2, 1, 1), noise(1, 2, 1), noise(1, 1, 2)):

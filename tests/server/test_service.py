@@ -16,6 +16,7 @@ from server.loading import load
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
 from server.service import ShardService, serve
+from server.stepping.warmup import warm_up
 from tests.server.driver import GREEDY
 
 Body = Callable[[pb_grpc.ShardStub, ShardService], Awaitable[None]]
@@ -153,7 +154,8 @@ def test_random_weights_need_no_checkpoint(tiny_bloom: Path, tmp_path: Path) -> 
     engine, info = load(config_of(tmp_path, tmp_path / "s", random_weights=True))
     torch.set_num_threads(threads)
     assert ("float32", 103) == (info.dtype, info.vocab_size)
-    engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=256, useful_tokens=256, fraction=1.0)
+    sizes = {"prefill_tokens": 64, "total_tokens": 64, "wanted_tokens": 256, "useful_tokens": 256}
+    warm_up(engine, top_n_tokens=5, fraction=1.0, **sizes)
     launched = engine.launch(first_step())
     assert launched is not None
     assert all(math.isfinite(value) for value in launched.finish().logprobs)

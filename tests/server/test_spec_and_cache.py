@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import resource
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from server.cache import KVShape, allocate, choose_tokens, left_bytes, num_blocks
+from server.arch import families
+from server.arch.spec import Alibi, ArchSpec, validate
+from server.backends.cpu.device import CpuDevice
+from server.backends.cpu.threads import cpu_quota, plan_threads
+from server.blocks import num_blocks
 from server.layers.position import alibi_slopes
-from server.loading import choose_dtype, plan_threads
-from server.model import families
-from server.model.spec import Alibi, ArchSpec, validate
+from server.loading import choose_dtype
+from server.stepping.cache import KVShape, allocate, choose_tokens
 
-CPU = torch.device("cpu")
+CPU = CpuDevice()
 
 
 def bloom(heads: int, hidden: int = 64) -> ArchSpec:
@@ -73,21 +77,55 @@ def test_a_wish_for_a_dtype_wins() -> None:
 
 
 def test_a_dtype_that_the_device_computes_badly_gives_way_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.loading._good_dtypes", lambda device: {torch.float32})
+    monkeypatch.setattr(CpuDevice, "good_dtypes", lambda device: {torch.float32})
     dtype, reason = choose_dtype(None, torch.float16, CPU)
     assert torch.float32 == dtype
     assert "this CPU does not compute the checkpoint's float16 well" == reason
 
 
-def test_threads_are_a_share_of_the_cores_and_one_where_waiting_costs_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_are_a_share_of_the_cores_and_one_where_waiting_costs_more(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
     large, small = 2**30, 2**20
-    assert (8, "8 cores for all shards; they sleep when idle") == plan_threads(None, CPU, 1, large)
-    assert 2 == plan_threads(None, CPU, 4, large)[0]
-    assert 1 == plan_threads(None, CPU, 16, large)[0]
-    assert (1, "the model is too small to share") == plan_threads(None, CPU, 1, small)
-    assert (1, "the GPU computes") == plan_threads(None, torch.device("cuda"), 1, large)
-    assert (5, "asked for") == plan_threads(5, CPU, 1, small)
+    nowhere = tmp_path / "nowhere"
+
+    def plan(wanted: int | None, ranks: int, num_bytes: int, is_host: bool = True) -> tuple[int, str]:
+        return plan_threads(wanted, is_host=is_host, world_size=ranks, weight_bytes=num_bytes, cgroup=nowhere)
+
+    assert (8, "8 cores for all shards; they sleep when idle") == plan(None, 1, large)
+    assert 2 == plan(None, 4, large)[0]
+    assert 1 == plan(None, 16, large)[0]
+    assert (1, "the model is too small to share") == plan(None, 1, small)
+    assert (1, "the GPU computes") == plan(None, 1, large, is_host=False)
+    assert (5, "asked for") == plan(5, 1, small)
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({}, None),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.max": "250000 100000\n"}, 2.5),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
+    ],
+)
+def test_a_quota_is_read_from_either_version_of_cgroups(
+    tmp_path: Path, files: dict[str, str], quota: float | None
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert quota == cpu_quota(tmp_path)
+
+
+def test_threads_keep_to_a_containers_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    (tmp_path / "cpu.max").write_text("250000 100000\n")
+    plan = partial(plan_threads, None, is_host=True, weight_bytes=2**30, cgroup=tmp_path)
+    assert (2, "a cgroup quota of 2.5 cores for all shards") == plan(world_size=1)
+    assert 1 == plan(world_size=4)[0]
 
 
 def test_a_cache_on_a_cpu_takes_memory_where_it_is_written() -> None:
@@ -101,9 +139,9 @@ def test_a_cache_on_a_cpu_takes_memory_where_it_is_written() -> None:
 
 
 def test_what_is_left_on_a_cpu_is_counted_with_a_full_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.cache._available_host_bytes", lambda: 100)
-    assert 30 == left_bytes(CPU, fraction=1.0, world_size=2, kv_bytes=20)
-    assert 0 == left_bytes(CPU, fraction=1.0, world_size=2, kv_bytes=60)
+    monkeypatch.setattr("server.backends.cpu.device._available_bytes", lambda: 100)
+    assert 30 == CPU.left_bytes(fraction=1.0, world_size=2, kv_bytes=20)
+    assert 0 == CPU.left_bytes(fraction=1.0, world_size=2, kv_bytes=60)
 
 
 def resident_bytes() -> int:

@@ -22,8 +22,8 @@ from sentencepiece import sentencepiece_model_pb2 as pb
 from tokenizers import Tokenizer
 
 from router.text import Detokeniser, ModelTokenizer
-from server import convert, spm
-from server.hub import HubError
+from server.checkpoint import convert, spm
+from server.checkpoint.hub import HubError
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
 MODELS: dict[str, dict[str, Any]] = {
@@ -344,7 +344,7 @@ def test_model_that_cannot_be_converted_is_refused(data: bytes, expected: str) -
         spm.convert(data)
 
 
-# Through server.convert
+# Through server.checkpoint.convert
 
 
 def repository(folder: Path, model_type: str, tokenizer_class: str, marker: Path) -> Path:

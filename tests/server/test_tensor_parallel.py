@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from server.arch import families
+from server.arch.spec import validate
 from server.distributed import Shard
-from server.model import families
-from server.model.spec import validate
 from tests.server import ranks
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO

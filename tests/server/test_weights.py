@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from server.arch import families
+from server.arch.names import NameMap, QkvLayout
+from server.backends.reference.linear import DenseFormat
+from server.checkpoint.weights import Checkpoint, CheckpointError, Weights, head_ranges
 from server.distributed import Shard
 from server.layers.embedding import load_embedding, load_head
-from server.layers.linear import DenseFormat, load_column, load_row
-from server.model import families
-from server.model.names import Layout, NameMap
-from server.weights import Checkpoint, CheckpointError, Weights, head_ranges
+from server.layers.linear import load_column, load_row
 from tests.server.driver import CPU, load_engine
 
 NAMES = NameMap(roles={"embed": "words", "mlp_up": "up.{i}", "mlp_down": "down.{i}"}, prefixes=("model.", ""))
@@ -56,17 +57,17 @@ def test_a_row_layer_takes_columns(four_by_four: Path) -> None:
 
 def test_fused_heads_are_put_side_by_side() -> None:
     # Four heads of one row share two kv heads. Grouped: q0 q1 k0 v0 q2 q3 k1 v1; concatenated: q0 … q3 k0 k1 v0 v1.
-    def rows(layout: Layout, q: range, kv: range) -> list[int]:
+    def rows(layout: QkvLayout, q: range, kv: range) -> list[int]:
         return [row for start, stop in head_ranges(layout, 4, 2, 1, q, kv) for row in range(start, stop)]
 
-    assert [0, 1, 4, 5, 2, 6, 3, 7] == rows(Layout.GROUPED, range(4), range(2))
-    assert [4, 5, 6, 7] == rows(Layout.GROUPED, range(2, 4), range(1, 2))
-    assert [0, 1, 2, 3, 4, 5, 6, 7] == rows(Layout.CONCAT, range(4), range(2))
-    assert [2, 3, 5, 7] == rows(Layout.CONCAT, range(2, 4), range(1, 2))
+    assert [0, 1, 4, 5, 2, 6, 3, 7] == rows(QkvLayout.GROUPED, range(4), range(2))
+    assert [4, 5, 6, 7] == rows(QkvLayout.GROUPED, range(2, 4), range(1, 2))
+    assert [0, 1, 2, 3, 4, 5, 6, 7] == rows(QkvLayout.CONCAT, range(4), range(2))
+    assert [2, 3, 5, 7] == rows(QkvLayout.CONCAT, range(2, 4), range(1, 2))
 
 
 def test_neighbouring_rows_are_read_at_once() -> None:
-    assert [(0, 8)] == head_ranges(Layout.CONCAT, 4, 2, 1, range(4), range(2))
+    assert [(0, 8)] == head_ranges(QkvLayout.CONCAT, 4, 2, 1, range(4), range(2))
 
 
 def test_stored_inputs_first_is_turned_around(four_by_four: Path) -> None:

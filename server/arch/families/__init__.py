@@ -1,0 +1,88 @@
+"""The model families that Lockstep serves, each as data: what it looks like and where its checkpoints keep things.
+
+To add one, see docs/adding-a-family.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from server.arch.families import (
+    baichuan,
+    bloom,
+    chatglm,
+    falcon,
+    gemma,
+    gemma2,
+    gemma3,
+    gpt2,
+    gpt_bigcode,
+    gpt_neox,
+    llama,
+    mistral,
+    mixtral,
+    mpt,
+    opt,
+    phi3,
+    qwen2,
+    qwen3,
+    stablelm,
+    starcoder2,
+    t5,
+)
+from server.arch.names import NameMap
+from server.arch.spec import ArchSpec
+
+
+@dataclass(frozen=True)
+class Family:
+    """Models that share a spec function and a name map."""
+
+    spec: Callable[[Mapping[str, Any]], ArchSpec]
+    names: NameMap
+
+
+FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
+    "baichuan": Family(baichuan.spec, baichuan.NAMES),
+    "bloom": Family(bloom.spec, bloom.NAMES),
+    "chatglm": Family(chatglm.spec, chatglm.NAMES),
+    "falcon": Family(falcon.spec, falcon.NAMES),
+    "gemma": Family(gemma.spec, gemma.NAMES),
+    "gemma2": Family(gemma2.spec, gemma2.NAMES),
+    "gemma3_text": Family(gemma3.spec, gemma3.NAMES),
+    "gpt2": Family(gpt2.spec, gpt2.NAMES),
+    "gpt_bigcode": Family(gpt_bigcode.spec, gpt_bigcode.NAMES),
+    "gpt_neox": Family(gpt_neox.spec, gpt_neox.NAMES),
+    "llama": Family(llama.spec, llama.NAMES),
+    "mistral": Family(mistral.spec, mistral.NAMES),
+    "mixtral": Family(mixtral.spec, mixtral.NAMES),
+    "mpt": Family(mpt.spec, mpt.NAMES),
+    "mt5": Family(t5.unscaled_spec, t5.NAMES),
+    "opt": Family(opt.spec, opt.NAMES),
+    "phi3": Family(phi3.spec, phi3.NAMES),
+    "qwen2": Family(qwen2.spec, qwen2.NAMES),
+    "qwen3": Family(qwen3.spec, qwen3.NAMES),
+    "qwen3_moe": Family(qwen3.moe_spec, qwen3.NAMES),
+    "stablelm": Family(stablelm.spec, stablelm.NAMES),
+    "starcoder2": Family(starcoder2.spec, starcoder2.NAMES),
+    "t5": Family(t5.spec, t5.NAMES),
+}
+
+
+def has(hf_config: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint's config.json is of one of these families."""
+    return hf_config.get("model_type") in FAMILIES
+
+
+def find(hf_config: Mapping[str, Any]) -> tuple[Family, ArchSpec]:
+    """The family of a checkpoint's config.json, and its spec. Raises ValueError for what cannot be served."""
+    model_type = str(hf_config.get("model_type"))
+    if model_type not in FAMILIES:
+        raise ValueError(f"config.json says model_type {model_type!r}; served are: {', '.join(sorted(FAMILIES))}")
+    family = FAMILIES[model_type]
+    try:
+        return family, family.spec(hf_config)
+    except KeyError as error:
+        raise ValueError(f"config.json of a {model_type} model lacks the key {error}") from error

@@ -1,0 +1,44 @@
+"""GPT-2 (Radford et al. 2019): learned positions, fused q, k and v, linear weights stored inputs first."""
+
+from __future__ import annotations
+
+from server.arch.families.reading import Config, activation
+from server.arch.names import NameMap
+from server.arch.spec import ArchSpec, Dense, LayerNormSpec, LayerSpec, Learned, Residual
+
+NAMES = NameMap(
+    roles={
+        "embed": "wte",
+        "positions": "wpe",
+        "attention_norm": "h.{i}.ln_1",
+        "qkv": "h.{i}.attn.c_attn",
+        "attention_out": "h.{i}.attn.c_proj",
+        "mlp_norm": "h.{i}.ln_2",
+        "mlp_up": "h.{i}.mlp.c_fc",
+        "mlp_down": "h.{i}.mlp.c_proj",
+        "final_norm": "ln_f",
+    },
+    transposed=True,
+    prefixes=("transformer.", ""),
+    ignore=(r"^lm_head\.weight$", r"\.attn\.(masked_)?bias$"),  # the tied embedding; causal masks of old checkpoints
+)
+
+
+def spec(config: Config) -> ArchSpec:
+    hidden, heads = config["n_embd"], config["n_head"]
+    mlp = Dense(config.get("n_inner") or 4 * hidden, activation(config["activation_function"]))
+    return ArchSpec(
+        vocab_size=config["vocab_size"],
+        hidden_size=hidden,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        norm=LayerNormSpec(config["layer_norm_epsilon"]),
+        residual=Residual.PRE,
+        layers=(LayerSpec(mlp, Learned(config["n_positions"])),) * config["n_layer"],
+        tied_head=True,
+        qkv_bias=True,
+        attention_out_bias=True,
+        mlp_bias=True,
+        max_positions=config["n_positions"],
+    )

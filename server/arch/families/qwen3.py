@@ -1,0 +1,47 @@
+"""Qwen3, dense and mixture (Yang et al. 2025, arXiv 2505.09388): Llama with normalised queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from server.arch.families import llama
+from server.arch.families.reading import Config, activation, layer_windows
+from server.arch.names import NameMap
+from server.arch.spec import ArchSpec, Moe
+
+NAMES = NameMap(
+    roles={
+        **llama.NAMES.roles,
+        "q_norm": "layers.{i}.self_attn.q_norm",
+        "k_norm": "layers.{i}.self_attn.k_norm",
+        "router": "layers.{i}.mlp.gate",
+        "expert_gate": "layers.{i}.mlp.experts.{e}.gate_proj",
+        "expert_up": "layers.{i}.mlp.experts.{e}.up_proj",
+        "expert_down": "layers.{i}.mlp.experts.{e}.down_proj",
+    },
+    prefixes=llama.NAMES.prefixes,
+    ignore=llama.NAMES.ignore,
+)
+
+
+def spec(config: Config) -> ArchSpec:
+    base = llama.spec(config)
+    first = config.get("max_window_layers", 0) if config.get("use_sliding_window") else config["num_hidden_layers"]
+    windows = layer_windows(config, lambda i: i >= first)
+    layers = tuple(replace(layer, window=w) for layer, w in zip(base.layers, windows, strict=True))
+    return replace(base, layers=layers, qk_norm=True)
+
+
+def moe_spec(config: Config) -> ArchSpec:
+    base = spec(config)
+    moe = Moe(
+        num_experts=config.get("num_experts") or config["num_local_experts"],
+        top_k=config["num_experts_per_tok"],
+        width=config["moe_intermediate_size"],
+        activation=activation(config["hidden_act"]),
+        renormalise=config["norm_topk_prob"],
+    )
+    step, dense = config.get("decoder_sparse_step", 1), config.get("mlp_only_layers") or []
+    is_moe = [i not in dense and (i + 1) % step == 0 for i in range(base.num_layers)]
+    layers = tuple(replace(y, mlp=moe) if wanted else y for y, wanted in zip(base.layers, is_moe, strict=True))
+    return replace(base, layers=layers)

@@ -1,0 +1,26 @@
+"""StableLM (Bellagente et al. 2024, arXiv 2402.17834): Llama with layer norms and heads rotated in part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from server.arch.families import llama
+from server.arch.families.reading import Config, head_dim, rope
+from server.arch.spec import ArchSpec, LayerNormSpec, Residual
+
+NAMES = llama.NAMES
+
+
+def spec(config: Config) -> ArchSpec:
+    if config.get("qk_layernorm"):
+        raise ValueError("config.json asks for qk_layernorm, one norm for each head: StableLM is served without it")
+    base = llama.spec({**config, "rms_norm_eps": config["layer_norm_eps"]})
+    share = (config.get("rope_parameters") or config).get("partial_rotary_factor", 0.25)
+    rotary = rope(config, int(head_dim(config) * share))
+    return replace(
+        base,
+        norm=LayerNormSpec(config["layer_norm_eps"]),
+        residual=Residual.PARALLEL_ONE_NORM if config.get("use_parallel_residual") else Residual.PRE,
+        layers=tuple(replace(layer, position=rotary) for layer in base.layers),
+        qkv_bias=config.get("use_qkv_bias", False),
+    )

@@ -1,0 +1,45 @@
+"""Where a family's checkpoints keep each part of the model. Data only: no files, no tensors.
+
+Roles, each with `.weight` and where the model has one `.bias`:
+
+    embed, embed_norm, positions, project_in                before the layers
+    attention_norm, q, k, v or qkv, q_norm, k_norm, attention_out, attention_post_norm
+    mlp_norm, mlp_post_norm                                 of a layer; {i} is its number
+    mlp_up, mlp_down; mlp_gate or mlp_gate_up if gated      its mlp
+    router; expert_gate, expert_up, expert_down             its mixture; {e} is the expert's number
+    final_norm, project_out, head                           after the layers
+    relative_bias                                           bucketed bias on scores, [buckets, heads]
+    cross_norm, cross_q, cross_k, cross_v, cross_out        of a decoder's layer, to attend to an encoder's output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+
+class QkvLayout(Enum):
+    """How q, k and v share one tensor, along its output dimension.
+
+    CONCAT:   [q of all heads | k of all kv heads | v of all kv heads]
+    GROUPED:  kv head by kv head [q of the heads that share it | k | v]; with as many kv heads as heads, head by head
+    """
+
+    CONCAT = "concat"
+    GROUPED = "grouped"
+
+
+@dataclass(frozen=True)
+class NameMap:
+    """Names in the checkpoint without `.weight` and `.bias`; of several names for a role the first that exists counts.
+
+    `prefixes` are tried in order until one fits the file; `ignore` are patterns of tensors that are skipped on purpose.
+    """
+
+    roles: Mapping[str, str | tuple[str, ...]]
+    encoder: Mapping[str, str | tuple[str, ...]] | None = None  # the roles of an encoder-decoder's encoder
+    qkv_layout: QkvLayout = QkvLayout.CONCAT  # of the role `qkv`, where there is one
+    transposed: bool = False  # linear weights are stored [inputs, outputs]
+    prefixes: tuple[str, ...] = ("",)
+    ignore: tuple[str, ...] = ()

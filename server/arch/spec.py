@@ -1,0 +1,269 @@
+"""What a model looks like: a frozen description without behaviour.
+
+A family (see `families/`) turns a checkpoint's `config.json` into an `ArchSpec`; `server/model/` builds the model from
+it. Families differ here by values and variants, never by code. Nothing in this module knows about tensors
+or files; `validate` is pure arithmetic, so an impossible split is refused before a byte of weights is read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+SHARD_COUNTS = (1, 2, 4, 8)
+
+
+class Residual(Enum):
+    """How a layer's attention A and mlp M, its norms and its residual connections are wired.
+
+    PRE:                 x += A(norm(x));  x += M(norm(x))
+    PRE_CROSS:           x += A(norm(x));  x += C(norm(x));  x += M(norm(x)), with C attending to an encoder's output
+    PRE_NORMED:          n = norm(x); x = n + A(n);  n = norm(x); x = n + M(n)
+    POST:                x = norm(x + A(x));  x = norm(x + M(x))
+    SANDWICH:            x += norm(A(norm(x)));  x += norm(M(norm(x)))
+    PARALLEL_ONE_NORM:   n = norm(x); x += A(n) + M(n)
+    PARALLEL_TWO_NORMS:  x += A(norm_1(x)) + M(norm_2(x))
+    """
+
+    PRE = "pre"
+    PRE_CROSS = "pre_cross"
+    PRE_NORMED = "pre_normed"
+    POST = "post"
+    SANDWICH = "sandwich"
+    PARALLEL_ONE_NORM = "parallel_one_norm"
+    PARALLEL_TWO_NORMS = "parallel_two_norms"
+
+
+class Activation(Enum):
+    """The function between the matrices of an mlp."""
+
+    GELU = "gelu"
+    GELU_TANH = "gelu_tanh"
+    RELU = "relu"
+    SILU = "silu"
+
+
+@dataclass(frozen=True)
+class LayerNormSpec:
+    """Mean and variance normalisation (Ba et al. 2016, arXiv 1607.06450)."""
+
+    eps: float
+    bias: bool = True
+
+
+@dataclass(frozen=True)
+class RmsNormSpec:
+    """Normalisation by the root mean square (Zhang and Sennrich 2019, arXiv 1910.07467)."""
+
+    eps: float
+    unit_offset: bool = False  # the weight is stored as its distance from 1
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """A bias on attention scores that falls linearly with distance (Press et al. 2021, arXiv 2108.12409)."""
+
+    max_bias: float = 8.0  # the last head's slope is 2 to minus this
+    scale: float = 1.0  # what all slopes are multiplied by
+
+
+@dataclass(frozen=True)
+class Learned:
+    """A table of position vectors added to the embedding."""
+
+    size: int  # positions that the model supports
+    offset: int = 0  # rows in front of the table that belong to no position
+
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Positions divided by `factor` (Chen et al. 2023, arXiv 2306.15595)."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """A base that grows once positions exceed those of training ("dynamic NTK")."""
+
+    factor: float
+    trained_positions: int
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Low frequencies divided by `factor`, high ones kept, those between blended (Llama 3.1)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    trained_positions: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Frequencies blended by how often they turn within the trained positions (Peng et al. 2023, arXiv 2309.00071)."""
+
+    factor: float
+    trained_positions: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    magnitude: float | None = None  # what cos and sin are multiplied by; None: 0.1 ln(factor) + 1
+
+
+@dataclass(frozen=True)
+class LongScaling:
+    """One divisor for each frequency, from a list for short and one for long sequences (LongRoPE, arXiv 2402.13753)."""
+
+    short: tuple[float, ...]
+    long: tuple[float, ...]
+    trained_positions: int
+    magnitude: float  # what cos and sin are multiplied by
+
+
+Scaling = LinearScaling | DynamicScaling | Llama3Scaling | YarnScaling | LongScaling
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotation of queries and keys by an angle that grows with the position (Su et al. 2021, arXiv 2104.09864)."""
+
+    theta: float
+    dim: int  # leading features of each head that are rotated
+    interleaved: bool = False  # pairs are (0, 1), (2, 3), …; otherwise (0, dim/2), (1, dim/2 + 1), …
+    scaling: Scaling | None = None
+
+
+@dataclass(frozen=True)
+class Bucketed:
+    """A learned bias on attention scores for each head and bucket of distances (Raffel et al. 2019, arXiv 1910.10683).
+
+    Half of the buckets hold one distance each, the others grow with it, up to `max_distance`. In a bidirectional stack
+    half of them are for keys behind the query.
+    """
+
+    num_buckets: int
+    max_distance: int
+    bidirectional: bool
+
+
+Position = Alibi | Bucketed | Learned | Rope
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Two matrices: width → activation → model width."""
+
+    width: int
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class Gated:
+    """Three matrices: activation(gate(x)) * up(x) → model width (Shazeer 2020, arXiv 2002.05202)."""
+
+    width: int
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class Moe:
+    """A mixture of gated mlps, of which each token takes the `top_k` that a router likes best (arXiv 2101.03961)."""
+
+    num_experts: int
+    top_k: int
+    width: int  # of one expert
+    activation: Activation
+    renormalise: bool  # whether the chosen experts' weights sum to 1
+
+
+Mlp = Dense | Gated | Moe
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What may differ between the layers of one model."""
+
+    mlp: Mlp
+    position: Position
+    window: int = 0  # tokens that a query sees, itself included; 0: all
+
+
+@dataclass(frozen=True)
+class ArchSpec:
+    """One decoder, or encoder. Sizes are those of the whole model, before it is split over ranks."""
+
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    norm: LayerNormSpec | RmsNormSpec
+    residual: Residual
+    layers: tuple[LayerSpec, ...]
+    tied_head: bool  # the output head is the embedding
+    qkv_bias: bool = False
+    attention_out_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    unit_head: bool = False  # the head's rows are scaled to length 1
+    embed_norm: bool = False  # a norm between the embedding and the first layer
+    embed_scale: float = 1.0  # what the embedding is multiplied by
+    embed_dim: int = 0  # width of the embedding where it is not the model's; a matrix maps one to the other
+    final_norm: bool = True
+    qk_norm: bool = False  # each head's queries and keys are normalised (in the model's kind of norm)
+    qkv_clip: float = 0.0  # queries, keys and values are clamped to ± this; 0: not
+    scale: float = 0.0  # what attention scores are multiplied by; 0: 1 / sqrt(head_dim)
+    score_cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: not
+    logit_cap: float = 0.0  # likewise the logits
+    head_scale: float = 1.0  # what the last hidden states are multiplied by before the head
+    max_positions: int = 0  # longest sequence; 0: no limit of its own
+    encoder: ArchSpec | None = None  # of an encoder-decoder: it shares the embedding, and this is the decoder
+    decoder_start: int = 0  # of an encoder-decoder: the token that every generation starts from
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this stack."""
+        return len(self.layers)
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by."""
+        return self.scale or self.head_dim**-0.5
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer has a mixture of experts."""
+        return any(isinstance(layer.mlp, Moe) for layer in self.layers)
+
+    @property
+    def alibi(self) -> Alibi | None:
+        """The model's ALiBi, which all layers share, if it has one."""
+        return next((layer.position for layer in self.layers if isinstance(layer.position, Alibi)), None)
+
+    @property
+    def buckets(self) -> Bucketed | None:
+        """The model's bucketed bias, which all layers share, if it has one."""
+        return next((layer.position for layer in self.layers if isinstance(layer.position, Bucketed)), None)
+
+
+def validate(spec: ArchSpec, world_size: int) -> None:
+    """Raise ValueError with every reason why `spec` cannot be split over `world_size` ranks, and what can."""
+    if problems := _split_problems(spec, world_size):
+        possible = [str(n) for n in SHARD_COUNTS if not _split_problems(spec, n)]
+        raise ValueError(f"{'; '.join(problems)}; use --num-shard {' or '.join(possible)}")
+
+
+def _split_problems(spec: ArchSpec, world_size: int) -> list[str]:
+    sizes = {"attention heads": {spec.num_heads}, "mlp columns": {layer.mlp.width for layer in spec.layers}}
+    problems = [
+        f"the model has {size} {what}, which --num-shard {world_size} does not divide"
+        for what, values in sizes.items()
+        for size in sorted(values)
+        if size % world_size
+    ]
+    kv_heads = spec.num_kv_heads
+    if kv_heads % world_size and world_size % kv_heads:
+        problems.append(f"the model has {kv_heads} key-value heads, which do not fit --num-shard {world_size}")
+    return problems

@@ -1,0 +1,38 @@
+"""What runs a model on a device: the reference in stock torch, and what is faster on CPUs and on NVIDIA GPUs.
+
+`protocol.py` says what a backend answers for. `choose` takes the fastest one that can serve; its `description` says why
+no faster one does. The one place where a device is told apart from another.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from server.backends import cpu, cuda
+from server.backends.cpu.device import CpuDevice
+from server.backends.cuda.device import CudaDevice
+from server.backends.protocol import Backend, Device
+from server.backends.reference import ReferenceBackend
+
+__all__ = ["Backend", "Device", "choose", "open_device"]
+
+
+def open_device(wanted: str, rank: int, world_size: int) -> Device:
+    """This rank's device. wanted: `auto`, `cuda` or `cpu`. Raises ValueError where there is no such device."""
+    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+        return CpuDevice()
+    if not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch finds no usable GPU: install its driver or use --device cpu")
+    if world_size > (count := torch.cuda.device_count()):
+        raise ValueError(f"--num-shard is {world_size}, but there are {count} GPUs: use --num-shard {count}")
+    torch.cuda.set_device(rank)
+    return CudaDevice(rank)
+
+
+def choose(device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False) -> Backend:
+    """The fastest backend for `device` that computes in `dtype`, or the reference when custom kernels are disabled."""
+    if disable_custom_kernels:
+        return ReferenceBackend(device, ["--disable-custom-kernels"])
+    if isinstance(device, CudaDevice):
+        return cuda.choose(device, dtype)
+    return cpu.choose(dtype)

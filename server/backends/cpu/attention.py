@@ -1,0 +1,138 @@
+"""Attention by compiled kernels that read the cache's blocks in place.
+
+Inside each block of the cache the order of the elements is the kernels' own (see `attention.cpp`): what
+this backend writes, only it reads. A result is bit for bit the same whatever else is in the step, and however a prompt
+is cut into chunks. What the kernels cannot read (`can_read`) goes to stock operators.
+
+Shapes: T tokens, S sequences, N local heads, K local kv heads, H head dim, B blocks, P tokens per block,
+r rotated features of a head.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from server.backends.cpu.kernels import Kernels
+from server.backends.protocol import Rotation, Scores, StepMeta, split_heads
+from server.backends.reference.batched_attention import BatchedAttention
+
+
+class _Scores(ctypes.Structure):
+    """`Scores` of attention.cpp."""
+
+    _fields_ = (
+        ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
+        ("slopes", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("reach", ctypes.c_long),
+    )
+
+
+class KernelAttention:
+    """Softmax attention over the paged cache, with biases, windows, capped scores and shared kv heads."""
+
+    def __init__(self, kernels: Kernels, scores: Scores):
+        self._kernels = kernels
+        self._stock = BatchedAttention(scores)
+        self._slopes = torch.tensor(scores.slopes)
+        self._bias = torch.empty(0, 1) if scores.bias is None else scores.bias.float().contiguous()
+        self._scores = _Scores(
+            scores.scale,
+            scores.cap,
+            self._slopes.data_ptr() if scores.slopes else None,
+            None if scores.bias is None else self._bias.data_ptr(),
+            self._bias.shape[1] // 2,
+        )
+        self._scores_at = ctypes.addressof(self._scores)
+
+    def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
+        _, blocks, kv_heads, _, head_dim = kv.shape
+        if not can_read(kv.dtype, head_dim):
+            return self._stock.write(kv, k, v, meta)
+        k, v = _with_whole_heads(k), _with_whole_heads(v)
+        self._kernels.write[kv.dtype](
+            kv.data_ptr(),
+            blocks,
+            k.data_ptr(),
+            v.data_ptr(),
+            k.stride(0),
+            v.stride(0),
+            meta.slots.data_ptr(),
+            len(k),
+            kv_heads,
+            head_dim,
+            torch.get_num_threads(),
+        )
+
+    def rotate_and_write(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
+        kv_heads = kv.shape[2]
+        if rotation is not None:
+            rotate(self._kernels, rotation, heads[:, :-kv_heads])
+        q, k, v = split_heads(heads, kv_heads)
+        self.write(kv, k, v, meta)
+        return q
+
+    def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
+        _, blocks, kv_heads, _, head_dim = kv.shape
+        if not can_read(kv.dtype, head_dim):
+            return self._stock.attend(q, kv, meta, window)
+        q = _with_whole_heads(q)
+        out = q.new_empty(q.shape)
+        sequences = len(meta.block_tables)
+        # Where all decode, sequence s owns token s.
+        starts = None if sequences == meta.num_decodes else torch.tensor(meta.query_starts)
+        self._kernels.attend[kv.dtype](
+            self._scores_at,
+            q.data_ptr(),
+            q.stride(0),
+            kv.data_ptr(),
+            blocks,
+            out.data_ptr(),
+            meta.positions.data_ptr(),
+            meta.visible.data_ptr(),
+            meta.block_tables.data_ptr(),
+            meta.block_tables.stride(0),
+            None if starts is None else starts.data_ptr(),
+            sequences,
+            q.shape[1],
+            kv_heads,
+            head_dim,
+            window,
+            torch.get_num_threads(),
+        )
+        return out
+
+
+def rotate(kernels: Kernels, rotation: Rotation, heads: Tensor) -> None:
+    """Rotate the leading features of every head of heads [T, n, H] in place; a token's heads lie in one run.
+
+    Queries and keys that stand side by side, as a projection leaves them, are rotated together.
+    """
+    tokens, count, head_dim = heads.shape
+    assert heads.stride(2) == 1 and heads.stride(1) == head_dim
+    kernels.rotate[heads.dtype](
+        heads.data_ptr(),
+        heads.stride(0),
+        rotation.cos.data_ptr(),
+        rotation.sin.data_ptr(),
+        tokens,
+        count,
+        head_dim,
+        rotation.cos.shape[-1],
+        rotation.interleaved,
+        torch.get_num_threads(),
+    )
+
+
+def can_read(dtype: torch.dtype, head_dim: int) -> bool:
+    """Whether the kernels read a cache of such heads: pairs of bfloat16 share a word."""
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0)
+
+
+def _with_whole_heads(x: Tensor) -> Tensor:
+    """x [T, heads, H] with a token's heads in one run, as the slices of a projection have them."""
+    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

@@ -1,0 +1,91 @@
+"""Compiles the C++ files beside this one, once for each machine, compiler and version of them.
+
+The library is plain C++ without torch's headers, so that it compiles in seconds. What the machine's CPU has is used
+(`-march=native`), which is why nothing is shipped compiled.
+
+Ranks that start together may all compile: each does so in a directory of its own and moves the result into place, which
+is atomic, and the results are the same.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent
+COMPILERS = ("g++", "c++")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fvisibility=hidden")
+LIBRARY = "kernels.so"
+COMMAND_SECONDS = 300  # the longest takes 3 on a core of its own
+
+
+class BuildError(Exception):
+    """Why there is no library, in a sentence that names the remedy."""
+
+
+def build(cache: Path | None = None, compilers: Sequence[str] = COMPILERS) -> Path:
+    """The compiled library, from `cache` (by default a directory below the user's home) if it is there already."""
+    compiler = _find(compilers)
+    try:
+        directory = (cache or Path.home() / ".cache" / "lockstep" / "cpu-kernels") / _key(compiler)
+        if not (directory / LIBRARY).is_file():
+            directory.mkdir(parents=True, exist_ok=True)
+            _compile(compiler, directory)
+    except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
+        raise BuildError(f"the compiled kernels have no place: {error}; give this user a writable home") from error
+    return directory / LIBRARY
+
+
+def _find(compilers: Sequence[str]) -> str:
+    for name in compilers:
+        if path := shutil.which(name):
+            return path
+    raise BuildError(f"no C++ compiler was found ({', '.join(compilers)}): install g++")
+
+
+def _key(compiler: str) -> str:
+    """Differs wherever the compiled library would."""
+    parts = [_run([compiler, "--version"]), " ".join(FLAGS), platform.machine(), cpu_flags()]
+    parts += [path.name + path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def cpu_flags() -> str:
+    """What the CPU says that it can do; empty where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+
+
+def _compile(compiler: str, directory: Path) -> None:
+    """Compile all sources side by side, and move the linked library into `directory`."""
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        objects = {source: Path(scratch, source.stem + ".o") for source in sorted(SOURCES.glob("*.cpp"))}
+        commands = [[compiler, *FLAGS, "-c", str(source), "-o", str(out)] for source, out in objects.items()]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(_run, commands))
+        linked = Path(scratch, LIBRARY)
+        _run([compiler, "-shared", "-pthread", *map(str, objects.values()), "-o", str(linked)])
+        os.replace(linked, directory / LIBRARY)
+
+
+def _run(command: Sequence[str]) -> str:
+    """What the command prints."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    except subprocess.TimeoutExpired as error:
+        raise BuildError(
+            f"{command[0]} took longer than {COMMAND_SECONDS} s: start again when less is running"
+        ) from error
+    if result.returncode:
+        lines = result.stderr.strip().splitlines() or ["no message"]
+        complaint = next((line for line in lines if "error" in line), lines[-1])
+        raise BuildError(f"{command[0]} failed: {complaint.strip()}; a g++ of version 11 or later is needed")
+    return result.stdout

@@ -1,0 +1,108 @@
+"""The compiled functions, loaded and with their parameters declared. What they do is said in the C++ files.
+
+A call costs half a microsecond to one, by the number of its parameters; a step makes some two hundred.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch.profiler import record_function
+
+from server.backends.cpu.build import BuildError, cpu_flags
+
+# A function, and functions by the dtype of the tensors that they take.
+Function = Callable[..., None]
+Functions = Mapping[torch.dtype, Function]
+
+SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+# What the letters of a signature stand for.
+PARAMETERS = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int}
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """A call of a kernel."""
+
+    name: str  # as a profiler shows it
+    packed: int  # address of the function's packed form (vector.h)
+    arguments: tuple[int | None, ...]
+
+
+class Recorder(Protocol):
+    """Is told of every call of a kernel, in order."""
+
+    def add_call(self, call: KernelCall) -> None: ...
+
+
+class Kernels:
+    """Every function of the library, ready to be called with addresses and numbers.
+
+    recorder: who is told of each call, beside its being made.
+    """
+
+    def __init__(self, path: Path):
+        try:
+            self._library = ctypes.CDLL(str(path))
+        except OSError as error:
+            raise BuildError(f"the compiled kernels cannot be loaded ({error}): delete {path.parent}") from error
+        self.recorder: Recorder | None = None
+        self.pack = self._by_dtype("pack", "ppli")
+        self.unpack = self._by_dtype("unpack", "pplpi")
+        self.linear = self._by_dtype("linear", "pplpppii")
+        self.linear_to_f32 = {
+            torch.float32: self.linear[torch.float32],
+            torch.bfloat16: self._function("linear_bf16_to_f32", "pplpppii"),
+        }
+        self.grouped = self._by_dtype("grouped", "plpppii")
+        self.norm = self._by_dtype("norm", "ppppppli")
+        self.gate = self._by_dtype("gate", "ppllii")
+        self.rotate = self._by_dtype("rotate", "plppllllii")
+        self.write = self._by_dtype("write", "plppllpliii")
+        self.attend = self._by_dtype("attend", "pplplpppplpiiiili")
+        self.summarise = self._function("summarise_logits", "pllllpppi")
+        self.race = self._function("race_logits", "pllllppppi")
+        self.replay: Function = self._plain("replay_calls", "pl")
+
+    def instructions(self, dtype: torch.dtype) -> str:
+        """Which instructions compute matrix products of `dtype`, as people call them."""
+        answer = ctypes.c_int64()
+        self._plain("uses_amx", "p")(ctypes.addressof(answer))
+        if answer.value and dtype == torch.bfloat16:
+            return "AMX"
+        flags = cpu_flags().split()
+        wanted = ["avx512_bf16"] if dtype == torch.bfloat16 else []
+        return next((flag.upper() for flag in [*wanted, "avx512f", "avx2"] if flag in flags), platform.machine())
+
+    def _by_dtype(self, name: str, signature: str) -> Functions:
+        return {dtype: self._function(f"{name}_{suffix}", signature) for dtype, suffix in SUFFIXES.items()}
+
+    def _function(self, name: str, signature: str) -> Function:
+        """A function whose calls are told to a recorder, and seen by a profiler as it sees torch's operators."""
+        function, packed, shown = self._plain(name, signature), self._address(f"{name}_packed"), f"lockstep::{name}"
+
+        def call(*arguments: int | None) -> None:
+            if self.recorder is not None:
+                self.recorder.add_call(KernelCall(shown, packed, arguments))
+            if torch._C._autograd._profiler_enabled():
+                with record_function(shown):
+                    function(*arguments)
+            else:
+                function(*arguments)
+
+        return call
+
+    def _plain(self, name: str, signature: str) -> Function:
+        return ctypes.CFUNCTYPE(None, *(PARAMETERS[letter] for letter in signature))(self._address(name))
+
+    def _address(self, name: str) -> int:
+        """The library has a pointer to each function."""
+        address = ctypes.c_void_p.in_dll(self._library, name).value
+        assert address is not None, f"the library exports {name}"
+        return address

@@ -1,0 +1,172 @@
+"""Linear layers and what stands between them, by compiled kernels.
+
+A weight is stored once, in the kernels' own order (see `linear.cpp`), and serves one token as well as a
+prompt's thousands. A result is bit for bit the same whatever else is in the step. What follows a product (bias,
+activation, gate, residual) is done while its results are in registers.
+
+Shapes: T tokens, D input features, F output features.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from server.arch.spec import Activation
+from server.backends.cpu.kernels import Function, Kernels
+from server.backends.cpu.memory import Arena
+from server.backends.protocol import Norm
+
+# `Activation` of functions.h.
+ACTIVATIONS: dict[Activation | None, int] = {
+    None: 0,
+    Activation.GELU: 1,
+    Activation.GELU_TANH: 2,
+    Activation.RELU: 3,
+    Activation.SILU: 4,
+}
+PANEL_ROWS = 32  # rows of the weight that are stored together; the last panel is filled up with zeros
+
+
+class _Weight(ctypes.Structure):
+    """`Weight` of linear.cpp."""
+
+    _fields_ = (
+        ("panels", ctypes.c_void_p),
+        ("inputs", ctypes.c_long),
+        ("outputs", ctypes.c_long),
+        ("is_gated", ctypes.c_long),
+    )
+
+
+class _Norm(ctypes.Structure):
+    """`Norm` of rows.cpp."""
+
+    _fields_ = (
+        ("weight", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("width", ctypes.c_long),
+        ("eps", ctypes.c_float),
+        ("is_centred", ctypes.c_int),
+    )
+
+
+class PanelFormat:
+    """A weight [F, D] that only the kernels can read; the original is not kept.
+
+    is_gated: the weight is [gate | up], [2 F, D], and what comes out is activation(gate) * up, [T, F].
+    """
+
+    def __init__(self, kernels: Kernels, arena: Arena, weight: Tensor, *, is_gated: bool = False):
+        rows, inputs = weight.shape
+        weight = weight.contiguous()
+        outputs = rows // 2 if is_gated else rows
+        panel_outputs = PANEL_ROWS // 2 if is_gated else PANEL_ROWS
+        row_bytes = -(-inputs * weight.itemsize // 4) * 4
+        self._panels = arena.take(-(-outputs // panel_outputs) * PANEL_ROWS * row_bytes)
+        self._weight = _Weight(self._panels.data_ptr(), inputs, outputs, is_gated)
+        self.address = ctypes.addressof(self._weight)  # of what the kernels know of this weight
+        self.outputs = outputs
+        self._linear = kernels.linear[weight.dtype]
+        self._linear_to_f32 = kernels.linear_to_f32[weight.dtype]
+        self.dtype = weight.dtype
+        self._unpack = kernels.unpack[weight.dtype]
+        kernels.pack[weight.dtype](self.address, weight.data_ptr(), inputs, torch.get_num_threads())
+
+    @property
+    def nbytes(self) -> int:
+        return self._panels.nbytes
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """x [T, D] → activation(x @ weightᵀ + bias) + residual, [T, F], in x's dtype. residual: [T, F], contiguous."""
+        out = x.new_empty(x.shape[0], self.outputs)
+        return self._apply(self._linear, x, bias, activation, residual, out)
+
+    def to_float32(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, D] → x @ weightᵀ + bias, [T, F] float32, not rounded to x's dtype on the way."""
+        out = torch.empty(x.shape[0], self.outputs, dtype=torch.float32)
+        return self._apply(self._linear_to_f32, x, bias, None, None, out)
+
+    def _apply(
+        self,
+        function: Function,
+        x: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None,
+        residual: Tensor | None,
+        out: Tensor,
+    ) -> Tensor:
+        x = x if x.is_contiguous() else x.contiguous()
+        function(
+            self.address,
+            x.data_ptr(),
+            out.shape[0],
+            _address(bias),
+            _address(residual),
+            out.data_ptr(),
+            ACTIVATIONS[activation],
+            _threads(),
+        )
+        return out
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows ids [T] int64 of the weight, [T, D]: what an embedding does that shares the head's weight."""
+        out = torch.empty(len(ids), self._weight.inputs, dtype=self.dtype)
+        self._unpack(self.address, ids.data_ptr(), len(ids), out.data_ptr(), _threads())
+        return out
+
+
+class KernelNorm(Norm):
+    """LayerNorm (`is_centred`) or RMSNorm over the last dimension, alone or behind a residual addition."""
+
+    def __init__(self, kernels: Kernels, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool):
+        self._norm = kernels.norm
+        self._weight = weight.float().contiguous()
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._parameters = _Norm(self._weight.data_ptr(), _address(self._bias), len(weight), eps, is_centred)
+        self._at = ctypes.addressof(self._parameters)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., D] → normalised [..., D]."""
+        x = x if x.is_contiguous() else x.contiguous()
+        out = torch.empty_like(x)
+        tokens = x.numel() // self._parameters.width
+        self._norm[x.dtype](self._at, x.data_ptr(), None, None, None, out.data_ptr(), tokens, _threads())
+        return out
+
+    def add(self, x: Tensor, delta: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        assert x.is_contiguous() and delta.is_contiguous()
+        total, out = torch.empty_like(x), torch.empty_like(x)
+        self._norm[x.dtype](
+            self._at,
+            x.data_ptr(),
+            delta.data_ptr(),
+            _address(bias),
+            total.data_ptr(),
+            out.data_ptr(),
+            x.shape[0],
+            _threads(),
+        )
+        return total, out
+
+
+def kernel_gate(kernels: Kernels, activation: Activation, gate_up: Tensor) -> Tensor:
+    """activation(gate) * up, of the output [gate | up] of one matrix product: [T, 2 F] → [T, F]."""
+    gate_up = gate_up if gate_up.is_contiguous() else gate_up.contiguous()
+    tokens, width = gate_up.shape[0], gate_up.shape[1] // 2
+    out = gate_up.new_empty(tokens, width)
+    gate = kernels.gate[gate_up.dtype]
+    gate(gate_up.data_ptr(), out.data_ptr(), tokens, width, ACTIVATIONS[activation], _threads())
+    return out
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _threads() -> int:
+    return torch.get_num_threads()

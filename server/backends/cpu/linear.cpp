@@ -1,0 +1,311 @@
+// Linear layers: y = activation(x Wᵀ + bias) + residual, for one token as for thousands.
+//
+// The weight is stored once, as panels of 32 outputs: [panel][word of the inputs][32 outputs] words, zeros where the
+// outputs end. With few tokens it streams from memory once, in the order in which it is used; with many, a stretch of a
+// panel stays in the L2 cache while all tokens of a chunk pass by. A gated layer has 16 outputs of the gate and the same
+// 16 of the other half in each panel, so that their product needs no second pass.
+//
+// Sums are float32, in the order of the inputs, whatever the number of tokens: a token's result is bit for bit the same
+// alone and in a batch. Where the CPU has matrix units for bfloat16 they compute all of it (amx.h), for one token too: the
+// order of their sums is another one than that of the vector units.
+
+#include <optional>
+#include <utility>
+
+#include "amx.h"
+#include "functions.h"
+#include "threads.h"
+#include "tile.h"
+
+namespace {
+
+constexpr int PANEL = 32;
+constexpr int VECTORS = PANEL / LANES;
+constexpr int ROWS = MAX_ROWS<VECTORS>;
+// Bytes of a panel that belong to one word of the inputs, and to a block of them.
+constexpr long STEP = 4 * PANEL, BLOCK = STEP * LEFT_WORDS;
+// Words of the inputs that a tile of tokens goes through with its sums in registers: 64 KiB of a panel.
+constexpr long STRETCH = 4 * LEFT_WORDS;
+// Of the inputs that a thread keeps in its L2 cache while it goes through panels; with fewer tokens than the least, all
+// the weight would pass by too often.
+constexpr long CHUNK_BYTES = 512 * 1024, LEAST_CHUNK = 48;
+// How far ahead of their use weights are fetched, in bytes: into the L2 cache, and from there into L1.
+constexpr long FAR = BLOCK / 2, NEAR = BLOCK / 16;
+
+struct Weight {
+    const Word* panels;
+    long inputs, outputs;  // of the layer: a gated one has half as many outputs as its weight has rows
+    long is_gated;
+
+    long panel_outputs() const { return is_gated ? PANEL / 2 : PANEL; }
+    long num_panels() const { return (outputs + panel_outputs() - 1) / panel_outputs(); }
+};
+
+template <class E, class Out>
+struct Layer {
+    const Weight& weight;
+    const E* x;
+    long tokens;
+    const E* bias;
+    const E* residual;
+    Out* out;
+    int activation;
+
+    long words() const { return (weight.inputs + PER_WORD<E> - 1) / PER_WORD<E>; }
+    long left_words() const { return long(blocks_of(words())) * LEFT_STRIDE; }  // of one packed token
+    Parts chunks() const { return Parts(tokens, max(CHUNK_BYTES / 4 / left_words(), LEAST_CHUNK)); }
+    const Word* panel(long index) const { return weight.panels + index * words() * PANEL; }
+};
+
+// Fetches weights while others are multiplied: soon needed ones into L1, and LINES lines that are needed later into L2.
+template <int LINES>
+struct Fetch {
+    const char *here, *ahead;
+    long step;
+    INLINE void operator()(int k) const {
+        for (int line = 0; line < STEP; line += 64) __builtin_prefetch(here + NEAR + k * STEP + line, 0, 3);
+        for (int line = 0; line < LINES; line++) __builtin_prefetch(ahead + k * step + line * 64, 0, 2);
+    }
+};
+
+template <class E, int M, int LINES>
+INLINE void multiply_blocks(Floats (&sums)[M][VECTORS], const Word* left, Fetch<LINES> fetch, int words) {
+    for (; words > 0; words -= LEFT_WORDS, left += M * LEFT_STRIDE) {
+        const Word* right[VECTORS];
+        for (int v = 0; v < VECTORS; v++) right[v] = reinterpret_cast<const Word*>(fetch.here) + v * LANES;
+        multiply<E>(sums, left, right, PANEL, int(min(words, LEFT_WORDS)), fetch);
+        fetch.here += BLOCK, fetch.ahead += LEFT_WORDS * fetch.step;
+    }
+}
+
+// Go on with the sums [M][PANEL] of M tokens over a stretch of a panel. They are one of `tiles` tiles that do so one after
+// the other: a single one has the panel stream from memory, each of several fetches its share of the next stretch.
+template <class E, int M>
+void multiply_tile(
+    const Word* left, const Word* stretch, int words, float* sums_at, bool is_first, int tile, int tiles
+) {
+    // Unrolled, so that the sums are nowhere but in registers.
+    Floats sums[M][VECTORS];
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) sums[m][v] = is_first ? Floats{} : load(sums_at + m * PANEL + v * LANES);
+
+    const char* here = reinterpret_cast<const char*>(stretch);
+    const long step = STEP / tiles;
+    if (tiles == 1)
+        multiply_blocks<E>(sums, left, Fetch<STEP / 64>{here, here + FAR, STEP}, words);
+    else
+        multiply_blocks<E>(sums, left, Fetch<1>{here, here + (STEP + tile * step) * words, step}, words);
+
+#pragma GCC unroll 12
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) store(sums_at + m * PANEL + v * LANES, sums[m][v]);
+}
+
+// multiply_tile<E, rows>, for 1 … ROWS rows.
+template <class E, int... M>
+INLINE auto multiply_tile_of(int rows, std::integer_sequence<int, M...>) {
+    static constexpr decltype(&multiply_tile<E, 1>) functions[] = {multiply_tile<E, M + 1>...};
+    return functions[rows - 1];
+}
+
+#if defined(__AMX_BF16__)
+// `multiply_tile` on matrix units.
+void multiply_tile_amx(
+    amx::Registers& registers, const Word* left, const Word* stretch, int words, float* sums, bool is_first, int tile,
+    int tiles, int rows
+) {
+    const bool has_upper = rows > 16;
+    const char* here = reinterpret_cast<const char*>(stretch);
+    const long step = STEP / tiles;
+    const char* ahead = tiles == 1 ? here + FAR : here + (STEP + tile * step) * words;
+    const int whole = words / amx::DEPTH * amx::DEPTH;
+    const auto at = [&](int k) { return left + (long(k) / LEFT_WORDS * rows) * LEFT_STRIDE + k % LEFT_WORDS; };
+    registers.shape(rows, amx::DEPTH);
+    amx::load_sums(sums, PANEL, has_upper, is_first);
+    for (int k = 0; k < whole; k += amx::DEPTH) {
+        for (long line = k * step; line < (k + amx::DEPTH) * step; line += 64) __builtin_prefetch(ahead + line, 0, 2);
+        amx::multiply(at(k), stretch + k * PANEL, PANEL, has_upper);
+    }
+    amx::store_sums(sums, PANEL, has_upper);
+    if (whole == words) return;
+    registers.shape(rows, words - whole);
+    amx::load_sums(sums, PANEL, has_upper, false);
+    amx::multiply(at(whole), stretch + whole * PANEL, PANEL, has_upper);
+    amx::store_sums(sums, PANEL, has_upper);
+}
+#endif
+
+// From the sums of `rows` tokens with a panel to outputs. `first` is the number of the first token.
+template <int KIND, class E, class Out>
+void finish_tile(const Layer<E, Out>& layer, long panel, long first, long rows, const float* sums) {
+    const Weight& weight = layer.weight;
+    const int vectors = int(weight.panel_outputs()) / LANES;
+    for (int v = 0; v < vectors; v++) {
+        const long column = panel * weight.panel_outputs() + v * LANES, count = weight.outputs - column;
+        if (count <= 0) return;
+        const Floats bias = layer.bias ? load_part(layer.bias + column, count) : Floats{};
+        const bool has_up_bias = weight.is_gated && layer.bias;
+        const Floats up_bias = has_up_bias ? load_part(layer.bias + weight.outputs + column, count) : Floats{};
+        for (long row = 0; row < rows; row++) {
+            const float* at = sums + row * PANEL + v * LANES;
+            const long place = (first + row) * weight.outputs + column;
+            Floats y = activate<KIND>(load(at) + bias);
+            if (weight.is_gated) y *= load(at + PANEL / 2) + up_bias;
+            if (layer.residual) y += load_part(layer.residual + place, count);
+            store_part(layer.out + place, y, count);
+        }
+    }
+}
+
+// By Activation.
+template <class E, class Out>
+constexpr decltype(&finish_tile<NONE, E, Out>) FINISH[] = {
+    finish_tile<NONE, E, Out>, finish_tile<GELU, E, Out>, finish_tile<GELU_TANH, E, Out>,
+    finish_tile<RELU, E, Out>, finish_tile<SILU, E, Out>,
+};
+
+template <class E, class Out>
+void pack_tokens(const Layer<E, Out>& layer, const Parts& tiles, long first, Word* left) {
+    const int blocks = blocks_of(layer.words());
+    const E* from = layer.x + first * layer.weight.inputs;
+    for (int tile = 0; tile < tiles.number; tile++) {
+        const int rows = tiles.length(tile);
+        Word* to = left + long(tiles.first(tile)) * blocks * LEFT_STRIDE;
+        for (int row = 0; row < rows; row++, from += layer.weight.inputs)
+            pack_left(to + row * LEFT_STRIDE, rows, from, layer.weight.inputs);
+    }
+}
+
+// The outputs of a chunk's packed tokens, from token `first` on, that belong to a panel. Each tile is finished as soon as
+// it is multiplied: its outputs find their way to memory while the next one is.
+template <class E, class Out>
+void apply_panel(
+    const Layer<E, Out>& layer, const Parts& tiles, const Word* left, long first, long panel, float* sums,
+    [[maybe_unused]] amx::Registers* registers
+) {
+    const int words = int(layer.words()), blocks = blocks_of(words);
+    for (int start = 0; start < words; start += STRETCH) {
+        const int count = int(min(words - start, STRETCH));
+        for (int tile = 0; tile < tiles.number; tile++) {
+            const int row = tiles.first(tile), rows = tiles.length(tile);
+            float* const sums_at = sums + row * PANEL;
+            const Word* const left_at = left + (long(row) * blocks + long(start) / LEFT_WORDS * rows) * LEFT_STRIDE;
+            const Word* const stretch = layer.panel(panel) + start * PANEL;
+#if defined(__AMX_BF16__)
+            if (registers)
+                multiply_tile_amx(*registers, left_at, stretch, count, sums_at, start == 0, tile, tiles.number, rows);
+            else
+#endif
+                multiply_tile_of<E>(rows, std::make_integer_sequence<int, ROWS>())(
+                    left_at, stretch, count, sums_at, start == 0, tile, tiles.number
+                );
+            if (start + count == words) FINISH<E, Out>[layer.activation](layer, panel, first + row, rows, sums_at);
+        }
+    }
+}
+
+// Units of work are (chunk of tokens, panel), chunks outermost.
+template <class E, class Out>
+void work(const Layer<E, Out>& layer, Queue& queue) {
+    static thread_local Workspace left_memory, sums_memory;
+    const Parts chunks = layer.chunks();
+    const long panels = layer.weight.num_panels();
+    Word* left = left_memory.take<Word>(chunks.longest() * layer.left_words());
+    float* sums = sums_memory.take<float>(chunks.longest() * PANEL);
+    const bool uses_amx = amx::USES_AMX && PER_WORD<E> == 2;
+    std::optional<amx::Registers> registers;
+    if (uses_amx) registers.emplace();
+    int packed = -1;
+    for (long unit, stop; queue.take(unit, stop);) {
+        for (; unit < stop; unit++) {
+            const int chunk = int(unit / panels);
+            const Parts tiles(chunks.length(chunk), uses_amx ? amx::ROWS : ROWS);
+            if (packed != chunk) pack_tokens(layer, tiles, chunks.first(chunk), left);
+            packed = chunk;
+            apply_panel(layer, tiles, left, chunks.first(chunk), unit % panels, sums, registers ? &*registers : nullptr);
+        }
+    }
+}
+
+// x: [T, D]; bias: [rows of the weight] or null; residual: [T, F] or null; out: [T, F].
+template <class E, class Out>
+void linear(
+    const Weight* weight, const E* x, long tokens, const E* bias, const E* residual, Out* out, int activation, int threads
+) {
+    const Layer<E, Out> layer{*weight, x, tokens, bias, residual, out, activation};
+    on_threads(threads, weight->num_panels() * layer.chunks().number, 2, [&](Queue& queue) { work(layer, queue); });
+}
+
+// x: [T, D] sorted by expert, of which expert e owns the tokens ends[e - 1] … ends[e] - 1; out: [T, F].
+template <class E>
+void grouped(
+    const Weight* const* experts, long count, const int32_t* ends, const E* x, E* out, int activation, int threads
+) {
+    for (long expert = 0, first = 0; expert < count; first = ends[expert++]) {
+        const Weight* weight = experts[expert];
+        const E* const none = nullptr;
+        const long tokens = ends[expert] - first;
+        if (!tokens) continue;
+        linear<E, E>(weight, x + first * weight->inputs, tokens, none, none, out + first * weight->outputs, activation, threads);
+    }
+}
+
+// Whether products of bfloat16 are computed by matrix units.
+void tell_amx(int64_t* answer) { *answer = amx::USES_AMX; }
+
+// One panel of a weight given by rows, `stride` elements apart.
+template <class E>
+void pack_panel(const Weight& weight, const E* rows, long stride, long panel, Word* out) {
+    const long words = (weight.inputs + PER_WORD<E> - 1) / PER_WORD<E>;
+    const int width = int(weight.panel_outputs());
+    memset(out, 0, words * STEP);
+    for (int lane = 0; lane < PANEL; lane++) {
+        const long output = panel * width + lane % width;
+        if (output >= weight.outputs) continue;
+        const E* row = rows + (output + lane / width * weight.outputs) * stride;
+        for (long i = 0; i < weight.inputs; i++)
+            reinterpret_cast<E*>(out + i / PER_WORD<E> * PANEL + lane)[i % PER_WORD<E>] = row[i];
+    }
+}
+
+// Fill the panels from `rows`, `stride` elements apart.
+template <class E>
+void pack(const Weight* weight, const E* rows, long stride, int threads) {
+    const long size = (weight->inputs + PER_WORD<E> - 1) / PER_WORD<E> * PANEL;
+    on_threads(threads, weight->num_panels(), 1, [&](Queue& queue) {
+        for (long panel, stop; queue.take(panel, stop);)
+            for (; panel < stop; panel++)
+                pack_panel(*weight, rows, stride, panel, const_cast<Word*>(weight->panels) + panel * size);
+    });
+}
+
+// out [count, inputs]: rows `ids` of the weight as they were before it was packed; not of a gated one.
+template <class E>
+void unpack(const Weight* weight, const int64_t* ids, long count, E* out, int threads) {
+    const long inputs = weight->inputs, words = (inputs + PER_WORD<E> - 1) / PER_WORD<E>;
+    on_threads(threads, count, 4, [&](Queue& queue) {
+        for (long row, stop; queue.take(row, stop);) {
+            for (; row < stop; row++) {
+                const Word* from = weight->panels + ids[row] / PANEL * words * PANEL + ids[row] % PANEL;
+                for (long i = 0; i < inputs; i++)
+                    out[row * inputs + i] = reinterpret_cast<const E*>(from + i / PER_WORD<E> * PANEL)[i % PER_WORD<E>];
+            }
+        }
+    });
+}
+
+}  // namespace
+
+EXPORT(unpack_f32, unpack<float>)
+EXPORT(unpack_bf16, unpack<Bf16>)
+EXPORT(pack_f32, pack<float>)
+EXPORT(pack_bf16, pack<Bf16>)
+EXPORT(uses_amx, tell_amx)
+EXPORT(grouped_f32, grouped<float>)
+EXPORT(grouped_bf16, grouped<Bf16>)
+EXPORT(linear_f32, linear<float, float>)
+EXPORT(linear_bf16, linear<Bf16, Bf16>)
+EXPORT(linear_bf16_to_f32, linear<Bf16, float>)

@@ -1,0 +1,44 @@
+"""The backend for NVIDIA GPUs: Triton kernels for attention, norms and gates, and CUDA graphs of decode steps.
+
+Importing this package imports neither Triton nor anything else that a CPU server lacks; making a `CudaBackend` does.
+Matrix products are those of cuBLAS, as in the reference backend. Not yet run on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from server.arch.spec import ArchSpec
+from server.backends.cuda.device import CudaDevice
+from server.backends.reference import ReferenceBackend
+
+# Compute capabilities with matrix units for bfloat16 and the shared memory that the largest tiles take, 163 KiB: A100,
+# Orin, H100 and H200, B200, B300. Consumer GPUs have 99 KiB.
+CAPABILITIES = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3)}
+
+
+def choose(device: CudaDevice, dtype: torch.dtype) -> ReferenceBackend:
+    """The fastest backend for this GPU."""
+    capability = torch.cuda.get_device_capability(device.torch_device)
+    if capability not in CAPABILITIES:
+        version = ".".join(map(str, capability))
+        return ReferenceBackend(device, [f"the GPU kernels' tiles do not fit compute capability {version}"])
+    if importlib.util.find_spec("triton") is None:
+        return ReferenceBackend(device, ["the GPU kernels are not used: Triton is not installed (pip install triton)"])
+    from server.backends.cuda.backend import CudaBackend
+
+    return CudaBackend(device, dtype)
+
+
+def has_grouped_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a product of all experts is one kernel, which reads on the device where each expert's tokens end."""
+    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def why_not_captured(spec: ArchSpec, format: str, has_grouped: bool) -> str | None:
+    """Why decode steps cannot be captured in CUDA graphs; None: they can."""
+    if spec.has_experts and not (format == "dense" and has_grouped):
+        return f"experts in {format} ask the device how many tokens each of them has"
+    return None

@@ -1,0 +1,39 @@
+"""Graphs on an NVIDIA GPU: CUDA graphs that share one pool of memory, because only one of them runs at a time."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from server.backends.protocol import Computation
+
+
+class CudaGraphCapture:
+    """See `protocol.GraphCapture`. Not yet run on a GPU.
+
+    The sizes are captured largest first: what a large graph has taken suffices for the smaller ones.
+    """
+
+    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
+    computes = False
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, function: Computation) -> Computation:
+        # Once outside a graph, on another stream as capturing itself: kernels are compiled, libraries allocate.
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            function()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads go on meanwhile: one waits for the step before.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            results = function()
+
+        def replay() -> tuple[Tensor, ...]:
+            graph.replay()
+            return results
+
+        return replay

@@ -1,0 +1,159 @@
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
+"""Attend many queries per sequence to the paged cache: fresh prompts, later chunks, and prompts behind a cached prefix.
+
+A program owns a tile of one sequence's queries and one head. It walks the keys from the first that its queries'
+windows reach to the last that any of them sees, so a causal or windowed step never loads the tiles that nobody sees.
+The keys of the step itself are read from the cache like all others: `write` was called before.
+
+Shapes: T tokens, S sequences, N local heads, K local kv heads, H head dim, B blocks, P tokens per block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from server.backends.cuda.kernels.common import LOWEST, ScoreTerms, cache_rows, finish_scores, padded
+from server.backends.protocol import StepMeta
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a program is cut out of the work."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int  # of the compiler's pipeline
+
+
+WIDE = 128  # padded head dim beyond which a program's running sums fill its registers
+# By bytes of an element, and whether heads are wider than WIDE. The list of blocks takes every other stage of the
+# pipeline, so that 5 of them load 2 tiles ahead. Exact float32 products leave the matrix units unused: those are small.
+TILES = {
+    (2, False): Tiles(queries=128, keys=64, warps=8, stages=5),
+    (2, True): Tiles(queries=128, keys=32, warps=8, stages=5),
+    (4, False): Tiles(queries=16, keys=32, warps=4, stages=1),
+    (4, True): Tiles(queries=16, keys=16, warps=4, stages=1),
+}
+
+
+def prefill(
+    q: Tensor,
+    kv: Tensor,
+    out: Tensor,
+    meta: StepMeta,
+    terms: ScoreTerms,
+    *,
+    window: int,
+) -> None:
+    """Attend all rows of q [T, N, H] but the decodes' over kv [2, B, K, P, H] into those of out [T, N, H]."""
+    kv_heads, block_size, head_dim = kv.shape[2:]
+    heads = q.shape[1]
+    assert kv.is_contiguous() and q.stride()[1:] == (head_dim, 1) and meta.block_tables.stride(1) == 1
+    tiles = TILES[q.element_size(), padded(head_dim) > WIDE]
+    chunks = len(meta.block_tables) - meta.num_decodes
+    _prefill[(triton.cdiv(meta.longest, tiles.queries), heads, chunks)](
+        q,
+        kv[0],
+        kv[1],
+        out,
+        meta.starts,
+        meta.positions,
+        meta.visible,
+        meta.block_tables,
+        terms.slopes,
+        terms.bias,
+        meta.num_decodes,
+        q.stride(0),
+        meta.block_tables.stride(0),
+        KV_HEADS=kv_heads,
+        GROUP=heads // kv_heads,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=padded(head_dim),
+        BLOCK_SIZE=block_size,
+        QUERIES=tiles.queries,
+        KEYS=tiles.keys,
+        WINDOW=window,
+        **terms.constants,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+    )
+
+
+@triton.jit(do_not_specialize=["num_decodes", "table_stride"])
+def _prefill(
+    q,
+    k_cache,
+    v_cache,
+    out,
+    query_starts,
+    positions,
+    visible,
+    tables,
+    slopes,
+    bias,
+    num_decodes,
+    q_stride,
+    table_stride,
+    KV_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SCALE: tl.constexpr,
+    CAP: tl.constexpr,
+    REACH: tl.constexpr,
+):
+    """One tile of one sequence's queries, one head. The last tile first: it sees the most keys."""
+    sequence, head = num_decodes + tl.program_id(2), tl.program_id(1)
+    stop = tl.load(query_starts + sequence + 1)
+    begin = tl.load(query_starts + sequence) + (tl.num_programs(0) - 1 - tl.program_id(0)) * QUERIES
+    if begin >= stop:
+        return
+    tokens = begin + tl.arange(0, QUERIES)
+    asked = tokens < stop
+    position = tl.load(positions + tokens, mask=asked, other=0).to(tl.int32)
+    reach = tl.load(visible + tokens, mask=asked, other=0).to(tl.int32)
+    features = tl.arange(0, HEAD_PAD)[None, :]
+    real = features < HEAD_DIM
+    asked_features = asked[:, None] & real
+    row = tokens[:, None].to(tl.int64)
+    queries = tl.load(q + row * q_stride + head * HEAD_DIM + features, mask=asked_features, other=0.0)
+    first = 0
+    if WINDOW:
+        earliest = tl.min(tl.where(asked, position, 2147483647), axis=0)
+        first = tl.maximum(earliest + 1 - WINDOW, 0)
+    last = tl.max(reach, axis=0)
+    table = tables + sequence.to(tl.int64) * table_stride
+    best = tl.full([QUERIES], LOWEST, tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    acc = tl.zeros([QUERIES, HEAD_PAD], tl.float32)
+    for start in range(first, last, KEYS):
+        keys = start + tl.arange(0, KEYS)
+        present = keys < last
+        rows = cache_rows(keys, present, table, head // GROUP, KV_HEADS, BLOCK_SIZE)
+        offsets, loaded = rows[:, None] * HEAD_DIM + features, present[:, None] & real
+        k = tl.load(k_cache + offsets, mask=loaded, other=0.0)
+        v = tl.load(v_cache + offsets, mask=loaded, other=0.0)
+        products = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        distance = keys[None, :] - position[:, None]
+        scores = finish_scores(products, distance, head, slopes, bias, SCALE, CAP, REACH)
+        seen = keys[None, :] < reach[:, None]
+        if WINDOW:
+            seen = seen & (distance > -WINDOW)
+        scores = tl.where(seen, scores, float("-inf"))
+        new_best = tl.maximum(best, tl.max(scores, axis=1))
+        kept, weights = tl.exp2(best - new_best), tl.exp2(scores - new_best[:, None])
+        total = total * kept + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
+        best = new_best
+    result = acc / tl.maximum(total, 1.0)[:, None]  # the best key counts 1, so that less means none
+    target = out + (row * (KV_HEADS * GROUP) + head) * HEAD_DIM + features
+    tl.store(target, result.to(out.dtype.element_ty), mask=asked_features)

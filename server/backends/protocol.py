@@ -1,0 +1,264 @@
+"""What a backend answers for: everything that a model computes with and that differs between devices.
+
+A `Backend` is chosen once (`loading.py`) and handed down; nothing above it asks which device it runs on. The reference
+backend (`reference/`) is stock torch, runs everywhere and defines correct; the others replace what they do faster and
+inherit the rest. What a backend cannot do, it says in a sentence, before anything is computed.
+
+Left out: how a layer is split over ranks (`server/layers/`), and which rows a step computes (`server/stepping/`).
+
+Shapes: T tokens in the step, S sequences, R rows of logits, V vocabulary, N local heads, K local kv heads, H head dim,
+B blocks, P tokens per block, D input features, F output features, E experts.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from server.arch.spec import Activation, ArchSpec
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How queries are scored against keys. A decoder has one of these; an encoder-decoder has three."""
+
+    scale: float
+    slopes: tuple[float, ...] = ()  # the ALiBi slope of each local head; empty: no ALiBi
+    cap: float = 0.0  # scores become cap * tanh(scores / cap); 0: they do not
+    bias: Tensor | None = None  # [N, 2 D + 1] float32, added at distances -D … D of key minus query; beyond, the ends
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The rotations of a step's tokens, the same for all layers that share a Rope."""
+
+    cos: Tensor  # [T, 1, r / 2]
+    sin: Tensor  # [T, 1, r / 2]
+    interleaved: bool  # whether pairs are (0, 1), (2, 3), …; otherwise (0, r / 2), (1, r / 2 + 1), …
+
+
+@dataclass(frozen=True)
+class StepMeta:
+    """Where the tokens of one step stand. Sequences that decode come first: their one query is their last token.
+
+    The lists are on the host, for loops and slices; the tensors are on the device. A step that is captured in a graph
+    has no `context_lengths`, because the host does not know them when the graph is replayed.
+    """
+
+    num_decodes: int  # of the S sequences, how many are at the front with one query each
+    query_starts: list[int]  # [S + 1] sequence s owns tokens query_starts[s] … query_starts[s + 1] - 1 of the step
+    context_lengths: list[int]  # [S] tokens that the sequence attends to after this step
+    longest: int  # most queries of a sequence that does not decode, 0 where all do
+    starts: Tensor  # [S + 1] int32: query_starts
+    positions: Tensor  # [T] index of each token in its sequence
+    visible: Tensor  # [T] keys that each token may see, from the sequence's first: up to itself, or its whole context
+    prompt_lengths: Tensor  # [T] tokens of the prompt of each token's sequence
+    slots: Tensor  # [T] where each token's keys and values go: block * P + offset
+    block_tables: Tensor  # [S, longest] blocks of each sequence in order, padded with 0
+
+
+class Attention(Protocol):
+    """One rank's attention, stateless between calls: everything about a step is in `meta`."""
+
+    def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
+        """Store the step's keys and values. kv: [2, B, K, P, H], changed in place; k, v: [T, K, H]."""
+
+    def rotate_and_write(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
+        """Rotate the step's queries and keys, store its keys and values; returns the queries [T, N, H].
+
+        heads: [T, N + 2 K, H], queries, keys and values as one projection leaves them, perhaps changed in place; kv:
+        [2, B, K, P, H], changed in place. Without a rotation, queries and keys are taken as they are.
+        """
+
+    def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
+        """Attend the step's queries to their sequences' keys, as far as they are visible.
+
+        q: [T, N, H]; window: tokens that a query sees, itself included, 0 for all; returns [T, N, H] in q's dtype.
+        Keys and values were already stored for this layer. Scores and softmax are float32 whatever the input dtype.
+        """
+
+
+def split_heads(heads: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """heads [T, N + 2 K, H] → views of its queries [T, N, H], keys and values [T, K, H]."""
+    return heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
+
+
+class LinearFormat(Protocol):
+    """A stored weight [F, D] that can be applied, with what follows the product.
+
+    A gated one is stored as [gate | up], [2 F, D], and yields activation(gate) * up.
+    """
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that the weight takes."""
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """x [T, D] → activation(x @ weightᵀ + bias) + residual, [T, F], in x's dtype."""
+
+    def to_float32(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, D] → x @ weightᵀ + bias, [T, F] float32."""
+
+
+class MakeLinear(Protocol):
+    """Stores a dense weight [F, D] of a linear layer in one format."""
+
+    def __call__(self, weight: Tensor, *, is_gated: bool = False) -> LinearFormat: ...
+
+
+class GroupedLinear(Protocol):
+    """The same linear layer of E experts, applied to tokens that are sorted by expert."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that all experts' weights take."""
+
+    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
+        """x [T, D] → activation(x @ weightᵀ) [T, F]; expert e owns the rows ends[e - 1] … ends[e] - 1.
+
+        ends: [E] int32, ascending; the last is T. Where the weights are gated, what comes out is activation(gate) * up.
+        """
+
+
+class Norm(ABC):
+    """Normalises alone, or behind the addition of a layer's output to the residual stream."""
+
+    # Whether adding in `add` costs less than adding what follows a matrix product to the product.
+    absorbs_addition: ClassVar[bool] = False
+
+    @abstractmethod
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [..., D] → normalised [..., D]."""
+
+    def add(self, x: Tensor, delta: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """x [T, D] and what a layer adds [T, D], with its bias [D] if it has one → their sum and the sum normalised."""
+        total = x + delta if bias is None else x + delta + bias
+        return total, self(total)
+
+
+@dataclass(frozen=True)
+class LogitSummary:
+    """What is known of each row of logits."""
+
+    top_ids: Tensor  # [R, n] int64, most likely first
+    top_logits: Tensor  # [R, n] float32
+    log_totals: Tensor  # [R, 1] float32, the log of the sum of all exponentials: a logit minus it is a log-probability
+
+
+class Logits(Protocol):
+    """What takes a pass over the whole vocabulary."""
+
+    def summarise(self, logits: Tensor, n: int) -> LogitSummary:
+        """The n best tokens (at least 1) of logits [R, V] float32, which are not changed."""
+
+    def race(self, logits: Tensor, seed_low: Tensor, seed_high: Tensor, positions: Tensor, first_id: int = 0) -> Tensor:
+        """Draw one token [R] of each row of logits [R, V] float32: the index of its column.
+
+        seed_low, seed_high: [R, 1] halves of the seed, int64; positions: [R] int64; first_id: the token of column 0,
+        for noise belongs to a token and not to a column.
+        """
+
+
+# A computation without parameters. What a captured one returns is overwritten by the next call of any captured one.
+Computation = Callable[[], tuple[Tensor, ...]]
+
+
+class GraphCapture(Protocol):
+    """Captures computations as graphs, which a device then replays without Python's share of the work.
+
+    A computation is captured once: it is run with its inputs in fixed places, and every operation is noted with its
+    addresses. A replay reads those inputs anew and writes the same results. On NVIDIA GPUs that is a CUDA graph, on
+    CPUs a recording of kernel calls.
+    """
+
+    # Batch sizes to capture, ascending, a smaller batch being filled up; empty: each as it comes, up to any size.
+    sizes: tuple[int, ...]
+    # Whether capturing is the first computation; else it needs inputs that do no harm, and may compute several times.
+    computes: bool
+
+    def __call__(self, function: Computation) -> Computation:
+        """A replay of `function`; its first call gives the results of the first computation."""
+
+
+class Event(Protocol):
+    """A moment in a device's work."""
+
+    def query(self) -> bool:
+        """Whether the device has reached it."""
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached it."""
+
+
+class Device(Protocol):
+    """What a host and a device exchange, and how much memory there is."""
+
+    torch_device: torch.device
+    name: str  # as people know it
+    kind: str  # for sentences: "this GPU"
+    measures_memory: bool  # whether its memory is ours alone, so that what a step takes can be measured
+
+    def good_dtypes(self) -> set[torch.dtype]:
+        """The dtypes that the device computes well."""
+
+    def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        """The values as a tensor of their shape on the device, without waiting for what the device is computing."""
+
+    def download(self, tensor: Tensor) -> Tensor:
+        """A copy on the host, complete once an `event` that is made afterwards has been reached."""
+
+    def event(self) -> Event | None:
+        """The end of all work so far; None where a call returns only when its work is done."""
+
+    def empty_kv(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros for a KV cache."""
+
+    def free_bytes(self, *, fraction: float, world_size: int) -> int:
+        """Memory that this rank may still take. fraction: share of a GPU's memory that we may use."""
+
+    def left_bytes(self, *, fraction: float, world_size: int, kv_bytes: int) -> int:
+        """Memory that this rank has left when its KV cache of `kv_bytes` is full."""
+
+    def peak_bytes(self, step: Callable[[], object]) -> int:
+        """Run `step`: what it needs beside what is allocated now; 0 where memory is not measured."""
+
+    def taken_bytes(self, action: Callable[[], object]) -> int:
+        """Run `action`: by how much it lessens the free memory; 0 where memory is not measured."""
+
+    def profiled(self) -> tuple[list[Any], str]:
+        """What torch's profiler records (its activities), and which attribute of an operator's record is its time."""
+
+
+class Backend(Protocol):
+    """How everything that a model is made of is computed on one device."""
+
+    name: str
+    device: Device
+    logits: Logits
+    formats: Mapping[str, MakeLinear]  # by name; "dense" is what the checkpoint holds
+
+    @property
+    def description(self) -> str:
+        """What computes, and why nothing faster does, for the start-up table."""
+
+    def attention(self, scores: Scores) -> Attention:
+        """Attention for one way of scoring."""
+
+    def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
+        """LayerNorm over weight's features where `is_centred`, else RMSNorm."""
+
+    def grouped(self, weights: Iterable[Tensor], format: str, *, is_gated: bool = False) -> GroupedLinear:
+        """The weights [F, D] of E experts, stored in one of `formats`."""
+
+    def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
+        """Why decode steps of such a model cannot be captured in graphs; None: they can."""
+
+    def graph_capture(self) -> GraphCapture:
+        """A fresh capture, for a model of which nothing is said by `why_not_captured`."""

@@ -1,0 +1,57 @@
+"""The matrices of a mixture of experts, applied to tokens that are sorted by expert.
+
+`GroupedDense` is one operator for all experts, which reads where each expert's tokens end on the device: the host waits
+for nothing. `LoopedExperts` works with every format, asks the device for those ends once, and then calls each expert
+that has tokens.
+
+Shapes: T tokens, D input features, F output features, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from server.arch.spec import Activation
+from server.backends.protocol import LinearFormat
+from server.backends.reference.activation import Gate, stock_gate
+from server.backends.reference.linear import activated
+
+
+class GroupedDense:
+    """A `GroupedLinear` of dense weights, stacked."""
+
+    def __init__(self, weights: Iterable[Tensor], *, is_gated: bool = False, gate: Gate = stock_gate):
+        self._weights = torch.stack(list(weights)).transpose(1, 2)  # [E, D, F]; the operator wants D in runs
+        self._gate = gate if is_gated else None
+
+    @property
+    def nbytes(self) -> int:
+        return self._weights.nbytes
+
+    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
+        return activated(F.grouped_mm(x, self._weights, offs=ends), activation, self._gate)
+
+
+class LoopedExperts:
+    """A `GroupedLinear` of any format, one expert after the other."""
+
+    def __init__(self, experts: Sequence[LinearFormat]):
+        self._experts = experts
+
+    @property
+    def nbytes(self) -> int:
+        return sum(expert.nbytes for expert in self._experts)
+
+    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
+        bounds = pairwise([0, *ends.tolist()])  # the one wait for the device
+        parts = [
+            expert(x[start:stop], None, activation)
+            for expert, (start, stop) in zip(self._experts, bounds, strict=True)
+            if stop > start
+        ]
+        return torch.cat(parts)

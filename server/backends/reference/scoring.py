@@ -1,0 +1,79 @@
+"""What attention in stock torch operators is made of: rotating, storing, and scoring by distance.
+
+Shapes: T tokens, N local heads, K local kv heads, H head dim, B blocks, P tokens per block.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from server.backends.protocol import Rotation, Scores, StepMeta
+
+
+def rotate(rotation: Rotation, x: Tensor) -> Tensor:
+    """Rotate the leading features of every head of x [T, heads, H] in float32; the others are kept."""
+    half = rotation.cos.shape[-1]
+    rotated = x[..., : 2 * half].float()
+    a, b = (rotated[..., ::2], rotated[..., 1::2]) if rotation.interleaved else rotated.chunk(2, dim=-1)
+    parts = (a * rotation.cos - b * rotation.sin, b * rotation.cos + a * rotation.sin)
+    turned = torch.stack(parts, dim=-1).flatten(-2) if rotation.interleaved else torch.cat(parts, dim=-1)
+    return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
+
+
+def write_slots(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    """Scatter k and v [T, K, H] into kv [2, B, K, P, H] at `slots` [T], block * P + offset."""
+    _, _, kv_heads, block_size, head_dim = kv.shape
+    heads = torch.arange(kv_heads, device=kv.device)
+    first = slots // block_size * kv_heads * block_size + slots % block_size  # [T], of the first kv head
+    rows = first.unsqueeze(1) + heads * block_size  # [T, K]
+    flat = kv.view(2, -1, head_dim)
+    flat[0].index_copy_(0, rows.flatten(), k.flatten(0, 1))
+    flat[1].index_copy_(0, rows.flatten(), v.flatten(0, 1))
+
+
+class StockAttention(ABC):
+    """The part that both kinds of attention in stock operators share: everything but `attend`."""
+
+    def __init__(self, scores: Scores):
+        self._scores = scores
+
+    def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
+        """See `protocol.Attention`."""
+        write_slots(kv, k, v, meta.slots)
+
+    def rotate_and_write(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
+        """See `protocol.Attention`."""
+        kv_heads = kv.shape[2]
+        turned, v = heads[:, :-kv_heads], heads[:, -kv_heads:]  # queries and keys, and what no position turns
+        if rotation is not None:
+            turned = rotate(rotation, turned)
+        write_slots(kv, turned[:, -kv_heads:], v, meta.slots)
+        return turned[:, :-kv_heads]
+
+    @abstractmethod
+    def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
+        """See `protocol.Attention`."""
+
+
+def distances(meta: StepMeta, tokens: slice, length: int, window: int) -> tuple[Tensor, Tensor]:
+    """How far keys 0 … length-1 are from the step's `tokens` (key minus query), and which they must not see.
+
+    Both [n, length]: hidden are keys that are not visible, and those before the window.
+    """
+    keys = torch.arange(length, device=meta.positions.device)
+    distance = keys - meta.positions[tokens].unsqueeze(1)
+    hidden = keys >= meta.visible[tokens].unsqueeze(1)
+    return distance, hidden | (distance <= -window) if window else hidden
+
+
+def score_bias(scores: Scores, distance: Tensor) -> Tensor | None:
+    """What is added to the scores at `distance` [n, L] for each local head: [N, n, L], None for nothing."""
+    if scores.slopes:
+        return torch.tensor(scores.slopes, device=distance.device).view(-1, 1, 1) * distance
+    if scores.bias is not None:
+        reach = scores.bias.shape[1] // 2
+        return scores.bias[:, distance.clamp(-reach, reach) + reach]
+    return None

@@ -1,0 +1,271 @@
+"""Reading a checkpoint: each rank its own slices, and nothing left over.
+
+Loading pulls. A layer asks `Weights` for a role ("qkv", "mlp_up", …) and for the part that its rank holds; the family's
+name map says what that is called in the checkpoint, and safetensors reads only those bytes. Layouts that differ from
+ours (BLOOM interleaves q, k and v per head) are undone here, so `forward` never learns about them. A tensor of the
+checkpoint that nobody asked for and that the family does not ignore is an error: it means that the model is not what
+we think it is. What this module leaves out: formats other than dense safetensors (see `quant/`), and downloads
+(`hub.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from server.arch.names import NameMap, QkvLayout
+from server.blocks import ceil_divide
+from server.checkpoint.hub import weight_files
+from server.distributed import Shard
+
+# Bytes read before the files are opened anew: what was touched of a mapped file counts as memory of this process until
+# it is closed. More holds more memory, less opens more often, which takes about a millisecond.
+PIECE_BYTES = 32 << 20
+
+
+class CheckpointError(ValueError):
+    """The checkpoint is not what its config says: names the file and the tensor."""
+
+
+class Checkpoint:
+    """The tensors of a folder of safetensors files, read lazily and by slices.
+
+    Remembers what was read, so that `leftovers` can name the rest. Raises CheckpointError for files that are
+    truncated or malformed and for a tensor that two files hold.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.folder = Path(folder)
+        self._paths: dict[str, Path] = {}  # tensor name -> its file
+        self._shared: dict[str, str] = {}  # name that a file notes as another one's -> that one
+        self._files: dict[Path, Any] = {}  # open safetensors files
+        self._mapped = 0  # bytes of them that were touched since they were opened
+        self._read: set[str] = set()
+        self.bytes_read = 0
+        for path in weight_files(self.folder):
+            file = self._open(path)
+            self._shared |= {name: kept for name, kept in (file.metadata() or {}).items() if kept in file.keys()}
+            for name in file.keys():
+                if name in self._paths:
+                    raise CheckpointError(f"tensor {name} is in {path} and in another file: {self._paths[name]}")
+                self._paths[name] = path
+
+    def _open(self, path: Path) -> Any:
+        if path not in self._files:
+            try:
+                self._files[path] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(
+                    f"{path} is not a readable safetensors file ({error}); it is damaged or incomplete: "
+                    "download it again"
+                ) from error
+        return self._files[path]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._paths or name in self._shared
+
+    def names(self) -> Iterator[str]:
+        return iter(self._paths)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """The dtype that `name` is stored in, without reading it."""
+        return self._slice(name)[(slice(0, 0),)].dtype
+
+    def read(self, name: str, shape: tuple[int, ...], *, dim: int = 0, part: tuple[int, int] | None = None) -> Tensor:
+        """Tensor `name` of full shape `shape`, or its half-open `part` along `dim`. Contiguous and owned."""
+        name = name if name in self._paths else self._shared.get(name, name)
+        view = self._slice(name)
+        found = tuple(view.get_shape())
+        if found != shape:
+            raise CheckpointError(
+                f"tensor {name} in {self._paths[name]} has shape {list(found)}, but config.json says {list(shape)}"
+            )
+        region = [part if part and d == dim else (0, size) for d, size in enumerate(shape)]
+        tensor = view[(slice(0, 0),)].new_empty([stop - start for start, stop in region])
+        (first, last), *others = region
+        row_bytes = math.prod(shape[1:]) * tensor.itemsize  # a row's pages come whole
+        for begin, end in _pieces(first, last, max(1, PIECE_BYTES // row_bytes)):
+            if self._mapped > PIECE_BYTES:
+                self._files.clear()
+                self._mapped = 0
+            rows = self._slice(name)[tuple(slice(*bounds) for bounds in [(begin, end), *others])]
+            tensor[begin - first : end - first] = rows  # a copy: `rows` is the file itself, mapped
+            self._mapped += (end - begin) * row_bytes
+        self._read.add(name)
+        self.bytes_read += tensor.nbytes
+        return tensor
+
+    def _slice(self, name: str) -> Any:
+        if name not in self._paths:
+            first, *others = dict.fromkeys(self._paths.values())
+            more = f" (and {len(others)} more)" if others else ""
+            raise CheckpointError(f"tensor {name} is missing from {first}{more}; is it a checkpoint of this model?")
+        return self._open(self._paths[name]).get_slice(name)
+
+    def leftovers(self, ignore: tuple[str, ...]) -> list[str]:
+        """Tensors that nobody read and that no pattern of `ignore` matches, sorted, each with its file."""
+        patterns = [re.compile(pattern) for pattern in ignore]
+        left = (n for n in self._paths if n not in self._read and not any(p.search(n) for p in patterns))
+        return [f"{name} in {self._paths[name]}" for name in sorted(left)]
+
+
+def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
+    return ((begin, min(begin + step, stop)) for begin in range(start, stop, step))
+
+
+class RandomCheckpoint:
+    """Stands in for a checkpoint whose speed matters and whose contents do not: every tensor exists and is random.
+
+    All tensors are pieces of one random block, so that a large model is made as fast as memory can be written.
+    """
+
+    folder = Path("random weights")
+
+    def __init__(self, dtype: torch.dtype):
+        self._block = torch.empty(1 << 20, dtype=dtype).uniform_(-0.05, 0.05)
+
+    def __contains__(self, name: str) -> bool:
+        return True
+
+    def read(self, name: str, shape: tuple[int, ...], *, dim: int = 0, part: tuple[int, int] | None = None) -> Tensor:
+        """A random tensor of the shape of what `Checkpoint.read` would return."""
+        start, stop = part or (0, shape[dim])
+        size = [stop - start if d == dim else n for d, n in enumerate(shape)]
+        repeats = ceil_divide(math.prod(size), len(self._block))
+        return self._block.repeat(repeats)[: math.prod(size)].view(size)
+
+    def leftovers(self, ignore: tuple[str, ...]) -> list[str]:
+        return []
+
+
+Ranges = Sequence[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One rank's view of a checkpoint by role, converted to `dtype` on `device`; the whole model's or one layer's."""
+
+    checkpoint: Checkpoint | RandomCheckpoint
+    names: NameMap
+    shard: Shard
+    dtype: torch.dtype
+    device: torch.device
+    prefix: str
+    layer: int | None = None
+
+    @classmethod
+    def open(
+        cls,
+        checkpoint: Checkpoint | RandomCheckpoint,
+        names: NameMap,
+        shard: Shard,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Weights:
+        """Find the prefix that this checkpoint uses. Raises CheckpointError when none fits."""
+        for prefix in names.prefixes:
+            weights = cls(checkpoint, names, shard, dtype, device, prefix)
+            name = f"{weights._name('embed')}.weight"
+            if name in checkpoint and name.startswith(prefix):
+                return weights
+        raise CheckpointError(
+            f"{checkpoint.folder} holds no tensor {names.roles['embed']}.weight, with or without a prefix: "
+            "its config.json and its weights are of different models"
+        )
+
+    def of_layer(self, layer: int) -> Weights:
+        """The same weights, with `{i}` standing for `layer`."""
+        return replace(self, layer=layer)
+
+    def of_encoder(self) -> Weights:
+        """The weights of an encoder-decoder's encoder."""
+        assert self.names.encoder is not None, "a family whose spec has an encoder names its tensors"
+        return replace(self, names=replace(self.names, roles=self.names.encoder))
+
+    def has(self, role: str) -> bool:
+        """Whether the family's checkpoints have this role."""
+        return role in self.names.roles
+
+    def vector(self, role: str, size: int, *, suffix: str = "weight", ranges: Ranges | None = None) -> Tensor:
+        """A tensor [size], or the half-open `ranges` of it one after the other."""
+        name = f"{self._name(role)}.{suffix}"
+        parts = [self.checkpoint.read(name, (size,), part=part) for part in ranges or [(0, size)]]
+        return self._own(parts, dim=0)
+
+    def bias(self, role: str, size: int, *, ranges: Ranges | None = None) -> Tensor:
+        """The bias of `role`, or ranges of it."""
+        return self.vector(role, size, suffix="bias", ranges=ranges)
+
+    def rows(self, role: str, size: tuple[int, int], ranges: Ranges | None = None, *, expert: int = 0) -> Tensor:
+        """The weight of a linear layer of `size` (outputs, inputs), or the half-open `ranges` of its outputs."""
+        return self._matrix(role, size, 0, ranges or [(0, size[0])], expert)
+
+    def columns(self, role: str, size: tuple[int, int], part: tuple[int, int], *, expert: int = 0) -> Tensor:
+        """The weight of a linear layer of `size` (outputs, inputs), or the half-open `part` of its inputs."""
+        return self._matrix(role, size, 1, [part], expert)
+
+    def table(self, role: str, size: tuple[int, int], part: tuple[int, int] | None = None) -> Tensor:
+        """Rows of a table [rows, features], which no family stores transposed."""
+        return self._own([self.checkpoint.read(f"{self._name(role)}.weight", size, part=part)], dim=0)
+
+    def _matrix(self, role: str, size: tuple[int, int], dim: int, ranges: Ranges, expert: int) -> Tensor:
+        name = f"{self._name(role, expert)}.weight"
+        if not self.names.transposed:
+            return self._own([self.checkpoint.read(name, size, dim=dim, part=part) for part in ranges], dim)
+        stored = (size[1], size[0])
+        parts = [self.checkpoint.read(name, stored, dim=1 - dim, part=part).t() for part in ranges]
+        return self._own(parts, dim)
+
+    def _own(self, parts: list[Tensor], dim: int) -> Tensor:
+        whole = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
+        return whole.to(device=self.device, dtype=self.dtype).contiguous()
+
+    def _name(self, role: str, expert: int = 0) -> str:
+        short = self._short_names(role, expert)
+        names = [prefix + name for name in short for prefix in (self.prefix, "")]  # a head often stands without it
+        return next((name for name in names if f"{name}.weight" in self.checkpoint), names[0])
+
+    def _short_names(self, role: str, expert: int = 0) -> list[str]:
+        entry = self.names.roles[role]
+        return [name.format(i=self.layer, e=expert) for name in ((entry,) if isinstance(entry, str) else entry)]
+
+    def refuse_leftovers(self) -> None:
+        """Raise CheckpointError that names tensors which neither the model nor the ignore list knows."""
+        if left := self.checkpoint.leftovers(self.names.ignore):
+            shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
+            raise CheckpointError(
+                f"the checkpoint has tensors that this architecture does not use: {shown}; "
+                "config.json and weights do not belong together, or the family is not fully supported"
+            )
+
+
+def head_ranges(layout: QkvLayout, num_heads: int, num_kv_heads: int, head_dim: int, q: range, kv: range) -> Ranges:
+    """Where the rows of q heads `q`, then k and v of kv heads `kv`, lie in a fused tensor of `layout`.
+
+    Half-open row ranges in that order, neighbours merged.
+    """
+    group = num_heads // num_kv_heads
+    if layout is QkvLayout.CONCAT:
+        starts = [*q, *(num_heads + j for j in kv), *(num_heads + num_kv_heads + j for j in kv)]
+    else:
+        starts = [n // group * (group + 2) + n % group for n in q]
+        starts += [j * (group + 2) + group for j in kv] + [j * (group + 2) + group + 1 for j in kv]
+    return _merged([(start * head_dim, (start + 1) * head_dim) for start in starts])
+
+
+def _merged(ranges: Ranges) -> Ranges:
+    merged = [ranges[0]]
+    for start, stop in ranges[1:]:
+        if start == merged[-1][1]:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            merged.append((start, stop))
+    return merged

@@ -1,0 +1,176 @@
+"""What happens before a rank is ready: the profile run, the size of the KV cache, the graphs, and the first steps.
+
+The profile run computes the largest step that can come, made up, so that what it takes is known before the KV cache
+takes the rest. Where memory is not measured (on a CPU the cache's tensors take memory only when they are written, and a
+share of the machine's memory is kept back for everything else), a short prompt makes the libraries allocate and plan.
+
+Then one sequence of two tokens is generated as clients' will be, so that nothing is left for the first request to set
+up: not the capture of a graph, not a library's first call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+
+from server.blocks import BLOCK_SIZE, num_blocks
+from server.pb import generate_pb2 as pb
+from server.stepping import cache
+from server.stepping.engine import LOGIT_ROWS, Engine
+
+
+def worst_sampling() -> pb.SamplingParameters:
+    """Everything that a client can ask for in choosing tokens."""
+    return pb.SamplingParameters(
+        do_sample=True,
+        temperature=0.9,
+        top_k=10,
+        top_p=0.9,
+        typical_p=0.9,
+        repetition_penalty=1.2,
+        frequency_penalty=0.1,
+        watermark=True,
+    )
+
+
+@dataclass(frozen=True)
+class Warmed:
+    """The KV cache's size, and the device memory that it leaves."""
+
+    tokens: int  # of the KV cache
+    step_bytes: int  # of the largest step, beside weights and cache; 0: not measured
+    graph_bytes: int  # of all captured steps; 0: not measured
+    captured: str  # which decode steps are captured, for people
+
+
+@dataclass(frozen=True)
+class ProfileRun:
+    """Prompts of the largest step's size: as long as they can be, and as many as are sampled together."""
+
+    lengths: list[int]
+    has_encoder: bool
+
+    @classmethod
+    def of(cls, *, prefill_tokens: int, total_tokens: int, sampled: int, has_encoder: bool) -> ProfileRun:
+        """prefill_tokens: of the largest step; total_tokens: of the longest sequence; sampled: rows at once."""
+        short = min(sampled, prefill_tokens)
+        whole, rest = divmod(max(prefill_tokens - short, 0), total_tokens)
+        return cls([length for length in [total_tokens] * whole + [rest] + [1] * short if length], has_encoder)
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens of a KV cache that has room for it."""
+        return sum(num_blocks(length) + self.has_encoder for length in self.lengths) * BLOCK_SIZE
+
+    def request(self, top_n_tokens: int) -> pb.StepRequest:
+        """One step that computes all prompts, with everything about them that a client can ask for."""
+        request, blocks = pb.StepRequest(), itertools.count()
+        for id, length in enumerate(self.lengths):
+            decoded, encoded = ([0], [0] * length) if self.has_encoder else ([0] * length, [])
+            request.add.add(
+                id=id,
+                token_ids=decoded,
+                blocks=itertools.islice(blocks, num_blocks(len(decoded))),
+                encoder_token_ids=encoded,
+                encoder_blocks=itertools.islice(blocks, num_blocks(len(encoded))),
+                sampling=worst_sampling(),
+                top_n_tokens=top_n_tokens,
+                prompt_logprobs=True,
+            )
+            request.chunk_ids.append(id)
+            request.chunk_tokens.append(len(decoded))
+        return request
+
+
+@torch.inference_mode()
+def warm_up(
+    engine: Engine,
+    *,
+    prefill_tokens: int,
+    total_tokens: int,
+    wanted_tokens: int,
+    useful_tokens: int,
+    top_n_tokens: int,
+    fraction: float,
+) -> Warmed:
+    """Make the engine ready. Raises ValueError for a KV cache that does not fit.
+
+    prefill_tokens: prompt tokens of the largest step; total_tokens: longest sequence; wanted_tokens: what the user
+    asked for, 0 for as much as fits, at most useful_tokens; top_n_tokens: candidates reported with a token at most;
+    fraction: share of a GPU's memory that we may use.
+    """
+    step_bytes, graph_bytes = _profile(engine, prefill_tokens, total_tokens, top_n_tokens)
+    engine.release()  # the profile run's cache is free again
+    free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.world_size)
+    tokens = cache.choose_tokens(
+        wanted=wanted_tokens,
+        useful=useful_tokens,
+        free_bytes=engine.shard.minimum(free - step_bytes - graph_bytes, engine.device.torch_device),
+        bytes_per_token=engine.kv_shape.bytes_per_token,
+    )
+    engine.allocate(tokens, total_tokens)
+    graph_bytes = engine.device.taken_bytes(partial(_capture, engine, engine.graph_sizes))
+    _take_first_steps(engine)
+    return Warmed(tokens, step_bytes, graph_bytes, _captured(engine))
+
+
+def _profile(engine: Engine, prefill_tokens: int, total_tokens: int, top_n_tokens: int) -> tuple[int, int]:
+    """Bytes of the largest step and of all graphs, over a cache of just the size that the step takes."""
+    measures = engine.device.measures_memory
+    run = ProfileRun.of(
+        prefill_tokens=prefill_tokens if measures else min(prefill_tokens, 4 * BLOCK_SIZE),
+        total_tokens=total_tokens,
+        sampled=LOGIT_ROWS if measures else 1,
+        has_encoder=engine.has_encoder,
+    )
+    engine.allocate(run.kv_tokens, total_tokens)
+    step_bytes = engine.device.peak_bytes(partial(_step, engine, run.request(top_n_tokens)))
+    return step_bytes, _profile_graphs(engine)
+
+
+def _profile_graphs(engine: Engine) -> int:
+    """What all graphs will take: the largest, whose memory the others share, and what each has alone.
+
+    Each size in both its forms; the one that is captured when somebody samples keeps logits of its own.
+    """
+    sizes = engine.graph_sizes
+    if not engine.device.measures_memory or len(sizes) < 2:
+        return 0
+    first, second = (engine.device.taken_bytes(partial(_capture, engine, [size])) for size in sizes[:2])
+    logits = sum(sizes) * engine.model.vocab_size * torch.float32.itemsize
+    return first + (2 * len(sizes) - 1) * second + logits
+
+
+def _capture(engine: Engine, sizes: Sequence[int]) -> None:
+    if sizes:
+        engine.capture(sizes)
+
+
+def _step(engine: Engine, request: pb.StepRequest) -> None:
+    launched = engine.launch(request)
+    assert launched is not None
+    launched.finish()
+
+
+def _take_first_steps(engine: Engine) -> None:
+    """Generate two tokens of one sequence, once the most likely ones and once by sampling, and forget it."""
+    for do_sample in (False, True):
+        first = ProfileRun([1], engine.has_encoder).request(top_n_tokens=0)
+        first.add[0].sampling.CopyFrom(
+            pb.SamplingParameters(do_sample=do_sample, temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
+        )
+        first.add[0].prompt_logprobs = False
+        _step(engine, first)
+        _step(engine, pb.StepRequest(decode=True))
+        engine.launch(pb.StepRequest(retire=[0]))
+
+
+def _captured(engine: Engine) -> str:
+    sizes = engine.graph_sizes
+    if engine.why_not_captured is not None:
+        return f"none: {engine.why_not_captured}"
+    return f"{len(sizes)} batch sizes up to {sizes[0]}" if sizes else "each batch size at its first use"

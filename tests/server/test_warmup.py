@@ -1,0 +1,27 @@
+"""The step that is made up to find out what a step takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from server.blocks import BLOCK_SIZE, num_blocks
+from server.stepping.warmup import ProfileRun
+
+
+@pytest.mark.parametrize("has_encoder", [False, True])
+@pytest.mark.parametrize(
+    ("prefill", "total", "sampled"), [(4096, 2048, 128), (4096, 5000, 128), (64, 64, 1), (1, 9, 4)]
+)
+def test_it_has_all_prompt_tokens_and_rows_that_a_step_may_have(
+    prefill: int, total: int, sampled: int, has_encoder: bool
+) -> None:
+    run = ProfileRun.of(prefill_tokens=prefill, total_tokens=total, sampled=sampled, has_encoder=has_encoder)
+    request = run.request(top_n_tokens=5)
+    tokens = [len(new.encoder_token_ids) if has_encoder else len(new.token_ids) for new in request.add]
+    assert sum(tokens) == prefill
+    assert len(tokens) >= min(sampled, prefill)
+    assert max(tokens) <= total
+    blocks = [block for new in request.add for block in [*new.blocks, *new.encoder_blocks]]
+    assert len(set(blocks)) == len(blocks) <= num_blocks(run.kv_tokens)
+    assert max(blocks) < run.kv_tokens // BLOCK_SIZE
+    assert all(new.prompt_logprobs and new.sampling.do_sample and new.top_n_tokens for new in request.add)
