@@ -12,7 +12,6 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +48,7 @@ from router.schemas import GenerateRequest
 from router.text import ModelTokenizer
 from router.tracing import Tracer
 from router.validation import Validator
+from router.version import version
 
 CLIENT_GONE = 499  # nginx's; nobody reads it
 # Proxies cut connections that are silent for a minute or less.
@@ -133,13 +133,6 @@ def create_app(
     _add_error_handlers(app)
     _add_middleware(app, config)
     return app
-
-
-def version() -> str:
-    try:
-        return metadata.version("lockstep")
-    except metadata.PackageNotFoundError:
-        return "0+checkout"  # run from a checkout that is not installed
 
 
 # ---------------------------------------------------------------------------------------------- generation

@@ -18,10 +18,10 @@ PACKAGES = ("router", "server", "benchmark")
 
 # Module or package -> the first-party modules and packages that it may import. The longest matching name counts.
 MAY_IMPORT: dict[str, set[str]] = {
-    "launcher": {"router.config", "server.config", "server.hub"},
+    "launcher": {"router.config", "router.launch", "router.version", "server.config", "server.hub"},
     "benchmark": {
-        "benchmark", "router.client", "router.entry", "router.queue", "server.model.families", "server.model.spec",
-        "server.pb",
+        "benchmark", "router.client", "router.entry", "router.launch.parent_death", "router.queue", "router.version",
+        "server.model.families", "server.model.spec", "server.pb",
     },
     "benchmark.prediction": {"benchmark", "router.limits"},
     "benchmark.probes": {"benchmark", "server.attention"},
@@ -35,6 +35,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "router.text",
     },
     "router": {"router", "server.pb"},
+    "router.launch": {"router.config", "router.launch", "router.version", "server.config"},
+    "router.launch.parent_death": set(),
     "router.queue": set(),
     "router.prefix": set(),
     "router.scheduler": {"router.blocks", "router.entry", "router.limits", "router.prefix", "router.queue"},
@@ -43,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.errors": set(),
     "router.model_files": set(),
     "router.text": {"router", "router.model_files"},
+    "router.version": set(),
     "server.__main__": {"server.config", "server.distributed", "server.loading", "server.null", "server.service"},
     "server.attention": {"server.attention", "server.layers.position", "server.native"},
     "server.attention.kernels": {
@@ -132,6 +135,12 @@ def test_arrows_only_point_where_the_design_says(module: str, tree: ast.Module) 
     assert rule is not None or module in ("server", "server.model"), f"{module} has no place in the design yet"
     allowed = MAY_IMPORT.get(rule or "", set())
     assert [] == [name for name in imports(module, tree) if not longest_match(name, allowed)]
+
+
+def test_nobody_but_the_launcher_needs_its_rooms() -> None:
+    users = {module for module, tree in sources() for name in imports(module, tree) if name.startswith("router.launch")}
+    outside = {module for module in users if not module.startswith("router.launch")}
+    assert {"launcher", "benchmark.launch"} == outside
 
 
 def test_only_the_config_files_and_the_launcher_read_the_environment() -> None:
