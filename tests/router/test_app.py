@@ -24,7 +24,6 @@ from starlette.routing import Route
 from router import model_files, native
 from router.app import create_app
 from router.batcher import Batcher
-from router.client import FakeShardedClient
 from router.config import RouterConfig
 from router.entry import Token
 from router.generation import Call
@@ -33,6 +32,7 @@ from router.metrics import Metrics
 from router.schemas import GenerateRequest
 from router.tracing import NoTracer, make_tracer
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
+from tests.router.fake_shards import FakeShardedClient
 
 PROMPT = "hello"
 

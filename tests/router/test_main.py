@@ -18,10 +18,11 @@ from typing import Any
 import grpc.aio
 import httpx2
 
-from router.client import CHANNEL_OPTIONS, FakeShardedClient
+from router.client import CHANNEL_OPTIONS
 from router.config import RouterConfig
 from server.pb.generate_pb2_grpc import add_ShardServicer_to_server
 from tests.router.doubles import byte_tokenizer
+from tests.router.fake_shards import FakeShardedClient
 from tests.router.test_client import StubShard
 
 ROOT = Path(__file__).parents[2]
