@@ -40,6 +40,7 @@ logger = logging.getLogger("router")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the router until it is told to stop. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="router", description="The HTTP side of Lockstep; started by the launcher.")
     parser.add_argument("--config", required=True, help="JSON file written by RouterConfig.save")
     configure_logging()
@@ -130,9 +131,11 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `run`: uvicorn's own handlers would end the process before the drain."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on the sockets, then say so."""
         await super().startup(sockets)
         self._on_listening()
 

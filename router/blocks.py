@@ -29,6 +29,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Blocks that nobody holds, with or without content."""
         return len(self._blank) + len(self._idle)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:

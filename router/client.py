@@ -115,7 +115,8 @@ class ShardHealth:
 class Shards(Protocol):
     """What the router needs of its shards, real or fake."""
 
-    async def info(self) -> ModelInfo: ...
+    async def info(self) -> ModelInfo:
+        """What was loaded."""
 
     async def warmup(
         self,
@@ -125,9 +126,11 @@ class Shards(Protocol):
         max_batch_total_tokens: int,
         useful_tokens: int,
         max_top_n_tokens: int,
-    ) -> KvCache: ...
+    ) -> KvCache:
+        """Size and allocate the KV cache. Raises ValueError with the shard's sentence when the limits cannot be met."""
 
-    async def health(self) -> ShardHealth: ...
+    async def health(self) -> ShardHealth:
+        """Raises ShardError when a shard does not answer in time."""
 
     async def start_profile(self) -> None:
         """Record what the first rank computes from here on."""
@@ -141,7 +144,8 @@ class Shards(Protocol):
     async def receive(self) -> StepReply:
         """The reply to the oldest request without one. Raises ShardError when the stream has ended."""
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End the stream. Whoever waits in `receive` gets a ShardError."""
 
 
 def new_sequence(
@@ -219,11 +223,13 @@ class ShardClient:
             raise ShardError(self.rank, _cause(error)) from None
 
     def send(self, request: StepRequest) -> None:
+        """Hand over the next step; the first one opens the stream."""
         if self._call is None:
             self._call = self._stub.Run(self._requests())
         self._outbox.put_nowait(request)
 
     async def receive(self) -> StepReply:
+        """This rank's next reply. Raises ShardError when the stream has ended."""
         try:
             reply: StepReply = await self._call.read()
         except grpc.aio.AioRpcError as error:
@@ -239,6 +245,7 @@ class ShardClient:
         return reply
 
     async def close(self) -> None:
+        """End the stream and close the channel."""
         self._outbox.put_nowait(None)
         await self._channel.close()
 
@@ -264,6 +271,7 @@ class ShardedClient:
             await asyncio.gather(*(rank.wait_ready() for rank in self._ranks))
 
     async def info(self) -> ModelInfo:
+        """What all ranks loaded. They agree, but for the sizes."""
         replies = await self._all("Info", InfoRequest())
         first = replies[0]
         return ModelInfo(
@@ -301,6 +309,7 @@ class ShardedClient:
         )
 
     async def health(self) -> ShardHealth:
+        """Of the slowest rank. Raises ShardError when one does not answer within HEALTH_DEADLINE_S."""
         replies = await self._all("Health", HealthRequest(), HEALTH_DEADLINE_S)
         return ShardHealth(
             steps_received=min(reply.steps_received for reply in replies),
@@ -309,17 +318,21 @@ class ShardedClient:
         )
 
     async def start_profile(self) -> None:
+        """Record what the first rank computes from here on."""
         await self._ranks[0].call("Profile", ProfileRequest(start=True))
 
     async def stop_profile(self, trace_path: str = "") -> list[OperatorTime]:
+        """Where the first rank's time went, longest first; a trace goes to `trace_path`."""
         reply = await self._ranks[0].call("Profile", ProfileRequest(trace_path=trace_path))
         return [OperatorTime(*row) for row in zip(reply.names, reply.calls, reply.self_ns, strict=True)]
 
     def send(self, request: StepRequest) -> None:
+        """Hand the next step to every rank, without waiting."""
         for rank in self._ranks:
             rank.send(request)
 
     async def receive(self) -> StepReply:
+        """Rank 0's reply to the oldest step, once every rank has answered it. Raises ShardError."""
         if len(self._ranks) == 1:
             return await self._ranks[0].receive()
         replies = await self._receive_all()
@@ -329,6 +342,7 @@ class ShardedClient:
         return replies[0]
 
     async def close(self) -> None:
+        """Close every rank's stream and channel."""
         await asyncio.gather(*(rank.close() for rank in self._ranks))
 
     async def _all(self, method: str, request: Any, timeout: float | None = None) -> list[Any]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from router.errors import RouterError
 from router.prefix import PrefixKeys
-from router.queue import Demand
+from router.queue import RequestSize
 from router.text import FinishReason, GeneratedText
 
 
@@ -53,9 +53,9 @@ class ValidRequest:
             return self
         return replace(self, token_ids=[decoder_start], encoder_ids=self.token_ids)
 
-    def demand(self, cached: int = 0) -> Demand:
+    def size(self, cached: int = 0) -> RequestSize:
         """What it needs when so many tokens of its prompt are in the KV cache."""
-        return Demand(self.input_length, self.max_new_tokens, bool(self.encoder_ids), cached)
+        return RequestSize(self.input_length, self.max_new_tokens, bool(self.encoder_ids), cached)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +125,12 @@ class Scheduled:
 
     @property
     def num_prompt_left(self) -> int:
+        """Prompt tokens that no step sent so far computes."""
         return len(self.request.token_ids) - self.num_prompt_scheduled
 
     @property
     def is_scheduled_to_its_end(self) -> bool:
+        """Whether the steps sent so far yield its last token."""
         return self.num_scheduled == self.request.max_new_tokens
 
 

@@ -30,11 +30,10 @@ class Budget:
     blocks: int  # KV blocks free
     places: int | None  # under max_batch_size; None: no limit
     block_size: int
-    speculate: int = 0  # tokens drafted ahead of the sampled one
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class RequestSize:
     """What one waiting request needs."""
 
     input_length: int
@@ -69,30 +68,30 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def next_batch(waiting: Iterable[Demand], budget: Budget, min_size: int | None) -> list[int]:
+def next_batch(waiting: Iterable[RequestSize], budget: Budget, min_size: int | None) -> list[int]:
     """The first prompt chunk of each request to admit now, from the head of the queue; empty: admit none.
 
     `waiting` may be lazy: nothing beyond the first request that does not fit is looked at, except to count up to
     `min_size`.
     """
     heads = iter(waiting)
-    peeked = [demand for _, demand in zip(range(min_size or 0), heads, strict=False)]
+    peeked = [size for _, size in zip(range(min_size or 0), heads, strict=False)]
     if min_size is not None and len(peeked) < min_size:
         return []
-    chunks = _fitting_chunks((demand for part in (peeked, heads) for demand in part), budget)
+    chunks = _fitting_chunks((size for part in (peeked, heads) for size in part), budget)
     return chunks if min_size is None or len(chunks) >= min_size else []
 
 
-def _fitting_chunks(waiting: Iterable[Demand], budget: Budget) -> list[int]:
-    prefill, tokens, blocks = budget.prefill_tokens, budget.tokens - budget.speculate, budget.blocks
+def _fitting_chunks(waiting: Iterable[RequestSize], budget: Budget) -> list[int]:
+    prefill, tokens, blocks = budget.prefill_tokens, budget.tokens, budget.blocks
     chunks: list[int] = []
-    for demand in waiting:
-        tokens -= demand.tokens
-        blocks -= demand.blocks(budget.block_size)
-        if len(chunks) == budget.places or tokens < 0 or blocks < 0 or prefill < demand.least_prefill:
+    for size in waiting:
+        tokens -= size.tokens
+        blocks -= size.blocks(budget.block_size)
+        if len(chunks) == budget.places or tokens < 0 or blocks < 0 or prefill < size.least_prefill:
             break
-        chunks.append(min(demand.prefill, prefill))
-        prefill -= demand.prefill
+        chunks.append(min(size.prefill, prefill))
+        prefill -= size.prefill
         if prefill < 0:  # this one starts with a chunk: the step is full
             break
     return chunks

@@ -17,13 +17,13 @@ from router.blocks import BlockPool
 from router.entry import Scheduled
 from router.limits import Limits
 from router.prefix import PrefixKeys
-from router.queue import Budget, Demand, min_size, next_batch
+from router.queue import Budget, RequestSize, min_size, next_batch
 
 S = TypeVar("S", bound=Scheduled)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Generic[S]):
+class StepPlan(Generic[S]):
     """One step."""
 
     number: int
@@ -55,6 +55,7 @@ class Scheduler(Generic[S]):
 
     @property
     def num_free_blocks(self) -> int:
+        """KV blocks that no running request has reserved."""
         return self._pool.num_free
 
     def add(self, entry: S) -> None:
@@ -65,7 +66,7 @@ class Scheduler(Generic[S]):
             entry.keys = PrefixKeys(request.token_ids, self.limits.block_size)
         self.waiting.append(entry)
 
-    def plan(self) -> Plan[S] | None:
+    def plan(self) -> StepPlan[S] | None:
         """The next step, or None when there is nothing to compute and nobody to retire."""
         retired = self._retire()
         decoding = [entry for entry in self.running.values() if not entry.num_prompt_left]
@@ -76,7 +77,7 @@ class Scheduler(Generic[S]):
             return None
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
         chunks |= {entry.id: min(num_tokens, entry.num_prompt_left) for entry, num_tokens in fresh}
-        return Plan(
+        return StepPlan(
             number=next(self._numbers),
             retired=retired,
             admitted=[entry for entry, _ in fresh],
@@ -88,7 +89,7 @@ class Scheduler(Generic[S]):
             concerned=[*decoding, *(self.running[id] for id in chunks)],
         )
 
-    def computed(self, plan: Plan[S]) -> None:
+    def computed(self, plan: StepPlan[S]) -> None:
         """The step's reply is there: what it filled may be shared."""
         for entry, key, block in plan.filled:
             if entry.is_lost:
@@ -96,7 +97,7 @@ class Scheduler(Generic[S]):
             else:
                 self._pool.confirm(key, block)
 
-    def failed(self, plan: Plan[S]) -> None:
+    def failed(self, plan: StepPlan[S]) -> None:
         """The shards have dropped this step's sequences, and only those."""
         for _, key, block in plan.filled:
             self._pool.retract(key, block)
@@ -161,7 +162,7 @@ class Scheduler(Generic[S]):
             block_size=limits.block_size,
         )
         found: list[list[int]] = []
-        chunks = next_batch(self._demands(found), budget, minimum)
+        chunks = next_batch(self._sizes(found), budget, minimum)
         if not chunks:
             return None, []
         self._steps_since_admission = 0
@@ -174,25 +175,25 @@ class Scheduler(Generic[S]):
         reason = None if not running else "wait_exceeded" if minimum is None else "backpressure"
         return reason, list(zip(admitted, chunks, strict=True))
 
-    def _demands(self, found: list[list[int]]) -> Iterator[Demand]:
+    def _sizes(self, found: list[list[int]]) -> Iterator[RequestSize]:
         """What each waiting request needs; `found` gets the blocks that hold its beginning."""
-        size = self.limits.block_size
+        block_size = self.limits.block_size
         for entry in self.waiting:
             # The last token is computed in any case: it yields the first logits.
-            most = (entry.request.input_length - 1) // size
+            most = (entry.request.input_length - 1) // block_size
             found.append(self._pool.find(entry.keys.keys[:most]) if entry.keys is not None else [])
-            yield entry.request.demand(cached=len(found[-1]) * size)
+            yield entry.request.size(cached=len(found[-1]) * block_size)
 
     def _reserve(self, entry: S, found: list[int]) -> None:
-        demand = entry.request.demand()
-        entry.blocks = found + self._pool.allocate(demand.blocks(self.limits.block_size) - len(found))
+        size = entry.request.size()
+        entry.blocks = found + self._pool.allocate(size.blocks(self.limits.block_size) - len(found))
         entry.num_prompt_scheduled = len(found) * self.limits.block_size
-        self.reserved_tokens += demand.tokens
+        self.reserved_tokens += size.tokens
         self.running[entry.id] = entry
 
     def _release(self, entry: S) -> None:
         del self.running[entry.id]
-        self.reserved_tokens -= entry.request.demand().tokens
+        self.reserved_tokens -= entry.request.size().tokens
         self._pool.free(entry.blocks)
         entry.blocks = []
 

@@ -35,6 +35,8 @@ LONE_BYTE = re.compile("<0x[0-9A-F]{2}>")  # how sentencepiece names a token tha
 
 
 class FinishReason(StrEnum):
+    """Why a generation ended, in TGI's words."""
+
     LENGTH = "length"
     EOS_TOKEN = "eos_token"
     STOP_SEQUENCE = "stop_sequence"
@@ -79,6 +81,7 @@ class ModelTokenizer:
 
     @cached_property
     def lone_pieces(self) -> LonePieces:
+        """The tokens' texts that do not depend on neighbours, filled as tokens come."""
         return LonePieces(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:

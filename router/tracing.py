@@ -13,7 +13,9 @@ SERVICE_NAME = "text-generation-inference.router"  # TGI's, for its dashboards
 EXPORT_TIMEOUT_S = 2  # a dead collector holds up the end of the process by no more
 
 
-class Span(Protocol):
+class RequestSpan(Protocol):
+    """The trace of one request."""
+
     def event(self, name: str) -> None:
         """Note that something happened now."""
 
@@ -22,7 +24,9 @@ class Span(Protocol):
 
 
 class Tracer(Protocol):
-    def start(self, name: str, headers: Mapping[str, str]) -> Span:
+    """Opens the spans of requests."""
+
+    def start(self, name: str, headers: Mapping[str, str]) -> RequestSpan:
         """Open a span, under the caller's if the headers carry a `traceparent`."""
 
     def close(self) -> None:
@@ -30,21 +34,24 @@ class Tracer(Protocol):
 
 
 class NoSpan:
+    """A span that nobody collects."""
+
     def event(self, name: str) -> None:
-        pass
+        """Nothing is noted."""
 
     def end(self, reason: str, attributes: Mapping[str, int | str]) -> None:
-        pass
+        """Nothing is exported."""
 
 
 class NoTracer:
     """Tracing switched off."""
 
-    def start(self, name: str, headers: Mapping[str, str]) -> Span:
+    def start(self, name: str, headers: Mapping[str, str]) -> RequestSpan:
+        """A span that nobody collects."""
         return NoSpan()
 
     def close(self) -> None:
-        pass
+        """Nothing is left to export."""
 
 
 def make_tracer(otlp_endpoint: str | None) -> Tracer:
@@ -89,7 +96,7 @@ class _OtlpTracer:
         self._propagator = TraceContextTextMapPropagator()
         self._kind = SpanKind.SERVER
 
-    def start(self, name: str, headers: Mapping[str, str]) -> Span:
+    def start(self, name: str, headers: Mapping[str, str]) -> RequestSpan:
         context = self._propagator.extract(dict(headers))
         return _OtlpSpan(self._tracer.start_span(name, context=context, kind=self._kind))
 

@@ -73,6 +73,7 @@ class Validator:
         return list(zip(encoding.ids, encoding.offsets, strict=True))
 
     def close(self) -> None:
+        """Let the tokenising threads end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 

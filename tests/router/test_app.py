@@ -21,12 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.routing import Route
 
-from router import model_files, native
+from router import model_files, tgi
 from router.app import create_app
 from router.batcher import Batcher
 from router.config import RouterConfig
 from router.entry import Token
-from router.generation import Call
+from router.generation import OpenRequest
 from router.guard import GuardedHttpProtocol
 from router.metrics import Metrics
 from router.schemas import GenerateRequest
@@ -279,8 +279,8 @@ def test_info_health_metrics_and_docs() -> None:
 def test_frames_of_all_tokens_have_one_form(text: str, logprob: float | None, special: bool) -> None:
     token = Token(7, text, logprob, special)
     event = {"index": 1, "token": {"id": 7, "text": text, "logprob": logprob, "special": special}}
-    expected = native.frame({**event, "generated_text": None, "details": None})
-    assert expected == native.EventFrames(GenerateRequest(inputs="x"), cast(Call, None)).write([token])
+    expected = tgi.frame({**event, "generated_text": None, "details": None})
+    assert expected == tgi.EventFrames(GenerateRequest(inputs="x"), cast(OpenRequest, None)).write([token])
 
 
 # -------------------------------------------------------------------------------------------------- errors
@@ -656,7 +656,7 @@ def test_silent_stream_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> N
             assert answer.text.count(": ping\n\n") >= 2
             assert len(events_in(answer.text)) == 2
 
-    monkeypatch.setattr("router.app.KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("router.event_stream.KEEP_ALIVE_S", 0.05)
     asyncio.run(story())
 
 
