@@ -20,7 +20,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from router.client import ShardError, Shards, StepReply, StepRequest, new_sequence, step_request
 from router.entry import Entry, Failed, Finished, PromptTokens, Timings, Token, ValidRequest
@@ -190,6 +190,8 @@ class Batcher:
             self._metrics.joined(plan.join_reason)
         if self._trace is not None:
             self._trace(trace)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("step planned", extra=asdict(trace))
 
     # --------------------------------------------------------------------------------------------- deliver
 

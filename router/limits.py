@@ -33,6 +33,7 @@ class Limits:
     vocab_size: int  # of the model: the tokenizer may know more ids
     prefill_chunk: int | None = None  # prompt tokens of a step in which others decode; None: max_batch_prefill_tokens
     prefix_caching: bool = False
+    prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
 
 
@@ -120,6 +121,7 @@ def resolve(
         vocab_size=vocab_size,
         prefill_chunk=None if has_encoder else config.prefill_chunk,  # an encoder takes prompts whole
         prefix_caching=shares_prefixes and not config.disable_prefix_caching,
+        prefill_logprobs=config.enable_prefill_logprobs,
         sources=_sources(config),
     )
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-SERVICE_NAME = "text-generation-inference.router"  # TGI's, for its dashboards
 EXPORT_TIMEOUT_S = 2  # a dead collector holds up the end of the process by no more
 
 
@@ -54,12 +53,15 @@ class NoTracer:
         """Nothing is left to export."""
 
 
-def make_tracer(otlp_endpoint: str | None) -> Tracer:
-    """The tracer for this endpoint. Raises ValueError with the remedy when OpenTelemetry is not installed."""
+def make_tracer(otlp_endpoint: str | None, service_name: str) -> Tracer:
+    """The tracer for this endpoint, where `service_name` says whose traces they are.
+
+    Raises ValueError with the remedy when OpenTelemetry is not installed.
+    """
     if otlp_endpoint is None:
         return NoTracer()
     try:
-        return _OtlpTracer(otlp_endpoint)
+        return _OtlpTracer(otlp_endpoint, service_name)
     except ImportError as error:
         raise ValueError(
             f"otlp_endpoint is set but {error.name} is not installed: pip install 'lockstep[otel]', or leave it unset"
@@ -80,7 +82,7 @@ class _OtlpSpan:
 
 
 class _OtlpTracer:
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, service_name: str) -> None:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -88,7 +90,7 @@ class _OtlpTracer:
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE_NAME}))
+        self._provider = TracerProvider(resource=Resource.create({"service.name": service_name}))
         self._provider.add_span_processor(
             BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
         )

@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "router.text",
     },
     "router": {"router", "server.pb"},
+    "router.__main__": {"router", "server.logs"},
     "router.launch": {"router.config", "router.launch", "router.version", "server.config"},
     "router.launch.parent_death": set(),
     "router.queue": set(),
@@ -46,7 +47,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.model_files": set(),
     "router.text": {"router", "router.model_files"},
     "router.version": set(),
-    "server.__main__": {"server.config", "server.distributed", "server.loading", "server.null", "server.service"},
+    "server.__main__": {
+        "server.config", "server.distributed", "server.loading", "server.logs", "server.null", "server.service",
+    },
     "server.attention": {"server.attention", "server.layers.position", "server.native"},
     "server.attention.kernels": {
         "server.attention.interface", "server.attention.kernels", "server.layers.position",
@@ -76,6 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.fallback", "server.layers", "server.model", "server.native", "server.pb", "server.quant",
         "server.sampling", "server.weights",
     },
+    "server.logs": set(),
     "server.model.families": {"server.model.families", "server.model.names", "server.model.spec"},
     "server.model.names": set(),
     "server.model.spec": set(),

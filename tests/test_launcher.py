@@ -36,10 +36,11 @@ def written_configs(tmp_path: Path, *argv: str) -> tuple[RouterConfig, list[Shar
 
 
 def test_configs_hold_what_each_process_needs(tmp_path: Path) -> None:
-    router, shard_configs = written_configs(tmp_path, "--api-key", "key", "--dtype", "bfloat16")
+    router, shard_configs = written_configs(tmp_path, "--api-key", "key", "--dtype", "bfloat16", "--log-level", "warn")
     assert ("server/demo", "key", ("/s-0", "/s-1")) == (router.model_id, router.api_key, router.shard_sockets)
     assert (str(tmp_path / "t"), "flag") == (router.tokenizer_path, router.sources["api_key"])
     assert [0, 1] == [shard.rank for shard in shard_configs]
+    assert {"warn"} == {router.log_level, *(shard.log_level for shard in shard_configs)}
     assert {(2, "cpu", "bfloat16", None)} == {(s.world_size, s.device, s.dtype, s.threads) for s in shard_configs}
     assert {f"file://{tmp_path}/rendezvous"} == {shard.rendezvous for shard in shard_configs}
     assert 0o600 == (tmp_path / "router.json").stat().st_mode & 0o777

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,7 +137,7 @@ def _given(setting: Setting, flags: Mapping[str, Any], environ: Mapping[str, str
 def parse_value(setting: Setting, text: str, label: str) -> Any:
     """`text` as the setting's type, or ValueError in one sentence that names value, bound and remedy."""
     try:
-        value = _convert(setting.kind, text.strip())
+        value = _as_listed(_convert(setting.kind, text.strip()), setting.metadata.get("choices", ()))
         _check_bounds(setting.metadata, value)
     except ValueError as error:
         origin = "" if label.startswith("--") else f" (from environment {label})"
@@ -168,6 +168,13 @@ def _boolean(text: str) -> bool:
     if text.lower() not in ("true", "1", "false", "0"):
         raise ValueError("give true or false")
     return text.lower() in ("true", "1")
+
+
+def _as_listed(value: Any, choices: Sequence[Any]) -> Any:
+    """A word as the list of choices spells it: INFO is info."""
+    if isinstance(value, str):
+        return next((choice for choice in choices if choice.lower() == value.lower()), value)
+    return value
 
 
 def _check_bounds(metadata: Mapping[str, Any], value: Any) -> None:

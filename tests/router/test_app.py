@@ -7,11 +7,13 @@ import importlib.util
 import json
 import logging
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import httpx2
 import pytest
@@ -509,7 +511,18 @@ def test_every_request_is_logged_once_without_its_prompt(caplog: pytest.LogCaptu
 def test_tracing_without_its_extra_names_the_remedy() -> None:
     if importlib.util.find_spec("opentelemetry.sdk") is None:
         with pytest.raises(ValueError, match=r"pip install 'lockstep\[otel\]'"):
-            make_tracer("http://collector:4317")
+            make_tracer("http://collector:4317", "lockstep")
+
+
+def test_traces_carry_the_name_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenTelemetry's SDK is an extra, so a stand-in takes its place; its own reading of the name is not tested."""
+    sdk = MagicMock()
+    for name in ("sdk", "sdk.resources", "sdk.trace", "sdk.trace.export", "trace", "trace.propagation.tracecontext"):
+        monkeypatch.setitem(sys.modules, f"opentelemetry.{name}", sdk)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", sdk)
+    make_tracer("http://collector:4317", "my-service")
+    sdk.Resource.create.assert_called_once_with({"service.name": "my-service"})
+    sdk.TracerProvider.assert_called_once_with(resource=sdk.Resource.create.return_value)
 
 
 # --------------------------------------------------------------------------------------------- connections

@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc.aio
 import httpx2
+import pytest
 
 from router.client import CHANNEL_OPTIONS
 from router.config import RouterConfig
@@ -122,6 +123,31 @@ def test_port_opens_when_the_shards_are_there_and_sigterm_drains(tmp_path: Path)
         ended = [record for record in it.records if record["message"].startswith("request ended")]
         assert [record["reason"] for record in ended] == ["unavailable", "length"]
         assert all({"timestamp", "level", "target", "message"} <= record.keys() for record in it.records)
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("error", ["ready at"]),
+        ("debug", ["waiting for", "model ", "ready at", "step planned", "request ended: length"]),
+    ],
+)
+def test_log_level_chooses_records_and_the_launcher_always_learns_of_readiness(
+    tmp_path: Path, level: str, expected: list[str]
+) -> None:
+    async def story() -> None:
+        async with shard(tmp_path), router(tmp_path, log_level=level) as it:
+            await it.record(event="ready")
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as http:
+                assert (await http.post("/generate", json=body(1))).status_code == 200
+            it.process.send_signal(signal.SIGTERM)
+            assert await it.exit_status() == 0
+        messages = [record["message"] for record in it.records]
+        for beginning in expected:
+            assert any(message.startswith(beginning) for message in messages)
+        assert level == "debug" or len(expected) == len(messages)
 
     asyncio.run(story())
 

@@ -49,6 +49,10 @@ def test_wrong_environment_is_not_read_where_a_flag_is_given() -> None:
     assert 4 == read(["--max-batch-size", "4"], {"MAX_BATCH_SIZE": "none"}).values["max_batch_size"]
 
 
+def test_a_choice_may_be_written_in_any_case() -> None:
+    assert "warn" == read([], {"LOG_LEVEL": "WARN"}).values["log_level"]
+
+
 def test_empty_variable_counts_as_unset() -> None:
     assert "default" == read([], {"PORT": ""}).sources["port"]
 
@@ -123,6 +127,11 @@ def test_setting_and_alias_together_are_refused() -> None:
         (["--watermark-delta", "inf"], {}, "--watermark-delta is inf: give a finite number"),
         (["--watermark-delta", "x"], {}, "--watermark-delta is x: give a number"),
         (["--dtype", "int3"], {}, "--dtype is int3: give one of float32, float16, bfloat16"),
+        (
+            [],
+            {"LOG_LEVEL": "loud"},
+            "--log-level is loud: give one of debug, info, warn, error (from environment LOG_LEVEL)",
+        ),
         (["--num-shard", "3"], {}, "--num-shard is 3: give one of 1, 2, 4, 8"),
         (["--sharded", "maybe"], {}, "--sharded is maybe: give true or false"),
         (["--revision", ""], {}, "--revision is empty: give a value or leave it out"),
