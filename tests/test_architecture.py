@@ -158,14 +158,36 @@ def test_only_the_config_files_and_the_launcher_read_the_environment() -> None:
 
 
 def test_only_the_two_lasting_loops_catch_everything() -> None:
-    broad = {
-        module
-        for module, tree in sources()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ExceptHandler)
-        and (node.type is None or (isinstance(node.type, ast.Name) and node.type.id == "Exception"))
-    }
+    broad = {module for module, tree in sources() for node in ast.walk(tree) if swallows_everything(node)}
     assert broad <= MAY_CATCH_EVERYTHING
+
+
+def swallows_everything(node: ast.AST) -> bool:
+    """Whether this is an `except` for any exception at all that does not end by raising it again."""
+    if not isinstance(node, ast.ExceptHandler):
+        return False
+    kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+    is_broad = any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in kinds)
+    last = node.body[-1]
+    return is_broad and not (isinstance(last, ast.Raise) and last.exc is None)
+
+
+@pytest.mark.parametrize(
+    ("handler", "expected"),
+    [
+        ("except:", True),
+        ("except Exception:", True),
+        ("except BaseException as error:", True),
+        ("except (OSError, BaseException):", True),
+        ("except (OSError, ValueError):", False),
+        ("except asyncio.CancelledError:", False),
+    ],
+)
+def test_a_broad_except_is_recognised(handler: str, expected: bool) -> None:
+    tree = ast.parse(f"try:\n    pass\n{handler}\n    print()\n")
+    assert expected == any(map(swallows_everything, ast.walk(tree)))
+    raising = ast.parse(f"try:\n    pass\n{handler}\n    print()\n    raise\n")
+    assert not any(map(swallows_everything, ast.walk(raising)))
 
 
 def test_only_distributed_talks_to_torch_distributed() -> None:
