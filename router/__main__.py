@@ -93,7 +93,8 @@ async def run(config: RouterConfig) -> int:
             metrics=metrics,
             tracer=tracer,
         )
-        listener = _listener(config)
+        assert config.listen_fd is not None, "the launcher binds"
+        listener = socket.socket(fileno=config.listen_fd)  # does not listen yet, so that clients are refused until then
         address = _address(config, listener)
         logger.info("%s", table(config, started, address), extra={"raw": True})
         gc.freeze()  # what start-up made stays: a full collection would stop every stream for 20 ms to look at it again
@@ -174,17 +175,6 @@ async def _serve(
     if not batching.cancelled():
         batching.result()
     return 0 if stop.is_set() else 1
-
-
-def _listener(config: RouterConfig) -> socket.socket:
-    """Bound, not listening: clients are refused until uvicorn serves."""
-    if config.listen_fd is not None:
-        return socket.socket(fileno=config.listen_fd)
-    family, kind, protocol, _, address = socket.getaddrinfo(config.hostname, config.port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
-    return listener
 
 
 def _address(config: RouterConfig, listener: socket.socket) -> str:

@@ -20,7 +20,6 @@ class BlockPool:
     their memory is the warmest. Then those whose content was used least recently."""
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._idle: dict[int, None] = {}  # held by nobody, with content; least recently used first
         self._holders = [0] * num_blocks

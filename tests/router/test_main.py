@@ -171,7 +171,7 @@ def test_second_signal_aborts(tmp_path: Path) -> None:
 def test_signal_while_the_shards_load_ends_at_once(tmp_path: Path) -> None:
     async def story() -> None:
         async with router(tmp_path) as it:
-            await asyncio.sleep(1.5)
+            await it.record(message="waiting for 1 model shards")
             it.process.send_signal(signal.SIGTERM)
             assert await it.exit_status() == 0
 
