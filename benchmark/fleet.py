@@ -20,7 +20,7 @@ from random import Random
 
 from benchmark.cost import Cost, StepWork
 from benchmark.traffic import NEVER, Request, Traffic
-from router.batcher import MAX_REQUESTS_UNDER_WAY
+from router.batcher import MAX_STEPS_UNDER_WAY
 from router.entry import Scheduled, ValidRequest
 from router.limits import Limits
 from router.scheduler import Scheduler, StepPlan
@@ -146,7 +146,7 @@ class Replica:
 
     def _fill(self, now: float) -> None:
         """Send steps until two are under way or nothing is left to do."""
-        while len(self._under_way) < MAX_REQUESTS_UNDER_WAY and (plan := self._scheduler.plan()) is not None:
+        while len(self._under_way) < MAX_STEPS_UNDER_WAY and (plan := self._scheduler.plan()) is not None:
             firsts = self._completed(plan)
             for entry in plan.admitted:
                 entry.admitted_at = now

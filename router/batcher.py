@@ -1,6 +1,6 @@
 """The continuous-batching loop: plan, send, deliver.
 
-One task owns all state. It plans a step, sends it, and goes on planning until two requests are under way:
+One task owns all state. It plans a step, sends it, and goes on planning until two steps are under way:
 the shards compute one while the other already waits in their queue, so they never wait for Python. Then it takes the
 oldest reply, hands its tokens to the requests while the shards compute on, and plans the next step.
 
@@ -30,14 +30,14 @@ from router.metrics import Metrics, StepTrace
 from router.scheduler import Scheduler, StepPlan
 from router.text import FinishReason, GeneratedText, ModelTokenizer
 
-MAX_REQUESTS_UNDER_WAY = 2  # one computing, one waiting in the shards' queue; more would only delay finishes
+MAX_STEPS_UNDER_WAY = 2  # one computing, one waiting in the shards' queue; more would only delay finishes
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _SentStep:
-    """A plan under way."""
+    """A step that was sent and whose reply has not come yet."""
 
     plan: StepPlan[Entry]
     sent_at: float
@@ -123,8 +123,8 @@ class Batcher:
             self._fail_all(GenerationError(str(self.failure or "the batching loop ended")))
 
     async def _turn(self) -> bool:
-        """Send a step, or take a reply, or wait for work. False: there is none, and none will come."""
-        if len(self._under_way) < MAX_REQUESTS_UNDER_WAY and (plan := self._plan()) is not None:
+        """Send a step, or take a reply, or wait for work. Returns False when there is no work and none will come."""
+        if len(self._under_way) < MAX_STEPS_UNDER_WAY and (plan := self._plan()) is not None:
             self._shards.send(self._request(plan))
             self._under_way.append(_SentStep(plan, self._clock()))
         elif self._under_way:
@@ -268,7 +268,7 @@ class Batcher:
         entry.events.put_nowait(Failed(error))
 
     def _drop(self, entry: Entry) -> None:
-        """End an entry that nobody waits for."""
+        """End an entry whose answer nobody waits for."""
         if not entry.is_over:
             self._end(entry)
 

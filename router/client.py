@@ -76,22 +76,22 @@ class ModelInfo:
     kv_bytes_per_token: int
     block_size: int  # tokens per KV block
     num_blocks: int  # KV blocks that an earlier warmup allocated, 0 before it
-    decoder_start: int | None = None  # of an encoder-decoder: the token that every generation starts from
+    decoder_start: int | None = None  # the token that every generation of an encoder-decoder starts from
     shares_prefixes: bool = False  # whether a block serves every sequence that begins with the same tokens
 
 
 @dataclass(frozen=True, slots=True)
 class KvCache:
-    """What the warmup allocated: the smallest of all ranks."""
+    """What the warmup allocated on the rank that has the least."""
 
     max_batch_total_tokens: int
     block_size: int
     num_blocks: int
     kv_bytes: int
     free_bytes: int
-    step_bytes: int = 0  # of the free ones, what the largest step takes; 0: not known
-    graph_bytes: int = 0  # of captured decode steps; 0: not known
-    captured: str = "none"  # which decode steps are
+    step_bytes: int = 0  # how many of the free bytes the largest step takes; 0 if that is not known
+    graph_bytes: int = 0  # what captured decode steps take; 0 if that is not known
+    captured: str = "none"  # which decode steps are captured, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,10 @@ class Shards(Protocol):
 def new_sequence(
     id: int, request: ValidRequest, blocks: Sequence[int], block_size: int, *, computed: int = 0
 ) -> NewSequence:
-    """A sequence in wire form; `computed` tokens of its prompt are in its blocks. blocks: an encoded prompt's first."""
+    """A sequence in wire form, whose blocks hold the first `computed` tokens of its prompt already.
+
+    blocks: where an encoder reads the prompt, first the encoder's blocks and then the decoder's.
+    """
     sampling = request.sampling
     first = blocks_for(len(request.encoder_ids), block_size)
     return NewSequence(
@@ -214,7 +217,7 @@ class ShardClient:
         await self._channel.channel_ready()
 
     async def call(self, method: str, request: Any, timeout: float | None = None) -> Any:
-        """A unary call. Raises ValueError for what the shard refuses, else ShardError, with the shard's sentence."""
+        """Make a unary call. Raises ValueError if the shard refuses it, else ShardError, both with its sentence."""
         try:
             return await getattr(self._stub, method)(request, timeout=timeout)
         except grpc.aio.AioRpcError as error:
@@ -349,7 +352,10 @@ class ShardedClient:
         return list(await asyncio.gather(*(rank.call(method, request, timeout) for rank in self._ranks)))
 
     async def _receive_all(self) -> list[StepReply]:
-        """One reply of each rank, all with an error or none. A lost rank is reported at once: the others may hang."""
+        """One reply of each rank; either all of them carry an error or none does. Raises ShardError otherwise.
+
+        A lost rank is reported at once, because the others may wait for it for ever.
+        """
         tasks = [asyncio.ensure_future(rank.receive()) for rank in self._ranks]
         failed: tuple[int, str] | None = None
         try:
@@ -364,7 +370,8 @@ class ShardedClient:
         finally:
             for task in tasks:
                 task.cancel()
-                task.add_done_callback(lambda task: task.cancelled() or task.exception())  # seen, if nobody asks
+                # An exception that nobody looks at would be logged as an error of ours.
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
         replies = [task.result() for task in tasks]
         if failed and not all(reply.error for reply in replies):
             raise ShardError(*failed)

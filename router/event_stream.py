@@ -27,7 +27,7 @@ MAX_UNREAD_BYTES = 256 * 1024
 
 
 async def first_events(opened: OpenRequest) -> list[Event]:
-    """Empty after a silence: then it is time to show that the request lives."""
+    """The events that come first, or none after KEEP_ALIVE_S: then it is time to show that the request lives."""
     try:
         async with asyncio.timeout(KEEP_ALIVE_S):
             return await opened.next_events()
@@ -55,7 +55,7 @@ class EventStream(Response):
         with closing(self._opened), suppress(ClientGone), connection.needed():
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with self._heartbeat(connection):
-                # In a task of its own: what resuming costs grows with the depth of the stack, and here it is ASGI's.
+                # Resuming a coroutine costs more the deeper its stack is. ASGI's is deep; a task has one of its own.
                 await asyncio.create_task(self._write_events(connection))
             self._opened.close()  # its place is free, however slowly the client reads what is left
             connection.limit_unread()

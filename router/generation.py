@@ -47,7 +47,7 @@ class Permits:
         self._left = total
 
     def take(self, count: int) -> None:
-        """All or none. Raises Overloaded."""
+        """Take `count` permits, all or none. Raises Overloaded."""
         if count > self._left:
             raise Overloaded()
         self._left -= count
@@ -58,7 +58,7 @@ class Permits:
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """One for the length of a block. Raises Overloaded."""
+        """Hold one permit for the length of a block. Raises Overloaded."""
         self.take(1)
         try:
             yield
@@ -91,7 +91,7 @@ class OpenRequest:
 
     @property
     def seed(self) -> int | None:
-        """To show to the client: only where it made a difference."""
+        """The seed to show to the client; None where nothing was drawn at random."""
         return _visible_seed(self.entries[0])
 
     def take_permits(self, count: int) -> None:
@@ -100,8 +100,11 @@ class OpenRequest:
         self._num_permits += count
 
     async def answers(self) -> list[Answer]:
-        """All samples, the likeliest first and the others in order. Raises the error of the first that fails."""
-        answers = [await self._collect(entry) for entry in self.entries]  # they run together; events keep
+        """All samples, the likeliest first and the others in order. Raises the error of the first that fails.
+
+        They are generated together, whatever the order in which they are collected here: events wait in their queues.
+        """
+        answers = [await self._collect(entry) for entry in self.entries]
         best = max(answers, key=lambda answer: answer.mean_logprob)
         self._finished = best.finished
         return [best, *(answer for answer in answers if answer is not best)]
@@ -124,7 +127,7 @@ class OpenRequest:
         return arrived
 
     def fail(self, error: RouterError) -> None:
-        """Note why there will be no answer."""
+        """Note why there will be no answer. The first reason counts."""
         self._error = self._error or error
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class ClientGone(Exception):
 
 
 class ClientConnection:
-    """What a route may do with its connection beyond ASGI."""
+    """The connection to one client, for what a route does with it beyond ASGI."""
 
     def __init__(self, protocol: GuardedHttpProtocol) -> None:
         self._protocol = protocol
@@ -58,12 +58,12 @@ class ClientConnection:
         return connection
 
     def write_chunk(self, data: bytes) -> int:
-        """Send a part of the body of an answer that has begun; the bytes that wait in this process to be sent."""
+        """Send a part of the body of an answer that has begun. Returns how many bytes wait in this process."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return self._transport.get_write_buffer_size()
 
     def limit_unread(self) -> None:
-        """No more will come: the client has UNREAD_TIMEOUT_S to read what waits for it, or loses it."""
+        """Say that no more will come: what the client has not read after UNREAD_TIMEOUT_S is lost."""
         self._protocol.limit_unread()
 
     def cut(self) -> None:
@@ -73,7 +73,7 @@ class ClientConnection:
 
     @contextmanager
     def needed(self) -> Iterator[None]:
-        """For the length of a block: it is cancelled, and raises ClientGone, as soon as the connection is lost."""
+        """Cancel the block as soon as the connection is lost; it then ends with ClientGone."""
         task = asyncio.current_task()
         assert task is not None
         if self._is_lost:
@@ -89,7 +89,7 @@ class ClientConnection:
             self._on_lost = None
 
     def lost(self) -> None:
-        """Called by the protocol."""
+        """Tell whoever needs the connection that it is gone. The protocol calls this."""
         self._is_lost = True
         if self._on_lost is not None:
             self._on_lost()

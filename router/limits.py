@@ -85,7 +85,7 @@ def derive_lengths(
 
 
 def useful_tokens(config: RouterConfig, lengths: LengthLimits) -> int:
-    """KV tokens beyond which no admissible load could fill the cache."""
+    """How many tokens of KV cache the largest load that is admitted could fill; more would never be used."""
     running = min(config.max_concurrent_requests, config.max_batch_size or config.max_concurrent_requests)
     return min(running * lengths.max_total_tokens, UINT32_MAX)
 

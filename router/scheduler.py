@@ -24,20 +24,20 @@ S = TypeVar("S", bound=Scheduled)
 
 @dataclass(frozen=True, slots=True)
 class StepPlan(Generic[S]):
-    """One step."""
+    """What one step does."""
 
     number: int
-    retired: list[S]
-    admitted: list[S]
-    chunks: dict[int, int]  # sequence -> prompt tokens that its decoder computes
-    decoding: list[S]
-    prefill_tokens: int  # chunks, or the prompts that an encoder reads
-    join_reason: str | None  # why those admitted were let into a batch that runs
-    filled: list[tuple[S, bytes, int]]  # blocks that this step completes, with whose they are and their keys
-    concerned: list[S]  # with a chunk or a token in this step: they are gone from the shards if it fails
+    retired: list[S]  # They leave the batch before the step is computed.
+    admitted: list[S]  # They join it with this step.
+    chunks: dict[int, int]  # For each sequence whose prompt is computed, how many of its tokens are.
+    decoding: list[S]  # Each of them gets one token.
+    prefill_tokens: int  # All tokens of chunks, or of the prompts that an encoder reads.
+    join_reason: str | None  # Why others were admitted to a batch that runs already; None where neither is so.
+    filled: list[tuple[S, bytes, int]]  # The blocks that this step completes: owner, key, block.
+    concerned: list[S]  # All with a chunk or a token in this step. If it fails, the shards drop them.
 
     def cached(self, entry: S) -> int:
-        """Prompt tokens of one that was admitted which were in the KV cache before."""
+        """How many prompt tokens of `entry`, which this step admits, were found in the prefix cache."""
         return entry.num_prompt_scheduled - self.chunks[entry.id]
 
 
@@ -90,7 +90,7 @@ class Scheduler(Generic[S]):
         )
 
     def computed(self, plan: StepPlan[S]) -> None:
-        """The step's reply is there: what it filled may be shared."""
+        """The step's reply is there, so the blocks that it filled may be shared."""
         for entry, key, block in plan.filled:
             if entry.is_lost:
                 self._pool.retract(key, block)
@@ -119,21 +119,21 @@ class Scheduler(Generic[S]):
             self._pool.confirm(keys[num_full], entry.blocks[num_full])
 
     def forget_cancelled(self) -> list[S]:
-        """Take out of the queue who is not wanted any more."""
+        """Take the requests out of the queue that nobody wants any more, and return them."""
         gone = [entry for entry in self.waiting if entry.cancelled]
         if gone:
             self.waiting = deque(entry for entry in self.waiting if not entry.cancelled)
         return gone
 
     def _retire(self) -> list[S]:
-        """Take out who has ended, will have ended with the requests under way, or is not wanted any more."""
+        """Take out the sequences that have ended, that end with the steps under way, or that nobody wants any more."""
         leaving = [e for e in self.running.values() if e.is_over or e.cancelled or e.is_scheduled_to_its_end]
         for entry in leaving:
             self._release(entry)
         return leaving
 
     def _prefill_budget(self, *, is_decoding: bool) -> int:
-        """Prompt tokens of this step: fewer while others decode, whose next tokens wait for it."""
+        """How many prompt tokens this step may compute: fewer while others decode, because their next tokens wait."""
         limits = self.limits
         if is_decoding and limits.prefill_chunk is not None:
             return min(limits.prefill_chunk, limits.max_batch_prefill_tokens)
@@ -149,8 +149,10 @@ class Scheduler(Generic[S]):
         return chunks
 
     def _admit(self, prefill_tokens: int) -> tuple[str | None, list[tuple[S, int]]]:
-        """Move requests from the queue into the batch: why they may join one that runs, and each with its first prompt
-        chunk."""
+        """Move requests from the queue into the batch.
+
+        Returns why they may join a batch that runs (None if none runs), and each with its first prompt chunk.
+        """
         self._steps_since_admission += 1
         limits, running = self.limits, len(self.running)
         minimum = min_size(running, self._steps_since_admission, limits.waiting_served_ratio, limits.max_waiting_tokens)
@@ -167,16 +169,16 @@ class Scheduler(Generic[S]):
             return None, []
         self._steps_since_admission = 0
         admitted = [self.waiting.popleft() for _ in chunks]
-        # All are held before any block is given away: one that is shared by the last could go to the first.
+        # All found blocks are held before any is allocated: else one that a later request shares could be given away.
         for blocks in found[: len(admitted)]:
             self._pool.hold(blocks)
         for entry, blocks in zip(admitted, found, strict=False):
             self._reserve(entry, blocks)
-        reason = None if not running else "wait_exceeded" if minimum is None else "backpressure"
-        return reason, list(zip(admitted, chunks, strict=True))
+        reason = "wait_exceeded" if minimum is None else "backpressure"
+        return reason if running else None, list(zip(admitted, chunks, strict=True))
 
     def _sizes(self, found: list[list[int]]) -> Iterator[RequestSize]:
-        """What each waiting request needs; `found` gets the blocks that hold its beginning."""
+        """What each waiting request needs; the blocks that hold its beginning are appended to `found`."""
         block_size = self.limits.block_size
         for entry in self.waiting:
             # The last token is computed in any case: it yields the first logits.
@@ -198,7 +200,7 @@ class Scheduler(Generic[S]):
         entry.blocks = []
 
     def _schedule(self, decoding: list[S], chunks: dict[int, int]) -> list[tuple[S, bytes, int]]:
-        """Note what the shards will have done once this step is computed; returns the blocks that it fills."""
+        """Note what the shards will have done once this step is computed, and return the blocks that it fills."""
         filled: list[tuple[S, bytes, int]] = []
         for entry in decoding:
             entry.num_scheduled += 1

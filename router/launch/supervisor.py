@@ -83,6 +83,7 @@ class Supervisor:
             self._selector.register(pipe, selectors.EVENT_READ, child)
 
     def _turn(self, wakeup: int) -> None:
+        """Wait for output, signals, ends of processes or the deadline, and act on what has come."""
         patience = 0.05 if self._log.output.pending else 60.0
         events = self._selector.select(max(0.0, min(patience, self._deadline - time.monotonic())))
         self._log.flush()
@@ -100,6 +101,7 @@ class Supervisor:
             self._at_deadline()
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Set the one deadline, in place of any other."""
         self._deadline = time.monotonic() + seconds
         self._at_deadline = action
 
@@ -119,6 +121,7 @@ class Supervisor:
                 self._kill()
 
     def _stop(self, number: int) -> None:
+        """Act on the first signal: end at once while nothing can be running yet, else let the router drain."""
         name = signal.Signals(number).name
         if self._phase is Phase.STARTING:
             self._log.info(f"{name}: stopping before the model is ready")
@@ -149,6 +152,7 @@ class Supervisor:
             child.signal(signal.SIGKILL)
 
     def _take_exit(self, child: Child) -> None:
+        """A process has ended: as it was told to, or as the first sign of a failure."""
         child.drain()
         if self._phase is Phase.STOPPING:
             return
@@ -166,6 +170,7 @@ class Supervisor:
             self._fail()
 
     def _fail(self) -> None:
+        """Blame whoever failed for a reason of its own, else whoever failed first, and end everything."""
         culprit = next((c for c in self._failed if c.has_cause), None)
         culprit = culprit or next((c for c in self._failed if not c.is_consequence), self._failed[0])
         self._blame(culprit)
@@ -176,6 +181,7 @@ class Supervisor:
         self._exit_code = 1
 
     def _finish(self) -> None:
+        """Wait for all processes, which were killed by now, and write what is left of their output."""
         for child in self._children:
             child.process.wait()
             child.drain()
