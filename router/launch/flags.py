@@ -57,7 +57,7 @@ def _option(setting: Setting, name: str) -> dict[str, Any]:
     option: dict[str, Any] = {
         "dest": name,
         "default": argparse.SUPPRESS,
-        "metavar": setting.metadata.get("unit", setting.kind.__name__).upper().replace("TUPLE", "ORIGIN"),
+        "metavar": _metavar(setting),
         "help": text.replace("%", "%%") if name == setting.name else argparse.SUPPRESS,
     }
     if setting.is_switch:
@@ -65,6 +65,13 @@ def _option(setting: Setting, name: str) -> dict[str, Any]:
     if setting.kind is tuple:
         option["action"] = "append"
     return option
+
+
+def _metavar(setting: Setting) -> str:
+    """What the help shows in place of a value: the choices if there is a list, else the unit or the type."""
+    if "choices" in setting.metadata:
+        return "|".join(map(str, setting.metadata["choices"]))
+    return str(setting.metadata.get("unit", setting.kind.__name__)).upper().replace("TUPLE", "ORIGIN")
 
 
 def unknown_arguments(unknown: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:

@@ -11,6 +11,7 @@ from launcher import prepare
 from router.config import RouterConfig
 from router.launch.config import DEMO, LauncherConfig
 from router.launch.errors import Refusal
+from router.launch.flags import build_parser
 from router.launch.settings import Settings, public_settings
 from router.launch.settings_page import render_settings
 from server.config import ShardConfig
@@ -165,6 +166,12 @@ def test_help_and_settings_page_never_fall_behind() -> None:
     assert (ROOT / "docs" / "settings.md").read_text() == render_settings(), (
         "run: python launcher.py --print-settings > docs/settings.md"
     )
+
+
+def test_help_shows_what_may_be_chosen() -> None:
+    shown = build_parser(public_settings()).format_help()
+    assert "--log-level debug|info|warn|error" in shown and "--num-shard 1|2|4|8" in shown
+    assert "--port INT" in shown and "--max-batch-size REQUESTS" in shown
 
 
 def test_every_public_setting_has_a_group_and_all_its_texts() -> None:
