@@ -20,10 +20,10 @@ from random import Random
 
 from benchmark.cost import Cost, StepWork
 from benchmark.traffic import NEVER, Request, Traffic
-from router.batcher import MAX_REQUESTS_UNDER_WAY
+from router.batcher import MAX_STEPS_UNDER_WAY
 from router.entry import Scheduled, ValidRequest
 from router.limits import Limits
-from router.scheduler import Plan, Scheduler
+from router.scheduler import Scheduler, StepPlan
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -82,7 +82,7 @@ class Tally:
 class _Step:
     """A plan under way."""
 
-    plan: Plan[Simulated]
+    plan: StepPlan[Simulated]
     ends_at: float
     firsts: list[Simulated]  # whose prompts end in it
 
@@ -117,7 +117,7 @@ class Replica:
         """Queue a request. A loop that waits for a reply will look at it then, an idle one now."""
         self._scheduler.add(entry)
         self._num_outstanding += 1
-        self.outstanding_tokens += entry.request.demand().tokens
+        self.outstanding_tokens += entry.request.size().tokens
         if not self._under_way:
             self._fill(now)
 
@@ -141,12 +141,12 @@ class Replica:
     def _end(self, entry: Simulated, now: float) -> None:
         entry.is_over = True
         self._num_outstanding -= 1
-        self.outstanding_tokens -= entry.request.demand().tokens
+        self.outstanding_tokens -= entry.request.size().tokens
         self._tally.ended(entry, now)
 
     def _fill(self, now: float) -> None:
         """Send steps until two are under way or nothing is left to do."""
-        while len(self._under_way) < MAX_REQUESTS_UNDER_WAY and (plan := self._scheduler.plan()) is not None:
+        while len(self._under_way) < MAX_STEPS_UNDER_WAY and (plan := self._scheduler.plan()) is not None:
             firsts = self._completed(plan)
             for entry in plan.admitted:
                 entry.admitted_at = now
@@ -157,12 +157,12 @@ class Replica:
             self._under_way.append(_Step(plan, self._free_at, firsts))
             self._note(plan, self._free_at - begins_at)
 
-    def _completed(self, plan: Plan[Simulated]) -> list[Simulated]:
+    def _completed(self, plan: StepPlan[Simulated]) -> list[Simulated]:
         """Whose prompts are through with this step."""
         running = self._scheduler.running
         return [entry for id in plan.chunks if not (entry := running[id]).num_prompt_left]
 
-    def _work(self, plan: Plan[Simulated], firsts: Sequence[Simulated]) -> StepWork:
+    def _work(self, plan: StepPlan[Simulated], firsts: Sequence[Simulated]) -> StepWork:
         """What the step computes. Keeps count of the context, which grows by one key for each sequence that decodes."""
         for entry in plan.retired:
             self._context -= entry.context
@@ -175,7 +175,7 @@ class Replica:
             read += before
         return StepWork(plan.prefill_tokens, pairs, read, decoding, context, decoding + len(firsts))
 
-    def _note(self, plan: Plan[Simulated], seconds: float) -> None:
+    def _note(self, plan: StepPlan[Simulated], seconds: float) -> None:
         tally, batch = self._tally, len(self._scheduler.running)
         blocks = self._limits.num_blocks - self._scheduler.num_free_blocks
         tally.num_steps += 1

@@ -8,7 +8,6 @@ BenchError with the launcher's own sentence. Environment variables reach the lau
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import signal
@@ -18,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from typing import Any
 
 from benchmark import shapes
 from benchmark.report import ROOT, BenchError
+from router.launch.parent_death import end_with_parent
 
 LAUNCHER = ROOT / "launcher.py"  # beside this package, in a checkout and where it is installed
 DEMO = ROOT / "server" / "demo"
@@ -68,7 +68,7 @@ class Server:
             text=True,
             errors="replace",
             start_new_session=True,  # Ctrl-C is for the benchmark, which then stops the server
-            preexec_fn=_death_guard(),
+            preexec_fn=end_with_parent(signal.SIGTERM),
         )
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
@@ -135,19 +135,6 @@ def _record(line: str) -> dict[str, Any]:
     except ValueError:
         record = None
     return record if isinstance(record, dict) else {"message": line.rstrip()}
-
-
-def _death_guard() -> Callable[[], None] | None:
-    """Run in the child before exec: the kernel then sends the launcher SIGTERM when we die in any way. Linux only."""
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)  # loaded here: between fork and exec it would be too late
-    set_parent_death_signal = 1  # PR_SET_PDEATHSIG
-
-    def guard() -> None:
-        libc.prctl(set_parent_death_signal, signal.SIGTERM, 0, 0, 0)
-
-    return guard
 
 
 def _pids() -> list[int]:
@@ -249,6 +236,7 @@ def running_server(flags: Sequence[str]) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         prefix = os.path.join(folder, "shard")
         own = ["--hostname", "127.0.0.1", "--port", "0", "--json-output", "--shard-uds-path", prefix]
+        own += ["--log-level", "info"]  # or the table would be missing where the environment asks for less
         own += ["--graceful-termination-timeout", "0"]  # nobody waits for an answer when we stop it
         server = Server([*own, *flags], ())
         try:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import importlib.metadata
 import json
 import os
 import platform
@@ -17,13 +16,14 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from router.version import package_version, version
 
 ROOT = Path(__file__).resolve().parents[1]
 GIB = 2**30
@@ -183,21 +183,7 @@ def arguments_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of what decides speed. Reads metadata only: importing torch takes seconds."""
-    return {"lockstep": _lockstep_version(), "python": platform.python_version(), "torch": _version("torch")}
-
-
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _lockstep_version() -> str:
-    pyproject = ROOT / "pyproject.toml"
-    if pyproject.exists():
-        return str(tomllib.loads(pyproject.read_text())["project"]["version"])
-    return _version("lockstep")
+    return {"lockstep": version(), "python": platform.python_version(), "torch": package_version("torch")}
 
 
 def commit() -> str | None:

@@ -68,10 +68,10 @@ class StepDriver:
     def check(self, batch_size: int, sequence_length: int, decode_length: int) -> None:
         """Raise BenchError when so many sequences do not fit into the KV cache."""
         request = ValidRequest([0] * sequence_length, decode_length).read_by_encoder(self._decoder_start)
-        each, cached = request.demand().blocks(self._block_size), self._num_blocks
+        each, cached = request.size().blocks(self._block_size), self._num_blocks
         if batch_size * each > cached:
             raise BenchError(
-                f"--batch-size {batch_size} with {request.demand().tokens} tokens each needs a KV cache of "
+                f"--batch-size {batch_size} with {request.size().tokens} tokens each needs a KV cache of "
                 f"{batch_size * each * self._block_size} tokens, but the shards have {cached * self._block_size}: use "
                 f"a --batch-size of at most {cached // each}, shorter lengths, or a server with a larger "
                 "--max-batch-total-tokens"
@@ -116,7 +116,7 @@ class StepDriver:
         ]
         add = [
             new_sequence(
-                id, request, list(itertools.islice(blocks, request.demand().blocks(self._block_size))), self._block_size
+                id, request, list(itertools.islice(blocks, request.size().blocks(self._block_size))), self._block_size
             )
             for id, request in zip(ids, requests, strict=True)
         ]

@@ -1,7 +1,7 @@
 """The router process: `python -P -m router --config PATH`.
 
 Three phases. Start: wait for the shards, warm them up, settle the limits. Serve: only now does the port listen.
-Stop: a signal drains and exits 0, a second one aborts; losing the shards exits 1, for the launcher to restart all.
+Stop: a signal drains and exits 0, a second one aborts; losing the shards exits 1, which ends the server.
 """
 
 from __future__ import annotations
@@ -27,24 +27,27 @@ from router.batcher import Batcher
 from router.client import ShardedClient, ShardError
 from router.config import RouterConfig
 from router.guard import GuardedHttpProtocol
-from router.logs import configure_logging
 from router.metrics import Metrics
 from router.startup import Started, start, table
 from router.text import ModelTokenizer
 from router.tracing import make_tracer
+from server.logs import configure_logging
 
 KEEP_ALIVE_S = 75  # longer than the 60 s of common proxies, so that they close idle connections and not we
 LAST_BYTES_S = 5  # for answers that are complete when the server stops
 
 logger = logging.getLogger("router")
+lifecycle = logging.getLogger("router.lifecycle")  # what the launcher acts on; it is sent at every log level
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Run the router until it is told to stop. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="router", description="The HTTP side of Lockstep; started by the launcher.")
     parser.add_argument("--config", required=True, help="JSON file written by RouterConfig.save")
-    configure_logging()
+    _configure_logging("info")
     try:
         config = RouterConfig.load(parser.parse_args(argv).config)
+        _configure_logging(config.log_level)
         return uvloop.run(run(config))
     except ShardError as error:
         logger.critical("%s", error, extra={"consequence": True})  # the shard knows its cause better
@@ -54,12 +57,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _configure_logging(level: str) -> None:
+    """Log as every process does; what kills this one becomes a record too."""
+    configure_logging(level)
+    lifecycle.setLevel(logging.INFO)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    sys.excepthook = _log_crash
+
+
+def _log_crash(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
+    logger.critical("%s: %s", kind.__name__, error, exc_info=(kind, error, traceback))
+
+
 async def run(config: RouterConfig) -> int:
     """Start, serve, stop. Returns the exit status."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop)
-    tracer = make_tracer(config.otlp_endpoint)
+    tracer = make_tracer(config.otlp_endpoint, config.otlp_service_name)
     tokenizer = ModelTokenizer.load(config.model_path, config.tokenizer_path, config.tokenizer_config_path)
     shards = ShardedClient(config.shard_sockets)
     try:
@@ -78,11 +93,12 @@ async def run(config: RouterConfig) -> int:
             metrics=metrics,
             tracer=tracer,
         )
-        listener = _listener(config)
+        assert config.listen_fd is not None, "the launcher binds"
+        listener = socket.socket(fileno=config.listen_fd)  # does not listen yet, so that clients are refused until then
         address = _address(config, listener)
         logger.info("%s", table(config, started, address), extra={"raw": True})
         gc.freeze()  # what start-up made stays: a full collection would stop every stream for 20 ms to look at it again
-        server = HttpServer(app, lambda: logger.info("ready at %s", address, extra={"event": "ready"}))
+        server = HttpServer(app, lambda: lifecycle.info("ready at %s", address, extra={"event": "ready"}))
         return await _serve(server, listener, batcher, stop, config.graceful_termination_timeout)
     finally:
         await shards.close()
@@ -130,9 +146,11 @@ class HttpServer(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
+        """Leave signals to `run`: uvicorn's own handlers would end the process before the drain."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen on the sockets, then say so."""
         await super().startup(sockets)
         self._on_listening()
 
@@ -157,17 +175,6 @@ async def _serve(
     if not batching.cancelled():
         batching.result()
     return 0 if stop.is_set() else 1
-
-
-def _listener(config: RouterConfig) -> socket.socket:
-    """Bound, not listening: clients are refused until uvicorn serves."""
-    if config.listen_fd is not None:
-        return socket.socket(fileno=config.listen_fd)
-    family, kind, protocol, _, address = socket.getaddrinfo(config.hostname, config.port, type=socket.SOCK_STREAM)[0]
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind(address)
-    return listener
 
 
 def _address(config: RouterConfig, listener: socket.socket) -> str:

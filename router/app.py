@@ -1,18 +1,15 @@
 """The HTTP application: routes, disconnects, errors, documentation.
 
-A route reads its body, opens a call, and answers from it. A client that goes away frees its place whether it streamed
-or not, which no framework does for a plain response. A stream's status line is sent only once its first event is there,
-so that a refusal has its real status; its events are then written to the connection itself (`guard.py`), which never
-waits for the client: one that does not read is cut off once too much waits for it.
+A route reads its body, opens a request in the batching loop, and answers from it. A client that goes away frees its
+place whether it streamed or not, which no framework does for a plain response. Left out: how a stream is written
+(`event_stream.py`), and the shapes of bodies and events (`schemas.py`, `tgi.py`).
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +20,23 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, Response
-from starlette.types import Receive, Scope, Send
 
-from router import native, schemas
+from router import schemas, tgi
 from router.batcher import Batcher
 from router.client import ModelInfo, ShardError, Shards
 from router.config import RouterConfig
-from router.entry import Event, Failed
+from router.entry import Failed
 from router.errors import (
     BodyTooLarge,
     RouterError,
-    SlowClient,
     Unhealthy,
     UnsupportedMedia,
     error_response,
     status_response,
 )
-from router.generation import Call, Generator, Permits
-from router.guard import ClientGone, Connection
+from router.event_stream import EventStream, first_events
+from router.generation import Generator, OpenRequest, Permits
+from router.guard import ClientConnection, ClientGone
 from router.limits import Limits
 from router.metrics import Metrics
 from router.middleware import ApiKeyMiddleware, RequestIdMiddleware
@@ -49,12 +45,9 @@ from router.schemas import GenerateRequest
 from router.text import ModelTokenizer
 from router.tracing import Tracer
 from router.validation import Validator
+from router.version import version
 
 CLIENT_GONE = 499  # nginx's; nobody reads it
-# Proxies cut connections that are silent for a minute or less.
-KEEP_ALIVE_S = 15.0
-# Of a stream, in this process: some thousand events that the client has not read, beyond what the kernel holds for it.
-MAX_UNREAD_BYTES = 256 * 1024
 # The longest step that is still believed to make progress: a full prompt step of a large model on a slow CPU.
 STUCK_STEP_MS = 60_000
 STATIC = Path(__file__).parent / "static"
@@ -80,6 +73,7 @@ class Services:
 
     @property
     def compute_type(self) -> str:
+        """Number and kind of the shards' devices, for TGI's header `x-compute-type`."""
         return f"{self.model.world_size}-{self.model.device}"
 
 
@@ -135,13 +129,6 @@ def create_app(
     return app
 
 
-def version() -> str:
-    try:
-        return metadata.version("lockstep")
-    except metadata.PackageNotFoundError:
-        return "0+checkout"  # run from a checkout that is not installed
-
-
 # ---------------------------------------------------------------------------------------------- generation
 
 
@@ -164,7 +151,7 @@ def _add_generation_routes(app: FastAPI, services: Services) -> None:
         body = await _read(request, services)
         with services.permits.hold():  # a long text takes a tokenising thread as any request does
             tokens = await services.validator.tokenise(body.inputs)
-        return orjson_response(native.tokenized_body(body.inputs, tokens))
+        return orjson_response(tgi.tokenized_body(body.inputs, tokens))
 
     routes: list[tuple[str, Handler, Any, str]] = [
         ("/", compatible, list[schemas.GenerateResponse], "A list with one answer, or a stream if `stream` is true"),
@@ -203,7 +190,7 @@ async def _read(request: Request, services: Services) -> GenerateRequest:
     return schemas.parse(GenerateRequest, bytes(body))
 
 
-async def _open(request: Request, body: GenerateRequest, services: Services, *, is_stream: bool) -> Call:
+async def _open(request: Request, body: GenerateRequest, services: Services, *, is_stream: bool) -> OpenRequest:
     return await services.generator.open(
         body, request_id=request.state.request_id, headers=request.headers, is_stream=is_stream
     )
@@ -213,92 +200,32 @@ async def _generate(
     request: Request, body: GenerateRequest, services: Services
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Body and headers of a plain answer."""
-    call = await _open(request, body, services, is_stream=False)
+    opened = await _open(request, body, services, is_stream=False)
     try:
-        with Connection.of(request.scope).needed():
-            answers = await call.answers()
+        with ClientConnection.of(request.scope).needed():
+            answers = await opened.answers()
     finally:
-        call.close()
-    headers = native.response_headers(body, call, answers[0].finished, services.compute_type)
-    return native.response_body(body, answers), headers
+        opened.close()
+    headers = tgi.response_headers(body, opened, answers[0].finished, services.compute_type)
+    return tgi.response_body(body, answers), headers
 
 
 async def _stream(request: Request, body: GenerateRequest, services: Services) -> Response:
     """A stream whose first events are there already. Raises RouterError if they are a failure."""
-    call = await _open(request, body, services, is_stream=True)
+    opened = await _open(request, body, services, is_stream=True)
     with ExitStack() as undo:
-        undo.callback(call.close)
-        with Connection.of(request.scope).needed():
-            first = await _first_events(call)
+        undo.callback(opened.close)
+        with ClientConnection.of(request.scope).needed():
+            first = await first_events(opened)
         if first and isinstance(first[0], Failed):
             raise first[0].error
         undo.pop_all()  # from here on the response closes the call
-    headers = native.stream_headers(body, services.compute_type)
-    return EventStream(call, native.EventFrames(body, call), first, headers)
-
-
-async def _first_events(call: Call) -> list[Event]:
-    """Empty after a silence: then it is time to show that the request lives."""
-    try:
-        async with asyncio.timeout(KEEP_ALIVE_S):
-            return await call.next_events()
-    except TimeoutError:
-        return []
-
-
-class EventStream(Response):
-    """Server-sent events of one call, which it closes."""
-
-    media_type = "text/event-stream"
-
-    def __init__(self, call: Call, frames: native.EventFrames, first: list[Event], headers: dict[str, str]) -> None:
-        super().__init__(None, headers=headers)
-        del self.headers["content-length"]
-        self._call = call
-        self._frames = frames
-        self._first = first
-        self._num_writes = 0
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection = Connection.of(scope)
-        with closing(self._call), suppress(ClientGone), connection.needed():
-            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            with self._heartbeat(connection):
-                # In a task of its own: what resuming costs grows with the depth of the stack, and here it is ASGI's.
-                await asyncio.create_task(self._write_events(connection))
-            self._call.close()  # its place is free, however slowly the client reads what is left
-            connection.limit_unread()
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _write_events(self, connection: Connection) -> None:
-        events = self._first
-        while True:
-            num_unread = connection.write_chunk(self._frames.write(events))
-            self._num_writes += 1
-            if self._call.is_over:
-                return
-            if num_unread > MAX_UNREAD_BYTES:
-                self._call.fail(SlowClient(num_unread))
-                return connection.cut()
-            events = await self._call.next_events()
-
-    @contextmanager
-    def _heartbeat(self, connection: Connection) -> Iterator[None]:
-        """Show that the stream lives whenever nothing was written for a while, KEEP_ALIVE_S at most."""
-        self._beat(connection, num_seen=-1)
-        try:
-            yield
-        finally:
-            self._next_beat.cancel()
-
-    def _beat(self, connection: Connection, num_seen: int) -> None:
-        if num_seen == self._num_writes:
-            connection.write_chunk(native.PING)
-        later = asyncio.get_running_loop().call_later
-        self._next_beat = later(KEEP_ALIVE_S / 2, self._beat, connection, self._num_writes)
+    headers = tgi.stream_headers(body, services.compute_type)
+    return EventStream(opened, tgi.EventFrames(body, opened), first, headers)
 
 
 def orjson_response(body: Any, headers: dict[str, str] | None = None) -> Response:
+    """A JSON response; several times faster than the framework's own."""
     return Response(orjson.dumps(body), headers=headers, media_type="application/json")
 
 

@@ -1,6 +1,6 @@
 """The continuous-batching loop: plan, send, deliver.
 
-One task owns all state. It plans a step, sends it, and goes on planning until two requests are under way:
+One task owns all state. It plans a step, sends it, and goes on planning until two steps are under way:
 the shards compute one while the other already waits in their queue, so they never wait for Python. Then it takes the
 oldest reply, hands its tokens to the requests while the shards compute on, and plans the next step.
 
@@ -20,26 +20,26 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from router.client import ShardError, Shards, StepReply, StepRequest, new_sequence, step_request
 from router.entry import Entry, Failed, Finished, PromptTokens, Timings, Token, ValidRequest
 from router.errors import GenerationError, IncompleteGeneration, RouterError, Unavailable
 from router.limits import Limits
 from router.metrics import Metrics, StepTrace
-from router.scheduler import Plan, Scheduler
+from router.scheduler import Scheduler, StepPlan
 from router.text import FinishReason, GeneratedText, ModelTokenizer
 
-MAX_REQUESTS_UNDER_WAY = 2  # one computing, one waiting in the shards' queue; more would only delay finishes
+MAX_STEPS_UNDER_WAY = 2  # one computing, one waiting in the shards' queue; more would only delay finishes
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
-class _Step:
-    """A plan under way."""
+class _SentStep:
+    """A step that was sent and whose reply has not come yet."""
 
-    plan: Plan[Entry]
+    plan: StepPlan[Entry]
     sent_at: float
 
     @property
@@ -70,7 +70,7 @@ class Batcher:
         self._scheduler: Scheduler[Entry] = Scheduler(limits)
         self._ids = itertools.count(1)
         self._live: dict[int, Entry] = {}  # entries that still owe their reader a last event
-        self._under_way: deque[_Step] = deque()
+        self._under_way: deque[_SentStep] = deque()
         self._work = asyncio.Event()
         self._ended = asyncio.Event()
         self._is_draining = False
@@ -84,6 +84,7 @@ class Batcher:
 
     @property
     def num_free_blocks(self) -> int:
+        """KV blocks that no running request has reserved."""
         return self._scheduler.num_free_blocks
 
     def submit(self, request: ValidRequest) -> Entry:
@@ -122,10 +123,10 @@ class Batcher:
             self._fail_all(GenerationError(str(self.failure or "the batching loop ended")))
 
     async def _turn(self) -> bool:
-        """Send a step, or take a reply, or wait for work. False: there is none, and none will come."""
-        if len(self._under_way) < MAX_REQUESTS_UNDER_WAY and (plan := self._plan()) is not None:
+        """Send a step, or take a reply, or wait for work. Returns False when there is no work and none will come."""
+        if len(self._under_way) < MAX_STEPS_UNDER_WAY and (plan := self._plan()) is not None:
             self._shards.send(self._request(plan))
-            self._under_way.append(_Step(plan, self._clock()))
+            self._under_way.append(_SentStep(plan, self._clock()))
         elif self._under_way:
             reply = await self._shards.receive()
             self._deliver(self._under_way.popleft(), reply)
@@ -138,7 +139,7 @@ class Batcher:
 
     # ------------------------------------------------------------------------------------------------ plan
 
-    def _plan(self) -> Plan[Entry] | None:
+    def _plan(self) -> StepPlan[Entry] | None:
         """The next step, or None when there is nothing to send."""
         for entry in self._scheduler.forget_cancelled():
             self._drop(entry)
@@ -153,7 +154,7 @@ class Batcher:
             self._report(plan)
         return plan
 
-    def _request(self, plan: Plan[Entry]) -> StepRequest:
+    def _request(self, plan: StepPlan[Entry]) -> StepRequest:
         return step_request(
             plan.number,
             retire=[entry.id for entry in plan.retired],
@@ -171,7 +172,7 @@ class Batcher:
             decode=bool(plan.decoding),
         )
 
-    def _report(self, plan: Plan[Entry]) -> None:
+    def _report(self, plan: StepPlan[Entry]) -> None:
         scheduler = self._scheduler
         trace = StepTrace(
             step=plan.number,
@@ -189,10 +190,12 @@ class Batcher:
             self._metrics.joined(plan.join_reason)
         if self._trace is not None:
             self._trace(trace)
+        if logger.isEnabledFor(logging.DEBUG):
+            logger.debug("step planned", extra=asdict(trace))
 
     # --------------------------------------------------------------------------------------------- deliver
 
-    def _deliver(self, step: _Step, reply: StepReply) -> None:
+    def _deliver(self, step: _SentStep, reply: StepReply) -> None:
         received_at = self._clock()
         if reply.step != step.plan.number:
             raise ShardError(0, f"answered step {reply.step} when step {step.plan.number} was due")
@@ -265,7 +268,7 @@ class Batcher:
         entry.events.put_nowait(Failed(error))
 
     def _drop(self, entry: Entry) -> None:
-        """End an entry that nobody waits for."""
+        """End an entry whose answer nobody waits for."""
         if not entry.is_over:
             self._end(entry)
 
@@ -273,7 +276,7 @@ class Batcher:
         entry.is_over = True
         del self._live[entry.id]
 
-    def _fail_step(self, step: _Step, cause: str) -> None:
+    def _fail_step(self, step: _SentStep, cause: str) -> None:
         """The shards have dropped this step's sequences, and only those: the others go on."""
         logger.error("step %d failed: %s", step.plan.number, cause)
         self._metrics.step_failures.labels(step.method).inc()

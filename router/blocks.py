@@ -16,11 +16,13 @@ from collections.abc import Iterable, Sequence
 
 
 class BlockPool:
-    """Hands out ids 0 … num_blocks-1. Blocks without content go out first, the most recently freed before others:
-    their memory is the warmest. Then those whose content was used least recently."""
+    """Hands out the ids from 0 to num_blocks - 1.
+
+    Blocks without content go out first, and of these the one that was freed last, whose memory is the warmest. After
+    them go blocks with content that nobody holds, and of these the least recently used first.
+    """
 
     def __init__(self, num_blocks: int) -> None:
-        self.num_blocks = num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._idle: dict[int, None] = {}  # held by nobody, with content; least recently used first
         self._holders = [0] * num_blocks
@@ -29,6 +31,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
+        """Blocks that nobody holds, with or without content."""
         return len(self._blank) + len(self._idle)
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
@@ -42,7 +45,7 @@ class BlockPool:
         return blocks
 
     def hold(self, blocks: Sequence[int]) -> None:
-        """One holder more for each of these blocks, which `find` has just named."""
+        """Add a holder to each of these blocks, which `find` has just named."""
         for block in blocks:
             self._idle.pop(block, None)
             self._holders[block] += 1
@@ -64,7 +67,7 @@ class BlockPool:
         return blocks
 
     def free(self, blocks: Sequence[int]) -> None:
-        """One holder less for each. Raises RuntimeError for a block that nobody holds."""
+        """Take a holder away from each block. Raises RuntimeError for a block that nobody holds."""
         for block in reversed(blocks):  # the end of a prefix is of use to fewer than its beginning, and goes first
             if self._holders[block] == 0:  # checked under `python -O` too: a block with two owners would leak text
                 raise RuntimeError(f"block {block} freed twice")

@@ -14,6 +14,7 @@ from pathlib import Path
 
 DEFAULT_MAX_INPUT_LENGTH = 1024
 DEFAULT_MAX_TOTAL_TOKENS = 2048
+LOG_LEVELS = ("debug", "info", "warn", "error")
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,15 @@ class RouterConfig:
             "unit": "tokens",
             "min": 0,
             "when": "Raise it for evaluation; replies grow by as much.",
+        },
+    )
+    enable_prefill_logprobs: bool = field(
+        default=True,
+        metadata={
+            "help": "Whether requests may ask for the log-probabilities of their prompt (`decoder_input_details`); if "
+            "not, such a request is refused. TGI's default is false.",
+            "when": "false keeps clients from asking for it: it makes a prompt's step larger, and keeps the prompt out "
+            "of the prefix cache.",
         },
     )
     max_input_length: int | None = field(
@@ -227,6 +237,22 @@ class RouterConfig:
             "help": "OpenTelemetry collector (OTLP over gRPC) that gets a trace of every request.",
             "default": "none",
             "when": "You run a collector; needs the extra `otel`.",
+        },
+    )
+    otlp_service_name: str = field(
+        default="text-generation-inference.router",
+        metadata={
+            "help": "Name under which the traces of otlp_endpoint appear; the default is TGI's, for its dashboards.",
+            "when": "Several servers send traces to one collector.",
+        },
+    )
+    log_level: str = field(
+        default="info",
+        metadata={
+            "help": "Least important log records of the router and the shards that are written: info has one for each "
+            "request, debug one for each step too. The launcher's own few lines are always written.",
+            "choices": LOG_LEVELS,
+            "when": "warn keeps the log of a busy server small; debug shows what each step is made of.",
         },
     )
     json_output: bool = field(

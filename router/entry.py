@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from router.errors import RouterError
 from router.prefix import PrefixKeys
-from router.queue import Demand
+from router.queue import RequestSize
 from router.text import FinishReason, GeneratedText
 
 
@@ -48,19 +48,25 @@ class ValidRequest:
         return len(self.encoder_ids or self.token_ids)
 
     def read_by_encoder(self, decoder_start: int | None) -> ValidRequest:
-        """The same for an encoder-decoder, whose decoder starts from `decoder_start`; None: unchanged."""
+        """The same request for an encoder-decoder, whose encoder reads the prompt.
+
+        Its decoder starts from `decoder_start`. None stands for a model without an encoder and changes nothing.
+        """
         if decoder_start is None:
             return self
         return replace(self, token_ids=[decoder_start], encoder_ids=self.token_ids)
 
-    def demand(self, cached: int = 0) -> Demand:
-        """What it needs when so many tokens of its prompt are in the KV cache."""
-        return Demand(self.input_length, self.max_new_tokens, bool(self.encoder_ids), cached)
+    def size(self, cached: int = 0) -> RequestSize:
+        """What admission counts, if the KV cache holds the first `cached` tokens of its prompt already."""
+        return RequestSize(self.input_length, self.max_new_tokens, bool(self.encoder_ids), cached)
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One token of a sequence. `logprob` is None for the first of a prompt."""
+    """One token of a sequence, and as an event of a stream the next generated one.
+
+    `logprob` is None for the first token of a prompt, which nothing predicted.
+    """
 
     id: int
     text: str
@@ -71,14 +77,14 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Event, before the first token: the prompt with its log-probabilities, for requests that asked."""
+    """The event before the first generated token, for requests that asked for their prompt's log-probabilities."""
 
     tokens: tuple[Token, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Timings:
-    """Seconds of the batching loop's clock."""
+    """When each stage of a request began, in seconds of the batching loop's clock."""
 
     queued: float
     admitted: float
@@ -88,7 +94,7 @@ class Timings:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Event, last: the request is complete."""
+    """The last event of a request that is complete."""
 
     reason: FinishReason
     generated_text: str
@@ -98,7 +104,7 @@ class Finished:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Event, last: the request ended without its text."""
+    """The last event of a request that could not be completed."""
 
     error: RouterError
 
@@ -110,25 +116,27 @@ Event = PromptTokens | Token | Finished | Failed
 class Scheduled:
     """A request as the scheduler sees it: waiting or running, and how far it has come."""
 
-    id: int  # of its sequence on the shards: made here, never reused, never a client's
+    id: int  # The id of its sequence on the shards. It is made here, never reused, and never a client's.
     request: ValidRequest
-    cancelled: bool = False  # set by the reader when nobody wants the answer any more
-    is_over: bool = False  # its last event is out, or nobody wants it: tokens still under way are surplus
-    is_lost: bool = False  # the shards dropped it with a failed step: what requests under way ask for it is not done
+    cancelled: bool = False  # The reader sets it when nobody wants the answer any more.
+    is_over: bool = False  # Its last event is out or nobody wants it, so that tokens that still come are dropped.
+    is_lost: bool = False  # The shards dropped it with a failed step and skip it in the steps that follow.
 
-    # What the scheduler alone knows.
-    keys: PrefixKeys | None = None  # of its full blocks; None: it shares none
+    # These fields belong to the scheduler.
+    keys: PrefixKeys | None = None  # The keys of its full blocks; None if it shares no blocks.
     blocks: list[int] = field(default_factory=list)
-    num_prompt_scheduled: int = 0  # prompt tokens that others had computed, or in requests sent so far …
-    num_scheduled: int = 0  # … and generated tokens that those requests yield
-    last_token: int | None = None  # that has come back
+    num_prompt_scheduled: int = 0  # Prompt tokens found in the prefix cache, or computed by the steps sent so far.
+    num_scheduled: int = 0  # Generated tokens that the steps sent so far yield.
+    last_token: int | None = None  # The generated token that came back last.
 
     @property
     def num_prompt_left(self) -> int:
+        """Prompt tokens that no step sent so far computes."""
         return len(self.request.token_ids) - self.num_prompt_scheduled
 
     @property
     def is_scheduled_to_its_end(self) -> bool:
+        """Whether the steps sent so far yield its last token."""
         return self.num_scheduled == self.request.max_new_tokens
 
 

@@ -47,6 +47,8 @@ class RouterError(Exception):
 
 
 class ValidationError(RouterError, ValueError):
+    """The request breaks a rule or a limit."""
+
     status = 422
     error_type = "validation"
 
@@ -55,19 +57,27 @@ class ValidationError(RouterError, ValueError):
 
 
 class MalformedBody(ValidationError):
+    """The body is not JSON."""
+
     status = 400
 
 
 class UnsupportedMedia(ValidationError):
+    """The body does not say that it is JSON."""
+
     status = 415
 
 
 class BodyTooLarge(ValidationError):
+    """The body is larger than `payload_limit`."""
+
     status = 413
     headers: ClassVar[Mapping[str, str]] = {"Connection": "close"}  # the rest of the body is not read
 
 
 class Unauthorized(RouterError):
+    """There is no API key, or a wrong one."""
+
     status = 401
     error_type = "unauthorized"
     headers: ClassVar[Mapping[str, str]] = {"WWW-Authenticate": "Bearer"}
@@ -77,6 +87,8 @@ class Unauthorized(RouterError):
 
 
 class Overloaded(RouterError):
+    """More requests than `max_concurrent_requests` would be in the server."""
+
     status = 429
     error_type = "overloaded"
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": str(RETRY_AFTER_S)}
@@ -86,6 +98,8 @@ class Overloaded(RouterError):
 
 
 class SlowClient(RouterError):
+    """The client does not read its stream. Only metrics and logs see this: the connection is cut."""
+
     status = 408
     error_type = "slow_client"
 
@@ -94,6 +108,8 @@ class SlowClient(RouterError):
 
 
 class GenerationError(RouterError):
+    """A shard could not compute the step."""
+
     status = 424
     error_type = "generation"
 
@@ -102,6 +118,8 @@ class GenerationError(RouterError):
 
 
 class IncompleteGeneration(RouterError):
+    """A request ended without a final token, which is a bug of ours."""
+
     status = 500
     error_type = "incomplete_generation"
 
@@ -110,16 +128,21 @@ class IncompleteGeneration(RouterError):
 
     @property
     def failure_label(self) -> str:
+        """TGI's label, which is not its error type."""
         return "incomplete"  # TGI's word
 
 
 class Unhealthy(RouterError):
+    """A health check failed."""
+
     status = 503
     error_type = "healthcheck"
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": str(RETRY_AFTER_S)}
 
 
 class Unavailable(RouterError):
+    """The server drains, or its shards are gone."""
+
     status = 503
     error_type = "unavailable"
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": str(RETRY_AFTER_S)}

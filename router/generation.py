@@ -1,8 +1,8 @@
 """One request's way through the router: permit, validation, queue, answer.
 
-`Generator.open` does everything that can refuse a request and returns a `Call`; its owner reads the answer from it and
-must close it, whatever happens. Closing gives the permits back, tells the batching loop if nobody wants the answer any
-more, and writes the one log line. Nothing here knows HTTP shapes: native and other APIs share this.
+`Generator.open` does everything that can refuse a request and returns an `OpenRequest`. Its owner reads the answer from
+it and must close it, whatever happens. Closing gives the permits back, tells the batching loop if nobody wants the
+answer any more, and writes the one log line. Nothing here knows HTTP shapes, so that several APIs can share it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from router.entry import Entry, Event, Failed, Finished, PromptTokens, Token
 from router.errors import Overloaded, RouterError
 from router.metrics import Metrics
 from router.schemas import GenerateRequest
-from router.tracing import Span, Tracer
+from router.tracing import RequestSpan, Tracer
 from router.validation import Validator, check_streamable
 
 logger = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class Answer:
 
     @property
     def mean_logprob(self) -> float:
+        """By this the likeliest of several samples is chosen."""
         return sum(token.logprob or 0.0 for token in self.tokens) / len(self.tokens)
 
 
@@ -46,17 +47,18 @@ class Permits:
         self._left = total
 
     def take(self, count: int) -> None:
-        """All or none. Raises Overloaded."""
+        """Take `count` permits, all or none. Raises Overloaded."""
         if count > self._left:
             raise Overloaded()
         self._left -= count
 
     def give_back(self, count: int) -> None:
+        """Return permits that `take` gave."""
         self._left += count
 
     @contextmanager
     def hold(self) -> Iterator[None]:
-        """One for the length of a block. Raises Overloaded."""
+        """Hold one permit for the length of a block. Raises Overloaded."""
         self.take(1)
         try:
             yield
@@ -64,10 +66,12 @@ class Permits:
             self.give_back(1)
 
 
-class Call:
+class OpenRequest:
     """A request under way, from its permit to its log line."""
 
-    def __init__(self, request_id: str, received_at: float, permits: Permits, metrics: Metrics, span: Span) -> None:
+    def __init__(
+        self, request_id: str, received_at: float, permits: Permits, metrics: Metrics, span: RequestSpan
+    ) -> None:
         self.received_at = received_at
         self.entries: list[Entry] = []
         self._request_id = request_id
@@ -82,20 +86,25 @@ class Call:
 
     @property
     def input_length(self) -> int:
+        """Tokens of the prompt."""
         return self.entries[0].request.input_length
 
     @property
     def seed(self) -> int | None:
-        """To show to the client: only where it made a difference."""
+        """The seed to show to the client; None where nothing was drawn at random."""
         return _visible_seed(self.entries[0])
 
     def take_permits(self, count: int) -> None:
+        """Take more permits, which `close` gives back. Raises Overloaded."""
         self._permits.take(count)
         self._num_permits += count
 
     async def answers(self) -> list[Answer]:
-        """All samples, the likeliest first and the others in order. Raises the error of the first that fails."""
-        answers = [await self._collect(entry) for entry in self.entries]  # they run together; events keep
+        """All samples, the likeliest first and the others in order. Raises the error of the first that fails.
+
+        They are generated together, whatever the order in which they are collected here: events wait in their queues.
+        """
+        answers = [await self._collect(entry) for entry in self.entries]
         best = max(answers, key=lambda answer: answer.mean_logprob)
         self._finished = best.finished
         return [best, *(answer for answer in answers if answer is not best)]
@@ -118,7 +127,7 @@ class Call:
         return arrived
 
     def fail(self, error: RouterError) -> None:
-        """Note why there will be no answer."""
+        """Note why there will be no answer. The first reason counts."""
         self._error = self._error or error
 
     def close(self) -> None:
@@ -139,17 +148,17 @@ class Call:
         prompt: tuple[Token, ...] = ()
         tokens: list[Token] = []
         while True:
-            for event in [await entry.events.get()]:
-                if isinstance(event, Token):
-                    tokens.append(event)
-                    self._note_first_token()
-                elif isinstance(event, PromptTokens):
-                    prompt = event.tokens
-                elif isinstance(event, Finished):
-                    return Answer(prompt, tokens, event, _visible_seed(entry))
-                else:
-                    self.fail(event.error)
-                    raise event.error
+            event = await entry.events.get()
+            if isinstance(event, Token):
+                tokens.append(event)
+                self._note_first_token()
+            elif isinstance(event, PromptTokens):
+                prompt = event.tokens
+            elif isinstance(event, Finished):
+                return Answer(prompt, tokens, event, _visible_seed(entry))
+            else:
+                self.fail(event.error)
+                raise event.error
 
     def _note(self, events: list[Event]) -> None:
         if isinstance(events[0], Token):
@@ -194,7 +203,7 @@ def _ms(seconds: float) -> int:
 
 
 class Generator:
-    """Opens calls: the one door to the batching loop."""
+    """Opens requests: the one door to the batching loop."""
 
     def __init__(
         self,
@@ -215,26 +224,26 @@ class Generator:
 
     async def open(
         self, request: GenerateRequest, *, request_id: str, headers: Mapping[str, str], is_stream: bool
-    ) -> Call:
+    ) -> OpenRequest:
         """Validate and queue. Raises the RouterError that refuses the request, and has then given everything back."""
         self._metrics.request_count.inc()
         span = self._tracer.start("generate_stream" if is_stream else "generate", headers)
-        call = Call(request_id, self._clock(), self._permits, self._metrics, span)
+        opened = OpenRequest(request_id, self._clock(), self._permits, self._metrics, span)
         try:
             if is_stream:
                 check_streamable(request.given)
-            call.take_permits(1)
+            opened.take_permits(1)
             valid = await self._validator.validate(request)
-            call.take_permits(len(valid) - 1)
-            call.entries = [self._batcher.submit(one) for one in valid]
+            opened.take_permits(len(valid) - 1)
+            opened.entries = [self._batcher.submit(one) for one in valid]
         except RouterError as error:
-            call.fail(error)
-            call.close()
+            opened.fail(error)
+            opened.close()
             raise
         except asyncio.CancelledError:
-            call.close()
+            opened.close()
             raise
         span.event("queued")
-        self._metrics.input_length.observe(call.input_length)
+        self._metrics.input_length.observe(opened.input_length)
         self._metrics.max_new_tokens.observe(valid[0].max_new_tokens)
-        return call
+        return opened

@@ -6,8 +6,8 @@ one byte a minute for ever (CVE-2025-48956 was this in another server). Here hea
 
 Answers are bounded too. What a client does not read waits in the kernel's send buffer, which has a fixed size here, and
 then in this process: a stream is told how much that is after each write, and what is left of any answer has a limited
-time to be read. `Connection` is how an application writes the middle of a stream, past ASGI: the layers of ASGI cost
-more for each token than all of the rest.
+time to be read. `ClientConnection` is how an application writes the middle of a stream, past ASGI: the layers of ASGI
+cost more for each token than all of the rest.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ClientGone(Exception):
     """Nobody waits for the answer any more."""
 
 
-class Connection:
-    """What a route may do with its connection beyond ASGI."""
+class ClientConnection:
+    """The connection to one client, for what a route does with it beyond ASGI."""
 
     def __init__(self, protocol: GuardedHttpProtocol) -> None:
         self._protocol = protocol
@@ -52,18 +52,18 @@ class Connection:
         self._on_lost: Callable[[], object] | None = None
 
     @staticmethod
-    def of(scope: Scope) -> Connection:
+    def of(scope: Scope) -> ClientConnection:
         """The connection of a request."""
-        connection: Connection = scope["extensions"][EXTENSION]
+        connection: ClientConnection = scope["extensions"][EXTENSION]
         return connection
 
     def write_chunk(self, data: bytes) -> int:
-        """Send a part of the body of an answer that has begun; the bytes that wait in this process to be sent."""
+        """Send a part of the body of an answer that has begun. Returns how many bytes wait in this process."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
         return self._transport.get_write_buffer_size()
 
     def limit_unread(self) -> None:
-        """No more will come: the client has UNREAD_TIMEOUT_S to read what waits for it, or loses it."""
+        """Say that no more will come: what the client has not read after UNREAD_TIMEOUT_S is lost."""
         self._protocol.limit_unread()
 
     def cut(self) -> None:
@@ -73,7 +73,7 @@ class Connection:
 
     @contextmanager
     def needed(self) -> Iterator[None]:
-        """For the length of a block: it is cancelled, and raises ClientGone, as soon as the connection is lost."""
+        """Cancel the block as soon as the connection is lost; it then ends with ClientGone."""
         task = asyncio.current_task()
         assert task is not None
         if self._is_lost:
@@ -89,7 +89,7 @@ class Connection:
             self._on_lost = None
 
     def lost(self) -> None:
-        """Called by the protocol."""
+        """Tell whoever needs the connection that it is gone. The protocol calls this."""
         self._is_lost = True
         if self._on_lost is not None:
             self._on_lost()
@@ -98,7 +98,7 @@ class Connection:
 class GuardedHttpProtocol(HttpToolsProtocol):
     """One connection with bounded headers, bounded waiting and bounded buffers."""
 
-    connection: Connection
+    connection: ClientConnection
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -109,18 +109,21 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._is_refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Bound the kernel's send buffer and the wait for the first request."""
         super().connection_made(transport)
-        self.connection = Connection(self)
+        self.connection = ClientConnection(self)
         self._set_option(socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         self._set_deadline(HEADER_TIMEOUT_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Stop all clocks and tell whoever answers."""
         self._set_deadline(None)
         self._lift_unread_limit()
         super().connection_lost(exc)
         self.connection.lost()
 
     def data_received(self, data: bytes) -> None:
+        """Parse what has come, unless headers grow beyond MAX_HEADER_BYTES."""
         if self._is_refused:
             return
         if self._is_in_headers:  # counted before parsing: httptools keeps an unfinished header in memory
@@ -130,6 +133,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self._refuse()
 
     def on_message_begin(self) -> None:
+        """A request begins: its headers must end in time, and its scope gets the connection."""
         super().on_message_begin()
         self._lift_unread_limit()
         self.scope["extensions"] = {EXTENSION: self.connection}  # type: ignore[dict-item]
@@ -138,6 +142,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._set_deadline(HEADER_TIMEOUT_S)
 
     def on_headers_complete(self) -> None:
+        """Refuse headers that are too many or too large, else wait for the body."""
         self._is_in_headers = False
         num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
         if num_bytes > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADER_LINES:
@@ -147,19 +152,23 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
+        """A part of the body, unless the request was refused."""
         if not self._is_refused:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
+        """The request is there as a whole."""
         self._set_deadline(None)
         if not self._is_refused:
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
+        """The answer is there as a whole: the client has limited time to read the rest."""
         super().on_response_complete()
         self.limit_unread()
 
     def limit_unread(self) -> None:
+        """Reset the connection unless what waits in this process is sent within UNREAD_TIMEOUT_S."""
         self._lift_unread_limit()
         if self.transport.get_write_buffer_size():
             self._unread_deadline = self.loop.call_later(UNREAD_TIMEOUT_S, self._reset_unread)

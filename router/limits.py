@@ -33,6 +33,7 @@ class Limits:
     vocab_size: int  # of the model: the tokenizer may know more ids
     prefill_chunk: int | None = None  # prompt tokens of a step in which others decode; None: max_batch_prefill_tokens
     prefix_caching: bool = False
+    prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
 
 
@@ -84,7 +85,7 @@ def derive_lengths(
 
 
 def useful_tokens(config: RouterConfig, lengths: LengthLimits) -> int:
-    """KV tokens beyond which no admissible load could fill the cache."""
+    """How many tokens of KV cache the largest load that is admitted could fill; more would never be used."""
     running = min(config.max_concurrent_requests, config.max_batch_size or config.max_concurrent_requests)
     return min(running * lengths.max_total_tokens, UINT32_MAX)
 
@@ -120,6 +121,7 @@ def resolve(
         vocab_size=vocab_size,
         prefill_chunk=None if has_encoder else config.prefill_chunk,  # an encoder takes prompts whole
         prefix_caching=shares_prefixes and not config.disable_prefix_caching,
+        prefill_logprobs=config.enable_prefill_logprobs,
         sources=_sources(config),
     )
 

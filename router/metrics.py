@@ -194,10 +194,12 @@ class TokenGaps(Collector):
         self._sum = 0.0
 
     def observe(self, seconds: float) -> None:
+        """Count one gap."""
         self._counts[bisect_left(DURATION_BUCKETS, seconds)] += 1
         self._sum += seconds
 
     def collect(self) -> Iterable[Metric]:
+        """The histogram in the registry's form."""
         bounds = [*map(str, DURATION_BUCKETS), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
         yield HistogramMetricFamily(self._name, self._what, buckets=buckets, sum_value=self._sum)

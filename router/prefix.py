@@ -1,7 +1,7 @@
 """Names for the beginnings of sequences: one digest for each full block, over all tokens up to its end.
 
 Two sequences share a block exactly when they share its digest, so a digest must never collide by accident or design: it
-is BLAKE2b, not Python's `hash`. A salt keeps apart what must not be shared, such as the adapters of one model.
+is BLAKE2b, not Python's `hash`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ DIGEST_BYTES = 16
 class PrefixKeys:
     """The keys of a sequence that grows. Tokens beyond the last full block wait for those that complete it."""
 
-    def __init__(self, token_ids: Sequence[int], block_size: int, salt: bytes = b"") -> None:
+    def __init__(self, token_ids: Sequence[int], block_size: int) -> None:
         self.keys: list[bytes] = []
         self._block_size = block_size
-        self._last = blake2b(salt, digest_size=DIGEST_BYTES).digest()
+        self._last = blake2b(digest_size=DIGEST_BYTES).digest()
         self._tail: list[int] = []
         self.extend(token_ids)
 

@@ -16,6 +16,7 @@ read again, take as many places in the KV cache as there are tokens to generate.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,22 +26,21 @@ from dataclasses import dataclass
 class Budget:
     """What this step may still take in."""
 
-    prefill_tokens: int  # prompt tokens of this step
-    tokens: int  # of max_batch_total_tokens, not reserved by running requests
-    blocks: int  # KV blocks free
-    places: int | None  # under max_batch_size; None: no limit
+    prefill_tokens: int  # Prompt tokens that the step may still compute.
+    tokens: int  # The part of max_batch_total_tokens that no running request has reserved.
+    blocks: int  # Free KV blocks.
+    places: int | None  # Requests that may still join under max_batch_size; None if there is no such limit.
     block_size: int
-    speculate: int = 0  # tokens drafted ahead of the sampled one
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
+class RequestSize:
     """What one waiting request needs."""
 
     input_length: int
     max_new_tokens: int
-    is_encoded: bool = False  # an encoder reads the prompt
-    cached: int = 0  # prompt tokens, from its first on, whose keys and values are in the KV cache already
+    is_encoded: bool = False  # Whether an encoder reads the prompt.
+    cached: int = 0  # Tokens at the beginning of the prompt whose keys and values are in the KV cache already.
 
     @property
     def tokens(self) -> int:
@@ -69,30 +69,30 @@ def blocks_for(tokens: int, block_size: int) -> int:
     return -(-tokens // block_size)
 
 
-def next_batch(waiting: Iterable[Demand], budget: Budget, min_size: int | None) -> list[int]:
+def next_batch(waiting: Iterable[RequestSize], budget: Budget, min_size: int | None) -> list[int]:
     """The first prompt chunk of each request to admit now, from the head of the queue; empty: admit none.
 
     `waiting` may be lazy: nothing beyond the first request that does not fit is looked at, except to count up to
     `min_size`.
     """
-    heads = iter(waiting)
-    peeked = [demand for _, demand in zip(range(min_size or 0), heads, strict=False)]
-    if min_size is not None and len(peeked) < min_size:
+    rest = iter(waiting)
+    first = list(itertools.islice(rest, min_size or 0))
+    if min_size is not None and len(first) < min_size:
         return []
-    chunks = _fitting_chunks((demand for part in (peeked, heads) for demand in part), budget)
+    chunks = _fitting_chunks(itertools.chain(first, rest), budget)
     return chunks if min_size is None or len(chunks) >= min_size else []
 
 
-def _fitting_chunks(waiting: Iterable[Demand], budget: Budget) -> list[int]:
-    prefill, tokens, blocks = budget.prefill_tokens, budget.tokens - budget.speculate, budget.blocks
+def _fitting_chunks(waiting: Iterable[RequestSize], budget: Budget) -> list[int]:
+    prefill, tokens, blocks = budget.prefill_tokens, budget.tokens, budget.blocks
     chunks: list[int] = []
-    for demand in waiting:
-        tokens -= demand.tokens
-        blocks -= demand.blocks(budget.block_size)
-        if len(chunks) == budget.places or tokens < 0 or blocks < 0 or prefill < demand.least_prefill:
+    for size in waiting:
+        tokens -= size.tokens
+        blocks -= size.blocks(budget.block_size)
+        if len(chunks) == budget.places or tokens < 0 or blocks < 0 or prefill < size.least_prefill:
             break
-        chunks.append(min(demand.prefill, prefill))
-        prefill -= demand.prefill
+        chunks.append(min(size.prefill, prefill))
+        prefill -= size.prefill
         if prefill < 0:  # this one starts with a chunk: the step is full
             break
     return chunks

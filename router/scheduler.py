@@ -17,27 +17,27 @@ from router.blocks import BlockPool
 from router.entry import Scheduled
 from router.limits import Limits
 from router.prefix import PrefixKeys
-from router.queue import Budget, Demand, min_size, next_batch
+from router.queue import Budget, RequestSize, min_size, next_batch
 
 S = TypeVar("S", bound=Scheduled)
 
 
 @dataclass(frozen=True, slots=True)
-class Plan(Generic[S]):
-    """One step."""
+class StepPlan(Generic[S]):
+    """What one step does."""
 
     number: int
-    retired: list[S]
-    admitted: list[S]
-    chunks: dict[int, int]  # sequence -> prompt tokens that its decoder computes
-    decoding: list[S]
-    prefill_tokens: int  # chunks, or the prompts that an encoder reads
-    join_reason: str | None  # why those admitted were let into a batch that runs
-    filled: list[tuple[S, bytes, int]]  # blocks that this step completes, with whose they are and their keys
-    concerned: list[S]  # with a chunk or a token in this step: they are gone from the shards if it fails
+    retired: list[S]  # They leave the batch before the step is computed.
+    admitted: list[S]  # They join it with this step.
+    chunks: dict[int, int]  # For each sequence whose prompt is computed, how many of its tokens are.
+    decoding: list[S]  # Each of them gets one token.
+    prefill_tokens: int  # All tokens of chunks, or of the prompts that an encoder reads.
+    join_reason: str | None  # Why others were admitted to a batch that runs already; None where neither is so.
+    filled: list[tuple[S, bytes, int]]  # The blocks that this step completes: owner, key, block.
+    concerned: list[S]  # All with a chunk or a token in this step. If it fails, the shards drop them.
 
     def cached(self, entry: S) -> int:
-        """Prompt tokens of one that was admitted which were in the KV cache before."""
+        """How many prompt tokens of `entry`, which this step admits, were found in the prefix cache."""
         return entry.num_prompt_scheduled - self.chunks[entry.id]
 
 
@@ -55,6 +55,7 @@ class Scheduler(Generic[S]):
 
     @property
     def num_free_blocks(self) -> int:
+        """KV blocks that no running request has reserved."""
         return self._pool.num_free
 
     def add(self, entry: S) -> None:
@@ -65,7 +66,7 @@ class Scheduler(Generic[S]):
             entry.keys = PrefixKeys(request.token_ids, self.limits.block_size)
         self.waiting.append(entry)
 
-    def plan(self) -> Plan[S] | None:
+    def plan(self) -> StepPlan[S] | None:
         """The next step, or None when there is nothing to compute and nobody to retire."""
         retired = self._retire()
         decoding = [entry for entry in self.running.values() if not entry.num_prompt_left]
@@ -76,7 +77,7 @@ class Scheduler(Generic[S]):
             return None
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
         chunks |= {entry.id: min(num_tokens, entry.num_prompt_left) for entry, num_tokens in fresh}
-        return Plan(
+        return StepPlan(
             number=next(self._numbers),
             retired=retired,
             admitted=[entry for entry, _ in fresh],
@@ -88,15 +89,15 @@ class Scheduler(Generic[S]):
             concerned=[*decoding, *(self.running[id] for id in chunks)],
         )
 
-    def computed(self, plan: Plan[S]) -> None:
-        """The step's reply is there: what it filled may be shared."""
+    def computed(self, plan: StepPlan[S]) -> None:
+        """The step's reply is there, so the blocks that it filled may be shared."""
         for entry, key, block in plan.filled:
             if entry.is_lost:
                 self._pool.retract(key, block)
             else:
                 self._pool.confirm(key, block)
 
-    def failed(self, plan: Plan[S]) -> None:
+    def failed(self, plan: StepPlan[S]) -> None:
         """The shards have dropped this step's sequences, and only those."""
         for _, key, block in plan.filled:
             self._pool.retract(key, block)
@@ -118,21 +119,21 @@ class Scheduler(Generic[S]):
             self._pool.confirm(keys[num_full], entry.blocks[num_full])
 
     def forget_cancelled(self) -> list[S]:
-        """Take out of the queue who is not wanted any more."""
+        """Take the requests out of the queue that nobody wants any more, and return them."""
         gone = [entry for entry in self.waiting if entry.cancelled]
         if gone:
             self.waiting = deque(entry for entry in self.waiting if not entry.cancelled)
         return gone
 
     def _retire(self) -> list[S]:
-        """Take out who has ended, will have ended with the requests under way, or is not wanted any more."""
+        """Take out the sequences that have ended, that end with the steps under way, or that nobody wants any more."""
         leaving = [e for e in self.running.values() if e.is_over or e.cancelled or e.is_scheduled_to_its_end]
         for entry in leaving:
             self._release(entry)
         return leaving
 
     def _prefill_budget(self, *, is_decoding: bool) -> int:
-        """Prompt tokens of this step: fewer while others decode, whose next tokens wait for it."""
+        """How many prompt tokens this step may compute: fewer while others decode, because their next tokens wait."""
         limits = self.limits
         if is_decoding and limits.prefill_chunk is not None:
             return min(limits.prefill_chunk, limits.max_batch_prefill_tokens)
@@ -148,8 +149,10 @@ class Scheduler(Generic[S]):
         return chunks
 
     def _admit(self, prefill_tokens: int) -> tuple[str | None, list[tuple[S, int]]]:
-        """Move requests from the queue into the batch: why they may join one that runs, and each with its first prompt
-        chunk."""
+        """Move requests from the queue into the batch.
+
+        Returns why they may join a batch that runs (None if none runs), and each with its first prompt chunk.
+        """
         self._steps_since_admission += 1
         limits, running = self.limits, len(self.running)
         minimum = min_size(running, self._steps_since_admission, limits.waiting_served_ratio, limits.max_waiting_tokens)
@@ -161,43 +164,43 @@ class Scheduler(Generic[S]):
             block_size=limits.block_size,
         )
         found: list[list[int]] = []
-        chunks = next_batch(self._demands(found), budget, minimum)
+        chunks = next_batch(self._sizes(found), budget, minimum)
         if not chunks:
             return None, []
         self._steps_since_admission = 0
         admitted = [self.waiting.popleft() for _ in chunks]
-        # All are held before any block is given away: one that is shared by the last could go to the first.
+        # All found blocks are held before any is allocated: else one that a later request shares could be given away.
         for blocks in found[: len(admitted)]:
             self._pool.hold(blocks)
         for entry, blocks in zip(admitted, found, strict=False):
             self._reserve(entry, blocks)
-        reason = None if not running else "wait_exceeded" if minimum is None else "backpressure"
-        return reason, list(zip(admitted, chunks, strict=True))
+        reason = "wait_exceeded" if minimum is None else "backpressure"
+        return reason if running else None, list(zip(admitted, chunks, strict=True))
 
-    def _demands(self, found: list[list[int]]) -> Iterator[Demand]:
-        """What each waiting request needs; `found` gets the blocks that hold its beginning."""
-        size = self.limits.block_size
+    def _sizes(self, found: list[list[int]]) -> Iterator[RequestSize]:
+        """What each waiting request needs; the blocks that hold its beginning are appended to `found`."""
+        block_size = self.limits.block_size
         for entry in self.waiting:
             # The last token is computed in any case: it yields the first logits.
-            most = (entry.request.input_length - 1) // size
+            most = (entry.request.input_length - 1) // block_size
             found.append(self._pool.find(entry.keys.keys[:most]) if entry.keys is not None else [])
-            yield entry.request.demand(cached=len(found[-1]) * size)
+            yield entry.request.size(cached=len(found[-1]) * block_size)
 
     def _reserve(self, entry: S, found: list[int]) -> None:
-        demand = entry.request.demand()
-        entry.blocks = found + self._pool.allocate(demand.blocks(self.limits.block_size) - len(found))
+        size = entry.request.size()
+        entry.blocks = found + self._pool.allocate(size.blocks(self.limits.block_size) - len(found))
         entry.num_prompt_scheduled = len(found) * self.limits.block_size
-        self.reserved_tokens += demand.tokens
+        self.reserved_tokens += size.tokens
         self.running[entry.id] = entry
 
     def _release(self, entry: S) -> None:
         del self.running[entry.id]
-        self.reserved_tokens -= entry.request.demand().tokens
+        self.reserved_tokens -= entry.request.size().tokens
         self._pool.free(entry.blocks)
         entry.blocks = []
 
     def _schedule(self, decoding: list[S], chunks: dict[int, int]) -> list[tuple[S, bytes, int]]:
-        """Note what the shards will have done once this step is computed; returns the blocks that it fills."""
+        """Note what the shards will have done once this step is computed, and return the blocks that it fills."""
         filled: list[tuple[S, bytes, int]] = []
         for entry in decoding:
             entry.num_scheduled += 1

@@ -1,4 +1,4 @@
-"""HTTP bodies of the native (TGI) routes.
+"""HTTP bodies of the routes that are TGI's own.
 
 Strict where a mistake would change the answer (no `true` for 1, no "5" for 5, no NaN), lenient where clients differ:
 every field may be null, which means absent, and unknown keys are ignored. Ranges are not here but in `validation.py`,
@@ -28,6 +28,8 @@ class _Strict(BaseModel):
 
 
 class GenerateParameters(_Strict):
+    """How to generate. An absent field means that its default holds."""
+
     best_of: Integer | None = Field(default=None, description="Samples to draw; the likeliest is returned.")
     temperature: float | None = Field(default=None, description="> 0. Divides the scores before sampling.")
     repetition_penalty: float | None = Field(default=None, description="> 0. 1.0 means no penalty.")
@@ -54,6 +56,8 @@ class GenerateParameters(_Strict):
 
 
 class GenerateRequest(_Strict):
+    """The body of `/generate`, `/generate_stream`, `/` and `/tokenize`."""
+
     inputs: str = Field(description="The prompt.")
     parameters: GenerateParameters | None = None
     stream: bool | None = Field(default=None, description="On `/` alone: answer with server-sent events.")
@@ -68,6 +72,8 @@ class GenerateRequest(_Strict):
 
 
 class TokenBody(BaseModel):
+    """One generated token."""
+
     id: int
     text: str
     logprob: float | None
@@ -75,12 +81,16 @@ class TokenBody(BaseModel):
 
 
 class PromptTokenBody(BaseModel):
+    """One token of the prompt; the first has no log-probability."""
+
     id: int
     text: str
     logprob: float | None
 
 
 class SequenceBody(BaseModel):
+    """A sample of `best_of` that is not the best."""
+
     generated_text: str
     finish_reason: FinishReason
     generated_tokens: int
@@ -91,6 +101,8 @@ class SequenceBody(BaseModel):
 
 
 class DetailsBody(BaseModel):
+    """What `details` asks for."""
+
     finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
@@ -101,11 +113,15 @@ class DetailsBody(BaseModel):
 
 
 class GenerateResponse(BaseModel):
+    """The whole answer."""
+
     generated_text: str
     details: DetailsBody | None = None
 
 
 class StreamDetailsBody(BaseModel):
+    """What `details` asks for, with the last token of a stream."""
+
     finish_reason: FinishReason
     generated_tokens: int
     seed: int | None
@@ -113,6 +129,8 @@ class StreamDetailsBody(BaseModel):
 
 
 class StreamResponse(BaseModel):
+    """One server-sent event."""
+
     index: int
     token: TokenBody
     top_tokens: list[TokenBody] = []
@@ -121,6 +139,8 @@ class StreamResponse(BaseModel):
 
 
 class TokenizedBody(BaseModel):
+    """One token of a text, with its place in bytes."""
+
     id: int
     text: str
     start: int = Field(description="First byte in `inputs`.")
@@ -128,6 +148,8 @@ class TokenizedBody(BaseModel):
 
 
 class ErrorResponse(BaseModel):
+    """Every answer that is not a success."""
+
     error: str
     error_type: str
 

@@ -35,6 +35,8 @@ LONE_BYTE = re.compile("<0x[0-9A-F]{2}>")  # how sentencepiece names a token tha
 
 
 class FinishReason(StrEnum):
+    """Why a generation ended, in TGI's words."""
+
     LENGTH = "length"
     EOS_TOKEN = "eos_token"
     STOP_SEQUENCE = "stop_sequence"
@@ -79,6 +81,7 @@ class ModelTokenizer:
 
     @cached_property
     def lone_pieces(self) -> LonePieces:
+        """The tokens' texts that do not depend on neighbours, filled as tokens come."""
         return LonePieces(self.tokenizer)
 
     def encode(self, text: str) -> list[int]:
@@ -104,9 +107,9 @@ def _eos_ids(tokenizer: Tokenizer, model_folder: Path, tokenizer_config: Path) -
 
 
 class LonePieces(dict[int, str]):
-    """What a token adds to a text whatever its neighbours are; empty where that depends on them, or is not known.
+    """Token id -> what the token adds to a text whatever its neighbours are; empty where that depends on them.
 
-    Filled as tokens come, so that it holds at most the vocabulary: some tens of megabytes if all of it is ever used.
+    It is filled as tokens come, so that it holds at most the vocabulary: some tens of megabytes if all of it is used.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -129,7 +132,7 @@ class LonePieces(dict[int, str]):
 
 
 def is_local(decoder: Mapping[str, Any]) -> bool:
-    """Whether all it does to neighbours is to join bytes to characters and to trim the start of a text."""
+    """Whether a decoder treats tokens alone, but for joining bytes to characters and trimming the start of a text."""
     kind = decoder["type"]
     if kind == "Sequence":
         return all(is_local(part) for part in decoder["decoders"])
@@ -164,7 +167,7 @@ class Detokeniser:
         return self._give_out(self._held_text()[0]) if self._held else ""
 
     def _held_text(self) -> tuple[str, bool]:
-        """What the held tokens add to their context, and whether it is something that ends with a whole character."""
+        """What the held tokens add to their context, and whether that is not empty and ends with a whole character."""
         if self._context_text is None:
             self._context_text = self._tokenizer.decode(self._context)
         text = self._tokenizer.decode([*self._context, *self._held])
@@ -186,7 +189,7 @@ class StopSearch:
         self._tail = ""
 
     def push(self, piece: str) -> int | None:
-        """How much of the piece is left when it is cut right after the earliest match; None: no match ends in it."""
+        """How much of the piece is left when it is cut after the first match that ends in it; None if none does."""
         if not self._stop or not piece:
             return None
         text = self._tail + piece

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-SERVICE_NAME = "text-generation-inference.router"  # TGI's, for its dashboards
 EXPORT_TIMEOUT_S = 2  # a dead collector holds up the end of the process by no more
 
 
-class Span(Protocol):
+class RequestSpan(Protocol):
+    """The trace of one request."""
+
     def event(self, name: str) -> None:
         """Note that something happened now."""
 
@@ -22,7 +23,9 @@ class Span(Protocol):
 
 
 class Tracer(Protocol):
-    def start(self, name: str, headers: Mapping[str, str]) -> Span:
+    """Opens the spans of requests."""
+
+    def start(self, name: str, headers: Mapping[str, str]) -> RequestSpan:
         """Open a span, under the caller's if the headers carry a `traceparent`."""
 
     def close(self) -> None:
@@ -30,29 +33,35 @@ class Tracer(Protocol):
 
 
 class NoSpan:
+    """A span that nobody collects."""
+
     def event(self, name: str) -> None:
-        pass
+        """Nothing is noted."""
 
     def end(self, reason: str, attributes: Mapping[str, int | str]) -> None:
-        pass
+        """Nothing is exported."""
 
 
 class NoTracer:
     """Tracing switched off."""
 
-    def start(self, name: str, headers: Mapping[str, str]) -> Span:
+    def start(self, name: str, headers: Mapping[str, str]) -> RequestSpan:
+        """A span that nobody collects."""
         return NoSpan()
 
     def close(self) -> None:
-        pass
+        """Nothing is left to export."""
 
 
-def make_tracer(otlp_endpoint: str | None) -> Tracer:
-    """The tracer for this endpoint. Raises ValueError with the remedy when OpenTelemetry is not installed."""
+def make_tracer(otlp_endpoint: str | None, service_name: str) -> Tracer:
+    """The tracer for this endpoint, where `service_name` says whose traces they are.
+
+    Raises ValueError with the remedy when OpenTelemetry is not installed.
+    """
     if otlp_endpoint is None:
         return NoTracer()
     try:
-        return _OtlpTracer(otlp_endpoint)
+        return _OtlpTracer(otlp_endpoint, service_name)
     except ImportError as error:
         raise ValueError(
             f"otlp_endpoint is set but {error.name} is not installed: pip install 'lockstep[otel]', or leave it unset"
@@ -73,7 +82,7 @@ class _OtlpSpan:
 
 
 class _OtlpTracer:
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, service_name: str) -> None:
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
@@ -81,7 +90,7 @@ class _OtlpTracer:
         from opentelemetry.trace import SpanKind
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        self._provider = TracerProvider(resource=Resource.create({"service.name": SERVICE_NAME}))
+        self._provider = TracerProvider(resource=Resource.create({"service.name": service_name}))
         self._provider.add_span_processor(
             BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_TIMEOUT_S))
         )
@@ -89,7 +98,7 @@ class _OtlpTracer:
         self._propagator = TraceContextTextMapPropagator()
         self._kind = SpanKind.SERVER
 
-    def start(self, name: str, headers: Mapping[str, str]) -> Span:
+    def start(self, name: str, headers: Mapping[str, str]) -> RequestSpan:
         context = self._propagator.extract(dict(headers))
         return _OtlpSpan(self._tracer.start_span(name, context=context, kind=self._kind))
 

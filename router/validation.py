@@ -73,6 +73,7 @@ class Validator:
         return list(zip(encoding.ids, encoding.offsets, strict=True))
 
     def close(self) -> None:
+        """Let the tokenising threads end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
@@ -107,6 +108,11 @@ def check(request: GenerateRequest, limits: Limits) -> Checked:
     if not request.inputs:
         raise ValidationError("`inputs` cannot be empty")
     _refuse_unsupported(given)
+    if given.decoder_input_details and not limits.prefill_logprobs:
+        raise ValidationError(
+            "`decoder_input_details` is switched off on this server: leave it out, or start the server with "
+            "--enable-prefill-logprobs true"
+        )
     truncate = given.truncate
     if truncate is not None and not 0 < truncate <= limits.max_input_length:
         raise ValidationError(

@@ -8,43 +8,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
 import signal
 import sys
-from datetime import UTC, datetime
 
 import uvloop
 
 from server.config import ShardConfig
+from server.logs import configure_logging
 
 log = logging.getLogger("server")
 
 
-class JsonFormatter(logging.Formatter):
-    """One JSON object a line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        fields: dict[str, object] = {
-            "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
-            "level": record.levelname,
-            "target": record.name,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            fields["exception"] = self.formatException(record.exc_info)
-        if getattr(record, "consequence", False):
-            fields["consequence"] = True  # of another rank's failure: not what the launcher should report
-        return json.dumps(fields)
-
-
 def main() -> int:
+    """Run one shard until it is told to stop. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="server", description=__doc__)
     parser.add_argument("--config", required=True, help="JSON file that the launcher wrote")
     config = ShardConfig.load(parser.parse_args().config)
-    handler = logging.StreamHandler(sys.stdout)
-    handler.setFormatter(JsonFormatter())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    configure_logging(config.log_level)
+    log.debug("%s", config)
     return uvloop.run(run_null(config) if config.is_null else run(config))
 
 
@@ -68,7 +50,7 @@ async def run(config: ShardConfig) -> int:
     try:
         engine, info = load(config)
     except PeerLost as error:
-        log.critical("%s", error, extra={"consequence": True})
+        log.critical("%s", error, extra={"consequence": True})  # of another rank's failure: not the one to report
         return 1
     except (ValueError, OSError, RuntimeError) as error:
         log.critical("%s", error)

@@ -28,6 +28,7 @@ class ShardConfig:
     socket_path: str  # unix socket that this rank serves on
     rendezvous: str  # init method of torch.distributed: file:///… or tcp://addr:port
     is_null: bool = False  # answer with fixed tokens and load nothing: server/null.py
+    log_level: str = "info"  # the public setting of this name, which RouterConfig describes
 
     dtype: str | None = field(
         default=None,

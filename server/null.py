@@ -2,7 +2,7 @@
 
 What a client sees of `--model-id null` is HTTP, validation, batching, the wire, text and delivery, and nothing of a
 model: no weights, no arithmetic, no torch. It keeps the wire contract (retire, add, chunks, decode, in this order) and
-believes what it is sent; a double that checks the protocol is `FakeShardedClient` in the router's `client.py`.
+believes what it is sent; the tests' double that checks the protocol is `tests/router/fake_shards.py`.
 """
 
 from __future__ import annotations

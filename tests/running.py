@@ -19,7 +19,7 @@ from typing import Any
 import httpx2
 
 ROOT = Path(__file__).parents[1]
-SETTINGS_PREFIXES = ("MAX_", "PORT", "NUM_SHARD", "MODEL_ID", "DTYPE", "DEVICE", "HF_", "CUDA_VISIBLE_DEVICES")
+SETTINGS_PREFIXES = ("MAX_", "PORT", "NUM_SHARD", "MODEL_ID", "DTYPE", "DEVICE", "HF_", "CUDA_VISIBLE_DEVICES", "LOG_")
 
 
 class Server:

@@ -18,10 +18,10 @@ PACKAGES = ("router", "server", "benchmark")
 
 # Module or package -> the first-party modules and packages that it may import. The longest matching name counts.
 MAY_IMPORT: dict[str, set[str]] = {
-    "launcher": {"router.config", "server.config", "server.checkpoint.hub"},
+    "launcher": {"router.config", "router.launch", "router.version", "server.checkpoint.hub", "server.config"},
     "benchmark": {
-        "benchmark", "router.client", "router.entry", "router.queue", "server.arch.families", "server.arch.spec",
-        "server.pb",
+        "benchmark", "router.client", "router.entry", "router.launch.parent_death", "router.queue", "router.version",
+        "server.arch.families", "server.arch.spec", "server.pb",
     },
     "benchmark.prediction": {"benchmark", "router.limits"},
     "benchmark.probes": {"benchmark", "server.backends"},
@@ -35,6 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "router.text",
     },
     "router": {"router", "server.pb"},
+    "router.__main__": {"router", "server.logs"},
+    "router.launch": {"router.config", "router.launch", "router.version", "server.config"},
+    "router.launch.parent_death": set(),
     "router.queue": set(),
     "router.prefix": set(),
     "router.scheduler": {"router.blocks", "router.entry", "router.limits", "router.prefix", "router.queue"},
@@ -43,7 +46,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.errors": set(),
     "router.model_files": set(),
     "router.text": {"router", "router.model_files"},
-    "server.__main__": {"server.config", "server.distributed", "server.loading", "server.null", "server.service"},
+    "router.version": set(),
+    "server.__main__": {
+        "server.config", "server.distributed", "server.loading", "server.logs", "server.null", "server.service",
+    },
     "server.arch": {"server.arch"},
     "server.backends": {"server.arch", "server.backends"},
     "server.backends.cpu": {
@@ -69,6 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.arch", "server.backends", "server.blocks", "server.checkpoint.weights", "server.config",
         "server.distributed", "server.model", "server.pb", "server.stepping",
     },
+    "server.logs": set(),
     "server.model": {
         "server.arch.spec", "server.backends.protocol", "server.checkpoint.weights", "server.distributed",
         "server.layers", "server.model", "server.stepping.batch", "server.stepping.cache",
@@ -127,6 +134,12 @@ def test_arrows_only_point_where_the_design_says(module: str, tree: ast.Module) 
     assert [] == [name for name in imports(module, tree) if not longest_match(name, allowed)]
 
 
+def test_nobody_but_the_launcher_needs_its_rooms() -> None:
+    users = {module for module, tree in sources() for name in imports(module, tree) if name.startswith("router.launch")}
+    outside = {module for module in users if not module.startswith("router.launch")}
+    assert {"launcher", "benchmark.launch"} == outside
+
+
 def test_only_the_config_files_and_the_launcher_read_the_environment() -> None:
     readers = {
         module
@@ -138,14 +151,36 @@ def test_only_the_config_files_and_the_launcher_read_the_environment() -> None:
 
 
 def test_only_the_two_lasting_loops_catch_everything() -> None:
-    broad = {
-        module
-        for module, tree in sources()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ExceptHandler)
-        and (node.type is None or (isinstance(node.type, ast.Name) and node.type.id == "Exception"))
-    }
+    broad = {module for module, tree in sources() for node in ast.walk(tree) if swallows_everything(node)}
     assert broad <= MAY_CATCH_EVERYTHING
+
+
+def swallows_everything(node: ast.AST) -> bool:
+    """Whether this is an `except` for any exception at all that does not end by raising it again."""
+    if not isinstance(node, ast.ExceptHandler):
+        return False
+    kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+    is_broad = any(kind is None or ast.unparse(kind) in ("Exception", "BaseException") for kind in kinds)
+    last = node.body[-1]
+    return is_broad and not (isinstance(last, ast.Raise) and last.exc is None)
+
+
+@pytest.mark.parametrize(
+    ("handler", "expected"),
+    [
+        ("except:", True),
+        ("except Exception:", True),
+        ("except BaseException as error:", True),
+        ("except (OSError, BaseException):", True),
+        ("except (OSError, ValueError):", False),
+        ("except asyncio.CancelledError:", False),
+    ],
+)
+def test_a_broad_except_is_recognised(handler: str, expected: bool) -> None:
+    tree = ast.parse(f"try:\n    pass\n{handler}\n    print()\n")
+    assert expected == any(map(swallows_everything, ast.walk(tree)))
+    raising = ast.parse(f"try:\n    pass\n{handler}\n    print()\n    raise\n")
+    assert not any(map(swallows_everything, ast.walk(raising)))
 
 
 def test_only_distributed_talks_to_torch_distributed() -> None:

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 
-import launcher
-
-ROOT = Path(launcher.__file__).parent
+from router.launch.machine import bind
+from tests.running import ROOT
 
 # What every stand-in starts with. `say` writes one log record; `on_term` sets what SIGTERM does.
 PRELUDE = """
@@ -39,12 +38,16 @@ STUBBORN = PRELUDE + "on_term(lambda: say('not yet')); say('serving', event='rea
 
 # Runs the supervisor alone: scripts and options come as JSON.
 SUPERVISE = """
-import json, os, sys, launcher
+import json, os, sys
+from router.launch.logs import Log, Output
+from router.launch.processes import ChildCommand
+from router.launch.signals import signals_to_pipe
+from router.launch.supervisor import Supervisor
 options = json.loads(sys.argv[1])
-commands = [launcher.Command(name, (sys.executable, "-S", "-c", code)) for name, code in options["scripts"].items()]
-log = launcher.Log(launcher.Output(1), options["as_json"])
-with launcher.signals_to_pipe() as wakeup:
-    supervisor = launcher.Supervisor(
+commands = [ChildCommand(name, (sys.executable, "-S", "-c", code)) for name, code in options["scripts"].items()]
+log = Log(Output(1), options["as_json"])
+with signals_to_pipe() as wakeup:
+    supervisor = Supervisor(
         commands, dict(os.environ), log, drain_seconds=options["drain"], stop_seconds=options["stop"]
     )
     code = supervisor.run(wakeup)
@@ -59,8 +62,9 @@ import json, sys, launcher
 from pathlib import Path
 scripts = json.loads(sys.argv[1])
 def command(module, name, folder, pass_fds=()):
-    return launcher.Command(name, (sys.executable, "-S", "-c", scripts[module], str(folder / f"{name}.json")), pass_fds)
-model = launcher.hub.ResolvedModel(Path("m"), Path("m"), Path("m"), None, True)
+    argv = (sys.executable, "-S", "-c", scripts[module], str(folder / f"{name}.json"))
+    return launcher.ChildCommand(name, argv, pass_fds)
+model = launcher.hub.ResolvedModel(Path("m"), Path("m"), Path("m"), None)
 launcher._command = command
 launcher.resolve_model = lambda *_: eval(scripts.get("resolve", "model"))
 sys.exit(launcher.main(sys.argv[2:]))
@@ -336,7 +340,7 @@ def test_two_launches_do_not_meet(launch: Start) -> None:
 
 
 def test_taken_port_is_refused_before_anything_loads(launch: Start) -> None:
-    with launcher.bind("127.0.0.1", 0) as other:
+    with bind("127.0.0.1", 0) as other:
         port = other.getsockname()[1]
         process = launch("--hostname=127.0.0.1", f"--port={port}", resolve="1/0")
         code, log, error = end(process, within=2)
@@ -407,5 +411,5 @@ def test_signal_during_download_stops_at_once(launch: Start) -> None:
 
 def test_closed_standard_streams_are_replaced(start: Start) -> None:
     shown = "os.write(2, os.readlink('/proc/self/fd/1').encode())"
-    code = f"import os, launcher; os.close(1); launcher._open_standard_streams(); {shown}"
+    code = f"import os, launcher; os.close(1); launcher.open_standard_streams(); {shown}"
     assert "/dev/null" == end(start(code), within=5)[2]

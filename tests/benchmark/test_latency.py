@@ -22,8 +22,9 @@ from benchmark.report import BenchError, Summary
 from benchmark.roofline import Ceilings, Work
 from benchmark.shards import FIRST_ID
 from benchmark.steps import StepDriver, Times, random_prompts
-from router.client import FakeShardedClient, OperatorTime, ShardError
+from router.client import OperatorTime, ShardError
 from router.entry import Sampling
+from tests.router.fake_shards import FakeShardedClient
 
 ROOT = Path(__file__).parents[2]
 STEPS = ("prefill", "decode_token", "decode_total")

@@ -17,9 +17,9 @@ from benchmark.__main__ import main
 from benchmark.offline import Prompt, StepRecord, TimedShards
 from benchmark.report import BenchError
 from benchmark.roofline import Ceilings, Demand, Work
-from router.client import FakeShardedClient
 from router.limits import Limits
 from router.text import ModelTokenizer
+from tests.router.fake_shards import FakeShardedClient
 
 WORK = Work(shapes.shape("bloom-560m"), "bfloat16")
 

@@ -25,11 +25,12 @@ from benchmark.report import BenchError
 from benchmark.roofline import Work, mean_context
 from benchmark.traffic import ClosedLoop, OpenLoop, Request, arrival_times, read_trace
 from router.batcher import Batcher
-from router.client import FakeShardedClient, StepRequest
+from router.client import StepRequest
 from router.entry import Finished, Timings, ValidRequest
 from router.limits import Limits
 from router.metrics import Metrics
 from tests.router.doubles import EOS, byte_tokenizer, events_of, make_limits
+from tests.router.fake_shards import FakeShardedClient
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,11 +12,11 @@ from typing import Any
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from router.batcher import Batcher
-from router.client import FakeShardedClient, fake_next_token
 from router.entry import Entry, Event, Failed, Finished, Sampling, Token, ValidRequest
 from router.limits import Limits
 from router.metrics import Metrics, StepTrace
 from router.text import ModelTokenizer
+from tests.router.fake_shards import FakeShardedClient, fake_next_token
 
 EOS = 256  # in byte_tokenizer
 

@@ -7,11 +7,13 @@ import importlib.util
 import json
 import logging
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import MagicMock
 
 import httpx2
 import pytest
@@ -21,18 +23,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from starlette.routing import Route
 
-from router import model_files, native
+from router import model_files, tgi
 from router.app import create_app
 from router.batcher import Batcher
-from router.client import FakeShardedClient
 from router.config import RouterConfig
 from router.entry import Token
-from router.generation import Call
+from router.generation import OpenRequest
 from router.guard import GuardedHttpProtocol
 from router.metrics import Metrics
 from router.schemas import GenerateRequest
 from router.tracing import NoTracer, make_tracer
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
+from tests.router.fake_shards import FakeShardedClient
 
 PROMPT = "hello"
 
@@ -279,8 +281,8 @@ def test_info_health_metrics_and_docs() -> None:
 def test_frames_of_all_tokens_have_one_form(text: str, logprob: float | None, special: bool) -> None:
     token = Token(7, text, logprob, special)
     event = {"index": 1, "token": {"id": 7, "text": text, "logprob": logprob, "special": special}}
-    expected = native.frame({**event, "generated_text": None, "details": None})
-    assert expected == native.EventFrames(GenerateRequest(inputs="x"), cast(Call, None)).write([token])
+    expected = tgi.frame({**event, "generated_text": None, "details": None})
+    assert expected == tgi.EventFrames(GenerateRequest(inputs="x"), cast(OpenRequest, None)).write([token])
 
 
 # -------------------------------------------------------------------------------------------------- errors
@@ -509,7 +511,18 @@ def test_every_request_is_logged_once_without_its_prompt(caplog: pytest.LogCaptu
 def test_tracing_without_its_extra_names_the_remedy() -> None:
     if importlib.util.find_spec("opentelemetry.sdk") is None:
         with pytest.raises(ValueError, match=r"pip install 'lockstep\[otel\]'"):
-            make_tracer("http://collector:4317")
+            make_tracer("http://collector:4317", "lockstep")
+
+
+def test_traces_carry_the_name_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenTelemetry's SDK is an extra, so a stand-in takes its place; its own reading of the name is not tested."""
+    sdk = MagicMock()
+    for name in ("sdk", "sdk.resources", "sdk.trace", "sdk.trace.export", "trace", "trace.propagation.tracecontext"):
+        monkeypatch.setitem(sys.modules, f"opentelemetry.{name}", sdk)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", sdk)
+    make_tracer("http://collector:4317", "my-service")
+    sdk.Resource.create.assert_called_once_with({"service.name": "my-service"})
+    sdk.TracerProvider.assert_called_once_with(resource=sdk.Resource.create.return_value)
 
 
 # --------------------------------------------------------------------------------------------- connections
@@ -656,7 +669,7 @@ def test_silent_stream_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> N
             assert answer.text.count(": ping\n\n") >= 2
             assert len(events_in(answer.text)) == 2
 
-    monkeypatch.setattr("router.app.KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("router.event_stream.KEEP_ALIVE_S", 0.05)
     asyncio.run(story())
 
 

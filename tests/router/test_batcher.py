@@ -12,7 +12,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.client import FakeShardedClient, fake_next_token
 from router.entry import Entry, Failed, Finished, PromptTokens, Token, ValidRequest
 from router.errors import GenerationError, Unavailable
 from router.text import FinishReason
@@ -27,6 +26,7 @@ from tests.router.doubles import (
     token_ids_of,
     tokens_alone,
 )
+from tests.router.fake_shards import FakeShardedClient, fake_next_token
 
 Story = Callable[[], Coroutine[Any, Any, None]]
 

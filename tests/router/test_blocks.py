@@ -58,8 +58,8 @@ def test_no_block_is_ever_out_twice(actions: list[tuple[bool, int]]) -> None:
 # ------------------------------------------------------------------------------------------------------- prefixes
 
 
-def keys_of(token_ids: list[int], salt: bytes = b"") -> list[bytes]:
-    return PrefixKeys(token_ids, 4, salt).keys
+def keys_of(token_ids: list[int]) -> list[bytes]:
+    return PrefixKeys(token_ids, 4).keys
 
 
 def filled(pool: BlockPool, keys: list[bytes]) -> list[int]:
@@ -136,7 +136,6 @@ def test_a_block_that_was_given_away_is_not_confirmed_for_its_last_holder() -> N
 
 def test_keys_tell_beginnings_apart_and_grow_with_their_sequence() -> None:
     assert keys_of([1, 2, 3, 4, 5, 6, 7, 8])[1] != keys_of([0, 2, 3, 4, 5, 6, 7, 8])[1]
-    assert keys_of([1, 2, 3, 4]) != keys_of([1, 2, 3, 4], salt=b"adapter")
     grown = PrefixKeys([1, 2, 3], 4)
     assert [] == grown.keys
     for token in (4, 5, 6, 7, 8, 9):

@@ -1,4 +1,4 @@
-"""One contract over the real client, with a gRPC server in the test, and over its public double."""
+"""One contract over the real client, with a gRPC server in the test, and over its double."""
 
 from __future__ import annotations
 
@@ -12,20 +12,11 @@ import grpc
 import grpc.aio
 import pytest
 
-from router.client import (
-    CHANNEL_OPTIONS,
-    FakeShardedClient,
-    ProtocolViolation,
-    ShardedClient,
-    ShardError,
-    Shards,
-    fake_next_token,
-    new_sequence,
-    step_request,
-)
+from router.client import CHANNEL_OPTIONS, ShardedClient, ShardError, Shards, new_sequence, step_request
 from router.entry import ValidRequest
 from server.pb import generate_pb2 as pb
 from server.pb.generate_pb2_grpc import ShardServicer, add_ShardServicer_to_server
+from tests.router.fake_shards import FakeShardedClient, ProtocolViolation, fake_next_token
 
 
 class StubShard(ShardServicer):  # type: ignore[misc]

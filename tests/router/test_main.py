@@ -17,11 +17,13 @@ from typing import Any
 
 import grpc.aio
 import httpx2
+import pytest
 
-from router.client import CHANNEL_OPTIONS, FakeShardedClient
+from router.client import CHANNEL_OPTIONS
 from router.config import RouterConfig
 from server.pb.generate_pb2_grpc import add_ShardServicer_to_server
 from tests.router.doubles import byte_tokenizer
+from tests.router.fake_shards import FakeShardedClient
 from tests.router.test_client import StubShard
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +127,31 @@ def test_port_opens_when_the_shards_are_there_and_sigterm_drains(tmp_path: Path)
     asyncio.run(story())
 
 
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("error", ["ready at"]),
+        ("debug", ["waiting for", "model ", "ready at", "step planned", "request ended: length"]),
+    ],
+)
+def test_log_level_chooses_records_and_the_launcher_always_learns_of_readiness(
+    tmp_path: Path, level: str, expected: list[str]
+) -> None:
+    async def story() -> None:
+        async with shard(tmp_path), router(tmp_path, log_level=level) as it:
+            await it.record(event="ready")
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as http:
+                assert (await http.post("/generate", json=body(1))).status_code == 200
+            it.process.send_signal(signal.SIGTERM)
+            assert await it.exit_status() == 0
+        messages = [record["message"] for record in it.records]
+        for beginning in expected:
+            assert any(message.startswith(beginning) for message in messages)
+        assert level == "debug" or len(expected) == len(messages)
+
+    asyncio.run(story())
+
+
 def test_second_signal_aborts(tmp_path: Path) -> None:
     async def story() -> None:
         async with shard(tmp_path, step_delay_s=0.2), router(tmp_path) as it:
@@ -144,7 +171,7 @@ def test_second_signal_aborts(tmp_path: Path) -> None:
 def test_signal_while_the_shards_load_ends_at_once(tmp_path: Path) -> None:
     async def story() -> None:
         async with router(tmp_path) as it:
-            await asyncio.sleep(1.5)
+            await it.record(message="waiting for 1 model shards")
             it.process.send_signal(signal.SIGTERM)
             assert await it.exit_status() == 0
 

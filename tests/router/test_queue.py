@@ -7,10 +7,10 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.queue import Budget, Demand, blocks_for, min_size, next_batch
+from router.queue import Budget, RequestSize, blocks_for, min_size, next_batch
 
-ENCODED = Demand(input_length=17, max_new_tokens=15, is_encoded=True)
-ONE = Demand(input_length=0, max_new_tokens=1)
+ENCODED = RequestSize(input_length=17, max_new_tokens=15, is_encoded=True)
+ONE = RequestSize(input_length=0, max_new_tokens=1)
 
 
 def budget(prefill: int, tokens: int, *, blocks: int = 1000, places: int | None = None, **fields: int) -> Budget:
@@ -35,29 +35,24 @@ def test_empty_queue_and_empty_budget_admit_nobody() -> None:
     assert next_batch([ONE], budget(0, 0), 1) == []
 
 
-def test_speculated_tokens_are_counted_once() -> None:
-    assert next_batch([ONE, ONE], budget(1, 1, speculate=2), None) == []
-    assert len(next_batch([ONE, ONE], budget(6, 6, speculate=2), None)) == 2
-
-
 def test_fewer_than_min_size_fitting_admits_nobody() -> None:
     assert next_batch([ONE, ONE], budget(1, 1), 2) == []
 
 
 def test_head_that_does_not_fit_blocks_smaller_ones_behind_it() -> None:
-    assert next_batch([Demand(8, 8), Demand(1, 1)], budget(100, 10), None) == []
+    assert next_batch([RequestSize(8, 8), RequestSize(1, 1)], budget(100, 10), None) == []
 
 
 def test_prompt_beyond_the_budget_starts_with_what_is_left_and_ends_the_batch() -> None:
-    assert next_batch([Demand(4, 1), Demand(10, 1), Demand(1, 1)], budget(6, 100), None) == [4, 2]
+    assert next_batch([RequestSize(4, 1), RequestSize(10, 1), RequestSize(1, 1)], budget(6, 100), None) == [4, 2]
 
 
 def test_used_up_prompt_budget_starts_no_empty_chunk() -> None:
-    assert next_batch([Demand(6, 1), Demand(1, 1)], budget(6, 100), None) == [6]
+    assert next_batch([RequestSize(6, 1), RequestSize(1, 1)], budget(6, 100), None) == [6]
 
 
 def test_blocks_are_counted_whole() -> None:
-    demands = [Demand(10, 7), Demand(10, 7)]
+    demands = [RequestSize(10, 7), RequestSize(10, 7)]
     tight = Budget(prefill_tokens=100, tokens=100, blocks=3, places=None, block_size=16)
     assert next_batch(demands, tight, None) == [10]
 
@@ -79,7 +74,7 @@ def test_waiting_long_enough_lets_anyone_in() -> None:
     assert min_size(running=10, steps_since_admission=1, ratio=1.2, max_waiting_tokens=0) is None
 
 
-demands = st.lists(st.builds(Demand, st.integers(1, 40), st.integers(1, 40)), max_size=20)
+demands = st.lists(st.builds(RequestSize, st.integers(1, 40), st.integers(1, 40)), max_size=20)
 budgets = st.builds(
     Budget,
     prefill_tokens=st.integers(0, 60),
@@ -91,7 +86,7 @@ budgets = st.builds(
 
 
 @given(demands, budgets, st.none() | st.integers(0, 6))
-def test_no_limit_is_ever_exceeded(waiting: list[Demand], budget: Budget, minimum: int | None) -> None:
+def test_no_limit_is_ever_exceeded(waiting: list[RequestSize], budget: Budget, minimum: int | None) -> None:
     chunks = next_batch(waiting, budget, minimum)
     admitted = waiting[: len(chunks)]  # the answer is a prefix of the queue: order is kept by construction
     assert sum(chunks) <= budget.prefill_tokens
@@ -104,7 +99,7 @@ def test_no_limit_is_ever_exceeded(waiting: list[Demand], budget: Budget, minimu
 
 
 @given(demands, budgets)
-def test_refused_request_keeps_its_place_because_it_would_not_fit(waiting: list[Demand], budget: Budget) -> None:
+def test_refused_request_keeps_its_place_because_it_would_not_fit(waiting: list[RequestSize], budget: Budget) -> None:
     chunks = next_batch(waiting, budget, None)
     if len(chunks) < len(waiting):
         more = waiting[: len(chunks) + 1]
@@ -117,7 +112,7 @@ def test_refused_request_keeps_its_place_because_it_would_not_fit(waiting: list[
 
 
 @given(
-    st.lists(st.builds(Demand, st.integers(1, 50), st.integers(1, 14)), min_size=1, max_size=30),
+    st.lists(st.builds(RequestSize, st.integers(1, 50), st.integers(1, 14)), min_size=1, max_size=30),
     st.integers(64, 200),
     st.integers(1, 40),
     st.sampled_from([1, 7, 16]),
@@ -125,11 +120,11 @@ def test_refused_request_keeps_its_place_because_it_would_not_fit(waiting: list[
     st.integers(0, 5),
 )
 def test_every_request_is_admitted_while_running_ones_finish(
-    waiting: list[Demand], capacity: int, prefill: int, block_size: int, ratio: float, max_waiting: int
+    waiting: list[RequestSize], capacity: int, prefill: int, block_size: int, ratio: float, max_waiting: int
 ) -> None:
     """Requests of at most 64 tokens, a cache of at least 64: each step one running request ends, if any runs."""
     num_blocks = math.ceil(capacity / block_size)
-    running: list[Demand] = []
+    running: list[RequestSize] = []
     steps = 0
     for _ in range(len(waiting) * (max_waiting + 3)):
         steps += 1

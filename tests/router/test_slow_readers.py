@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from router.guard import Connection
+from router.guard import ClientConnection
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.test_app import PROMPT, Site, site
 
@@ -35,15 +35,15 @@ Read = Callable[[int], Coroutine[Any, Any, bytes]]
 def small_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Buffers of some kilobytes, and what every write to a stream has left waiting."""
     unread: list[int] = []
-    write_chunk = Connection.write_chunk
+    write_chunk = ClientConnection.write_chunk
 
-    def noting(connection: Connection, data: bytes) -> int:
+    def noting(connection: ClientConnection, data: bytes) -> int:
         unread.append(write_chunk(connection, data))
         return unread[-1]
 
     monkeypatch.setattr("router.guard.SEND_BUFFER_BYTES", 4096)
-    monkeypatch.setattr("router.app.MAX_UNREAD_BYTES", 8192)
-    monkeypatch.setattr(Connection, "write_chunk", noting)
+    monkeypatch.setattr("router.event_stream.MAX_UNREAD_BYTES", 8192)
+    monkeypatch.setattr(ClientConnection, "write_chunk", noting)
     return unread
 
 
@@ -106,7 +106,7 @@ def test_rest_of_an_answer_is_not_kept_for_ever(
     path: str, small_buffers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The answer is complete and does not fit into the kernel's buffers: its place is free, its bytes are not."""
-    monkeypatch.setattr("router.app.MAX_UNREAD_BYTES", 2**20)
+    monkeypatch.setattr("router.event_stream.MAX_UNREAD_BYTES", 2**20)
     monkeypatch.setattr("router.guard.UNREAD_TIMEOUT_S", 0.2)
 
     async def story() -> None:

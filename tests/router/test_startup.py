@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from router.client import FakeShardedClient, KvCache
+from router.client import KvCache
 from router.config import RouterConfig
 from router.limits import Limits, derive_lengths, useful_tokens
 from router.startup import start, table
+from tests.router.fake_shards import FakeShardedClient
 
 
 def make_config(**fields: Any) -> RouterConfig:

@@ -151,6 +151,13 @@ def test_zero_best_of_means_one_unless_streaming() -> None:
         check_streamable(GenerateParameters(decoder_input_details=True))
 
 
+def test_prompt_logprobs_are_refused_where_the_server_does_not_give_them() -> None:
+    limits = make_limits(prefill_logprobs=False)
+    with pytest.raises(ValidationError, match="`decoder_input_details` is switched off on this server: leave it out"):
+        check(GenerateRequest(inputs="a", parameters=GenerateParameters(decoder_input_details=True)), limits)
+    check(GenerateRequest(inputs="a", parameters=GenerateParameters(details=True)), limits)
+
+
 NUMBERS = (
     "best_of temperature repetition_penalty frequency_penalty top_k top_p typical_p max_new_tokens truncate seed"
     " top_n_tokens"

@@ -1,26 +1,27 @@
-"""Log records as JSON lines on stdout, for the launcher that started this process and prints them for people.
+"""Log records as JSON lines on standard output, for the launcher that started this process and prints them for people.
 
-A JSON string holds any newline or escape sequence that text may carry, so no value can forge a line. Prompts and keys
-are never logged.
+The router and every shard log this way. A JSON string holds any newline or escape sequence that text may carry, so no
+value can forge a line. Prompts and keys are never logged.
 """
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 from datetime import UTC, datetime
 from typing import Any
 
-import orjson
-
 # Attributes of every LogRecord: what is left was given as `extra`.
 STANDARD_FIELDS = frozenset(logging.LogRecord("", 0, "", 0, "", None, None).__dict__) | {"message", "taskName"}
+OURS = ("router", "server")  # the loggers of this project, by the beginning of their names
 
 
 class JsonFormatter(logging.Formatter):
     """One object: timestamp, level, target, message, extras, and a traceback if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """One line of JSON, in ASCII."""
         line: dict[str, Any] = {
             "timestamp": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="microseconds"),
             "level": record.levelname,
@@ -30,17 +31,17 @@ class JsonFormatter(logging.Formatter):
         line |= {name: value for name, value in record.__dict__.items() if name not in STANDARD_FIELDS}
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
-        return orjson.dumps(line, default=str).decode()
+        return json.dumps(line, default=str)
 
 
-def configure_logging() -> None:
-    """Send all records of this process to stdout; what kills the process becomes a record too."""
+def configure_logging(level: str) -> None:
+    """Send this process's records of at least `level` ("debug", "info", "warn", "error") to standard output.
+
+    Other libraries are never asked for more than INFO: what they debug is not ours to read, and may hold prompts.
+    """
     handler = logging.StreamHandler(sys.stdout)
     handler.setFormatter(JsonFormatter())
-    logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    sys.excepthook = _log_crash
-
-
-def _log_crash(kind: type[BaseException], error: BaseException, traceback: Any) -> None:
-    logging.getLogger("router").critical("%s: %s", kind.__name__, error, exc_info=(kind, error, traceback))
+    number = logging.getLevelNamesMapping()[level.upper()]
+    logging.basicConfig(level=max(number, logging.INFO), handlers=[handler], force=True)
+    for name in OURS:
+        logging.getLogger(name).setLevel(number)

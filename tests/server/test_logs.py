@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import subprocess
 import sys
 from typing import Any
 
-from router.logs import JsonFormatter
+import pytest
+
+from server.logs import JsonFormatter
+from tests.running import ROOT
 
 
 def line_of(message: str, *args: object, **fields: Any) -> dict[str, Any]:
@@ -40,3 +44,30 @@ def test_traceback_is_a_field() -> None:
     except RuntimeError:
         line = line_of("oops", exc_info=sys.exc_info())
     assert "RuntimeError: broken\nin two lines" in line["traceback"]
+
+
+def test_what_json_cannot_say_is_said_as_text() -> None:
+    line = line_of("cannot read %s", "\udcff.safetensors", folder=ROOT)
+    assert "cannot read \udcff.safetensors" == line["message"]
+    assert str(ROOT) == line["folder"]
+
+
+@pytest.mark.parametrize(
+    ("level", "expected"),
+    [
+        ("debug", ["router.debug", "router.info", "router.error", "other.info", "other.error"]),
+        ("info", ["router.info", "router.error", "other.info", "other.error"]),
+        ("warn", ["router.error", "other.error"]),
+    ],
+)
+def test_level_is_the_least_that_is_written_and_others_never_debug(level: str, expected: list[str]) -> None:
+    code = f"""
+import logging
+from server.logs import configure_logging
+configure_logging({level!r})
+for name in ("router", "other"):
+    for level in ("debug", "info", "error"):
+        getattr(logging.getLogger(f"{{name}}.{{level}}"), level)("said")
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert expected == [json.loads(line)["target"] for line in done.stdout.splitlines()]

@@ -1,4 +1,4 @@
-"""The shapes of TGI's native routes: JSON bodies, server-sent events, response headers.
+"""The shapes of TGI's own routes: JSON bodies, server-sent events, response headers.
 
 Pure functions from answers and events to bytes and dicts. Frames are written by hand, because they are made for every
 token of every stream.
@@ -12,7 +12,7 @@ from typing import Any
 from orjson import dumps
 
 from router.entry import Event, Failed, Finished, Token
-from router.generation import Answer, Call
+from router.generation import Answer, OpenRequest
 from router.schemas import GenerateParameters, GenerateRequest
 
 # A token of a stream but for the last, without candidates: index, token id, text, log-probability, special.
@@ -62,9 +62,9 @@ def _token(token: Token) -> Json:
 class EventFrames:
     """Turns the events of one stream into server-sent events, numbered from 1."""
 
-    def __init__(self, request: GenerateRequest, call: Call) -> None:
+    def __init__(self, request: GenerateRequest, opened: OpenRequest) -> None:
         self._request = request
-        self._call = call
+        self._opened = opened
         self._index = 0
 
     def write(self, events: list[Event]) -> bytes:
@@ -101,8 +101,8 @@ class EventFrames:
         return {
             "finish_reason": finished.reason,
             "generated_tokens": finished.generated_tokens,
-            "seed": self._call.seed,
-            "input_length": self._call.input_length,
+            "seed": self._opened.seed,
+            "input_length": self._opened.input_length,
         }
 
 
@@ -112,6 +112,7 @@ def frame(event: Json) -> bytes:
 
 
 def stream_headers(request: GenerateRequest, compute_type: str) -> dict[str, str]:
+    """Headers of a stream, which must not wait in a cache or a proxy's buffer."""
     return {
         "x-compute-type": compute_type,
         "x-compute-characters": str(len(request.inputs)),
@@ -120,14 +121,16 @@ def stream_headers(request: GenerateRequest, compute_type: str) -> dict[str, str
     }
 
 
-def response_headers(request: GenerateRequest, call: Call, finished: Finished, compute_type: str) -> dict[str, str]:
+def response_headers(
+    request: GenerateRequest, opened: OpenRequest, finished: Finished, compute_type: str
+) -> dict[str, str]:
     """Counts, and times in whole milliseconds."""
     times = finished.timings
     inference = times.finished - times.admitted
     seconds = {
-        "x-compute-time": times.finished - call.received_at,
-        "x-total-time": times.finished - call.received_at,
-        "x-validation-time": times.queued - call.received_at,
+        "x-compute-time": times.finished - opened.received_at,
+        "x-total-time": times.finished - opened.received_at,
+        "x-validation-time": times.queued - opened.received_at,
         "x-queue-time": times.admitted - times.queued,
         "x-inference-time": inference,
         "x-time-per-token": inference / finished.generated_tokens,
@@ -135,7 +138,7 @@ def response_headers(request: GenerateRequest, call: Call, finished: Finished, c
     return {
         "x-compute-type": compute_type,
         "x-compute-characters": str(len(request.inputs)),
-        "x-prompt-tokens": str(call.input_length),
+        "x-prompt-tokens": str(opened.input_length),
         "x-generated-tokens": str(finished.generated_tokens),
         **{name: str(round(value * 1000)) for name, value in seconds.items()},
     }

@@ -1,0 +1,89 @@
+"""A response of server-sent events that is written to the connection itself, past ASGI, and never waits for the client.
+
+A stream's status line is sent only once its first event is there, so that a refusal has its real status. A client that
+does not read is cut off once too much waits for it; a stream that is silent for long gets a sign of life, because
+proxies close silent connections.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from router import tgi
+from router.entry import Event
+from router.errors import SlowClient
+from router.generation import OpenRequest
+from router.guard import ClientConnection, ClientGone
+
+# Proxies cut connections that are silent for a minute or less.
+KEEP_ALIVE_S = 15.0
+# Of a stream, in this process: some thousand events that the client has not read, beyond what the kernel holds for it.
+MAX_UNREAD_BYTES = 256 * 1024
+
+
+async def first_events(opened: OpenRequest) -> list[Event]:
+    """The events that come first, or none after KEEP_ALIVE_S: then it is time to show that the request lives."""
+    try:
+        async with asyncio.timeout(KEEP_ALIVE_S):
+            return await opened.next_events()
+    except TimeoutError:
+        return []
+
+
+class EventStream(Response):
+    """The response that streams the events of one open request, and closes it."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, opened: OpenRequest, frames: tgi.EventFrames, first: list[Event], headers: dict[str, str]
+    ) -> None:
+        super().__init__(None, headers=headers)
+        del self.headers["content-length"]
+        self._opened = opened
+        self._frames = frames
+        self._first = first
+        self._num_writes = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        connection = ClientConnection.of(scope)
+        with closing(self._opened), suppress(ClientGone), connection.needed():
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            with self._heartbeat(connection):
+                # Resuming a coroutine costs more the deeper its stack is. ASGI's is deep; a task has one of its own.
+                await asyncio.create_task(self._write_events(connection))
+            self._opened.close()  # its place is free, however slowly the client reads what is left
+            connection.limit_unread()
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write_events(self, connection: ClientConnection) -> None:
+        events = self._first
+        while True:
+            num_unread = connection.write_chunk(self._frames.write(events))
+            self._num_writes += 1
+            if self._opened.is_over:
+                return
+            if num_unread > MAX_UNREAD_BYTES:
+                self._opened.fail(SlowClient(num_unread))
+                return connection.cut()
+            events = await self._opened.next_events()
+
+    @contextmanager
+    def _heartbeat(self, connection: ClientConnection) -> Iterator[None]:
+        """Show that the stream lives whenever nothing was written for a while, KEEP_ALIVE_S at most."""
+        self._beat(connection, num_seen=-1)
+        try:
+            yield
+        finally:
+            self._next_beat.cancel()
+
+    def _beat(self, connection: ClientConnection, num_seen: int) -> None:
+        if num_seen == self._num_writes:
+            connection.write_chunk(tgi.PING)
+        later = asyncio.get_running_loop().call_later
+        self._next_beat = later(KEEP_ALIVE_S / 2, self._beat, connection, self._num_writes)

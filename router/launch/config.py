@@ -1,0 +1,128 @@
+"""The launcher's own settings, the groups in which all settings are documented, and what never changes here.
+
+A field with `help` in its metadata is a public setting, as in the configs of the router and the shards. Reading flags
+and the environment is the work of `settings.py`; this module only says what there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "server" / "demo"
+NULL_MODEL = "null"  # in place of a model: shards that answer at once with fixed tokens
+SHARD_COUNTS = (1, 2, 4, 8)  # what the head counts and widths of real models divide by
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
+
+
+@dataclass(frozen=True)
+class LauncherConfig:
+    """What the launcher itself needs to know; the other public settings belong to the router and the shards."""
+
+    model_id: str = field(
+        default=str(DEMO),
+        metadata={
+            "help": "Model to serve: a local folder, or a repository of the Hugging Face Hub such as "
+            "`bigscience/bloomz-560m`. `null` is no model: fixed words at once, to measure the router alone.",
+            "default": "server/demo (embedded)",
+            "when": "Always, except to try Lockstep out.",
+        },
+    )
+    revision: str | None = field(
+        default=None,
+        metadata={
+            "help": "Branch, tag or commit of the repository.",
+            "default": "main",
+            "when": "Give a full commit to serve the same bytes for ever.",
+        },
+    )
+    sharded: bool | None = field(
+        default=None,
+        metadata={
+            "help": "true: one shard per visible GPU; false: one shard, unless num_shard says otherwise.",
+            "default": "decided by num_shard",
+            "when": "num_shard says the same more precisely.",
+        },
+    )
+    num_shard: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of processes that the model is split over.",
+            "unit": "shards",
+            "choices": SHARD_COUNTS,
+            "default": "the number of visible GPUs; 1 on a CPU and for the embedded model",
+            "when": "The model does not fit on one GPU, or should answer faster than one GPU can.",
+        },
+    )
+    trust_remote_code: bool = field(
+        default=False,
+        metadata={
+            "help": "Accepted for compatibility and not needed: code from a model repository is never run.",
+            "when": "Never.",
+        },
+    )
+    shard_uds_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Path of the shards' unix sockets; `-RANK` is appended.",
+            "default": "a private folder for each launch",
+            "when": "Another program, such as the benchmark, talks to the shards directly.",
+        },
+    )
+    master_addr: str = field(
+        default="localhost",
+        metadata={
+            "help": "Address at which the shards find each other. Giving it or master_port makes them meet over TCP "
+            "rather than through a private file.",
+            "when": "The file system of the temporary folder has no locks. TCP listens on every network interface.",
+        },
+    )
+    master_port: int = field(
+        default=29500,
+        metadata={
+            "help": "TCP port at which the shards find each other; see master_addr.",
+            "min": 1,
+            "max": 65535,
+            "when": "As for master_addr, when the port is taken.",
+        },
+    )
+    huggingface_hub_cache: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for downloaded models.",
+            "default": "that of the Hugging Face libraries",
+            "when": "The home folder is small, or the cache is a mounted volume.",
+        },
+    )
+    weights_cache_override: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder whose *.safetensors are used in place of the model's own weights.",
+            "default": "the model's own",
+            "when": "The weights are already on a local disk.",
+        },
+    )
+    env: bool = field(
+        default=False,
+        metadata={
+            "help": "Print versions, cores, memory and GPUs before starting.",
+            "environment": None,  # ENV=production is common in containers and means something else
+            "when": "For a bug report.",
+        },
+    )
+
+
+# All public settings, of the router and the shards too, in the order of --help and docs/settings.md.
+GROUPS = {
+    "Model": "model_id revision trust_remote_code huggingface_hub_cache weights_cache_override tokenizer_config_path",
+    "Sharding": "sharded num_shard shard_uds_path master_addr master_port",
+    "Limits": "max_concurrent_requests max_input_length max_total_tokens max_batch_prefill_tokens "
+    "prefill_chunk max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens max_best_of "
+    "max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching "
+    "enable_prefill_logprobs",
+    "HTTP": "hostname port api_key cors_allow_origin validation_workers graceful_termination_timeout",
+    "Engine": "dtype device threads quantize random_weights cuda_memory_fraction disable_custom_kernels "
+    "watermark_gamma watermark_delta",
+    "Logs": "log_level json_output otlp_endpoint otlp_service_name env",
+}

@@ -1,0 +1,89 @@
+"""The command line: one option for each public setting, and a remedy for each argument that is none."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from router.launch.config import GROUPS
+from router.launch.errors import Refusal
+from router.launch.settings import Setting, flag, public_settings
+from router.launch.terminal import printable
+
+SHORT_FLAGS = {"port": "-p", "env": "-e"}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise Refusal([message.removeprefix("argument ")], 2)
+
+
+def read_command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """What each option was given, by the setting's name, and one sentence for each argument that is no option.
+
+    `version` and `print_settings` are always there, true if they were given. Prints the help and leaves for `--help`.
+    """
+    parser = build_parser(public_settings())
+    dashed = [flag(a[2:].split("=")[0]) + a[len(a.split("=")[0]) :] if a.startswith("--") else a for a in argv]
+    namespace, unknown = parser.parse_known_args(dashed)
+    return vars(namespace), unknown_arguments(unknown, parser)
+
+
+def build_parser(settings: Mapping[str, Setting]) -> argparse.ArgumentParser:
+    """One option per setting, all taken as text: values are checked together later, with those of the environment."""
+    about = "Serve a language model over HTTP. Each option may also be given by the environment variable in brackets."
+    parser = _Parser(prog="lockstep", usage="lockstep [options]", description=about, allow_abbrev=False)
+    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    parser.add_argument("--print-settings", action="store_true", help="print docs/settings.md and leave")
+    for title, names in GROUPS.items():
+        group = parser.add_argument_group(title)
+        for setting in (settings[name] for name in names.split()):
+            for name in setting.names:
+                group.add_argument(*option_strings(setting, name), **_option(setting, name))
+    return parser
+
+
+def option_strings(setting: Setting, name: str) -> list[str]:
+    """The options that give `setting` under one of its names: the long one, and the short one if there is one."""
+    short = SHORT_FLAGS.get(name)
+    return [flag(name), short] if short else [flag(name)]
+
+
+def _option(setting: Setting, name: str) -> dict[str, Any]:
+    variable = setting.variable(name)
+    text = f"{setting.metadata['help']} Default: {setting.default_text}." + (f" [{variable}]" if variable else "")
+    option: dict[str, Any] = {
+        "dest": name,
+        "default": argparse.SUPPRESS,
+        "metavar": _metavar(setting),
+        "help": text.replace("%", "%%") if name == setting.name else argparse.SUPPRESS,
+    }
+    if setting.is_switch:
+        option |= {"nargs": "?", "const": "true", "metavar": "true|false"}
+    if setting.kind is tuple:
+        option["action"] = "append"
+    return option
+
+
+def _metavar(setting: Setting) -> str:
+    """What the help shows in place of a value: the choices if there is a list, else the unit or the type."""
+    if "choices" in setting.metadata:
+        return "|".join(map(str, setting.metadata["choices"]))
+    return str(setting.metadata.get("unit", setting.kind.__name__)).upper().replace("TUPLE", "ORIGIN")
+
+
+def unknown_arguments(unknown: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+    """One sentence for each argument that is no option, with the nearest option that exists."""
+    known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
+    problems = []
+    for position, argument in enumerate(unknown):
+        name = printable(argument.split("=")[0])  # the value of a misspelt --api-key is not for the screen
+        if argument.startswith("-"):
+            nearest = difflib.get_close_matches(name, known, n=1)
+            remedy = f"did you mean {nearest[0]}?" if nearest else "see lockstep --help"
+            problems.append(f"{name} is not an option: {remedy}")
+        elif position == 0 or not unknown[position - 1].startswith("-"):
+            problems.append(f"{name} belongs to no option: a model is given as --model-id {name}")
+    return problems

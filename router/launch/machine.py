@@ -1,0 +1,102 @@
+"""What the launcher finds out about the machine: GPUs, the number of shards that they allow, and the port."""
+
+from __future__ import annotations
+
+import errno
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Mapping
+from itertools import takewhile
+
+from router.launch.config import SHARD_COUNTS
+from router.launch.errors import Refusal
+from router.launch.settings import Settings
+from router.version import package_version, version
+
+
+def describe_environment(environ: Mapping[str, str]) -> list[str]:
+    """What a bug report needs; no values of variables, which may be secret."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    packages = ("torch", "transformers", "tokenizers", "safetensors", "huggingface_hub", "grpcio", "fastapi", "uvicorn")
+    return [
+        f"lockstep {version()}, Python {platform.python_version()}, {platform.platform()}",
+        f"{os.cpu_count()} cores, {memory:.1f} GiB memory, {visible_gpus(environ)} GPUs",
+        ", ".join(f"{package} {package_version(package)}" for package in packages),
+    ]
+
+
+def visible_gpus(environ: Mapping[str, str]) -> int:
+    """GPUs that CUDA_VISIBLE_DEVICES, else NVIDIA_VISIBLE_DEVICES, else nvidia-smi names."""
+    devices = environ.get("CUDA_VISIBLE_DEVICES")
+    if devices is None:
+        devices = environ.get("NVIDIA_VISIBLE_DEVICES") or "all"
+        if devices in ("all", "void", "none"):
+            return _installed_gpus()
+    # CUDA ignores the list from its first invalid entry on; -1 is how people hide all GPUs.
+    return len(list(takewhile(lambda d: d and not d.startswith("-"), (d.strip() for d in devices.split(",")))))
+
+
+def _installed_gpus() -> int:
+    try:
+        listing = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
+
+
+def plan_shards(settings: Settings, gpus: int) -> tuple[str, int]:
+    """(device, number of shards) by TGI's rules, or ValueError in one sentence."""
+    device, sharded, count = (settings.values[name] for name in ("device", "sharded", "num_shard"))
+    if device == "cuda" and gpus == 0:
+        raise ValueError("--device is cuda but no GPU is visible: check nvidia-smi, or use --device cpu")
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    visible = gpus if device == "cuda" else 0
+    if sharded and (count == 1 or (count is None and visible <= 1)):
+        fact = "--num-shard is 1" if count == 1 else f"the number of visible GPUs is {visible}"
+        raise ValueError(f"--sharded is true but {fact}: give --num-shard 2, 4 or 8, or leave --sharded out")
+    if count is None:
+        is_small = settings.is_null_model or settings.sources["model_id"] == "default"
+        count = 1 if sharded is False or (is_small and not sharded) else max(visible, 1)
+    if count not in SHARD_COUNTS:
+        raise ValueError(f"{count} GPUs are visible, which a model cannot be split over: give --num-shard 1, 2, 4 or 8")
+    if device == "cuda" and count > gpus:
+        most = max(allowed for allowed in SHARD_COUNTS if allowed <= gpus)
+        raise ValueError(
+            f"--num-shard is {count} but the number of visible GPUs is {gpus}: give at most {most}, or --device cpu"
+        )
+    return device, count
+
+
+def bind(hostname: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet, so that the port opens only when the model can answer."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (socket.gaierror, UnicodeError):
+        raise Refusal([f"--hostname {hostname} is no address of this machine: use 0.0.0.0 or 127.0.0.1"], 1) from None
+    # Two sockets with SO_REUSEADDR may both be bound as long as neither listens, so a second launch would notice the
+    # first only after loading. Hence without it first; with it only where old connections in TIME_WAIT hold the port.
+    for reuse in (0, 1):
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        try:
+            listener.bind(address)
+            return listener
+        except OSError as error:
+            listener.close()
+            problem = error
+            if error.errno != errno.EADDRINUSE:
+                break
+    raise Refusal([_bind_problem(hostname, port, problem)], 1)
+
+
+def _bind_problem(hostname: str, port: int, error: OSError) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} is taken: stop the server that has it, or give another --port (0 takes a free one)"
+    if error.errno == errno.EACCES:
+        return f"port {port} needs root: give a --port of 1024 or more"
+    return f"cannot listen on {hostname} port {port}: {error.strerror}; use --hostname 0.0.0.0 or 127.0.0.1"

@@ -1,0 +1,168 @@
+"""One process of a launch: how it is started, what it says, and why it ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from router.launch.config import ROOT, TOKEN_VARIABLES
+from router.launch.logs import Log
+from router.launch.parent_death import end_with_parent
+
+
+def child_environment(environ: Mapping[str, str], local_rendezvous: bool) -> dict[str, str]:
+    """The launcher's environment without its secrets, and nothing left for a child to look up on the network."""
+    child = {name: value for name, value in environ.items() if name not in (*TOKEN_VARIABLES, "API_KEY")}
+    path = os.pathsep.join(part for part in (str(ROOT), environ.get("PYTHONPATH", "")) if part)
+    child |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+    child |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if local_rendezvous and sys.platform == "linux":
+        child.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return child
+
+
+@dataclass(frozen=True)
+class ChildCommand:
+    """One process to run: "router", or "shard-0" and so on."""
+
+    name: str
+    argv: tuple[str, ...]
+    pass_fds: tuple[int, ...] = ()
+
+
+class Child:
+    """A running process: its pipes, the unfinished lines in them, and what it said about its end."""
+
+    LINE_BYTES = 1 << 20  # a longer line is cut
+
+    def __init__(self, command: ChildCommand, environment: Mapping[str, str], log: Log) -> None:
+        self.name = command.name
+        self.critical: str | None = None
+        self.is_consequence = False
+        self.is_ready = False
+        self._log = log
+        self._errors: deque[str] = deque(maxlen=50)
+        self.process = subprocess.Popen(
+            command.argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            pass_fds=command.pass_fds,
+            start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
+            preexec_fn=end_with_parent(),
+        )
+        assert self.process.stdout and self.process.stderr
+        self.pipes = {self.process.stdout.fileno(): bytearray(), self.process.stderr.fileno(): bytearray()}
+        for pipe in self.pipes:
+            os.set_blocking(pipe, False)
+
+    @property
+    def title(self) -> str:
+        """Its name for people: "shard 0"."""
+        return self.name.replace("-", " ")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its end has not been noticed yet; `process.poll()` notices it."""
+        return self.process.returncode is None
+
+    def read(self, pipe: int) -> bool:
+        """Forward what is in one pipe now; False at its end."""
+        try:
+            data = os.read(pipe, 1 << 16)
+        except BlockingIOError:
+            return True
+        buffer = self.pipes[pipe]
+        buffer += data
+        *lines, rest = buffer.split(b"\n")
+        if rest and (not data or len(rest) > self.LINE_BYTES):
+            lines, rest = [*lines, rest], bytearray()
+        buffer[:] = rest
+        for line in lines:
+            self._forward(pipe, line.decode(errors="replace").rstrip("\r"))
+        return bool(data)
+
+    def drain(self) -> None:
+        """Forward what a finished process left in its pipes; not until their end: a grandchild may hold them open."""
+        for pipe in self.pipes:
+            while select.select([pipe], [], [], 0)[0] and self.read(pipe):
+                pass
+
+    def close(self) -> None:
+        """Close our ends of its pipes."""
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream:
+                stream.close()
+
+    def signal(self, number: int) -> None:
+        """Send to the process alone; SIGKILL to whatever it started, too."""
+        if number == signal.SIGKILL:
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.process.pid, number)
+        elif self.is_running:
+            self.process.send_signal(number)
+
+    def _forward(self, pipe: int, line: str) -> None:
+        is_error = self.process.stderr is not None and pipe == self.process.stderr.fileno()
+        record = None if is_error else _parse_record(line)
+        if record is None:
+            if is_error:
+                self._errors.append(line)
+            if line.strip():
+                self._log.record(self.name, {"level": "WARN", "message": line})
+            return
+        if record.get("level") == "CRITICAL" and self.critical is None:
+            self.critical = str(record.get("message", ""))
+            self.is_consequence = record.get("consequence") is True
+        self.is_ready = self.is_ready or record.get("event") == "ready"
+        self._log.record(self.name, record)
+
+    @property
+    def has_cause(self) -> bool:
+        """Whether it ended for a reason of its own that is known, and not because another process did."""
+        if self.critical is not None:
+            return not self.is_consequence
+        return self.process.returncode < 0
+
+    @property
+    def cause(self) -> str:
+        """Why it ended, in one sentence."""
+        code = self.process.returncode
+        last = self._last_error()
+        if self.critical is not None:
+            return self.critical
+        if code == -signal.SIGKILL:
+            return (
+                "killed by signal 9 (SIGKILL), most often the system's out-of-memory killer: use a smaller model, "
+                "--quantize int8, a lower --max-batch-total-tokens, or a machine with more memory"
+            )
+        if code < 0:
+            return f"killed by signal {-code} ({signal.strsignal(-code)})" + (f": {last}" if last else "")
+        return last or f"it exited with code {code} without saying why"
+
+    def _last_error(self) -> str:
+        lines = [line.strip() for line in self._errors if line.strip()]
+        exceptions = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b", line)]
+        return (exceptions or lines or [""])[-1][:500]
+
+
+def _parse_record(line: str) -> dict[str, Any] | None:
+    """The log record in one line of a child's output, if it is one."""
+    if not line.startswith("{"):
+        return None
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and "message" in record else None

@@ -1,0 +1,290 @@
+"""Shards in memory: the double of `ShardedClient` in tests, deterministic and strict about the protocol.
+
+`test_client.py` runs one contract over both, so that what tests rely on here holds for real shards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from router.client import KvCache, ModelInfo, OperatorTime, ShardError, ShardHealth, StepReply, StepRequest
+from router.queue import blocks_for
+from server.pb.generate_pb2 import NewSequence, PromptLogprobs
+
+
+def fake_next_token(token_ids: Sequence[int], seed: int, vocab_size: int) -> int:
+    """The token that FakeShardedClient gives after `token_ids`: their CRC-32, started from the seed.
+
+    A pure function of the sequence so far, its length and the seed, as a real model with counter-based noise is; who
+    else runs in the batch cannot matter. Seed 0 stands for greedy.
+    """
+    return zlib.crc32(array("I", token_ids).tobytes(), seed & 0xFFFFFFFF) % vocab_size
+
+
+@dataclass(slots=True)
+class _FakeSequence:
+    id: int
+    token_ids: list[int]
+    prompt_length: int
+    seed: int
+    blocks: tuple[int, ...]
+    reach: int  # tokens that its own blocks hold
+    encoded: tuple[int, ...]
+    top_n_tokens: int
+    prompt_logprobs: bool
+    computed: int
+    digest: int  # of the tokens computed
+
+
+def _digests(token_ids: Sequence[int], digest: int = 0) -> Iterator[int]:
+    """Of all tokens up to each one, after those that `digest` stands for."""
+    for token_id in token_ids:
+        digest = hash((digest, token_id))
+        yield digest
+
+
+class ProtocolViolation(AssertionError):
+    """The router sent something that a shard must never get."""
+
+
+@dataclass
+class FakeShardedClient:
+    """Shards in memory. Strict about the protocol: raises ProtocolViolation from `send`.
+
+    A step begins when it was sent and the one before it is done, and takes `step_delay_s`; a test that replaces `clock`
+    and `sleep` controls time. `requests` keeps all that was sent.
+    """
+
+    vocab_size: int = 256
+    max_positions: int = 0
+    block_size: int = 16
+    max_batch_total_tokens: int = 4096
+    max_batch_prefill_tokens: int | None = None  # checked when given, as is the next
+    max_batch_size: int | None = None
+    decoder_start: int | None = None  # plays an encoder-decoder when given
+    step_delay_s: float = 0.0
+    clock: Callable[[], float] = time.monotonic
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    next_token: Callable[[Sequence[int], int, int], int] = fake_next_token
+    failing_steps: dict[int, str] = field(default_factory=dict)  # step -> the error that its reply carries
+    keep_requests: bool = True
+    requests: list[StepRequest] = field(default_factory=list)
+    death: str | None = None  # once set, `receive` and `health` raise ShardError with this cause
+    _sequences: dict[int, _FakeSequence] = field(default_factory=dict)
+    _gone: set[int] = field(default_factory=set)  # lost with a failed step; the router may not know it yet
+    _used_ids: set[int] = field(default_factory=set)
+    _written: dict[tuple[int, int], int] = field(
+        default_factory=dict
+    )  # (block, offset) -> digest of the tokens up to it
+    _replies: deque[tuple[float, StepReply]] = field(default_factory=deque)  # with the time when each is ready
+    _busy_until: float = 0.0
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _num_steps: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return blocks_for(self.max_batch_total_tokens, self.block_size) + (self.decoder_start is not None)
+
+    @property
+    def live_ids(self) -> set[int]:
+        """Sequences added and not retired."""
+        return set(self._sequences)
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        return None
+
+    async def info(self) -> ModelInfo:
+        return ModelInfo(
+            model_type="fake",
+            dtype="float32",
+            dtype_reason="no arithmetic is done",
+            device="cpu",
+            world_size=1,
+            vocab_size=self.vocab_size,
+            max_positions=self.max_positions,
+            backend="none",
+            backend_reason="",
+            threads=1,
+            threads_reason="",
+            quantize="dense",
+            weight_bytes=(0,),
+            kv_bytes_per_token=0,
+            block_size=self.block_size,
+            num_blocks=self.num_blocks,
+            decoder_start=self.decoder_start,
+            shares_prefixes=True,
+        )
+
+    async def warmup(self, **wanted: int) -> KvCache:
+        return KvCache(self.max_batch_total_tokens, self.block_size, self.num_blocks, kv_bytes=0, free_bytes=0)
+
+    async def health(self) -> ShardHealth:
+        self._raise_if_dead()
+        return ShardHealth(self._num_steps, self._num_steps - len(self._replies), oldest_step_ms=0)
+
+    async def start_profile(self) -> None:
+        self._raise_if_dead()
+
+    async def stop_profile(self, trace_path: str = "") -> list[OperatorTime]:
+        self._raise_if_dead()
+        return [OperatorTime("fake", calls=1, self_ns=1000)]
+
+    def send(self, request: StepRequest) -> None:
+        if self.keep_requests:
+            self.requests.append(request)
+        self._num_steps += 1
+        _require(request.step == self._num_steps, f"step {request.step} follows step {self._num_steps - 1}")
+        self._busy_until = max(self.clock(), self._busy_until) + self.step_delay_s
+        self._replies.append((self._busy_until, self._run(request)))
+        _require(len(self._replies) <= 2, "more than two requests under way")
+        self._arrived.set()
+
+    async def receive(self) -> StepReply:
+        while not self._replies and self.death is None:
+            self._arrived.clear()
+            await self._arrived.wait()
+        if self._replies:
+            await self.sleep(max(0.0, self._replies[0][0] - self.clock()))
+        self._raise_if_dead()
+        return self._replies.popleft()[1]
+
+    def die(self, cause: str) -> None:
+        """End the stream, as the death of a shard does."""
+        self.death = cause
+        self._arrived.set()
+
+    async def close(self) -> None:
+        self.die("closed")
+
+    def _raise_if_dead(self) -> None:
+        if self.death is not None:
+            raise ShardError(0, self.death)
+
+    def _run(self, request: StepRequest) -> StepReply:
+        reply = StepReply(step=request.step)
+        for id in request.retire:
+            _require(id in self._sequences or id in self._gone, f"retire of unknown sequence {id}")
+            self._sequences.pop(id, None)
+        for sequence in request.add:
+            self._add(sequence)
+        self._check_limits(request)
+        decoding = [
+            id
+            for id, sequence in self._sequences.items()
+            if request.decode and sequence.computed >= sequence.prompt_length
+        ]
+        chunks = [
+            (id, n) for id, n in zip(request.chunk_ids, request.chunk_tokens, strict=True) if id not in self._gone
+        ]
+        if request.step in self.failing_steps:
+            return self._fail(reply, [*decoding, *(id for id, _ in chunks)], self.failing_steps[request.step])
+        for id, num_tokens in chunks:
+            self._prefill(id, num_tokens, reply)
+        for id in decoding:
+            self._write(self._sequences[id], self._sequences[id].computed + 1)
+            self._give_token(id, reply)
+        return reply
+
+    def _fail(self, reply: StepReply, ids: Sequence[int], error: str) -> StepReply:
+        for id in ids:
+            del self._sequences[id]
+        self._gone.update(ids)
+        reply.error = error
+        return reply
+
+    def _add(self, sequence: NewSequence) -> None:
+        _require(sequence.id not in self._used_ids, f"id {sequence.id} used again")
+        _require(len(sequence.token_ids) > 0, f"sequence {sequence.id} has no prompt")
+        self._check_prefix(sequence)
+        shared = sequence.computed // self.block_size
+        taken = {block for other in self._sequences.values() for block in other.blocks}
+        blocks = (*sequence.blocks, *sequence.encoder_blocks)
+        _require(not taken.intersection(blocks[shared:]), f"sequence {sequence.id} got blocks of another to write to")
+        _require(len(set(blocks)) == len(blocks), f"sequence {sequence.id} got a block twice")
+        _require(all(block < self.num_blocks for block in blocks), f"sequence {sequence.id} got a block too many")
+        self._check_encoder(sequence)
+        self._used_ids.add(sequence.id)
+        self._sequences[sequence.id] = _FakeSequence(
+            id=sequence.id,
+            token_ids=list(sequence.token_ids),
+            prompt_length=len(sequence.token_ids),
+            seed=sequence.sampling.seed if sequence.sampling.do_sample else 0,
+            blocks=blocks,
+            reach=len(sequence.blocks) * self.block_size,
+            encoded=tuple(sequence.encoder_token_ids),
+            top_n_tokens=sequence.top_n_tokens,
+            prompt_logprobs=sequence.prompt_logprobs,
+            computed=sequence.computed,
+            digest=[0, *_digests(list(sequence.token_ids)[: sequence.computed])][-1],
+        )
+
+    def _check_prefix(self, sequence: NewSequence) -> None:
+        """What is said to be computed has been, for exactly these tokens."""
+        ids, computed = list(sequence.token_ids), sequence.computed
+        _require(computed % self.block_size == 0 and computed < len(ids), f"sequence {sequence.id} has no full prefix")
+        for position, digest in enumerate(_digests(ids[:computed])):
+            found = self._written.get((sequence.blocks[position // self.block_size], position % self.block_size))
+            _require(found == digest, f"sequence {sequence.id} got a prefix never computed")
+
+    def _write(self, sequence: _FakeSequence, end: int) -> None:
+        """Compute up to token `end`, and note what each place of the KV cache holds: all tokens up to it."""
+        _require(end <= sequence.reach, f"sequence {sequence.id} outgrew its blocks")
+        fresh = range(sequence.computed, end)
+        for position, digest in zip(
+            fresh, _digests(sequence.token_ids[sequence.computed : end], sequence.digest), strict=True
+        ):
+            self._written[sequence.blocks[position // self.block_size], position % self.block_size] = digest
+            sequence.digest = digest
+        sequence.computed = end
+
+    def _check_encoder(self, sequence: NewSequence) -> None:
+        given, reach = len(sequence.encoder_token_ids), len(sequence.encoder_blocks) * self.block_size
+        if self.decoder_start is None:
+            _require(given == reach == 0, f"sequence {sequence.id} is for an encoder")
+        else:
+            _require(0 < given <= reach, f"sequence {sequence.id} has {reach} places for {given} encoded tokens")
+            _require(sequence.token_ids[0] == self.decoder_start, f"sequence {sequence.id} starts from a wrong token")
+
+    def _check_limits(self, request: StepRequest) -> None:
+        encoded = [len(sequence.encoder_token_ids) for sequence in request.add]
+        size, prefill = len(self._sequences), sum(encoded if self.decoder_start is not None else request.chunk_tokens)
+        _require(self.max_batch_size is None or size <= self.max_batch_size, f"{size} sequences in a batch")
+        _require(
+            self.max_batch_prefill_tokens is None or prefill <= self.max_batch_prefill_tokens,
+            f"{prefill} prompt tokens in a step",
+        )
+
+    def _prefill(self, id: int, num_tokens: int, reply: StepReply) -> None:
+        _require(id in self._sequences, f"chunk of unknown sequence {id}")
+        sequence = self._sequences[id]
+        start, end = sequence.computed, sequence.computed + num_tokens
+        _require(0 < num_tokens and end <= sequence.prompt_length, f"chunk of {id} reaches {end}, beyond its prompt")
+        self._write(sequence, end)
+        if sequence.prompt_logprobs:
+            num_logprobs = min(end, sequence.prompt_length - 1) - start
+            reply.prompt.append(PromptLogprobs(id=id, logprobs=[-1.0] * num_logprobs))
+        if end == sequence.prompt_length:
+            self._give_token(id, reply)
+
+    def _give_token(self, id: int, reply: StepReply) -> None:
+        sequence = self._sequences[id]
+        token_id = self.next_token([*sequence.encoded, *sequence.token_ids], sequence.seed, self.vocab_size)
+        sequence.token_ids.append(token_id)
+        reply.ids.append(id)
+        reply.token_ids.append(token_id)
+        reply.logprobs.append(-0.5)
+        reply.top_counts.append(sequence.top_n_tokens)
+        for rank in range(sequence.top_n_tokens):
+            reply.top_ids.append((token_id + rank) % self.vocab_size)
+            reply.top_logprobs.append(-0.5 - rank)
+
+
+def _require(holds: bool, violation: str) -> None:
+    if not holds:
+        raise ProtocolViolation(violation)

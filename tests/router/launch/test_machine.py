@@ -1,0 +1,148 @@
+"""The machine: GPUs, the number of shards that they allow, and the port."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+
+from router.launch import machine
+from router.launch.errors import Refusal
+from router.launch.flags import read_command_line
+from router.launch.machine import bind, plan_shards, visible_gpus
+from router.launch.settings import read_settings
+
+
+@pytest.mark.parametrize(
+    ("environ", "expected"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 4),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8932f937,GPU-2b6a4f11"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": ""}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
+        ({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, 1),
+        ({"CUDA_VISIBLE_DEVICES": "0", "NVIDIA_VISIBLE_DEVICES": "0,1"}, 1),
+        ({"NVIDIA_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"NVIDIA_VISIBLE_DEVICES": "all"}, 5),
+        ({"NVIDIA_VISIBLE_DEVICES": "void"}, 5),
+        ({}, 5),
+    ],
+)
+def test_visible_gpus(environ: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_installed_gpus", lambda: 5)
+    assert expected == visible_gpus(environ)
+
+
+def test_nvidia_smi_counts_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA H200 (UUID: a)'\necho '  MIG 1g.18gb Device 0'\necho 'GPU 1: b'\n")
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert 0 == visible_gpus({})  # not executable: as good as missing
+    tool.chmod(0o755)
+    assert 2 == visible_gpus({})
+
+
+def shards(gpus: int, *argv: str) -> tuple[str, int] | str:
+    flags, unknown = read_command_line(argv)
+    settings, problems = read_settings(flags, {})
+    assert not unknown + problems
+    try:
+        return plan_shards(settings, gpus)
+    except ValueError as error:
+        return str(error)
+
+
+MODEL = ("--model-id", "some/model")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "argv", "expected"),
+    [
+        (4, (), ("cuda", 4)),
+        (0, (), ("cpu", 1)),
+        (4, ("--num-shard", "2"), ("cuda", 2)),
+        (0, ("--num-shard", "2"), ("cpu", 2)),
+        (4, ("--sharded", "true"), ("cuda", 4)),
+        (4, ("--sharded", "true", "--num-shard", "2"), ("cuda", 2)),
+        (4, ("--sharded", "false"), ("cuda", 1)),
+        (4, ("--sharded", "false", "--num-shard", "2"), ("cuda", 2)),
+        (4, ("--device", "cpu"), ("cpu", 1)),
+        (4, ("--device", "cpu", "--num-shard", "8"), ("cpu", 8)),
+    ],
+)
+def test_number_of_shards(gpus: int, argv: tuple[str, ...], expected: tuple[str, int]) -> None:
+    assert expected == shards(gpus, *MODEL, *argv)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "argv", "expected"),
+    [
+        (1, ("--sharded", "true"), "--sharded is true but the number of visible GPUs is 1"),
+        (0, ("--sharded", "true"), "--sharded is true but the number of visible GPUs is 0"),
+        (4, ("--sharded", "true", "--num-shard", "1"), "--sharded is true but --num-shard is 1"),
+        (
+            3,
+            ("--num-shard", "4"),
+            "--num-shard is 4 but the number of visible GPUs is 3: give at most 2, or --device cpu",
+        ),
+        (3, (), "3 GPUs are visible, which a model cannot be split over: give --num-shard 1, 2, 4 or 8"),
+        (0, ("--device", "cuda"), "--device is cuda but no GPU is visible"),
+    ],
+)
+def test_impossible_number_of_shards_is_refused(gpus: int, argv: tuple[str, ...], expected: str) -> None:
+    message = shards(gpus, *MODEL, *argv)
+    assert isinstance(message, str) and message.startswith(expected)
+
+
+def test_embedded_model_runs_on_one_shard_of_many_gpus() -> None:
+    assert ("cuda", 1) == shards(8)
+    assert ("cuda", 8) == shards(8, "--sharded", "true")
+
+
+def test_taken_port_is_named_with_the_remedy() -> None:
+    with bind("127.0.0.1", 0) as first:
+        first.listen()
+        port = first.getsockname()[1]
+        with pytest.raises(Refusal, match=f"port {port} is taken: stop the server that has it, or give another --port"):
+            bind("127.0.0.1", port)
+
+
+def test_port_is_taken_as_soon_as_another_launch_has_bound_it() -> None:
+    with bind("127.0.0.1", 0) as first, pytest.raises(Refusal, match="is taken") as refusal:
+        bind("127.0.0.1", first.getsockname()[1])
+    assert 1 == refusal.value.code
+
+
+def test_port_does_not_accept_before_it_listens() -> None:
+    with bind("127.0.0.1", 0) as listener, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(listener.getsockname())
+
+
+def test_port_is_free_again_at_once_after_a_server_with_connections() -> None:
+    listener = bind("127.0.0.1", 0)
+    address = listener.getsockname()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the launcher does when the model is ready
+    listener.listen()
+    with socket.create_connection(address) as client:
+        server, _ = listener.accept()
+        server.close()  # the server closes first, so the connection stays in TIME_WAIT on its side
+        assert b"" == client.recv(1)
+    listener.close()
+    bind(*address).close()
+
+
+def test_unknown_host_is_refused() -> None:
+    with pytest.raises(Refusal, match=r"--hostname no\.such\.host\.invalid is no address of this machine"):
+        bind("no.such.host.invalid", 0)
+
+
+def test_address_of_another_machine_is_refused() -> None:
+    with pytest.raises(Refusal, match=r"cannot listen on 192\.0\.2\.1 port 3000"):
+        bind("192.0.2.1", 3000)
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+def test_port_on_ipv6() -> None:
+    with bind("::1", 0) as listener:
+        assert socket.AF_INET6 == listener.family

@@ -1,0 +1,183 @@
+"""Settings: where each value comes from, what is refused and with which words, and that none is undocumented."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+
+import pytest
+
+from launcher import prepare
+from router.config import RouterConfig
+from router.launch.config import DEMO, LauncherConfig
+from router.launch.errors import Refusal
+from router.launch.flags import build_parser
+from router.launch.settings import Settings, public_settings
+from router.launch.settings_page import render_settings
+from server.config import ShardConfig
+from tests.running import ROOT
+
+LARGEST = "the largest allowed value is 2147483647"
+
+
+def read(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+    prepared = prepare(["--device", "cpu", *argv], environ or {})
+    assert prepared is not None
+    return prepared[0]
+
+
+def problems(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> list[str]:
+    with pytest.raises(Refusal) as refusal:
+        read(argv, environ)
+    assert 2 == refusal.value.code
+    return refusal.value.problems
+
+
+def test_defaults_are_those_of_the_dataclasses() -> None:
+    settings = read()
+    assert 128 == settings.values["max_concurrent_requests"]
+    assert str(DEMO) == settings.values["model_id"]
+    assert {"default"} == {source for name, source in settings.sources.items() if name != "device"}
+
+
+def test_flag_wins_over_environment_and_its_source_is_kept() -> None:
+    settings = read(["--max-batch-size", "4"], {"MAX_BATCH_SIZE": "8", "MAX_BEST_OF": "3"})
+    assert (4, "flag") == (settings.values["max_batch_size"], settings.sources["max_batch_size"])
+    assert (3, "environment") == (settings.values["max_best_of"], settings.sources["max_best_of"])
+
+
+def test_wrong_environment_is_not_read_where_a_flag_is_given() -> None:
+    assert 4 == read(["--max-batch-size", "4"], {"MAX_BATCH_SIZE": "none"}).values["max_batch_size"]
+
+
+def test_a_choice_may_be_written_in_any_case() -> None:
+    assert "warn" == read([], {"LOG_LEVEL": "WARN"}).values["log_level"]
+
+
+def test_empty_variable_counts_as_unset() -> None:
+    assert "default" == read([], {"PORT": ""}).sources["port"]
+
+
+@pytest.mark.parametrize("spelling", ["--max-batch-size=7", "--max_batch_size=7"])
+def test_dashes_and_underscores_are_one_flag(spelling: str) -> None:
+    assert 7 == read([spelling]).values["max_batch_size"]
+
+
+def test_underscores_in_values_stay() -> None:
+    settings = read(["--model_id=my_user/my_model", "--shard-uds-path", "/tmp/a_b"])
+    assert ("my_user/my_model", "/tmp/a_b") == (settings.values["model_id"], settings.values["shard_uds_path"])
+
+
+def test_short_flags() -> None:
+    settings = read(["-p", "8080", "-e"])
+    assert (8080, True) == (settings.values["port"], settings.values["env"])
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        (["--json-output"], {}, True),
+        (["--json-output", "false"], {"JSON_OUTPUT": "1"}, False),
+        ([], {"JSON_OUTPUT": "true"}, True),
+        ([], {"JSON_OUTPUT": "0"}, False),
+        ([], {}, False),
+    ],
+)
+def test_switches(argv: list[str], environ: dict[str, str], expected: bool) -> None:
+    assert expected is read(argv, environ).values["json_output"]
+
+
+def test_environment_of_the_machine_is_not_mistaken_for_settings() -> None:
+    settings = read([], {"HOSTNAME": "web-7f9c", "ENV": "production", "LOCKSTEP_HOSTNAME": "127.0.0.1"})
+    assert ("127.0.0.1", False) == (settings.values["hostname"], settings.values["env"])
+
+
+def test_origins_repeat_and_split() -> None:
+    argv = ["--cors-allow-origin", "https://a.example, https://b.example", "--cors-allow-origin", "https://c.example"]
+    expected = ("https://a.example", "https://b.example", "https://c.example")
+    assert expected == read(argv).values["cors_allow_origin"]
+
+
+def test_alias_sets_the_same_setting() -> None:
+    assert 9 == read(["--max-input-tokens", "9"]).values["max_input_length"]
+    assert 9 == read([], {"MAX_INPUT_TOKENS": "9"}).values["max_input_length"]
+
+
+def test_setting_and_alias_together_are_refused() -> None:
+    both = {"MAX_INPUT_LENGTH": "9", "MAX_INPUT_TOKENS": "9"}
+    assert ["MAX_INPUT_LENGTH and MAX_INPUT_TOKENS are two names of one setting: give only one of them"] == problems(
+        [], both
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        (["--max-batch-size", "0"], {}, "--max-batch-size is 0: the smallest allowed value is 1"),
+        (
+            [],
+            {"MAX_BATCH_SIZE": "0"},
+            "--max-batch-size is 0: the smallest allowed value is 1 (from environment MAX_BATCH_SIZE)",
+        ),
+        (["--port", "65536"], {}, "--port is 65536: the largest allowed value is 65535"),
+        (["--max-batch-total-tokens", "9" * 20], {}, f"--max-batch-total-tokens is {'9' * 20}: {LARGEST}"),
+        (["--port", "-1"], {}, "--port is -1: the smallest allowed value is 0"),
+        (["--port", "http"], {}, "--port is http: give a whole number"),
+        (["--port", "1.5"], {}, "--port is 1.5: give a whole number"),
+        (["--waiting-served-ratio", "nan"], {}, "--waiting-served-ratio is nan: give a finite number"),
+        (["--watermark-delta", "inf"], {}, "--watermark-delta is inf: give a finite number"),
+        (["--watermark-delta", "x"], {}, "--watermark-delta is x: give a number"),
+        (["--dtype", "int3"], {}, "--dtype is int3: give one of float32, float16, bfloat16"),
+        (
+            [],
+            {"LOG_LEVEL": "loud"},
+            "--log-level is loud: give one of debug, info, warn, error (from environment LOG_LEVEL)",
+        ),
+        (["--num-shard", "3"], {}, "--num-shard is 3: give one of 1, 2, 4, 8"),
+        (["--sharded", "maybe"], {}, "--sharded is maybe: give true or false"),
+        (["--revision", ""], {}, "--revision is empty: give a value or leave it out"),
+        (["--api-key", " "], {}, "--api-key is ***: give a value or leave it out"),
+        (["--prot", "1"], {}, "--prot is not an option: did you mean --port?"),
+        (["--api-kye=hunter2"], {}, "--api-kye is not an option: did you mean --api-key?"),
+        (["--zzzzzz"], {}, "--zzzzzz is not an option: see lockstep --help"),
+        (["my/model"], {}, "my/model belongs to no option: a model is given as --model-id my/model"),
+        (["--dtype", "\x1b[31m"], {}, r"--dtype is \x1b[31m: give one of float32, float16, bfloat16"),
+    ],
+)
+def test_wrong_value_is_refused_with_its_remedy(argv: list[str], environ: dict[str, str], expected: str) -> None:
+    assert [expected] == problems(argv, environ)
+
+
+def test_flag_without_its_value_is_refused() -> None:
+    assert ["--port/-p: expected one argument"] == problems(["--port"])
+
+
+def test_rules_between_settings_are_checked() -> None:
+    (problem,) = problems(["--max-input-length", "10", "--max-total-tokens", "10"])
+    assert problem.startswith("max_input_length is 10 but must be less than max_total_tokens, 10")
+
+
+def test_every_problem_is_reported_at_once() -> None:
+    found = problems(["--max-batch-size", "0", "--colour"], {"PORT": "x", "MAX_TOTAL_TOKENS": "1"})
+    assert 4 == len(found)
+
+
+def test_help_and_settings_page_never_fall_behind() -> None:
+    assert (ROOT / "docs" / "settings.md").read_text() == render_settings(), (
+        "run: python launcher.py --print-settings > docs/settings.md"
+    )
+
+
+def test_help_shows_what_may_be_chosen() -> None:
+    shown = build_parser(public_settings()).format_help()
+    assert "--log-level debug|info|warn|error" in shown and "--num-shard 1|2|4|8" in shown
+    assert "--port INT" in shown and "--max-batch-size REQUESTS" in shown
+
+
+def test_every_public_setting_has_a_group_and_all_its_texts() -> None:
+    declared = [
+        f for config in (LauncherConfig, RouterConfig, ShardConfig) for f in fields(config) if "help" in f.metadata
+    ]
+    assert {f.name for f in declared} == set(public_settings())
+    assert [] == [f.name for f in declared if not f.metadata.get("when")]
+    assert [] == [f.name for f in declared if f.default is None and "default" not in f.metadata]
