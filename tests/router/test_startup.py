@@ -80,7 +80,7 @@ def test_table_says_what_takes_memory() -> None:
     text = table(make_config(), replace(started, cache=cache), "http://127.0.0.1:3000")
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "KV cache 4096 tokens 2.00 GB per shard" in lines
-    assert "captured steps 24 batch sizes up to 256 300 MB per shard" in lines
+    assert "decode graphs 24 batch sizes up to 256 300 MB per shard" in lines
     assert "memory left 7.00 GB per shard the largest step takes 500 MB" in lines
 
 

@@ -1,0 +1,136 @@
+"""Ranks that exchange candidates choose what one rank with the whole vocabulary chooses."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from server.backends import cpu
+from server.backends.cpu.device import CpuDevice
+from server.backends.cpu.logits import KernelLogits
+from server.backends.protocol import Logits
+from server.backends.reference.logits import StockLogits
+from server.blocks import ceil_divide
+from server.distributed import Shard
+from server.stepping.sampling import Chosen, History, Sampler, TokenChoice, Watermark
+from server.stepping.vocabulary import NUCLEUS_CANDIDATES, Vocabulary
+
+CPU = CpuDevice()
+PROMPT = [1, 5, 900, 5]
+CHOICES = {
+    "greedy": TokenChoice(),
+    "greedy with candidates": TokenChoice(top_n_tokens=5),
+    "sampled": TokenChoice(do_sample=True, seed=3),
+    "top-k": TokenChoice(do_sample=True, top_k=40, seed=4),
+    "top-p": TokenChoice(do_sample=True, top_p=0.9, seed=5, top_n_tokens=2),
+    "top-k and top-p": TokenChoice(do_sample=True, top_k=60, top_p=0.8, temperature=1.3, seed=6),
+    "typical-p": TokenChoice(do_sample=True, typical_p=0.7, seed=7),
+    "penalties": TokenChoice(do_sample=True, repetition_penalty=1.4, frequency_penalty=0.5, seed=8),
+    "watermark": TokenChoice(do_sample=True, watermark=True, seed=9),
+}
+
+
+class Meeting:
+    """Where ranks that are threads meet; counts what each of them sends."""
+
+    def __init__(self, world_size: int):
+        self.barrier = threading.Barrier(world_size, timeout=60)
+        self.sent: list[Tensor | None] = [None] * world_size
+        self.elements = 0
+
+
+class ThreadShard(Shard):
+    """A rank that is a thread."""
+
+    def __init__(self, rank: int, world_size: int, meeting: Meeting):
+        super().__init__(rank, world_size)
+        object.__setattr__(self, "meeting", meeting)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        meeting: Meeting = self.meeting  # type: ignore[attr-defined]
+        meeting.sent[self.rank] = tensor
+        if self.rank == 0:
+            meeting.elements += tensor.numel()
+        meeting.barrier.wait()
+        parts = [part for part in meeting.sent if part is not None]
+        meeting.barrier.wait()
+        return parts
+
+
+def sample(logits: Tensor, choices: Sequence[TokenChoice], vocabulary: Vocabulary) -> Chosen:
+    sampler = Sampler(choices, Watermark(0.5, 2.0), CPU, vocabulary)
+    histories = [History(PROMPT, 1, vocabulary, CPU) if c.needs_history else None for c in choices]
+    return sampler(logits.clone(), torch.arange(len(choices)), torch.arange(len(choices)) + 7, histories)
+
+
+def on_ranks(
+    logits: Tensor, world_size: int, make: Callable[[], Logits], use: Callable[[Tensor, Vocabulary], Chosen]
+) -> tuple[list[Chosen], int]:
+    """What each rank finds, and how many numbers a rank sent."""
+    size, meeting = logits.shape[1], Meeting(world_size)
+    width = ceil_divide(size, world_size)
+    padded = torch.nn.functional.pad(logits, (0, width * world_size - size), value=float("-inf"))
+
+    def rank(index: int) -> Chosen:
+        start = index * width
+        vocabulary = Vocabulary(make(), ThreadShard(index, world_size, meeting), size, start, width)
+        return use(padded[:, start : start + width].contiguous(), vocabulary)
+
+    with ThreadPoolExecutor(world_size) as pool:
+        return list(pool.map(rank, range(world_size))), meeting.elements
+
+
+@pytest.fixture(params=["stock", "kernels"])
+def make_logits(request: pytest.FixtureRequest) -> Callable[[], Logits]:
+    return StockLogits if request.param == "stock" else lambda: KernelLogits(cpu.load())
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("spread", [4.0, 0.1], ids=["peaked", "flat"])  # flat: top-p reaches beyond the candidates
+def test_ranks_choose_what_one_rank_chooses(make_logits: Callable[[], Logits], world_size: int, spread: float) -> None:
+    choices = list(CHOICES.values())
+    logits = torch.randn(len(choices), 1501, generator=torch.Generator().manual_seed(1)) * spread
+    whole = sample(logits, choices, Vocabulary(make_logits(), Shard(), logits.shape[1]))
+    ranks, _ = on_ranks(logits, world_size, make_logits, lambda part, vocabulary: sample(part, choices, vocabulary))
+    for chosen in ranks:
+        assert whole.token_ids.tolist() == chosen.token_ids.tolist()
+        assert whole.top_ids.tolist() == chosen.top_ids.tolist()
+        torch.testing.assert_close(whole.logprobs, chosen.logprobs, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(whole.top_logprobs, chosen.top_logprobs, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("greedy", 3), ("sampled", 6), ("top-k", 50), ("top-p", 2 * NUCLEUS_CANDIDATES)]
+)
+def test_what_ranks_send_does_not_grow_with_the_vocabulary(name: str, most: int) -> None:
+    logits = torch.randn(1, 40_000, generator=torch.Generator().manual_seed(2)) * 4
+    _, sent = on_ranks(logits, 2, StockLogits, lambda part, vocabulary: sample(part, [CHOICES[name]], vocabulary))
+    assert 0 < sent <= most
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_log_probabilities_of_a_prompt_are_the_whole_vocabularys(world_size: int) -> None:
+    logits = torch.randn(6, 100, generator=torch.Generator().manual_seed(3))
+    targets = torch.tensor([0, 33, 34, 66, 67, 99])
+
+    def logprobs(part: Tensor, vocabulary: Vocabulary) -> Chosen:
+        found = vocabulary.logprobs(part, targets)
+        return Chosen(targets, found, targets, found)
+
+    ranks, _ = on_ranks(logits, world_size, StockLogits, logprobs)
+    expected = logits.log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    for rank in ranks:
+        torch.testing.assert_close(expected, rank.logprobs)
+
+
+def test_a_nucleus_keeps_ties_however_many_ranks_there_are() -> None:
+    logits = torch.zeros(1, 8)
+    logits[0, [1, 6]] = 3.0  # equally likely, and in the parts of different ranks
+    keep = lambda part, vocabulary: vocabulary.top_p_threshold(part, torch.tensor([[0.3]]))  # noqa: E731
+    ranks, _ = on_ranks(logits, 2, StockLogits, keep)  # type: ignore[arg-type]
+    assert [[[3.0]]] * 2 == [threshold.tolist() for threshold in ranks]  # type: ignore[attr-defined]
