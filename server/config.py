@@ -14,6 +14,20 @@ from pathlib import Path
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cuda", "cpu")
 QUANTIZE = ("int8",)
+ROPE_SCALINGS = ("linear", "dynamic")
+
+
+def parse_graph_sizes(text: str) -> tuple[int, ...]:
+    """Batch sizes from `1,2,4`; none from `0`. Raises ValueError with a remedy for anything else."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) <= 4 for part in parts):
+        raise ValueError("give batch sizes from 1 to 1024, separated by commas, or 0 for none")
+    sizes = sorted({int(part) for part in parts})
+    if sizes == [0]:
+        return ()
+    if sizes[0] < 1 or sizes[-1] > 1024:
+        raise ValueError("give batch sizes from 1 to 1024, separated by commas, or 0 for none")
+    return tuple(sizes)
 
 
 @dataclass(frozen=True)
@@ -75,6 +89,39 @@ class ShardConfig:
             "when": "int8 halves the memory of 16-bit weights; small differences in the text are to be expected.",
         },
     )
+    rope_scaling: str | None = field(
+        default=None,
+        metadata={
+            "help": "Stretch the positions of a model with rotary embeddings, in place of what its config.json says.",
+            "choices": ROPE_SCALINGS,
+            "default": "the model's; linear if rope_factor is given",
+            "when": "Prompts are longer than those that the model was trained on; answers get worse where it was not "
+            "tuned for it.",
+        },
+    )
+    rope_factor: float | None = field(
+        default=None,
+        metadata={
+            "help": "By how much rope_scaling stretches; the longest sequence grows by as much.",
+            "unit": "ratio",
+            "min": 1.0,
+            "max": 1024.0,
+            "default": "1 if rope_scaling is given",
+            "when": "Together with rope_scaling.",
+        },
+    )
+    cuda_graphs: str | None = field(
+        default=None,
+        metadata={
+            "help": "Batch sizes whose decode steps are captured as CUDA graphs, separated by commas; 0: none. On a "
+            "CPU each batch size is captured at its first use, and 0 turns that off.",
+            "unit": "requests",
+            "check": parse_graph_sizes,
+            "default": "24 sizes up to 256",
+            "when": "Fewer sizes leave memory for the KV cache and start sooner; a batch is filled up to the next "
+            "size. 0 to find out whether a graph is at fault.",
+        },
+    )
     cuda_memory_fraction: float = field(
         default=1.0,
         metadata={
@@ -88,7 +135,7 @@ class ShardConfig:
     disable_custom_kernels: bool = field(
         default=False,
         metadata={
-            "help": "Use the plain reference implementation of attention.",
+            "help": "Compute everything with stock torch operators: the reference backend.",
             "when": "To find out whether a fast kernel is at fault; slower.",
         },
     )

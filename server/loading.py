@@ -14,13 +14,13 @@ import torch
 
 from server import backends, distributed
 from server.arch import families
-from server.arch.spec import validate
+from server.arch.spec import validate, with_rope_scaling
 from server.backends import Backend, Device
 from server.backends.cpu.threads import plan_threads
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE
 from server.checkpoint.weights import Checkpoint, RandomCheckpoint, Weights
-from server.config import DTYPES, ShardConfig
+from server.config import DTYPES, ShardConfig, parse_graph_sizes
 from server.distributed import Shard
 from server.model import load as model_loading
 from server.pb import generate_pb2 as pb
@@ -59,9 +59,12 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
         weight_bytes=model.nbytes,
     )
     torch.set_num_threads(threads)
+    device.trim()
     loaded.shard.barrier()
     watermark = Watermark(config.watermark_gamma, config.watermark_delta)
-    engine = Engine(model, loaded.shard, loaded.backend, loaded.dtype, watermark, loaded.why_not_captured)
+    sizes = None if config.cuda_graphs is None else parse_graph_sizes(config.cuda_graphs)
+    why_not = loaded.why_not_captured or ("--cuda-graphs is 0" if sizes == () else None)
+    engine = Engine(model, loaded.shard, loaded.backend, loaded.dtype, watermark, why_not, sizes)
     info = pb.InfoReply(
         model_type=hf_config["model_type"],
         dtype=str(loaded.dtype).removeprefix("torch."),
@@ -86,6 +89,8 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
 
 def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseBackend) -> Loaded:
     family, spec = families.find(hf_config)
+    if config.rope_scaling or config.rope_factor:
+        spec = with_rope_scaling(spec, config.rope_scaling or "linear", config.rope_factor or 1.0)
     validate(spec, config.world_size)
     device = backends.open_device(config.device, config.rank, config.world_size)
     checkpoint, stored = _open(config, hf_config)
@@ -103,10 +108,15 @@ def _load_fallback(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
     from server.model import fallback  # takes seconds to import, and hardly any server needs it
 
     name, supported = hf_config.get("model_type"), sorted(families.FAMILIES)
-    for flag, is_given in (("--num-shard", config.world_size > 1), ("--quantize", bool(config.quantize))):
+    wishes = {
+        "--num-shard": config.world_size > 1,
+        "--quantize": bool(config.quantize),
+        "--rope-scaling and --rope-factor": bool(config.rope_scaling or config.rope_factor),
+    }
+    for flag, is_given in wishes.items():
         if is_given:
             raise ValueError(
-                f"config.json says model_type {name!r}, which runs on one shard and unquantised only: leave out "
+                f"config.json says model_type {name!r}, which runs on one shard and as it is only: leave out "
                 f"{flag}; served without such limits are: {', '.join(supported)}"
             )
     device = backends.open_device(config.device, config.rank, config.world_size)

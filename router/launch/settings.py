@@ -139,6 +139,8 @@ def parse_value(setting: Setting, text: str, label: str) -> Any:
     try:
         value = _as_listed(_convert(setting.kind, text.strip()), setting.metadata.get("choices", ()))
         _check_bounds(setting.metadata, value)
+        if check := setting.metadata.get("check"):
+            check(value)
     except ValueError as error:
         origin = "" if label.startswith("--") else f" (from environment {label})"
         shown = "***" if setting.metadata.get("secret") else printable(text) or "empty"

@@ -7,7 +7,7 @@ or files; `validate` is pure arithmetic, so an impossible split is refused befor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 SHARD_COUNTS = (1, 2, 4, 8)
@@ -246,6 +246,24 @@ class ArchSpec:
     def buckets(self) -> Bucketed | None:
         """The model's bucketed bias, which all layers share, if it has one."""
         return next((layer.position for layer in self.layers if isinstance(layer.position, Bucketed)), None)
+
+
+def with_rope_scaling(spec: ArchSpec, kind: str, factor: float) -> ArchSpec:
+    """The spec with its rotations scaled, `linear` or `dynamic`, and room for sequences that are `factor` as long.
+
+    Raises ValueError for a model without rotary positions.
+    """
+    if not any(isinstance(layer.position, Rope) for layer in spec.layers):
+        raise ValueError(
+            "--rope-scaling and --rope-factor are for models with rotary position embeddings, which this one does not "
+            "have: leave them out"
+        )
+    scaling = LinearScaling(factor) if kind == "linear" else DynamicScaling(factor, spec.max_positions)
+    layers = tuple(
+        replace(layer, position=replace(layer.position, scaling=scaling)) if isinstance(layer.position, Rope) else layer
+        for layer in spec.layers
+    )
+    return replace(spec, layers=layers, max_positions=int(spec.max_positions * factor))
 
 
 def validate(spec: ArchSpec, world_size: int) -> None:

@@ -232,6 +232,9 @@ class Device(Protocol):
     def taken_bytes(self, action: Callable[[], object]) -> int:
         """Run `action`: by how much it lessens the free memory; 0 where memory is not measured."""
 
+    def trim(self) -> None:
+        """Give back memory of the host that was freed: after loading, when the originals of weights are gone."""
+
     def profiled(self) -> tuple[list[Any], str]:
         """What torch's profiler records (its activities), and which attribute of an operator's record is its time."""
 
@@ -260,5 +263,8 @@ class Backend(Protocol):
     def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
         """Why decode steps of such a model cannot be captured in graphs; None: they can."""
 
-    def graph_capture(self) -> GraphCapture:
-        """A fresh capture, for a model of which nothing is said by `why_not_captured`."""
+    def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
+        """A fresh capture, for a model of which nothing is said by `why_not_captured`.
+
+        sizes: batch sizes to capture, ascending, where the backend captures them beforehand; None for its own choice.
+        """

@@ -128,7 +128,8 @@ class Model(Protocol):
 class Engine:
     """The model on one rank, and the sequences that it is generating.
 
-    why_not_captured: why decode steps are not captured in graphs; None: they are.
+    why_not_captured: why decode steps are not captured in graphs; None: they are. graph_sizes: batch sizes to capture
+    beforehand; None for the backend's choice.
     """
 
     def __init__(
@@ -139,6 +140,7 @@ class Engine:
         dtype: torch.dtype,
         watermark: Watermark,
         why_not_captured: str | None = None,
+        graph_sizes: Sequence[int] | None = None,
     ):
         self.model = model
         self.shard = shard
@@ -151,6 +153,7 @@ class Engine:
         self._kv_caches: list[Tensor] = []
         self._table: SequenceTable | None = None
         self.why_not_captured = why_not_captured
+        self._wanted_sizes = graph_sizes
         self._graphs: DecodeGraphs | None = None
 
     def allocate(self, tokens: int, total_tokens: int) -> None:
@@ -168,9 +171,8 @@ class Engine:
             longest=num_blocks(total_tokens),
         )
         if self.why_not_captured is None:
-            self._graphs = DecodeGraphs(
-                self.backend.graph_capture(), self._decode, self.device, has_encoder=self.has_encoder
-            )
+            capture = self.backend.graph_capture(self._wanted_sizes)
+            self._graphs = DecodeGraphs(capture, self._decode, self.device, has_encoder=self.has_encoder)
 
     def release(self) -> None:
         """Give back the KV cache, and the graphs that read it."""

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from server.backends.cuda.graph import CudaGraphCapture
+from server.backends.cuda.graph import SIZES
 from tests.gpu.gpu_backend import gpu_backend
 from tests.server.conftest import DEMO
 from tests.server.driver import Prompt, generate, load_engine, sampled
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-BATCHES = sorted({size + more for size in CudaGraphCapture.sizes for more in (0, 1)})
+BATCHES = sorted({size + more for size in SIZES for more in (0, 1)})
 
 
 def prompts(count: int) -> list[Prompt]:

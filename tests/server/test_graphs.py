@@ -91,7 +91,7 @@ def test_what_joins_and_leaves_changes_nothing(kernels: Kernels, dtype: torch.dt
 def test_batches_are_filled_up(kernels: Kernels) -> None:
     engine, plain = load_engine(DEMO, kernels=kernels), load_engine(DEMO, kernels=kernels, captured=False)
     capture = Repeating()
-    engine.backend.graph_capture = lambda: capture
+    engine.backend.graph_capture = lambda sizes: capture
     engine.allocate(4096, 64)
     engine.capture(engine.graph_sizes)
     before = capture.captured

@@ -72,7 +72,7 @@ class CpuBackend(ReferenceBackend):
             return f"experts in {format} are called one by one"
         return None
 
-    def graph_capture(self) -> GraphCapture:
+    def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
         return CpuGraphCapture(self._kernels)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -9,7 +11,7 @@ from server.arch.spec import ArchSpec
 from server.backends.cuda import has_grouped_products, why_not_captured
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.fused import FusedNorm, fused_gate
-from server.backends.cuda.graph import CudaGraphCapture
+from server.backends.cuda.graph import SIZES, CudaGraphCapture
 from server.backends.protocol import Attention, Device, GraphCapture, Norm, Scores
 from server.backends.reference import ReferenceBackend
 
@@ -37,5 +39,5 @@ class CudaBackend(ReferenceBackend):
     def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
         return why_not_captured(spec, format, has_grouped_products(self.device.torch_device, self._dtype))
 
-    def graph_capture(self) -> GraphCapture:
-        return CudaGraphCapture()
+    def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
+        return CudaGraphCapture(sizes or SIZES)

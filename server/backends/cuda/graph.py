@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from server.backends.protocol import Computation
+
+# Batch sizes: a batch is filled up to the next one, by at most a seventh from 8 on.
+SIZES = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
 
 
 class CudaGraphCapture:
@@ -14,10 +19,10 @@ class CudaGraphCapture:
     The sizes are captured largest first: what a large graph has taken suffices for the smaller ones.
     """
 
-    sizes = (1, 2, 4, *range(8, 64, 8), *range(64, 257, 16))
     computes = False
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self.sizes = tuple(sizes)
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, function: Computation) -> Computation:

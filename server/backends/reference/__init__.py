@@ -67,5 +67,5 @@ class ReferenceBackend:
     def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
         return "attention in stock operators needs the sequences' lengths on the host"
 
-    def graph_capture(self) -> GraphCapture:
+    def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
         raise AssertionError("why_not_captured says that nothing is")

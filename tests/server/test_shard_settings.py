@@ -1,0 +1,68 @@
+"""Settings of a shard that change what is built: scaled rotations, and which batch sizes are captured in graphs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from server.arch import families
+from server.arch.spec import with_rope_scaling
+from server.config import parse_graph_sizes
+from server.loading import load
+from tests.server.checkpoints import Checkpoints
+from tests.server.test_service import config_of
+
+
+def spec_of(config: dict[str, object]) -> object:
+    return families.find(config)[1]
+
+
+@pytest.mark.parametrize("kind", ["linear", "dynamic"])
+def test_scaled_rotations_are_those_that_config_json_could_ask_for(checkpoints: Checkpoints, kind: str) -> None:
+    folder, _ = checkpoints("llama")
+    config = json.loads((folder / "config.json").read_text())
+    config = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
+    _, plain = families.find(config)
+    _, asked = families.find(config | {"rope_scaling": {"rope_type": kind, "factor": 4.0}})
+    scaled = with_rope_scaling(plain, kind, 4.0)
+    assert asked.layers == scaled.layers != plain.layers
+    assert 4 * plain.max_positions == scaled.max_positions
+
+
+def test_a_model_without_rotations_refuses_to_have_them_scaled(tiny_bloom: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"--rope-scaling and --rope-factor .* does not have: leave them out"):
+        load(config_of(tiny_bloom, tmp_path / "s", rope_factor=2.0))
+
+
+@pytest.mark.parametrize("given", [{"rope_scaling": "dynamic"}, {"rope_factor": 2.0}])
+def test_one_half_of_the_scaling_implies_the_other(
+    checkpoints: Checkpoints, tmp_path: Path, given: dict[str, object]
+) -> None:
+    folder, _ = checkpoints("llama")
+    plain = json.loads((folder / "config.json").read_text())["max_position_embeddings"]
+    threads = torch.get_num_threads()
+    _, info = load(config_of(folder, tmp_path / "s", **given))
+    torch.set_num_threads(threads)
+    assert plain * int(given.get("rope_factor", 1)) == info.max_positions  # type: ignore[call-overload]
+    assert ("rope_scaling" in given) != info.shares_prefixes  # dynamic: rotations depend on the prompt's length
+
+
+@pytest.mark.parametrize(("text", "sizes"), [("0", ()), ("1", (1,)), ("8, 2,4,2", (2, 4, 8)), ("1024", (1024,))])
+def test_batch_sizes_of_graphs_are_a_list_or_none(text: str, sizes: tuple[int, ...]) -> None:
+    assert sizes == parse_graph_sizes(text)
+
+
+@pytest.mark.parametrize("text", ["", "x", "1,", "-1", "0,4", "1025", "1.5", "99999999999999999999", "²"])
+def test_what_is_no_list_of_batch_sizes_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="give batch sizes from 1 to 1024, separated by commas, or 0 for none"):
+        parse_graph_sizes(text)
+
+
+def test_no_graphs_are_captured_where_none_are_wanted(tiny_bloom: Path, tmp_path: Path) -> None:
+    threads = torch.get_num_threads()
+    engine, _ = load(config_of(tiny_bloom, tmp_path / "s", cuda_graphs="0"))
+    torch.set_num_threads(threads)
+    assert "--cuda-graphs is 0" == engine.why_not_captured
