@@ -27,7 +27,7 @@ COMMANDS: Mapping[str, str] = {
 }
 
 
-class Command(Protocol):
+class Subcommand(Protocol):
     """What a command's module offers."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The console script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((argument for argument in arguments[:1] if argument in COMMANDS), None)
-    command = None if name is None else cast(Command, importlib.import_module(f"benchmark.{name}"))
+    command = None if name is None else cast(Subcommand, importlib.import_module(f"benchmark.{name}"))
     args = _parser(name, command).parse_args(arguments)
     assert command is not None, "the parser asks for a command"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: rows are printed and servers stopped
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser(chosen: str | None, command: Command | None) -> argparse.ArgumentParser:
+def _parser(chosen: str | None, command: Subcommand | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep-bench", description="Measures Lockstep and its peers, and what the machine could do at best."
     )

@@ -29,7 +29,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Measure:
+class ComparedMetric:
     """One figure of a row."""
 
     key: str
@@ -38,42 +38,47 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Layout:
+class ResultColumns:
     """What is compared in one command's rows."""
 
     keys: Mapping[str, str]  # what a row is about, with the column's title
-    measures: Sequence[Measure]
+    metrics: Sequence[ComparedMetric]
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    "latency": Layout(
+RESULT_COLUMNS: Mapping[str, ResultColumns] = {
+    "latency": ResultColumns(
         keys={"step": "Step", "batch_size": "Batch Size"},
-        measures=(Measure("mean_ms", "Average (ms)", ("samples_ms",)),),
+        metrics=(ComparedMetric("mean_ms", "Average (ms)", ("samples_ms",)),),
     ),
-    "serving": Layout(
+    "serving": ResultColumns(
         keys={
             "input_length": "Input Length",
             "output_length": "Output Length",
             "concurrency": "Concurrency",
             "request_rate": "Request Rate",
         },
-        measures=(
-            Measure("requests_per_second", "Throughput (requests/s)"),
-            Measure("output_tokens_per_second", "Throughput (output token/s)"),
-            Measure("latency_per_token_ms", "Average latency per token (ms)", ("samples", "latency_per_token_ms")),
-            Measure(
+        metrics=(
+            ComparedMetric("requests_per_second", "Throughput (requests/s)"),
+            ComparedMetric("output_tokens_per_second", "Throughput (output token/s)"),
+            ComparedMetric(
+                "latency_per_token_ms", "Average latency per token (ms)", ("samples", "latency_per_token_ms")
+            ),
+            ComparedMetric(
                 "latency_per_output_token_ms",
                 "Average latency per output token (ms)",
                 ("samples", "latency_per_output_token_ms"),
             ),
-            Measure("ttft_ms", "Average TTFT (ms)", ("samples", "ttft_ms")),
-            Measure("tpot_ms", "Average TPOT (ms)", ("samples", "tpot_ms")),
-            Measure("e2e_ms", "Average end-to-end time (ms)", ("samples", "e2e_ms")),
+            ComparedMetric("ttft_ms", "Average TTFT (ms)", ("samples", "ttft_ms")),
+            ComparedMetric("tpot_ms", "Average TPOT (ms)", ("samples", "tpot_ms")),
+            ComparedMetric("e2e_ms", "Average end-to-end time (ms)", ("samples", "e2e_ms")),
         ),
     ),
-    "offline": Layout(
+    "offline": ResultColumns(
         keys={"step": "Step"},
-        measures=(Measure("latency_s", "Latency (s)"), Measure("tokens_per_second", "Throughput (token/s)")),
+        metrics=(
+            ComparedMetric("latency_s", "Latency (s)"),
+            ComparedMetric("tokens_per_second", "Throughput (token/s)"),
+        ),
     ),
 }
 
@@ -86,13 +91,13 @@ class System:
     path: Path
     result: Mapping[str, Any]
 
-    def row(self, layout: Layout, about: tuple[Any, ...]) -> Row | None:
+    def row(self, columns: ResultColumns, about: tuple[Any, ...]) -> Row | None:
         """The row about these values of the layout's keys; None if the run did not get that far."""
-        return next((row for row in self.result["rows"] if about_of(row, layout) == about), None)
+        return next((row for row in self.result["rows"] if about_of(row, columns) == about), None)
 
 
-def about_of(row: Row, layout: Layout) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in layout.keys)
+def about_of(row: Row, columns: ResultColumns) -> tuple[Any, ...]:
+    return tuple(row.get(key) for key in columns.keys)
 
 
 # --------------------------------------------------------------------------------------------------- command line
@@ -165,8 +170,10 @@ def read_result(path: Path) -> Mapping[str, Any]:
     except ValueError:
         result = None
     wanted = {"command", "work", "rows"}
-    if not isinstance(result, dict) or not wanted <= result.keys() or result["command"] not in LAYOUTS:
-        raise BenchError(f"{path} is not a result of lockstep-bench {', '.join(LAYOUTS)}: give the result.json files")
+    if not isinstance(result, dict) or not wanted <= result.keys() or result["command"] not in RESULT_COLUMNS:
+        raise BenchError(
+            f"{path} is not a result of lockstep-bench {', '.join(RESULT_COLUMNS)}: give the result.json files"
+        )
     return result
 
 
@@ -190,21 +197,23 @@ def _work(system: System) -> dict[str, Any]:
 
 def compare(systems: Sequence[System]) -> list[dict[str, Any]]:
     """One entry for each measure of each row that every system has, in the first system's order."""
-    layout = LAYOUTS[systems[0].result["command"]]
+    columns = RESULT_COLUMNS[systems[0].result["command"]]
     entries = []
     for row in systems[0].result["rows"]:
-        rows = [system.row(layout, about_of(row, layout)) for system in systems]
+        rows = [system.row(columns, about_of(row, columns)) for system in systems]
         present = [row for row in rows if row is not None]
         if len(present) == len(systems):
-            entries += [_entry(layout, measure, systems, present) for measure in layout.measures]
+            entries += [_entry(columns, metric, systems, present) for metric in columns.metrics]
     if not entries:
         raise BenchError("the results have no row in common: both runs stopped before any was finished")
     return entries
 
 
-def _entry(layout: Layout, measure: Measure, systems: Sequence[System], rows: Sequence[Row]) -> dict[str, Any]:
-    values = [_value(row, measure) for row in rows]
-    samples = [_samples(row, measure) for row in rows]
+def _entry(
+    columns: ResultColumns, metric: ComparedMetric, systems: Sequence[System], rows: Sequence[Row]
+) -> dict[str, Any]:
+    values = [_value(row, metric) for row in rows]
+    samples = [_samples(row, metric) for row in rows]
     figures = {
         system.name: {
             "value": value,
@@ -213,20 +222,20 @@ def _entry(layout: Layout, measure: Measure, systems: Sequence[System], rows: Se
         }
         for system, value, own in zip(systems, values, samples, strict=True)
     }
-    about = dict(zip(layout.keys, about_of(rows[0], layout), strict=True))
-    return {**about, "measure": measure.key, "title": measure.title, "systems": figures}
+    about = dict(zip(columns.keys, about_of(rows[0], columns), strict=True))
+    return {**about, "measure": metric.key, "title": metric.title, "systems": figures}
 
 
-def _value(row: Row, measure: Measure) -> float | None:
+def _value(row: Row, metric: ComparedMetric) -> float | None:
     """None where every request of a row failed."""
-    value = row.get(measure.key)
+    value = row.get(metric.key)
     number: float | None = value["mean"] if isinstance(value, Mapping) else value
     return number
 
 
-def _samples(row: Row, measure: Measure) -> list[float]:
-    found: Any = row if measure.samples else []
-    for key in measure.samples:
+def _samples(row: Row, metric: ComparedMetric) -> list[float]:
+    found: Any = row if metric.samples else []
+    for key in metric.samples:
         found = found.get(key, {})
     return list(found)
 
@@ -258,14 +267,14 @@ def to_json(systems: Sequence[System], rows: Sequence[Row]) -> dict[str, Any]:
 
 def markdown(systems: Sequence[System], rows: Sequence[Row]) -> str:
     """One table for each measure, and what to know about it."""
-    layout = LAYOUTS[systems[0].result["command"]]
-    shown = {key: title for key, title in layout.keys.items() if any(row[key] is not None for row in rows)}
+    columns = RESULT_COLUMNS[systems[0].result["command"]]
+    shown = {key: title for key, title in columns.keys.items() if any(row[key] is not None for row in rows)}
     base, *others = [system.name for system in systems]
     headers = [*shown.values(), base, *(part for name in others for part in (name, f"{name} / {base}"))]
     parts = []
-    for measure in layout.measures:
-        cells = [_cells(row, shown) for row in rows if row["measure"] == measure.key]
-        parts += [f"## {measure.title}", table(headers, cells, centred=True)]
+    for metric in columns.metrics:
+        cells = [_cells(row, shown) for row in rows if row["measure"] == metric.key]
+        parts += [f"## {metric.title}", table(headers, cells, centred=True)]
     return "\n\n".join([*parts, "\n".join(f"- {note}" for note in _notes(systems, rows))])
 
 
@@ -287,18 +296,18 @@ def _ratio(figure: Mapping[str, Any]) -> str:
 
 
 def _notes(systems: Sequence[System], rows: Sequence[Row]) -> list[str]:
-    layout = LAYOUTS[systems[0].result["command"]]
+    columns = RESULT_COLUMNS[systems[0].result["command"]]
     notes = [
         f"In brackets: {CONFIDENCE:g} % bootstrap interval of the ratio of means, {RESAMPLES} resamples, seed {SEED}. "
         "It covers the scatter within these measurements, not that between repeated ones. A figure of which a run has "
         "only one has no interval.",
     ]
-    compared = {tuple(row[key] for key in layout.keys) for row in rows}
+    compared = {tuple(row[key] for key in columns.keys) for row in rows}
     for system in systems:
         own = system.result["rows"]
         described = ", ".join(str(system.result.get(key)) for key in ("model", "device", "dtype", "commit", "date"))
         notes.append(f"{system.name}: {described}, from {system.path}.")
-        if left_out := sum(about_of(row, layout) not in compared for row in own):
+        if left_out := sum(about_of(row, columns) not in compared for row in own):
             notes.append(f"{system.name} has {left_out} more rows that not every result has.")
         if errors := sum(row.get("errors") or 0 for row in own):
             notes.append(f"{system.name} had {errors} failed requests, which are in no figure here.")

@@ -23,7 +23,7 @@ from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 from benchmark.report import BenchError
-from benchmark.roofline import Ceilings, Work, mean_context
+from benchmark.roofline import Ceilings, ServedModel, mean_context
 
 
 class StepWork(NamedTuple):
@@ -49,7 +49,7 @@ class Cost(Protocol):
 
 @dataclass(frozen=True)
 class Roofline:
-    """Bytes and operations of a step against what a device can do of both; see `roofline.Work.step`."""
+    """Bytes and operations of a step against what a device can do of both; see `roofline.ServedModel.step`."""
 
     weight_bytes: float  # of any step
     kv_bytes: float  # of a token that is read or written
@@ -61,16 +61,16 @@ class Roofline:
     overhead_s: float  # of any step: launches, collectives, the sampler
 
     @classmethod
-    def of(cls, work: Work, ceilings: Ceilings, efficiency: float, overhead_s: float) -> Roofline:
+    def of(cls, served: ServedModel, ceilings: Ceilings, efficiency: float, overhead_s: float) -> Roofline:
         """efficiency: share of the ceilings that is reached, above 0 and at most 1."""
-        empty = work.step(tokens=0, attended=0, kv_read=0, sampled=0)
+        empty = served.step(tokens=0, attended=0, kv_read=0, sampled=0)
         reached = efficiency * ceilings.num_devices
         return cls(
             weight_bytes=empty.num_bytes,
-            kv_bytes=work.step(tokens=0, attended=0, kv_read=1, sampled=0).num_bytes - empty.num_bytes,
-            token_flops=work.step(tokens=1, attended=0, kv_read=0, sampled=0).num_flops,
-            key_flops=work.step(tokens=0, attended=1, kv_read=0, sampled=0).num_flops,
-            sampled_flops=work.step(tokens=0, attended=0, kv_read=0, sampled=1).num_flops,
+            kv_bytes=served.step(tokens=0, attended=0, kv_read=1, sampled=0).num_bytes - empty.num_bytes,
+            token_flops=served.step(tokens=1, attended=0, kv_read=0, sampled=0).num_flops,
+            key_flops=served.step(tokens=0, attended=1, kv_read=0, sampled=0).num_flops,
+            sampled_flops=served.step(tokens=0, attended=0, kv_read=0, sampled=1).num_flops,
             bytes_per_second=ceilings.bytes_per_second * reached,
             flops_per_second=ceilings.flops_per_second * reached,
             overhead_s=overhead_s,

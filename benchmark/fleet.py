@@ -79,7 +79,7 @@ class Tally:
 
 
 @dataclass(slots=True)
-class _Step:
+class _SimulatedStep:
     """A plan under way."""
 
     plan: Plan[Simulated]
@@ -97,7 +97,7 @@ class Replica:
         self._tally = tally
         self._scheduler: Scheduler[Simulated] = Scheduler(limits)
         self._num_outstanding = 0
-        self._under_way: deque[_Step] = deque()
+        self._under_way: deque[_SimulatedStep] = deque()
         self._free_at = 0.0  # when the shards will have computed what was sent
         self._replied_at = 0.0
         self._streaming = 0  # requests between their first token and their last
@@ -154,7 +154,7 @@ class Replica:
                 self._last_tokens.setdefault(plan.number + entry.output_length - 1, []).append(entry)
             begins_at = max(now, self._free_at)
             self._free_at = begins_at + self._cost.seconds(self._work(plan, firsts))
-            self._under_way.append(_Step(plan, self._free_at, firsts))
+            self._under_way.append(_SimulatedStep(plan, self._free_at, firsts))
             self._note(plan, self._free_at - begins_at)
 
     def _completed(self, plan: Plan[Simulated]) -> list[Simulated]:

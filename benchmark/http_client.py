@@ -117,7 +117,7 @@ def _openai_error(event: dict[str, Any]) -> str:
     return str(error.get("type") or "error") if isinstance(error, dict) else "error"
 
 
-class Connection(asyncio.Protocol):
+class HttpExchange(asyncio.Protocol):
     """One exchange. httptools finds the body in the bytes; a 200's body is cut into server-sent events as it comes."""
 
     def __init__(self, request: bytes, on_event: Callable[[bytes, float], None] | None) -> None:
@@ -211,14 +211,14 @@ class HttpClient:
 
     async def _exchange(
         self, method: str, path: str, body: bytes, on_event: Callable[[bytes, float], None] | None
-    ) -> Connection:
+    ) -> HttpExchange:
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host_header}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{self._key_line}\r\n"
         )
         loop = asyncio.get_running_loop()
         transport, connection = await loop.create_connection(
-            lambda: Connection(head.encode() + body, on_event), self._host, self._port, ssl=self._tls
+            lambda: HttpExchange(head.encode() + body, on_event), self._host, self._port, ssl=self._tls
         )
         try:
             await connection.ended
@@ -248,7 +248,7 @@ class _Stream:
         reply.error = reply.error or event.error
         self._is_over |= event.is_last
 
-    def close(self, connection: Connection) -> None:
+    def close(self, connection: HttpExchange) -> None:
         """Judge what came: a stream without its last event was cut."""
         reply = self._reply
         if connection.status not in (0, 200):

@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmark.http_client import Reply
-from benchmark.report import Result, Summary, footer, table
+from benchmark.report import Result, SampleSummary, footer, table
 from benchmark.workload import Lengths
 
 LATE_MS = 10.0  # a client that sends later than this needs more of the machine, or another machine
@@ -107,7 +107,7 @@ def row_of(
         "output_tokens_per_second": sum(outcome.reply.num_tokens for outcome in good) / seconds,
         "latency_per_token_ms": _mean(samples["latency_per_token_ms"]),
         "latency_per_output_token_ms": _mean(samples["latency_per_output_token_ms"]),
-        **{name: _percentiles(samples[name]) for name in LATENCIES},
+        **{name: percentiles(samples[name]) for name in LATENCIES},
         "goodput": _goodput(good, len(outcomes), seconds, objectives),
         "errors": kinds.total(),
         "errors_by_kind": dict(sorted(kinds.items())),
@@ -115,7 +115,7 @@ def row_of(
         "short": sum(outcome.is_short for outcome in good),
         "other_input_length": sum(_is_other_input(outcome) for outcome in good),
         "seconds": seconds,
-        "sent_late_ms": _percentiles([1000 * (o.reply.sent_at - o.intended_at) for o in outcomes]),
+        "sent_late_ms": percentiles([1000 * (o.reply.sent_at - o.intended_at) for o in outcomes]),
         "samples": {name: values for name, values in samples.items() if name != "inter_token_ms"},
     }
 
@@ -136,11 +136,12 @@ def _mean(samples: Sequence[float]) -> float | None:
     return fmean(samples) if samples else None
 
 
-def _percentiles(samples: Sequence[float]) -> dict[str, float] | None:
+def percentiles(samples: Sequence[float], scale: float = 1.0) -> dict[str, float] | None:
+    """Mean, p50, p90 and p99 of the samples, each times `scale`; None without samples."""
     if not samples:
         return None
-    summary = Summary.of(samples)
-    return {"mean": summary.mean, **{name: getattr(summary, name) for name in PERCENTILES}}
+    summary = SampleSummary.of(samples)
+    return {name: scale * getattr(summary, name) for name in ("mean", *PERCENTILES)}
 
 
 def _goodput(good: Sequence[Outcome], num_sent: int, seconds: float, objectives: Objectives) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmark.report import Summary, table
+from benchmark.report import SampleSummary, table
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def peer_rows(rows: Sequence[dict[str, Any]], batch_size: int, runs: Sequence[Pe
     ours = {row["step"]: row["p50_ms"] for row in rows if row["batch_size"] == batch_size}
     found = []
     for step in ("prefill", "decode_token"):
-        theirs = Summary.of([getattr(run, step) for run in runs]).p50
+        theirs = SampleSummary.of([getattr(run, step) for run in runs]).p50
         found.append(
             {"step": step, "batch_size": batch_size, "ours_ms": ours[step], "theirs_ms": theirs,
              "times_as_fast": theirs / ours[step]}

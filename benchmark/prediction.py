@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from benchmark.fleet import Tally
-from benchmark.outcomes import PERCENTILES, Load
-from benchmark.report import BenchError, Result, Summary, percentile, table
+from benchmark.outcomes import PERCENTILES, Load, percentiles
+from benchmark.report import BenchError, Result, percentile, table
 from router.limits import Limits
 
 TARGETS = {"requests_per_second": 0.10, "ttft_ms": 0.20}  # how far a prediction may be off to count as right
@@ -38,11 +38,11 @@ def figures(
         "requests_per_second": len(tally.e2e) / seconds,
         "output_tokens_per_second": tally.num_tokens / seconds,
         "goodput": _goodput(tally, seconds, objectives),
-        "ttft_ms": _percentiles(tally.ttft),
-        "tpot_ms": _percentiles([value for value in tally.tpot if value]),
+        "ttft_ms": percentiles(tally.ttft, 1000),
+        "tpot_ms": percentiles([value for value in tally.tpot if value], 1000),
         "inter_token_ms": _weighted_percentiles(tally.gaps, tally.gap_counts),
-        "e2e_ms": _percentiles(tally.e2e),
-        "queue_ms": _percentiles(tally.queued),
+        "e2e_ms": percentiles(tally.e2e, 1000),
+        "queue_ms": percentiles(tally.queued, 1000),
         "batch_size": {"mean": tally.batch / tally.busy, "peak": tally.peak_batch},
         "kv_share": {
             "mean": tally.blocks / tally.busy / limits.num_blocks,
@@ -68,14 +68,6 @@ def _goodput(tally: Tally, seconds: float, objectives: tuple[float | None, float
         "share": met / tally.num_requests,
         "requests_per_second": met / seconds,
     }
-
-
-def _percentiles(samples: Sequence[float]) -> dict[str, float] | None:
-    """Of samples in seconds, in milliseconds."""
-    if not samples:
-        return None
-    summary = Summary.of(samples)
-    return {name: 1000 * getattr(summary, name) for name in ("mean", *PERCENTILES)}
 
 
 def _weighted_percentiles(values: Sequence[float], counts: Sequence[int]) -> dict[str, float] | None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmark.report import Result, RunContext, arguments_of, footer, prepare_output, published, table
 from benchmark.roofline import GPU_READ_BYTES, Ceilings, Probe, best_seconds
+from benchmark.shapes import BLOCK_SIZE
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 KERNELS = 300  # small operators in a row: about what a decode step of 30 layers launches
 DECODES = (1, 32, 256)  # sequences of a decode step …
 CONTEXT = 2048  # … and the tokens that each attends to
-HEADS, HEAD_DIM, BLOCK_SIZE = 32, 128, 16  # BLOOM-7b1's heads, each with keys of its own
+HEADS, HEAD_DIM = 32, 128  # BLOOM-7b1's heads, each with keys of its own
 MOST_CACHE_BYTES = 8 * 2**30  # of the caches that an attention probe reads in turn, so that none stays in the L2 cache
 MOST_LAYERS = 30
 LOGITS = (256, 250880)  # [S, V]: BLOOM's vocabulary

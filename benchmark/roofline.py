@@ -45,7 +45,7 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Demand:
+class BytesAndFlops:
     """What one step cannot avoid, over all devices together."""
 
     num_bytes: float
@@ -60,20 +60,20 @@ class Demand:
         moving, computing = self._seconds(ceilings)
         return "bandwidth" if moving >= computing else "arithmetic"
 
-    def plus(self, other: Demand) -> Demand:
+    def plus(self, other: BytesAndFlops) -> BytesAndFlops:
         """Both in one step."""
-        return Demand(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
+        return BytesAndFlops(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
 
-    def times(self, count: int) -> Demand:
+    def times(self, count: int) -> BytesAndFlops:
         """Of `count` such steps."""
-        return Demand(self.num_bytes * count, self.num_flops * count)
+        return BytesAndFlops(self.num_bytes * count, self.num_flops * count)
 
     def _seconds(self, ceilings: Ceilings) -> tuple[float, float]:
         return self.num_bytes / ceilings.bytes_per_second, self.num_flops / ceilings.flops_per_second
 
 
 @dataclass(frozen=True)
-class Work:
+class ServedModel:
     """A shape in the dtype and format in which it is served."""
 
     shape: ModelShape
@@ -85,31 +85,31 @@ class Work:
         """Weights that every step reads once, whatever its batch: all layers and the head, not the embedding table."""
         return self.shape.step_weight_bytes(self.dtype, self.quantize)
 
-    def step(self, *, tokens: int, attended: float, kv_read: float, sampled: int) -> Demand:
+    def step(self, *, tokens: int, attended: float, kv_read: float, sampled: int) -> BytesAndFlops:
         """Any step. tokens: computed in it; attended: keys that those tokens look at, together; kv_read: tokens whose
         keys and values come from the cache; sampled: sequences that get a token, so that they need logits."""
         shape = self.shape
         kv = (kv_read + tokens) * shape.kv_bytes_per_token(self.dtype)  # what is computed is also written
         matrices = 2 * shape.step_parameters * tokens + 2 * shape.head_parameters * sampled
         attention = 4 * shape.spec.num_layers * shape.spec.num_heads * shape.spec.head_dim * attended
-        return Demand(self.step_weight_bytes + kv, matrices + attention)
+        return BytesAndFlops(self.step_weight_bytes + kv, matrices + attention)
 
-    def encode(self, lengths: Sequence[int]) -> Demand:
+    def encode(self, lengths: Sequence[int]) -> BytesAndFlops:
         """What an encoder-decoder adds to a step for prompts of these lengths: every token sees its whole prompt."""
         shape, encoder, tokens = self.shape, self.shape.spec.encoder, sum(lengths)
         assert encoder is not None, "only an encoder-decoder encodes"
         pairs = sum(length**2 for length in lengths)
         attention = 4 * encoder.num_layers * encoder.num_heads * encoder.head_dim * pairs
         num_bytes = shape.encode_bytes(self.dtype, self.quantize) + tokens * shape.kv_bytes_per_token(self.dtype)
-        return Demand(num_bytes, 2 * shape.encode_parameters * tokens + attention)
+        return BytesAndFlops(num_bytes, 2 * shape.encode_parameters * tokens + attention)
 
-    def decode(self, batch_size: int, context: float) -> Demand:
+    def decode(self, batch_size: int, context: float) -> BytesAndFlops:
         """One token for each of `batch_size` sequences that attend to `context` tokens, the new one included."""
         return self.step(
             tokens=batch_size, attended=batch_size * context, kv_read=batch_size * (context - 1), sampled=batch_size
         )
 
-    def prefill(self, batch_size: int, length: int) -> Demand:
+    def prefill(self, batch_size: int, length: int) -> BytesAndFlops:
         """Whole prompts of `length` tokens in one step, and the first token of each. Causal: half of all pairs."""
         if self.shape.spec.encoder is not None:
             return self.encode([length] * batch_size).plus(self.decode(batch_size, length + 1))

@@ -12,11 +12,9 @@ several turns, and shared prefixes.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import hashlib
 import sys
-import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -27,91 +25,24 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from benchmark import launch, plots, workload
-from benchmark.http_client import DISCONNECTED, UNREACHABLE, Api, HttpClient, OpenAiApi, TgiApi
-from benchmark.outcomes import Load, Objectives, Outcome, markdown, progress, row_of
-from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, prepare_output, published
+from benchmark import launch, options, plots, workload
+from benchmark.http_client import DISCONNECTED, Api, HttpClient, OpenAiApi, TgiApi
+from benchmark.loops import closed_loop, open_loop, sender, unreachable
+from benchmark.outcomes import Load, Objectives, markdown, progress, row_of
+from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output, published
 from benchmark.workload import Lengths, PlannedRequest
 
 LENGTHS = (128, 512, 1024, 2048)  # the published sweeps'
 CONCURRENCY = 16
+ABOVE_ZERO = options.number(above=0)
 SERVER_REQUESTS = 128  # the launcher's own default of --max-concurrent-requests
-# Answers that every other request would get as well, and what to do about them.
-HOPELESS = {
-    "401": "give the server's key by --api-key-file",
-    "403": "give the server's key by --api-key-file",
-    "404": "is --api right, and is the URL without the route's path?",
-    "405": "is --api right, and is the URL without the route's path?",
-}
-Send = Callable[[PlannedRequest, float | None], Coroutine[Any, Any, Outcome]]  # None: intended for when it is sent
-
-
-# ------------------------------------------------------------------------------------------------------- loops
-
-
-async def closed_loop(send: Send, requests: Sequence[PlannedRequest], concurrency: int) -> list[Outcome]:
-    """Each of `concurrency` streams sends the next request when its last one has ended. Raises BenchError."""
-    waiting = iter(requests)
-    outcomes: list[Outcome] = []
-
-    async def stream() -> None:
-        for request in waiting:
-            outcomes.append(await send(request, None))
-
-    await _together([stream() for _ in range(concurrency)])
-    return outcomes
-
-
-async def open_loop(send: Send, requests: Sequence[PlannedRequest]) -> list[Outcome]:
-    """Each request is sent at its own time, whatever became of the others. Raises BenchError."""
-    started_at = time.perf_counter()
-    outcomes: list[Outcome] = []
-
-    async def at_its_time(request: PlannedRequest) -> None:
-        intended_at = started_at + request.send_after_s
-        await asyncio.sleep(intended_at - time.perf_counter())
-        outcomes.append(await send(request, intended_at))
-
-    await _together([at_its_time(request) for request in requests])
-    return outcomes
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """All at once; the first BenchError cancels the others."""
-    failure: BenchError | None = None
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for one in work:
-                tasks.create_task(one)
-    except* BenchError as failures:
-        failure = next(error for error in failures.exceptions if isinstance(error, BenchError))
-    if failure is not None:
-        raise failure
-
-
-def sender(client: HttpClient, api: Api) -> Send:
-    """Sends one request; raises BenchError for what would be the answer to every other one, too."""
-
-    async def send(request: PlannedRequest, intended_at: float | None) -> Outcome:
-        reply = await client.stream(api, request.prompt, request.lengths.output_length)
-        if reply.error == UNREACHABLE:
-            raise unreachable(client.url, reply.detail)
-        if reply.error in HOPELESS:
-            raise BenchError(f"POST {client.url}{api.path} was answered by {reply.error}: {HOPELESS[reply.error]}")
-        return Outcome(request.lengths, reply.sent_at if intended_at is None else intended_at, reply)
-
-    return send
-
-
-def unreachable(url: str, detail: object) -> BenchError:
-    return BenchError(f"cannot reach {url} ({detail}): check the URL and that the server runs")
 
 
 # ------------------------------------------------------------------------------------------------------- sweep
 
 
 @dataclass(frozen=True)
-class Target:
+class MeasuredServer:
     """The server to measure, and what it says of itself."""
 
     url: str
@@ -131,7 +62,7 @@ class Target:
 class Sweep:
     """Measures row after row against one server."""
 
-    def __init__(self, args: argparse.Namespace, target: Target) -> None:
+    def __init__(self, args: argparse.Namespace, target: MeasuredServer) -> None:
         self._args = args
         self._target = target
         self._client = _client(args, target.url)
@@ -229,7 +160,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     target.add_argument("--api-key-file", type=Path, metavar="FILE", help="the server's key")
     target.add_argument("--no-ignore-eos", action="store_true", help="for openai servers that refuse `ignore_eos`")
     target.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer.json's folder, without /tokenize")
-    target.add_argument("--timeout", type=_positive_number, default=600.0, metavar="S", help="of a request (600)")
+    target.add_argument("--timeout", type=ABOVE_ZERO, default=600.0, metavar="S", help="of a request (600)")
     _add_work_arguments(parser.add_argument_group("work"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md, result.json and plots")
     launch.add_server_arguments(parser)
@@ -239,35 +170,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     lengths = " ".join(map(str, LENGTHS))
     repeatable: dict[str, Any] = {"nargs": "+", "action": "extend"}
-    group.add_argument("--input-length", type=launch.positive, metavar="N", help=f"prompt ({lengths})", **repeatable)
-    group.add_argument("--output-length", type=launch.positive, metavar="N", help=f"answer ({lengths})", **repeatable)
+    group.add_argument("--input-length", type=options.positive, metavar="N", help=f"prompt ({lengths})", **repeatable)
+    group.add_argument("--output-length", type=options.positive, metavar="N", help=f"answer ({lengths})", **repeatable)
     group.add_argument(
         "--length-distribution", default="fixed", metavar="KIND",
         help="around the lengths of the grid: fixed, uniform (half to one and a half) or lognormal (same mean); or in "
         'place of the grid a JSONL file of {"input_length": …, "output_length": …}',
     )  # fmt: skip
-    group.add_argument("--concurrency", type=launch.positive, metavar="N", help="closed loops (16)", **repeatable)
+    group.add_argument("--concurrency", type=options.positive, metavar="N", help="closed loops (16)", **repeatable)
+    group.add_argument("--request-rate", type=ABOVE_ZERO, metavar="R", help="open loops, per second", **repeatable)
     group.add_argument(
-        "--request-rate", type=_positive_number, metavar="R", help="open loops, per second", **repeatable
+        "--num-requests", type=options.positive, metavar="N", help="of a row (4 x concurrency or 60 s, >= 32)"
     )
-    group.add_argument(
-        "--num-requests", type=launch.positive, metavar="N", help="of a row (4 x concurrency or 60 s, >= 32)"
-    )
-    group.add_argument("--warmups", type=_not_negative, default=1, metavar="N", help="requests before a row (1)")
+    group.add_argument("--warmups", type=options.not_negative, default=1, metavar="N", help="requests before a row (1)")
     group.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (0)")
-    group.add_argument("--ttft-objective", type=_positive_number, metavar="MS", help="for goodput")
-    group.add_argument("--tpot-objective", type=_positive_number, metavar="MS", help="for goodput")
-
-
-def _not_negative(text: str) -> int:
-    return 0 if text == "0" else launch.positive(text)
-
-
-def _positive_number(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
+    group.add_argument("--ttft-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
+    group.add_argument("--tpot-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -286,10 +204,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _complete(args: argparse.Namespace) -> None:
     """Fill in defaults, and refuse what contradicts itself or cannot be read. Raises BenchError."""
-    args.input_length = _distinct(args.input_length or LENGTHS)
-    args.output_length = _distinct(args.output_length or LENGTHS)
-    args.request_rate = _distinct(args.request_rate or ())
-    args.concurrency = _distinct(args.concurrency or (() if args.request_rate else (CONCURRENCY,)))
+    args.input_length = options.distinct(args.input_length or LENGTHS)
+    args.output_length = options.distinct(args.output_length or LENGTHS)
+    args.request_rate = options.distinct(args.request_rate or ())
+    args.concurrency = options.distinct(args.concurrency or (() if args.request_rate else (CONCURRENCY,)))
     is_file = args.length_distribution not in workload.DISTRIBUTIONS
     args.lengths_file = Path(args.length_distribution) if is_file else None
     if args.lengths_file is not None:
@@ -297,16 +215,11 @@ def _complete(args: argparse.Namespace) -> None:
     if args.url is None:
         return
     own = ("random_weights", "num_shard", "dtype", "device", "quantize", "launcher_flags")
-    if surplus := [name for name in own if getattr(args, name)]:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in surplus)
+    if surplus := options.options_given(args, own):
+        names = ", ".join(surplus)
         raise BenchError(f"--url measures a server that runs already: leave out {names}, which are for one to start")
     if not _is_url(args.url):
         raise BenchError(f"{args.url} is not a URL: write it as http://127.0.0.1:3000")
-
-
-def _distinct(values: Sequence[Any]) -> list[Any]:
-    """In their order; two rows of the same work would have the same prompts."""
-    return list(dict.fromkeys(values))
 
 
 def _is_url(text: str) -> bool:
@@ -318,17 +231,17 @@ def _is_url(text: str) -> bool:
 
 
 @contextmanager
-def _target(args: argparse.Namespace) -> Iterator[Target]:
+def _target(args: argparse.Namespace) -> Iterator[MeasuredServer]:
     if args.url is not None:
         yield uvloop.run(_running(args))
         return
     with launch.model_for(args) as model:
         with launch.running_server([*launch.launch_flags(args, model), *_limits(args), *args.launcher_flags]) as server:
             _, info = uvloop.run(_client(args, server.url).json("GET", "/info"))
-            yield Target(server.url, model.name, info, server, has_meaning=not model.random_weights)
+            yield MeasuredServer(server.url, model.name, info, server, has_meaning=not model.random_weights)
 
 
-async def _running(args: argparse.Namespace) -> Target:
+async def _running(args: argparse.Namespace) -> MeasuredServer:
     """A running server, as it describes itself. Raises BenchError."""
     client = _client(args, args.url)
     try:
@@ -340,7 +253,7 @@ async def _running(args: argparse.Namespace) -> Target:
     model = args.model_id or _first_model(models) or info.get("model_id")
     if model is None and args.api == "openai":
         raise BenchError(f"{args.url}/v1/models names no model: give --model-id")
-    return Target(args.url, model or "unknown", info)
+    return MeasuredServer(args.url, model or "unknown", info)
 
 
 def _first_model(models: Any) -> str | None:
@@ -376,13 +289,13 @@ def _limits(args: argparse.Namespace) -> list[str]:
         "--max-concurrent-requests": max(SERVER_REQUESTS, *args.concurrency, 0),
     }
     said = {flag.partition("=")[0] for flag in args.launcher_flags}
-    return [part for flag, value in limits.items() if flag not in said for part in (flag, str(value))]
+    return launch.flags_of({flag: value for flag, value in limits.items() if flag not in said})
 
 
 # ------------------------------------------------------------------------------------------------------ report
 
 
-def _context(args: argparse.Namespace, target: Target) -> RunContext:
+def _context(args: argparse.Namespace, target: MeasuredServer) -> RunContext:
     info = target.info
     return RunContext.gather(
         "serving",
@@ -392,13 +305,9 @@ def _context(args: argparse.Namespace, target: Target) -> RunContext:
         num_shard=int(info.get("num_shard", 0)),
         threads=0,
         quantize=info.get("quantize"),
-        arguments={name: str(value) if isinstance(value, Path) else value for name, value in _plain(args)},
+        arguments=arguments_of(args),
         work=_work(args, target.model),
     )
-
-
-def _plain(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in sorted(vars(args).items()) if not callable(value))
 
 
 def _work(args: argparse.Namespace, model: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from server.model import families
 from server.model.spec import ArchSpec, Gated, LayerNorm, LayerSpec, Learned, Mlp, Moe, Residual, validate
 
 FOLDER = Path(__file__).with_name("shapes")
+BLOCK_SIZE = 16  # tokens in a block of the KV cache, as on our shards; a cache is made of whole blocks
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 QUANTIZED_BYTES: Mapping[str, int] = {"int8": 1}  # scales are not counted: one per row
 

@@ -69,8 +69,6 @@ def poisson_times(rate: float, count: int, random: Random) -> list[float]:
 
 # ----------------------------------------------------------------------------------------------------------- lengths
 
-Distribution = Callable[[Random, Lengths], Lengths]
-
 
 def _uniform(random: Random, mean: int) -> int:
     """From half the mean to one and a half times the mean."""

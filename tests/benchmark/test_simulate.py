@@ -22,7 +22,7 @@ from benchmark.cost import Curve, Fitted, Roofline, StepWork, fit, read_latency
 from benchmark.fleet import Tally
 from benchmark.prediction import comparison, figures
 from benchmark.report import BenchError
-from benchmark.roofline import Work, mean_context
+from benchmark.roofline import ServedModel, mean_context
 from benchmark.traffic import ClosedLoop, OpenLoop, Request, arrival_times, read_trace
 from router.batcher import Batcher
 from router.client import FakeShardedClient, StepRequest
@@ -220,7 +220,7 @@ def test_the_same_seed_is_the_same_fleet() -> None:
 
 
 def test_a_data_sheet_costs_what_the_roofline_says() -> None:
-    work = Work(shapes.shape("bloomz-7b1-mt"), "float16")
+    work = ServedModel(shapes.shape("bloomz-7b1-mt"), "float16")
     ceilings = plan.DEVICES["a100-40g"].ceilings("float16", 2)
     cost = Roofline.of(work, ceilings, efficiency=0.5, overhead_s=0.001)
     decode = StepWork(decoding=32, context=32 * 150, sampled=32)
@@ -231,7 +231,7 @@ def test_a_data_sheet_costs_what_the_roofline_says() -> None:
 
 
 def test_a_mixed_step_reads_the_weights_once() -> None:
-    work = Work(shapes.shape("bloomz-7b1-mt"), "float16")
+    work = ServedModel(shapes.shape("bloomz-7b1-mt"), "float16")
     cost = Roofline.of(work, plan.DEVICES["h200"].ceilings("float16", 1), 1.0, 0.0)
     few, decode = StepWork(prompt_tokens=8, prompt_pairs=32), StepWork(decoding=8, context=800, sampled=8)
     mixed = StepWork(prompt_tokens=8, prompt_pairs=32, decoding=8, context=800, sampled=8)
