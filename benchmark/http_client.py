@@ -200,14 +200,23 @@ class HttpClient:
 
     async def json(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Status and parsed body (None if it is not JSON) of a plain exchange. Raises OSError, TimeoutError."""
-        async with asyncio.timeout(PLAIN_TIMEOUT_S):
-            connection = await self._exchange(method, path, b"" if body is None else orjson.dumps(body), None)
-        if not connection.status:
-            raise ConnectionResetError("it cut the connection")
+        exchange = await self._plain(method, path, b"" if body is None else orjson.dumps(body))
         try:
-            return connection.status, orjson.loads(connection.body)
+            return exchange.status, orjson.loads(exchange.body)
         except orjson.JSONDecodeError:
-            return connection.status, None
+            return exchange.status, None
+
+    async def text(self, path: str) -> str:
+        """The body that GET answers by. Raises OSError, TimeoutError."""
+        return (await self._plain("GET", path, b"")).body.decode()
+
+    async def _plain(self, method: str, path: str, body: bytes) -> HttpExchange:
+        """A whole exchange that nothing is streamed in."""
+        async with asyncio.timeout(PLAIN_TIMEOUT_S):
+            exchange = await self._exchange(method, path, body, None)
+        if not exchange.status:
+            raise ConnectionResetError("it cut the connection")
+        return exchange
 
     async def _exchange(
         self, method: str, path: str, body: bytes, on_event: Callable[[bytes, float], None] | None
