@@ -31,9 +31,11 @@ COMMANDS: Mapping[str, str] = {
 class Subcommand(Protocol):
     """What a command's module offers."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options of the command."""
 
-    def run(self, args: argparse.Namespace) -> int: ...
+    def run(self, args: argparse.Namespace) -> int:
+        """Do what the parsed arguments ask for; the exit code. Raises BenchError."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -30,7 +30,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class ComparedMetric:
-    """One figure of a row."""
+    """One figure of a row that results are compared by."""
 
     key: str
     title: str
@@ -39,7 +39,7 @@ class ComparedMetric:
 
 @dataclass(frozen=True)
 class ResultColumns:
-    """What is compared in one command's rows."""
+    """What the rows of one command say: what each is about, and the figures to compare."""
 
     keys: Mapping[str, str]  # what a row is about, with the column's title
     metrics: Sequence[ComparedMetric]
@@ -97,6 +97,7 @@ class System:
 
 
 def about_of(row: Row, columns: ResultColumns) -> tuple[Any, ...]:
+    """What a row is about: its values of the columns' keys, None where it has no such key."""
     return tuple(row.get(key) for key in columns.keys)
 
 
@@ -104,6 +105,7 @@ def about_of(row: Row, columns: ResultColumns) -> tuple[Any, ...]:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     parser.add_argument(
         "results", type=Path, nargs="+", metavar="FILE", help="result.json files; the first is the base"
     )
@@ -112,6 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Compare the result files and print the tables; 0. Raises BenchError."""
     systems = read_systems(args.results, args.name)
     check_same_work(systems)
     prepare_output(args.output)
@@ -144,7 +147,7 @@ def _write(folder: Path, systems: Sequence[System], text: str, answer: str) -> N
 
 
 def read_systems(paths: Sequence[Path], names: Sequence[str]) -> list[System]:
-    """Raises BenchError for anything but two or more results."""
+    """The result files with their names. Raises BenchError for anything but two or more results."""
     if len(paths) < 2:
         raise BenchError("one result has nothing to be compared with: give two or more result.json files")
     if names and len(names) != len(paths):
@@ -178,7 +181,7 @@ def read_result(path: Path) -> Mapping[str, Any]:
 
 
 def check_same_work(systems: Sequence[System]) -> None:
-    """Raises BenchError naming what differs from the first result."""
+    """Refuse results of different work: raises BenchError naming what differs from the first one."""
     base, *others = systems
     for other in others:
         mine, theirs = _work(base), _work(other)
@@ -261,6 +264,7 @@ def _resampled_means(samples: Sequence[float], random: np.random.Generator) -> n
 
 
 def to_json(systems: Sequence[System], rows: Sequence[Row]) -> dict[str, Any]:
+    """The whole comparison as one JSON object."""
     files = [{"name": system.name, "path": str(system.path)} for system in systems]
     return {"command": "compare", "of": systems[0].result["command"], "systems": files, "rows": list(rows)}
 

@@ -49,8 +49,10 @@ class Tally:
     tpot: array[float] = field(default_factory=lambda: array("d"))  # 0 for an answer of one token
     e2e: array[float] = field(default_factory=lambda: array("d"))
     queued: array[float] = field(default_factory=lambda: array("d"))
-    gaps: array[float] = field(default_factory=lambda: array("d"))  # between two tokens of a request …
-    gap_counts: array[int] = field(default_factory=lambda: array("q"))  # … and how many requests saw each
+    gaps: array[float] = field(
+        default_factory=lambda: array("d")
+    )  # from one token of a request to its next, once for each step
+    gap_counts: array[int] = field(default_factory=lambda: array("q"))  # how many requests saw each of `gaps`
     num_requests: int = 0
     num_refused: int = 0
     num_tokens: int = 0
@@ -58,9 +60,9 @@ class Tally:
     num_step_tokens: int = 0  # computed, of prompts and answers; some answers' after their end
     started_at: float = NEVER  # the first arrival
     ended_at: float = 0.0
-    busy: float = 0.0  # seconds of all replicas together, and integrals over them:
-    batch: float = 0.0  # sequences
-    blocks: float = 0.0  # KV blocks reserved
+    busy: float = 0.0  # seconds that replicas computed, of all replicas together
+    batch: float = 0.0  # integral over those seconds of the running sequences
+    blocks: float = 0.0  # integral over those seconds of the KV blocks reserved
     peak_batch: int = 0
     peak_blocks: int = 0
 
@@ -106,6 +108,7 @@ class Replica:
 
     @property
     def next_reply_at(self) -> float:
+        """When the oldest step under way is answered, in virtual seconds; NEVER when the replica is idle."""
         return self._under_way[0].ends_at if self._under_way else NEVER
 
     @property

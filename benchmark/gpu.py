@@ -33,12 +33,12 @@ from benchmark.roofline import Ceilings, ServedModel, mean_context
 RESULTS = ROOT / "docs" / "results"
 LENGTHS = {"latency": (100, 100), "serving": (128, 128), "offline": (512, 32)}  # tokens of a prompt, and generated
 STOP_SECONDS = 40.0  # for a command past its limit to stop the server that it started
-DECODE_PERCENT = {1: 80.0, 32: 77.0}  # of the floor, at these batch sizes …
-OTHER_DECODE_PERCENT = 75.0  # … and at others
-PREFILL_PERCENT = 65.0
-MOST_STEP_RATIO = 1.03  # of a decode step from reply to reply to what the device computes of it
-SERVING_PERCENT = 50.0  # of the ceiling: a very good server reaches 50 to 65
-OFFLINE_PERCENT = 50.0
+DECODE_PERCENT = {1: 80.0, 32: 77.0}  # least share of the limit that a decode step of these batch sizes reaches
+OTHER_DECODE_PERCENT = 75.0  # the same for any other batch size
+PREFILL_PERCENT = 65.0  # least share of the limit that a prefill reaches
+MOST_STEP_RATIO = 1.03  # time of a decode step from reply to reply / time that the device computes in it
+SERVING_PERCENT = 50.0  # least share of the ceiling over HTTP; a very good server reaches 50 to 65
+OFFLINE_PERCENT = 50.0  # least share of the ceiling without HTTP
 MOST_READY_SECONDS = 60.0
 Found = Mapping[str, Any]  # a command's result.json
 
@@ -53,6 +53,7 @@ class ReportRow(NamedTuple):
 
 
 def judged(what: str, target: str, measured: str, is_met: bool) -> ReportRow:
+    """A line whose verdict is that its target was met or missed."""
     return ReportRow(what, target, measured, "met" if is_met else "missed")
 
 
@@ -67,7 +68,7 @@ class Measurement:
 
 @dataclass
 class Report:
-    """What is known so far."""
+    """What the measurements have found so far, and the file that it is written to."""
 
     args: argparse.Namespace
     device: str = "unknown device"
@@ -79,6 +80,7 @@ class Report:
 
     @property
     def path(self) -> Path:
+        """Where the report is written: `--output`, or a file named after the day and the device."""
         slug = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
         return Path(self.args.output or RESULTS / f"{self.started_at:%Y-%m-%d}-{slug}.md")
 
@@ -101,6 +103,7 @@ class Report:
             raise BenchError(f"cannot write {self.path}: {error.strerror}; give another --output") from None
 
     def markdown(self) -> str:
+        """The whole report: context, summary, start-up tables, and what each command printed."""
         minutes = (datetime.now(UTC) - self.started_at).total_seconds() / 60
         software = ", ".join(f"{name} {version}" for name, version in versions().items())
         context = [f"{self.started_at:%Y-%m-%d}", f"commit {commit() or 'unknown'}", software, self.args.dtype]
@@ -115,6 +118,7 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def table(self) -> str:
+        """The summary: one line for each figure."""
         return table(("", "Target", "Measured", "Verdict"), self.rows)
 
 
@@ -122,6 +126,7 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     group = parser.add_argument_group("shapes (a name of `plan`, a config.json, or a model folder)")
     group.add_argument("--latency-shape", default="bloomz-7b1-mt", metavar="SHAPE", help="(bloomz-7b1-mt)")
     group.add_argument(
@@ -149,6 +154,7 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run every measurement and write the report; 1 when one of them failed. Raises BenchError."""
     report = Report(args)
     planned = steps(args, report)
     prepare_output(args.output.parent if args.output else RESULTS)

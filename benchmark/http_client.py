@@ -55,10 +55,11 @@ class Api(Protocol):
 
     path: str
 
-    def body(self, prompt: str, output_length: int) -> dict[str, Any]: ...
+    def body(self, prompt: str, output_length: int) -> dict[str, Any]:
+        """The body of a streamed, greedy request for `output_length` tokens."""
 
     def read(self, data: bytes) -> StreamEvent:
-        """Raises ValueError, LookupError, TypeError or AttributeError if it is not what this API sends."""
+        """One event. Raises ValueError, LookupError, TypeError or AttributeError if it is none of this API."""
 
 
 class TgiApi:
@@ -67,9 +68,11 @@ class TgiApi:
     path = "/generate_stream"
 
     def body(self, prompt: str, output_length: int) -> dict[str, Any]:
+        """The body of a streamed, greedy request, with details so that the server counts its tokens."""
         return {"inputs": prompt, "parameters": {"max_new_tokens": output_length, "details": True}}
 
     def read(self, data: bytes) -> StreamEvent:
+        """One event. Raises ValueError, LookupError, TypeError or AttributeError if it is none of this API."""
         event = orjson.loads(data)
         if "token" not in event:
             return StreamEvent(error=str(event.get("error_type", "error")))
@@ -92,11 +95,13 @@ class OpenAiApi:
         self._ignore_eos = ignore_eos
 
     def body(self, prompt: str, output_length: int) -> dict[str, Any]:
+        """The body of a streamed, greedy request that also asks for the count of its tokens."""
         body: dict[str, Any] = {"model": self._model, "prompt": prompt, "max_tokens": output_length, "temperature": 0}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body | ({"ignore_eos": True} if self._ignore_eos else {})
 
     def read(self, data: bytes) -> StreamEvent:
+        """One event. Raises ValueError, LookupError, TypeError or AttributeError if it is none of this API."""
         if data == b"[DONE]":
             return StreamEvent(is_last=True)
         event = orjson.loads(data)
@@ -133,9 +138,11 @@ class HttpExchange(asyncio.Protocol):
         return self._parser.get_status_code()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio: send the request."""
         cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop's transports are no subclass of it
 
     def data_received(self, data: bytes) -> None:
+        """Called by asyncio, with bytes that need not be whole events."""
         arrived_at = time.perf_counter()  # of every token in these bytes, before any of them is parsed
         try:
             self._parser.feed_data(data)
@@ -145,14 +152,15 @@ class HttpExchange(asyncio.Protocol):
             self._cut_events(self._on_event, arrived_at)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio: the exchange is over, whatever came of it."""
         self._end()
 
     def on_body(self, body: bytes) -> None:
-        """Called by httptools, with pieces that need not be events."""
+        """Called by httptools, with pieces of the body that need not be whole events."""
         self.body += body
 
     def on_message_complete(self) -> None:
-        """Called by httptools."""
+        """Called by httptools: the body is complete."""
         self._end()
 
     def _cut_events(self, on_event: Callable[[bytes, float], None], arrived_at: float) -> None:

@@ -43,6 +43,7 @@ BATCH_SIZES = (1, 2, 4, 8, 16, 32)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     shards.add_target_arguments(parser)
     parser.add_argument(
         "-b", "--batch-size", type=options.positive, nargs="+", action="extend", metavar="N",
@@ -78,6 +79,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure every batch size and print the tables; 0. Raises BenchError."""
     prepare_output(args.output)
     args.batch_size = options.distinct(args.batch_size or BATCH_SIZES)
     draws = plots.wanted(args.output)
@@ -200,7 +202,7 @@ async def _measure_point(
 
 
 def sampling_of(args: argparse.Namespace, seed: int) -> Sampling:
-    """TGI's neutral values for what was not given."""
+    """How tokens are chosen, with TGI's neutral values for what the user did not give."""
     warpers = (args.temperature, args.top_k, args.top_p, args.typical_p)
     return Sampling(
         do_sample=args.do_sample or any(value is not None for value in warpers),
@@ -264,6 +266,7 @@ def markdown(result: Result, args: argparse.Namespace, model: str) -> str:
 
 
 def arguments_table(args: argparse.Namespace, model: str) -> str:
+    """What was asked for, as the first table of TGI's benchmark."""
     top_n = [("Top N Tokens", args.top_n_tokens)] if args.top_n_tokens else []
     pairs = [
         ("Model", model),

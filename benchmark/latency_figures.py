@@ -39,7 +39,7 @@ class Point:
 
     @property
     def computed_ms(self) -> dict[str, list[float]]:
-        """Of each sample, what the first rank says that it computed."""
+        """For each sample the milliseconds in which, as it says, the first rank computed."""
         totals = [1000 * times.decode_computed for times in self.runs]
         return {
             "prefill": [1000 * times.prefill_computed for times in self.runs],
@@ -53,11 +53,11 @@ class Point:
         return self.batch_size * counts[step]
 
     def throughputs(self, step: str) -> list[float]:
-        """Tokens per second of each run."""
+        """Tokens per second of the step in each run."""
         return [1000 * self.tokens(step) / sample for sample in self.samples_ms[step]]
 
     def needed(self, step: str, served: ServedModel) -> BytesAndFlops:
-        """What one sample of the step cannot avoid."""
+        """What one sample of the step needs at least."""
         if step == "prefill":
             return served.prefill(self.batch_size, self.sequence_length)
         one = served.decode(self.batch_size, mean_context(self.sequence_length, self.decode_length))
@@ -93,12 +93,14 @@ def _row(point: Point, step: str, served: ServedModel | None) -> dict[str, Any]:
 
 
 def latency_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Times of each step in milliseconds, as TGI's benchmark prints them."""
     names = ("mean_ms", "min_ms", "max_ms", "p50_ms", "p90_ms", "p99_ms")
     cells = [[STEPS[r["step"]], r["batch_size"], *(f"{r[name]:.2f} ms" for name in names)] for r in rows]
     return table(("Step", "Batch Size", "Average", "Lowest", "Highest", "p50", "p90", "p99"), cells)
 
 
 def throughput_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Tokens per second of prefill and decode, as TGI's benchmark prints them."""
     cells = [[THROUGHPUT_STEPS[r["step"]], r["batch_size"], *_rates(r)] for r in rows if r["step"] in THROUGHPUT_STEPS]
     return table(("Step", "Batch Size", "Average", "Lowest", "Highest"), cells)
 
@@ -109,7 +111,7 @@ def _rates(row: dict[str, Any]) -> list[str]:
 
 
 def floor_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Empty where no floor is known."""
+    """The floor of each row and how near it came; empty where no floor is known."""
     known = [row for row in rows if row["floor_ms"] is not None]
     cells = [
         [STEPS[r["step"]], r["batch_size"], f"{r['p50_ms']:.2f} ms", f"{r['floor_ms']:.2f} ms", _percent(r)]

@@ -74,7 +74,7 @@ class Server:
         self._reader.start()
 
     def wait_ready(self) -> None:
-        """Raises BenchError when the server cannot start."""
+        """Wait until the server answers. Raises BenchError when it cannot start."""
         self._ready.wait()
         if not self.url:
             raise BenchError(f"the server did not start: {self._cause()}")
@@ -94,7 +94,7 @@ class Server:
         return [pid for pid in children if b"server" in _arguments(pid)]
 
     def stop(self) -> None:
-        """End it and everything that it started."""
+        """End the launcher and everything that it started, by force after STOP_SECONDS."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         try:

@@ -67,7 +67,7 @@ async def _together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 def sender(client: HttpClient, api: Api) -> Send:
-    """Sends one request; raises BenchError for what would be the answer to every other one, too."""
+    """A function that sends one request. It raises BenchError for what would answer every other request as well."""
 
     async def send(request: PlannedRequest, intended_at: float | None) -> Outcome:
         reply = await client.stream(api, request.prompt, request.lengths.output_length)
@@ -81,4 +81,5 @@ def sender(client: HttpClient, api: Api) -> Send:
 
 
 def unreachable(url: str, detail: object) -> BenchError:
+    """Nobody answers at the URL, for the reason in `detail`."""
     return BenchError(f"cannot reach {url} ({detail}): check the URL and that the server runs")

@@ -40,6 +40,7 @@ KINDS = ("prefill", "decode", "total")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",
         help='JSON lines, each with "prompt" or "token_ids", and "max_new_tokens" where it differs from the option',
@@ -57,6 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Generate for all prompts on a server that is started for it, and print the figures; 0. Raises BenchError."""
     prepare_output(args.output)
     with launch.model_for(args) as model:
         tokenizer = load_tokenizer(model.location, with_eos=args.stop_at_eos)
@@ -168,7 +170,7 @@ async def _finish(entry: Entry) -> str | None:
 
 
 def rows(records: Sequence[StepRecord], total_seconds: float, ceilings: Ceilings | None) -> list[dict[str, Any]]:
-    """Prefill, decode and total. tokens / latency_s = tokens_per_second, exactly."""
+    """One row each for prefill, decode and total, in which tokens / latency_s is exactly tokens_per_second."""
     busy = dict.fromkeys(KINDS, 0.0)
     tokens = dict.fromkeys(KINDS, 0)
     floors = dict.fromkeys(KINDS, 0.0)
@@ -262,7 +264,7 @@ def _notes() -> list[str]:
 
 
 def markdown(result: Result) -> str:
-    """FlexGen's lines, and floors."""
+    """The figures as FlexGen prints them, then the floors, then what to know about them."""
     return "\n\n".join(
         part for part in ("\n".join(_figures(result)), _floor_table(result.rows), footer(result)) if part
     )

@@ -43,14 +43,17 @@ class Outcome:
 
     @property
     def is_short(self) -> bool:
+        """Whether the answer has fewer tokens than were asked for."""
         return self.reply.num_tokens < self.lengths.output_length
 
     @property
     def ttft_ms(self) -> float:
+        """Milliseconds from the intended sending to the first token."""
         return 1000 * (self.reply.token_times[0] - self.intended_at)
 
     @property
     def e2e_ms(self) -> float:
+        """Milliseconds from the intended sending to the last token."""
         return 1000 * (self.reply.token_times[-1] - self.intended_at)
 
     @property
@@ -61,15 +64,18 @@ class Outcome:
 
     @property
     def inter_token_ms(self) -> list[float]:
+        """Milliseconds between each token and the one before it."""
         times = self.reply.token_times
         return [1000 * (after - before) for before, after in pairwise(times)]
 
     @property
     def latency_per_token_ms(self) -> float:
+        """The end-to-end time for each token of prompt and answer."""
         return self.e2e_ms / (self.lengths.input_length + self.reply.num_tokens)
 
     @property
     def latency_per_output_token_ms(self) -> float:
+        """The end-to-end time for each token of the answer."""
         return self.e2e_ms / self.reply.num_tokens
 
 
@@ -81,6 +87,7 @@ class Objectives:
     tpot_ms: float | None = None
 
     def are_met(self, outcome: Outcome) -> bool:
+        """Whether a request that succeeded kept the objectives."""
         return (self.ttft_ms is None or outcome.ttft_ms <= self.ttft_ms) and (
             self.tpot_ms is None or (outcome.tpot_ms or 0.0) <= self.tpot_ms
         )
@@ -166,6 +173,7 @@ def _is_other_input(outcome: Outcome) -> bool:
 
 
 def progress(row: Mapping[str, Any], load: Load) -> str:
+    """A finished row in one line."""
     rates = f"{row['requests_per_second']:.2f} requests/s, {row['output_tokens_per_second']:.2f} output token/s"
     return f"{row['input_length']} in, {row['output_length']} out, {load}: {rates}, {row['errors']} errors"
 
@@ -184,6 +192,7 @@ def markdown(result: Result) -> str:
 
 
 def throughput_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Requests and tokens per second of each row, and mean latencies."""
     headers = (
         "Input Length", "Output Length", "Throughput (requests/s)", "Throughput (output token/s)",
         "Average latency per token (ms)", "Average latency per output token (ms)",
@@ -196,6 +205,7 @@ def throughput_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def latency_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Percentiles of each latency in milliseconds, a line for each row."""
     titles = ("TTFT", "TPOT", "Inter-token", "E2E")
     headers = [f"{title} {name} (ms)" for title in titles for name in PERCENTILES]
     cells = [
@@ -211,6 +221,7 @@ def latency_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def goodput_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Which share of the requests met the objectives, and how many of those came in a second."""
     headers = (
         "Input Length", "Output Length", "TTFT objective (ms)", "TPOT objective (ms)", "Met (%)",
         "Goodput (requests/s)",

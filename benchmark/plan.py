@@ -32,6 +32,7 @@ class Device:
     is_cpu: bool = False  # its shards share it
 
     def ceilings(self, dtype: str, num_shards: int) -> Ceilings:
+        """What `num_shards` of this device can do at best in a dtype; the shards of a CPU share it."""
         flops = self.flops_32 if dtype == "float32" else self.flops_16
         return Ceilings(self.bytes_per_second, flops, 1 if self.is_cpu else num_shards)
 
@@ -62,12 +63,13 @@ class Capacity:
     num_shard: int
     weight_bytes_per_shard: int
     kv_bytes_per_token_per_shard: int
-    kv_tokens: int  # that fit; negative figures become 0
+    kv_tokens: int  # that fit, at least 0
     max_batch_total_tokens: int  # that the server would infer
     problem: str | None  # why this split cannot be served
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     parser.add_argument(
         "--model-id", required=True, metavar="SHAPE",
         help="a config.json, a model folder, or one of " + ", ".join(shapes.names()),
@@ -88,6 +90,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print what fits on the device and the floors of its steps; 0. Raises BenchError."""
     prepare_output(args.output)
     named = shapes.find(args.model_id)
     served = ServedModel(named.shape, args.dtype or _default_dtype(named.shape, args.device), args.quantize)
@@ -106,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def capacity(served: ServedModel, device: Device, num_shard: int, args: argparse.Namespace) -> Capacity:
-    """What fits beside the weights."""
+    """How many tokens of KV cache fit beside the weights of one split."""
     shape = served.shape
     weights = shape.weight_bytes(served.dtype, served.quantize) // num_shard
     copies = max(1, num_shard // shape.spec.num_kv_heads)  # shards that hold the same key-value head
@@ -128,7 +131,7 @@ def _activation_bytes(served: ServedModel, num_shard: int, prefill_tokens: int) 
 
 
 def rows(args: argparse.Namespace, served: ServedModel, device: Device, found: Capacity) -> Iterator[dict[str, Any]]:
-    """The floors of one split, in the order of the tables."""
+    """A row with its floor for each step and batch size of one split, in the order of the tables."""
     if found.problem:
         return
     ceilings = device.ceilings(served.dtype, found.num_shard)
@@ -227,7 +230,7 @@ def _notes(args: argparse.Namespace) -> list[str]:
 def markdown(
     result: Result, args: argparse.Namespace, model: str, served: ServedModel, capacities: list[Capacity]
 ) -> str:
-    """The seed's tables as physics would have them: one latency and one throughput table for each number of shards."""
+    """What fits, then one table of floors and one of ceilings for each number of shards."""
     parts = [_arguments_table(args, model, served), _capacity_table(capacities)]
     for found in capacities:
         own = [row for row in result.rows if row["num_shard"] == found.num_shard]

@@ -65,7 +65,7 @@ def wanted(output: Path | None) -> bool:
 
 
 def require_matplotlib() -> None:
-    """Raises BenchError where it is not installed."""
+    """Import matplotlib. Raises BenchError where it is not installed."""
     _import("matplotlib")
 
 

@@ -145,6 +145,7 @@ def _median(figure: float | Mapping[str, float] | None) -> float | None:
 
 
 def progress(row: Mapping[str, Any]) -> str:
+    """A simulated row in one line."""
     rates = f"{row['requests_per_second']:.2f} requests/s, {row['output_tokens_per_second']:.2f} output token/s"
     return f"{_load(row)}: {rates}, {row['refused']} refused, {row['seconds']:.1f} simulated seconds"
 
@@ -222,7 +223,7 @@ def _figure_table(rows: Sequence[Mapping[str, Any]], swept: Sequence[str], colum
 
 
 def comparison_table(result: Result) -> str:
-    """Empty without --compare."""
+    """Predicted beside measured figures; empty without --compare."""
     entries = result.extra.get("comparison", [])
     cells = [
         [

@@ -60,7 +60,7 @@ class SampleSummary:
 
     @classmethod
     def of(cls, samples: Sequence[float]) -> SampleSummary:
-        """Raises ValueError without samples."""
+        """The summary of some samples in any order. Raises ValueError without samples."""
         if not samples:
             raise ValueError("no samples")
         ordered = sorted(samples)

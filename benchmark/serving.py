@@ -114,18 +114,18 @@ class Sweep:
 
 
 def loads(args: argparse.Namespace) -> list[Load]:
-    """Closed loops first."""
+    """The loads that the arguments ask for, closed loops first."""
     closed = [Load(concurrency=concurrency) for concurrency in args.concurrency]
     return closed + [Load(request_rate=rate) for rate in args.request_rate]
 
 
 def num_requests(args: argparse.Namespace, load: Load) -> int:
-    """Enough for the streams' unequal ends not to matter much; one minute of arrivals in an open loop."""
+    """How many requests a row has: enough that the streams' unequal ends matter little, or a minute of arrivals."""
     return args.num_requests or max(32, 4 * (load.concurrency or 0), round(60 * (load.request_rate or 0)))
 
 
 def server_token_ends(client: HttpClient) -> workload.TokenEnds:
-    """Counts with the server's own `/tokenize`."""
+    """A function that finds where tokens end by the server's own `/tokenize`."""
 
     async def ends(text: str) -> list[int]:
         try:
@@ -143,7 +143,7 @@ def server_token_ends(client: HttpClient) -> workload.TokenEnds:
 
 
 async def check_alive(client: HttpClient) -> None:
-    """Raises BenchError when nothing listens any more."""
+    """Ask the server whether it lives. Raises BenchError when nothing listens any more."""
     try:
         await client.json("GET", "/health")
     except (OSError, TimeoutError) as error:
@@ -154,6 +154,7 @@ async def check_alive(client: HttpClient) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     target = parser.add_argument_group("server to measure")
     target.add_argument("--url", help="of a running server; without it one is started. --model-id then only names it")
     target.add_argument("--api", choices=("tgi", "openai"), default="tgi", help="what it speaks (tgi)")
@@ -189,6 +190,7 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Send every load to the server and print the tables; 0. Raises BenchError."""
     _complete(args)
     prepare_output(args.output)
     draws = plots.wanted(args.output)

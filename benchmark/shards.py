@@ -54,7 +54,7 @@ class ConnectedShards:
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """How to reach shards that run already."""
+    """Declare how to reach shards that run already."""
     parser.add_argument(
         "--shard-uds-path",
         metavar="PATH",
@@ -150,12 +150,12 @@ async def _require_idle(shards: ShardedClient) -> None:
 
 
 def served_model(target: MeasuredShards, info: ModelInfo) -> ServedModel | None:
-    """The shape as the shards serve it, for floors."""
+    """The shape in the dtype and format that the shards serve it in; None where the shape is not known."""
     return None if target.shape is None else ServedModel(target.shape, info.dtype, info.quantize)
 
 
 def probe_for(served: ServedModel, info: ModelInfo) -> Probe:
-    """Measures the device that the shards run on: one GPU each, or one CPU for all of them."""
+    """A probe of the device that the shards run on: one GPU each, or one CPU for all of them."""
     num_devices = 1 if info.device == "cpu" else info.world_size
     return Probe(
         info.device,

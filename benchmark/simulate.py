@@ -51,6 +51,7 @@ EFFICIENCY = 0.6  # of a data sheet: what good kernels reach; `latency` on the d
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     _add_cost_arguments(parser.add_argument_group("shards"))
     _add_work_arguments(parser.add_argument_group("work"))
     _add_server_arguments(parser.add_argument_group("servers (limits: as the launcher's, of each replica)"))
@@ -169,6 +170,7 @@ def _sweep(text: str) -> tuple[str, list[float]]:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Simulate every load under every setting and print the tables; 0. Raises BenchError."""
     _complete(args)
     prepare_output(args.output)
     measured = None if args.compare is None else read_serving(args.compare)

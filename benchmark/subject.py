@@ -33,7 +33,7 @@ class Subject:
 
 
 def subject_of(args: argparse.Namespace) -> Subject:
-    """Of arguments that name either a shape or latency results. Raises BenchError."""
+    """What the arguments describe by either a shape or latency results. Raises BenchError."""
     return _fitted(args) if args.shape is None else _on_device(args)
 
 

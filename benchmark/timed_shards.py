@@ -43,6 +43,7 @@ class TimedShards:
     _progress: dict[int, tuple[int, int]] = field(default_factory=dict)  # sequence -> (prompt, tokens computed)
 
     def send(self, request: StepRequest) -> None:
+        """Send the step and note when, and what it is for."""
         prompt_tokens = sum(_encoded(request) or request.chunk_tokens)
         record = StepRecord(self.clock(), prompt_tokens, self._needed(request))
         self.records.append(record)
@@ -50,31 +51,38 @@ class TimedShards:
         self.shards.send(request)
 
     async def receive(self) -> StepReply:
+        """Take the reply to the oldest step that waits for one, and note when it came. Raises ShardError."""
         reply = await self.shards.receive()
         record = self._waiting.popleft()
         record.answered_at, record.generated_tokens = self.clock(), len(reply.ids)
         return reply
 
     async def info(self) -> ModelInfo:
+        """What the shards loaded. Raises ShardError."""
         return await self.shards.info()
 
     async def warmup(self, **wanted: int) -> KvCache:
+        """Size the KV cache. Raises ShardError."""
         return await self.shards.warmup(**wanted)
 
     async def health(self) -> ShardHealth:
+        """How many steps the shards have received and finished. Raises ShardError."""
         return await self.shards.health()
 
     async def start_profile(self) -> None:
+        """Start the profiler of the first rank. Raises ShardError."""
         await self.shards.start_profile()
 
     async def stop_profile(self, trace_path: str = "") -> list[OperatorTime]:
+        """Stop the profiler; where the time of its steps went. Raises ShardError."""
         return await self.shards.stop_profile(trace_path)
 
     async def close(self) -> None:
+        """Close the connections to the shards."""
         await self.shards.close()
 
     def _needed(self, request: StepRequest) -> BytesAndFlops | None:
-        """What the step cannot avoid, from the lengths that its sequences have by now."""
+        """What the step needs at least, from the lengths that its sequences have by now."""
         for id in request.retire:
             self._progress.pop(id, None)
         for sequence in request.add:

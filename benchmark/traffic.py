@@ -91,7 +91,7 @@ def longest(cases: Sequence[Case], trace: Sequence[Request] | None) -> tuple[int
 
 
 def draw(case: Case, args: argparse.Namespace, count: int) -> Traffic:
-    """The requests of a row, from one seed. Drawn in the order in which `serving` draws them, so that the same seed is
+    """The requests of a row, drawn from one seed in the order in which `serving` draws them, so that the same seed is
     the same work where its warm-ups draw nothing before."""
     assert case.load is not None, "a trace is its own traffic"
     random = Random(f"{args.seed} {case.mean} {case.load}")
@@ -156,13 +156,13 @@ def _request_of(line: str, where: str) -> Request:
 
 
 class Traffic(Protocol):
-    """When requests come."""
+    """Where a simulation gets its requests from, and when."""
 
     def next_at(self) -> float:
-        """When the next one comes, NEVER if none is due."""
+        """When the next request comes, in virtual seconds; NEVER when none is due."""
 
     def take(self) -> Request:
-        """The next one."""
+        """The next request, which `next_at` has announced."""
 
     def ended(self, now: float) -> None:
         """A request was answered or refused."""
@@ -176,15 +176,17 @@ class OpenLoop:
         self._next = next(requests, None)
 
     def next_at(self) -> float:
+        """When the next request comes, in virtual seconds; NEVER when none is due."""
         return NEVER if self._next is None else self._next.arrives_at
 
     def take(self) -> Request:
+        """The next request, which `next_at` has announced."""
         taken, self._next = self._next, next(self._requests, None)
         assert taken is not None, "next_at has said that there is one"
         return taken
 
     def ended(self, now: float) -> None:
-        pass
+        """Nothing follows from it: the next request comes at its own time."""
 
 
 class ClosedLoop:
@@ -196,12 +198,15 @@ class ClosedLoop:
         self._free = deque([0.0] * concurrency)  # since when each idle stream is
 
     def next_at(self) -> float:
+        """When the next request comes, in virtual seconds; NEVER when none is due."""
         return self._free[0] if self._free and self._next is not None else NEVER
 
     def take(self) -> Request:
+        """The next request, which `next_at` has announced."""
         taken, self._next = self._next, next(self._requests, None)
         assert taken is not None, "next_at has said that there is one"
         return taken._replace(arrives_at=self._free.popleft())
 
     def ended(self, now: float) -> None:
+        """The stream of the request that ended may send again from `now` on."""
         self._free.append(now)

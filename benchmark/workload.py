@@ -40,7 +40,7 @@ TokenEnds = Callable[[str], Awaitable[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of one request."""
+    """Lengths of one request in tokens: its prompt, and its answer."""
 
     input_length: int
     output_length: int
@@ -146,7 +146,7 @@ async def exact_prompt(num_tokens: int, token_ends: TokenEnds, random: Random, w
 
 
 def local_token_ends(folder: Path) -> TokenEnds:
-    """Counts with the tokenizer.json of a folder, for servers that cannot. Raises BenchError."""
+    """A function that finds where tokens end by the tokenizer.json of a folder. Raises BenchError."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise BenchError(f"{path} is missing: give --tokenizer the folder of the model's tokenizer.json")
