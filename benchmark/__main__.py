@@ -39,7 +39,7 @@ class Subcommand(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script."""
+    """Run the command that the arguments name; the exit code of the console script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((argument for argument in arguments[:1] if argument in COMMANDS), None)
     command = None if name is None else cast(Subcommand, importlib.import_module(f"benchmark.{name}"))

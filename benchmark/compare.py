@@ -85,7 +85,7 @@ RESULT_COLUMNS: Mapping[str, ResultColumns] = {
 
 @dataclass(frozen=True)
 class System:
-    """One result file."""
+    """One result file, and what its system is called in the comparison."""
 
     name: str
     path: Path
@@ -165,7 +165,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def read_result(path: Path) -> Mapping[str, Any]:
-    """One result file. Raises BenchError."""
+    """The JSON of one result file. Raises BenchError when it is not a result that can be compared."""
     try:
         result = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -230,7 +230,7 @@ def _entry(
 
 
 def _value(row: Row, metric: ComparedMetric) -> float | None:
-    """None where every request of a row failed."""
+    """The figure that the row has for the metric; None where every request of the row failed."""
     value = row.get(metric.key)
     number: float | None = value["mean"] if isinstance(value, Mapping) else value
     return number
@@ -270,7 +270,7 @@ def to_json(systems: Sequence[System], rows: Sequence[Row]) -> dict[str, Any]:
 
 
 def markdown(systems: Sequence[System], rows: Sequence[Row]) -> str:
-    """One table for each measure, and what to know about it."""
+    """One table for each metric, and what to know about it."""
     columns = RESULT_COLUMNS[systems[0].result["command"]]
     shown = {key: title for key, title in columns.keys.items() if any(row[key] is not None for row in rows)}
     base, *others = [system.name for system in systems]

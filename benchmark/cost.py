@@ -38,7 +38,7 @@ class StepWork(NamedTuple):
 
 
 class Cost(Protocol):
-    """A model of a step."""
+    """A model of how long a step takes."""
 
     def seconds(self, work: StepWork) -> float:
         """How long the shards compute. A step without tokens, which only lets sequences go, takes no time."""
@@ -126,7 +126,7 @@ class Fitted:
 
 
 class DecodePoint(NamedTuple):
-    """One measured decode step."""
+    """One measured decode step: its batch, its context, and its time."""
 
     batch_size: int
     context: float  # keys that each sequence looks at, on average over the run
@@ -134,7 +134,7 @@ class DecodePoint(NamedTuple):
 
 
 class PrefillPoint(NamedTuple):
-    """One measured step of whole prompts."""
+    """One measured step of whole prompts: its tokens, what they look at, and its time."""
 
     tokens: int
     pairs: float  # keys that those tokens look at, together
@@ -160,7 +160,7 @@ def fit(results: Sequence[Mapping[str, Any]], overhead_s: float = 0.0) -> Fitted
 
 
 def read_latency(path: Path) -> dict[str, Any]:
-    """A result.json of `latency`. Raises BenchError."""
+    """Read a result.json of `latency`. Raises BenchError when it is none, or an incomplete one."""
     try:
         result = json.loads(path.read_text())
         command, steps = result["command"], {row["step"] for row in result["rows"]}
@@ -200,7 +200,7 @@ def _means(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 
 def _shared_slope(points: Iterable[tuple[int, float, float]]) -> float:
-    """Of (size, keys, ms): how the time of one size grows with the keys that are looked at; 0 where nothing tells."""
+    """From (size, keys, ms), how the time of one size grows with the keys that are looked at; 0 where nothing tells."""
     by_size = defaultdict(list)
     for size, keys, ms in points:
         by_size[size].append((keys, ms))

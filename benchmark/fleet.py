@@ -28,7 +28,7 @@ from router.scheduler import Plan, Scheduler
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Simulated(Scheduled):
-    """A request on its way, with its times in seconds."""
+    """A request in the scheduler, with its times in virtual seconds."""
 
     output_length: int
     arrived_at: float
@@ -37,7 +37,7 @@ class Simulated(Scheduled):
 
     @property
     def context(self) -> int:
-        """Keys that its next decode step looks at."""
+        """Keys that the request's next decode step looks at."""
         return self.request.input_length + self.num_scheduled
 
 
@@ -67,7 +67,7 @@ class Tally:
     peak_blocks: int = 0
 
     def ended(self, entry: Simulated, now: float) -> None:
-        """A request's last token is with its client."""
+        """Count a request whose last token has reached its client at `now`."""
         gaps = entry.output_length - 1
         self.ttft.append(entry.first_token_at - entry.arrived_at)
         self.tpot.append((now - entry.first_token_at) / gaps if gaps else 0.0)
@@ -82,7 +82,7 @@ class Tally:
 
 @dataclass(slots=True)
 class _SimulatedStep:
-    """A plan under way."""
+    """A plan that a replica computes, or that waits for it to."""
 
     plan: Plan[Simulated]
     ends_at: float
@@ -90,7 +90,7 @@ class _SimulatedStep:
 
 
 class Replica:
-    """One server: a router's scheduler and its shards."""
+    """One server in virtual time: a router's scheduler, and shards whose steps take what a cost model says."""
 
     def __init__(self, limits: Limits, cost: Cost, tally: Tally) -> None:
         self.outstanding_tokens = 0  # of requests waiting and running, as long as they may become
@@ -161,7 +161,7 @@ class Replica:
             self._note(plan, self._free_at - begins_at)
 
     def _completed(self, plan: Plan[Simulated]) -> list[Simulated]:
-        """Whose prompts are through with this step."""
+        """Requests whose prompts end in this step."""
         running = self._scheduler.running
         return [entry for id in plan.chunks if not (entry := running[id]).num_prompt_left]
 
@@ -196,12 +196,15 @@ Dispatch = Callable[[int, Sequence[Replica], Random], int]  # the request's numb
 
 
 def _in_turn(number: int, replicas: Sequence[Replica], random: Random) -> int:
+    """Choose the replicas one after the other."""
     return number % len(replicas)
 
 
 def _better_of_two(number: int, replicas: Sequence[Replica], random: Random) -> int:
-    """Of two replicas at random, that with fewer tokens outstanding (Mitzenmacher 2001): nearly as good as asking all,
-    at a cost that does not grow with the fleet."""
+    """Choose, of two replicas at random, the one with fewer tokens outstanding (Mitzenmacher 2001).
+
+    This is nearly as good as asking all, at a cost that does not grow with the fleet.
+    """
     one, other = int(random.random() * len(replicas)), int(random.random() * len(replicas))
     return one if replicas[one].outstanding_tokens <= replicas[other].outstanding_tokens else other
 

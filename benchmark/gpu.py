@@ -44,7 +44,7 @@ Found = Mapping[str, Any]  # a command's result.json
 
 
 class ReportRow(NamedTuple):
-    """One line of the summary."""
+    """One line of the summary, in the words that are printed."""
 
     what: str
     target: str
@@ -86,7 +86,7 @@ class Report:
 
     @property
     def ceilings(self) -> Ceilings:
-        """Of the data sheet, as in `plan`, or what the probes found. Raises BenchError."""
+        """What the device does at best, by its data sheet as in `plan`, else by the probes. Raises BenchError."""
         words = re.split(r"[^a-z0-9]+", self.device.lower())
         known = next((sheet for name, sheet in plan.DEVICES.items() if name in words), None)
         ceilings = known.ceilings(self.args.dtype, 1) if known else self.measured_ceilings
@@ -95,7 +95,7 @@ class Report:
         return ceilings
 
     def save(self) -> None:
-        """Write the file whole. Raises BenchError."""
+        """Write the report to its file, whole or not at all. Raises BenchError."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, self.markdown())
@@ -166,7 +166,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def take(step: Measurement, report: Report, limit_s: float) -> None:
-    """Run one step and enter what came of it."""
+    """Run one measurement and enter its rows, or why it failed, into the report."""
     command = f"lockstep-bench {' '.join(step.arguments)}"
     print(command, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-gpu-") as folder:

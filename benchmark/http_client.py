@@ -41,7 +41,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """One server-sent event, understood."""
+    """What one server-sent event says, whatever the API."""
 
     has_token: bool = False
     is_last: bool = False
@@ -134,7 +134,7 @@ class HttpExchange(asyncio.Protocol):
 
     @property
     def status(self) -> int:
-        """0 before the head of the answer is there."""
+        """The HTTP status; 0 before the head of the answer is there."""
         return self._parser.get_status_code()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -177,7 +177,7 @@ class HttpExchange(asyncio.Protocol):
 
 
 class HttpClient:
-    """Sends requests to one server."""
+    """Sends requests to one server, each over a connection of its own."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         self.url = url.rstrip("/")
@@ -215,7 +215,7 @@ class HttpClient:
             return exchange.status, None
 
     async def text(self, path: str) -> str:
-        """The body that GET answers by. Raises OSError, TimeoutError."""
+        """The body of the answer to a GET. Raises OSError, TimeoutError."""
         return (await self._plain("GET", path, b"")).body.decode()
 
     async def _plain(self, method: str, path: str, body: bytes) -> HttpExchange:

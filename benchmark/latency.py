@@ -109,7 +109,7 @@ def _limits(args: argparse.Namespace) -> list[str]:
 
 
 async def _measure(args: argparse.Namespace, target: shards.MeasuredShards) -> list[dict[str, Any]]:
-    """The rows, published on the way."""
+    """Measure all batch sizes and publish each as it is done; the rows. Raises BenchError."""
     async with shards.connect(target) as connected:
         info = connected.info
         driver = StepDriver(connected.shards, info.block_size, info.num_blocks, info.decoder_start)

@@ -84,7 +84,7 @@ class Server:
         return None if self._process.poll() is None else f"the server ended: {self._cause()}"
 
     def wait_ended(self, seconds: float) -> None:
-        """Give a server that is failing the time to say why."""
+        """Wait so many seconds at most for the launcher to end, so that a failing server can say why."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
@@ -186,7 +186,7 @@ def startup_of(server: Server | None) -> dict[str, Any]:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """The launcher's flags that decide speed."""
+    """Declare the launcher's flags that decide speed."""
     group = parser.add_argument_group("server to start")
     model = group.add_mutually_exclusive_group()
     model.add_argument("--model-id", metavar="ID", help="model folder or repository (default: the embedded model)")

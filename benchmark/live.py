@@ -25,7 +25,7 @@ BAR_WIDTH = 40
 
 
 class View(Protocol):
-    """Told of every run as it finishes."""
+    """Shows the progress of `latency`, which tells it of every run; entered before the first one."""
 
     def begin(self, batch_size: int) -> None:
         """The runs of a batch size begin."""

@@ -54,7 +54,7 @@ async def open_loop(send: Send, requests: Sequence[PlannedRequest]) -> list[Outc
 
 
 async def _together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """All at once; the first BenchError cancels the others."""
+    """Run everything at once; the first BenchError cancels the others and is raised."""
     failure: BenchError | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -81,5 +81,5 @@ def sender(client: HttpClient, api: Api) -> Send:
 
 
 def unreachable(url: str, detail: object) -> BenchError:
-    """Nobody answers at the URL, for the reason in `detail`."""
+    """The error of a server that does not answer, for the reason in `detail`."""
     return BenchError(f"cannot reach {url} ({detail}): check the URL and that the server runs")

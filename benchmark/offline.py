@@ -215,7 +215,7 @@ def _sizes(
 
 
 def _peak_memory(server: launch.Server, info: ModelInfo) -> int | None:
-    """Of all shards together; None where the driver does not tell."""
+    """Most bytes that all shards together had in memory; None where the driver does not tell."""
     pids = server.shard_pids()
     if info.device == "cpu":
         return sum(launch.peak_memory(pid) for pid in pids)

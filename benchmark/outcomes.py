@@ -58,7 +58,7 @@ class Outcome:
 
     @property
     def tpot_ms(self) -> float | None:
-        """None for an answer of one token, which has no time between tokens."""
+        """Mean milliseconds between two tokens; None for an answer of one token."""
         gaps = self.reply.num_tokens - 1
         return 1000 * (self.reply.token_times[-1] - self.reply.token_times[0]) / gaps if gaps else None
 
@@ -152,7 +152,7 @@ def percentiles(samples: Sequence[float], scale: float = 1.0) -> dict[str, float
 
 
 def _goodput(good: Sequence[Outcome], num_sent: int, seconds: float, objectives: Objectives) -> dict[str, Any] | None:
-    """Failed requests did not meet the objectives."""
+    """How many requests met the objectives; failed ones did not. None without objectives."""
     if objectives == Objectives():
         return None
     met = sum(objectives.are_met(outcome) for outcome in good)
@@ -245,7 +245,7 @@ def _cell(value: float | None) -> str:
 
 
 def _remarks(row: Mapping[str, Any]) -> Iterator[str]:
-    """What makes a row other than it seems."""
+    """Sentences on rows that a reader would take for something else."""
     name = f"{row['input_length']} x {row['output_length']}"
     if row["errors"]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in row["errors_by_kind"].items())

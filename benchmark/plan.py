@@ -37,7 +37,7 @@ class Device:
         return Ceilings(self.bytes_per_second, flops, 1 if self.is_cpu else num_shards)
 
     def free_bytes(self, weights: float, activations: float, num_shards: int) -> float:
-        """What one shard may take for its KV cache, beside its weights."""
+        """Bytes that one shard may take for its KV cache, beside its weights."""
         if self.is_cpu:
             return (self.memory_bytes / num_shards - weights) * (1 - CPU_HEADROOM)
         return self.memory_bytes - RESERVED_BYTES - weights - activations
@@ -58,7 +58,7 @@ THIS = "this"
 
 @dataclass(frozen=True)
 class Capacity:
-    """Memory of one split."""
+    """What the memory of a device holds when the model is split over `num_shard` shards."""
 
     num_shard: int
     weight_bytes_per_shard: int
@@ -124,7 +124,7 @@ def capacity(served: ServedModel, device: Device, num_shard: int, args: argparse
 
 
 def _activation_bytes(served: ServedModel, num_shard: int, prefill_tokens: int) -> float:
-    """Of the largest prompt step: the residual stream and its copies, whole; the mlp's columns, this shard's."""
+    """Bytes of the largest prompt step: the residual stream and its copies, whole, and this shard's mlp columns."""
     shape = served.shape
     width = 4 * shape.spec.hidden_size + 3 * max(layer.mlp.width for layer in shape.spec.layers) / num_shard
     return prefill_tokens * width * shapes.DTYPE_BYTES[served.dtype]
@@ -151,7 +151,7 @@ def rows(args: argparse.Namespace, served: ServedModel, device: Device, found: C
 
 
 def _step(args: argparse.Namespace, served: ServedModel, step: str, batch_size: int) -> tuple[BytesAndFlops, int]:
-    """(what the step cannot avoid, tokens that it covers)."""
+    """What the step needs at least, and how many tokens it covers."""
     if step == "Prefill":
         return served.prefill(batch_size, args.sequence_length), batch_size * args.sequence_length
     count = 1 if step == "Decode (token)" else args.decode_length - 1

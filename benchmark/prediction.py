@@ -56,7 +56,7 @@ def figures(
 
 
 def _goodput(tally: Tally, seconds: float, objectives: tuple[float | None, float | None]) -> dict[str, Any] | None:
-    """Refused requests did not meet the objectives."""
+    """How many requests met the objectives; refused ones did not. None without objectives."""
     if objectives == (None, None):
         return None
     ttft_ms, tpot_ms = objectives
@@ -71,7 +71,7 @@ def _goodput(tally: Tally, seconds: float, objectives: tuple[float | None, float
 
 
 def _weighted_percentiles(values: Sequence[float], counts: Sequence[int]) -> dict[str, float] | None:
-    """The same of samples that were seen `counts` times each."""
+    """Mean and percentiles, in milliseconds, of values in seconds that were seen `counts` times each."""
     if not values:
         return None
     seconds, seen = np.asarray(values), np.asarray(counts)
@@ -87,7 +87,7 @@ def _weighted_percentiles(values: Sequence[float], counts: Sequence[int]) -> dic
 
 
 def read_serving(path: Path) -> dict[str, Any]:
-    """A result.json of `serving`. Raises BenchError."""
+    """Read a result.json of `serving`. Raises BenchError when it is none, or has no rows."""
     try:
         result = json.loads(path.read_text())
         is_serving = result["command"] == "serving" and len(result["rows"]) > 0
@@ -119,7 +119,7 @@ def comparison(measured: Sequence[Mapping[str, Any]], predicted: Sequence[Mappin
 
 
 def remarks(measured: Mapping[str, Any] | None) -> Iterator[str]:
-    """What makes a comparison other than it seems."""
+    """Sentences on what makes the measured result and a simulation of it differ."""
     if measured is None:
         return
     rows = measured["rows"]

@@ -129,7 +129,7 @@ def _attend(attention: Attention, q: Tensor, kv_caches: Tensor, meta: StepMeta) 
 
 
 def _decode_meta(sequences: int, device: torch.device) -> StepMeta:
-    """Every sequence decodes its last token, on blocks of its own."""
+    """The layout of a step in which every sequence decodes its last token, on blocks of its own."""
     import torch
 
     from server.attention import StepMeta

@@ -21,7 +21,7 @@ from router.text import ModelTokenizer
 
 @dataclass(frozen=True)
 class Prompt:
-    """One sequence to generate."""
+    """The tokens of one prompt, and how many to generate after it."""
 
     token_ids: Sequence[int]
     max_new_tokens: int
@@ -43,7 +43,7 @@ def load_tokenizer(location: str, *, with_eos: bool) -> ModelTokenizer:
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[Prompt]:
-    """The prompts of a file. Raises BenchError that names the line."""
+    """Read the prompts of `--prompts`. Raises BenchError that names the line."""
     try:
         lines = args.prompts.read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:

@@ -240,7 +240,7 @@ def _cpu_model() -> str:
 
 @dataclass
 class Result:
-    """Rows as they are measured, with what they mean."""
+    """Rows as they are measured, with the context and the notes that a reader needs."""
 
     context: RunContext
     rows: list[dict[str, Any]] = field(default_factory=list)

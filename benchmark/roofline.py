@@ -57,7 +57,7 @@ class BytesAndFlops:
         return 1000 * max(self._seconds(ceilings)) / ceilings.num_devices
 
     def bound_by(self, ceilings: Ceilings) -> str:
-        """Which of the two is slower."""
+        """What the floor comes from: `bandwidth` where moving is slower, else `arithmetic`."""
         moving, computing = self._seconds(ceilings)
         return "bandwidth" if moving >= computing else "arithmetic"
 

@@ -60,7 +60,7 @@ class MeasuredServer:
 
 
 class Sweep:
-    """Measures row after row against one server."""
+    """The loads of one run, sent to one server row after row."""
 
     def __init__(self, args: argparse.Namespace, target: MeasuredServer) -> None:
         self._args = args
@@ -244,7 +244,7 @@ def _target(args: argparse.Namespace) -> Iterator[MeasuredServer]:
 
 
 async def _running(args: argparse.Namespace) -> MeasuredServer:
-    """A running server, as it describes itself. Raises BenchError."""
+    """The server at `--url`, as it describes itself. Raises BenchError when it does not answer."""
     client = _client(args, args.url)
     try:
         _, info = await client.json("GET", "/info")

@@ -124,7 +124,7 @@ class ModelShape:
 
 
 def _mlp_columns(mlp: Mlp) -> int:
-    """Outputs of its first matrices."""
+    """Output features of the first matrices of an mlp."""
     return mlp.width * (2 if isinstance(mlp, Gated) else 1)
 
 
@@ -222,7 +222,7 @@ def make_model_folder(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def write_word_tokenizer(vocab_size: int, folder: Path) -> None:
-    """A tokenizer for which token i is the word `t<i>`."""
+    """Write a tokenizer for which token i is the word `t<i>` into the folder."""
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],

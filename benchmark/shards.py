@@ -103,7 +103,7 @@ def cached_file(location: str, filename: str) -> Path | None:
 
 @asynccontextmanager
 async def connect(target: MeasuredShards) -> AsyncIterator[ConnectedShards]:
-    """Shards that are warmed up and idle."""
+    """Connect to shards that are warmed up and idle. Raises BenchError when they are not."""
     shards = ShardedClient(target.sockets)
     try:
         with causes_of(target):

@@ -153,7 +153,7 @@ def _limit(name: str) -> Callable[[str], float]:
 
 
 def _sweep(text: str) -> tuple[str, list[float]]:
-    """`NAME=A,B,…` as the name and its values."""
+    """An argparse type: `NAME=A,B,…` as the name and its values."""
     flag, equals, values = text.partition("=")
     name = flag.removeprefix("--").replace("-", "_")
     known = (REPLICAS, *LIMITS)
@@ -213,7 +213,7 @@ def _complete(args: argparse.Namespace) -> None:
 
 
 def _complete_cost(args: argparse.Namespace) -> None:
-    """Either measured files or a data sheet. Raises BenchError."""
+    """Require measured files or a data sheet, but not both. Raises BenchError."""
     of_shape = ("device", "num_shard", "dtype", "quantize", "efficiency")
     if (args.cost is None) == (args.shape is None):
         raise BenchError("give either --cost with latency results, or --shape and --device")
@@ -274,7 +274,7 @@ def _simulated(
     limits: Limits,
     trace: Sequence[Request] | None,
 ) -> dict[str, Any]:
-    """One row."""
+    """The row of one load under one setting: what it is about, the limits, and the figures."""
     count = case.num_requests or REQUESTS_PER_REPLICA * values[REPLICAS]
     requests = OpenLoop(iter(trace)) if trace is not None else traffic.draw(case, args, count)
     tally = fleet.simulate(

@@ -62,7 +62,7 @@ def cases(args: argparse.Namespace, trace: Sequence[Request] | None) -> list[Cas
 
 
 def cases_of(serving: Mapping[str, Any]) -> list[Case]:
-    """The work of a serving run, row by row."""
+    """The loads and lengths of a serving run, row by row."""
     return [
         Case(
             Lengths(row["input_length"], row["output_length"]),
@@ -165,7 +165,7 @@ class Traffic(Protocol):
         """The next request, which `next_at` has announced."""
 
     def ended(self, now: float) -> None:
-        """A request was answered or refused."""
+        """Note that a request was answered or refused at `now`."""
 
 
 class OpenLoop:

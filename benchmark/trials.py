@@ -87,7 +87,7 @@ async def _request_seconds(url: str, count: int) -> list[float]:
 
 
 async def _generate(client: HttpClient) -> tuple[float, int]:
-    """(seconds, status) of one request that is not streamed."""
+    """Seconds and HTTP status of one request that is not streamed."""
     body = {"inputs": PROMPT, "parameters": {"max_new_tokens": TOKENS_OF_A_REQUEST}}
     started = time.perf_counter()
     status, _ = await client.json("POST", "/generate", body)

@@ -71,7 +71,7 @@ def poisson_times(rate: float, count: int, random: Random) -> list[float]:
 
 
 def _uniform(random: Random, mean: int) -> int:
-    """From half the mean to one and a half times the mean."""
+    """A length from half the mean to one and a half times the mean, all equally likely."""
     return random.randint(math.ceil(mean / 2), mean + mean // 2)
 
 
@@ -119,7 +119,7 @@ def _lengths_of(line: str, where: str) -> Lengths:
 
 
 def mean_lengths(lengths: Sequence[Lengths]) -> Lengths:
-    """Rounded means, to name a row by."""
+    """The means of both lengths, rounded to whole tokens, to name a row by."""
     count = len(lengths)
     return Lengths(
         round(sum(one.input_length for one in lengths) / count),
