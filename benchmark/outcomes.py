@@ -7,7 +7,7 @@ Failed requests are counted by kind and never enter a latency. Tokens are counte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
@@ -31,6 +31,12 @@ class Load:
 
     def __str__(self) -> str:
         return f"{self.concurrency} concurrent" if self.request_rate is None else f"{self.request_rate:g} requests/s"
+
+
+def loads(concurrencies: Iterable[int], request_rates: Iterable[float]) -> list[Load]:
+    """A closed loop for each number of streams, then an open loop for each rate in requests per second."""
+    closed = [Load(concurrency=concurrency) for concurrency in concurrencies]
+    return closed + [Load(request_rate=rate) for rate in request_rates]
 
 
 @dataclass(frozen=True, slots=True)

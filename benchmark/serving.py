@@ -28,7 +28,7 @@ import uvloop
 from benchmark import launch, options, plots, workload
 from benchmark.http_client import DISCONNECTED, Api, HttpClient, OpenAiApi, TgiApi
 from benchmark.loops import closed_loop, open_loop, sender, unreachable
-from benchmark.outcomes import Load, Objectives, markdown, progress, row_of
+from benchmark.outcomes import Load, Objectives, loads, markdown, progress, row_of
 from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output, published
 from benchmark.workload import Lengths, PlannedRequest
 
@@ -74,7 +74,7 @@ class Sweep:
     async def run(self, result: Result, keep: Callable[[], None]) -> None:
         """Add the rows to the result, one at a time. Raises BenchError; the finished rows are there."""
         try:
-            for cell, load in product(self._cells(), loads(self._args)):
+            for cell, load in product(self._cells(), loads(self._args.concurrency, self._args.request_rate)):
                 row = await self._measure(cell, load)
                 result.rows.append(row)
                 keep()
@@ -111,12 +111,6 @@ class Sweep:
         words = workload.WORDS if self._target.has_meaning else workload.MEANINGLESS_WORDS
         prompts = [await workload.exact_prompt(one.input_length, self._ends, random, words) for one in lengths]
         return [PlannedRequest(*parts) for parts in zip(prompts, lengths, times, strict=True)]
-
-
-def loads(args: argparse.Namespace) -> list[Load]:
-    """The loads that the arguments ask for, closed loops first."""
-    closed = [Load(concurrency=concurrency) for concurrency in args.concurrency]
-    return closed + [Load(request_rate=rate) for rate in args.request_rate]
 
 
 def num_requests(args: argparse.Namespace, load: Load) -> int:
@@ -279,15 +273,11 @@ def _api(args: argparse.Namespace, model: str) -> Api:
 
 def _limits(args: argparse.Namespace) -> list[str]:
     """Launcher flags of a server that takes the longest request and the most streams, where the user does not say."""
-    if args.lengths_file is not None:
-        given = workload.read_lengths(args.lengths_file)
-        longest = max(one.input_length for one in given), max(one.output_length for one in given)
-    else:
-        factor = workload.LONGEST[args.length_distribution]
-        longest = int(factor * max(args.input_length)), int(factor * max(args.output_length))
+    longest_mean = Lengths(max(args.input_length), max(args.output_length))
+    longest = workload.longest_drawn(args.length_distribution, longest_mean)
     limits = {
-        "--max-input-length": longest[0],
-        "--max-total-tokens": sum(longest),
+        "--max-input-length": longest.input_length,
+        "--max-total-tokens": longest.input_length + longest.output_length,
         "--max-concurrent-requests": max(SERVER_REQUESTS, *args.concurrency, 0),
     }
     said = {flag.partition("=")[0] for flag in args.launcher_flags}

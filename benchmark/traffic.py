@@ -18,7 +18,7 @@ from random import Random
 from typing import Any, NamedTuple, Protocol
 
 from benchmark import workload
-from benchmark.outcomes import Load
+from benchmark.outcomes import Load, loads
 from benchmark.report import BenchError
 from benchmark.workload import Lengths
 
@@ -57,8 +57,8 @@ def cases(args: argparse.Namespace, trace: Sequence[Request] | None) -> list[Cas
         means = [Lengths(*pair) for pair in product(args.input_length, args.output_length)]
     else:
         means = [workload.mean_lengths(workload.read_lengths(Path(kind)))]
-    loads = [Load(concurrency=one) for one in args.concurrency] + [Load(request_rate=one) for one in args.request_rate]
-    return [Case(mean, kind, load, args.num_requests or 0) for mean, load in product(means, loads)]
+    wanted = product(means, loads(args.concurrency, args.request_rate))
+    return [Case(mean, kind, load, args.num_requests or 0) for mean, load in wanted]
 
 
 def cases_of(serving: Mapping[str, Any]) -> list[Case]:
@@ -78,13 +78,8 @@ def longest(cases: Sequence[Case], trace: Sequence[Request] | None) -> tuple[int
     """Longest prompt and answer, as `serving` sets up a server for them."""
     if trace is not None:
         return max(one.input_length for one in trace), max(one.max_new_tokens for one in trace)
-    kind = cases[0].distribution
-    if kind not in workload.DISTRIBUTIONS:
-        given = workload.read_lengths(Path(kind))
-        return max(one.input_length for one in given), max(one.output_length for one in given)
-    factor = workload.LONGEST[kind]
-    inputs, outputs = (max(getattr(case.mean, name) for case in cases) for name in ("input_length", "output_length"))
-    return int(factor * inputs), int(factor * outputs)
+    found = workload.longest_drawn(cases[0].distribution, workload.longest_of([case.mean for case in cases]))
+    return found.input_length, found.output_length
 
 
 # --------------------------------------------------------------------------------------------------------- arrivals

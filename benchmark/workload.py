@@ -118,6 +118,22 @@ def _lengths_of(line: str, where: str) -> Lengths:
     return lengths
 
 
+def longest_drawn(distribution: str, longest_mean: Lengths) -> Lengths:
+    """The longest lengths that can be drawn, around means of at most `longest_mean`, or from a file of lengths.
+
+    distribution: a key of DISTRIBUTIONS, else the name of the file. Raises BenchError when that cannot be read.
+    """
+    if distribution not in DISTRIBUTIONS:
+        return longest_of(read_lengths(Path(distribution)))
+    factor = LONGEST[distribution]
+    return Lengths(int(factor * longest_mean.input_length), int(factor * longest_mean.output_length))
+
+
+def longest_of(lengths: Sequence[Lengths]) -> Lengths:
+    """The longest prompt and the longest answer, which need not be of one request."""
+    return Lengths(max(one.input_length for one in lengths), max(one.output_length for one in lengths))
+
+
 def mean_lengths(lengths: Sequence[Lengths]) -> Lengths:
     """The means of both lengths, rounded to whole tokens, to name a row by."""
     count = len(lengths)

@@ -17,7 +17,7 @@ import pytest
 from benchmark import loops, serving
 from benchmark.__main__ import main
 from benchmark.http_client import HttpClient, OpenAiApi, Reply, TgiApi
-from benchmark.outcomes import Load, Objectives, Outcome, row_of, throughput_table
+from benchmark.outcomes import Load, Objectives, Outcome, loads, row_of, throughput_table
 from benchmark.report import BenchError
 from benchmark.workload import Lengths, PlannedRequest
 from tests.benchmark.mock_server import mock_server
@@ -312,9 +312,10 @@ def test_what_follows_two_dashes_goes_to_the_launcher() -> None:
 
 def test_loads_and_lengths_can_be_repeated_and_have_defaults() -> None:
     args = parsed("--concurrency", "1", "8", "--concurrency", "8", "--request-rate", "2.5")
-    assert [Load(concurrency=1), Load(concurrency=8), Load(request_rate=2.5)] == serving.loads(args)
-    assert ([128, 512, 1024, 2048], [Load(concurrency=16)]) == (args.input_length, serving.loads(parsed()))
-    assert [32, 32, 150] == [serving.num_requests(args, load) for load in serving.loads(args)]
+    wanted = loads(args.concurrency, args.request_rate)
+    assert [Load(concurrency=1), Load(concurrency=8), Load(request_rate=2.5)] == wanted
+    assert [32, 32, 150] == [serving.num_requests(args, load) for load in wanted]
+    assert ([128, 512, 1024, 2048], [16]) == (parsed().input_length, parsed().concurrency)
 
 
 def test_an_unknown_distribution_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:
