@@ -64,9 +64,10 @@ PROMISES: Sequence[Promise] = (
     Promise(
         "slow-readers",
         "p99 gap of a stream beside 50 clients that hardly read / beside 50 that read at once",
-        1.2,
+        1.5,
         "",
-        "A client that does not read costs the others no more than one that does; a fifth is left to the scatter.",
+        "A client that does not read costs the others no more than one that does; half is left to a p99's scatter. "
+        "Half a millisecond lost at each write to such a client gave 3.4.",
         trials.crowd,
     ),
     Promise(
