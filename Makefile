@@ -1,7 +1,7 @@
 PYTHON ?= python3
 RUN = .venv/bin/python
 
-.PHONY: install serve test test-gpu bench-gpu check proto docs
+.PHONY: install serve test test-gpu bench-check bench-gpu check proto docs
 
 install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
@@ -18,6 +18,9 @@ test: install
 
 test-gpu: install
 	$(RUN) -m pytest -m gpu $(ARGS)
+
+bench-check: install
+	$(RUN) -m benchmark promises $(ARGS)
 
 bench-gpu: install
 	$(RUN) -m benchmark gpu $(ARGS)

@@ -22,24 +22,27 @@ COMMANDS: Mapping[str, str] = {
     "plan": "what a model needs and could do at best on a device; loads nothing",
     "simulate": "what a fleet would do under a load and its limits, in virtual time; loads nothing",
     "probes": "what a GPU, or the CPU, does at best, operator by operator; loads no model",
+    "promises": "what is promised of time and memory, measured several times, with a verdict",
     "gpu": "every figure that is promised of one GPU, by these commands, in one Markdown file",
     "compare": "result files side by side",
 }
 
 
-class Command(Protocol):
+class Subcommand(Protocol):
     """What a command's module offers."""
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the options of the command."""
 
-    def run(self, args: argparse.Namespace) -> int: ...
+    def run(self, args: argparse.Namespace) -> int:
+        """Do what the parsed arguments ask for; the exit code. Raises BenchError."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The console script."""
+    """Run the command that the arguments name; the exit code of the console script."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((argument for argument in arguments[:1] if argument in COMMANDS), None)
-    command = None if name is None else cast(Command, importlib.import_module(f"benchmark.{name}"))
+    command = None if name is None else cast(Subcommand, importlib.import_module(f"benchmark.{name}"))
     args = _parser(name, command).parse_args(arguments)
     assert command is not None, "the parser asks for a command"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: rows are printed and servers stopped
@@ -53,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser(chosen: str | None, command: Command | None) -> argparse.ArgumentParser:
+def _parser(chosen: str | None, command: Subcommand | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="lockstep-bench", description="Measures Lockstep and its peers, and what the machine could do at best."
     )

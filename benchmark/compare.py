@@ -29,8 +29,8 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Measure:
-    """One figure of a row."""
+class ComparedMetric:
+    """One figure of a row that results are compared by."""
 
     key: str
     title: str
@@ -38,67 +38,74 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What is compared in one command's rows."""
+class ResultColumns:
+    """What the rows of one command say: what each is about, and the figures to compare."""
 
     keys: Mapping[str, str]  # what a row is about, with the column's title
-    measures: Sequence[Measure]
+    metrics: Sequence[ComparedMetric]
 
 
-LAYOUTS: Mapping[str, Layout] = {
-    "latency": Layout(
+RESULT_COLUMNS: Mapping[str, ResultColumns] = {
+    "latency": ResultColumns(
         keys={"step": "Step", "batch_size": "Batch Size"},
-        measures=(Measure("mean_ms", "Average (ms)", ("samples_ms",)),),
+        metrics=(ComparedMetric("mean_ms", "Average (ms)", ("samples_ms",)),),
     ),
-    "serving": Layout(
+    "serving": ResultColumns(
         keys={
             "input_length": "Input Length",
             "output_length": "Output Length",
             "concurrency": "Concurrency",
             "request_rate": "Request Rate",
         },
-        measures=(
-            Measure("requests_per_second", "Throughput (requests/s)"),
-            Measure("output_tokens_per_second", "Throughput (output token/s)"),
-            Measure("latency_per_token_ms", "Average latency per token (ms)", ("samples", "latency_per_token_ms")),
-            Measure(
+        metrics=(
+            ComparedMetric("requests_per_second", "Throughput (requests/s)"),
+            ComparedMetric("output_tokens_per_second", "Throughput (output token/s)"),
+            ComparedMetric(
+                "latency_per_token_ms", "Average latency per token (ms)", ("samples", "latency_per_token_ms")
+            ),
+            ComparedMetric(
                 "latency_per_output_token_ms",
                 "Average latency per output token (ms)",
                 ("samples", "latency_per_output_token_ms"),
             ),
-            Measure("ttft_ms", "Average TTFT (ms)", ("samples", "ttft_ms")),
-            Measure("tpot_ms", "Average TPOT (ms)", ("samples", "tpot_ms")),
-            Measure("e2e_ms", "Average end-to-end time (ms)", ("samples", "e2e_ms")),
+            ComparedMetric("ttft_ms", "Average TTFT (ms)", ("samples", "ttft_ms")),
+            ComparedMetric("tpot_ms", "Average TPOT (ms)", ("samples", "tpot_ms")),
+            ComparedMetric("e2e_ms", "Average end-to-end time (ms)", ("samples", "e2e_ms")),
         ),
     ),
-    "offline": Layout(
+    "offline": ResultColumns(
         keys={"step": "Step"},
-        measures=(Measure("latency_s", "Latency (s)"), Measure("tokens_per_second", "Throughput (token/s)")),
+        metrics=(
+            ComparedMetric("latency_s", "Latency (s)"),
+            ComparedMetric("tokens_per_second", "Throughput (token/s)"),
+        ),
     ),
 }
 
 
 @dataclass(frozen=True)
 class System:
-    """One result file."""
+    """One result file, and what its system is called in the comparison."""
 
     name: str
     path: Path
     result: Mapping[str, Any]
 
-    def row(self, layout: Layout, about: tuple[Any, ...]) -> Row | None:
+    def row(self, columns: ResultColumns, about: tuple[Any, ...]) -> Row | None:
         """The row about these values of the layout's keys; None if the run did not get that far."""
-        return next((row for row in self.result["rows"] if about_of(row, layout) == about), None)
+        return next((row for row in self.result["rows"] if about_of(row, columns) == about), None)
 
 
-def about_of(row: Row, layout: Layout) -> tuple[Any, ...]:
-    return tuple(row.get(key) for key in layout.keys)
+def about_of(row: Row, columns: ResultColumns) -> tuple[Any, ...]:
+    """What a row is about: its values of the columns' keys, None where it has no such key."""
+    return tuple(row.get(key) for key in columns.keys)
 
 
 # --------------------------------------------------------------------------------------------------- command line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     parser.add_argument(
         "results", type=Path, nargs="+", metavar="FILE", help="result.json files; the first is the base"
     )
@@ -107,6 +114,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Compare the result files and print the tables; 0. Raises BenchError."""
     systems = read_systems(args.results, args.name)
     check_same_work(systems)
     prepare_output(args.output)
@@ -139,7 +147,7 @@ def _write(folder: Path, systems: Sequence[System], text: str, answer: str) -> N
 
 
 def read_systems(paths: Sequence[Path], names: Sequence[str]) -> list[System]:
-    """Raises BenchError for anything but two or more results."""
+    """The result files with their names. Raises BenchError for anything but two or more results."""
     if len(paths) < 2:
         raise BenchError("one result has nothing to be compared with: give two or more result.json files")
     if names and len(names) != len(paths):
@@ -157,7 +165,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 
 
 def read_result(path: Path) -> Mapping[str, Any]:
-    """One result file. Raises BenchError."""
+    """The JSON of one result file. Raises BenchError when it is not a result that can be compared."""
     try:
         result = json.loads(path.read_text())
     except (OSError, UnicodeDecodeError) as error:
@@ -165,13 +173,15 @@ def read_result(path: Path) -> Mapping[str, Any]:
     except ValueError:
         result = None
     wanted = {"command", "work", "rows"}
-    if not isinstance(result, dict) or not wanted <= result.keys() or result["command"] not in LAYOUTS:
-        raise BenchError(f"{path} is not a result of lockstep-bench {', '.join(LAYOUTS)}: give the result.json files")
+    if not isinstance(result, dict) or not wanted <= result.keys() or result["command"] not in RESULT_COLUMNS:
+        raise BenchError(
+            f"{path} is not a result of lockstep-bench {', '.join(RESULT_COLUMNS)}: give the result.json files"
+        )
     return result
 
 
 def check_same_work(systems: Sequence[System]) -> None:
-    """Raises BenchError naming what differs from the first result."""
+    """Refuse results of different work: raises BenchError naming what differs from the first one."""
     base, *others = systems
     for other in others:
         mine, theirs = _work(base), _work(other)
@@ -190,21 +200,23 @@ def _work(system: System) -> dict[str, Any]:
 
 def compare(systems: Sequence[System]) -> list[dict[str, Any]]:
     """One entry for each measure of each row that every system has, in the first system's order."""
-    layout = LAYOUTS[systems[0].result["command"]]
+    columns = RESULT_COLUMNS[systems[0].result["command"]]
     entries = []
     for row in systems[0].result["rows"]:
-        rows = [system.row(layout, about_of(row, layout)) for system in systems]
+        rows = [system.row(columns, about_of(row, columns)) for system in systems]
         present = [row for row in rows if row is not None]
         if len(present) == len(systems):
-            entries += [_entry(layout, measure, systems, present) for measure in layout.measures]
+            entries += [_entry(columns, metric, systems, present) for metric in columns.metrics]
     if not entries:
         raise BenchError("the results have no row in common: both runs stopped before any was finished")
     return entries
 
 
-def _entry(layout: Layout, measure: Measure, systems: Sequence[System], rows: Sequence[Row]) -> dict[str, Any]:
-    values = [_value(row, measure) for row in rows]
-    samples = [_samples(row, measure) for row in rows]
+def _entry(
+    columns: ResultColumns, metric: ComparedMetric, systems: Sequence[System], rows: Sequence[Row]
+) -> dict[str, Any]:
+    values = [_value(row, metric) for row in rows]
+    samples = [_samples(row, metric) for row in rows]
     figures = {
         system.name: {
             "value": value,
@@ -213,20 +225,20 @@ def _entry(layout: Layout, measure: Measure, systems: Sequence[System], rows: Se
         }
         for system, value, own in zip(systems, values, samples, strict=True)
     }
-    about = dict(zip(layout.keys, about_of(rows[0], layout), strict=True))
-    return {**about, "measure": measure.key, "title": measure.title, "systems": figures}
+    about = dict(zip(columns.keys, about_of(rows[0], columns), strict=True))
+    return {**about, "measure": metric.key, "title": metric.title, "systems": figures}
 
 
-def _value(row: Row, measure: Measure) -> float | None:
-    """None where every request of a row failed."""
-    value = row.get(measure.key)
+def _value(row: Row, metric: ComparedMetric) -> float | None:
+    """The figure that the row has for the metric; None where every request of the row failed."""
+    value = row.get(metric.key)
     number: float | None = value["mean"] if isinstance(value, Mapping) else value
     return number
 
 
-def _samples(row: Row, measure: Measure) -> list[float]:
-    found: Any = row if measure.samples else []
-    for key in measure.samples:
+def _samples(row: Row, metric: ComparedMetric) -> list[float]:
+    found: Any = row if metric.samples else []
+    for key in metric.samples:
         found = found.get(key, {})
     return list(found)
 
@@ -252,20 +264,21 @@ def _resampled_means(samples: Sequence[float], random: np.random.Generator) -> n
 
 
 def to_json(systems: Sequence[System], rows: Sequence[Row]) -> dict[str, Any]:
+    """The whole comparison as one JSON object."""
     files = [{"name": system.name, "path": str(system.path)} for system in systems]
     return {"command": "compare", "of": systems[0].result["command"], "systems": files, "rows": list(rows)}
 
 
 def markdown(systems: Sequence[System], rows: Sequence[Row]) -> str:
-    """One table for each measure, and what to know about it."""
-    layout = LAYOUTS[systems[0].result["command"]]
-    shown = {key: title for key, title in layout.keys.items() if any(row[key] is not None for row in rows)}
+    """One table for each metric, and what to know about it."""
+    columns = RESULT_COLUMNS[systems[0].result["command"]]
+    shown = {key: title for key, title in columns.keys.items() if any(row[key] is not None for row in rows)}
     base, *others = [system.name for system in systems]
     headers = [*shown.values(), base, *(part for name in others for part in (name, f"{name} / {base}"))]
     parts = []
-    for measure in layout.measures:
-        cells = [_cells(row, shown) for row in rows if row["measure"] == measure.key]
-        parts += [f"## {measure.title}", table(headers, cells, centred=True)]
+    for metric in columns.metrics:
+        cells = [_cells(row, shown) for row in rows if row["measure"] == metric.key]
+        parts += [f"## {metric.title}", table(headers, cells, centred=True)]
     return "\n\n".join([*parts, "\n".join(f"- {note}" for note in _notes(systems, rows))])
 
 
@@ -287,18 +300,18 @@ def _ratio(figure: Mapping[str, Any]) -> str:
 
 
 def _notes(systems: Sequence[System], rows: Sequence[Row]) -> list[str]:
-    layout = LAYOUTS[systems[0].result["command"]]
+    columns = RESULT_COLUMNS[systems[0].result["command"]]
     notes = [
         f"In brackets: {CONFIDENCE:g} % bootstrap interval of the ratio of means, {RESAMPLES} resamples, seed {SEED}. "
         "It covers the scatter within these measurements, not that between repeated ones. A figure of which a run has "
         "only one has no interval.",
     ]
-    compared = {tuple(row[key] for key in layout.keys) for row in rows}
+    compared = {tuple(row[key] for key in columns.keys) for row in rows}
     for system in systems:
         own = system.result["rows"]
         described = ", ".join(str(system.result.get(key)) for key in ("model", "device", "dtype", "commit", "date"))
         notes.append(f"{system.name}: {described}, from {system.path}.")
-        if left_out := sum(about_of(row, layout) not in compared for row in own):
+        if left_out := sum(about_of(row, columns) not in compared for row in own):
             notes.append(f"{system.name} has {left_out} more rows that not every result has.")
         if errors := sum(row.get("errors") or 0 for row in own):
             notes.append(f"{system.name} had {errors} failed requests, which are in no figure here.")

@@ -23,22 +23,22 @@ from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 from benchmark.report import BenchError
-from benchmark.roofline import Ceilings, Work, mean_context
+from benchmark.roofline import Ceilings, ServedModel, mean_context
 
 
 class StepWork(NamedTuple):
-    """What one step computes."""
+    """What one step computes: its prompt tokens, its decoding sequences, and the keys that both look at."""
 
     prompt_tokens: int = 0
     prompt_pairs: float = 0.0  # keys that those tokens look at, together
     prompt_read: int = 0  # tokens of their prompts that earlier steps computed
-    decoding: int = 0  # sequences that get their next token …
-    context: int = 0  # … and the keys that they look at, together, each new token's own included
+    decoding: int = 0  # sequences that get their next token
+    context: int = 0  # keys that the decoding sequences look at, together, each new token's own included
     sampled: int = 0  # sequences that get a token, from a prompt's end or by decoding
 
 
 class Cost(Protocol):
-    """A model of a step."""
+    """A model of how long a step takes."""
 
     def seconds(self, work: StepWork) -> float:
         """How long the shards compute. A step without tokens, which only lets sequences go, takes no time."""
@@ -49,7 +49,7 @@ class Cost(Protocol):
 
 @dataclass(frozen=True)
 class Roofline:
-    """Bytes and operations of a step against what a device can do of both; see `roofline.Work.step`."""
+    """Bytes and operations of a step, held against what a device can do of both; see `roofline.ServedModel.step`."""
 
     weight_bytes: float  # of any step
     kv_bytes: float  # of a token that is read or written
@@ -61,22 +61,23 @@ class Roofline:
     overhead_s: float  # of any step: launches, collectives, the sampler
 
     @classmethod
-    def of(cls, work: Work, ceilings: Ceilings, efficiency: float, overhead_s: float) -> Roofline:
-        """efficiency: share of the ceilings that is reached, above 0 and at most 1."""
-        empty = work.step(tokens=0, attended=0, kv_read=0, sampled=0)
+    def of(cls, served: ServedModel, ceilings: Ceilings, efficiency: float, overhead_s: float) -> Roofline:
+        """A served model on a device. efficiency: share of the ceilings that is reached, above 0 and at most 1."""
+        empty = served.step(tokens=0, attended=0, kv_read=0, sampled=0)
         reached = efficiency * ceilings.num_devices
         return cls(
             weight_bytes=empty.num_bytes,
-            kv_bytes=work.step(tokens=0, attended=0, kv_read=1, sampled=0).num_bytes - empty.num_bytes,
-            token_flops=work.step(tokens=1, attended=0, kv_read=0, sampled=0).num_flops,
-            key_flops=work.step(tokens=0, attended=1, kv_read=0, sampled=0).num_flops,
-            sampled_flops=work.step(tokens=0, attended=0, kv_read=0, sampled=1).num_flops,
+            kv_bytes=served.step(tokens=0, attended=0, kv_read=1, sampled=0).num_bytes - empty.num_bytes,
+            token_flops=served.step(tokens=1, attended=0, kv_read=0, sampled=0).num_flops,
+            key_flops=served.step(tokens=0, attended=1, kv_read=0, sampled=0).num_flops,
+            sampled_flops=served.step(tokens=0, attended=0, kv_read=0, sampled=1).num_flops,
             bytes_per_second=ceilings.bytes_per_second * reached,
             flops_per_second=ceilings.flops_per_second * reached,
             overhead_s=overhead_s,
         )
 
     def seconds(self, work: StepWork) -> float:
+        """How long the shards compute: the slower of moving bytes and computing, and the step's fixed time."""
         tokens = work.prompt_tokens + work.decoding
         if not tokens:
             return 0.0
@@ -109,13 +110,14 @@ class Fitted:
     it, so that a mixed step counts it once."""
 
     base_ms: float
-    prefill_ms: Curve  # over the prompt tokens of a step, as if they looked at nothing …
-    pair_ms: float  # … and of each key that one of them looks at; 0 where no two lengths can be compared
-    decode_ms: Curve  # over the sequences that decode, as if without context …
-    context_ms: float  # … and of each key that they look at; 0 where one context was measured
+    prefill_ms: Curve  # over the prompt tokens of a step, as if they looked at no keys
+    pair_ms: float  # for each key that a prompt token looks at; 0 where no two lengths can be compared
+    decode_ms: Curve  # over the sequences that decode, as if they looked at no keys
+    context_ms: float  # for each key that a decoding sequence looks at; 0 where only one context was measured
     overhead_s: float = 0.0
 
     def seconds(self, work: StepWork) -> float:
+        """How long the shards compute, between the measured points by straight lines."""
         if not work.prompt_tokens + work.decoding:
             return 0.0
         prompts = self.prefill_ms(work.prompt_tokens) + self.pair_ms * work.prompt_pairs - self.base_ms
@@ -124,7 +126,7 @@ class Fitted:
 
 
 class DecodePoint(NamedTuple):
-    """One measured decode step."""
+    """One measured decode step: its batch, its context, and its time."""
 
     batch_size: int
     context: float  # keys that each sequence looks at, on average over the run
@@ -132,7 +134,7 @@ class DecodePoint(NamedTuple):
 
 
 class PrefillPoint(NamedTuple):
-    """One measured step of whole prompts."""
+    """One measured step of whole prompts: its tokens, what they look at, and its time."""
 
     tokens: int
     pairs: float  # keys that those tokens look at, together
@@ -140,7 +142,7 @@ class PrefillPoint(NamedTuple):
 
 
 def fit(results: Sequence[Mapping[str, Any]], overhead_s: float = 0.0) -> Fitted:
-    """From the JSON of one or several `latency` runs of the same model. Raises BenchError.
+    """Fit step times to the JSON of one or several `latency` runs of the same model. Raises BenchError.
 
     Several runs with different --sequence-length tell the price of context. Each point is a row's median.
     """
@@ -158,7 +160,7 @@ def fit(results: Sequence[Mapping[str, Any]], overhead_s: float = 0.0) -> Fitted
 
 
 def read_latency(path: Path) -> dict[str, Any]:
-    """A result.json of `latency`. Raises BenchError."""
+    """Read a result.json of `latency`. Raises BenchError when it is none, or an incomplete one."""
     try:
         result = json.loads(path.read_text())
         command, steps = result["command"], {row["step"] for row in result["rows"]}
@@ -198,7 +200,7 @@ def _means(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 
 def _shared_slope(points: Iterable[tuple[int, float, float]]) -> float:
-    """Of (size, keys, ms): how the time of one size grows with the keys that are looked at; 0 where nothing tells."""
+    """From (size, keys, ms), how the time of one size grows with the keys that are looked at; 0 where nothing tells."""
     by_size = defaultdict(list)
     for size, keys, ms in points:
         by_size[size].append((keys, ms))

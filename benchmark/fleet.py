@@ -28,7 +28,7 @@ from router.scheduler import Scheduler, StepPlan
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Simulated(Scheduled):
-    """A request on its way, with its times in seconds."""
+    """A request in the scheduler, with its times in virtual seconds."""
 
     output_length: int
     arrived_at: float
@@ -37,7 +37,7 @@ class Simulated(Scheduled):
 
     @property
     def context(self) -> int:
-        """Keys that its next decode step looks at."""
+        """Keys that the request's next decode step looks at."""
         return self.request.input_length + self.num_scheduled
 
 
@@ -49,8 +49,10 @@ class Tally:
     tpot: array[float] = field(default_factory=lambda: array("d"))  # 0 for an answer of one token
     e2e: array[float] = field(default_factory=lambda: array("d"))
     queued: array[float] = field(default_factory=lambda: array("d"))
-    gaps: array[float] = field(default_factory=lambda: array("d"))  # between two tokens of a request …
-    gap_counts: array[int] = field(default_factory=lambda: array("q"))  # … and how many requests saw each
+    gaps: array[float] = field(
+        default_factory=lambda: array("d")
+    )  # from one token of a request to its next, once for each step
+    gap_counts: array[int] = field(default_factory=lambda: array("q"))  # how many requests saw each of `gaps`
     num_requests: int = 0
     num_refused: int = 0
     num_tokens: int = 0
@@ -58,14 +60,14 @@ class Tally:
     num_step_tokens: int = 0  # computed, of prompts and answers; some answers' after their end
     started_at: float = NEVER  # the first arrival
     ended_at: float = 0.0
-    busy: float = 0.0  # seconds of all replicas together, and integrals over them:
-    batch: float = 0.0  # sequences
-    blocks: float = 0.0  # KV blocks reserved
+    busy: float = 0.0  # seconds that replicas computed, of all replicas together
+    batch: float = 0.0  # integral over those seconds of the running sequences
+    blocks: float = 0.0  # integral over those seconds of the KV blocks reserved
     peak_batch: int = 0
     peak_blocks: int = 0
 
     def ended(self, entry: Simulated, now: float) -> None:
-        """A request's last token is with its client."""
+        """Count a request whose last token has reached its client at `now`."""
         gaps = entry.output_length - 1
         self.ttft.append(entry.first_token_at - entry.arrived_at)
         self.tpot.append((now - entry.first_token_at) / gaps if gaps else 0.0)
@@ -79,8 +81,8 @@ class Tally:
 
 
 @dataclass(slots=True)
-class _Step:
-    """A plan under way."""
+class _SimulatedStep:
+    """A plan that a replica computes, or that waits for it to."""
 
     plan: StepPlan[Simulated]
     ends_at: float
@@ -88,7 +90,7 @@ class _Step:
 
 
 class Replica:
-    """One server: a router's scheduler and its shards."""
+    """One server in virtual time: a router's scheduler, and shards whose steps take what a cost model says."""
 
     def __init__(self, limits: Limits, cost: Cost, tally: Tally) -> None:
         self.outstanding_tokens = 0  # of requests waiting and running, as long as they may become
@@ -97,7 +99,7 @@ class Replica:
         self._tally = tally
         self._scheduler: Scheduler[Simulated] = Scheduler(limits)
         self._num_outstanding = 0
-        self._under_way: deque[_Step] = deque()
+        self._under_way: deque[_SimulatedStep] = deque()
         self._free_at = 0.0  # when the shards will have computed what was sent
         self._replied_at = 0.0
         self._streaming = 0  # requests between their first token and their last
@@ -106,6 +108,7 @@ class Replica:
 
     @property
     def next_reply_at(self) -> float:
+        """When the oldest step under way is answered, in virtual seconds; NEVER when the replica is idle."""
         return self._under_way[0].ends_at if self._under_way else NEVER
 
     @property
@@ -154,11 +157,11 @@ class Replica:
                 self._last_tokens.setdefault(plan.number + entry.output_length - 1, []).append(entry)
             begins_at = max(now, self._free_at)
             self._free_at = begins_at + self._cost.seconds(self._work(plan, firsts))
-            self._under_way.append(_Step(plan, self._free_at, firsts))
+            self._under_way.append(_SimulatedStep(plan, self._free_at, firsts))
             self._note(plan, self._free_at - begins_at)
 
     def _completed(self, plan: StepPlan[Simulated]) -> list[Simulated]:
-        """Whose prompts are through with this step."""
+        """Requests whose prompts end in this step."""
         running = self._scheduler.running
         return [entry for id in plan.chunks if not (entry := running[id]).num_prompt_left]
 
@@ -193,12 +196,15 @@ Dispatch = Callable[[int, Sequence[Replica], Random], int]  # the request's numb
 
 
 def _in_turn(number: int, replicas: Sequence[Replica], random: Random) -> int:
+    """Choose the replicas one after the other."""
     return number % len(replicas)
 
 
 def _better_of_two(number: int, replicas: Sequence[Replica], random: Random) -> int:
-    """Of two replicas at random, that with fewer tokens outstanding (Mitzenmacher 2001): nearly as good as asking all,
-    at a cost that does not grow with the fleet."""
+    """Choose, of two replicas at random, the one with fewer tokens outstanding (Mitzenmacher 2001).
+
+    This is nearly as good as asking all, at a cost that does not grow with the fleet.
+    """
     one, other = int(random.random() * len(replicas)), int(random.random() * len(replicas))
     return one if replicas[one].outstanding_tokens <= replicas[other].outstanding_tokens else other
 

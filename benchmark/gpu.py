@@ -26,25 +26,25 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmark import launch, plan, probes, shapes
+from benchmark import options, plan, probes, shapes
 from benchmark.report import ROOT, BenchError, commit, prepare_output, table, versions, write_atomically
-from benchmark.roofline import Ceilings, Work, mean_context
+from benchmark.roofline import Ceilings, ServedModel, mean_context
 
 RESULTS = ROOT / "docs" / "results"
 LENGTHS = {"latency": (100, 100), "serving": (128, 128), "offline": (512, 32)}  # tokens of a prompt, and generated
 STOP_SECONDS = 40.0  # for a command past its limit to stop the server that it started
-DECODE_PERCENT = {1: 80.0, 32: 77.0}  # of the floor, at these batch sizes …
-OTHER_DECODE_PERCENT = 75.0  # … and at others
-PREFILL_PERCENT = 65.0
-MOST_STEP_RATIO = 1.03  # of a decode step from reply to reply to what the device computes of it
-SERVING_PERCENT = 50.0  # of the ceiling: a very good server reaches 50 to 65
-OFFLINE_PERCENT = 50.0
+DECODE_PERCENT = {1: 80.0, 32: 77.0}  # least share of the limit that a decode step of these batch sizes reaches
+OTHER_DECODE_PERCENT = 75.0  # the same for any other batch size
+PREFILL_PERCENT = 65.0  # least share of the limit that a prefill reaches
+MOST_STEP_RATIO = 1.03  # time of a decode step from reply to reply / time that the device computes in it
+SERVING_PERCENT = 50.0  # least share of the ceiling over HTTP; a very good server reaches 50 to 65
+OFFLINE_PERCENT = 50.0  # least share of the ceiling without HTTP
 MOST_READY_SECONDS = 60.0
 Found = Mapping[str, Any]  # a command's result.json
 
 
-class Row(NamedTuple):
-    """One line of the summary."""
+class ReportRow(NamedTuple):
+    """One line of the summary, in the words that are printed."""
 
     what: str
     target: str
@@ -52,39 +52,41 @@ class Row(NamedTuple):
     verdict: str  # met, missed or failed; empty where there is no target
 
 
-def judged(what: str, target: str, measured: str, is_met: bool) -> Row:
-    return Row(what, target, measured, "met" if is_met else "missed")
+def judged(what: str, target: str, measured: str, is_met: bool) -> ReportRow:
+    """A line whose verdict is that its target was met or missed."""
+    return ReportRow(what, target, measured, "met" if is_met else "missed")
 
 
 @dataclass(frozen=True)
-class Step:
+class Measurement:
     """One command of this benchmark, and what its result says, which may be incomplete."""
 
     title: str
     arguments: Sequence[str]
-    rows: Callable[[Found], Iterator[Row]]
+    rows: Callable[[Found], Iterator[ReportRow]]
 
 
 @dataclass
 class Report:
-    """What is known so far."""
+    """What the measurements have found so far, and the file that it is written to."""
 
     args: argparse.Namespace
     device: str = "unknown device"
     measured_ceilings: Ceilings | None = None
-    rows: list[Row] = field(default_factory=list)
+    rows: list[ReportRow] = field(default_factory=list)
     startups: list[tuple[str, str]] = field(default_factory=list)  # (model, start-up table)
     details: list[tuple[str, str]] = field(default_factory=list)  # (command line, what it printed)
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
     def path(self) -> Path:
+        """Where the report is written: `--output`, or a file named after the day and the device."""
         slug = re.sub(r"[^a-z0-9]+", "-", self.device.lower()).strip("-")
         return Path(self.args.output or RESULTS / f"{self.started_at:%Y-%m-%d}-{slug}.md")
 
     @property
     def ceilings(self) -> Ceilings:
-        """Of the data sheet, as in `plan`, or what the probes found. Raises BenchError."""
+        """What the device does at best, by its data sheet as in `plan`, else by the probes. Raises BenchError."""
         words = re.split(r"[^a-z0-9]+", self.device.lower())
         known = next((sheet for name, sheet in plan.DEVICES.items() if name in words), None)
         ceilings = known.ceilings(self.args.dtype, 1) if known else self.measured_ceilings
@@ -93,7 +95,7 @@ class Report:
         return ceilings
 
     def save(self) -> None:
-        """Write the file whole. Raises BenchError."""
+        """Write the report to its file, whole or not at all. Raises BenchError."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, self.markdown())
@@ -101,6 +103,7 @@ class Report:
             raise BenchError(f"cannot write {self.path}: {error.strerror}; give another --output") from None
 
     def markdown(self) -> str:
+        """The whole report: context, summary, start-up tables, and what each command printed."""
         minutes = (datetime.now(UTC) - self.started_at).total_seconds() / 60
         software = ", ".join(f"{name} {version}" for name, version in versions().items())
         context = [f"{self.started_at:%Y-%m-%d}", f"commit {commit() or 'unknown'}", software, self.args.dtype]
@@ -115,6 +118,7 @@ class Report:
         return "\n\n".join(parts) + "\n"
 
     def table(self) -> str:
+        """The summary: one line for each figure."""
         return table(("", "Target", "Measured", "Verdict"), self.rows)
 
 
@@ -122,6 +126,7 @@ class Report:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     group = parser.add_argument_group("shapes (a name of `plan`, a config.json, or a model folder)")
     group.add_argument("--latency-shape", default="bloomz-7b1-mt", metavar="SHAPE", help="(bloomz-7b1-mt)")
     group.add_argument(
@@ -132,23 +137,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sizes(parser.add_argument_group("sizes"))
     parser.add_argument("--dtype", default="bfloat16", choices=list(shapes.DTYPE_BYTES), help="(bfloat16)")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"), help="(auto)")
-    parser.add_argument("--limit", type=launch.positive, default=150, metavar="S", help="of one command (150)")
+    parser.add_argument("--limit", type=options.positive, default=150, metavar="S", help="of one command (150)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="(docs/results/DATE-DEVICE.md)")
 
 
 def _add_sizes(group: argparse._ArgumentGroup) -> None:
     for command, (given, generated) in LENGTHS.items():
         group.add_argument(
-            f"--{command}-lengths", type=launch.at_least_two, nargs=2, default=(given, generated),
+            f"--{command}-lengths", type=options.at_least_two, nargs=2, default=(given, generated),
             metavar=("IN", "OUT"), help=f"prompt and generated tokens ({given} {generated})",
         )  # fmt: skip
-    group.add_argument("-b", "--batch-size", type=launch.positive, nargs="+", default=[1, 32], help="latency (1 32)")
-    group.add_argument("--runs", type=launch.positive, default=5, help="latency, recorded runs a batch size (5)")
-    group.add_argument("--concurrency", type=launch.positive, default=256, help="serving, streams (256)")
-    group.add_argument("--num-prompts", type=launch.positive, default=256, help="offline, sequences (256)")
+    group.add_argument("-b", "--batch-size", type=options.positive, nargs="+", default=[1, 32], help="latency (1 32)")
+    group.add_argument("--runs", type=options.positive, default=5, help="latency, recorded runs a batch size (5)")
+    group.add_argument("--concurrency", type=options.positive, default=256, help="serving, streams (256)")
+    group.add_argument("--num-prompts", type=options.positive, default=256, help="offline, sequences (256)")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run every measurement and write the report; 1 when one of them failed. Raises BenchError."""
     report = Report(args)
     planned = steps(args, report)
     prepare_output(args.output.parent if args.output else RESULTS)
@@ -159,8 +165,8 @@ def run(args: argparse.Namespace) -> int:
     return 1 if any(row.verdict == "failed" for row in report.rows) else 0
 
 
-def take(step: Step, report: Report, limit_s: float) -> None:
-    """Run one step and enter what came of it."""
+def take(step: Measurement, report: Report, limit_s: float) -> None:
+    """Run one measurement and enter its rows, or why it failed, into the report."""
     command = f"lockstep-bench {' '.join(step.arguments)}"
     print(command, file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-gpu-") as folder:
@@ -176,7 +182,7 @@ def take(step: Step, report: Report, limit_s: float) -> None:
     except BenchError as error:
         problem = problem or str(error)
     if problem:
-        report.rows.append(Row(step.title, "", problem, "failed"))
+        report.rows.append(ReportRow(step.title, "", problem, "failed"))
 
 
 def run_command(arguments: Sequence[str], limit_s: float) -> str | None:
@@ -227,76 +233,76 @@ def _read(folder: Path) -> tuple[Found, str]:
 # ----------------------------------------------------------------------------------------------------------- steps
 
 
-def steps(args: argparse.Namespace, report: Report) -> list[Step]:
+def steps(args: argparse.Namespace, report: Report) -> list[Measurement]:
     """What to run, in this order: the probes first, because ceilings may come from them. Raises BenchError."""
     flags = ["--device", args.device, "--dtype", args.dtype]
     return [
-        Step("probes", ["probes", *flags], partial(_probe_rows, report)),
+        Measurement("probes", ["probes", *flags], partial(_probe_rows, report)),
         _latency_step(args, report, flags),
         *(_serving_step(args, report, flags, shape) for shape in args.serving_shape),
         _offline_step(args, report, flags),
     ]
 
 
-def _probe_rows(report: Report, found: Found) -> Iterator[Row]:
+def _probe_rows(report: Report, found: Found) -> Iterator[ReportRow]:
     report.device = found.get("device", report.device)
     report.measured_ceilings = probes.ceilings(found["rows"])
     for row in found["rows"]:
-        yield Row(row["probe"], "", f"{row['value']:.4g} {row['unit']}", "")
+        yield ReportRow(row["probe"], "", f"{row['value']:.4g} {row['unit']}", "")
 
 
-def _latency_step(args: argparse.Namespace, report: Report, flags: Sequence[str]) -> Step:
+def _latency_step(args: argparse.Namespace, report: Report, flags: Sequence[str]) -> Measurement:
     named, (given, generated) = shapes.find(args.latency_shape), args.latency_lengths
     sizes = ["-b", *args.batch_size, "-s", given, "-d", generated, "-r", args.runs]
     command = _command("latency", args.latency_shape, flags, sizes)
-    work = Work(named.shape, args.dtype)
+    served = ServedModel(named.shape, args.dtype)
 
-    def rows(found: Found) -> Iterator[Row]:
+    def rows(found: Found) -> Iterator[ReportRow]:
         for row in found["rows"]:
             batch_size = row["batch_size"]
             if row["step"] == "decode_token":
-                floor_ms = work.decode(batch_size, mean_context(given, generated)).floor_ms(report.ceilings)
+                floor_ms = served.decode(batch_size, mean_context(given, generated)).floor_ms(report.ceilings)
                 target = DECODE_PERCENT.get(batch_size, OTHER_DECODE_PERCENT)
                 yield _share_row(f"{named.name}: decode step, batch {batch_size}", row["p50_ms"], floor_ms, target)
                 yield _overhead_row(f"{named.name}: the same, from reply to reply", row)
             elif row["step"] == "prefill" and batch_size == max(args.batch_size):
-                floor_ms = work.prefill(batch_size, given).floor_ms(report.ceilings)
+                floor_ms = served.prefill(batch_size, given).floor_ms(report.ceilings)
                 what = f"{named.name}: prefill, {batch_size} x {given}"
                 yield _share_row(what, row["p50_ms"], floor_ms, PREFILL_PERCENT)
 
-    return Step(named.name, command, rows)
+    return Measurement(named.name, command, rows)
 
 
-def _serving_step(args: argparse.Namespace, report: Report, flags: Sequence[str], shape: str) -> Step:
+def _serving_step(args: argparse.Namespace, report: Report, flags: Sequence[str], shape: str) -> Measurement:
     named, (given, generated) = shapes.find(shape), args.serving_lengths
     sizes = ["--input-length", given, "--output-length", generated, "--concurrency", args.concurrency]
     command = _command("serving", shape, flags, [*sizes, "--warmups", args.concurrency])
-    work = Work(named.shape, args.dtype)
+    served = ServedModel(named.shape, args.dtype)
 
-    def rows(found: Found) -> Iterator[Row]:
+    def rows(found: Found) -> Iterator[ReportRow]:
         for row in found["rows"]:
-            ceiling = ceiling_of(work, args.concurrency, given, generated, report.ceilings)
+            ceiling = ceiling_of(served, args.concurrency, given, generated, report.ceilings)
             what = f"{named.name}: {args.concurrency} concurrent, {given} in, {generated} out"
             yield _rate_row(what, row["output_tokens_per_second"], ceiling, SERVING_PERCENT)
             if row["errors"]:
-                yield Row(what, "", f"{row['errors']} of {row['requests']} requests failed", "failed")
+                yield ReportRow(what, "", f"{row['errors']} of {row['requests']} requests failed", "failed")
 
-    return Step(named.name, command, rows)
+    return Measurement(named.name, command, rows)
 
 
-def _offline_step(args: argparse.Namespace, report: Report, flags: Sequence[str]) -> Step:
+def _offline_step(args: argparse.Namespace, report: Report, flags: Sequence[str]) -> Measurement:
     named, (given, generated) = shapes.find(args.offline_shape), args.offline_lengths
     sizes = ["--num-prompts", args.num_prompts, "--input-length", given, "--output-length", generated]
-    work = Work(named.shape, args.dtype)
+    served = ServedModel(named.shape, args.dtype)
 
-    def rows(found: Found) -> Iterator[Row]:
+    def rows(found: Found) -> Iterator[ReportRow]:
         for row in found["rows"]:
             if row["step"] == "total":
-                ceiling = ceiling_of(work, args.num_prompts, given, generated, report.ceilings)
+                ceiling = ceiling_of(served, args.num_prompts, given, generated, report.ceilings)
                 what = f"{named.name}: {args.num_prompts} sequences offline, {given} in, {generated} out"
                 yield _rate_row(what, row["tokens_per_second"], ceiling, OFFLINE_PERCENT)
 
-    return Step(named.name, _command("offline", args.offline_shape, flags, sizes), rows)
+    return Measurement(named.name, _command("offline", args.offline_shape, flags, sizes), rows)
 
 
 def _command(name: str, shape: str, flags: Sequence[str], sizes: Sequence[object]) -> list[str]:
@@ -305,34 +311,34 @@ def _command(name: str, shape: str, flags: Sequence[str], sizes: Sequence[object
     return [name, "--random-weights", located, *flags, *map(str, sizes)]
 
 
-def ceiling_of(work: Work, sequences: int, given: int, generated: int, ceilings: Ceilings) -> float:
+def ceiling_of(served: ServedModel, sequences: int, given: int, generated: int, ceilings: Ceilings) -> float:
     """Generated tokens per second of sequences that are prefilled in one step and then decode together."""
-    prefill = work.prefill(sequences, given)
-    decodes = work.decode(sequences, mean_context(given, generated)).times(generated - 1)
+    prefill = served.prefill(sequences, given)
+    decodes = served.decode(sequences, mean_context(given, generated)).times(generated - 1)
     return 1000 * sequences * generated / (prefill.floor_ms(ceilings) + decodes.floor_ms(ceilings))
 
 
 # ------------------------------------------------------------------------------------------------------------ rows
 
 
-def _share_row(what: str, ms: float, floor_ms: float, target_percent: float) -> Row:
+def _share_row(what: str, ms: float, floor_ms: float, target_percent: float) -> ReportRow:
     percent = 100 * floor_ms / ms
     target = f"{target_percent:g} % of the limit, {100 * floor_ms / target_percent:.2f} ms"
     return judged(what, target, f"{percent:.1f} %, {ms:.2f} ms", percent >= target_percent)
 
 
-def _overhead_row(what: str, row: Mapping[str, Any]) -> Row:
+def _overhead_row(what: str, row: Mapping[str, Any]) -> ReportRow:
     ratio = row["p50_ms"] / row["computed_p50_ms"]
     target = f"at most {MOST_STEP_RATIO:g} times what is computed of it"
     return judged(what, target, f"{ratio:.3f} times {row['computed_p50_ms']:.2f} ms", ratio <= MOST_STEP_RATIO)
 
 
-def _rate_row(what: str, rate: float, ceiling: float, target_percent: float) -> Row:
+def _rate_row(what: str, rate: float, ceiling: float, target_percent: float) -> ReportRow:
     percent = 100 * rate / ceiling
     target = f"{target_percent:g} % of the ceiling, {target_percent / 100 * ceiling:,.0f} tokens/s"
     return judged(what, target, f"{percent:.1f} %, {rate:,.0f} tokens/s", percent >= target_percent)
 
 
-def _ready_row(model: str, seconds: float) -> Row:
+def _ready_row(model: str, seconds: float) -> ReportRow:
     target = f"at most {MOST_READY_SECONDS:g} s"
     return judged(f"{model}: launch to ready", target, f"{seconds:.1f} s", seconds <= MOST_READY_SECONDS)

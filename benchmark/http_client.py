@@ -41,7 +41,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class StreamEvent:
-    """One server-sent event, understood."""
+    """What one server-sent event says, whatever the API."""
 
     has_token: bool = False
     is_last: bool = False
@@ -55,10 +55,11 @@ class Api(Protocol):
 
     path: str
 
-    def body(self, prompt: str, output_length: int) -> dict[str, Any]: ...
+    def body(self, prompt: str, output_length: int) -> dict[str, Any]:
+        """The body of a streamed, greedy request for `output_length` tokens."""
 
     def read(self, data: bytes) -> StreamEvent:
-        """Raises ValueError, LookupError, TypeError or AttributeError if it is not what this API sends."""
+        """One event. Raises ValueError, LookupError, TypeError or AttributeError if it is none of this API."""
 
 
 class TgiApi:
@@ -67,9 +68,11 @@ class TgiApi:
     path = "/generate_stream"
 
     def body(self, prompt: str, output_length: int) -> dict[str, Any]:
+        """The body of a streamed, greedy request, with details so that the server counts its tokens."""
         return {"inputs": prompt, "parameters": {"max_new_tokens": output_length, "details": True}}
 
     def read(self, data: bytes) -> StreamEvent:
+        """One event. Raises ValueError, LookupError, TypeError or AttributeError if it is none of this API."""
         event = orjson.loads(data)
         if "token" not in event:
             return StreamEvent(error=str(event.get("error_type", "error")))
@@ -92,11 +95,13 @@ class OpenAiApi:
         self._ignore_eos = ignore_eos
 
     def body(self, prompt: str, output_length: int) -> dict[str, Any]:
+        """The body of a streamed, greedy request that also asks for the count of its tokens."""
         body: dict[str, Any] = {"model": self._model, "prompt": prompt, "max_tokens": output_length, "temperature": 0}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         return body | ({"ignore_eos": True} if self._ignore_eos else {})
 
     def read(self, data: bytes) -> StreamEvent:
+        """One event. Raises ValueError, LookupError, TypeError or AttributeError if it is none of this API."""
         if data == b"[DONE]":
             return StreamEvent(is_last=True)
         event = orjson.loads(data)
@@ -117,7 +122,7 @@ def _openai_error(event: dict[str, Any]) -> str:
     return str(error.get("type") or "error") if isinstance(error, dict) else "error"
 
 
-class Connection(asyncio.Protocol):
+class HttpExchange(asyncio.Protocol):
     """One exchange. httptools finds the body in the bytes; a 200's body is cut into server-sent events as it comes."""
 
     def __init__(self, request: bytes, on_event: Callable[[bytes, float], None] | None) -> None:
@@ -129,13 +134,15 @@ class Connection(asyncio.Protocol):
 
     @property
     def status(self) -> int:
-        """0 before the head of the answer is there."""
+        """The HTTP status; 0 before the head of the answer is there."""
         return self._parser.get_status_code()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by asyncio: send the request."""
         cast(asyncio.WriteTransport, transport).write(self._request)  # uvloop's transports are no subclass of it
 
     def data_received(self, data: bytes) -> None:
+        """Called by asyncio, with bytes that need not be whole events."""
         arrived_at = time.perf_counter()  # of every token in these bytes, before any of them is parsed
         try:
             self._parser.feed_data(data)
@@ -145,14 +152,15 @@ class Connection(asyncio.Protocol):
             self._cut_events(self._on_event, arrived_at)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Called by asyncio: the exchange is over, whatever came of it."""
         self._end()
 
     def on_body(self, body: bytes) -> None:
-        """Called by httptools, with pieces that need not be events."""
+        """Called by httptools, with pieces of the body that need not be whole events."""
         self.body += body
 
     def on_message_complete(self) -> None:
-        """Called by httptools."""
+        """Called by httptools: the body is complete."""
         self._end()
 
     def _cut_events(self, on_event: Callable[[bytes, float], None], arrived_at: float) -> None:
@@ -169,7 +177,7 @@ class Connection(asyncio.Protocol):
 
 
 class HttpClient:
-    """Sends requests to one server."""
+    """Sends requests to one server, each over a connection of its own."""
 
     def __init__(self, url: str, *, api_key: str | None = None, timeout_s: float = 600.0) -> None:
         self.url = url.rstrip("/")
@@ -200,25 +208,34 @@ class HttpClient:
 
     async def json(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
         """Status and parsed body (None if it is not JSON) of a plain exchange. Raises OSError, TimeoutError."""
-        async with asyncio.timeout(PLAIN_TIMEOUT_S):
-            connection = await self._exchange(method, path, b"" if body is None else orjson.dumps(body), None)
-        if not connection.status:
-            raise ConnectionResetError("it cut the connection")
+        exchange = await self._plain(method, path, b"" if body is None else orjson.dumps(body))
         try:
-            return connection.status, orjson.loads(connection.body)
+            return exchange.status, orjson.loads(exchange.body)
         except orjson.JSONDecodeError:
-            return connection.status, None
+            return exchange.status, None
+
+    async def text(self, path: str) -> str:
+        """The body of the answer to a GET. Raises OSError, TimeoutError."""
+        return (await self._plain("GET", path, b"")).body.decode()
+
+    async def _plain(self, method: str, path: str, body: bytes) -> HttpExchange:
+        """A whole exchange that nothing is streamed in."""
+        async with asyncio.timeout(PLAIN_TIMEOUT_S):
+            exchange = await self._exchange(method, path, body, None)
+        if not exchange.status:
+            raise ConnectionResetError("it cut the connection")
+        return exchange
 
     async def _exchange(
         self, method: str, path: str, body: bytes, on_event: Callable[[bytes, float], None] | None
-    ) -> Connection:
+    ) -> HttpExchange:
         head = (
             f"{method} {self._prefix}{path} HTTP/1.1\r\nHost: {self._host_header}\r\nConnection: close\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n{self._key_line}\r\n"
         )
         loop = asyncio.get_running_loop()
         transport, connection = await loop.create_connection(
-            lambda: Connection(head.encode() + body, on_event), self._host, self._port, ssl=self._tls
+            lambda: HttpExchange(head.encode() + body, on_event), self._host, self._port, ssl=self._tls
         )
         try:
             await connection.ended
@@ -248,7 +265,7 @@ class _Stream:
         reply.error = reply.error or event.error
         self._is_over |= event.is_last
 
-    def close(self, connection: Connection) -> None:
+    def close(self, connection: HttpExchange) -> None:
         """Judge what came: a stream without its last event was cut."""
         reply = self._reply
         if connection.status not in (0, 200):

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import math
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import uvloop
 
-from benchmark import launch, live, plots, profile, shards
+from benchmark import launch, live, options, plots, profile, shapes, shards
+from benchmark.latency_figures import STEPS, Point, floor_table, latency_table, rows, throughput_table
 from benchmark.peer import PeerTimes, TransformersPeer, peer_rows, peer_table
 from benchmark.report import (
     BenchError,
     Result,
     RunContext,
-    Summary,
     arguments_of,
     footer,
     percentile_notes,
@@ -32,88 +30,39 @@ from benchmark.report import (
     published,
     table,
 )
-from benchmark.roofline import Ceilings, Demand, Probe, Work, describe, mean_context
-from benchmark.steps import StepDriver, Times, random_prompts
+from benchmark.roofline import Probe, ServedModel, describe
+from benchmark.steps import StepDriver, random_prompts
 from router.client import ModelInfo
 from router.entry import Sampling
 from router.queue import blocks_for
 
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)
-STEPS = {"prefill": "Prefill", "decode_token": "Decode (token)", "decode_total": "Decode (total)"}
-THROUGHPUT_STEPS = {"prefill": "Prefill", "decode_total": "Decode"}
-BLOCK_SIZE = 16  # of our own shards; only to ask for a KV cache that is large enough
-
-
-@dataclass
-class Point:
-    """The runs of one batch size, in milliseconds."""
-
-    batch_size: int
-    sequence_length: int
-    decode_length: int
-    runs: list[Times] = field(default_factory=list)
-    ceilings: list[Ceilings] = field(default_factory=list)  # beside each run; empty where no floor is known
-
-    @property
-    def samples_ms(self) -> dict[str, list[float]]:
-        """One value per run for each step of `STEPS`, to a tenth of a microsecond."""
-        totals = [round(1000 * times.decode, 4) for times in self.runs]
-        return {
-            "prefill": [round(1000 * times.prefill, 4) for times in self.runs],
-            "decode_token": [round(total / (self.decode_length - 1), 4) for total in totals],
-            "decode_total": totals,
-        }
-
-    @property
-    def computed_ms(self) -> dict[str, list[float]]:
-        """Of each sample, what the first rank says that it computed."""
-        totals = [1000 * times.decode_computed for times in self.runs]
-        return {
-            "prefill": [1000 * times.prefill_computed for times in self.runs],
-            "decode_token": [total / (self.decode_length - 1) for total in totals],
-            "decode_total": totals,
-        }
-
-    def tokens(self, step: str) -> int:
-        """Tokens that one sample of the step covers."""
-        counts = {"prefill": self.sequence_length, "decode_token": 1, "decode_total": self.decode_length - 1}
-        return self.batch_size * counts[step]
-
-    def throughputs(self, step: str) -> list[float]:
-        """Tokens per second of each run."""
-        return [1000 * self.tokens(step) / sample for sample in self.samples_ms[step]]
-
-    def demand(self, step: str, work: Work) -> Demand:
-        """What one sample of the step cannot avoid."""
-        if step == "prefill":
-            return work.prefill(self.batch_size, self.sequence_length)
-        one = work.decode(self.batch_size, mean_context(self.sequence_length, self.decode_length))
-        return one.times(1 if step == "decode_token" else self.decode_length - 1)
 
 
 # --------------------------------------------------------------------------------------------------- command line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     shards.add_target_arguments(parser)
     parser.add_argument(
-        "-b", "--batch-size", type=launch.positive, nargs="+", action="extend", metavar="N",
+        "-b", "--batch-size", type=options.positive, nargs="+", action="extend", metavar="N",
         help="sequences in a batch; several sizes, or the option again (default: 1 2 4 8 16 32)",
     )  # fmt: skip
-    parser.add_argument("-s", "--sequence-length", type=launch.positive, default=100, help="prompt tokens (100)")
-    parser.add_argument("-d", "--decode-length", type=launch.at_least_two, default=100, help="generated tokens (100)")
-    parser.add_argument("-r", "--runs", type=launch.positive, default=10, help="recorded runs a batch size (10)")
-    parser.add_argument("-w", "--warmups", type=launch.not_negative, default=1, help="runs before those (1)")
+    parser.add_argument("-s", "--sequence-length", type=options.positive, default=100, help="prompt tokens (100)")
+    parser.add_argument("-d", "--decode-length", type=options.at_least_two, default=100, help="generated tokens (100)")
+    parser.add_argument("-r", "--runs", type=options.positive, default=10, help="recorded runs a batch size (10)")
+    parser.add_argument("-w", "--warmups", type=options.not_negative, default=1, help="runs before those (1)")
     sampling = parser.add_argument_group("sampling (default: the most likely token)")
-    sampling.add_argument("--temperature", type=_number(above=0))
-    sampling.add_argument("--top-k", type=launch.positive)
-    sampling.add_argument("--top-p", type=_number(above=0, at_most=1))
-    sampling.add_argument("--typical-p", type=_number(above=0, at_most=1))
-    sampling.add_argument("--repetition-penalty", type=_number(above=0))
+    sampling.add_argument("--temperature", type=options.number(above=0))
+    sampling.add_argument("--top-k", type=options.positive)
+    sampling.add_argument("--top-p", type=options.number(above=0, at_most=1))
+    sampling.add_argument("--typical-p", type=options.number(above=0, at_most=1))
+    sampling.add_argument("--repetition-penalty", type=options.number(above=0))
     sampling.add_argument("--watermark", action="store_true")
     sampling.add_argument("--do-sample", action="store_true", help="implied by the four options above")
-    sampling.add_argument("--top-n-tokens", type=launch.positive, help="candidates to report with each token")
-    sampling.add_argument("--seed", type=launch.not_negative, default=0, help="of the prompts and of sampling (0)")
+    sampling.add_argument("--top-n-tokens", type=options.positive, help="candidates to report with each token")
+    sampling.add_argument("--seed", type=options.not_negative, default=0, help="of the prompts and of sampling (0)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
     parser.add_argument(
         "--profile",
@@ -129,20 +78,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     launch.add_server_arguments(parser)
 
 
-def _number(*, above: float, at_most: float = math.inf) -> Callable[[str], float]:
-    def number(text: str) -> float:
-        value = float(text)
-        if not above < value <= at_most or math.isinf(value):
-            bound = "" if math.isinf(at_most) else f" and at most {at_most:g}"
-            raise argparse.ArgumentTypeError(f"{text} is not above {above:g}{bound}")
-        return value
-
-    return number
-
-
 def run(args: argparse.Namespace) -> int:
+    """Measure every batch size and print the tables; 0. Raises BenchError."""
     prepare_output(args.output)
-    args.batch_size = list(dict.fromkeys(args.batch_size or BATCH_SIZES))
+    args.batch_size = options.distinct(args.batch_size or BATCH_SIZES)
     draws = plots.wanted(args.output)
     with shards.target_for(args, _limits(args)) as target:
         measured = uvloop.run(_measure(args, target))
@@ -155,29 +94,29 @@ def _limits(args: argparse.Namespace) -> list[str]:
     """Launcher flags of a server on which the largest batch fits into one step and into the KV cache."""
     largest = max(args.batch_size)
     # As many blocks as an encoder-decoder needs, whose prompts have their own.
-    blocks = blocks_for(args.sequence_length, BLOCK_SIZE) + blocks_for(args.decode_length, BLOCK_SIZE)
+    blocks = blocks_for(args.sequence_length, shapes.BLOCK_SIZE) + blocks_for(args.decode_length, shapes.BLOCK_SIZE)
     limits = {
         "--max-input-length": args.sequence_length,
         "--max-total-tokens": args.sequence_length + args.decode_length,
         "--max-batch-prefill-tokens": largest * args.sequence_length,
-        "--max-batch-total-tokens": largest * blocks * BLOCK_SIZE,
+        "--max-batch-total-tokens": largest * blocks * shapes.BLOCK_SIZE,
         "--max-top-n-tokens": args.top_n_tokens or 0,
     }
-    return [part for flag, value in limits.items() for part in (flag, str(value))]
+    return launch.flags_of(limits)
 
 
 # ---------------------------------------------------------------------------------------------------- measurement
 
 
-async def _measure(args: argparse.Namespace, target: shards.Target) -> list[dict[str, Any]]:
-    """The rows, published on the way."""
-    async with shards.connect(target) as connection:
-        info = connection.info
-        driver = StepDriver(connection.shards, info.block_size, info.num_blocks, info.decoder_start)
+async def _measure(args: argparse.Namespace, target: shards.MeasuredShards) -> list[dict[str, Any]]:
+    """Measure all batch sizes and publish each as it is done; the rows. Raises BenchError."""
+    async with shards.connect(target) as connected:
+        info = connected.info
+        driver = StepDriver(connected.shards, info.block_size, info.num_blocks, info.decoder_start)
         _check(args, info, driver)
-        work = shards.work_of(target, info)
-        probe = None if work is None else shards.probe_for(work, info)
-        result = Result(_context(args, target, info), notes=_notes(args, work))
+        served = shards.served_model(target, info)
+        probe = None if served is None else shards.probe_for(served, info)
+        result = Result(_context(args, target, info), notes=_notes(args, served))
         result.extra |= launch.startup_of(target.server)
         view = live.view(target.name, args.sequence_length, args.decode_length, args.batch_size, args.runs)
         render = partial(markdown, args=args, model=target.name)
@@ -189,7 +128,7 @@ async def _measure(args: argparse.Namespace, target: shards.Target) -> list[dict
                 point = Point(batch_size, args.sequence_length, args.decode_length)
                 await _measure_point(args, info, driver, point, view, probe)
                 points.append(point)
-                result.rows = rows(points, work)
+                result.rows = rows(points, served)
                 result.notes[num_notes:] = [describe(probe.seen)] if probe is not None else []
                 if peer is not None:
                     runs = await asyncio.to_thread(_run_peer, args, info, peer, batch_size)
@@ -197,12 +136,12 @@ async def _measure(args: argparse.Namespace, target: shards.Target) -> list[dict
                 keep()
             if args.profile:
                 result.extra["profile"] = [
-                    row for n in args.batch_size for row in await _profile_rows(args, connection, driver, n)
+                    row for n in args.batch_size for row in await _profile_rows(args, connected, driver, n)
                 ]
     return result.rows
 
 
-def _peer(args: argparse.Namespace, target: shards.Target, info: ModelInfo) -> TransformersPeer | None:
+def _peer(args: argparse.Namespace, target: shards.MeasuredShards, info: ModelInfo) -> TransformersPeer | None:
     if not args.beside_transformers:
         return None
     if target.location is None:
@@ -223,13 +162,11 @@ def _run_peer(args: argparse.Namespace, info: ModelInfo, peer: TransformersPeer,
 
 
 async def _profile_rows(
-    args: argparse.Namespace, connection: shards.Connection, driver: StepDriver, batch_size: int
+    args: argparse.Namespace, connected: shards.ConnectedShards, driver: StepDriver, batch_size: int
 ) -> list[dict[str, Any]]:
-    prompts = random_prompts(batch_size, args.sequence_length, connection.info.vocab_size, args.seed)
+    prompts = random_prompts(batch_size, args.sequence_length, connected.info.vocab_size, args.seed)
     sampling = [sampling_of(args, args.seed + index) for index in range(batch_size)]
-    profiles = await profile.profile_batch(
-        connection.shards, driver, prompts, sampling, args.decode_length, args.output
-    )
+    profiles = await profile.profile_batch(connected.shards, driver, prompts, sampling, args.decode_length, args.output)
     return [row for one in profiles for row in one.rows()]
 
 
@@ -265,7 +202,7 @@ async def _measure_point(
 
 
 def sampling_of(args: argparse.Namespace, seed: int) -> Sampling:
-    """TGI's neutral values for what was not given."""
+    """How tokens are chosen, with TGI's neutral values for what the user did not give."""
     warpers = (args.temperature, args.top_k, args.top_p, args.typical_p)
     return Sampling(
         do_sample=args.do_sample or any(value is not None for value in warpers),
@@ -279,38 +216,10 @@ def sampling_of(args: argparse.Namespace, seed: int) -> Sampling:
     )
 
 
-def rows(points: Sequence[Point], work: Work | None) -> list[dict[str, Any]]:
-    """The rows of the JSON, in the order of the tables."""
-    return [_row(point, step, work) for step in STEPS for point in points]
-
-
-def _row(point: Point, step: str, work: Work | None) -> dict[str, Any]:
-    samples = point.samples_ms[step]
-    summary = Summary.of(samples)
-    floors = [] if work is None else [point.demand(step, work).floor_ms(ceilings) for ceilings in point.ceilings]
-    percents = [100 * floor / sample for floor, sample in zip(floors, samples, strict=True)] if floors else []
-    return {
-        "step": step,
-        "batch_size": point.batch_size,
-        "mean_ms": summary.mean,
-        "min_ms": summary.min,
-        "max_ms": summary.max,
-        "p50_ms": summary.p50,
-        "p90_ms": summary.p90,
-        "p99_ms": summary.p99,
-        "computed_p50_ms": Summary.of(point.computed_ms[step]).p50,
-        "tokens_per_second": Summary.of(point.throughputs(step)).mean,
-        "floor_ms": Summary.of(floors).p50 if floors else None,
-        "percent_of_limit": Summary.of(percents).p50 if percents else None,
-        "samples_ms": samples,
-        "tokens_per_sample": point.tokens(step),
-    }
-
-
 # --------------------------------------------------------------------------------------------------------- report
 
 
-def _context(args: argparse.Namespace, target: shards.Target, info: ModelInfo) -> RunContext:
+def _context(args: argparse.Namespace, target: shards.MeasuredShards, info: ModelInfo) -> RunContext:
     arguments = arguments_of(args)
     names = ("batch_size", "sequence_length", "decode_length", "top_n_tokens", "seed")
     return RunContext.gather(
@@ -326,14 +235,14 @@ def _context(args: argparse.Namespace, target: shards.Target, info: ModelInfo) -
     )
 
 
-def _notes(args: argparse.Namespace, work: Work | None) -> list[str]:
+def _notes(args: argparse.Namespace, served: ServedModel | None) -> list[str]:
     notes = [
         f"Prefill: one step over all prompts, from request to reply. Decode: {args.decode_length - 1} steps after it, "
         "two requests under way, from the first request to the last reply. The prefill's throughput counts prompt "
         f"tokens. {args.runs} runs after {args.warmups} that are not recorded.",
         *percentile_notes(args.runs),
     ]
-    if work is None:
+    if served is None:
         notes.append("No floors: the model's config.json is not at hand; name it by --model-id or --random-weights.")
     else:
         notes.append(
@@ -357,6 +266,7 @@ def markdown(result: Result, args: argparse.Namespace, model: str) -> str:
 
 
 def arguments_table(args: argparse.Namespace, model: str) -> str:
+    """What was asked for, as the first table of TGI's benchmark."""
     top_n = [("Top N Tokens", args.top_n_tokens)] if args.top_n_tokens else []
     pairs = [
         ("Model", model),
@@ -374,33 +284,3 @@ def arguments_table(args: argparse.Namespace, model: str) -> str:
         ("Do Sample", str(sampling_of(args, 0).do_sample).lower()),
     ]
     return table(("Parameter", "Value"), pairs)
-
-
-def latency_table(rows: Sequence[dict[str, Any]]) -> str:
-    names = ("mean_ms", "min_ms", "max_ms", "p50_ms", "p90_ms", "p99_ms")
-    cells = [[STEPS[r["step"]], r["batch_size"], *(f"{r[name]:.2f} ms" for name in names)] for r in rows]
-    return table(("Step", "Batch Size", "Average", "Lowest", "Highest", "p50", "p90", "p99"), cells)
-
-
-def throughput_table(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [[THROUGHPUT_STEPS[r["step"]], r["batch_size"], *_rates(r)] for r in rows if r["step"] in THROUGHPUT_STEPS]
-    return table(("Step", "Batch Size", "Average", "Lowest", "Highest"), cells)
-
-
-def _rates(row: dict[str, Any]) -> list[str]:
-    rates = Summary.of([1000 * row["tokens_per_sample"] / sample for sample in row["samples_ms"]])
-    return [f"{rate:.2f} tokens/secs" for rate in (rates.mean, rates.min, rates.max)]
-
-
-def floor_table(rows: Sequence[dict[str, Any]]) -> str:
-    """Empty where no floor is known."""
-    known = [row for row in rows if row["floor_ms"] is not None]
-    cells = [
-        [STEPS[r["step"]], r["batch_size"], f"{r['p50_ms']:.2f} ms", f"{r['floor_ms']:.2f} ms", _percent(r)]
-        for r in known
-    ]
-    return table(("Step", "Batch Size", "p50", "Floor", "% of limit"), cells) if known else ""
-
-
-def _percent(row: dict[str, Any]) -> str:
-    return f"{row['percent_of_limit']:.1f} %"

@@ -1,7 +1,7 @@
 """A server of our own for the length of a measurement: the launcher in a child process, on loopback, on a free port.
 
 Which model and how it is split is said by the same flags as the launcher's; `add_server_arguments` declares those that
-matter for speed, and `server_for` turns them into a running server. A server that cannot start, or dies, becomes a
+matter for speed, and `running_server` runs a server with them. A server that cannot start, or dies, becomes a
 BenchError with the launcher's own sentence. Environment variables reach the launcher unread.
 """
 
@@ -17,13 +17,13 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark import shapes
+from benchmark import options, shapes
 from benchmark.report import ROOT, BenchError
 from router.launch.parent_death import end_with_parent
 
@@ -42,7 +42,7 @@ class Startup:
 
 
 @dataclass(frozen=True)
-class Model:
+class MeasuredModel:
     """What is to be measured: its name in the report, its folder or repository, and whether it has weights."""
 
     name: str
@@ -74,7 +74,7 @@ class Server:
         self._reader.start()
 
     def wait_ready(self) -> None:
-        """Raises BenchError when the server cannot start."""
+        """Wait until the server answers. Raises BenchError when it cannot start."""
         self._ready.wait()
         if not self.url:
             raise BenchError(f"the server did not start: {self._cause()}")
@@ -84,7 +84,7 @@ class Server:
         return None if self._process.poll() is None else f"the server ended: {self._cause()}"
 
     def wait_ended(self, seconds: float) -> None:
-        """Give a server that is failing the time to say why."""
+        """Wait so many seconds at most for the launcher to end, so that a failing server can say why."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
@@ -94,7 +94,7 @@ class Server:
         return [pid for pid in children if b"server" in _arguments(pid)]
 
     def stop(self) -> None:
-        """End it and everything that it started."""
+        """End the launcher and everything that it started, by force after STOP_SECONDS."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
         try:
@@ -173,7 +173,7 @@ def startup_of(server: Server | None) -> dict[str, Any]:
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """The launcher's flags that decide speed."""
+    """Declare the launcher's flags that decide speed."""
     group = parser.add_argument_group("server to start")
     model = group.add_mutually_exclusive_group()
     model.add_argument("--model-id", metavar="ID", help="model folder or repository (default: the embedded model)")
@@ -182,50 +182,36 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SHAPE",
         help="random weights of a model's shape: a config.json, a model folder, or one of " + ", ".join(shapes.names()),
     )
-    group.add_argument("--num-shard", type=positive, metavar="N", help="processes that the model is split over")
+    group.add_argument("--num-shard", type=options.positive, metavar="N", help="processes that the model is split over")
     group.add_argument("--dtype", choices=list(shapes.DTYPE_BYTES), help="what the model computes in")
     group.add_argument("--device", metavar="KIND", help="where the model runs: auto, cuda or cpu (default: auto)")
     group.add_argument("--quantize", metavar="FORMAT", help="format of the linear layers' weights, such as int8")
 
 
-def positive(text: str) -> int:
-    """An argparse type: a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
-    return int(text)
-
-
-def not_negative(text: str) -> int:
-    """An argparse type: a whole number."""
-    return 0 if text == "0" else positive(text)
-
-
-def at_least_two(text: str) -> int:
-    """An argparse type: a decode length that has a decode step, the prefill giving the first token."""
-    if (value := positive(text)) < 2:
-        raise argparse.ArgumentTypeError(f"{text} leaves no decode step: the prefill gives the first token")
-    return value
-
-
 @contextmanager
-def model_for(args: argparse.Namespace) -> Iterator[Model]:
+def model_for(args: argparse.Namespace) -> Iterator[MeasuredModel]:
     """The model that the arguments name; the folder of a shape exists within the block."""
     with ExitStack() as stack:
         if args.random_weights is None:
-            yield Model(args.model_id or "server/demo", args.model_id or str(DEMO), random_weights=False)
+            yield MeasuredModel(args.model_id or "server/demo", args.model_id or str(DEMO), random_weights=False)
             return
         named = shapes.find(args.random_weights)
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="lockstep-shape-")))
         shapes.make_model_folder(named.config, folder)
-        yield Model(f"{named.name} (random weights)", str(folder), random_weights=True)
+        yield MeasuredModel(f"{named.name} (random weights)", str(folder), random_weights=True)
 
 
-def launch_flags(args: argparse.Namespace, model: Model) -> list[str]:
+def launch_flags(args: argparse.Namespace, model: MeasuredModel) -> list[str]:
     """The launcher's flags for the arguments of `add_server_arguments`."""
     flags = ["--model-id", model.location]
     flags += ["--random-weights"] if model.random_weights else []
     given = {"--num-shard": args.num_shard, "--dtype": args.dtype, "--device": args.device, "--quantize": args.quantize}
-    return flags + [part for flag, value in given.items() if value is not None for part in (flag, str(value))]
+    return flags + flags_of(given)
+
+
+def flags_of(settings: Mapping[str, object]) -> list[str]:
+    """Launcher flags with their values, as a command line has them; a setting that is None is left to the launcher."""
+    return [part for flag, value in settings.items() if value is not None for part in (flag, str(value))]
 
 
 @contextmanager

@@ -25,11 +25,13 @@ BAR_WIDTH = 40
 
 
 class View(Protocol):
-    """Told of every run as it finishes."""
+    """Shows the progress of `latency`, which tells it of every run; entered before the first one."""
 
-    def begin(self, batch_size: int) -> None: ...
+    def begin(self, batch_size: int) -> None:
+        """The runs of a batch size begin."""
 
-    def finished(self, batch_size: int, times: Times) -> None: ...
+    def finished(self, batch_size: int, times: Times) -> None:
+        """One more run of the batch size is done, in these times."""
 
     def __enter__(self) -> View: ...
 
@@ -69,10 +71,12 @@ class PlainView(AbstractContextManager["PlainView"]):
         return None
 
     def begin(self, batch_size: int) -> None:
+        """Print that the runs of a batch size begin."""
         self._runs, self._started = [], time.monotonic()
         _say(f"batch size {batch_size}: {self._num_runs} runs …")
 
     def finished(self, batch_size: int, times: Times) -> None:
+        """Print the medians when this was the last run of the batch size."""
         self._runs.append(times)
         if len(self._runs) == self._num_runs:
             seconds = time.monotonic() - self._started
@@ -140,10 +144,12 @@ class LiveView(AbstractContextManager["LiveView"]):
         self._live.stop()
 
     def begin(self, batch_size: int) -> None:
+        """Show the batch size as the running one."""
         self._current = batch_size
         self._draw()
 
     def finished(self, batch_size: int, times: Times) -> None:
+        """Draw the run into the histograms and the chart."""
         self._runs[batch_size].append(times)
         self._draw()
 

@@ -10,26 +10,23 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import logging
-import random
 import subprocess
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import uvloop
-from huggingface_hub import try_to_load_from_cache
 
-from benchmark import launch, shards
+from benchmark import launch, options, shards
+from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts
 from benchmark.report import GIB, BenchError, Result, RunContext, arguments_of, footer, prepare_output, published, table
-from benchmark.roofline import Ceilings, Demand, Work, describe
+from benchmark.roofline import Ceilings, ServedModel, describe
 from benchmark.shapes import DTYPE_BYTES
+from benchmark.timed_shards import StepRecord, TimedShards
 from router.batcher import Batcher
-from router.client import KvCache, ModelInfo, OperatorTime, ShardHealth, Shards, StepReply, StepRequest
+from router.client import ModelInfo
 from router.entry import Entry, Failed, Finished, ValidRequest
 from router.limits import Limits
 from router.metrics import Metrics
@@ -39,35 +36,29 @@ DRAIN_SECONDS = 30.0  # for the last sequences to be let go of; nothing is left 
 KINDS = ("prefill", "decode", "total")
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One sequence to generate."""
-
-    token_ids: Sequence[int]
-    max_new_tokens: int
-
-
 # --------------------------------------------------------------------------------------------------- command line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     parser.add_argument(
         "--prompts", type=Path, metavar="FILE",
         help='JSON lines, each with "prompt" or "token_ids", and "max_new_tokens" where it differs from the option',
     )  # fmt: skip
-    parser.add_argument("--num-prompts", type=launch.positive, default=32, help="synthetic prompts (32)")
-    parser.add_argument("--input-length", type=launch.positive, default=100, help="tokens of a synthetic prompt (100)")
-    parser.add_argument("--output-length", type=launch.positive, default=100, help="generated tokens (100)")
+    parser.add_argument("--num-prompts", type=options.positive, default=32, help="synthetic prompts (32)")
+    parser.add_argument("--input-length", type=options.positive, default=100, help="tokens of a synthetic prompt (100)")
+    parser.add_argument("--output-length", type=options.positive, default=100, help="generated tokens (100)")
     parser.add_argument("--stop-at-eos", action="store_true", help="let an end token end a sequence")
-    parser.add_argument("--max-batch-size", type=launch.positive, help="sequences at once (default: what fits)")
-    parser.add_argument("--max-batch-prefill-tokens", type=launch.positive, default=4096, help="in one step (4096)")
-    parser.add_argument("--max-batch-total-tokens", type=launch.positive, help="size of the KV cache")
-    parser.add_argument("--seed", type=launch.not_negative, default=0, help="of the synthetic prompts (0)")
+    parser.add_argument("--max-batch-size", type=options.positive, help="sequences at once (default: what fits)")
+    parser.add_argument("--max-batch-prefill-tokens", type=options.positive, default=4096, help="in one step (4096)")
+    parser.add_argument("--max-batch-total-tokens", type=options.positive, help="size of the KV cache")
+    parser.add_argument("--seed", type=options.not_negative, default=0, help="of the synthetic prompts (0)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
     launch.add_server_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Generate for all prompts on a server that is started for it, and print the figures; 0. Raises BenchError."""
     prepare_output(args.output)
     with launch.model_for(args) as model:
         tokenizer = load_tokenizer(model.location, with_eos=args.stop_at_eos)
@@ -75,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         flags = [*launch.launch_flags(args, model), *_limits(args, prompts)]
         with launch.running_server(flags) as server:
             shape = shards.shape_of(model.location)
-            target = shards.Target(server.sockets, model.name, shape, model.location, server)
+            target = shards.MeasuredShards(server.sockets, model.name, shape, model.location, server)
             uvloop.run(_measure(args, target, server, tokenizer, prompts))
     return 0
 
@@ -89,175 +80,26 @@ def _limits(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:
         "--max-batch-prefill-tokens": args.max_batch_prefill_tokens,
         "--max-batch-total-tokens": args.max_batch_total_tokens,
     }
-    return [part for flag, value in limits.items() if value is not None for part in (flag, str(value))]
-
-
-# --------------------------------------------------------------------------------------------------------- prompts
-
-
-def load_tokenizer(location: str, *, with_eos: bool) -> ModelTokenizer:
-    """The model's tokenizer, from its folder or where it was downloaded to; without end tokens unless asked for."""
-    folder = Path(location).expanduser()
-    if not folder.is_dir():
-        folder = _downloaded(location)
-    try:
-        tokenizer = ModelTokenizer.load(str(folder))
-    except ValueError as error:
-        raise BenchError(str(error)) from None
-    return tokenizer if with_eos else ModelTokenizer.of(tokenizer.tokenizer, frozenset())
-
-
-def _downloaded(location: str) -> Path:
-    try:
-        cached = try_to_load_from_cache(location, "tokenizer.json")
-    except ValueError:
-        cached = None
-    if not isinstance(cached, str):
-        raise BenchError(f"{location} is not on this machine yet: give a folder, or start a server with it once")
-    return Path(cached).parent
-
-
-def read_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[Prompt]:
-    """The prompts of a file. Raises BenchError that names the line."""
-    try:
-        lines = args.prompts.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise BenchError(f"cannot read --prompts {args.prompts}: {error}") from None
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                prompts.append(_prompt(json.loads(line), args.output_length, tokenizer))
-            except (ValueError, TypeError, AttributeError) as error:
-                raise BenchError(f"{args.prompts}, line {number}: {error}") from None
-    if not prompts:
-        raise BenchError(f"{args.prompts} has no prompts: write one JSON object a line")
-    return prompts
-
-
-def _prompt(line: Any, default_length: int, tokenizer: ModelTokenizer) -> Prompt:
-    if not isinstance(line, dict) or not ("prompt" in line or "token_ids" in line):
-        raise ValueError('not an object with "prompt" or "token_ids"')
-    ids = line["token_ids"] if "token_ids" in line else tokenizer.encode(line["prompt"])
-    new = line.get("max_new_tokens", default_length)
-    size = tokenizer.tokenizer.get_vocab_size()
-    if not ids or not isinstance(ids, list) or any(type(id) is not int or not 0 <= id < size for id in ids):
-        raise ValueError(f"token ids must be a list of whole numbers below {size}, and at least one")
-    if type(new) is not int or new < 1:
-        raise ValueError(f"max_new_tokens is {new}: give a whole number of at least 1")
-    return Prompt(ids, new)
-
-
-def synthetic_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[Prompt]:
-    """Random ids: the same for the same seed."""
-    draw, size = random.Random(args.seed), tokenizer.tokenizer.get_vocab_size()
-    return [
-        Prompt([draw.randrange(size) for _ in range(args.input_length)], args.output_length)
-        for _ in range(args.num_prompts)
-    ]
+    return launch.flags_of(limits)
 
 
 # ----------------------------------------------------------------------------------------------------- measurement
 
 
-@dataclass
-class StepRecord:
-    """One step: when it was sent and answered, and what it was for."""
-
-    sent_at: float
-    prompt_tokens: int
-    demand: Demand | None
-    answered_at: float = 0.0
-    generated_tokens: int = 0
-
-    @property
-    def kind(self) -> str:
-        """A step with any prompt chunk counts as prefill, whatever decodes beside it."""
-        return "prefill" if self.prompt_tokens else "decode"
-
-
-@dataclass
-class TimedShards:
-    """Shards that note every step that passes. The batching loop does not see the difference."""
-
-    shards: Shards
-    work: Work | None
-    clock: Callable[[], float] = time.perf_counter
-    records: list[StepRecord] = field(default_factory=list)
-    _waiting: deque[StepRecord] = field(default_factory=deque)
-    _progress: dict[int, tuple[int, int]] = field(default_factory=dict)  # sequence -> (prompt, tokens computed)
-
-    def send(self, request: StepRequest) -> None:
-        prompt_tokens = sum(_encoded(request) or request.chunk_tokens)
-        record = StepRecord(self.clock(), prompt_tokens, self._demand(request))
-        self.records.append(record)
-        self._waiting.append(record)
-        self.shards.send(request)
-
-    async def receive(self) -> StepReply:
-        reply = await self.shards.receive()
-        record = self._waiting.popleft()
-        record.answered_at, record.generated_tokens = self.clock(), len(reply.ids)
-        return reply
-
-    async def info(self) -> ModelInfo:
-        return await self.shards.info()
-
-    async def warmup(self, **wanted: int) -> KvCache:
-        return await self.shards.warmup(**wanted)
-
-    async def health(self) -> ShardHealth:
-        return await self.shards.health()
-
-    async def start_profile(self) -> None:
-        await self.shards.start_profile()
-
-    async def stop_profile(self, trace_path: str = "") -> list[OperatorTime]:
-        return await self.shards.stop_profile(trace_path)
-
-    async def close(self) -> None:
-        await self.shards.close()
-
-    def _demand(self, request: StepRequest) -> Demand | None:
-        """What the step cannot avoid, from the lengths that its sequences have by now."""
-        for id in request.retire:
-            self._progress.pop(id, None)
-        for sequence in request.add:
-            encoded = len(sequence.encoder_token_ids)  # read by the encoder before the chunks of this step
-            self._progress[sequence.id] = (encoded + len(sequence.token_ids), encoded)
-        decoding = [id for id, (prompt, done) in self._progress.items() if request.decode and done >= prompt]
-        tokens, attended, kv_read, sampled = 0, 0.0, 0, 0
-        for id, count in [*zip(request.chunk_ids, request.chunk_tokens, strict=True), *((id, 1) for id in decoding)]:
-            prompt, done = self._progress[id]
-            self._progress[id] = (prompt, done + count)
-            tokens, kv_read, sampled = tokens + count, kv_read + done, sampled + (done + count >= prompt)
-            attended += count * done + count**2 / 2
-        if self.work is None or not tokens:
-            return None
-        step = self.work.step(tokens=tokens, attended=attended, kv_read=kv_read, sampled=sampled)
-        lengths = _encoded(request)
-        return step.plus(self.work.encode(lengths)) if lengths else step
-
-
-def _encoded(request: StepRequest) -> list[int]:
-    """Lengths of the prompts that an encoder reads in this step."""
-    return [len(sequence.encoder_token_ids) for sequence in request.add if sequence.encoder_token_ids]
-
-
 async def _measure(
     args: argparse.Namespace,
-    target: shards.Target,
+    target: shards.MeasuredShards,
     server: launch.Server,
     tokenizer: ModelTokenizer,
     prompts: Sequence[Prompt],
 ) -> None:
-    async with shards.connect(target) as connection:
-        info, work = connection.info, shards.work_of(target, connection.info)
-        probe = None if work is None else shards.probe_for(work, info)
+    async with shards.connect(target) as connected:
+        info, served = connected.info, shards.served_model(target, connected.info)
+        probe = None if served is None else shards.probe_for(served, info)
         if probe is not None:
             probe.measure()
-        timed = TimedShards(connection.shards, work)
-        limits = _router_limits(args, connection, len(prompts))
+        timed = TimedShards(connected.shards, served)
+        limits = _router_limits(args, connected, len(prompts))
         result = Result(_context(args, target, info, prompts), notes=_notes())
         with published(result, markdown, args.output), shards.causes_of(target):
             started = time.perf_counter()
@@ -267,20 +109,20 @@ async def _measure(
                 probe.measure()
             ceilings = None if probe is None else probe.best
             result.rows = rows(timed.records, seconds, ceilings)
-            result.extra = _sizes(server, connection, timed, work) | launch.startup_of(server)
+            result.extra = _sizes(server, connected, timed, served) | launch.startup_of(server)
             result.notes += [describe(probe.seen)] if probe is not None else []
 
 
-def _router_limits(args: argparse.Namespace, connection: shards.Connection, num_prompts: int) -> Limits:
+def _router_limits(args: argparse.Namespace, connected: shards.ConnectedShards, num_prompts: int) -> Limits:
     """The limits that the started server runs under."""
-    tokens = connection.info.num_blocks * connection.info.block_size
+    tokens = connected.info.num_blocks * connected.info.block_size
     return Limits(
         max_input_length=tokens,
         max_total_tokens=tokens,
         max_batch_total_tokens=tokens,
         max_batch_prefill_tokens=args.max_batch_prefill_tokens,
-        block_size=connection.info.block_size,
-        num_blocks=connection.info.num_blocks,
+        block_size=connected.info.block_size,
+        num_blocks=connected.info.num_blocks,
         max_concurrent_requests=num_prompts,
         max_batch_size=args.max_batch_size,
         waiting_served_ratio=0.0,  # the server's defaults
@@ -288,12 +130,12 @@ def _router_limits(args: argparse.Namespace, connection: shards.Connection, num_
         max_best_of=1,
         max_stop_sequences=0,
         max_top_n_tokens=0,
-        vocab_size=connection.info.vocab_size,
+        vocab_size=connected.info.vocab_size,
     )
 
 
 async def generate(
-    timed: Shards,
+    timed: TimedShards,
     tokenizer: ModelTokenizer,
     limits: Limits,
     prompts: Sequence[Prompt],
@@ -328,7 +170,7 @@ async def _finish(entry: Entry) -> str | None:
 
 
 def rows(records: Sequence[StepRecord], total_seconds: float, ceilings: Ceilings | None) -> list[dict[str, Any]]:
-    """Prefill, decode and total. tokens / latency_s = tokens_per_second, exactly."""
+    """One row each for prefill, decode and total, in which tokens / latency_s is exactly tokens_per_second."""
     busy = dict.fromkeys(KINDS, 0.0)
     tokens = dict.fromkeys(KINDS, 0)
     floors = dict.fromkeys(KINDS, 0.0)
@@ -339,7 +181,7 @@ def rows(records: Sequence[StepRecord], total_seconds: float, ceilings: Ceilings
         tokens[record.kind] += record.prompt_tokens or record.generated_tokens
         tokens["total"] += record.generated_tokens
         for kind in (record.kind, "total"):
-            floors[kind] += record.demand.floor_ms(ceilings) / 1000 if record.demand and ceilings else 0.0
+            floors[kind] += record.needed.floor_ms(ceilings) / 1000 if record.needed and ceilings else 0.0
     busy["total"] = total_seconds
     return [_row(kind, busy[kind], tokens[kind], floors[kind] if ceilings else None) for kind in KINDS]
 
@@ -356,13 +198,13 @@ def _row(kind: str, seconds: float, tokens: int, floor: float | None) -> dict[st
 
 
 def _sizes(
-    server: launch.Server, connection: shards.Connection, timed: TimedShards, work: Work | None
+    server: launch.Server, connected: shards.ConnectedShards, timed: TimedShards, served: ServedModel | None
 ) -> dict[str, Any]:
     """FlexGen's sizes in bytes. Peak memory is measured; the others are what is allocated."""
-    info = connection.info
-    tokens = connection.info.num_blocks * connection.info.block_size
+    info = connected.info
+    tokens = connected.info.num_blocks * connected.info.block_size
     widest = max(record.prompt_tokens + record.generated_tokens for record in timed.records)
-    width = None if work is None else work.shape.spec.hidden_size * DTYPE_BYTES[work.dtype]
+    width = None if served is None else served.shape.spec.hidden_size * DTYPE_BYTES[served.dtype]
     return {
         "model_size_bytes": sum(info.weight_bytes),
         "cache_size_bytes": tokens * info.kv_bytes_per_token * info.world_size,
@@ -373,7 +215,7 @@ def _sizes(
 
 
 def _peak_memory(server: launch.Server, info: ModelInfo) -> int | None:
-    """Of all shards together; None where the driver does not tell."""
+    """Most bytes that all shards together had in memory; None where the driver does not tell."""
     pids = server.shard_pids()
     if info.device == "cpu":
         return sum(launch.peak_memory(pid) for pid in pids)
@@ -386,7 +228,9 @@ def _peak_memory(server: launch.Server, info: ModelInfo) -> int | None:
     return sum(used[pid] for pid in pids) if used.keys() >= set(pids) else None
 
 
-def _context(args: argparse.Namespace, target: shards.Target, info: ModelInfo, prompts: Sequence[Prompt]) -> RunContext:
+def _context(
+    args: argparse.Namespace, target: shards.MeasuredShards, info: ModelInfo, prompts: Sequence[Prompt]
+) -> RunContext:
     return RunContext.gather(
         "offline",
         model=target.name,
@@ -420,7 +264,7 @@ def _notes() -> list[str]:
 
 
 def markdown(result: Result) -> str:
-    """FlexGen's lines, and floors."""
+    """The figures as FlexGen prints them, then the floors, then what to know about them."""
     return "\n\n".join(
         part for part in ("\n".join(_figures(result)), _floor_table(result.rows), footer(result)) if part
     )

@@ -7,14 +7,14 @@ Failed requests are counted by kind and never enter a latency. Tokens are counte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
 
 from benchmark.http_client import Reply
-from benchmark.report import Result, Summary, footer, table
+from benchmark.report import Result, SampleSummary, footer, table
 from benchmark.workload import Lengths
 
 LATE_MS = 10.0  # a client that sends later than this needs more of the machine, or another machine
@@ -33,6 +33,12 @@ class Load:
         return f"{self.concurrency} concurrent" if self.request_rate is None else f"{self.request_rate:g} requests/s"
 
 
+def loads(concurrencies: Iterable[int], request_rates: Iterable[float]) -> list[Load]:
+    """A closed loop for each number of streams, then an open loop for each rate in requests per second."""
+    closed = [Load(concurrency=concurrency) for concurrency in concurrencies]
+    return closed + [Load(request_rate=rate) for rate in request_rates]
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """One request: what was wanted, when it should have been sent, and what came. Times only where it succeeded."""
@@ -43,33 +49,39 @@ class Outcome:
 
     @property
     def is_short(self) -> bool:
+        """Whether the answer has fewer tokens than were asked for."""
         return self.reply.num_tokens < self.lengths.output_length
 
     @property
     def ttft_ms(self) -> float:
+        """Milliseconds from the intended sending to the first token."""
         return 1000 * (self.reply.token_times[0] - self.intended_at)
 
     @property
     def e2e_ms(self) -> float:
+        """Milliseconds from the intended sending to the last token."""
         return 1000 * (self.reply.token_times[-1] - self.intended_at)
 
     @property
     def tpot_ms(self) -> float | None:
-        """None for an answer of one token, which has no time between tokens."""
+        """Mean milliseconds between two tokens; None for an answer of one token."""
         gaps = self.reply.num_tokens - 1
         return 1000 * (self.reply.token_times[-1] - self.reply.token_times[0]) / gaps if gaps else None
 
     @property
     def inter_token_ms(self) -> list[float]:
+        """Milliseconds between each token and the one before it."""
         times = self.reply.token_times
         return [1000 * (after - before) for before, after in pairwise(times)]
 
     @property
     def latency_per_token_ms(self) -> float:
+        """The end-to-end time for each token of prompt and answer."""
         return self.e2e_ms / (self.lengths.input_length + self.reply.num_tokens)
 
     @property
     def latency_per_output_token_ms(self) -> float:
+        """The end-to-end time for each token of the answer."""
         return self.e2e_ms / self.reply.num_tokens
 
 
@@ -81,6 +93,7 @@ class Objectives:
     tpot_ms: float | None = None
 
     def are_met(self, outcome: Outcome) -> bool:
+        """Whether a request that succeeded kept the objectives."""
         return (self.ttft_ms is None or outcome.ttft_ms <= self.ttft_ms) and (
             self.tpot_ms is None or (outcome.tpot_ms or 0.0) <= self.tpot_ms
         )
@@ -107,7 +120,7 @@ def row_of(
         "output_tokens_per_second": sum(outcome.reply.num_tokens for outcome in good) / seconds,
         "latency_per_token_ms": _mean(samples["latency_per_token_ms"]),
         "latency_per_output_token_ms": _mean(samples["latency_per_output_token_ms"]),
-        **{name: _percentiles(samples[name]) for name in LATENCIES},
+        **{name: percentiles(samples[name]) for name in LATENCIES},
         "goodput": _goodput(good, len(outcomes), seconds, objectives),
         "errors": kinds.total(),
         "errors_by_kind": dict(sorted(kinds.items())),
@@ -115,7 +128,7 @@ def row_of(
         "short": sum(outcome.is_short for outcome in good),
         "other_input_length": sum(_is_other_input(outcome) for outcome in good),
         "seconds": seconds,
-        "sent_late_ms": _percentiles([1000 * (o.reply.sent_at - o.intended_at) for o in outcomes]),
+        "sent_late_ms": percentiles([1000 * (o.reply.sent_at - o.intended_at) for o in outcomes]),
         "samples": {name: values for name, values in samples.items() if name != "inter_token_ms"},
     }
 
@@ -136,15 +149,16 @@ def _mean(samples: Sequence[float]) -> float | None:
     return fmean(samples) if samples else None
 
 
-def _percentiles(samples: Sequence[float]) -> dict[str, float] | None:
+def percentiles(samples: Sequence[float], scale: float = 1.0) -> dict[str, float] | None:
+    """Mean, p50, p90 and p99 of the samples, each times `scale`; None without samples."""
     if not samples:
         return None
-    summary = Summary.of(samples)
-    return {"mean": summary.mean, **{name: getattr(summary, name) for name in PERCENTILES}}
+    summary = SampleSummary.of(samples)
+    return {name: scale * getattr(summary, name) for name in ("mean", *PERCENTILES)}
 
 
 def _goodput(good: Sequence[Outcome], num_sent: int, seconds: float, objectives: Objectives) -> dict[str, Any] | None:
-    """Failed requests did not meet the objectives."""
+    """How many requests met the objectives; failed ones did not. None without objectives."""
     if objectives == Objectives():
         return None
     met = sum(objectives.are_met(outcome) for outcome in good)
@@ -165,6 +179,7 @@ def _is_other_input(outcome: Outcome) -> bool:
 
 
 def progress(row: Mapping[str, Any], load: Load) -> str:
+    """A finished row in one line."""
     rates = f"{row['requests_per_second']:.2f} requests/s, {row['output_tokens_per_second']:.2f} output token/s"
     return f"{row['input_length']} in, {row['output_length']} out, {load}: {rates}, {row['errors']} errors"
 
@@ -183,6 +198,7 @@ def markdown(result: Result) -> str:
 
 
 def throughput_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Requests and tokens per second of each row, and mean latencies."""
     headers = (
         "Input Length", "Output Length", "Throughput (requests/s)", "Throughput (output token/s)",
         "Average latency per token (ms)", "Average latency per output token (ms)",
@@ -195,6 +211,7 @@ def throughput_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def latency_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Percentiles of each latency in milliseconds, a line for each row."""
     titles = ("TTFT", "TPOT", "Inter-token", "E2E")
     headers = [f"{title} {name} (ms)" for title in titles for name in PERCENTILES]
     cells = [
@@ -210,6 +227,7 @@ def latency_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def goodput_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Which share of the requests met the objectives, and how many of those came in a second."""
     headers = (
         "Input Length", "Output Length", "TTFT objective (ms)", "TPOT objective (ms)", "Met (%)",
         "Goodput (requests/s)",
@@ -233,7 +251,7 @@ def _cell(value: float | None) -> str:
 
 
 def _remarks(row: Mapping[str, Any]) -> Iterator[str]:
-    """What makes a row other than it seems."""
+    """Sentences on rows that a reader would take for something else."""
     name = f"{row['input_length']} x {row['output_length']}"
     if row["errors"]:
         kinds = ", ".join(f"{count} {kind}" for kind, count in row["errors_by_kind"].items())

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmark.report import Summary, table
+from benchmark.report import SampleSummary, table
 
 
 @dataclass(frozen=True)
@@ -26,8 +26,8 @@ class PeerTimes:
 class TransformersPeer:
     """A model of the transformers library, loaded."""
 
-    def __init__(self, location: str, *, random_weights: bool, dtype: str, device: str, threads: int):
-        """location: a folder or a repository; threads: 0 for as many as torch takes."""
+    def __init__(self, location: str, *, random_weights: bool, dtype: str, device: str, threads: int) -> None:
+        """Load the model. location: a folder or a repository; threads: 0 for as many as torch takes."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
@@ -70,7 +70,7 @@ def peer_rows(rows: Sequence[dict[str, Any]], batch_size: int, runs: Sequence[Pe
     ours = {row["step"]: row["p50_ms"] for row in rows if row["batch_size"] == batch_size}
     found = []
     for step in ("prefill", "decode_token"):
-        theirs = Summary.of([getattr(run, step) for run in runs]).p50
+        theirs = SampleSummary.of([getattr(run, step) for run in runs]).p50
         found.append(
             {"step": step, "batch_size": batch_size, "ours_ms": ours[step], "theirs_ms": theirs,
              "times_as_fast": theirs / ours[step]}
@@ -79,7 +79,7 @@ def peer_rows(rows: Sequence[dict[str, Any]], batch_size: int, runs: Sequence[Pe
 
 
 def peer_table(rows: Sequence[dict[str, Any]], titles: dict[str, str]) -> str:
-    """Empty where there was no peer."""
+    """Our p50 beside the peer's for each step and batch size; empty where there was no peer."""
     cells = [
         [titles[r["step"]], r["batch_size"], f"{r['ours_ms']:.2f} ms", f"{r['theirs_ms']:.2f} ms",
          f"{r['times_as_fast']:.2f} x"]

@@ -12,11 +12,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark import launch, shapes
+from benchmark import options, shapes
 from benchmark.report import BenchError, Result, RunContext, arguments_of, prepare_output, published, table
-from benchmark.roofline import Ceilings, Demand, Probe, Work, describe, mean_context
+from benchmark.roofline import BytesAndFlops, Ceilings, Probe, ServedModel, describe, mean_context
 
-BLOCK_SIZE = 16  # tokens; a KV cache is made of whole blocks
 RESERVED_BYTES = 2 * 10**9  # of a GPU, for its context, libraries and fragmentation
 CPU_HEADROOM = 0.2  # of the memory that is free, left to other programs; as the server leaves it
 STEPS = ("Prefill", "Decode (token)", "Decode (total)")
@@ -33,11 +32,12 @@ class Device:
     is_cpu: bool = False  # its shards share it
 
     def ceilings(self, dtype: str, num_shards: int) -> Ceilings:
+        """What `num_shards` of this device can do at best in a dtype; the shards of a CPU share it."""
         flops = self.flops_32 if dtype == "float32" else self.flops_16
         return Ceilings(self.bytes_per_second, flops, 1 if self.is_cpu else num_shards)
 
     def free_bytes(self, weights: float, activations: float, num_shards: int) -> float:
-        """What one shard may take for its KV cache, beside its weights."""
+        """Bytes that one shard may take for its KV cache, beside its weights."""
         if self.is_cpu:
             return (self.memory_bytes / num_shards - weights) * (1 - CPU_HEADROOM)
         return self.memory_bytes - RESERVED_BYTES - weights - activations
@@ -58,62 +58,64 @@ THIS = "this"
 
 @dataclass(frozen=True)
 class Capacity:
-    """Memory of one split."""
+    """What the memory of a device holds when the model is split over `num_shard` shards."""
 
     num_shard: int
     weight_bytes_per_shard: int
     kv_bytes_per_token_per_shard: int
-    kv_tokens: int  # that fit; negative figures become 0
+    kv_tokens: int  # that fit, at least 0
     max_batch_total_tokens: int  # that the server would infer
     problem: str | None  # why this split cannot be served
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     parser.add_argument(
         "--model-id", required=True, metavar="SHAPE",
         help="a config.json, a model folder, or one of " + ", ".join(shapes.names()),
     )  # fmt: skip
-    parser.add_argument("--num-shard", type=launch.positive, nargs="+", default=[1, 2, 4, 8], metavar="N")
+    parser.add_argument("--num-shard", type=options.positive, nargs="+", default=[1, 2, 4, 8], metavar="N")
     parser.add_argument("--device", choices=[*DEVICES, THIS], default=THIS, help="(default: this)")
     parser.add_argument("--dtype", choices=list(shapes.DTYPE_BYTES), help="(default: the published one)")
     parser.add_argument("--quantize", choices=list(shapes.QUANTIZED_BYTES), help="format of the linear layers")
     parser.add_argument(
-        "-b", "--batch-size", type=launch.positive, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N"
+        "-b", "--batch-size", type=options.positive, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N"
     )
-    parser.add_argument("-s", "--sequence-length", type=launch.positive, default=100, help="prompt tokens (100)")
-    parser.add_argument("-d", "--decode-length", type=launch.at_least_two, default=100, help="generated tokens (100)")
-    parser.add_argument("--max-concurrent-requests", type=launch.positive, default=128, help="as in the server (128)")
-    parser.add_argument("--max-total-tokens", type=launch.positive, default=2048, help="as in the server (2048)")
-    parser.add_argument("--max-batch-prefill-tokens", type=launch.positive, default=4096, help="likewise (4096)")
+    parser.add_argument("-s", "--sequence-length", type=options.positive, default=100, help="prompt tokens (100)")
+    parser.add_argument("-d", "--decode-length", type=options.at_least_two, default=100, help="generated tokens (100)")
+    parser.add_argument("--max-concurrent-requests", type=options.positive, default=128, help="as in the server (128)")
+    parser.add_argument("--max-total-tokens", type=options.positive, default=2048, help="as in the server (2048)")
+    parser.add_argument("--max-batch-prefill-tokens", type=options.positive, default=4096, help="likewise (4096)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print what fits on the device and the floors of its steps; 0. Raises BenchError."""
     prepare_output(args.output)
     named = shapes.find(args.model_id)
-    work = Work(named.shape, args.dtype or _default_dtype(named.shape, args.device), args.quantize)
-    device, source = _this(work) if args.device == THIS else (DEVICES[args.device], _data_sheet(args.device))
-    capacities = [capacity(work, device, num_shard, args) for num_shard in args.num_shard]
+    served = ServedModel(named.shape, args.dtype or _default_dtype(named.shape, args.device), args.quantize)
+    device, source = _this(served) if args.device == THIS else (DEVICES[args.device], _data_sheet(args.device))
+    capacities = [capacity(served, device, num_shard, args) for num_shard in args.num_shard]
     if all(found.problem for found in capacities):
         raise BenchError(f"{named.name} on {args.device}: " + "; ".join(f.problem for f in capacities if f.problem))
-    result = Result(_context(args, named.name, work), notes=[source, *_notes(args)])
+    result = Result(_context(args, named.name, served), notes=[source, *_notes(args)])
     result.extra["capacity"] = [asdict(found) for found in capacities]
-    with published(result, lambda r: markdown(r, args, named.name, work, capacities), args.output):
-        result.rows = [row for found in capacities for row in rows(args, work, device, found)]
+    with published(result, lambda r: markdown(r, args, named.name, served, capacities), args.output):
+        result.rows = [row for found in capacities for row in rows(args, served, device, found)]
     return 0
 
 
 # ---------------------------------------------------------------------------------------------------- arithmetic
 
 
-def capacity(work: Work, device: Device, num_shard: int, args: argparse.Namespace) -> Capacity:
-    """What fits beside the weights."""
-    shape = work.shape
-    weights = shape.weight_bytes(work.dtype, work.quantize) // num_shard
+def capacity(served: ServedModel, device: Device, num_shard: int, args: argparse.Namespace) -> Capacity:
+    """How many tokens of KV cache fit beside the weights of one split."""
+    shape = served.shape
+    weights = shape.weight_bytes(served.dtype, served.quantize) // num_shard
     copies = max(1, num_shard // shape.spec.num_kv_heads)  # shards that hold the same key-value head
-    kv_bytes = shape.kv_bytes_per_token(work.dtype) * copies // num_shard
-    free = device.free_bytes(weights, _activation_bytes(work, num_shard, args.max_batch_prefill_tokens), num_shard)
-    tokens = max(0, int(free // (kv_bytes * BLOCK_SIZE)) * BLOCK_SIZE)
+    kv_bytes = shape.kv_bytes_per_token(served.dtype) * copies // num_shard
+    free = device.free_bytes(weights, _activation_bytes(served, num_shard, args.max_batch_prefill_tokens), num_shard)
+    tokens = max(0, int(free // (kv_bytes * shapes.BLOCK_SIZE)) * shapes.BLOCK_SIZE)
     useful = args.max_concurrent_requests * args.max_total_tokens
     problem = shape.split_problem(num_shard)
     if problem is None and not tokens:
@@ -121,39 +123,39 @@ def capacity(work: Work, device: Device, num_shard: int, args: argparse.Namespac
     return Capacity(num_shard, weights, kv_bytes, tokens, min(tokens, useful), problem)
 
 
-def _activation_bytes(work: Work, num_shard: int, prefill_tokens: int) -> float:
-    """Of the largest prompt step: the residual stream and its copies, whole; the mlp's columns, this shard's."""
-    shape = work.shape
+def _activation_bytes(served: ServedModel, num_shard: int, prefill_tokens: int) -> float:
+    """Bytes of the largest prompt step: the residual stream and its copies, whole, and this shard's mlp columns."""
+    shape = served.shape
     width = 4 * shape.spec.hidden_size + 3 * max(layer.mlp.width for layer in shape.spec.layers) / num_shard
-    return prefill_tokens * width * shapes.DTYPE_BYTES[work.dtype]
+    return prefill_tokens * width * shapes.DTYPE_BYTES[served.dtype]
 
 
-def rows(args: argparse.Namespace, work: Work, device: Device, found: Capacity) -> Iterator[dict[str, Any]]:
-    """The floors of one split, in the order of the tables."""
+def rows(args: argparse.Namespace, served: ServedModel, device: Device, found: Capacity) -> Iterator[dict[str, Any]]:
+    """A row with its floor for each step and batch size of one split, in the order of the tables."""
     if found.problem:
         return
-    ceilings = device.ceilings(work.dtype, found.num_shard)
+    ceilings = device.ceilings(served.dtype, found.num_shard)
     for step in STEPS:
         for batch_size in args.batch_size:
-            demand, tokens = _step(args, work, step, batch_size)
-            floor = demand.floor_ms(ceilings)
+            needed, tokens = _step(args, served, step, batch_size)
+            floor = needed.floor_ms(ceilings)
             yield {
                 "num_shard": found.num_shard,
                 "step": step,
                 "batch_size": batch_size,
                 "floor_ms": floor,
-                "bound_by": demand.bound_by(ceilings),
+                "bound_by": needed.bound_by(ceilings),
                 "tokens_per_second": 1000 * tokens / floor,
                 "fits": batch_size * (args.sequence_length + args.decode_length) <= found.max_batch_total_tokens,
             }
 
 
-def _step(args: argparse.Namespace, work: Work, step: str, batch_size: int) -> tuple[Demand, int]:
-    """(what the step cannot avoid, tokens that it covers)."""
+def _step(args: argparse.Namespace, served: ServedModel, step: str, batch_size: int) -> tuple[BytesAndFlops, int]:
+    """What the step needs at least, and how many tokens it covers."""
     if step == "Prefill":
-        return work.prefill(batch_size, args.sequence_length), batch_size * args.sequence_length
+        return served.prefill(batch_size, args.sequence_length), batch_size * args.sequence_length
     count = 1 if step == "Decode (token)" else args.decode_length - 1
-    one = work.decode(batch_size, mean_context(args.sequence_length, args.decode_length))
+    one = served.decode(batch_size, mean_context(args.sequence_length, args.decode_length))
     return one.times(count), batch_size * count
 
 
@@ -166,15 +168,15 @@ def _default_dtype(shape: shapes.ModelShape, device: str) -> str:
     return "float16" if torch.cuda.is_available() else "bfloat16"
 
 
-def _this(work: Work) -> tuple[Device, str]:
+def _this(served: ServedModel) -> tuple[Device, str]:
     """This machine's GPU, or its CPU where it has none, and where the figures come from."""
     import torch
 
     is_cpu = not torch.cuda.is_available()
     name = "cpu" if is_cpu else torch.cuda.get_device_name()
     threads = torch.get_num_threads()
-    weights = work.step_weight_bytes
-    probe = Probe(name, work.dtype, threads=threads, num_devices=1, step_weight_bytes=weights)
+    weights = served.step_weight_bytes
+    probe = Probe(name, served.dtype, threads=threads, num_devices=1, step_weight_bytes=weights)
     for _ in range(3):
         probe.measure()
     ceilings = probe.best
@@ -192,15 +194,15 @@ def _free_host_bytes() -> int:
 # -------------------------------------------------------------------------------------------------------- report
 
 
-def _context(args: argparse.Namespace, model: str, work: Work) -> RunContext:
+def _context(args: argparse.Namespace, model: str, served: ServedModel) -> RunContext:
     return RunContext.gather(
         "plan",
         model=model,
         device=args.device,
-        dtype=work.dtype,
+        dtype=served.dtype,
         num_shard=max(args.num_shard),
         threads=0,
-        quantize=work.quantize,
+        quantize=served.quantize,
         arguments=arguments_of(args),
         work={"model": model, "sequence_length": args.sequence_length, "decode_length": args.decode_length},
     )
@@ -225,9 +227,11 @@ def _notes(args: argparse.Namespace) -> list[str]:
     ]
 
 
-def markdown(result: Result, args: argparse.Namespace, model: str, work: Work, capacities: list[Capacity]) -> str:
-    """The seed's tables as physics would have them: one latency and one throughput table for each number of shards."""
-    parts = [_arguments_table(args, model, work), _capacity_table(capacities)]
+def markdown(
+    result: Result, args: argparse.Namespace, model: str, served: ServedModel, capacities: list[Capacity]
+) -> str:
+    """What fits, then one table of floors and one of ceilings for each number of shards."""
+    parts = [_arguments_table(args, model, served), _capacity_table(capacities)]
     for found in capacities:
         own = [row for row in result.rows if row["num_shard"] == found.num_shard]
         title = f"# Tensor Parallel (TP) - {found.num_shard} shard{'s' if found.num_shard > 1 else ''}"
@@ -237,14 +241,14 @@ def markdown(result: Result, args: argparse.Namespace, model: str, work: Work, c
     return "\n\n".join([*parts, "\n".join(f"- {note}" for note in result.notes)])
 
 
-def _arguments_table(args: argparse.Namespace, model: str, work: Work) -> str:
-    shape = work.shape
+def _arguments_table(args: argparse.Namespace, model: str, served: ServedModel) -> str:
+    shape = served.shape
     pairs = [
         ("Model", model),
         ("Parameters", f"{shape.total_parameters / 1e9:.3f} B"),
         ("Device", args.device),
-        ("Dtype", work.dtype),
-        ("Quantize", work.quantize),
+        ("Dtype", served.dtype),
+        ("Quantize", served.quantize),
         ("Sequence Length", args.sequence_length),
         ("Decode Length", args.decode_length),
     ]

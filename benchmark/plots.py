@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark.report import BenchError
+from benchmark.report import BenchError, write_atomically
 
 Row = Mapping[str, Any]
 
@@ -30,7 +31,7 @@ STEP_TITLES = {"prefill": "Prefill", "decode_token": "Decode (token)"}
 
 
 @dataclass(frozen=True)
-class Measure:
+class PlottedMetric:
     """One figure of a serving row and the picture that it makes."""
 
     key: str
@@ -39,11 +40,13 @@ class Measure:
     filename: str
 
 
-MEASURES = (
-    Measure("requests_per_second", "Throughput (requests/s)", "Requests/s", "throughput-req.png"),
-    Measure("output_tokens_per_second", "Throughput (output token/s)", "Output tokens/s", "throughput-token-out.png"),
-    Measure("latency_per_token_ms", "Average latency per token (ms)", "ms per token", "pertoken.png"),
-    Measure(
+METRICS = (
+    PlottedMetric("requests_per_second", "Throughput (requests/s)", "Requests/s", "throughput-req.png"),
+    PlottedMetric(
+        "output_tokens_per_second", "Throughput (output token/s)", "Output tokens/s", "throughput-token-out.png"
+    ),
+    PlottedMetric("latency_per_token_ms", "Average latency per token (ms)", "ms per token", "pertoken.png"),
+    PlottedMetric(
         "latency_per_output_token_ms", "Average latency per output token (ms)", "ms per token", "per-out-token.png"
     ),
 )
@@ -62,7 +65,7 @@ def wanted(output: Path | None) -> bool:
 
 
 def require_matplotlib() -> None:
-    """Raises BenchError where it is not installed."""
+    """Import matplotlib. Raises BenchError where it is not installed."""
     _import("matplotlib")
 
 
@@ -82,21 +85,21 @@ def plot_serving(systems: Mapping[str, Sequence[Row]], folder: Path) -> list[Pat
     The x axis is the output length, or what else was varied where there is only one. Rows without a figure, because
     all of their requests failed, are left out.
     """
-    return [_save(_serving_figure(systems, measure), folder / measure.filename) for measure in MEASURES]
+    return [_save(_serving_figure(systems, metric), folder / metric.filename) for metric in METRICS]
 
 
-def _serving_figure(systems: Mapping[str, Sequence[Row]], measure: Measure) -> Any:
+def _serving_figure(systems: Mapping[str, Sequence[Row]], metric: PlottedMetric) -> Any:
     everything = [row for rows in systems.values() for row in rows]
     axis = _axis(everything)
     lines = _lines(systems, axis, several_loads=len({_load(row) for row in everything}) > 1)
     input_lengths = _values(everything, "input_length")
-    figure, panels = _panels(len(input_lengths), measure.title)
+    figure, panels = _panels(len(input_lengths), metric.title)
     for panel, input_length in zip(panels, input_lengths, strict=True):
         panel.set_title(f"Input length {input_length} tokens", fontsize=10)
         for style, (label, rows) in enumerate(lines.items()):
-            points = [row for row in rows if row["input_length"] == input_length and row[measure.key] is not None]
-            _draw(panel, style, label, [(row[axis], row[measure.key]) for row in points])
-        _label(panel, AXES[axis], measure.axis, _values(everything, axis))
+            points = [row for row in rows if row["input_length"] == input_length and row[metric.key] is not None]
+            _draw(panel, style, label, [(row[axis], row[metric.key]) for row in points])
+        _label(panel, AXES[axis], metric.axis, _values(everything, axis))
     return _with_legend(figure, panels)
 
 
@@ -157,7 +160,7 @@ def plot_latency_systems(systems: Mapping[str, Sequence[Row]], path: Path) -> No
 def _panels(count: int, title: str) -> tuple[Any, list[Any]]:
     """A figure with `count` panels in rows of two."""
     columns = min(count, PANELS_ABREAST)
-    lines = -(-count // columns)
+    lines = math.ceil(count / columns)
     size = (PANEL_INCHES[0] * max(columns, 1.2), PANEL_INCHES[1] * lines + 0.8)
     figure = _import("matplotlib.figure").Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
@@ -199,12 +202,8 @@ def _save(figure: Any, path: Path) -> Path:
     """Drawn in memory first: a picture is on the disk whole or not at all."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_bytes(drawn.getvalue())
-        partial.replace(path)
+        write_atomically(path, drawn.getvalue())
     except OSError as error:
         raise BenchError(f"cannot write {path}: {error.strerror}; give another --output or free some space") from None
-    finally:
-        partial.unlink(missing_ok=True)
     return path

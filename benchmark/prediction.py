@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from benchmark.fleet import Tally
-from benchmark.outcomes import PERCENTILES, Load
-from benchmark.report import BenchError, Result, Summary, percentile, table
+from benchmark.outcomes import PERCENTILES, Load, percentiles
+from benchmark.report import BenchError, Result, percentile, table
 from router.limits import Limits
 
 TARGETS = {"requests_per_second": 0.10, "ttft_ms": 0.20}  # how far a prediction may be off to count as right
@@ -38,11 +38,11 @@ def figures(
         "requests_per_second": len(tally.e2e) / seconds,
         "output_tokens_per_second": tally.num_tokens / seconds,
         "goodput": _goodput(tally, seconds, objectives),
-        "ttft_ms": _percentiles(tally.ttft),
-        "tpot_ms": _percentiles([value for value in tally.tpot if value]),
+        "ttft_ms": percentiles(tally.ttft, 1000),
+        "tpot_ms": percentiles([value for value in tally.tpot if value], 1000),
         "inter_token_ms": _weighted_percentiles(tally.gaps, tally.gap_counts),
-        "e2e_ms": _percentiles(tally.e2e),
-        "queue_ms": _percentiles(tally.queued),
+        "e2e_ms": percentiles(tally.e2e, 1000),
+        "queue_ms": percentiles(tally.queued, 1000),
         "batch_size": {"mean": tally.batch / tally.busy, "peak": tally.peak_batch},
         "kv_share": {
             "mean": tally.blocks / tally.busy / limits.num_blocks,
@@ -56,7 +56,7 @@ def figures(
 
 
 def _goodput(tally: Tally, seconds: float, objectives: tuple[float | None, float | None]) -> dict[str, Any] | None:
-    """Refused requests did not meet the objectives."""
+    """How many requests met the objectives; refused ones did not. None without objectives."""
     if objectives == (None, None):
         return None
     ttft_ms, tpot_ms = objectives
@@ -70,16 +70,8 @@ def _goodput(tally: Tally, seconds: float, objectives: tuple[float | None, float
     }
 
 
-def _percentiles(samples: Sequence[float]) -> dict[str, float] | None:
-    """Of samples in seconds, in milliseconds."""
-    if not samples:
-        return None
-    summary = Summary.of(samples)
-    return {name: 1000 * getattr(summary, name) for name in ("mean", *PERCENTILES)}
-
-
 def _weighted_percentiles(values: Sequence[float], counts: Sequence[int]) -> dict[str, float] | None:
-    """The same of samples that were seen `counts` times each."""
+    """Mean and percentiles, in milliseconds, of values in seconds that were seen `counts` times each."""
     if not values:
         return None
     seconds, seen = np.asarray(values), np.asarray(counts)
@@ -95,7 +87,7 @@ def _weighted_percentiles(values: Sequence[float], counts: Sequence[int]) -> dic
 
 
 def read_serving(path: Path) -> dict[str, Any]:
-    """A result.json of `serving`. Raises BenchError."""
+    """Read a result.json of `serving`. Raises BenchError when it is none, or has no rows."""
     try:
         result = json.loads(path.read_text())
         is_serving = result["command"] == "serving" and len(result["rows"]) > 0
@@ -127,7 +119,7 @@ def comparison(measured: Sequence[Mapping[str, Any]], predicted: Sequence[Mappin
 
 
 def remarks(measured: Mapping[str, Any] | None) -> Iterator[str]:
-    """What makes a comparison other than it seems."""
+    """Sentences on what makes the measured result and a simulation of it differ."""
     if measured is None:
         return
     rows = measured["rows"]
@@ -153,6 +145,7 @@ def _median(figure: float | Mapping[str, float] | None) -> float | None:
 
 
 def progress(row: Mapping[str, Any]) -> str:
+    """A simulated row in one line."""
     rates = f"{row['requests_per_second']:.2f} requests/s, {row['output_tokens_per_second']:.2f} output token/s"
     return f"{_load(row)}: {rates}, {row['refused']} refused, {row['seconds']:.1f} simulated seconds"
 
@@ -230,7 +223,7 @@ def _figure_table(rows: Sequence[Mapping[str, Any]], swept: Sequence[str], colum
 
 
 def comparison_table(result: Result) -> str:
-    """Empty without --compare."""
+    """Predicted beside measured figures; empty without --compare."""
     entries = result.extra.get("comparison", [])
     cells = [
         [

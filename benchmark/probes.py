@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from benchmark.report import Result, RunContext, arguments_of, footer, prepare_output, published, table
 from benchmark.roofline import GPU_READ_BYTES, Ceilings, Probe, best_seconds
+from benchmark.shapes import BLOCK_SIZE
 
 if TYPE_CHECKING:
     import torch
@@ -26,9 +27,9 @@ if TYPE_CHECKING:
     from server.backends.protocol import Attention, StepMeta
 
 KERNELS = 300  # small operators in a row: about what a decode step of 30 layers launches
-DECODES = (1, 32, 256)  # sequences of a decode step …
-CONTEXT = 2048  # … and the tokens that each attends to
-HEADS, HEAD_DIM, BLOCK_SIZE = 32, 128, 16  # BLOOM-7b1's heads, each with keys of its own
+DECODES = (1, 32, 256)  # sequences of the decode steps that are measured
+CONTEXT = 2048  # tokens that each of those sequences attends to
+HEADS, HEAD_DIM = 32, 128  # BLOOM-7b1's heads, each with keys of its own
 MOST_CACHE_BYTES = 8 * 2**30  # of the caches that an attention probe reads in turn, so that none stays in the L2 cache
 MOST_LAYERS = 30
 LOGITS = (256, 250880)  # [S, V]: BLOOM's vocabulary
@@ -38,12 +39,14 @@ Row = dict[str, Any]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(default: auto)")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="(bfloat16)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Measure what the device does at best and print it; 0. Raises BenchError."""
     import torch
 
     prepare_output(args.output)
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def ceilings(rows: Sequence[Row]) -> Ceilings | None:
-    """What the probes found of them; None where they did not get so far."""
+    """The ceilings that the probes measured; None where they did not get so far."""
     values = {row["probe"]: row["value"] for row in rows}
     return Ceilings(1e9 * values[READS], 1e12 * values[PRODUCTS]) if {READS, PRODUCTS} <= values.keys() else None
 
@@ -127,7 +130,7 @@ def _attend(attention: Attention, q: Tensor, kv_caches: Tensor, meta: StepMeta) 
 
 
 def _decode_meta(sequences: int, device: torch.device) -> StepMeta:
-    """Every sequence decodes its last token, on blocks of its own."""
+    """The layout of a step in which every sequence decodes its last token, on blocks of its own."""
     import torch
 
     from server.backends.protocol import StepMeta
@@ -164,7 +167,7 @@ ON_A_GPU: Sequence[ProbeFunction] = (_replay, _host_copies, _decode_attention)
 
 
 def _small_operators(device: torch.device, dtype: torch.dtype) -> Callable[[], object]:
-    """Operators that have next to nothing to do."""
+    """A function that launches KERNELS operators with next to nothing to compute."""
     import torch
 
     x = torch.zeros(1024, dtype=dtype, device=device)
@@ -178,7 +181,7 @@ def _small_operators(device: torch.device, dtype: torch.dtype) -> Callable[[], o
 
 
 def _captured(run: Callable[[], object]) -> Callable[[], object]:
-    """Replays what `run` launches."""
+    """A function that replays, as one CUDA graph, what `run` launches."""
     import torch
 
     run()  # compiles and allocates
@@ -210,8 +213,10 @@ def _context(args: argparse.Namespace, device: str) -> RunContext:
 
 
 def markdown(result: Result) -> str:
+    """The table of probes, and what to know about it."""
     return f"{probe_table(result.rows)}\n\n{footer(result)}"
 
 
 def probe_table(rows: Sequence[Row]) -> str:
+    """One line for each probe, with its unit."""
     return table(("Probe", "Measured"), [[row["probe"], f"{row['value']:.4g} {row['unit']}"] for row in rows])

@@ -47,7 +47,7 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class SampleSummary:
     """Samples of one quantity in the six numbers of a row, in the samples' unit."""
 
     count: int
@@ -59,8 +59,8 @@ class Summary:
     p99: float
 
     @classmethod
-    def of(cls, samples: Sequence[float]) -> Summary:
-        """Raises ValueError without samples."""
+    def of(cls, samples: Sequence[float]) -> SampleSummary:
+        """The summary of some samples in any order. Raises ValueError without samples."""
         if not samples:
             raise ValueError("no samples")
         ordered = sorted(samples)
@@ -226,7 +226,7 @@ def _cpu_model() -> str:
 
 @dataclass
 class Result:
-    """Rows as they are measured, with what they mean."""
+    """Rows as they are measured, with the context and the notes that a reader needs."""
 
     context: RunContext
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -270,11 +270,11 @@ def save(result: Result, markdown: str, output_dir: Path | None) -> None:
         raise _unwritable(output_dir, error) from None
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Replace the file by `text` in one step, so that a full disk leaves the old file. Raises OSError."""
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Replace the file by `content` in one step, so that a full disk leaves the old file. Raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text)
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)

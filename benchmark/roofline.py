@@ -1,6 +1,6 @@
 """The least time that a step can take: bytes that must move, operations that must be done, and how fast the device can.
 
-Two halves. The arithmetic (`decode_floor`, `prefill_floor`) is pure and follows docs/roofline.md line by line. The
+Two halves. The arithmetic (`ServedModel`, `BytesAndFlops`) is pure and follows docs/roofline.md line by line. The
 measurement (`Probe`) finds the device's own ceilings with the most favourable access there is, one long read and one
 large matrix product, so that no server can be expected to beat it. Torch is imported only when something is measured.
 
@@ -37,6 +37,7 @@ class Ceilings:
     num_devices: int = 1
 
     def best_of(self, other: Ceilings) -> Ceilings:
+        """The higher of both in each figure."""
         return replace(
             self,
             bytes_per_second=max(self.bytes_per_second, other.bytes_per_second),
@@ -45,8 +46,8 @@ class Ceilings:
 
 
 @dataclass(frozen=True)
-class Demand:
-    """What one step cannot avoid, over all devices together."""
+class BytesAndFlops:
+    """Bytes that a step must move and operations that it must do, over all devices together."""
 
     num_bytes: float
     num_flops: float
@@ -56,24 +57,24 @@ class Demand:
         return 1000 * max(self._seconds(ceilings)) / ceilings.num_devices
 
     def bound_by(self, ceilings: Ceilings) -> str:
-        """Which of the two is slower."""
+        """What the floor comes from: `bandwidth` where moving is slower, else `arithmetic`."""
         moving, computing = self._seconds(ceilings)
         return "bandwidth" if moving >= computing else "arithmetic"
 
-    def plus(self, other: Demand) -> Demand:
-        """Both in one step."""
-        return Demand(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
+    def plus(self, other: BytesAndFlops) -> BytesAndFlops:
+        """What one step needs that does both."""
+        return BytesAndFlops(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
 
-    def times(self, count: int) -> Demand:
-        """Of `count` such steps."""
-        return Demand(self.num_bytes * count, self.num_flops * count)
+    def times(self, count: int) -> BytesAndFlops:
+        """What `count` such steps need."""
+        return BytesAndFlops(self.num_bytes * count, self.num_flops * count)
 
     def _seconds(self, ceilings: Ceilings) -> tuple[float, float]:
         return self.num_bytes / ceilings.bytes_per_second, self.num_flops / ceilings.flops_per_second
 
 
 @dataclass(frozen=True)
-class Work:
+class ServedModel:
     """A shape in the dtype and format in which it is served."""
 
     shape: ModelShape
@@ -85,32 +86,38 @@ class Work:
         """Weights that every step reads once, whatever its batch: all layers and the head, not the embedding table."""
         return self.shape.step_weight_bytes(self.dtype, self.quantize)
 
-    def step(self, *, tokens: int, attended: float, kv_read: float, sampled: int) -> Demand:
-        """Any step. tokens: computed in it; attended: keys that those tokens look at, together; kv_read: tokens whose
-        keys and values come from the cache; sampled: sequences that get a token, so that they need logits."""
+    def step(self, *, tokens: int, attended: float, kv_read: float, sampled: int) -> BytesAndFlops:
+        """What any step needs.
+
+        tokens: computed in it. attended: keys that those tokens look at, together. kv_read: tokens whose keys and
+        values come from the cache. sampled: sequences that get a token, so that they need logits.
+        """
         shape = self.shape
         kv = (kv_read + tokens) * shape.kv_bytes_per_token(self.dtype)  # what is computed is also written
         matrices = 2 * shape.step_parameters * tokens + 2 * shape.head_parameters * sampled
         attention = 4 * shape.spec.num_layers * shape.spec.num_heads * shape.spec.head_dim * attended
-        return Demand(self.step_weight_bytes + kv, matrices + attention)
+        return BytesAndFlops(self.step_weight_bytes + kv, matrices + attention)
 
-    def encode(self, lengths: Sequence[int]) -> Demand:
+    def encode(self, lengths: Sequence[int]) -> BytesAndFlops:
         """What an encoder-decoder adds to a step for prompts of these lengths: every token sees its whole prompt."""
         shape, encoder, tokens = self.shape, self.shape.spec.encoder, sum(lengths)
         assert encoder is not None, "only an encoder-decoder encodes"
         pairs = sum(length**2 for length in lengths)
         attention = 4 * encoder.num_layers * encoder.num_heads * encoder.head_dim * pairs
         num_bytes = shape.encode_bytes(self.dtype, self.quantize) + tokens * shape.kv_bytes_per_token(self.dtype)
-        return Demand(num_bytes, 2 * shape.encode_parameters * tokens + attention)
+        return BytesAndFlops(num_bytes, 2 * shape.encode_parameters * tokens + attention)
 
-    def decode(self, batch_size: int, context: float) -> Demand:
-        """One token for each of `batch_size` sequences that attend to `context` tokens, the new one included."""
+    def decode(self, batch_size: int, context: float) -> BytesAndFlops:
+        """What a decode step of `batch_size` sequences needs that attend to `context` tokens, the new one included."""
         return self.step(
             tokens=batch_size, attended=batch_size * context, kv_read=batch_size * (context - 1), sampled=batch_size
         )
 
-    def prefill(self, batch_size: int, length: int) -> Demand:
-        """Whole prompts of `length` tokens in one step, and the first token of each. Causal: half of all pairs."""
+    def prefill(self, batch_size: int, length: int) -> BytesAndFlops:
+        """What a step over `batch_size` whole prompts of `length` tokens needs, with the first token of each.
+
+        Attention is causal, so that a token looks at half of its prompt on average.
+        """
         if self.shape.spec.encoder is not None:
             return self.encode([length] * batch_size).plus(self.decode(batch_size, length + 1))
         return self.step(tokens=batch_size * length, attended=batch_size * length**2 / 2, kv_read=0, sampled=batch_size)
@@ -134,8 +141,8 @@ class Probe:
     """
 
     def __init__(self, device: str, dtype: str, *, threads: int, num_devices: int, step_weight_bytes: int) -> None:
-        """threads: of all shards together. step_weight_bytes: per device, to read as much as a step does: a model that
-        fits into a cache has that cache's bandwidth for its ceiling."""
+        """threads: of all shards together. step_weight_bytes: weights that a step reads on one device; as much is read
+        here, because a model that fits into a cache has that cache's bandwidth for its ceiling."""
         import torch
 
         self.seen: list[Ceilings] = []
@@ -164,6 +171,7 @@ class Probe:
 
     @property
     def best(self) -> Ceilings:
+        """The highest of everything that was measured so far; at least one measurement is needed."""
         best = self.seen[0]
         for ceilings in self.seen:
             best = best.best_of(ceilings)

@@ -12,11 +12,9 @@ several turns, and shared prefixes.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import hashlib
 import sys
-import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -27,91 +25,24 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from benchmark import launch, plots, workload
-from benchmark.http_client import DISCONNECTED, UNREACHABLE, Api, HttpClient, OpenAiApi, TgiApi
-from benchmark.outcomes import Load, Objectives, Outcome, markdown, progress, row_of
-from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, prepare_output, published
+from benchmark import launch, options, plots, workload
+from benchmark.http_client import DISCONNECTED, Api, HttpClient, OpenAiApi, TgiApi
+from benchmark.loops import closed_loop, open_loop, sender, unreachable
+from benchmark.outcomes import Load, Objectives, loads, markdown, progress, row_of
+from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output, published
 from benchmark.workload import Lengths, PlannedRequest
 
 LENGTHS = (128, 512, 1024, 2048)  # the published sweeps'
 CONCURRENCY = 16
+ABOVE_ZERO = options.number(above=0)
 SERVER_REQUESTS = 128  # the launcher's own default of --max-concurrent-requests
-# Answers that every other request would get as well, and what to do about them.
-HOPELESS = {
-    "401": "give the server's key by --api-key-file",
-    "403": "give the server's key by --api-key-file",
-    "404": "is --api right, and is the URL without the route's path?",
-    "405": "is --api right, and is the URL without the route's path?",
-}
-Send = Callable[[PlannedRequest, float | None], Coroutine[Any, Any, Outcome]]  # None: intended for when it is sent
-
-
-# ------------------------------------------------------------------------------------------------------- loops
-
-
-async def closed_loop(send: Send, requests: Sequence[PlannedRequest], concurrency: int) -> list[Outcome]:
-    """Each of `concurrency` streams sends the next request when its last one has ended. Raises BenchError."""
-    waiting = iter(requests)
-    outcomes: list[Outcome] = []
-
-    async def stream() -> None:
-        for request in waiting:
-            outcomes.append(await send(request, None))
-
-    await _together([stream() for _ in range(concurrency)])
-    return outcomes
-
-
-async def open_loop(send: Send, requests: Sequence[PlannedRequest]) -> list[Outcome]:
-    """Each request is sent at its own time, whatever became of the others. Raises BenchError."""
-    started_at = time.perf_counter()
-    outcomes: list[Outcome] = []
-
-    async def at_its_time(request: PlannedRequest) -> None:
-        intended_at = started_at + request.send_after_s
-        await asyncio.sleep(intended_at - time.perf_counter())
-        outcomes.append(await send(request, intended_at))
-
-    await _together([at_its_time(request) for request in requests])
-    return outcomes
-
-
-async def _together(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """All at once; the first BenchError cancels the others."""
-    failure: BenchError | None = None
-    try:
-        async with asyncio.TaskGroup() as tasks:
-            for one in work:
-                tasks.create_task(one)
-    except* BenchError as failures:
-        failure = next(error for error in failures.exceptions if isinstance(error, BenchError))
-    if failure is not None:
-        raise failure
-
-
-def sender(client: HttpClient, api: Api) -> Send:
-    """Sends one request; raises BenchError for what would be the answer to every other one, too."""
-
-    async def send(request: PlannedRequest, intended_at: float | None) -> Outcome:
-        reply = await client.stream(api, request.prompt, request.lengths.output_length)
-        if reply.error == UNREACHABLE:
-            raise unreachable(client.url, reply.detail)
-        if reply.error in HOPELESS:
-            raise BenchError(f"POST {client.url}{api.path} was answered by {reply.error}: {HOPELESS[reply.error]}")
-        return Outcome(request.lengths, reply.sent_at if intended_at is None else intended_at, reply)
-
-    return send
-
-
-def unreachable(url: str, detail: object) -> BenchError:
-    return BenchError(f"cannot reach {url} ({detail}): check the URL and that the server runs")
 
 
 # ------------------------------------------------------------------------------------------------------- sweep
 
 
 @dataclass(frozen=True)
-class Target:
+class MeasuredServer:
     """The server to measure, and what it says of itself."""
 
     url: str
@@ -129,9 +60,9 @@ class Target:
 
 
 class Sweep:
-    """Measures row after row against one server."""
+    """The loads of one run, sent to one server row after row."""
 
-    def __init__(self, args: argparse.Namespace, target: Target) -> None:
+    def __init__(self, args: argparse.Namespace, target: MeasuredServer) -> None:
         self._args = args
         self._target = target
         self._client = _client(args, target.url)
@@ -143,7 +74,7 @@ class Sweep:
     async def run(self, result: Result, keep: Callable[[], None]) -> None:
         """Add the rows to the result, one at a time. Raises BenchError; the finished rows are there."""
         try:
-            for cell, load in product(self._cells(), loads(self._args)):
+            for cell, load in product(self._cells(), loads(self._args.concurrency, self._args.request_rate)):
                 row = await self._measure(cell, load)
                 result.rows.append(row)
                 keep()
@@ -182,19 +113,13 @@ class Sweep:
         return [PlannedRequest(*parts) for parts in zip(prompts, lengths, times, strict=True)]
 
 
-def loads(args: argparse.Namespace) -> list[Load]:
-    """Closed loops first."""
-    closed = [Load(concurrency=concurrency) for concurrency in args.concurrency]
-    return closed + [Load(request_rate=rate) for rate in args.request_rate]
-
-
 def num_requests(args: argparse.Namespace, load: Load) -> int:
-    """Enough for the streams' unequal ends not to matter much; one minute of arrivals in an open loop."""
+    """How many requests a row has: enough that the streams' unequal ends matter little, or a minute of arrivals."""
     return args.num_requests or max(32, 4 * (load.concurrency or 0), round(60 * (load.request_rate or 0)))
 
 
 def server_token_ends(client: HttpClient) -> workload.TokenEnds:
-    """Counts with the server's own `/tokenize`."""
+    """A function that finds where tokens end by the server's own `/tokenize`."""
 
     async def ends(text: str) -> list[int]:
         try:
@@ -212,7 +137,7 @@ def server_token_ends(client: HttpClient) -> workload.TokenEnds:
 
 
 async def check_alive(client: HttpClient) -> None:
-    """Raises BenchError when nothing listens any more."""
+    """Ask the server whether it lives. Raises BenchError when nothing listens any more."""
     try:
         await client.json("GET", "/health")
     except (OSError, TimeoutError) as error:
@@ -223,13 +148,14 @@ async def check_alive(client: HttpClient) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     target = parser.add_argument_group("server to measure")
     target.add_argument("--url", help="of a running server; without it one is started. --model-id then only names it")
     target.add_argument("--api", choices=("tgi", "openai"), default="tgi", help="what it speaks (tgi)")
     target.add_argument("--api-key-file", type=Path, metavar="FILE", help="the server's key")
     target.add_argument("--no-ignore-eos", action="store_true", help="for openai servers that refuse `ignore_eos`")
     target.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer.json's folder, without /tokenize")
-    target.add_argument("--timeout", type=_positive_number, default=600.0, metavar="S", help="of a request (600)")
+    target.add_argument("--timeout", type=ABOVE_ZERO, default=600.0, metavar="S", help="of a request (600)")
     _add_work_arguments(parser.add_argument_group("work"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md, result.json and plots")
     launch.add_server_arguments(parser)
@@ -239,38 +165,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     lengths = " ".join(map(str, LENGTHS))
     repeatable: dict[str, Any] = {"nargs": "+", "action": "extend"}
-    group.add_argument("--input-length", type=launch.positive, metavar="N", help=f"prompt ({lengths})", **repeatable)
-    group.add_argument("--output-length", type=launch.positive, metavar="N", help=f"answer ({lengths})", **repeatable)
+    group.add_argument("--input-length", type=options.positive, metavar="N", help=f"prompt ({lengths})", **repeatable)
+    group.add_argument("--output-length", type=options.positive, metavar="N", help=f"answer ({lengths})", **repeatable)
     group.add_argument(
         "--length-distribution", default="fixed", metavar="KIND",
         help="around the lengths of the grid: fixed, uniform (half to one and a half) or lognormal (same mean); or in "
         'place of the grid a JSONL file of {"input_length": …, "output_length": …}',
     )  # fmt: skip
-    group.add_argument("--concurrency", type=launch.positive, metavar="N", help="closed loops (16)", **repeatable)
+    group.add_argument("--concurrency", type=options.positive, metavar="N", help="closed loops (16)", **repeatable)
+    group.add_argument("--request-rate", type=ABOVE_ZERO, metavar="R", help="open loops, per second", **repeatable)
     group.add_argument(
-        "--request-rate", type=_positive_number, metavar="R", help="open loops, per second", **repeatable
+        "--num-requests", type=options.positive, metavar="N", help="of a row (4 x concurrency or 60 s, >= 32)"
     )
-    group.add_argument(
-        "--num-requests", type=launch.positive, metavar="N", help="of a row (4 x concurrency or 60 s, >= 32)"
-    )
-    group.add_argument("--warmups", type=_not_negative, default=1, metavar="N", help="requests before a row (1)")
+    group.add_argument("--warmups", type=options.not_negative, default=1, metavar="N", help="requests before a row (1)")
     group.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (0)")
-    group.add_argument("--ttft-objective", type=_positive_number, metavar="MS", help="for goodput")
-    group.add_argument("--tpot-objective", type=_positive_number, metavar="MS", help="for goodput")
-
-
-def _not_negative(text: str) -> int:
-    return 0 if text == "0" else launch.positive(text)
-
-
-def _positive_number(text: str) -> float:
-    value = float(text)
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is not above 0")
-    return value
+    group.add_argument("--ttft-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
+    group.add_argument("--tpot-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
 
 
 def run(args: argparse.Namespace) -> int:
+    """Send every load to the server and print the tables; 0. Raises BenchError."""
     _complete(args)
     prepare_output(args.output)
     draws = plots.wanted(args.output)
@@ -286,10 +200,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _complete(args: argparse.Namespace) -> None:
     """Fill in defaults, and refuse what contradicts itself or cannot be read. Raises BenchError."""
-    args.input_length = _distinct(args.input_length or LENGTHS)
-    args.output_length = _distinct(args.output_length or LENGTHS)
-    args.request_rate = _distinct(args.request_rate or ())
-    args.concurrency = _distinct(args.concurrency or (() if args.request_rate else (CONCURRENCY,)))
+    args.input_length = options.distinct(args.input_length or LENGTHS)
+    args.output_length = options.distinct(args.output_length or LENGTHS)
+    args.request_rate = options.distinct(args.request_rate or ())
+    args.concurrency = options.distinct(args.concurrency or (() if args.request_rate else (CONCURRENCY,)))
     is_file = args.length_distribution not in workload.DISTRIBUTIONS
     args.lengths_file = Path(args.length_distribution) if is_file else None
     if args.lengths_file is not None:
@@ -297,16 +211,11 @@ def _complete(args: argparse.Namespace) -> None:
     if args.url is None:
         return
     own = ("random_weights", "num_shard", "dtype", "device", "quantize", "launcher_flags")
-    if surplus := [name for name in own if getattr(args, name)]:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in surplus)
+    if surplus := options.options_given(args, own):
+        names = ", ".join(surplus)
         raise BenchError(f"--url measures a server that runs already: leave out {names}, which are for one to start")
     if not _is_url(args.url):
         raise BenchError(f"{args.url} is not a URL: write it as http://127.0.0.1:3000")
-
-
-def _distinct(values: Sequence[Any]) -> list[Any]:
-    """In their order; two rows of the same work would have the same prompts."""
-    return list(dict.fromkeys(values))
 
 
 def _is_url(text: str) -> bool:
@@ -318,18 +227,18 @@ def _is_url(text: str) -> bool:
 
 
 @contextmanager
-def _target(args: argparse.Namespace) -> Iterator[Target]:
+def _target(args: argparse.Namespace) -> Iterator[MeasuredServer]:
     if args.url is not None:
         yield uvloop.run(_running(args))
         return
     with launch.model_for(args) as model:
         with launch.running_server([*launch.launch_flags(args, model), *_limits(args), *args.launcher_flags]) as server:
             _, info = uvloop.run(_client(args, server.url).json("GET", "/info"))
-            yield Target(server.url, model.name, info, server, has_meaning=not model.random_weights)
+            yield MeasuredServer(server.url, model.name, info, server, has_meaning=not model.random_weights)
 
 
-async def _running(args: argparse.Namespace) -> Target:
-    """A running server, as it describes itself. Raises BenchError."""
+async def _running(args: argparse.Namespace) -> MeasuredServer:
+    """The server at `--url`, as it describes itself. Raises BenchError when it does not answer."""
     client = _client(args, args.url)
     try:
         _, info = await client.json("GET", "/info")
@@ -340,7 +249,7 @@ async def _running(args: argparse.Namespace) -> Target:
     model = args.model_id or _first_model(models) or info.get("model_id")
     if model is None and args.api == "openai":
         raise BenchError(f"{args.url}/v1/models names no model: give --model-id")
-    return Target(args.url, model or "unknown", info)
+    return MeasuredServer(args.url, model or "unknown", info)
 
 
 def _first_model(models: Any) -> str | None:
@@ -364,25 +273,21 @@ def _api(args: argparse.Namespace, model: str) -> Api:
 
 def _limits(args: argparse.Namespace) -> list[str]:
     """Launcher flags of a server that takes the longest request and the most streams, where the user does not say."""
-    if args.lengths_file is not None:
-        given = workload.read_lengths(args.lengths_file)
-        longest = max(one.input_length for one in given), max(one.output_length for one in given)
-    else:
-        factor = workload.LONGEST[args.length_distribution]
-        longest = int(factor * max(args.input_length)), int(factor * max(args.output_length))
+    longest_mean = Lengths(max(args.input_length), max(args.output_length))
+    longest = workload.longest_drawn(args.length_distribution, longest_mean)
     limits = {
-        "--max-input-length": longest[0],
-        "--max-total-tokens": sum(longest),
+        "--max-input-length": longest.input_length,
+        "--max-total-tokens": longest.input_length + longest.output_length,
         "--max-concurrent-requests": max(SERVER_REQUESTS, *args.concurrency, 0),
     }
     said = {flag.partition("=")[0] for flag in args.launcher_flags}
-    return [part for flag, value in limits.items() if flag not in said for part in (flag, str(value))]
+    return launch.flags_of({flag: value for flag, value in limits.items() if flag not in said})
 
 
 # ------------------------------------------------------------------------------------------------------ report
 
 
-def _context(args: argparse.Namespace, target: Target) -> RunContext:
+def _context(args: argparse.Namespace, target: MeasuredServer) -> RunContext:
     info = target.info
     return RunContext.gather(
         "serving",
@@ -392,13 +297,9 @@ def _context(args: argparse.Namespace, target: Target) -> RunContext:
         num_shard=int(info.get("num_shard", 0)),
         threads=0,
         quantize=info.get("quantize"),
-        arguments={name: str(value) if isinstance(value, Path) else value for name, value in _plain(args)},
+        arguments=arguments_of(args),
         work=_work(args, target.model),
     )
-
-
-def _plain(args: argparse.Namespace) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in sorted(vars(args).items()) if not callable(value))
 
 
 def _work(args: argparse.Namespace, model: str) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from server.arch import families
 from server.arch.spec import ArchSpec, Gated, LayerNormSpec, LayerSpec, Learned, Mlp, Moe, Residual, validate
 
 FOLDER = Path(__file__).with_name("shapes")
+BLOCK_SIZE = 16  # tokens in a block of the KV cache, as on our shards; a cache is made of whole blocks
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
 QUANTIZED_BYTES: Mapping[str, int] = {"int8": 1}  # scales are not counted: one per row
 
@@ -42,17 +43,17 @@ class ModelShape:
 
     @property
     def layer_parameters(self) -> int:
-        """Of all layers, an encoder's included."""
+        """Parameters of all layers, an encoder's included."""
         return sum(self._layer(layer, active=False) for layer in self.spec.layers) + self.encode_parameters
 
     @property
     def step_parameters(self) -> int:
-        """Of all layers, those that every step reads: of a mixture of experts, the experts of one token."""
+        """Parameters of all layers that every step reads; of a mixture of experts, those that one token goes to."""
         return sum(self._layer(layer, active=True) for layer in self.spec.layers)
 
     @property
     def encode_parameters(self) -> int:
-        """What an encoder-decoder reads once for a prompt: its encoder, and the decoder's matrices for its output."""
+        """Parameters read once for a prompt: an encoder, and the decoder's matrices for its output; 0 without one."""
         if self.spec.encoder is None:
             return 0
         cross = 2 * self.spec.hidden_size * self.spec.num_heads * self.spec.head_dim
@@ -60,11 +61,12 @@ class ModelShape:
 
     @property
     def head_parameters(self) -> int:
-        """The output head, which is the embedding table where they are tied."""
+        """Parameters of the output head, which is the embedding table where the two are tied."""
         return self.spec.vocab_size * (self.spec.embed_dim or self.spec.hidden_size)
 
     @property
     def total_parameters(self) -> int:
+        """All parameters of the model, tied ones once: layers, embeddings, positions, norms and head."""
         spec = self.spec
         position = spec.layers[0].position
         rows = position.size + position.offset if isinstance(position, Learned) else 0
@@ -76,23 +78,23 @@ class ModelShape:
         return self.layer_parameters + self.head_parameters + head + rows * spec.hidden_size + maps + norms + buckets
 
     def kv_bytes_per_token(self, dtype: str) -> int:
-        """Key and value of one token in all layers."""
+        """Bytes of the keys and values of one token in all layers."""
         return 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * DTYPE_BYTES[dtype]
 
     def step_weight_bytes(self, dtype: str, quantize: str | None = None) -> int:
-        """What every step reads once, whatever its batch: all layers and the head, not the embedding table."""
+        """Bytes that every step reads once, whatever its batch: all layers and the head, not the embedding table."""
         return self.step_parameters * _stored_bytes(dtype, quantize) + self.head_bytes(dtype, quantize)
 
     def encode_bytes(self, dtype: str, quantize: str | None = None) -> int:
-        """What a step with new prompts of an encoder-decoder reads besides."""
+        """Bytes that a step reads besides when an encoder-decoder gets new prompts."""
         return self.encode_parameters * _stored_bytes(dtype, quantize)
 
     def head_bytes(self, dtype: str, quantize: str | None = None) -> int:
-        """The output head as it is stored; a tied one stays in the model's dtype, because it is the embedding."""
+        """Bytes of the stored output head; a tied one stays in the model's dtype, because it is the embedding."""
         return self.head_parameters * (DTYPE_BYTES[dtype] if self.spec.tied_head else _stored_bytes(dtype, quantize))
 
     def weight_bytes(self, dtype: str, quantize: str | None = None) -> int:
-        """Everything that is held in memory, input embedding included."""
+        """Bytes of all weights in memory, the input embedding included."""
         rest = self.total_parameters - self.layer_parameters - self.head_parameters
         layers = self.layer_parameters * _stored_bytes(dtype, quantize)
         return layers + self.head_bytes(dtype, quantize) + rest * DTYPE_BYTES[dtype]
@@ -122,7 +124,7 @@ class ModelShape:
 
 
 def _mlp_columns(mlp: Mlp) -> int:
-    """Outputs of its first matrices."""
+    """Output features of the first matrices of an mlp."""
     return mlp.width * (2 if isinstance(mlp, Gated) else 1)
 
 
@@ -164,7 +166,7 @@ class NamedShape:
 
 
 def names() -> list[str]:
-    """Shapes that come with the benchmark."""
+    """Names of the shapes that come with the benchmark."""
     return sorted(path.stem for path in FOLDER.glob("*.json"))
 
 
@@ -188,7 +190,7 @@ def find(name_or_path: str) -> NamedShape:
 
 
 def shape(name_or_path: str) -> ModelShape:
-    """As `find`, without the name."""
+    """The shape alone of what `find` finds. Raises BenchError."""
     return find(name_or_path).shape
 
 
@@ -220,7 +222,7 @@ def make_model_folder(config: Mapping[str, Any], folder: Path) -> None:
 
 
 def write_word_tokenizer(vocab_size: int, folder: Path) -> None:
-    """A tokenizer for which token i is the word `t<i>`."""
+    """Write a tokenizer for which token i is the word `t<i>` into the folder."""
     tokenizer = {
         "version": "1.0",
         "added_tokens": [],

@@ -12,13 +12,14 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from huggingface_hub import try_to_load_from_cache
 
 from benchmark import shapes
 from benchmark.launch import Server, launch_flags, model_for, running_server, sockets_at
 from benchmark.report import BenchError
-from benchmark.roofline import Probe, Work
+from benchmark.roofline import Probe, ServedModel
 from router.client import ModelInfo, ShardedClient, ShardError, Shards
 
 FIRST_ID = 2**62
@@ -27,7 +28,7 @@ IDLE_SECONDS = 0.3  # a router that serves anybody sends a step within this time
 
 
 @dataclass(frozen=True)
-class Target:
+class MeasuredShards:
     """Where the shards listen, and what is known of their model before asking them."""
 
     sockets: Sequence[str]
@@ -45,7 +46,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Connection:
+class ConnectedShards:
     """Shards that answer, and what they loaded; KV blocks 0 … info.num_blocks-1 are at hand."""
 
     shards: Shards
@@ -53,7 +54,7 @@ class Connection:
 
 
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
-    """How to reach shards that run already."""
+    """Declare how to reach shards that run already."""
     parser.add_argument(
         "--shard-uds-path",
         metavar="PATH",
@@ -63,19 +64,19 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @contextmanager
-def target_for(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[Target]:
+def target_for(args: argparse.Namespace, flags: Sequence[str]) -> Iterator[MeasuredShards]:
     """The shards that the arguments name; a server with the launcher `flags` is started for them where none runs."""
     if args.shard_uds_path is not None:
         yield _running(args)
         return
     with model_for(args) as model, running_server([*launch_flags(args, model), *flags]) as server:
-        yield Target(server.sockets, model.name, shape_of(model.location), model.location, server)
+        yield MeasuredShards(server.sockets, model.name, shape_of(model.location), model.location, server)
 
 
-def _running(args: argparse.Namespace) -> Target:
+def _running(args: argparse.Namespace) -> MeasuredShards:
     location = args.random_weights or args.model_id
     shape = shapes.shape(args.random_weights) if args.random_weights else shape_of(location) if location else None
-    return Target(sockets_at(args.shard_uds_path), location or args.shard_uds_path, shape, location)
+    return MeasuredShards(sockets_at(args.shard_uds_path), location or args.shard_uds_path, shape, location)
 
 
 def shape_of(location: str) -> shapes.ModelShape | None:
@@ -84,16 +85,25 @@ def shape_of(location: str) -> shapes.ModelShape | None:
         return shapes.shape(location)
     except BenchError:
         pass
+    cached = cached_file(location, "config.json")
     try:
-        cached = try_to_load_from_cache(location, "config.json")
-        return shapes.shape(cached) if isinstance(cached, str) else None
-    except ValueError:  # not a repository's name, or not a shape that is known
+        return None if cached is None else shapes.shape(str(cached))
+    except BenchError:  # of a family that is not known here
         return None
 
 
+def cached_file(location: str, filename: str) -> Path | None:
+    """A file of a repository where it was downloaded to; None if it was not, or if `location` names no repository."""
+    try:
+        cached = try_to_load_from_cache(location, filename)
+    except ValueError:
+        return None
+    return Path(cached) if isinstance(cached, str) else None
+
+
 @asynccontextmanager
-async def connect(target: Target) -> AsyncIterator[Connection]:
-    """Shards that are warmed up and idle."""
+async def connect(target: MeasuredShards) -> AsyncIterator[ConnectedShards]:
+    """Connect to shards that are warmed up and idle. Raises BenchError when they are not."""
     shards = ShardedClient(target.sockets)
     try:
         with causes_of(target):
@@ -105,13 +115,13 @@ async def connect(target: Target) -> AsyncIterator[Connection]:
             raise BenchError(
                 f"the shards at {target.sockets[0]} are not warmed up yet: wait until their server is ready"
             )
-        yield Connection(shards, info)
+        yield ConnectedShards(shards, info)
     finally:
         await shards.close()
 
 
 @contextmanager
-def causes_of(target: Target) -> Iterator[None]:
+def causes_of(target: MeasuredShards) -> Iterator[None]:
     """Turn a ShardError within the block into a BenchError that says why the shards were lost."""
     try:
         yield
@@ -119,7 +129,7 @@ def causes_of(target: Target) -> Iterator[None]:
         raise target.cause(error) from None
 
 
-async def _wait_ready(shards: ShardedClient, target: Target) -> None:
+async def _wait_ready(shards: ShardedClient, target: MeasuredShards) -> None:
     try:
         await shards.wait_ready(CONNECT_SECONDS)
     except TimeoutError:
@@ -139,18 +149,18 @@ async def _require_idle(shards: ShardedClient) -> None:
 # ------------------------------------------------------------------------------------------------------- floors
 
 
-def work_of(target: Target, info: ModelInfo) -> Work | None:
-    """The shape as the shards serve it, for floors."""
-    return None if target.shape is None else Work(target.shape, info.dtype, info.quantize)
+def served_model(target: MeasuredShards, info: ModelInfo) -> ServedModel | None:
+    """The shape in the dtype and format that the shards serve it in; None where the shape is not known."""
+    return None if target.shape is None else ServedModel(target.shape, info.dtype, info.quantize)
 
 
-def probe_for(work: Work, info: ModelInfo) -> Probe:
-    """Measures the device that the shards run on: one GPU each, or one CPU for all of them."""
+def probe_for(served: ServedModel, info: ModelInfo) -> Probe:
+    """A probe of the device that the shards run on: one GPU each, or one CPU for all of them."""
     num_devices = 1 if info.device == "cpu" else info.world_size
     return Probe(
         info.device,
         info.dtype,
         threads=info.threads * info.world_size,
         num_devices=num_devices,
-        step_weight_bytes=work.step_weight_bytes // num_devices,
+        step_weight_bytes=served.step_weight_bytes // num_devices,
     )

@@ -19,7 +19,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmark import fleet, launch, plan, shapes, traffic
+from benchmark import fleet, options, plan, shapes, traffic
 from benchmark.cost import Cost
 from benchmark.prediction import comparison, figures, markdown, progress, read_serving, remarks
 from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output, published
@@ -45,13 +45,13 @@ LENGTH = 100  # tokens of a prompt and of an answer
 CONCURRENCY = 16
 REQUESTS_PER_REPLICA = 1000  # so that the beginning and the end of a run, which are unlike the rest, weigh little
 EFFICIENCY = 0.6  # of a data sheet: what good kernels reach; `latency` on the device says it better
-BLOCK_SIZE = plan.BLOCK_SIZE
 
 
 # ----------------------------------------------------------------------------------------------------- command line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options of this command."""
     _add_cost_arguments(parser.add_argument_group("shards"))
     _add_work_arguments(parser.add_argument_group("work"))
     _add_server_arguments(parser.add_argument_group("servers (limits: as the launcher's, of each replica)"))
@@ -73,7 +73,7 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument("--shape", metavar="SHAPE", help="instead: a config.json, a model folder, or a shape by name")
     group.add_argument("--device", choices=list(plan.DEVICES), help="its data sheet, with --shape")
-    group.add_argument("--num-shard", type=launch.positive, metavar="N", help="GPUs of a replica, with --shape (1)")
+    group.add_argument("--num-shard", type=options.positive, metavar="N", help="GPUs of a replica, with --shape (1)")
     group.add_argument("--dtype", choices=list(shapes.DTYPE_BYTES), help="with --shape (default: the published one)")
     group.add_argument("--quantize", choices=list(shapes.QUANTIZED_BYTES), help="with --shape: format of the layers")
     group.add_argument(
@@ -87,18 +87,18 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
 
 def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     repeatable: dict[str, Any] = {"nargs": "+", "action": "extend"}
-    group.add_argument("--input-length", type=launch.positive, metavar="N", help=f"prompt ({LENGTH})", **repeatable)
-    group.add_argument("--output-length", type=launch.positive, metavar="N", help=f"answer ({LENGTH})", **repeatable)
+    group.add_argument("--input-length", type=options.positive, metavar="N", help=f"prompt ({LENGTH})", **repeatable)
+    group.add_argument("--output-length", type=options.positive, metavar="N", help=f"answer ({LENGTH})", **repeatable)
     group.add_argument(
         "--length-distribution", metavar="KIND",
         help="fixed, uniform, lognormal, or a JSONL file of lengths, as in serving (fixed)",
     )  # fmt: skip
     group.add_argument(
-        "--max-new-tokens", type=launch.positive, metavar="N",
+        "--max-new-tokens", type=options.positive, metavar="N",
         help="that requests ask for and reserve, where it is more than the answer (default: the answer's length)",
     )  # fmt: skip
     group.add_argument(
-        "--concurrency", type=launch.positive, metavar="N", help=f"closed loops ({CONCURRENCY})", **repeatable
+        "--concurrency", type=options.positive, metavar="N", help=f"closed loops ({CONCURRENCY})", **repeatable
     )
     group.add_argument(
         "--request-rate", type=_positive, metavar="R", help="open loops, per second, of all replicas", **repeatable
@@ -112,7 +112,7 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
         help='JSONL of {"arrival_s": …, "input_length": …, "output_length": …}, and "max_new_tokens" where it differs',
     )  # fmt: skip
     group.add_argument(
-        "--num-requests", type=launch.positive, metavar="N", help=f"of a row ({REQUESTS_PER_REPLICA} x replicas)"
+        "--num-requests", type=options.positive, metavar="N", help=f"of a row ({REQUESTS_PER_REPLICA} x replicas)"
     )
     group.add_argument("--seed", type=int, default=0, help="of lengths, arrivals and dispatch (0)")
     group.add_argument("--ttft-objective", "--slo-ttft-ms", type=_positive, metavar="MS", help="for goodput")
@@ -120,7 +120,7 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--replicas", type=launch.positive, default=1, metavar="N", help="servers (1)")
+    group.add_argument("--replicas", type=options.positive, default=1, metavar="N", help="servers (1)")
     group.add_argument(
         "--dispatch", choices=list(fleet.DISPATCHES), default=next(iter(fleet.DISPATCHES)),
         help="who gets a request: of two replicas at random that with fewer tokens outstanding (default), or in turn",
@@ -129,26 +129,14 @@ def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
         setting = SETTINGS[name]
         default = setting.metadata.get("default", setting.default)
         group.add_argument(
-            f"--{name.replace('_', '-')}", type=_limit(name), default=setting.default,
+            options.option(name), type=_limit(name), default=setting.default,
             metavar="N", help=f"{setting.metadata['help'].replace('%', '%%')} ({default})",
         )  # fmt: skip
 
 
-def _number(is_valid: Callable[[float], bool], what: str) -> Callable[[str], float]:
-    """An argparse type: a number that is `what`."""
-
-    def number(text: str) -> float:
-        value = float(text)
-        if not is_valid(value):
-            raise argparse.ArgumentTypeError(f"{text} is not {what}")
-        return value
-
-    return number
-
-
-_positive = _number(lambda value: 0 < value < math.inf, "above 0")
-_not_negative = _number(lambda value: 0 <= value < math.inf, "at least 0")
-_share = _number(lambda value: 0 < value <= 1, "above 0 and at most 1")
+_positive = options.number(above=0)
+_not_negative = options.number(at_least=0)
+_share = options.number(above=0, at_most=1)
 
 
 def _limit(name: str) -> Callable[[str], float]:
@@ -165,13 +153,13 @@ def _limit(name: str) -> Callable[[str], float]:
 
 
 def _sweep(text: str) -> tuple[str, list[float]]:
-    """`NAME=A,B,…` as the name and its values."""
+    """An argparse type: `NAME=A,B,…` as the name and its values."""
     flag, equals, values = text.partition("=")
     name = flag.removeprefix("--").replace("-", "_")
     known = (REPLICAS, *LIMITS)
     if name not in known or not equals:
         raise argparse.ArgumentTypeError(f"{text} is not NAME=A,B,… with one of {', '.join(known)}")
-    parse = launch.positive if name == REPLICAS else _limit(name)
+    parse = options.positive if name == REPLICAS else _limit(name)
     try:
         return name, [parse(value) for value in values.split(",")]
     except ValueError:
@@ -182,6 +170,7 @@ def _sweep(text: str) -> tuple[str, list[float]]:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Simulate every load under every setting and print the tables; 0. Raises BenchError."""
     _complete(args)
     prepare_output(args.output)
     measured = None if args.compare is None else read_serving(args.compare)
@@ -205,7 +194,7 @@ def run(args: argparse.Namespace) -> int:
 def _complete(args: argparse.Namespace) -> None:
     """Fill in defaults and refuse what contradicts itself. Raises BenchError."""
     work = ("input_length", "output_length", "length_distribution", "concurrency", "request_rate", "num_requests")
-    given = [f"--{name.replace('_', '-')}" for name in work if getattr(args, name)]
+    given = options.options_given(args, work)
     for flag, source in (("--trace", args.trace), ("--compare", args.compare)):
         if source is not None and given:
             raise BenchError(f"{flag} brings its own requests: leave out {', '.join(given)}")
@@ -216,20 +205,20 @@ def _complete(args: argparse.Namespace) -> None:
     if len(names := [name for name, _ in args.sweep]) > len(set(names)):
         raise BenchError("--sweep names a setting twice: give all of its values in one list")
     _complete_cost(args)
-    args.input_length = list(dict.fromkeys(args.input_length or [LENGTH]))
-    args.output_length = list(dict.fromkeys(args.output_length or [LENGTH]))
+    args.input_length = options.distinct(args.input_length or [LENGTH])
+    args.output_length = options.distinct(args.output_length or [LENGTH])
     args.length_distribution = args.length_distribution or "fixed"
-    args.request_rate = list(dict.fromkeys(args.request_rate or ()))
-    args.concurrency = list(dict.fromkeys(args.concurrency or (() if args.request_rate else (CONCURRENCY,))))
+    args.request_rate = options.distinct(args.request_rate or ())
+    args.concurrency = options.distinct(args.concurrency or (() if args.request_rate else (CONCURRENCY,)))
 
 
 def _complete_cost(args: argparse.Namespace) -> None:
-    """Either measured files or a data sheet. Raises BenchError."""
+    """Require measured files or a data sheet, but not both. Raises BenchError."""
     of_shape = ("device", "num_shard", "dtype", "quantize", "efficiency")
     if (args.cost is None) == (args.shape is None):
         raise BenchError("give either --cost with latency results, or --shape and --device")
-    if args.cost is not None and (given := [name for name in of_shape if getattr(args, name) is not None]):
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    if args.cost is not None and (given := options.options_given(args, of_shape)):
+        names = ", ".join(given)
         raise BenchError(f"--cost says how long steps take: leave out {names}, which belong to --shape")
     if args.shape is not None and args.device is None:
         raise BenchError(f"--shape needs --device, one of {', '.join(plan.DEVICES)}; or give --cost")
@@ -269,8 +258,8 @@ def _limits(
             has_encoder=False,
             vocab_size=1,
             max_batch_total_tokens=tokens,
-            block_size=BLOCK_SIZE,
-            num_blocks=blocks_for(tokens, BLOCK_SIZE),
+            block_size=shapes.BLOCK_SIZE,
+            num_blocks=blocks_for(tokens, shapes.BLOCK_SIZE),
             shares_prefixes=False,
         )
     except ValueError as error:
@@ -285,7 +274,7 @@ def _simulated(
     limits: Limits,
     trace: Sequence[Request] | None,
 ) -> dict[str, Any]:
-    """One row."""
+    """The row of one load under one setting: what it is about, the limits, and the figures."""
     count = case.num_requests or REQUESTS_PER_REPLICA * values[REPLICAS]
     requests = OpenLoop(iter(trace)) if trace is not None else traffic.draw(case, args, count)
     tally = fleet.simulate(

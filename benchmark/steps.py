@@ -23,25 +23,25 @@ REQUESTS_UNDER_WAY = 2  # as in router/batcher.py
 
 @dataclass(frozen=True)
 class Times:
-    """One run of one batch, in seconds."""
+    """The times of one run of one batch, in seconds. The first rank says how much of each it computed."""
 
     prefill: float
     decode: float  # from the first request sent to the last reply, D-1 steps
     intervals: Sequence[float]  # between the replies of decode steps
-    prefill_computed: float  # of the prefill, what the first rank computed …
-    decode_computed: float  # … and of the decodes
+    prefill_computed: float  # part of `prefill` in which the first rank computed
+    decode_computed: float  # part of `decode` in which the first rank computed
 
 
 Watch = Callable[[str], AbstractAsyncContextManager[None]]
 
 
 def unwatched(phase: str) -> AbstractAsyncContextManager[None]:
-    """Nobody watches."""
+    """A `Watch` that does nothing in any phase."""
     return nullcontext()
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """The same ids for the same numbers, on every machine."""
+    """`count` prompts of `length` random token ids; equal arguments give equal prompts on every machine."""
     draw = random.Random(seed)
     return [[draw.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from benchmark import plan, shapes
 from benchmark.cost import Fitted, Roofline, fit, read_latency
 from benchmark.report import BenchError
-from benchmark.roofline import Work
+from benchmark.roofline import ServedModel
 from router.config import RouterConfig
 from router.limits import derive_lengths, useful_tokens
 
@@ -33,7 +33,7 @@ class Subject:
 
 
 def subject_of(args: argparse.Namespace) -> Subject:
-    """Of arguments that name either a shape or latency results. Raises BenchError."""
+    """What the arguments describe by either a shape or latency results. Raises BenchError."""
     return _fitted(args) if args.shape is None else _on_device(args)
 
 
@@ -41,12 +41,12 @@ def _on_device(args: argparse.Namespace) -> Subject:
     named, device = shapes.find(args.shape), plan.DEVICES[args.device]
     if named.shape.spec.encoder is not None:
         raise BenchError(f"{named.name} is an encoder-decoder, which the simulator does not know: take a decoder")
-    work = Work(named.shape, args.dtype or named.shape.dtype, args.quantize)
-    ceilings = device.ceilings(work.dtype, args.num_shard)
+    served = ServedModel(named.shape, args.dtype or named.shape.dtype, args.quantize)
+    ceilings = device.ceilings(served.dtype, args.num_shard)
 
     def kv_tokens(config: RouterConfig) -> int:
         found = plan.capacity(
-            work,
+            served,
             device,
             args.num_shard,
             argparse.Namespace(
@@ -60,10 +60,10 @@ def _on_device(args: argparse.Namespace) -> Subject:
         return found.max_batch_total_tokens
 
     return Subject(
-        cost=Roofline.of(work, ceilings, args.efficiency, args.overhead_ms / 1000),
+        cost=Roofline.of(served, ceilings, args.efficiency, args.overhead_ms / 1000),
         model=named.name,
         device=args.device,
-        dtype=work.dtype,
+        dtype=served.dtype,
         num_shard=args.num_shard,
         quantize=args.quantize,
         note=f"Steps: {100 * args.efficiency:g} % of what {args.num_shard} x {args.device} could do at best "

@@ -18,7 +18,7 @@ from random import Random
 from typing import Any, NamedTuple, Protocol
 
 from benchmark import workload
-from benchmark.outcomes import Load
+from benchmark.outcomes import Load, loads
 from benchmark.report import BenchError
 from benchmark.workload import Lengths
 
@@ -57,12 +57,12 @@ def cases(args: argparse.Namespace, trace: Sequence[Request] | None) -> list[Cas
         means = [Lengths(*pair) for pair in product(args.input_length, args.output_length)]
     else:
         means = [workload.mean_lengths(workload.read_lengths(Path(kind)))]
-    loads = [Load(concurrency=one) for one in args.concurrency] + [Load(request_rate=one) for one in args.request_rate]
-    return [Case(mean, kind, load, args.num_requests or 0) for mean, load in product(means, loads)]
+    wanted = product(means, loads(args.concurrency, args.request_rate))
+    return [Case(mean, kind, load, args.num_requests or 0) for mean, load in wanted]
 
 
 def cases_of(serving: Mapping[str, Any]) -> list[Case]:
-    """The work of a serving run, row by row."""
+    """The loads and lengths of a serving run, row by row."""
     return [
         Case(
             Lengths(row["input_length"], row["output_length"]),
@@ -78,20 +78,15 @@ def longest(cases: Sequence[Case], trace: Sequence[Request] | None) -> tuple[int
     """Longest prompt and answer, as `serving` sets up a server for them."""
     if trace is not None:
         return max(one.input_length for one in trace), max(one.max_new_tokens for one in trace)
-    kind = cases[0].distribution
-    if kind not in workload.DISTRIBUTIONS:
-        given = workload.read_lengths(Path(kind))
-        return max(one.input_length for one in given), max(one.output_length for one in given)
-    factor = workload.LONGEST[kind]
-    inputs, outputs = (max(getattr(case.mean, name) for case in cases) for name in ("input_length", "output_length"))
-    return int(factor * inputs), int(factor * outputs)
+    found = workload.longest_drawn(cases[0].distribution, workload.longest_of([case.mean for case in cases]))
+    return found.input_length, found.output_length
 
 
 # --------------------------------------------------------------------------------------------------------- arrivals
 
 
 def draw(case: Case, args: argparse.Namespace, count: int) -> Traffic:
-    """The requests of a row, from one seed. Drawn in the order in which `serving` draws them, so that the same seed is
+    """The requests of a row, drawn from one seed in the order in which `serving` draws them, so that the same seed is
     the same work where its warm-ups draw nothing before."""
     assert case.load is not None, "a trace is its own traffic"
     random = Random(f"{args.seed} {case.mean} {case.load}")
@@ -156,16 +151,16 @@ def _request_of(line: str, where: str) -> Request:
 
 
 class Traffic(Protocol):
-    """When requests come."""
+    """Where a simulation gets its requests from, and when."""
 
     def next_at(self) -> float:
-        """When the next one comes, NEVER if none is due."""
+        """When the next request comes, in virtual seconds; NEVER when none is due."""
 
     def take(self) -> Request:
-        """The next one."""
+        """The next request, which `next_at` has announced."""
 
     def ended(self, now: float) -> None:
-        """A request was answered or refused."""
+        """Note that a request was answered or refused at `now`."""
 
 
 class OpenLoop:
@@ -176,15 +171,17 @@ class OpenLoop:
         self._next = next(requests, None)
 
     def next_at(self) -> float:
+        """When the next request comes, in virtual seconds; NEVER when none is due."""
         return NEVER if self._next is None else self._next.arrives_at
 
     def take(self) -> Request:
+        """The next request, which `next_at` has announced."""
         taken, self._next = self._next, next(self._requests, None)
         assert taken is not None, "next_at has said that there is one"
         return taken
 
     def ended(self, now: float) -> None:
-        pass
+        """Nothing follows from it: the next request comes at its own time."""
 
 
 class ClosedLoop:
@@ -196,12 +193,15 @@ class ClosedLoop:
         self._free = deque([0.0] * concurrency)  # since when each idle stream is
 
     def next_at(self) -> float:
+        """When the next request comes, in virtual seconds; NEVER when none is due."""
         return self._free[0] if self._free and self._next is not None else NEVER
 
     def take(self) -> Request:
+        """The next request, which `next_at` has announced."""
         taken, self._next = self._next, next(self._requests, None)
         assert taken is not None, "next_at has said that there is one"
         return taken._replace(arrives_at=self._free.popleft())
 
     def ended(self, now: float) -> None:
+        """The stream of the request that ended may send again from `now` on."""
         self._free.append(now)

@@ -40,7 +40,7 @@ TokenEnds = Callable[[str], Awaitable[list[int]]]
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens of one request."""
+    """Lengths of one request in tokens: its prompt, and its answer."""
 
     input_length: int
     output_length: int
@@ -69,11 +69,9 @@ def poisson_times(rate: float, count: int, random: Random) -> list[float]:
 
 # ----------------------------------------------------------------------------------------------------------- lengths
 
-Distribution = Callable[[Random, Lengths], Lengths]
-
 
 def _uniform(random: Random, mean: int) -> int:
-    """From half the mean to one and a half times the mean."""
+    """A length from half the mean to one and a half times the mean, all equally likely."""
     return random.randint(math.ceil(mean / 2), mean + mean // 2)
 
 
@@ -120,8 +118,24 @@ def _lengths_of(line: str, where: str) -> Lengths:
     return lengths
 
 
+def longest_drawn(distribution: str, longest_mean: Lengths) -> Lengths:
+    """The longest lengths that can be drawn, around means of at most `longest_mean`, or from a file of lengths.
+
+    distribution: a key of DISTRIBUTIONS, else the name of the file. Raises BenchError when that cannot be read.
+    """
+    if distribution not in DISTRIBUTIONS:
+        return longest_of(read_lengths(Path(distribution)))
+    factor = LONGEST[distribution]
+    return Lengths(int(factor * longest_mean.input_length), int(factor * longest_mean.output_length))
+
+
+def longest_of(lengths: Sequence[Lengths]) -> Lengths:
+    """The longest prompt and the longest answer, which need not be of one request."""
+    return Lengths(max(one.input_length for one in lengths), max(one.output_length for one in lengths))
+
+
 def mean_lengths(lengths: Sequence[Lengths]) -> Lengths:
-    """Rounded means, to name a row by."""
+    """The means of both lengths, rounded to whole tokens, to name a row by."""
     count = len(lengths)
     return Lengths(
         round(sum(one.input_length for one in lengths) / count),
@@ -148,7 +162,7 @@ async def exact_prompt(num_tokens: int, token_ends: TokenEnds, random: Random, w
 
 
 def local_token_ends(folder: Path) -> TokenEnds:
-    """Counts with the tokenizer.json of a folder, for servers that cannot. Raises BenchError."""
+    """A function that finds where tokens end by the tokenizer.json of a folder. Raises BenchError."""
     path = folder / "tokenizer.json"
     if not path.is_file():
         raise BenchError(f"{path} is missing: give --tokenizer the folder of the model's tokenizer.json")

@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "benchmark", "router.batcher", "router.entry", "router.limits", "router.scheduler",
     },
     "benchmark.simulate": {"benchmark", "router.config", "router.limits", "router.queue"},
+    "benchmark.prompts": {"benchmark", "router.text"},
     "benchmark.subject": {"benchmark", "router.config", "router.limits"},
     "benchmark.offline": {
         "benchmark", "router.batcher", "router.client", "router.entry", "router.limits", "router.metrics",

@@ -14,7 +14,7 @@ import torch
 from benchmark import gpu, launch, plan, probes, shapes
 from benchmark.__main__ import main
 from benchmark.gpu import Report
-from benchmark.roofline import Ceilings, Work
+from benchmark.roofline import Ceilings, ServedModel
 from server.backends.cpu.device import CpuDevice
 from server.backends.protocol import Scores
 from server.backends.reference import ReferenceBackend
@@ -92,7 +92,7 @@ def test_without_a_device_there_are_no_ceilings_and_it_is_said(monkeypatch: pyte
 
 
 def test_ceilings_are_those_worked_out_by_hand() -> None:
-    opt, mistral = (Work(shapes.shape(name), "bfloat16") for name in ("opt-1.3b", "mistral-7b"))
+    opt, mistral = (ServedModel(shapes.shape(name), "bfloat16") for name in ("opt-1.3b", "mistral-7b"))
     assert 13_400 == pytest.approx(gpu.ceiling_of(opt, 256, 512, 32, H200), rel=0.05)
     assert 27_500 == pytest.approx(gpu.ceiling_of(mistral, 256, 128, 128, H200), rel=0.01)
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from benchmark import latency, launch, live, profile, shapes, shards
+from benchmark import latency, latency_figures, launch, live, profile, shapes, shards
 from benchmark.__main__ import main
-from benchmark.report import BenchError, Summary
-from benchmark.roofline import Ceilings, Work
+from benchmark.report import BenchError, SampleSummary
+from benchmark.roofline import Ceilings, ServedModel
 from benchmark.shards import FIRST_ID
 from benchmark.steps import StepDriver, Times, random_prompts
 from router.client import OperatorTime, ShardError
@@ -158,14 +158,14 @@ def test_the_arguments_table_is_that_of_tgi() -> None:
 
 
 def test_the_latency_table_is_that_of_tgi() -> None:
-    names = {shown: step for step, shown in latency.STEPS.items()}
+    names = {shown: step for step, shown in latency_figures.STEPS.items()}
     keys = ("mean_ms", "min_ms", "max_ms", "p50_ms", "p90_ms", "p99_ms")
     rows = [
         {"step": names[step], "batch_size": int(size)}
         | {key: float(cell.split()[0]) for key, cell in zip(keys, cells, strict=True)}
         for step, size, *cells in published_rows(LATENCY)
     ]
-    assert LATENCY == latency.latency_table(rows)
+    assert LATENCY == latency_figures.latency_table(rows)
 
 
 def samples_for(mean: float, low: float, high: float, tokens: int) -> list[float]:
@@ -175,7 +175,7 @@ def samples_for(mean: float, low: float, high: float, tokens: int) -> list[float
 
 
 def test_the_throughput_table_is_that_of_tgi() -> None:
-    names = {shown: step for step, shown in latency.THROUGHPUT_STEPS.items()}
+    names = {shown: step for step, shown in latency_figures.THROUGHPUT_STEPS.items()}
     rows: list[dict[str, Any]] = []
     for step, size, *cells in published_rows(THROUGHPUT):
         mean, low, high = (float(cell.split()[0]) for cell in cells)
@@ -183,16 +183,16 @@ def test_the_throughput_table_is_that_of_tgi() -> None:
         rows.append(
             {"step": names[step], "batch_size": int(size), "samples_ms": samples, "tokens_per_sample": int(size)}
         )
-    assert THROUGHPUT == latency.throughput_table(rows)
+    assert THROUGHPUT == latency_figures.throughput_table(rows)
 
 
-def point(*ceilings: Ceilings) -> latency.Point:
+def point(*ceilings: Ceilings) -> latency_figures.Point:
     runs = [Times(0.2 + n / 100, 0.9 + n / 10, [0.1] * 9, 0.1, 0.8) for n in range(3)]
-    return latency.Point(4, sequence_length=50, decode_length=10, runs=runs, ceilings=list(ceilings))
+    return latency_figures.Point(4, sequence_length=50, decode_length=10, runs=runs, ceilings=list(ceilings))
 
 
 def test_rows_follow_the_formulas() -> None:
-    rows = {row["step"]: row for row in latency.rows([point()], None)}
+    rows = {row["step"]: row for row in latency_figures.rows([point()], None)}
     assert [200.0, 210.0, 220.0] == pytest.approx(rows["prefill"]["samples_ms"])
     assert [100.0, 1000 / 9, 1100 / 9] == pytest.approx(rows["decode_token"]["samples_ms"], rel=1e-5)
     assert 4 * 50 * (1 / 0.2 + 1 / 0.21 + 1 / 0.22) / 3 == pytest.approx(rows["prefill"]["tokens_per_second"])
@@ -200,20 +200,22 @@ def test_rows_follow_the_formulas() -> None:
     assert rate == pytest.approx(rows["decode_total"]["tokens_per_second"])
     assert rate == pytest.approx(rows["decode_token"]["tokens_per_second"])
     assert rows["prefill"]["floor_ms"] is None and rows["prefill"]["percent_of_limit"] is None
-    assert "" == latency.floor_table(list(rows.values()))
+    assert "" == latency_figures.floor_table(list(rows.values()))
 
 
 def test_each_run_is_held_against_the_ceilings_beside_it() -> None:
-    work = Work(shapes.shape("bloom-560m"), "bfloat16")
+    work = ServedModel(shapes.shape("bloom-560m"), "bfloat16")
     speeds = [Ceilings(50e9, 1e12), Ceilings(30e9, 1e12), Ceilings(40e9, 1e12)]
-    rows = latency.rows([point(*speeds)], work)
+    rows = latency_figures.rows([point(*speeds)], work)
     token, total = (row for row in rows if row["step"].startswith("decode"))
     assert 9 * token["floor_ms"] == pytest.approx(total["floor_ms"])
     floors = [work.decode(4, 55).floor_ms(speed) for speed in speeds]
     assert token["floor_ms"] == pytest.approx(floors[2])
     percents = [100 * f / t for f, t in zip(floors, token["samples_ms"], strict=True)]
     assert token["percent_of_limit"] == pytest.approx(sorted(percents)[1])
-    assert f"| Decode (token) | 4          | 111.11 ms  | {token['floor_ms']:.2f} ms" in latency.floor_table(rows)
+    assert f"| Decode (token) | 4          | 111.11 ms  | {token['floor_ms']:.2f} ms" in latency_figures.floor_table(
+        rows
+    )
 
 
 def test_sampling_is_neutral_unless_asked_for() -> None:
@@ -251,7 +253,7 @@ def check(result: dict[str, Any], batch_sizes: Sequence[int], num_shard: int) ->
     ]
     for row in result["rows"]:
         assert row["min_ms"] <= row["p50_ms"] <= row["p90_ms"] <= row["p99_ms"] <= row["max_ms"]
-        assert Summary.of(row["samples_ms"]).mean == row["mean_ms"]
+        assert SampleSummary.of(row["samples_ms"]).mean == row["mean_ms"]
         assert 0 < row["percent_of_limit"] < 105
 
 
@@ -335,7 +337,7 @@ def test_rows_are_kept_when_the_server_dies(
     """The last test with this server: its shard is killed before the second batch size."""
     measure_point = latency._measure_point
 
-    async def kill_then_measure(args: Any, info: Any, driver: Any, point: latency.Point, *rest: Any) -> None:
+    async def kill_then_measure(args: Any, info: Any, driver: Any, point: latency_figures.Point, *rest: Any) -> None:
         if point.batch_size == 2:
             for pid in server.shard_pids():
                 os.kill(pid, signal.SIGKILL)
@@ -343,7 +345,7 @@ def test_rows_are_kept_when_the_server_dies(
 
     monkeypatch.setattr(latency, "_measure_point", kill_then_measure)
     args = arguments("-b", "1", "2", "-s", "9", "-d", "5", "-r", "2", "--output", str(tmp_path))
-    target = shards.Target(server.sockets, "demo", shapes.shape(str(launch.DEMO)), None, server)
+    target = shards.MeasuredShards(server.sockets, "demo", shapes.shape(str(launch.DEMO)), None, server)
     with pytest.raises(BenchError, match="the server ended: shard 0 stopped: killed by signal 9"):
         asyncio.run(latency._measure(args, target))
     kept = json.loads((tmp_path / "result.json").read_text())

@@ -14,14 +14,15 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from benchmark import offline, shapes
 from benchmark.__main__ import main
-from benchmark.offline import Prompt, StepRecord, TimedShards
+from benchmark.prompts import Prompt, load_tokenizer, read_prompts
 from benchmark.report import BenchError
-from benchmark.roofline import Ceilings, Demand, Work
+from benchmark.roofline import BytesAndFlops, Ceilings, ServedModel
+from benchmark.timed_shards import StepRecord, TimedShards
 from router.limits import Limits
 from router.text import ModelTokenizer
 from tests.router.fake_shards import FakeShardedClient
 
-WORK = Work(shapes.shape("bloom-560m"), "bfloat16")
+WORK = ServedModel(shapes.shape("bloom-560m"), "bfloat16")
 
 
 def words(size: int = 256) -> ModelTokenizer:
@@ -67,20 +68,20 @@ def test_every_token_is_counted_once(max_batch_size: int | None) -> None:
     assert sum(p.max_new_tokens for p in PROMPTS) == sum(record.generated_tokens for record in timed.records)
 
 
-def test_the_demand_of_a_run_is_that_of_its_steps() -> None:
+def test_what_a_run_needs_is_what_its_steps_need() -> None:
     """One sequence of 100 tokens in chunks of 64 and 36, then decode steps that attend to 101, 102, …"""
-    demands = [record.demand for record in generated([Prompt([3] * 100, 4)]).records if record.demand]
+    needed = [record.needed for record in generated([Prompt([3] * 100, 4)]).records if record.needed]
     first = WORK.step(tokens=64, attended=64**2 / 2, kv_read=0, sampled=0)
     second = WORK.step(tokens=36, attended=36 * 64 + 36**2 / 2, kv_read=64, sampled=1)
     later = [WORK.step(tokens=1, attended=done + 0.5, kv_read=done, sampled=1) for done in (100, 101, 102)]
-    assert [first, second, *later] == demands
+    assert [first, second, *later] == needed
 
 
 def test_tokens_over_latency_is_throughput() -> None:
     records = [
-        StepRecord(0.0, 50, Demand(100, 0), answered_at=2.0, generated_tokens=1),
-        StepRecord(1.0, 0, Demand(50, 0), answered_at=3.0, generated_tokens=1),  # waited for the first until 2.0
-        StepRecord(5.0, 0, Demand(50, 0), answered_at=6.0, generated_tokens=1),
+        StepRecord(0.0, 50, BytesAndFlops(100, 0), answered_at=2.0, generated_tokens=1),
+        StepRecord(1.0, 0, BytesAndFlops(50, 0), answered_at=3.0, generated_tokens=1),  # waited for the first until 2.0
+        StepRecord(5.0, 0, BytesAndFlops(50, 0), answered_at=6.0, generated_tokens=1),
     ]
     prefill, decode, total = offline.rows(records, 6.0, Ceilings(100.0, 100.0))
     assert (50, 2.0, 25.0) == (prefill["tokens"], prefill["latency_s"], prefill["tokens_per_second"])
@@ -91,7 +92,7 @@ def test_tokens_over_latency_is_throughput() -> None:
 
 
 def read(path: Path) -> list[Prompt]:
-    return offline.read_prompts(argparse.Namespace(prompts=path, output_length=10), words())
+    return read_prompts(argparse.Namespace(prompts=path, output_length=10), words())
 
 
 def test_prompts_are_text_or_ids(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_a_missing_file_and_a_missing_model_are_named(tmp_path: Path) -> None:
     with pytest.raises(BenchError, match="cannot read --prompts"):
         read(tmp_path / "nowhere")
     with pytest.raises(BenchError, match=r"has no tokenizer\.json"):
-        offline.load_tokenizer(str(tmp_path), with_eos=False)
+        load_tokenizer(str(tmp_path), with_eos=False)
 
 
 def test_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

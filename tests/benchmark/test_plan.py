@@ -13,7 +13,7 @@ import pytest
 
 from benchmark import plan, shapes
 from benchmark.__main__ import main
-from benchmark.roofline import Work
+from benchmark.roofline import ServedModel
 
 ROOT = Path(__file__).parents[2]
 
@@ -44,7 +44,7 @@ def test_weights_and_cache_share_the_memory(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_key_value_heads_are_copied_when_there_are_more_shards() -> None:
-    work = Work(shapes.shape("chatglm3-6b"), "float16")  # two key-value heads
+    work = ServedModel(shapes.shape("chatglm3-6b"), "float16")  # two key-value heads
     args = argparse.Namespace(max_batch_prefill_tokens=4096, max_concurrent_requests=128, max_total_tokens=2048)
     per_token = [plan.capacity(work, plan.DEVICES["l4"], n, args).kv_bytes_per_token_per_shard for n in (1, 2, 4, 8)]
     assert [28_672, 14_336, 14_336, 14_336] == per_token

@@ -28,7 +28,7 @@ def serving_rows(factor: float, input_lengths: tuple[int, ...], **load: Any) -> 
             "output_length": output_length,
             "concurrency": 16,
             "request_rate": None,
-            **{measure.key: factor * output_length for measure in plots.MEASURES},
+            **{metric.key: factor * output_length for metric in plots.METRICS},
         }
         | load
         for input_length in input_lengths
@@ -59,7 +59,7 @@ def test_serving_has_the_four_plots_of_the_published_sweep(tmp_path: Path) -> No
 def test_several_loads_and_failed_rows_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = serving_rows(1, (128,)) + serving_rows(2, (128,), concurrency=None, request_rate=2.5)
-    rows[0] |= {measure.key: None for measure in plots.MEASURES}
+    rows[0] |= {metric.key: None for metric in plots.METRICS}
     for path in plots.plot_serving({"ours": rows}, tmp_path):
         assert png_size(path)[0] > 500
 

@@ -13,7 +13,7 @@ from benchmark.report import (
     BenchError,
     Result,
     RunContext,
-    Summary,
+    SampleSummary,
     footer,
     percentile,
     percentile_notes,
@@ -85,14 +85,14 @@ def test_percentiles_follow_the_index_rule() -> None:
 
 
 def test_samples_are_sorted_before_percentiles_are_taken() -> None:
-    summary = Summary.of([9.0, 1.0, 5.0, 3.0, 7.0])
-    assert Summary(5, 5.0, 1.0, 9.0, 5.0, 9.0, 9.0) == summary
+    summary = SampleSummary.of([9.0, 1.0, 5.0, 3.0, 7.0])
+    assert SampleSummary(5, 5.0, 1.0, 9.0, 5.0, 9.0, 9.0) == summary
     assert summary.min <= summary.p50 <= summary.p90 <= summary.p99 <= summary.max
 
 
 def test_no_samples_are_refused() -> None:
     with pytest.raises(ValueError, match="no samples"):
-        Summary.of([])
+        SampleSummary.of([])
 
 
 @pytest.mark.parametrize(("runs", "words"), [(3, "p99 is the maximum"), (10, "p99 is the maximum")])
@@ -139,11 +139,11 @@ def test_a_full_disk_leaves_the_result_before_it(tmp_path: Path, monkeypatch: py
     result = Result(context(), rows=[{"step": "prefill"}])
     publish(result, "first", tmp_path)
 
-    def full(path: Path, text: str) -> None:
+    def full(path: Path, content: bytes) -> None:
         path.touch()
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_text", full)
+    monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(BenchError, match="No space left on device"):
         publish(result, "second", tmp_path)
     assert "first\n" == (tmp_path / "result.md").read_text()

@@ -6,9 +6,9 @@ import pytest
 
 from benchmark import shapes
 from benchmark.plan import DEVICES
-from benchmark.roofline import Ceilings, Demand, Probe, Work, describe, mean_context
+from benchmark.roofline import BytesAndFlops, Ceilings, Probe, ServedModel, describe, mean_context
 
-BLOOMZ = Work(shapes.shape("bloomz-7b1-mt"), "float16")
+BLOOMZ = ServedModel(shapes.shape("bloomz-7b1-mt"), "float16")
 TOLERANCE = 0.02
 
 # bloomz-7b1-mt, 100 tokens in, 100 out: ms by (device, shards), for each batch size.
@@ -50,12 +50,12 @@ def test_prefill_floors_are_those_worked_out_by_hand(
 
 @pytest.mark.parametrize(("device", "expected"), [("a100-40g", 7.69), ("h200", 2.78)])
 def test_a_single_stream_of_chatglm3_reads_its_weights(device: str, expected: float) -> None:
-    demand = Work(shapes.shape("chatglm3-6b"), "float16").decode(1, 150)
+    demand = ServedModel(shapes.shape("chatglm3-6b"), "float16").decode(1, 150)
     assert expected == pytest.approx(demand.floor_ms(DEVICES[device].ceilings("float16", 1)), rel=TOLERANCE)
 
 
 def test_opt_prefill_and_decode_on_an_a6000() -> None:
-    work = Work(shapes.shape("opt-1.3b"), "float16")
+    work = ServedModel(shapes.shape("opt-1.3b"), "float16")
     a6000 = DEVICES["a6000"].ceilings("float16", 1)
     prefill, decode = work.prefill(256, 512), work.decode(256, mean_context(512, 32))
     assert 2050 == pytest.approx(prefill.floor_ms(a6000), rel=0.05)  # worked out without attention
@@ -64,7 +64,7 @@ def test_opt_prefill_and_decode_on_an_a6000() -> None:
 
 def test_the_embedding_table_is_not_read_but_the_head_is() -> None:
     assert 14.14e9 == pytest.approx(BLOOMZ.step_weight_bytes, rel=1e-3)
-    untied = Work(shapes.shape("mistral-7b"), "float16")
+    untied = ServedModel(shapes.shape("mistral-7b"), "float16")
     assert 2 * (6.979e9 + 0.131e9) == pytest.approx(untied.step_weight_bytes, rel=1e-3)
 
 
@@ -77,10 +77,10 @@ def test_a_mixed_step_is_the_sum_of_its_parts_but_reads_weights_once() -> None:
 
 def test_the_slower_of_moving_and_computing_is_the_floor() -> None:
     ceilings = Ceilings(bytes_per_second=100.0, flops_per_second=10.0, num_devices=2)
-    assert 500.0 == Demand(num_bytes=100, num_flops=1).floor_ms(ceilings)
-    assert 5000.0 == Demand(num_bytes=100, num_flops=100).floor_ms(ceilings)
-    assert "bandwidth" == Demand(100, 1).bound_by(ceilings)
-    assert "arithmetic" == Demand(100, 100).bound_by(ceilings)
+    assert 500.0 == BytesAndFlops(num_bytes=100, num_flops=1).floor_ms(ceilings)
+    assert 5000.0 == BytesAndFlops(num_bytes=100, num_flops=100).floor_ms(ceilings)
+    assert "bandwidth" == BytesAndFlops(100, 1).bound_by(ceilings)
+    assert "arithmetic" == BytesAndFlops(100, 100).bound_by(ceilings)
 
 
 def test_mean_context_is_the_mean_over_decode_steps() -> None:

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from benchmark import serving
+from benchmark import loops, serving
 from benchmark.__main__ import main
 from benchmark.http_client import HttpClient, OpenAiApi, Reply, TgiApi
-from benchmark.outcomes import Load, Objectives, Outcome, row_of, throughput_table
+from benchmark.outcomes import Load, Objectives, Outcome, loads, row_of, throughput_table
 from benchmark.report import BenchError
 from benchmark.workload import Lengths, PlannedRequest
 from tests.benchmark.mock_server import mock_server
@@ -127,7 +127,7 @@ def test_a_closed_loop_never_has_more_than_its_streams() -> None:
         assert intended_at is None
         return outcome(10.5)
 
-    done = asyncio.run(serving.closed_loop(send, [PlannedRequest("a", CELL)] * 20, 3))
+    done = asyncio.run(loops.closed_loop(send, [PlannedRequest("a", CELL)] * 20, 3))
     assert (20, 3) == (len(done), most)
 
 
@@ -142,18 +142,18 @@ def test_an_open_loop_sends_on_time_whatever_the_server_does() -> None:
 
     times = [0.0, 0.03, 0.031, 0.09]
     started = time.perf_counter()
-    asyncio.run(serving.open_loop(send, [PlannedRequest("a", CELL, after) for after in times]))
+    asyncio.run(loops.open_loop(send, [PlannedRequest("a", CELL, after) for after in times]))
     assert times == pytest.approx([moment - intended[0] for moment in intended])
     assert 0.29 <= time.perf_counter() - started < 0.8  # one after the other they would need more
 
 
 def test_a_lost_server_ends_the_loop_at_once() -> None:
     async def send(request: PlannedRequest, intended_at: float | None) -> Outcome:
-        raise serving.unreachable("http://gone", "refused")
+        raise loops.unreachable("http://gone", "refused")
 
     requests = [PlannedRequest("a", CELL, after) for after in (0.0, 60.0)]
     with pytest.raises(BenchError, match="cannot reach http://gone"):
-        asyncio.run(asyncio.wait_for(serving.open_loop(send, requests), 5))
+        asyncio.run(asyncio.wait_for(loops.open_loop(send, requests), 5))
 
 
 # ----------------------------------------------------------------------------------------------------- the wire
@@ -312,9 +312,10 @@ def test_what_follows_two_dashes_goes_to_the_launcher() -> None:
 
 def test_loads_and_lengths_can_be_repeated_and_have_defaults() -> None:
     args = parsed("--concurrency", "1", "8", "--concurrency", "8", "--request-rate", "2.5")
-    assert [Load(concurrency=1), Load(concurrency=8), Load(request_rate=2.5)] == serving.loads(args)
-    assert ([128, 512, 1024, 2048], [Load(concurrency=16)]) == (args.input_length, serving.loads(parsed()))
-    assert [32, 32, 150] == [serving.num_requests(args, load) for load in serving.loads(args)]
+    wanted = loads(args.concurrency, args.request_rate)
+    assert [Load(concurrency=1), Load(concurrency=8), Load(request_rate=2.5)] == wanted
+    assert [32, 32, 150] == [serving.num_requests(args, load) for load in wanted]
+    assert ([128, 512, 1024, 2048], [16]) == (parsed().input_length, parsed().concurrency)
 
 
 def test_an_unknown_distribution_names_the_known(capsys: pytest.CaptureFixture[str]) -> None:

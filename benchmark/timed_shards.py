@@ -1,0 +1,107 @@
+"""Shards that note when each step was sent and answered, and what it was for: the clock of `offline`.
+
+The router's batching loop drives them as it drives any shards and does not see the difference. What the device needs
+at least for a step follows from its request alone: which prompts it advances, and how long its sequences are by then.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from benchmark.roofline import BytesAndFlops, ServedModel
+from router.client import KvCache, ModelInfo, OperatorTime, ShardHealth, Shards, StepReply, StepRequest
+
+
+@dataclass
+class StepRecord:
+    """One step: when it was sent and answered, and what it was for."""
+
+    sent_at: float
+    prompt_tokens: int
+    needed: BytesAndFlops | None
+    answered_at: float = 0.0
+    generated_tokens: int = 0
+
+    @property
+    def kind(self) -> str:
+        """A step with any prompt chunk counts as prefill, whatever decodes beside it."""
+        return "prefill" if self.prompt_tokens else "decode"
+
+
+@dataclass
+class TimedShards:
+    """Shards that note every step that passes. The batching loop does not see the difference."""
+
+    shards: Shards
+    served: ServedModel | None
+    clock: Callable[[], float] = time.perf_counter
+    records: list[StepRecord] = field(default_factory=list)
+    _waiting: deque[StepRecord] = field(default_factory=deque)
+    _progress: dict[int, tuple[int, int]] = field(default_factory=dict)  # sequence -> (prompt, tokens computed)
+
+    def send(self, request: StepRequest) -> None:
+        """Send the step and note when, and what it is for."""
+        prompt_tokens = sum(_encoded(request) or request.chunk_tokens)
+        record = StepRecord(self.clock(), prompt_tokens, self._needed(request))
+        self.records.append(record)
+        self._waiting.append(record)
+        self.shards.send(request)
+
+    async def receive(self) -> StepReply:
+        """Take the reply to the oldest step that waits for one, and note when it came. Raises ShardError."""
+        reply = await self.shards.receive()
+        record = self._waiting.popleft()
+        record.answered_at, record.generated_tokens = self.clock(), len(reply.ids)
+        return reply
+
+    async def info(self) -> ModelInfo:
+        """What the shards loaded. Raises ShardError."""
+        return await self.shards.info()
+
+    async def warmup(self, **wanted: int) -> KvCache:
+        """Size the KV cache. Raises ShardError."""
+        return await self.shards.warmup(**wanted)
+
+    async def health(self) -> ShardHealth:
+        """How many steps the shards have received and finished. Raises ShardError."""
+        return await self.shards.health()
+
+    async def start_profile(self) -> None:
+        """Start the profiler of the first rank. Raises ShardError."""
+        await self.shards.start_profile()
+
+    async def stop_profile(self, trace_path: str = "") -> list[OperatorTime]:
+        """Stop the profiler; where the time of its steps went. Raises ShardError."""
+        return await self.shards.stop_profile(trace_path)
+
+    async def close(self) -> None:
+        """Close the connections to the shards."""
+        await self.shards.close()
+
+    def _needed(self, request: StepRequest) -> BytesAndFlops | None:
+        """What the step needs at least, from the lengths that its sequences have by now."""
+        for id in request.retire:
+            self._progress.pop(id, None)
+        for sequence in request.add:
+            encoded = len(sequence.encoder_token_ids)  # read by the encoder before the chunks of this step
+            self._progress[sequence.id] = (encoded + len(sequence.token_ids), encoded)
+        decoding = [id for id, (prompt, done) in self._progress.items() if request.decode and done >= prompt]
+        tokens, attended, kv_read, sampled = 0, 0.0, 0, 0
+        for id, count in [*zip(request.chunk_ids, request.chunk_tokens, strict=True), *((id, 1) for id in decoding)]:
+            prompt, done = self._progress[id]
+            self._progress[id] = (prompt, done + count)
+            tokens, kv_read, sampled = tokens + count, kv_read + done, sampled + (done + count >= prompt)
+            attended += count * done + count**2 / 2
+        if self.served is None or not tokens:
+            return None
+        step = self.served.step(tokens=tokens, attended=attended, kv_read=kv_read, sampled=sampled)
+        lengths = _encoded(request)
+        return step.plus(self.served.encode(lengths)) if lengths else step
+
+
+def _encoded(request: StepRequest) -> list[int]:
+    """Lengths of the prompts that an encoder reads in this step."""
+    return [len(sequence.encoder_token_ids) for sequence in request.add if sequence.encoder_token_ids]
