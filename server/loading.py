@@ -16,6 +16,7 @@ from server import backends, distributed
 from server.arch import families
 from server.arch.spec import validate, with_rope_scaling
 from server.backends import Backend, Device
+from server.backends.cpu.heap import freed_at_once
 from server.backends.cpu.threads import plan_threads
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE
@@ -50,7 +51,9 @@ class Loaded:
 def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[Engine, pb.InfoReply]:
     """Join the other ranks and load this rank's share. Raises ValueError for a model that cannot be served so."""
     hf_config = json.loads((Path(config.model_path) / "config.json").read_text())
-    loaded = _load_family(config, hf_config, choose) if families.has(hf_config) else _load_fallback(config, hf_config)
+    with freed_at_once():
+        is_ours = families.has(hf_config)
+        loaded = _load_family(config, hf_config, choose) if is_ours else _load_fallback(config, hf_config)
     model, device = loaded.model, loaded.backend.device
     threads, threads_reason = plan_threads(
         config.threads,
@@ -59,7 +62,6 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
         weight_bytes=model.nbytes,
     )
     torch.set_num_threads(threads)
-    device.trim()
     loaded.shard.barrier()
     watermark = Watermark(config.watermark_gamma, config.watermark_delta)
     sizes = None if config.cuda_graphs is None else parse_graph_sizes(config.cuda_graphs)

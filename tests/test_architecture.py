@@ -57,8 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.arch", "server.backends.cpu", "server.backends.protocol", "server.backends.reference",
     },
     "server.backends.cuda": {
-        "server.arch", "server.backends.cpu.device", "server.backends.cuda", "server.backends.protocol",
-        "server.backends.reference",
+        "server.arch", "server.backends.cuda", "server.backends.protocol", "server.backends.reference",
     },
     "server.backends.protocol": {"server.arch.spec"},
     "server.backends.reference": {"server.arch", "server.backends.protocol", "server.backends.reference"},

@@ -232,9 +232,6 @@ class Device(Protocol):
     def taken_bytes(self, action: Callable[[], object]) -> int:
         """Run `action`: by how much it lessens the free memory; 0 where memory is not measured."""
 
-    def trim(self) -> None:
-        """Give back memory of the host that was freed: after loading, when the originals of weights are gone."""
-
     def profiled(self) -> tuple[list[Any], str]:
         """What torch's profiler records (its activities), and which attribute of an operator's record is its time."""
 

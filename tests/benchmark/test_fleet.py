@@ -15,11 +15,11 @@ from benchmark.cost import StepWork
 from benchmark.fleet import Tally
 from benchmark.traffic import ClosedLoop, OpenLoop, Request, arrival_times
 from router.batcher import Batcher
-from tests.router.fake_shards import FakeShardedClient, StepRequest
 from router.entry import Finished, Timings, ValidRequest
 from router.limits import Limits
 from router.metrics import Metrics
 from tests.router.doubles import EOS, byte_tokenizer, events_of, make_limits
+from tests.router.fake_shards import FakeShardedClient, StepRequest
 
 
 class Linear:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import mmap
 from collections.abc import Callable, Sequence
@@ -62,18 +61,8 @@ class CpuDevice:
         action()
         return 0
 
-    def trim(self) -> None:
-        trim_heap()
-
     def profiled(self) -> tuple[list[Any], str]:
         return [ProfilerActivity.CPU], "self_cpu_time_total"
-
-
-def trim_heap() -> None:
-    """Have the C library give back pages that it keeps for later; with originals of packed weights, as much as they."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc; others keep less
-    if trim is not None:
-        trim(0)
 
 
 def _available_bytes() -> int:

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from server.backends.cpu.device import trim_heap
-
 # What torch's allocator cannot use of its memory, between pieces that are taken, on top of a step's peak.
 FRAGMENTATION = 0.1
 
@@ -72,9 +70,6 @@ class CudaDevice:
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
         return max(0, before - torch.cuda.mem_get_info(self.torch_device)[0])
-
-    def trim(self) -> None:
-        trim_heap()
 
     def profiled(self) -> tuple[list[Any], str]:
         return [ProfilerActivity.CPU, ProfilerActivity.CUDA], "self_device_time_total"

@@ -1,0 +1,33 @@
+"""The heap of the host while weights are loaded.
+
+The C library keeps freed memory for later, in pieces of up to 32 MiB. The original of every matrix that is packed or
+uploaded is freed at once, and what the library kept of them came to more than half of a model's weights.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+SMALL_BYTES = 1 << 16  # what is larger comes from the system and returns to it, page by page
+USUAL_BYTES = 32 << 20  # where glibc's own threshold ends up in a program that frees large pieces
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """While it lasts, memory that is freed returns to the system. Afterwards it is kept again, so that steps do not pay
+    for new pages. With a C library other than glibc nothing happens: they keep less."""
+    library = ctypes.CDLL(None)
+    mallopt = getattr(library, "mallopt", None)
+    if mallopt is None or not hasattr(library, "malloc_trim"):
+        yield
+        return
+    mallopt(MMAP_THRESHOLD, SMALL_BYTES)
+    try:
+        yield
+    finally:
+        mallopt(MMAP_THRESHOLD, USUAL_BYTES)
+        mallopt(TRIM_THRESHOLD, 2 * USUAL_BYTES)
+        library.malloc_trim(0)
