@@ -38,6 +38,7 @@ class _Sequence:
     given: int = 0  # tokens so far
 
     def next_token(self) -> int:
+        """The next word of the sentence."""
         token_id = SENTENCE[self.given % len(SENTENCE)]
         self.given += 1
         return token_id
@@ -102,6 +103,7 @@ class NullService(pb_grpc.ShardServicer):
         self._num_steps = 0
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoReply:
+        """What a shard would say of itself that has loaded nothing."""
         return pb.InfoReply(
             model_type="null",
             dtype="float32",
@@ -119,14 +121,17 @@ class NullService(pb_grpc.ShardServicer):
         )
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupReply:
+        """A KV cache of the wanted size, which takes no memory."""
         tokens = request.max_batch_total_tokens or min(request.useful_tokens, MOST_TOKENS)
         self._num_blocks = num_blocks(tokens)
         return pb.WarmupReply(max_batch_total_tokens=tokens, block_size=BLOCK_SIZE, num_blocks=self._num_blocks)
 
     async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthReply:
+        """Every step is finished when it arrives."""
         return pb.HealthReply(steps_received=self._num_steps, steps_finished=self._num_steps)
 
     async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> NoReturn:
+        """Refused: there is nothing to profile."""
         sentence = "the null model computes nothing that could be profiled: serve a real model, or random weights"
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence)
         raise AssertionError("abort raises")
@@ -134,6 +139,7 @@ class NullService(pb_grpc.ShardServicer):
     async def Run(
         self, requests: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepReply]:
+        """The ordered stream of steps, each answered at once."""
         async for request in requests:
             self._num_steps += 1
             reply = self._engine.step(request)

@@ -46,10 +46,12 @@ class ShardService(pb_grpc.ShardServicer):
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoReply:
+        """What was loaded. Touches nothing of the model."""
         self._info.num_blocks = self._engine.num_blocks
         return self._info
 
     async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthReply:
+        """How far the stream of steps is, and how old its oldest step. Touches nothing of the model."""
         age = time.monotonic() - self._arrivals[0] if self._arrivals else 0.0
         return pb.HealthReply(
             steps_received=self._received,
@@ -58,6 +60,7 @@ class ShardService(pb_grpc.ShardServicer):
         )
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupReply:
+        """Make the engine ready, before the first step. INVALID_ARGUMENT says which limit does not fit."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._compute, self._warm_up, request)
         except ValueError as error:
@@ -93,6 +96,7 @@ class ShardService(pb_grpc.ShardServicer):
         )
 
     async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.ProfileReply:
+        """Start a profile of the compute thread, or end it and say where its time went."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._compute, self._profile, request)
         except (ValueError, RuntimeError, OSError) as error:
@@ -112,6 +116,7 @@ class ShardService(pb_grpc.ShardServicer):
     async def Run(
         self, requests: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepReply]:
+        """The ordered stream of steps: reply k answers request k, and carries an error where step k failed."""
         replies: asyncio.Queue[asyncio.Task[pb.StepReply] | None] = asyncio.Queue()
 
         async def read() -> None:
