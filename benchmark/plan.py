@@ -22,7 +22,7 @@ STEPS = ("Prefill", "Decode (token)", "Decode (total)")
 
 
 @dataclass(frozen=True)
-class Device:
+class DatasheetDevice:
     """One accelerator, or the whole of a CPU."""
 
     bytes_per_second: float
@@ -45,13 +45,13 @@ class Device:
 
 # Data sheets, without sparsity; memory as CUDA reports it. The H200's figures were measured (a copy, a large product):
 # its data sheet says 4.8 TB/s and 989 TFLOP/s.
-DEVICES: Mapping[str, Device] = {
-    "a100-40g": Device(1.555e12, 312e12, 19.5e12, 42.3e9),
-    "a100-80g": Device(2.039e12, 312e12, 19.5e12, 85.0e9),
-    "h100": Device(3.35e12, 989e12, 67e12, 85.0e9),
-    "h200": Device(4.3e12, 790e12, 67e12, 150.1e9),
-    "l4": Device(300e9, 121e12, 30.3e12, 23.6e9),
-    "a6000": Device(768e9, 154.8e12, 38.7e12, 51.0e9),
+DEVICES: Mapping[str, DatasheetDevice] = {
+    "a100-40g": DatasheetDevice(1.555e12, 312e12, 19.5e12, 42.3e9),
+    "a100-80g": DatasheetDevice(2.039e12, 312e12, 19.5e12, 85.0e9),
+    "h100": DatasheetDevice(3.35e12, 989e12, 67e12, 85.0e9),
+    "h200": DatasheetDevice(4.3e12, 790e12, 67e12, 150.1e9),
+    "l4": DatasheetDevice(300e9, 121e12, 30.3e12, 23.6e9),
+    "a6000": DatasheetDevice(768e9, 154.8e12, 38.7e12, 51.0e9),
 }
 THIS = "this"
 
@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
 # ---------------------------------------------------------------------------------------------------- arithmetic
 
 
-def capacity(served: ServedModel, device: Device, num_shard: int, args: argparse.Namespace) -> Capacity:
+def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args: argparse.Namespace) -> Capacity:
     """How many tokens of KV cache fit beside the weights of one split."""
     shape = served.shape
     weights = shape.weight_bytes(served.dtype, served.quantize) // num_shard
@@ -130,7 +130,9 @@ def _activation_bytes(served: ServedModel, num_shard: int, prefill_tokens: int) 
     return prefill_tokens * width * shapes.DTYPE_BYTES[served.dtype]
 
 
-def rows(args: argparse.Namespace, served: ServedModel, device: Device, found: Capacity) -> Iterator[dict[str, Any]]:
+def rows(
+    args: argparse.Namespace, served: ServedModel, device: DatasheetDevice, found: Capacity
+) -> Iterator[dict[str, Any]]:
     """A row with its floor for each step and batch size of one split, in the order of the tables."""
     if found.problem:
         return
@@ -182,7 +184,7 @@ def _this(served: ServedModel) -> tuple[Device, str]:
     ceilings = probe.best
     memory = _free_host_bytes() if is_cpu else torch.cuda.mem_get_info()[0]
     flops = ceilings.flops_per_second
-    device = Device(ceilings.bytes_per_second, flops, flops, memory, is_cpu)
+    device = DatasheetDevice(ceilings.bytes_per_second, flops, flops, memory, is_cpu)
     return device, f"{describe(probe.seen)} Free memory of {name}: {memory / 1e9:.1f} GB."
 
 

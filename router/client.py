@@ -5,8 +5,8 @@ lost, or that alone reports an error, ends the stream with a ShardError naming t
 which sequences exist, and nothing can mend that while they run. The double of `ShardedClient` for tests is
 `tests/router/fake_shards.py`; one contract test runs over both.
 
-Together with `server/service.py` and `server/batch.py` this is the only place that knows protobuf classes. `batcher.py`
-builds its requests with `step_request` and `new_sequence` below.
+On the router's side this is the only place that knows protobuf classes. `batcher.py` builds its requests with
+`step_request` and `new_sequence` below.
 """
 
 from __future__ import annotations

@@ -113,7 +113,7 @@ class StepInput:
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class StepRuns:
     """Whose tokens a step computes."""
 
     decodes: list[TokenRun]
@@ -192,7 +192,7 @@ class SequenceTable:
         self.free_rows = list(range(FIRST_ROWS - 1, 0, -1))
         self._samplers: dict[int, tuple[list[TokenChoice], Sampler]] = {}
 
-    def apply(self, request: pb.StepRequest) -> StepPlan | None:
+    def apply(self, request: pb.StepRequest) -> StepRuns | None:
         """Retire and add, and plan the step, whose tokens count as computed from now on; None when it computes nothing.
 
         Raises StepError, before anything changes, for a request that breaks the contract.
@@ -211,7 +211,7 @@ class SequenceTable:
             return None
         for run in decodes + chunks:
             run.sequence.computed += run.count
-        return StepPlan(decodes, chunks)
+        return StepRuns(decodes, chunks)
 
     def drop(self, request: pb.StepRequest) -> None:
         """Forget every sequence that a failed step touched."""
@@ -282,7 +282,7 @@ class SequenceTable:
         self.tables.blocks[row, : len(blocks)] = self._tensor(list(blocks))
         return row
 
-    def lay_out(self, plan: StepPlan) -> StepInput:
+    def lay_out(self, plan: StepRuns) -> StepInput:
         """Any step, from what the host knows."""
         decodes, chunks = plan.decodes, plan.chunks
         runs = decodes + chunks

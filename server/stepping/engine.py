@@ -21,7 +21,7 @@ from server.blocks import num_blocks
 from server.distributed import Shard
 from server.pb import generate_pb2 as pb
 from server.stepping import cache
-from server.stepping.batch import Forward, SequenceState, SequenceTable, StepInput, StepPlan, TokenRun
+from server.stepping.batch import Forward, SequenceState, SequenceTable, StepInput, StepRuns, TokenRun
 from server.stepping.cache import KVShape
 from server.stepping.decode_graphs import DecodeGraphs
 from server.stepping.sampling import Chosen, Watermark
@@ -210,7 +210,7 @@ class Engine:
         """The final hidden states [T, D] of a step's tokens."""
         return self.model.run(step.forward, self._kv_caches)
 
-    def _run(self, plan: StepPlan, table: SequenceTable, start_ns: int) -> Launched:
+    def _run(self, plan: StepRuns, table: SequenceTable, start_ns: int) -> Launched:
         if not plan.chunks and self._graphs is not None and self._graphs.takes(len(plan.decodes)):
             return self._run_graph(plan.decodes, table, self._graphs, start_ns)
         step = table.lay_out(plan)
