@@ -170,7 +170,7 @@ def _default_dtype(shape: shapes.ModelShape, device: str) -> str:
     return "float16" if torch.cuda.is_available() else "bfloat16"
 
 
-def _this(served: ServedModel) -> tuple[Device, str]:
+def _this(served: ServedModel) -> tuple[DatasheetDevice, str]:
     """This machine's GPU, or its CPU where it has none, and where the figures come from."""
     import torch
 
