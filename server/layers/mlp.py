@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from server.arch.spec import Activation, ArchSpec, Dense, Gated, Moe
-from server.backends.protocol import Backend, GroupedLinear, MakeLinear
+from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear
 from server.checkpoint.weights import Weights
 from server.layers.linear import Branch, ColumnLinear, RowLinear, load_column, load_row
 
@@ -47,7 +46,7 @@ class MoeMlp:
     Nothing of that is read by the host, unless the experts' format does.
     """
 
-    router: Tensor  # [E, D], on every rank: all must choose the same experts
+    router: LinearFormat  # [E, D], on every rank: all must choose the same experts
     expert_ids: Tensor  # [E]: 0 … E - 1
     up: GroupedLinear  # [gate | up] of each expert
     down: GroupedLinear
@@ -70,14 +69,14 @@ class MoeMlp:
         weights, chosen = self._route(x)
         sorted_experts, order = chosen.flatten().sort(stable=True)  # of the T * k pairs of a token and an expert
         ends = torch.searchsorted(sorted_experts, self.expert_ids, right=True, out_int32=True)
-        y = self.down(self.up(x[order // self.top_k], ends, self.activation), ends)
+        y = self.down(self.up(x.index_select(0, order // self.top_k), ends, self.activation), ends)
         pairs = torch.empty_like(y).index_copy_(0, order, y).view(len(x), self.top_k, -1)
         total = (pairs * weights.unsqueeze(2)).sum(dim=1)
         return total if base is None else base + total
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The weights, in x's dtype, and the numbers of each token's experts, both [T, k]."""
-        weights, chosen = F.linear(x, self.router).float().softmax(dim=-1).topk(self.top_k, dim=-1)
+        weights, chosen = self.router.to_float32(x, None).softmax(dim=-1).topk(self.top_k, dim=-1)
         if self.renormalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), chosen
@@ -126,7 +125,7 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend, for
             yield weights.columns("expert_down", outer, part, expert=e)
 
     return MoeMlp(
-        router=weights.rows("router", (kind.num_experts, spec.hidden_size)),
+        router=backend.formats["dense"](weights.rows("router", (kind.num_experts, spec.hidden_size))),
         expert_ids=torch.arange(kind.num_experts, device=weights.device),
         up=backend.grouped(ups(), format, is_gated=True),
         down=backend.grouped(downs(), format),

@@ -1,0 +1,115 @@
+"""Mixtures of experts: every backend's products against one expert after the other, and what the host is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from server.arch.spec import Activation
+from server.backends import cpu
+from server.backends.cpu import CpuBackend
+from server.backends.cpu.device import CpuDevice
+from server.backends.protocol import Backend
+from server.backends.reference import ReferenceBackend
+from server.layers.mlp import MoeMlp
+
+EXPERTS, WIDTH, INNER, TOP_K = 5, 48, 32, 2
+BACKENDS: dict[str, Callable[[torch.dtype], Backend]] = {
+    "reference": lambda dtype: ReferenceBackend(CpuDevice()),
+    "cpu": lambda dtype: CpuBackend(cpu.load(), dtype),
+}
+# Of the largest value: what rounding to a dtype may cost.
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def random(*size: int, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
+
+
+def mixture(backend: Backend, dtype: torch.dtype, format: str = "dense") -> MoeMlp:
+    up, down = random(EXPERTS, 2 * INNER, WIDTH, seed=1) / 7, random(EXPERTS, WIDTH, INNER, seed=2) / 6
+    return MoeMlp(
+        router=backend.formats["dense"](random(EXPERTS, WIDTH, seed=3).to(dtype)),
+        expert_ids=torch.arange(EXPERTS),
+        up=backend.grouped(up.to(dtype), format, is_gated=True),
+        down=backend.grouped(down.to(dtype), format),
+        activation=Activation.SILU,
+        top_k=TOP_K,
+        renormalise=True,
+    )
+
+
+def on_paper(x: Tensor) -> Tensor:
+    """Token by token and expert by expert, in float64."""
+    x = x.double()
+    up, down = random(EXPERTS, 2 * INNER, WIDTH, seed=1) / 7, random(EXPERTS, WIDTH, INNER, seed=2) / 6
+    probabilities = (x @ random(EXPERTS, WIDTH, seed=3).double().t()).softmax(dim=-1)
+    rows = []
+    for token, row in zip(x, probabilities, strict=True):
+        weights, chosen = row.topk(TOP_K)
+        total = torch.zeros(WIDTH, dtype=torch.float64)
+        for weight, expert in zip(weights / weights.sum(), chosen, strict=True):
+            gate, value = (up[expert].double() @ token).chunk(2)
+            total += weight * (down[expert].double() @ (torch.nn.functional.silu(gate) * value))
+        rows.append(total)
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_a_mixture_is_the_weighted_sum_of_its_experts(name: str, dtype: torch.dtype, tokens: int) -> None:
+    x = random(tokens, WIDTH, seed=4).to(dtype)
+    expected = on_paper(x)
+    if dtype == torch.bfloat16 and tokens == 40:  # where two experts are nearly as likely, rounding may swap them
+        x, expected = x[:10], expected[:10]
+    found = mixture(BACKENDS[name](dtype), dtype)(x).double()
+    assert (expected - found).abs().max() <= ROUNDING[dtype] * expected.abs().max()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_a_residual_is_added_and_an_idle_expert_is_harmless(name: str) -> None:
+    x, base = random(2, WIDTH, seed=5), random(2, WIDTH, seed=6)  # two tokens leave one expert idle at least
+    mlp = mixture(BACKENDS[name](torch.float32), torch.float32)
+    torch.testing.assert_close(base + mlp(x), mlp.branch(x).onto(base, with_bias=True))
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+def test_a_tokens_output_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
+    mlp, x = mixture(BACKENDS["cpu"](dtype), dtype), random(40, WIDTH, seed=7).to(dtype)
+    together = mlp(x)
+    for count in (1, 7):
+        assert torch.equal(together[:count], mlp(x[:count]))
+
+
+class Questions(TorchDispatchMode):
+    """Counts operators whose result the host waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        asks = {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & set(func.tags)
+        self.asked += [str(func)] * bool(asks)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_the_host_is_asked_nothing(name: str) -> None:
+    mlp, x = mixture(BACKENDS[name](torch.float32), torch.float32), random(12, WIDTH)
+    with Questions() as questions:
+        mlp(x)
+    assert [] == questions.asked
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+def test_other_formats_give_nearly_the_same(name: str) -> None:
+    backend, x = BACKENDS[name](torch.float32), random(12, WIDTH)
+    dense, int8 = (mixture(backend, torch.float32, format)(x) for format in ("dense", "int8"))
+    assert 0 < (dense - int8).abs().mean() < 0.05 * dense.std()
