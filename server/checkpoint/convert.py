@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from server.checkpoint import spm
-from server.checkpoint.hub import HubError, checked_file, read_json, weight_files
+from server.checkpoint.files import HubError, checked_file, read_json, weight_files
 
 # What torch.load raises for a file that is damaged, hostile, or no checkpoint at all.
 LOAD_ERRORS = (RuntimeError, ValueError, EOFError, KeyError, IndexError, AttributeError, TypeError, OSError)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from server.arch.names import NameMap, QkvLayout
 from server.blocks import ceil_divide
-from server.checkpoint.hub import weight_files
+from server.checkpoint.files import weight_files
 from server.distributed import Shard
 
 # Bytes read before the files are opened anew: what was touched of a mapped file counts as memory of this process until

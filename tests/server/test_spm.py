@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from router.text import Detokeniser, ModelTokenizer
 from server.checkpoint import convert, spm
-from server.checkpoint.hub import HubError
+from server.checkpoint.files import HubError
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
 MODELS: dict[str, dict[str, Any]] = {
