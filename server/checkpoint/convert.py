@@ -156,6 +156,7 @@ def _sync(folder: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
+    """Run the conversion that the arguments name. Returns the exit code; what is wrong goes to standard error."""
     if len(argv) != 3 or argv[0] not in CONVERSIONS:
         print("usage: python -m server.checkpoint.convert weights|tokenizer SOURCE TARGET", file=sys.stderr)
         return 2

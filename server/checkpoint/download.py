@@ -32,7 +32,7 @@ class HubUnreachable(HubError):
 
 @dataclass(frozen=True)
 class Repository:
-    """One revision of one model on the hub."""
+    """One revision of one model on the hub. pauses: seconds before each further try of a transfer that failed."""
 
     model_id: str
     revision: str | None

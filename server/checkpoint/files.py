@@ -1,8 +1,8 @@
 """What the files of a model's folder must be before anything opens them.
 
 Everything that was downloaded or given is untrusted: names in an index must be plain names of regular files that lie in
-the folder, JSON has a largest size, and every safetensors file must fit its own header. Contents are not
-hashed: a flipped bit passes. Nothing is downloaded (`download.py`) or converted (`convert.py`) here.
+the folder, JSON has a largest size, and every safetensors file must fit its own header. Contents are not hashed: a
+flipped bit passes. Nothing is downloaded (`download.py`) or converted (`convert.py`) here.
 """
 
 from __future__ import annotations
