@@ -35,6 +35,7 @@ from router.launch.supervisor import Supervisor
 from router.launch.terminal import open_standard_streams
 from router.version import version
 from server.checkpoint import hub
+from server.checkpoint.files import HubError
 from server.config import ShardConfig
 
 
@@ -142,7 +143,7 @@ def resolve_model(settings: Settings, environ: Mapping[str, str], log: Log) -> h
             convert=convert_in_child(child_environment(environ, True)),
             user_cache=Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep",
         )
-    except hub.HubError as error:
+    except HubError as error:
         raise Refusal([str(error)], 1) from None
 
 
@@ -154,7 +155,7 @@ def convert_in_child(environment: Mapping[str, str]) -> hub.Convert:
         job = subprocess.run(argv, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=end_with_parent())
         if job.returncode:
             lines = job.stderr.strip().splitlines() or [f"the conversion ended with code {job.returncode}"]
-            raise hub.HubError(lines[-1].removeprefix("error: "))
+            raise HubError(lines[-1].removeprefix("error: "))
 
     return convert
 

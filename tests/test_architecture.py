@@ -18,7 +18,10 @@ PACKAGES = ("router", "server", "benchmark")
 
 # Module or package -> the first-party modules and packages that it may import. The longest matching name counts.
 MAY_IMPORT: dict[str, set[str]] = {
-    "launcher": {"router.config", "router.launch", "router.version", "server.checkpoint.hub", "server.config"},
+    "launcher": {
+        "router.config", "router.launch", "router.version", "server.checkpoint.files", "server.checkpoint.hub",
+        "server.config",
+    },
     "benchmark": {
         "benchmark", "router.client", "router.entry", "router.launch.parent_death", "router.queue", "router.version",
         "server.arch.families", "server.arch.spec", "server.pb",
@@ -63,8 +66,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.backends.reference": {"server.arch", "server.backends.protocol", "server.backends.reference"},
     "server.blocks": set(),
     "server.checkpoint": {"server.arch.names", "server.blocks", "server.checkpoint", "server.distributed"},
-    "server.checkpoint.hub": set(),
-    "server.checkpoint.spm": set(),
+    "server.checkpoint.download": {"server.checkpoint.files"},
+    "server.checkpoint.files": set(),
+    "server.checkpoint.hub": {"server.checkpoint.download", "server.checkpoint.files"},
+    "server.checkpoint.spm": {"server.checkpoint.spm_model", "server.checkpoint.spm_normalizer"},
+    "server.checkpoint.spm_model": set(),
+    "server.checkpoint.spm_normalizer": {"server.checkpoint.spm_model"},
     "server.config": set(),
     "server.demo": {"server.demo"},
     "server.distributed": set(),

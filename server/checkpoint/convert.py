@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from server.checkpoint import spm
-from server.checkpoint.hub import HubError, checked_file, read_json, weight_files
+from server.checkpoint.files import HubError, checked_file, read_json, weight_files
 
 # What torch.load raises for a file that is damaged, hostile, or no checkpoint at all.
 LOAD_ERRORS = (RuntimeError, ValueError, EOFError, KeyError, IndexError, AttributeError, TypeError, OSError)
@@ -156,6 +156,7 @@ def _sync(folder: Path) -> None:
 
 
 def main(argv: list[str]) -> int:
+    """Run the conversion that the arguments name. Returns the exit code; what is wrong goes to standard error."""
     if len(argv) != 3 or argv[0] not in CONVERSIONS:
         print("usage: python -m server.checkpoint.convert weights|tokenizer SOURCE TARGET", file=sys.stderr)
         return 2

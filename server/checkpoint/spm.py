@@ -2,25 +2,34 @@
 
 Baichuan and ChatGLM ship such code, and it is never run here. What it wraps is a sentencepiece model (Kudo and
 Richardson 2018, arXiv 1808.06226), which this module writes out as data that the `tokenizers` library reads: BPE with
-the merges recovered from the scores, or Unigram, with the model's own normalizer and not an assumed one. What a
-family's code adds around the model is the table FAMILIES; what a repository adds is read from its JSON files. Models of
-words or characters, vocabularies restricted to a part (UNUSED pieces), whitespace as suffix and denormalizers are
-refused: no served model has them.
+the merges recovered from the scores, or Unigram, with the model's own normalizer (`spm_normalizer.py`). What a family's
+code adds around the model is the table FAMILIES; what a repository adds is read from its JSON files. What cannot be
+converted is refused (`spm_model.py`).
 
-The ids are those of the sentencepiece library, and three points where `tokenizers` differs are bridged:
+No library does this. Those that can read a tokenizer.model ignore what the model says of spaces, and apply its table of
+characters otherwise or not at all. The sentencepiece library itself knows no added tokens, and nothing that goes around
+a prompt. `pytest -rP tests/server/test_spm.py -k no_library` counts for how many of 2,985 texts the ids differ from
+those of sentencepiece, on each of the five BPE and two Unigram models that it trains (transformers 5.23, tokenizers
+0.23):
 
-* Its `Precompiled` takes the *shortest* match at the start of each grapheme and drops the rest of it. So every stretch
-  that the model's table maps as one is first isolated by a separator and put through NFKC, which composes it;
-  `Precompiled` then sees single characters. The table is read and the outcome is compared for every entry of it. Of
-  nmt_nfkc's 225,276 entries 393 differ, all of rare letters (U+A7F1 to U+A7F3, beyond U+FFFF).
+    this module                                      0      0      0      2      0       0      2
+    transformers' LlamaTokenizer                   169  2,815  1,040    258  2,947   2,949  2,704
+    transformers' TokenizersBackend              2,984      0  2,935  2,984  2,900   2,900  2,984
+    transformers' SpmConverter                          fails on every BPE model     1,148  2,945
+    transformers' LlamaConverter                        fails on every BPE model     2,630  2,703
+    tokenizers' SentencePieceUnigramTokenizer           refuses every BPE model      1,429  2,505
+
+Three points where `tokenizers` differs from sentencepiece are bridged. One is the table of a normalizer
+(`spm_normalizer.py`), the others are these:
+
 * A user-defined piece splits the text without giving what follows a space of its own: it is matched after
   normalisation. The library normalises the piece, too, so the leading space is taken back where it is all the text.
 * Sentencepiece merges characters that are no pieces themselves. Where such a character is one byte, its byte's id gets
   it as a second name.
 
-What stays different. Measured on 10,008 generated strings, a published Baichuan vocabulary (133,120 pieces) gives other
-ids for 14, all for the second reason, and on 818 source files for none. The models that the tests train give others for
-the first reason only.
+Some differences stay. Measured on 10,008 generated strings, a published Baichuan vocabulary (133,120 pieces) gives
+other ids for 14, all for the second reason, and on 818 source files for none. The models that the tests train give
+others for the first reason only.
 
 * The text of a control or added token (`</s>`) is that token, as with every tokenizer of transformers; sentencepiece
   spells it out. A text that is nothing but one user-defined piece gets no leading space.
@@ -37,47 +46,41 @@ the first reason only.
 from __future__ import annotations
 
 import json
-import math
 import operator
-import struct
-import unicodedata
-from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from google.protobuf.message import DecodeError
-from sentencepiece import sentencepiece_model_pb2 as pb
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers
+from tokenizers import Regex, Tokenizer, decoders, models
 
-SPACE = "▁"  # how sentencepiece writes a space inside pieces
-SEPARATOR = "\ufdd0"  # a noncharacter: no text has it, Unicode combines it with nothing
-ALONE = "\ufdd1"  # another; marks a plain word that is all there is
-STAND_INS = 0x10F000  # private use; stand in for what NFKC must not touch
-MAX_PROTECTED = 32  # characters kept from NFKC: each costs two passes over every text
+from server.checkpoint.spm_model import (
+    CONTROL,
+    NORMAL,
+    SPACE,
+    UNIGRAM,
+    UNKNOWN,
+    USER_DEFINED,
+    Model,
+    Piece,
+    SpmError,
+    parse,
+)
+from server.checkpoint.spm_normalizer import ALONE, any_of, literal, normalizer
+
 MAX_ID = 1 << 31  # the library counts in 32 bits
-MAX_KEY_BYTES = 64  # of an entry of a normalizer's table; nmt_nfkc has 12
-MAX_WALK = 4_000_000  # steps through such a table; nmt_nfkc, whose entries share their endings, takes 263,000
-MAX_WRONG = 0.01  # of a normalizer's table; a rule of its own making would be wrong nearly everywhere
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = 1, 2, 3, 4, 5  # piece types of sentencepiece_model.proto
-UNIGRAM, BPE = 1, 2  # model types
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-
-Piece = Any  # messages of sentencepiece_model.proto, which has no annotations
-Model = Any
-
-
-class SpmError(ValueError):
-    """Why a sentencepiece model cannot be converted, as the part of a sentence."""
 
 
 @dataclass(frozen=True)
 class Family:
     """What a family's tokenizer code adds to its sentencepiece model."""
 
-    appended: tuple[str, ...] = ()  # ids after the last piece, in this order
-    alone: frozenset[str] = frozenset()  # of these, plain words: found only as all there is between two tokens
-    prefix: tuple[str, ...] = ()  # before every prompt
+    appended: tuple[str, ...] = ()  # tokens whose ids follow the last piece, in this order
+    alone: frozenset[str] = (
+        frozenset()
+    )  # those of them that are plain words: found only where nothing else stands between two tokens
+    prefix: tuple[str, ...] = ()  # tokens that stand before every prompt
 
 
 # By config.json's model_type. ChatGLM2 lacks the four roles: there their ids are rows of the padded embedding.
@@ -105,7 +108,7 @@ class Companions:
 def convert(data: bytes, model_type: str = "", companions: Companions | None = None) -> dict[str, str]:
     """Name and text of each file to write: tokenizer.json, and a tokenizer_config.json that names the EOS token.
 
-    data: of tokenizer.model; model_type: of config.json. Raises SpmError.
+    data: the bytes of tokenizer.model; model_type: the one in config.json. Raises SpmError.
     """
     model = parse(data)
     files = companions or Companions()
@@ -126,32 +129,6 @@ def convert(data: bytes, model_type: str = "", companions: Companions | None = N
     }
 
 
-def parse(data: bytes) -> Model:
-    """The model, checked for what is relied on below. Raises SpmError."""
-    try:
-        model = pb.ModelProto.FromString(data)  # type: ignore[attr-defined]  # protobuf makes the class at import
-    except DecodeError:
-        raise SpmError("tokenizer.model is not a sentencepiece model") from None
-    for is_wrong, problem in _problems(model):
-        if is_wrong:
-            raise SpmError(f"tokenizer.model {problem}")
-    return model
-
-
-def _problems(model: Model) -> Iterator[tuple[bool, str]]:
-    types = Counter(piece.type for piece in model.pieces)
-    spec = model.trainer_spec
-    yield types[UNKNOWN] != 1, "is not a sentencepiece model: it has not one unknown piece"
-    yield len({piece.piece for piece in model.pieces}) < len(model.pieces), "names a piece twice"
-    yield not all(math.isfinite(piece.score) for piece in model.pieces), "has a score that is no number"
-    yield spec.model_type not in (UNIGRAM, BPE), "is neither BPE nor Unigram"
-    yield types[UNUSED] > 0, "has unused pieces"
-    yield spec.treat_whitespace_as_suffix, "writes spaces behind words"
-    yield bool(model.denormalizer_spec.precompiled_charsmap), "has a denormalizer"
-    is_complete = {f"<0x{byte:02X}>" for byte in range(256)} <= {piece.piece for piece in model.pieces}
-    yield spec.byte_fallback and not is_complete, "lacks byte pieces"
-
-
 def _piece(model: Model, id: int) -> str | None:
     return model.pieces[id].piece if 0 <= id < len(model.pieces) else None
 
@@ -165,7 +142,7 @@ def _ids(model: Model, extra: Mapping[str, int]) -> dict[str, int]:
 
 def _bpe(model: Model, extra: Mapping[str, int]) -> dict[str, Any]:
     ids = _ids(model, extra)
-    # Second names, which only a document keeps: a saved Tokenizer has one name for each id.
+    # The vocabulary has second names for some ids. Only a document keeps them: a Tokenizer saves one name for each id.
     second = _byte_names(model, ids) if model.trainer_spec.byte_fallback else {}
     return {
         "type": "BPE",
@@ -184,7 +161,7 @@ def _byte_names(model: Model, ids: Mapping[str, int]) -> dict[str, int]:
 
 
 def merges(pieces: Iterable[Piece], single: Collection[str]) -> list[tuple[str, str]]:
-    """All ways to make a piece of two, best first. single: characters that merge without being pieces.
+    """All ways to make a piece of two others, best first. single: characters that merge without being pieces.
 
     Sentencepiece ranks by the piece that is made and takes the leftmost first. Here each way has a rank of its own.
     That is the same unless two ways overlap, as in `ab a ba` for `aba`; then the right part is also how the piece
@@ -215,7 +192,7 @@ def _unigram(model: Model, extra: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _rename(model: Model, files: Companions) -> None:
-    """Give pieces held in reserve the names that the files give their ids, as Baichuan does for the roles of a chat."""
+    """Give reserved pieces the names that the files give their ids. Baichuan names the roles of a chat so."""
     for id, token in _listed_tokens(files):
         if id < len(model.pieces) and model.pieces[id].type in (UNKNOWN, CONTROL, USER_DEFINED):
             model.pieces[id].piece = token["content"]
@@ -225,7 +202,7 @@ def _rename(model: Model, files: Companions) -> None:
 
 
 def _extra_tokens(model: Model, family: Family, files: Companions) -> dict[str, int]:
-    """Ids after the last piece. Where a file gives the id of a normal piece another name, the piece stands."""
+    """The ids of tokens that are no pieces. Where a file gives a normal piece's id another name, the piece stands."""
     extra = {token: len(model.pieces) + number for number, token in enumerate(family.appended)}
     known = {piece.piece for piece in model.pieces}
     for id, token in _listed_tokens(files):
@@ -250,7 +227,7 @@ def _listed_tokens(files: Companions) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _named_tokens(files: Companions) -> set[str]:
-    """What the configuration files call special tokens."""
+    """The texts that the configuration files name as special tokens."""
     found: set[str] = set()
     for settings in (files.tokenizer_config, files.special_tokens_map):
         more = settings.get("additional_special_tokens") or []
@@ -263,7 +240,7 @@ def _named_tokens(files: Companions) -> set[str]:
 def _added_tokens(
     model: Model, family: Family, files: Companions, extra: Mapping[str, int], rule: Any
 ) -> list[dict[str, Any]]:
-    """What is found in a text before it is split into pieces. rule: the normalizer."""
+    """The tokens that are found in a text before it is split into pieces. rule: the normalizer."""
     named = _named_tokens(files)
     listed = {(id, token["content"]): token for id, token in _listed_tokens(files)}
     ids = _ids(model, extra)
@@ -286,13 +263,13 @@ def _added_token(
 
 
 def _user_defined(model: Model, rule: Any) -> list[str]:
-    """Those that can be found in normalised text: sentencepiece, too, never finds one with a plain space in it."""
+    """User-defined pieces that normalised text can have. Sentencepiece, too, finds none with a plain space in it."""
     pieces = [piece.piece for piece in model.pieces if piece.type == USER_DEFINED]
     return [piece for piece in pieces if rule.normalize_str(piece) == piece]
 
 
 def _post_processor(model: Model, family: Family, files: Companions, extra: Mapping[str, int]) -> dict[str, Any] | None:
-    """A template with what goes around a prompt; None: nothing does."""
+    """A template with the tokens around a prompt, or None if there are none."""
     ids = _ids(model, extra)
     before = [*family.prefix, *_asked_for(model, files, "bos")]
     after = _asked_for(model, files, "eos")
@@ -327,56 +304,15 @@ def _sequence(id: str) -> dict[str, Any]:
     return {"Sequence": {"id": id, "type_id": 0}}
 
 
-# Normalizer and decoder
-
-
-def normalizer(model: Model, alone: Collection[str] = ()) -> normalizers.Sequence:
-    """The model's normalizer_spec as one sequence. alone: texts to mark where they are all there is."""
-    spec = model.normalizer_spec
-    user_defined = [piece.piece for piece in model.pieces if piece.type == USER_DEFINED]
-    steps: list[Any] = []
-    shown: list[Any] = []
-    prefix = _prefix(SPACE if spec.escape_whitespaces else " ", user_defined) if spec.add_dummy_prefix else []
-    if spec.precompiled_charsmap:
-        steps, shown = _charsmap_beside(spec.precompiled_charsmap, [text for text in user_defined if " " not in text])
-    if spec.remove_extra_whitespaces:
-        steps.append(normalizers.Replace(Regex(r"\A +| +(?= )"), ""))
-        steps.append(normalizers.Replace(Regex(rf"[ {SPACE}]+\z" if spec.escape_whitespaces else r" +\z"), ""))
-        steps += prefix
-    else:  # first: a text of which nothing remains has it still
-        steps = [*prefix, *steps]
-    if alone:
-        steps = [normalizers.Prepend(ALONE), _unless(ALONE, rf"(?!{_any_of(alone)}\z)"), *steps]
-    if spec.escape_whitespaces:
-        steps.append(normalizers.Replace(" ", SPACE))
-    return normalizers.Sequence([*steps, *shown])
-
-
-def _charsmap_beside(charsmap: bytes, kept: Collection[str]) -> tuple[list[Any], list[Any]]:
-    """Steps that apply the table to all but the kept texts, and steps to end with, which bring some of them back."""
-    longest_first = sorted(kept, key=len, reverse=True)
-    steps = charsmap_steps(charsmap, longest_first)
-    rule = normalizers.Sequence(steps)
-    hide, show = _stand_ins([text for text in longest_first if rule.normalize_str(text) != text])
-    return [*hide, *steps], show
-
-
-def _prefix(space: str, user_defined: Collection[str]) -> list[Any]:
-    """Add the space before a text. The library also normalises user-defined pieces, which must stay as they are."""
-    steps = [normalizers.Prepend(space)]
-    return [*steps, _unless(space, rf"(?={_any_of(user_defined)}\z)")] if user_defined else steps
-
-
-def _unless(prepended: str, following: str) -> Any:
-    """Take back what was prepended. Inserting at the start by an expression instead makes NFKC crash after it."""
-    return normalizers.Replace(Regex(rf"\A{_literal(prepended)}{following}"), "")
+# Decoder
 
 
 def _decoder(model: Model, alone: Collection[str] = ()) -> decoders.Decoder:
+    """The steps from pieces back to text. alone: as for `normalizer`."""
     spec = model.normalizer_spec
     steps: list[Any] = []
-    if alone:  # the library decodes such a token as its normalised text, and does not take that for special
-        steps.append(decoders.Replace(Regex(rf"{SPACE}?{_literal(ALONE)}{_any_of(alone)}"), ""))
+    if alone:  # the library decodes such a token as its normalised text, which it does not take for special
+        steps.append(decoders.Replace(Regex(rf"{SPACE}?{literal(ALONE)}{any_of(alone)}"), ""))
     steps.append(decoders.Replace(SPACE, " "))
     if model.trainer_spec.byte_fallback:
         steps.append(decoders.ByteFallback())
@@ -384,124 +320,3 @@ def _decoder(model: Model, alone: Collection[str] = ()) -> decoders.Decoder:
     if spec.escape_whitespaces and (spec.add_dummy_prefix or spec.remove_extra_whitespaces):
         steps.append(decoders.Strip(" ", 1, 0))
     return decoders.Sequence(steps)
-
-
-def _stand_ins(texts: Iterable[str], first: int = STAND_INS) -> tuple[list[Any], list[Any]]:
-    """Steps that put a private character in place of each text, and steps that put the texts back."""
-    pairs = [(text, chr(first + number)) for number, text in enumerate(texts)]
-    hide = [normalizers.Replace(text, stand_in) for text, stand_in in pairs]
-    return hide, [normalizers.Replace(stand_in, text) for text, stand_in in pairs]
-
-
-# The precompiled table of characters
-
-
-def charsmap_steps(charsmap: bytes, apart: Collection[str] = ()) -> list[Any]:
-    """Steps that together replace as sentencepiece does: at each place the longest entry of the table.
-
-    apart: texts that nothing after them may combine with, longest first.
-    """
-    table = read_charsmap(charsmap)
-    precompiled = normalizers.Precompiled(charsmap)
-    isolate = normalizers.Replace(Regex(_isolating(table, apart)), SEPARATOR)
-    join = normalizers.Replace(SEPARATOR, "")
-    steps = [isolate, normalizers.NFKC(), precompiled, join]
-    rule = normalizers.Sequence(steps)
-    single = {c for c in table if len(c) == 1} | set(_changed_by_nfkc())
-    protected = sorted(c for c in single if rule.normalize_str(c) != table.get(c, c))[:MAX_PROTECTED]
-    hide, show = _stand_ins(protected, STAND_INS + 0x800)
-    steps = [*hide, isolate, normalizers.NFKC(), *show, precompiled, join]
-    rule = normalizers.Sequence(steps)
-    wrong = sum(rule.normalize_str(key) != value for key, value in table.items())
-    if wrong > MAX_WRONG * len(table):
-        raise SpmError(f"tokenizer.model has a normalizer of its own making ({wrong} of {len(table)} entries differ)")
-    return steps
-
-
-def _changed_by_nfkc() -> Iterator[str]:
-    characters = (chr(code) for code in range(0x80, 0x30000) if not 0xD800 <= code < 0xE000)
-    return (c for c in characters if unicodedata.normalize("NFKC", c) != c)
-
-
-def read_charsmap(charsmap: bytes) -> dict[str, str]:
-    """What is replaced by what: a double-array trie over UTF-8 (github.com/s-yata/darts-clone), then its values."""
-    try:
-        (size,) = struct.unpack_from("<I", charsmap)
-        units = struct.unpack_from(f"<{size // 4}I", charsmap, 4)
-        values = charsmap[4 + size :]
-        return {key.decode(): values[at : values.index(0, at)].decode() for key, at in _entries(units)}
-    except (struct.error, ValueError, IndexError):
-        raise SpmError("tokenizer.model has a damaged normalizer") from None
-
-
-def _entries(units: tuple[int, ...]) -> Iterator[tuple[bytes, int]]:
-    """Key and place of the value of each entry. A unit has a label in its low byte, or the top bit and a value."""
-    children: defaultdict[int, list[int]] = defaultdict(list)
-    for at, unit in enumerate(units):
-        if not unit >> 31 and unit & 0xFF:
-            children[at ^ (unit & 0xFF)].append(at)
-    waiting = [(0, b"")]
-    for _ in range(MAX_WALK):
-        if not waiting:
-            return
-        at, key = waiting.pop()
-        base = at ^ (units[at] >> 10 << ((units[at] & 0x200) >> 6))
-        if units[at] >> 8 & 1:
-            yield key, units[base] & 0x7FFFFFFF
-        if len(key) > MAX_KEY_BYTES or base | 0xFF >= len(units):  # the library would look beyond the end
-            break
-        waiting += [(child, key + bytes([units[child] & 0xFF])) for child in children[base]]
-    raise ValueError("the table goes in circles, or beyond its end")
-
-
-def _isolating(table: Mapping[str, str], apart: Collection[str]) -> str:
-    """Matches the empty place behind all that is replaced as one, and before marks that would join what is before."""
-    endings: defaultdict[str, set[str]] = defaultdict(set)
-    for key in table:
-        if len(key) > 1:
-            endings[key[0]].add(key[1:])
-    several = _alternatives(endings)
-    joining = _one_of({c for ends in endings.values() for end in ends for c in end})
-    single = _one_of({key for key in table if len(key) == 1})
-    whole = "|".join(filter(None, [*map(_literal, apart), several, single]))
-    return rf"(?>(?:{whole})\K|[\s\S]\K(?=\p{{M}}|{joining}))"
-
-
-def _alternatives(endings: Mapping[str, Collection[str]]) -> str:
-    """A pattern for first characters with what may follow each: those followed by the same share one branch."""
-    firsts: defaultdict[frozenset[str], list[str]] = defaultdict(list)
-    for first, rest in endings.items():
-        firsts[frozenset(rest)].append(first)
-    return "|".join(_one_of(characters) + _following(rest) for rest, characters in firsts.items())
-
-
-def _following(rest: frozenset[str]) -> str:
-    endings: defaultdict[str, set[str]] = defaultdict(set)
-    for text in rest:
-        if text:
-            endings[text[0]].add(text[1:])
-    return f"(?:{_alternatives(endings)}){'?' if '' in rest else ''}" if endings else ""
-
-
-def _one_of(characters: Collection[str]) -> str:
-    """A character class, runs as ranges; matches nothing for no characters."""
-    parts: list[str] = []
-    codes = sorted(map(ord, characters))
-    for i, code in enumerate(codes):
-        if i == 0 or codes[i - 1] != code - 1:
-            start = code
-        if i + 1 == len(codes) or codes[i + 1] != code + 1:
-            parts.append(_escaped(chr(start)) + (f"-{_escaped(chr(code))}" if code > start else ""))
-    return f"[{''.join(parts)}]" if parts else "(?!)"
-
-
-def _escaped(character: str) -> str:
-    return f"\\x{{{ord(character):x}}}"
-
-
-def _any_of(texts: Collection[str]) -> str:
-    return f"(?:{'|'.join(map(_literal, sorted(texts)))})"
-
-
-def _literal(text: str) -> str:
-    return "".join(map(_escaped, text))

@@ -1,6 +1,6 @@
-"""Reading a checkpoint: each rank its own slices, and nothing left over.
+"""Reading a checkpoint: each rank reads its own slices, and no tensor may be left over.
 
-Loading pulls. A layer asks `Weights` for a role ("qkv", "mlp_up", …) and for the part that its rank holds; the family's
+A layer asks `Weights` for a role ("qkv", "mlp_up", …) and for the part that its rank holds; the family's
 name map says what that is called in the checkpoint, and safetensors reads only those bytes. Layouts that differ from
 ours (BLOOM interleaves q, k and v per head) are undone here, so `forward` never learns about them. A tensor of the
 checkpoint that nobody asked for and that the family does not ignore is an error: it means that the model is not what
@@ -23,7 +23,7 @@ from torch import Tensor
 
 from server.arch.names import NameMap, QkvLayout
 from server.blocks import ceil_divide
-from server.checkpoint.hub import weight_files
+from server.checkpoint.files import weight_files
 from server.distributed import Shard
 
 # Bytes read before the files are opened anew: what was touched of a mapped file counts as memory of this process until
@@ -32,7 +32,7 @@ PIECE_BYTES = 32 << 20
 
 
 class CheckpointError(ValueError):
-    """The checkpoint is not what its config says: names the file and the tensor."""
+    """The checkpoint is not what its config says. The sentence names the file and the tensor."""
 
 
 class Checkpoint:
@@ -42,7 +42,7 @@ class Checkpoint:
     truncated or malformed and for a tensor that two files hold.
     """
 
-    def __init__(self, folder: str | Path):
+    def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self._paths: dict[str, Path] = {}  # tensor name -> its file
         self._shared: dict[str, str] = {}  # name that a file notes as another one's -> that one
@@ -73,6 +73,7 @@ class Checkpoint:
         return name in self._paths or name in self._shared
 
     def names(self) -> Iterator[str]:
+        """The name of every stored tensor, without those that only share another one."""
         return iter(self._paths)
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -129,7 +130,7 @@ class RandomCheckpoint:
 
     folder = Path("random weights")
 
-    def __init__(self, dtype: torch.dtype):
+    def __init__(self, dtype: torch.dtype) -> None:
         self._block = torch.empty(1 << 20, dtype=dtype).uniform_(-0.05, 0.05)
 
     def __contains__(self, name: str) -> bool:
@@ -143,6 +144,7 @@ class RandomCheckpoint:
         return self._block.repeat(repeats)[: math.prod(size)].view(size)
 
     def leftovers(self, ignore: tuple[str, ...]) -> list[str]:
+        """Nothing: there is no tensor that could be left over."""
         return []
 
 
@@ -151,7 +153,7 @@ Ranges = Sequence[tuple[int, int]]
 
 @dataclass(frozen=True)
 class Weights:
-    """One rank's view of a checkpoint by role, converted to `dtype` on `device`; the whole model's or one layer's."""
+    """One rank's view of a checkpoint by role, of all layers or one. Tensors are converted to `dtype` on `device`."""
 
     checkpoint: Checkpoint | RandomCheckpoint
     names: NameMap

@@ -16,8 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from server.checkpoint import convert, hub
-from server.checkpoint.hub import HubError
+from server.checkpoint import convert
+from server.checkpoint.files import HubError, check_safetensors
 
 ROOT = Path(convert.__file__).parents[1]
 
@@ -59,7 +59,7 @@ def test_tensors_survive_bit_for_bit(source: Path, target: Path) -> None:
     stored = load_file(target / "pytorch_model.safetensors")
     assert {name: tensor.tolist() for name, tensor in tensors.items()} == {n: t.tolist() for n, t in stored.items()}
     assert torch.bfloat16 == stored["b"].dtype
-    hub.check_safetensors(target / "pytorch_model.safetensors")
+    check_safetensors(target / "pytorch_model.safetensors")
 
 
 def test_tied_head_is_stored_once_under_the_name_of_the_embedding(source: Path, target: Path) -> None:

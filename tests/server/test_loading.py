@@ -28,7 +28,7 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import DenseFormat
 from server.checkpoint import weights
-from server.checkpoint.hub import HubError
+from server.checkpoint.files import HubError
 from server.checkpoint.weights import Checkpoint, CheckpointError, Weights
 from server.distributed import Shard
 from server.model.load import load as load_model

@@ -1,0 +1,133 @@
+"""What the files of a model's folder must be before anything opens them.
+
+Everything that was downloaded or given is untrusted: names in an index must be plain names of regular files that lie in
+the folder, JSON has a largest size, and every safetensors file must fit its own header. Contents are not hashed: a
+flipped bit passes. Nothing is downloaded (`download.py`) or converted (`convert.py`) here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import stat
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._ -]*")
+MAX_JSON_BYTES = 50_000_000  # an index of a hundred thousand tensors has a tenth of it
+
+
+class HubError(ValueError):
+    """Why a model cannot be served, in one sentence with its remedy."""
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The checked paths of the files that hold the weights of a folder. Raises HubError."""
+    chosen = choose_weights(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if not chosen:
+        raise HubError(f"{folder} has no weights: *.safetensors or *.bin must lie in it")
+    if chosen[0].endswith(".index.json"):
+        chosen = indexed_names(folder / chosen[0])
+    return [checked_file(folder, name) for name in chosen]
+
+
+def choose_weights(names: Iterable[str]) -> list[str]:
+    """The names of a model's files that are to be read for its weights; none where it has no weights.
+
+    That is the index alone if there is one, else the one file that holds everything, else all files with weights.
+    Files of the safetensors format are preferred to *.bin.
+    """
+    present = sorted(names)
+    for suffix, whole in ((".safetensors", "model.safetensors"), (".bin", "pytorch_model.bin")):
+        files = [name for name in present if name.endswith(suffix) and name != "training_args.bin"]
+        indexes = [name for name in present if name.endswith(f"{suffix}.index.json")]
+        if files or indexes:
+            return indexes[:1] or ([whole] if whole in files else files)
+    return []
+
+
+def indexed_names(index: Path) -> list[str]:
+    """The names of the files that an index lists, sorted. Raises HubError.
+
+    Whoever made the model chose these names, so that only plain names of weight files are let through.
+    """
+    weight_map = read_json(index, "the list of weight files").get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise HubError(f"{index} has no weight_map: fetch the file again")
+    names = {name if isinstance(name, str) else repr(name) for name in weight_map.values()}
+    for name in sorted(names):
+        if not PLAIN_NAME.fullmatch(name) or Path(name).suffix not in (".safetensors", ".bin"):
+            raise HubError(f"{index} names {name!r}, which is not a plain file name: do not use this model")
+    return sorted(names)
+
+
+def checked_file(folder: Path, name: str) -> Path:
+    """The path `folder/name`. Raises HubError if no regular file lies there, or in the hub cache around `folder`."""
+    path = folder / name
+    home = folder.resolve()
+    if home.parent.name == "snapshots":  # the hub cache links snapshots/COMMIT/name to blobs/HASH
+        home = home.parent.parent
+    real = path.resolve()
+    if not real.exists():
+        raise HubError(f"{path} is missing: fetch the model again")
+    if not real.is_relative_to(home) or not stat.S_ISREG(real.stat().st_mode):
+        raise HubError(f"{path} is not a regular file inside its folder: copy it there")
+    return path
+
+
+def read_json(path: Path, purpose: str) -> dict[str, Any]:
+    """The JSON object in a file. Raises HubError, which says that a missing file is `purpose`."""
+    if not path.exists():
+        raise HubError(f"{path} is missing ({purpose}): a model folder needs it; is this the right folder?")
+    refuse_placeholder(checked_file(path.parent, path.name))
+    if path.stat().st_size > MAX_JSON_BYTES:
+        raise HubError(f"{path} is larger than {MAX_JSON_BYTES} bytes: it cannot be what its name says")
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise HubError(f"{path} is not JSON ({error}): fetch it again") from None
+    if not isinstance(value, dict):
+        raise HubError(f"{path} holds no JSON object: fetch it again")
+    return value
+
+
+def refuse_placeholder(path: Path) -> None:
+    """Raise HubError for what downloads by hand leave in place of a file: nothing, a git-LFS pointer, a web page."""
+    with path.open("rb") as file:
+        start = file.read(256)
+    if not start:
+        raise HubError(f"{path} is empty: fetch it again")
+    if start.startswith(b"version https://git-lfs"):
+        raise HubError(f"{path} is a git-LFS pointer, not the file itself: run `git lfs pull` in its folder")
+    if start.lstrip()[:5].lower() in (b"<!doc", b"<html"):
+        raise HubError(f"{path} is a web page, not the file itself: download it again")
+
+
+def check_safetensors(path: Path) -> None:
+    """Raise HubError unless the file and its header agree, so that a cut download is named before anything loads.
+
+    The safetensors library does the check when it opens a file, and reads nothing but the header. It imports numpy to
+    do so, which takes a launcher 0.08 s.
+    """
+    refuse_placeholder(path)
+    try:
+        with safe_open(path, framework="np"):
+            pass
+    except SafetensorError as error:
+        raise HubError(f"{path} is damaged or incomplete ({error}): delete it and fetch it again") from None
+
+
+def need_space(folder: Path, needed: int, purpose_and_remedy: str) -> None:
+    """Raise HubError if the disk of `folder` has fewer than `needed` bytes free; its sentence ends as given."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise HubError(f"{folder} has {readable(free)} free but {readable(needed)} are needed {purpose_and_remedy}")
+
+
+def readable(num_bytes: float) -> str:
+    """A number of bytes for people, in millions or billions."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
