@@ -55,7 +55,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.capture": set(),
     "server.config": set(),
     "server.convert": {"server.hub", "server.spm"},
-    "server.demo": {"server.demo"},
     "server.distributed": set(),
     "server.engine": {
         "server.batch", "server.cache", "server.capture", "server.distributed", "server.graphs", "server.pb",
