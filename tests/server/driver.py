@@ -48,10 +48,12 @@ def load_engine(
     parts: Parts | None = None,
     captured: bool = True,
     tokens: int = 4096,
+    prefill_tokens: int = 64,
 ) -> Engine:
     """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`.
 
-    parts: what to compute with, in place of what the other arguments choose.
+    parts: what to compute with, in place of what the other arguments choose. prefill_tokens: of the step that the
+    warm-up runs.
     """
     shard = shard or Shard()
     family, spec = families.find(json.loads((folder / "config.json").read_text()))
@@ -65,7 +67,9 @@ def load_engine(
     model = transformer.load(weights, spec, parts)
     capture = choose_capture(parts.attention, kernels, shard) if captured else None
     engine = Engine(model, shard, device, dtype, Watermark(gamma=0.5, delta=2.0), logits, capture)
-    engine.warm_up(prefill_tokens=64, total_tokens=64, wanted_tokens=tokens, useful_tokens=tokens, fraction=1.0)
+    engine.warm_up(
+        prefill_tokens=prefill_tokens, total_tokens=64, wanted_tokens=tokens, useful_tokens=tokens, fraction=1.0
+    )
     return engine
 
 
