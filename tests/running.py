@@ -42,7 +42,7 @@ class Server:
 
     def __enter__(self) -> Server:
         assert self.process.stdout is not None
-        too_late = threading.Timer(self._ready_within, kill_group, (self.process,))
+        too_late = threading.Timer(self._ready_within, signal_group, (self.process,))
         too_late.start()
         try:
             for line in self.process.stdout:
@@ -113,9 +113,17 @@ def start_launcher(
 
 def kill_group(process: subprocess.Popen[str]) -> None:
     """End the process, whatever it does, and the others of its group; the launcher's children die with the launcher."""
+    signal_group(process)
+    process.wait()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def signal_group(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to the group that the process leads, if there is one still."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def children_of(pid: int) -> list[int]:
