@@ -318,7 +318,10 @@ def test_every_prefix_that_a_family_knows_fits_its_real_names(name: str) -> None
     heads = {n for n in published.shapes if n.startswith(("lm_head.", "embed_out."))}  # these stand without it
     for prefix in set(family.names.prefixes) - {own}:
         renamed = {n if n in heads else prefix + n.removeprefix(own): s for n, s in published.shapes.items()}
-        load(renamed, family, spec, Shard(0, EXPECTED[name].world_sizes[-1]))
+        load(renamed, family, spec, Shard(0, EXPECTED[name].world_sizes[-1]))  # raises what is missing or left over
+    unknown = {n if n in heads else f"unknown.{n}": s for n, s in published.shapes.items()}
+    with pytest.raises(CheckpointError, match="with or without a prefix"):
+        load(unknown, family, spec, Shard(0, EXPECTED[name].world_sizes[-1]))
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", "mixtral-8x7b"])
