@@ -230,8 +230,11 @@ def test_a_second_signal_aborts() -> None:
             running = [asyncio.create_task(client.post(f"{server.url}/generate", json=long)) for _ in range(16)]
             while not server.metrics()["tgi_batch_current_size"]:
                 await asyncio.sleep(0.02)
-            server.stop()
-            await asyncio.sleep(0.2)
+            async with httpx2.AsyncClient(timeout=60) as kept_alive:
+                assert 200 == (await kept_alive.get(f"{server.url}/health")).status_code
+                server.stop()
+                while (await kept_alive.get(f"{server.url}/health")).status_code != 503:  # until it was noticed
+                    await asyncio.sleep(0.02)
             server.stop()
             return list(await asyncio.gather(*running, return_exceptions=True))
 
