@@ -81,7 +81,7 @@ class Case:
         return kv, *qkv.split([heads, kv_heads, kv_heads], dim=1)
 
 
-RAGGED = [(1, 1), (16, 1), (17, 1), (200, 1)]
+RAGGED = [(1, 1), (16, 1), (17, 1), (120, 1)]
 CASES = {
     "decode": Case(RAGGED, (2, 2), 64),
     "decode, split": Case(RAGGED, (2, 2), 128, alibi, processors=MANY_SPLITS),
@@ -94,7 +94,7 @@ CASES = {
     "decode, shared kv heads of 256, split": Case(RAGGED, (4, 2), 256, capped, 70, MANY_SPLITS),
     "decode, shared kv heads, learned bias": Case(RAGGED, (4, 2), 64, learned),
     "decode, more heads to a kv head than a program takes": Case([(40, 1)], (71, 1), 64),
-    "fresh prompts": Case([(5, 5), (33, 33), (140, 140)], (2, 2), 64),
+    "fresh prompts": Case([(5, 5), (33, 33), (90, 90)], (2, 2), 64),
     "a later chunk": Case([(90, 40)], (4, 2), 80, alibi),
     "a prompt behind a cached prefix": Case([(100, 4), (96, 95)], (2, 1), 96, all_terms),
     "a chunk in a window": Case([(150, 60)], (2, 1), 128, alibi, 20),
