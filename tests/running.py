@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import re
@@ -10,7 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -25,26 +26,36 @@ SETTINGS_PREFIXES = ("MAX_", "PORT", "NUM_SHARD", "MODEL_ID", "DTYPE", "DEVICE",
 class Server:
     """`python launcher.py` with `flags`, ready when the `with` block begins and gone when it ends."""
 
-    def __init__(self, *flags: str, env: dict[str, str] | None = None, ready_within: float = 120) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        env: dict[str, str] | None = None,
+        command: Sequence[str] = (sys.executable, "launcher.py"),
+        folder: Path = ROOT,
+        ready_within: float = 300,
+    ) -> None:
         self.flags = ("--hostname", "127.0.0.1", "--port", "0", "--device", "cpu", *flags)
-        self.process = start_launcher(*self.flags, env=env)
+        self.process = start_launcher(*self.flags, env=env, command=command, folder=folder)
         self.lines: list[str] = []
         self._ready_within = ready_within
         self.url = ""
-        self.seconds_to_ready = 0.0
 
     def __enter__(self) -> Server:
-        started = time.monotonic()
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if match := re.search(r"Lockstep is ready at (http://\S+) after", line):
-                self.url = match.group(1)
-                self.seconds_to_ready = time.monotonic() - started
-                return self
-            if time.monotonic() - started > self._ready_within:
-                break
-        self.process.kill()
+        too_late = threading.Timer(self._ready_within, signal_group, (self.process,))
+        too_late.start()
+        try:
+            for line in self.process.stdout:
+                self.lines.append(line)
+                if match := re.search(r"Lockstep is ready at (http://\S+) after", line):
+                    self.url = match.group(1)
+                    return self
+        except BaseException:
+            kill_group(self.process)
+            raise
+        finally:
+            too_late.cancel()
+        kill_group(self.process)
         raise AssertionError(f"not ready: {''.join(self.lines)}")
 
     def __exit__(
@@ -53,7 +64,10 @@ class Server:
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
             self.process.send_signal(signal.SIGINT)
-        self.process.communicate(timeout=30)
+        try:
+            self.process.communicate(timeout=60)
+        finally:
+            kill_group(self.process)
 
     def stop(self, number: int = signal.SIGTERM) -> None:
         """Send a signal to the launcher alone."""
@@ -75,17 +89,41 @@ class Server:
         return {name: float(value) for name, value in rows}
 
 
-def start_launcher(*flags: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
-    """The launcher with nothing but `env` from its settings' environment; output merged into one pipe."""
+def start_launcher(
+    *flags: str,
+    env: dict[str, str] | None = None,
+    command: Sequence[str] = (sys.executable, "launcher.py"),
+    folder: Path = ROOT,
+) -> subprocess.Popen[str]:
+    """The launcher with nothing but `env` from its settings' environment; output merged into one pipe.
+
+    It leads a session of its own, so that `kill_group` reaches it and nothing else.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith(SETTINGS_PREFIXES)}
     return subprocess.Popen(
-        [sys.executable, "launcher.py", *flags],
-        cwd=ROOT,
+        [*command, *flags],
+        cwd=folder,
         env=clean | (env or {}),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    """End the process, whatever it does, and the others of its group; the launcher's children die with the launcher."""
+    signal_group(process)
+    process.wait()
+    for pipe in (process.stdout, process.stderr):
+        if pipe is not None:
+            pipe.close()
+
+
+def signal_group(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to the group that the process leads, if there is one still."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def children_of(pid: int) -> list[int]:

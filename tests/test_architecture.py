@@ -73,7 +73,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.checkpoint.spm_model": set(),
     "server.checkpoint.spm_normalizer": {"server.checkpoint.spm_model"},
     "server.config": set(),
-    "server.demo": {"server.demo"},
     "server.distributed": set(),
     "server.layers": {
         "server.arch.spec", "server.backends.protocol", "server.backends.reference.linear", "server.blocks",
@@ -213,7 +212,7 @@ def test_only_the_backends_loading_and_distributed_name_a_device() -> None:
     }
     # Beside them: the choices of --device, the null model, which says that it has a CPU, and a child of the launcher
     # that reads pickled files and computes nothing.
-    beside = {"server.config", "server.null", "server.checkpoint.convert", "server.demo"}
+    beside = {"server.config", "server.null", "server.checkpoint.convert"}
     allowed = {"server.backends", "server.loading", "server.distributed", *beside}
     assert [] == [module for module in sorted(told_apart) if not longest_match(module, allowed)]
 

@@ -113,7 +113,8 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def supervise(start: Start) -> Start:
-    def run(as_json: bool = False, drain: float = 5, stop: float = 5, **scripts: str) -> subprocess.Popen[str]:
+    # By default nothing is waited for longer than a test waits: what ends, ends before these limits.
+    def run(as_json: bool = False, drain: float = 100, stop: float = 100, **scripts: str) -> subprocess.Popen[str]:
         named = {name.replace("_", "-"): code for name, code in scripts.items()}
         return start(SUPERVISE, json.dumps({"scripts": named, "as_json": as_json, "drain": drain, "stop": stop}))
 
@@ -140,10 +141,12 @@ def wait_for(process: subprocess.Popen[str], text: str) -> str:
 
 
 def end(process: subprocess.Popen[str], *, within: float) -> tuple[int, str, str]:
-    """(exit code, rest of the log, standard error) of a process that must end in time."""
-    started = time.monotonic()
-    out, err = process.communicate(timeout=20)
-    assert time.monotonic() - started < within
+    """(exit code, rest of the log, standard error) of a process that must end by itself.
+
+    within: seconds that an idle machine needs at most; a busy one is given ten times as many, and no stand-in ends by
+    itself before that.
+    """
+    out, err = process.communicate(timeout=10 * within)
     return process.returncode, out, err
 
 
@@ -154,8 +157,8 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 5) -> None:
-    limit = time.monotonic() + seconds
+def eventually(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 50  # a bound of liveness; the stand-ins go on for longer
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.02)
@@ -284,16 +287,16 @@ def test_killed_launcher_leaves_nothing(supervise: Start) -> None:
     pids = [record["pid"] for record in records if "pid" in record]
     process.kill()
     assert pids
-    eventually(lambda: not any(is_alive(pid) for pid in pids), 2)
+    eventually(lambda: not any(is_alive(pid) for pid in pids))
 
 
 def test_child_is_not_stalled_by_a_reader_that_stopped(supervise: Start, tmp_path: Path) -> None:
     path = tmp_path / "done"
     talk = f"for _ in range(4000): say('x' * 1000)\nopen({str(path)!r}, 'w')\ntime.sleep(60)"
     process = supervise(shard_0=SHARD, router=PRELUDE + "say('serving', event='ready')\n" + talk)
-    eventually(path.exists, 10)  # 4 MB were taken off the talker's hands although nobody reads ours
+    eventually(path.exists)  # 4 MB were taken off the talker's hands although nobody reads ours
     process.terminate()
-    log = end(process, within=8)[1]
+    log = end(process, within=5)[1]
     dropped = sum(int(line.split()[3]) for line in log.splitlines() if "log lines dropped" in line)
     assert 4000 == dropped + log.count("x" * 1000)
 

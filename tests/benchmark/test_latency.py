@@ -317,7 +317,10 @@ def test_attaching_on_a_terminal_shows_a_live_view(server: launch.Server) -> Non
     terminal, child_side = pty.openpty()
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=child_side, text=True)
     os.close(child_side)
-    output, _ = process.communicate(timeout=60)
+    try:
+        output, _ = process.communicate(timeout=120)
+    finally:
+        process.kill()
     view = os.read(terminal, 1 << 16).decode()
     os.close(terminal)
     assert 0 == process.returncode

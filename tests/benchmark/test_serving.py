@@ -133,18 +133,23 @@ def test_a_closed_loop_never_has_more_than_its_streams() -> None:
 
 def test_an_open_loop_sends_on_time_whatever_the_server_does() -> None:
     intended: list[float] = []
-
-    async def send(request: PlannedRequest, intended_at: float | None) -> Outcome:
-        assert intended_at is not None and intended_at <= time.perf_counter()
-        intended.append(intended_at)
-        await asyncio.sleep(0.2)  # longer than all gaps together
-        return outcome(10.5)
-
     times = [0.0, 0.03, 0.031, 0.09]
-    started = time.perf_counter()
-    asyncio.run(loops.open_loop(send, [PlannedRequest("a", CELL, after) for after in times]))
+
+    async def story() -> None:
+        all_sent = asyncio.Event()
+
+        async def send(request: PlannedRequest, intended_at: float | None) -> Outcome:
+            assert intended_at is not None and intended_at <= time.perf_counter()
+            intended.append(intended_at)
+            if len(intended) == len(times):
+                all_sent.set()
+            await all_sent.wait()  # a server that answers nobody before the last request is sent
+            return outcome(10.5)
+
+        await loops.open_loop(send, [PlannedRequest("a", CELL, after) for after in times])
+
+    asyncio.run(asyncio.wait_for(story(), 60))
     assert times == pytest.approx([moment - intended[0] for moment in intended])
-    assert 0.29 <= time.perf_counter() - started < 0.8  # one after the other they would need more
 
 
 def test_a_lost_server_ends_the_loop_at_once() -> None:
@@ -192,34 +197,25 @@ def test_what_openai_servers_send_is_understood() -> None:
 # ------------------------------------------------------------------------------------------------- whole runs
 
 
-def check_known_times(row: dict[str, Any], concurrency: int | None) -> None:
-    """300 ms to the first of 8 tokens, 60 ms between them: 720 ms in all, within 5 %."""
-    known = {"ttft_ms": 300, "tpot_ms": 60, "inter_token_ms": 60, "e2e_ms": 720}
-    for name, expected in known.items():
-        assert pytest.approx(expected, rel=0.05) == row[name]["p50"], name
-    assert pytest.approx(720 / 14, rel=0.05) == row["latency_per_token_ms"]
-    assert pytest.approx(720 / 8, rel=0.05) == row["latency_per_output_token_ms"]
-    if concurrency is not None:
-        assert pytest.approx(concurrency / 0.72, rel=0.05) == row["requests_per_second"]
-        assert pytest.approx(8 * concurrency / 0.72, rel=0.05) == row["output_tokens_per_second"]
-    assert (0, 0, 0) == (row["errors"], row["short"], row["other_input_length"])
-
-
 @pytest.mark.parametrize("load", [("--concurrency", 8), ("--request-rate", 20)])
 def test_a_mocks_known_times_come_back(capsys: pytest.CaptureFixture[str], load: tuple[str, int]) -> None:
-    """A machine that runs other things as well can stall any one attempt; a wrong formula fails all of them."""
-    last_attempt = 5
-    for attempt in range(last_attempt + 1):
-        with mock_server(ttft_ms=300, gap_ms=60) as url:
-            code, result, _ = bench(capsys, "--url", url, *GRID, *load, "--num-requests", 16, "--warmups", 0)
-        assert 0 == code
-        assert ("mock", "cpu", "float32") == tuple(result[key] for key in ("model", "device", "dtype"))
-        [row] = result["rows"]
-        try:
-            return check_known_times(row, row["concurrency"])
-        except AssertionError:
-            if attempt == last_attempt:
-                raise
+    """300 ms to the first of 8 tokens, 60 ms between them, 720 ms in all.
+
+    A busy machine delays some tokens, which shortens the gap to the next: the bounds only find a wrong unit or start.
+    What is computed from known times is tested above.
+    """
+    with mock_server(ttft_ms=300, gap_ms=60) as url:
+        code, result, _ = bench(capsys, "--url", url, *GRID, *load, "--num-requests", 16, "--warmups", 0)
+    assert 0 == code
+    assert ("mock", "cpu", "float32") == tuple(result[key] for key in ("model", "device", "dtype"))
+    [row] = result["rows"]
+    known = {"ttft_ms": 300, "tpot_ms": 60, "inter_token_ms": 60, "e2e_ms": 720}
+    for name, expected in known.items():
+        assert 0.5 * expected < row[name]["p50"] < 10 * expected, name
+    assert 14 * row["latency_per_token_ms"] == pytest.approx(8 * row["latency_per_output_token_ms"])
+    assert 8 * row["requests_per_second"] == pytest.approx(row["output_tokens_per_second"])
+    assert 16 == pytest.approx(row["requests_per_second"] * row["seconds"])
+    assert (0, 0, 0) == (row["errors"], row["short"], row["other_input_length"])
 
 
 def test_several_loads_are_several_rows(capsys: pytest.CaptureFixture[str]) -> None:

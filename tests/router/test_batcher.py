@@ -448,7 +448,7 @@ async def leave_after(entry: Entry, num_events: int) -> None:
     entry.cancelled = True
 
 
-@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(visits, min_size=1, max_size=14),
     st.sampled_from([1, 8, 16]),

@@ -237,4 +237,7 @@ def test_json_of_another_shape_is_invalid_and_not_repeated(raw: bytes) -> None:
 
 
 def test_nul_and_odd_unicode_are_text_like_any_other() -> None:
-    check(parse(GenerateRequest, body("a\0b \u202e \U0001f468‍\U0001f469")), LIMITS)
+    text = "a\0b \u202e \U0001f468‍\U0001f469"
+    request = parse(GenerateRequest, body(text))
+    check(request, LIMITS)
+    assert text == request.inputs

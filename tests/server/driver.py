@@ -45,10 +45,12 @@ def load_engine(
     format: str = "dense",
     captured: bool = True,
     tokens: int = 4096,
+    prefill_tokens: int = 64,
 ) -> Engine:
     """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`.
 
-    backend: by default the reference on a CPU, or the one of `kernels`; format: how matrices are stored.
+    backend: by default the reference on a CPU, or the one of `kernels`; format: how matrices are stored;
+    prefill_tokens: of the profile run.
     """
     shard = shard or Shard()
     if backend is None:
@@ -60,7 +62,7 @@ def load_engine(
     engine = Engine(model, shard, backend, dtype, Watermark(gamma=0.5, delta=2.0), why_not)
     warm_up(
         engine,
-        prefill_tokens=64,
+        prefill_tokens=prefill_tokens,
         total_tokens=64,
         wanted_tokens=tokens,
         useful_tokens=tokens,

@@ -76,18 +76,21 @@ def test_gates_equal_the_operators(activation: Activation) -> None:
     check_gate(activation, torch.float32, CPU)
 
 
-# Biased sums, layer norms and ALiBi; gates, rotations and norms of heads; heads that are rotated in part.
-@pytest.mark.parametrize("case", ["bloom", "qwen3", "gpt_neox"])
+# Biased sums, layer norms and ALiBi; gates, rotations and norms of heads; heads that are rotated in part. Two layers of
+# each, because the interpreter takes seconds for one.
+@pytest.mark.parametrize(
+    ("case", "layers"), [("bloom", "n_layer"), ("qwen3", "num_hidden_layers"), ("gpt_neox", "num_hidden_layers")]
+)
 def test_a_model_on_the_backend_for_a_gpu_gives_the_tokens_of_the_reference(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_tiny(case, tmp_path)
+    save_tiny(case, tmp_path, **{layers: 2})
     properties = SimpleNamespace(multi_processor_count=ONE_SPLIT)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     backend = CudaBackend(CpuDevice(), torch.float32)  # its kernels are interpreted, on tensors of the CPU
-    engines = load_engine(tmp_path), load_engine(tmp_path, backend=backend, captured=False)
+    engines = load_engine(tmp_path), load_engine(tmp_path, backend=backend, captured=False, prefill_tokens=1)
     expected, found = (
-        generate(engine, [Prompt(list(range(4, 24)), 3, chunk=13), Prompt([40, 50], 3, joins_at=1)])
+        generate(engine, [Prompt(list(range(4, 13)), 3, chunk=6), Prompt([40, 50], 3, joins_at=1)])
         for engine in engines
     )
     assert [p.tokens for p in expected] == [p.tokens for p in found]

@@ -82,20 +82,20 @@ class Case:
         return kv, *qkv.split([heads, kv_heads, kv_heads], dim=1)
 
 
-RAGGED = [(1, 1), (16, 1), (17, 1), (200, 1)]
+RAGGED = [(1, 1), (16, 1), (17, 1), (120, 1)]
 CASES = {
-    "decode": Case(RAGGED, (4, 4), 64),
-    "decode, split": Case(RAGGED, (4, 4), 128, alibi, processors=MANY_SPLITS),
-    "decode, split, heads of 80 in a window": Case(RAGGED, (4, 4), 80, all_terms, 50, MANY_SPLITS),
+    "decode": Case(RAGGED, (2, 2), 64),
+    "decode, split": Case(RAGGED, (2, 2), 128, alibi, processors=MANY_SPLITS),
+    "decode, split, heads of 80 in a window": Case(RAGGED, (2, 2), 80, all_terms, 50, MANY_SPLITS),
     "decode, heads of 256": Case(RAGGED, (2, 2), 256, capped),
-    "decode, learned bias": Case(RAGGED, (4, 4), 64, learned),
-    "decode, an encoder's output": Case(RAGGED, (4, 4), 64, learned, processors=MANY_SPLITS, is_causal=False),
+    "decode, learned bias": Case(RAGGED, (2, 2), 64, learned),
+    "decode, an encoder's output": Case(RAGGED, (2, 2), 64, learned, processors=MANY_SPLITS, is_causal=False),
     "decode, shared kv heads": Case(RAGGED, (4, 2), 128, alibi, 30),
     "decode, shared kv heads, split": Case(RAGGED, (6, 2), 96, all_terms, 0, MANY_SPLITS),
     "decode, shared kv heads of 256, split": Case(RAGGED, (4, 2), 256, capped, 70, MANY_SPLITS),
     "decode, shared kv heads, learned bias": Case(RAGGED, (4, 2), 64, learned),
     "decode, more heads to a kv head than a program takes": Case([(40, 1)], (71, 1), 64),
-    "fresh prompts": Case([(5, 5), (33, 33), (140, 140)], (2, 2), 64),
+    "fresh prompts": Case([(5, 5), (33, 33), (90, 90)], (2, 2), 64),
     "a later chunk": Case([(90, 40)], (4, 2), 80, alibi),
     "a prompt behind a cached prefix": Case([(100, 4), (96, 95)], (2, 1), 96, all_terms),
     "a chunk in a window": Case([(150, 60)], (2, 1), 128, alibi, 20),

@@ -1,14 +1,17 @@
-"""One rank of the tensor-parallel tests: `python -m tests.server.ranks RANK WORLD_SIZE RENDEZVOUS FOLDER …`.
+"""The ranks of the tensor-parallel tests: `python -m tests.server.ranks WORLD_SIZE RENDEZVOUS FOLDER …`.
 
-Generates the same prompts with the model in every folder and prints {folder: tokens} as JSON. One process serves all
-models, because importing torch takes longer than any of them.
+Generates the same prompts with the model in every folder on every rank, and prints {folder: tokens} of each rank as a
+JSON list in the order of the ranks. One process imports torch and forks the ranks, each of which serves all models:
+importing torch takes longer than any of them.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -37,9 +40,19 @@ def tokens(folder: Path, shard: Shard) -> list[list[int]]:
     return [prompt.tokens for prompt in generate(load_engine(folder, shard=shard, tokens=1024), prompts())]
 
 
+def run_rank(arguments: tuple[int, int, str, Sequence[str]]) -> dict[str, list[list[int]]]:
+    """{folder: tokens} of one rank. It leaves the group even when it fails, so that the others do not wait for it."""
+    rank, world_size, rendezvous, folders = arguments
+    shard = connect(rank, world_size, rendezvous, CPU)
+    try:
+        return {folder: tokens(Path(folder), shard) for folder in folders}
+    finally:
+        disconnect()
+
+
 if __name__ == "__main__":
-    rank, world_size, rendezvous, *folders = sys.argv[1:]
+    size, rendezvous, *folders = sys.argv[1:]
     torch.set_num_threads(1)
-    shard = connect(int(rank), int(world_size), rendezvous, CPU)
-    print(json.dumps({folder: tokens(Path(folder), shard) for folder in folders}))
-    disconnect()
+    with multiprocessing.get_context("fork").Pool(int(size)) as pool:
+        given = [(rank, int(size), rendezvous, folders) for rank in range(int(size))]
+        print(json.dumps(pool.map(run_rank, given, chunksize=1)))

@@ -91,11 +91,11 @@ def save_bloom(folder: Path, config: BloomConfig) -> None:
 
 @pytest.fixture(scope="module")
 def costs(hundred_megabytes: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[Shard, torch.dtype], Cost]:
-    """The cost of every rank of 1, 2 and 4, in the checkpoint's dtype and in one twice as wide."""
+    """The cost of one rank, of all of 2 and of one of 4, in the checkpoint's dtype, and in one twice as wide."""
     small = tmp_path_factory.mktemp("small")
     save_bloom(small, BloomConfig(vocab_size=64, hidden_size=64, n_head=8, n_layer=1))
-    shards = [Shard(rank, n) for n in (1, 2, 4) for rank in range(n)]
-    cases = [(shard, dtype) for dtype in (torch.bfloat16, torch.float32) for shard in shards]
+    shards = [Shard(), Shard(0, 2), Shard(1, 2), Shard(2, 4)]
+    cases = [*((shard, torch.bfloat16) for shard in shards), (Shard(), torch.float32), (Shard(2, 4), torch.float32)]
     processes = multiprocessing.get_context("forkserver")
     processes.set_forkserver_preload([__name__])  # torch is imported once, not for each rank
     with processes.Pool(1, maxtasksperchild=1) as pool:
@@ -118,11 +118,11 @@ def test_a_rank_reads_its_share_and_what_is_replicated(
 
 
 def test_loading_takes_little_more_memory_than_the_weights(costs: dict[tuple[Shard, torch.dtype], Cost]) -> None:
-    # 200 MB on top is what is promised; but the file has half of that, so a rank that keeps what it only touched, or
-    # that holds a second copy, shows below 40 MB: two pieces, and one matrix of 20 MB before its conversion.
+    # Two pieces and one matrix of 20 MB before its conversion are usual. A rank that keeps what it only touched, or
+    # that holds a second copy, takes the 99 MB of the file on top.
     for (shard, dtype), measured in costs.items():
-        assert measured.peak <= measured.held + 40 * MB, (shard, dtype, measured)
-        assert measured.peak >= 0.95 * measured.held, "the weights are still in the file"
+        assert measured.peak <= measured.held + 80 * MB, (shard, dtype, measured)
+        assert measured.peak >= 0.8 * measured.held, "the weights are still in the file"
 
 
 def test_loaded_weights_do_not_depend_on_the_file(tmp_path: Path, tiny_bloom: Path) -> None:
@@ -217,11 +217,13 @@ def test_a_file_that_the_index_forgets_leaves_its_tensors_missing(sharded: Path)
     )
 
 
-def test_an_entry_that_the_index_forgets_is_found_in_its_file(sharded: Path) -> None:
+@torch.inference_mode()
+def test_an_entry_that_the_index_forgets_is_found_in_its_file(sharded: Path, tiny_bloom: Path) -> None:
     index = json.loads((sharded / INDEX).read_text())
     del index["weight_map"][tensor_of(sharded / "model-00002-of-00003.safetensors")]
     (sharded / INDEX).write_text(json.dumps(index))  # the index says which files there are; they say what they hold
-    load(sharded, Shard(), torch.float32)
+    prompt = list(range(20))
+    assert torch.equal(all_logits(load_engine(tiny_bloom), prompt), all_logits(load_engine(sharded), prompt))
 
 
 def test_a_tensor_that_is_in_no_file_is_named(sharded: Path) -> None:

@@ -118,14 +118,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def save_tiny(case: str, folder: Path) -> PreTrainedModel:
-    """A random model whose weights are large enough that every part of it matters to the logits."""
+def save_tiny(case: str, folder: Path, **changes: object) -> PreTrainedModel:
+    """A random model, its config changed by `changes`, whose weights are large enough that every part matters."""
     transformers_logging.disable_progress_bar()
     model_type, sizes = CASES[case]
     torch.manual_seed(7)
     settings = {"attn_implementation": "eager"} | COMMON | sizes
     attention = settings.pop("attn_implementation")
-    config = AutoConfig.for_model(model_type, **settings)
+    config = AutoConfig.for_model(model_type, **(settings | changes))
     auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
     model: PreTrainedModel = auto.from_config(config, attn_implementation=attention).eval()
     for name, parameter in model.named_parameters():

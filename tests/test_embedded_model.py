@@ -1,7 +1,7 @@
-"""Checks that the embedded demo model is whole, small and good enough to show to a person.
+"""Checks that the embedded model is whole, small and good enough to show to a person, and that its trainer runs.
 
-The tests read only the files of the package. They do not train anything; that the training
-program makes the same files again is left to whoever runs it.
+What serves is the files in `server/demo/`; what made them is in `docs/embedded-model/`, which `pyproject.toml` puts on
+the path of the tests. That a full training makes the same weights again is left to whoever runs it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BloomForCausalLM
 
-from server.demo import corpus, train
+import corpus
+import train
 
-FOLDER = Path(train.__file__).parent
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "server" / "demo"
+NOTES = ROOT / "docs" / "embedded-model"
 SAMPLE_DOCUMENTS = 60
 CHAT_QUESTION = "What does --num-shard do?"
 
@@ -37,7 +40,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def evaluation() -> dict[str, Any]:
-    return json.loads((FOLDER / "EVALUATION.json").read_text())
+    return json.loads((NOTES / "EVALUATION.json").read_text())
 
 
 def continuation(model: Any, tokenizer: Any, prompt: str, limit: int = 200) -> str:
@@ -176,3 +179,17 @@ def test_held_out_stories_are_not_in_the_training_text(evaluation: dict[str, Any
 def test_every_kind_of_document_appears() -> None:
     kinds = Counter(document.kind for document in corpus.take(11, 200))
     assert set(kinds) == set(corpus.KINDS)
+
+
+def test_the_trainer_takes_a_step_that_changes_every_weight(tokenizer: Any) -> None:
+    trained, steps, tokens = train.train_model(tokenizer.backend_tokenizer, seed=3, steps=1, minutes=0)
+    torch.manual_seed(3)
+    fresh = dict(BloomForCausalLM(train.model_config()).named_parameters())
+    assert 1 == steps and 0 < tokens <= train.BATCH_TOKENS
+    assert [] == [name for name, weight in trained.named_parameters() if torch.equal(weight, fresh[name])]
+
+
+def test_the_readme_is_what_the_trainer_writes(evaluation: dict[str, Any]) -> None:
+    facts = train.readme_facts(evaluation)
+    written = (NOTES / "README.md").read_text().split("## Three outputs")[0]
+    assert train.README.split("## Three outputs")[0].format(**facts) == written

@@ -1,4 +1,4 @@
-"""A grammar of short stories for young readers, the main training text of the demo model.
+"""A grammar of short stories for young readers, the main training text of the embedded model.
 
 A story is an introduction followed by the beats of one plot: a wish or a trouble, an attempt,
 some help, a result and a feeling. Each beat has several wordings with choices inside, and names,
@@ -13,8 +13,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from server.demo import words
-from server.demo.plots import PLOTS, Plot
+import words
+from plots import PLOTS, Plot
 
 _CHOICE = re.compile(r"\[([^\[\]]*)\]")
 _SLOT = re.compile(r"\{([A-Za-z_0-9.]+)\}")

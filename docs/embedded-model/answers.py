@@ -1,4 +1,4 @@
-"""What the demo model knows about the server: its flags, its routes and a few basic ideas.
+"""What the embedded model knows about the server: its flags, its routes and a few basic ideas.
 
 Every entry is a fact written down once, with wordings for the question and the answer around it.
 The questions that the model cannot answer are here too, so that it learns to say so politely.

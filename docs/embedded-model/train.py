@@ -1,8 +1,8 @@
-"""Trains the demo model from nothing and writes every file of its folder.
+"""Trains the embedded model from nothing and writes its files, its evaluation and the README beside this program.
 
-The tokenizer, the weights, the evaluation and the README all come from one seed and one number of
-steps, so anyone can make them again. A run on one processor core takes well under an hour. The
-program leaves out everything a large run would need: no checkpoints, no data files, no GPU.
+All of them come from one seed and one number of steps, so anyone can make them again. The published run took 72
+minutes on one processor core. The program leaves out everything a large run would need: no checkpoints, no data
+files, no GPU. The server never imports it: what serves is the files in `server/demo/`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from torch.nn import functional
 from transformers import BloomConfig, BloomForCausalLM, GenerationConfig
 
-from server.demo import corpus, words
+import corpus
+import words
 
 VOCABULARY = 2048
 SPECIAL_TOKENS: tuple[str, ...] = ("<unk>", "<s>", "</s>", "<pad>")
@@ -413,33 +414,40 @@ def _quoted(text: str) -> str:
     return "\n".join(f"> {line}".rstrip() for line in text.splitlines())
 
 
-def write_readme(out: Path, model: BloomForCausalLM, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
+def readme_facts(facts: dict[str, Any]) -> dict[str, str]:
+    """The numbers of EVALUATION.json as the README gives them."""
+    return {
+        "size": f"{facts['model_bytes'] / 1e6:.1f}",
+        "parameters": f"{facts['parameters'] / 1e6:.1f}",
+        "tokens": f"{facts['training_tokens'] / 1e6:.1f}",
+        "minutes": str(round(facts["training_seconds"] / 60)),
+        "perplexity": str(facts["perplexity"]),
+        "steps": str(facts["steps"]),
+        "seed": str(facts["seed"]),
+    }
+
+
+def write_readme(notes: Path, model: BloomForCausalLM, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
     """Write the README with three outputs that this very model gave."""
     story = "Once upon a time"
     question = corpus.render_chat(
         [{"role": "user", "content": "What does --num-shard do?"}], add_generation_prompt=True
     )
     fox = corpus.render_chat([{"role": "user", "content": "Tell me a story about a fox."}], add_generation_prompt=True)
-    size = (out / "model.safetensors").stat().st_size / 1e6
     text = README.format(
-        size=f"{size:.1f}",
-        parameters=f"{facts['parameters'] / 1e6:.1f}",
-        tokens=f"{facts['training_tokens'] / 1e6:.1f}",
-        minutes=round(facts["training_seconds"] / 60),
-        perplexity=facts["perplexity"],
-        steps=facts["steps"],
-        seed=facts["seed"],
+        **readme_facts(facts),
         story=_quoted(story + generate(model, tokenizer, story)),
         question=_quoted(generate(model, tokenizer, question)),
         fox=_quoted(generate(model, tokenizer, fox, temperature=0.8, seed=1)),
     )
-    (out / "README.md").write_text(text)
+    (notes / "README.md").write_text(text)
 
 
 README = """\
-# The demo model
+# The embedded model
 
-This is the model that the server serves when no other model is named. It is a very small BLOOM:
+This is how the model was made that the server serves when no other model is named. Its files are in
+[server/demo/](../../server/demo/); nothing in this folder is needed to serve it. It is a very small BLOOM:
 4 layers, 8 heads, {parameters} million parameters, a vocabulary of 2048 byte-level pieces and
 {size} MB of float32 weights. It exists so that a first start shows at once that generation, chat,
 streaming and sharding (1, 2, 4 or 8 ways) work.
@@ -453,11 +461,13 @@ in {minutes} minutes on one processor core. On text from another seed the perple
 {perplexity}; it is low because the world of the stories is small. `EVALUATION.json` has all
 numbers.
 
-To make it again:
+To make it again, from the top of a checkout in which `make install` has run:
 
-    python -m server.demo.train --out server/demo --steps {steps} --seed {seed}
+    .venv/bin/python docs/embedded-model/train.py --steps {steps} --seed {seed} \\
+        --out server/demo --notes docs/embedded-model
 
-The text and the tokenizer come out the same everywhere. The weights can differ in their last
+With `--steps 20` and another folder it is over within a minute, which shows that it runs but makes no
+sensible model. The text and the tokenizer come out the same everywhere. The weights can differ in their last
 digits on another processor.
 
 ## What it can and cannot do
@@ -488,8 +498,9 @@ The chat message "Tell me a story about a fox.", temperature 0.8:
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line of this program."""
-    parser = argparse.ArgumentParser(description="Train the demo model.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for the files")
+    parser = argparse.ArgumentParser(description="Train the embedded model.")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the model's files")
+    parser.add_argument("--notes", type=Path, help="folder for README.md and EVALUATION.json (default: that of --out)")
     parser.add_argument("--minutes", type=float, default=25.0, help="time when --steps is not set")
     parser.add_argument("--steps", type=int, default=None, help="exact number of training steps")
     parser.add_argument("--seed", type=int, default=7, help="seed of the text and the weights")
@@ -502,7 +513,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train, write, evaluate and describe the model."""
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
-    options.out.mkdir(parents=True, exist_ok=True)
+    notes = options.notes or options.out
+    for folder in (options.out, notes):
+        folder.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(options.seed)
     write_tokenizer(options.out, tokenizer)
     start = time.monotonic()
@@ -518,8 +531,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "model_bytes": (options.out / "model.safetensors").stat().st_size,
     }
     facts = evaluate(model, tokenizer, options.seed, trained)
-    _write_json(options.out / "EVALUATION.json", facts)
-    write_readme(options.out, model, tokenizer, facts)
+    _write_json(notes / "EVALUATION.json", facts)
+    write_readme(notes, model, tokenizer, facts)
     print(json.dumps(facts, indent=2))
 
 

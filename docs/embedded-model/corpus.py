@@ -1,4 +1,4 @@
-"""All the text the demo model is trained on, made here from a seed and from nothing else.
+"""All the text the embedded model is trained on, made here from a seed and from nothing else.
 
 A document is a story, a question with its answer, or a chat written with the model's own chat
 template. The same seed always gives the same documents; another seed gives held-out text. No
@@ -10,11 +10,10 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-from server.demo import words
-from server.demo.answers import Exchange, make_exchange
-from server.demo.stories import make_story, with_article
+import words
+from answers import Exchange, make_exchange
+from stories import make_story, with_article
 
 END = "</s>"
 CHAT_TEMPLATE = (
@@ -167,8 +166,3 @@ def take(seed: int, count: int) -> list[Document]:
     """The first `count` documents of a seed."""
     stream = documents(seed)
     return [next(stream) for _ in range(count)]
-
-
-def write_text(path: Path, seed: int, count: int) -> None:
-    """Write documents to a file for reading, one after the other, with their end marks."""
-    path.write_text("\n".join(document.text + END for document in take(seed, count)))

@@ -1,4 +1,4 @@
-"""The words of the demo model's small world: names, animals, places, things and food.
+"""The words of the embedded model's small world: names, animals, places, things and food.
 
 They are kept apart from the story plots because both the plots and the chat requests pick from
 them. Nothing here knows about grammar beyond pronouns; `stories` puts the words into sentences.

@@ -1,0 +1,85 @@
+"""What `pip install` gives to someone without a checkout: a fresh environment, used from another folder."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from tests.running import ROOT, SETTINGS_PREFIXES, Server, body
+
+PACKAGES = ("router", "server", "benchmark")
+COMMAND_SECONDS = 300  # a liveness bound: the slowest command takes ten
+
+
+def run(command: Sequence[str | Path], folder: Path) -> str:
+    """Standard output of a command that must succeed, run without this checkout on its path."""
+    settings = (*SETTINGS_PREFIXES, "PYTHONPATH")
+    env = {name: value for name, value in os.environ.items() if not name.startswith(settings)}
+    result = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    assert 0 == result.returncode, result.stdout + result.stderr
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout."""
+    folder = tmp_path_factory.mktemp("wheel")
+    quiet = ("--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
+    run([sys.executable, "-m", "pip", "wheel", *quiet, "--wheel-dir", folder, ROOT], folder)
+    [built] = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def commands(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`bin` of an environment with the wheel installed.
+
+    Its dependencies are those of the environment that runs the tests. A .pth file adds their folder, whose own .pth
+    files are then not read: the editable install of this checkout is not on its path.
+    """
+    folder = tmp_path_factory.mktemp("environment")
+    venv.create(folder, with_pip=False, symlinks=True)
+    python = folder / "bin" / "python"
+    quiet = ("--quiet", "--no-deps", "--no-index", "--disable-pip-version-check")
+    run([sys.executable, "-m", "pip", "--python", python, "install", *quiet, wheel], folder)
+    [packages] = folder.glob("lib/python*/site-packages")
+    dependencies = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (packages / "dependencies.pth").write_text("\n".join(dependencies))
+    where = run([python, "-c", "import launcher, router, server; print(launcher.__file__)"], folder)
+    assert str(packages / "launcher.py") == where.strip()
+    return python.parent
+
+
+def test_it_holds_what_serves_and_nothing_else(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    paths = [ROOT / "launcher.py", *(path for package in PACKAGES for path in (ROOT / package).rglob("*"))]
+    expected = {str(path.relative_to(ROOT)) for path in paths if path.is_file() and path.suffix != ".pyc"}
+    assert expected == {name for name in names if ".dist-info/" not in name}
+    assert {"launcher.py", "server/demo/model.safetensors", "server/demo/tokenizer.json"} <= names
+    assert {"server/pb/generate_pb2.py", "benchmark/shapes/bloom-560m.json"} <= names
+    assert any(name.endswith(".cpp") for name in names) and any(name.endswith(".css") for name in names)
+
+
+def test_lockstep_serves_from_another_folder_and_ends_on_sigterm(commands: Path, tmp_path: Path) -> None:
+    with Server(env={"PYTHONPATH": ""}, command=[str(commands / "lockstep")], folder=tmp_path) as server:
+        answer = httpx2.post(f"{server.url}/generate", json=body("Once upon a time", max_new_tokens=4), timeout=120)
+        server.stop()
+        code, _ = server.wait()
+    assert answer.json()["generated_text"].startswith(",")
+    assert 0 == code
+    assert [] == list(tmp_path.iterdir())
+
+
+def test_lockstep_bench_measures_from_another_folder(commands: Path, tmp_path: Path) -> None:
+    tiny = ("--batch-size", "1", "--sequence-length", "8", "--decode-length", "4", "--runs", "1", "--warmups", "1")
+    printed = run([commands / "lockstep-bench", "latency", *tiny, "--device", "cpu"], tmp_path)
+    assert "Decode" in printed
+    assert [] == list(tmp_path.iterdir())
