@@ -13,8 +13,9 @@ install: .venv/installed
 serve: install
 	$(RUN) launcher.py $(ARGS)
 
+# Two workers or more, as there are cores; `make test ARGS=-n0` runs all in one process, as a debugger wants it.
 test: install
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 test-gpu: install
 	$(RUN) -m pytest -m gpu $(ARGS)

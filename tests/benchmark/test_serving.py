@@ -254,6 +254,7 @@ def test_a_server_that_dies_keeps_the_finished_rows(capsys: pytest.CaptureFixtur
         ("localhost:3000", "is not a URL"),
         ("http://127.0.0.1:http", "is not a URL"),
     ],
+    ids=["nobody there", "no scheme", "no port"],
 )
 def test_a_wrong_url_is_one_sentence(capsys: pytest.CaptureFixture[str], url: str, sentence: str) -> None:
     code, _, errors = bench(capsys, "--url", url, *GRID)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from server.backends import cpu
+from server.backends.cpu import COMPILERS, Kernels
 from tests.server.checkpoints import Checkpoints, Oracle, save
 
 torch.set_num_threads(1)  # two would wait for each other longer than these tiny models compute, on busy cores above all
@@ -25,6 +28,14 @@ def save_tiny_bloom(folder: Path, **changes: object) -> BloomForCausalLM:
         parameter.data.normal_(0, 0.2)
     model.save_pretrained(folder)
     return model
+
+
+@pytest.fixture(scope="session")
+def kernels() -> Kernels:
+    """The compiled CPU kernels. Without a compiler there are none; one that fails to compile them is an error."""
+    if not any(map(shutil.which, COMPILERS)):
+        pytest.skip("there is no C++ compiler")
+    return cpu.load()
 
 
 @pytest.fixture(scope="session")

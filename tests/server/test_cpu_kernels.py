@@ -39,11 +39,6 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 
 
-@pytest.fixture(scope="session")
-def kernels() -> Kernels:
-    return cpu.load()  # an error where nothing can be compiled: `make test` needs a compiler, a server does not
-
-
 @pytest.fixture(params=[1, 2, 3], ids="{} threads".format)
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()

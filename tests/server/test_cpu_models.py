@@ -7,17 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from server.backends import cpu
 from server.backends.cpu import Kernels
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
 from tests.server.driver import GREEDY, Prompt, all_logits, generate, load_engine, sampled
 from tests.server.test_families import PROMPT
-
-
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return cpu.load()
 
 
 @pytest.mark.parametrize("case", CASES)

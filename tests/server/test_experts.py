@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,20 +12,23 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from server.arch.spec import Activation
-from server.backends import cpu
-from server.backends.cpu import CpuBackend
+from server.backends.cpu import CpuBackend, Kernels
 from server.backends.cpu.device import CpuDevice
 from server.backends.protocol import Backend
 from server.backends.reference import ReferenceBackend
 from server.layers.mlp import MoeMlp
 
 EXPERTS, WIDTH, INNER, TOP_K = 5, 48, 32, 2
-BACKENDS: dict[str, Callable[[torch.dtype], Backend]] = {
-    "reference": lambda dtype: ReferenceBackend(CpuDevice()),
-    "cpu": lambda dtype: CpuBackend(cpu.load(), dtype),
-}
+MakeBackend = Callable[[torch.dtype], Backend]
 # Of the largest value: what rounding to a dtype may cost.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def make(request: pytest.FixtureRequest) -> MakeBackend:
+    if request.param == "reference":
+        return lambda dtype: ReferenceBackend(CpuDevice())
+    return partial(CpuBackend, request.getfixturevalue("kernels"))
 
 
 def random(*size: int, seed: int = 0) -> Tensor:
@@ -60,28 +64,26 @@ def on_paper(x: Tensor) -> Tensor:
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
 @pytest.mark.parametrize("tokens", [1, 3, 40])
-def test_a_mixture_is_the_weighted_sum_of_its_experts(name: str, dtype: torch.dtype, tokens: int) -> None:
+def test_a_mixture_is_the_weighted_sum_of_its_experts(make: MakeBackend, dtype: torch.dtype, tokens: int) -> None:
     x = random(tokens, WIDTH, seed=4).to(dtype)
     expected = on_paper(x)
     if dtype == torch.bfloat16 and tokens == 40:  # where two experts are nearly as likely, rounding may swap them
         x, expected = x[:10], expected[:10]
-    found = mixture(BACKENDS[name](dtype), dtype)(x).double()
+    found = mixture(make(dtype), dtype)(x).double()
     assert (expected - found).abs().max() <= ROUNDING[dtype] * expected.abs().max()
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_residual_is_added_and_an_idle_expert_is_harmless(name: str) -> None:
+def test_a_residual_is_added_and_an_idle_expert_is_harmless(make: MakeBackend) -> None:
     x, base = random(2, WIDTH, seed=5), random(2, WIDTH, seed=6)  # two tokens leave one expert idle at least
-    mlp = mixture(BACKENDS[name](torch.float32), torch.float32)
+    mlp = mixture(make(torch.float32), torch.float32)
     torch.testing.assert_close(base + mlp(x), mlp.branch(x).onto(base, with_bias=True))
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
-def test_a_tokens_output_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
-    mlp, x = mixture(BACKENDS["cpu"](dtype), dtype), random(40, WIDTH, seed=7).to(dtype)
+def test_a_tokens_output_does_not_depend_on_its_batch(kernels: Kernels, dtype: torch.dtype) -> None:
+    mlp, x = mixture(CpuBackend(kernels, dtype), dtype), random(40, WIDTH, seed=7).to(dtype)
     together = mlp(x)
     for count in (1, 7):
         assert torch.equal(together[:count], mlp(x[:count]))
@@ -100,16 +102,14 @@ class Questions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_the_host_is_asked_nothing(name: str) -> None:
-    mlp, x = mixture(BACKENDS[name](torch.float32), torch.float32), random(12, WIDTH)
+def test_the_host_is_asked_nothing(make: MakeBackend) -> None:
+    mlp, x = mixture(make(torch.float32), torch.float32), random(12, WIDTH)
     with Questions() as questions:
         mlp(x)
     assert [] == questions.asked
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_other_formats_give_nearly_the_same(name: str) -> None:
-    backend, x = BACKENDS[name](torch.float32), random(12, WIDTH)
+def test_other_formats_give_nearly_the_same(make: MakeBackend) -> None:
+    backend, x = make(torch.float32), random(12, WIDTH)
     dense, int8 = (mixture(backend, torch.float32, format)(x) for format in ("dense", "int8"))
     assert 0 < (dense - int8).abs().mean() < 0.05 * dense.std()

@@ -45,11 +45,6 @@ class Repeating:
         return function
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Kernels:
-    return cpu.load()
-
-
 def prompts(count: int) -> list[Prompt]:
     """Greedy and sampled sequences of many lengths, that join and leave at different steps."""
     rng = random.Random(7)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from server.backends import cpu
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.logits import KernelLogits
 from server.backends.protocol import Logits
@@ -87,7 +87,7 @@ def on_ranks(
 
 @pytest.fixture(params=["stock", "kernels"])
 def make_logits(request: pytest.FixtureRequest) -> Callable[[], Logits]:
-    return StockLogits if request.param == "stock" else lambda: KernelLogits(cpu.load())
+    return StockLogits if request.param == "stock" else partial(KernelLogits, request.getfixturevalue("kernels"))
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
