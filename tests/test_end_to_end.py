@@ -179,9 +179,12 @@ def test_the_129th_request_is_refused_at_once_and_the_others_go_on(server: Serve
 
 @pytest.mark.parametrize("route", ["/generate_stream", "/generate"])
 def test_a_client_that_leaves_frees_its_blocks(server: Server, route: str) -> None:
+    assert eventually(lambda: server.metrics()["tgi_batch_current_size"] == 0)
     before = server.metrics()
     dropped = 'tgi_request_failure{err="dropped"}'
-    payload = json.dumps(body("Once upon a time", max_new_tokens=1000, do_sample=True, temperature=3.0)).encode()
+    # With this seed no end token comes before the last of them.
+    endless = body("Once upon a time", max_new_tokens=1000, do_sample=True, temperature=3.0, seed=36)
+    payload = json.dumps(endless).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
         head = f"POST {route} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}"
