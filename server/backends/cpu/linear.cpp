@@ -9,6 +9,7 @@
 // alone and in a batch. Where the CPU has matrix units for bfloat16 they compute all of it (amx.h), for one token too: the
 // order of their sums is another one than that of the vector units.
 
+#include <iterator>
 #include <optional>
 #include <utility>
 
@@ -112,11 +113,37 @@ INLINE auto multiply_tile_of(int rows, std::integer_sequence<int, M...>) {
 }
 
 #if defined(__AMX_BF16__)
+// `multiply_tile` of few tokens on vector units, with the sums of matrix units.
+template <int M>
+void multiply_few_like_amx(
+    const Word* left, const Word* stretch, int words, float* sums_at, bool is_first
+) {
+    Floats sums[M][VECTORS];
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) sums[m][v] = is_first ? Floats{} : load(sums_at + m * PANEL + v * LANES);
+    for (; words > 0; words -= LEFT_WORDS, left += M * LEFT_STRIDE, stretch += LEFT_WORDS * PANEL) {
+        const char* here = reinterpret_cast<const char*>(stretch);
+        const Fetch<STEP / 64> fetch{here, here + FAR, STEP};
+        amx::multiply_few(sums, left, stretch, PANEL, int(min(words, LEFT_WORDS)), fetch);
+    }
+#pragma GCC unroll 4
+    for (int m = 0; m < M; m++)
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) store(sums_at + m * PANEL + v * LANES, sums[m][v]);
+}
+
 // `multiply_tile` on matrix units.
 void multiply_tile_amx(
     amx::Registers& registers, const Word* left, const Word* stretch, int words, float* sums, bool is_first, int tile,
     int tiles, int rows
 ) {
+    static constexpr decltype(&multiply_few_like_amx<1>) FEW[] = {
+        multiply_few_like_amx<1>, multiply_few_like_amx<2>, multiply_few_like_amx<3>, multiply_few_like_amx<4>,
+    };
+    static_assert(std::size(FEW) == amx::FEW);
+    if (rows <= amx::FEW) return FEW[rows - 1](left, stretch, words, sums, is_first);
     const bool has_upper = rows > 16;
     const char* here = reinterpret_cast<const char*>(stretch);
     const long step = STEP / tiles;
