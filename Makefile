@@ -27,7 +27,7 @@ bench-gpu: install
 	$(RUN) -m benchmark gpu $(ARGS)
 
 check: install
-	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && $(RUN) -m pytest -q tests/test_architecture.py
+	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && $(RUN) -m pytest -q tests/test_architecture.py tests/test_style.py
 
 proto: install
 	$(RUN) -m grpc_tools.protoc -Iserver/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/generate.proto

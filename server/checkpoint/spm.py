@@ -73,7 +73,7 @@ NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token",
 
 
 @dataclass(frozen=True)
-class Family:
+class TokenizerFamily:
     """What a family's tokenizer code adds to its sentencepiece model."""
 
     appended: tuple[str, ...] = ()  # tokens whose ids follow the last piece, in this order
@@ -84,8 +84,8 @@ class Family:
 
 
 # By config.json's model_type. ChatGLM2 lacks the four roles: there their ids are rows of the padded embedding.
-FAMILIES: Mapping[str, Family] = {
-    "chatglm": Family(
+FAMILIES: Mapping[str, TokenizerFamily] = {
+    "chatglm": TokenizerFamily(
         appended=(
             *("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop"),
             *("<|system|>", "<|user|>", "<|assistant|>", "<|observation|>"),
@@ -113,7 +113,7 @@ def convert(data: bytes, model_type: str = "", companions: Companions | None = N
     model = parse(data)
     files = companions or Companions()
     _rename(model, files)
-    family = FAMILIES.get(model_type, Family())
+    family = FAMILIES.get(model_type, TokenizerFamily())
     extra = _extra_tokens(model, family, files)
     skeleton = Tokenizer(models.BPE())
     skeleton.normalizer = normalizer(model, family.alone)
@@ -201,7 +201,7 @@ def _rename(model: Model, files: Companions) -> None:
         raise SpmError(f"its files name a token as another piece: {names.most_common(1)[0][0]!r}")
 
 
-def _extra_tokens(model: Model, family: Family, files: Companions) -> dict[str, int]:
+def _extra_tokens(model: Model, family: TokenizerFamily, files: Companions) -> dict[str, int]:
     """The ids of tokens that are no pieces. Where a file gives a normal piece's id another name, the piece stands."""
     extra = {token: len(model.pieces) + number for number, token in enumerate(family.appended)}
     known = {piece.piece for piece in model.pieces}
@@ -238,7 +238,7 @@ def _named_tokens(files: Companions) -> set[str]:
 
 
 def _added_tokens(
-    model: Model, family: Family, files: Companions, extra: Mapping[str, int], rule: Any
+    model: Model, family: TokenizerFamily, files: Companions, extra: Mapping[str, int], rule: Any
 ) -> list[dict[str, Any]]:
     """The tokens that are found in a text before it is split into pieces. rule: the normalizer."""
     named = _named_tokens(files)
@@ -268,7 +268,9 @@ def _user_defined(model: Model, rule: Any) -> list[str]:
     return [piece for piece in pieces if rule.normalize_str(piece) == piece]
 
 
-def _post_processor(model: Model, family: Family, files: Companions, extra: Mapping[str, int]) -> dict[str, Any] | None:
+def _post_processor(
+    model: Model, family: TokenizerFamily, files: Companions, extra: Mapping[str, int]
+) -> dict[str, Any] | None:
     """A template with the tokens around a prompt, or None if there are none."""
     ids = _ids(model, extra)
     before = [*family.prefix, *_asked_for(model, files, "bos")]

@@ -176,7 +176,7 @@ class CpuGraph(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func.namespace != "aten" or _decides_by_values(func, args):
-            raise CaptureError(f"{func} cannot be captured")
+            raise CaptureError(f"{func} cannot be captured in a graph: start with --cuda-graphs 0, and report it")
         result = func(*args, **kwargs)
         if func.overloadpacket in EMPTY:
             return self._pool.empty(result.shape, result.dtype)
