@@ -117,7 +117,7 @@ class ShardConfig:
             "CPU each batch size is captured at its first use, and 0 turns that off.",
             "unit": "requests",
             "check": parse_graph_sizes,
-            "default": "24 sizes up to 256",
+            "default": "23 sizes up to 256",
             "when": "Fewer sizes leave memory for the KV cache and start sooner; a batch is filled up to the next "
             "size. 0 to find out whether a graph is at fault.",
         },
