@@ -252,6 +252,7 @@ class RouterConfig:
             "help": "Least important log records of the router and the shards that are written: info has one for each "
             "request, debug one for each step too. The launcher's own few lines are always written.",
             "choices": LOG_LEVELS,
+            "environment": "LOCKSTEP_LOG_LEVEL",  # LOG_LEVEL is common in containers, and TGI's has a form of its own
             "when": "warn keeps the log of a busy server small; debug shows what each step is made of.",
         },
     )

@@ -164,6 +164,13 @@ def eventually(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def test_processes_that_all_end_at_once_are_a_failure(supervise: Start) -> None:
+    process = supervise(shard_0="raise ImportError('broken')", router="raise ImportError('broken, too')")
+    code, _, errors = end(process, within=60)
+    assert 1 == code
+    assert "cannot start: ImportError: broken" in errors
+
+
 def test_records_of_children_become_lines_with_their_name(supervise: Start) -> None:
     process = supervise(shard_0=SHARD, router=PRELUDE + "say('hi', n=1); print('plain\\x1b[1m')\n" + ROUTER)
     log = wait_for(process, "serving")

@@ -71,6 +71,8 @@ class Supervisor:
                 self._spawn(command)
             while any(child.is_running for child in self._children):
                 self._turn(wakeup)
+            if self._phase is Phase.FAILING:  # all of them ended before anybody was blamed
+                self._fail()
         finally:
             self._kill()
             self._finish()

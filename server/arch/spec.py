@@ -251,16 +251,23 @@ class ArchSpec:
 def with_rope_scaling(spec: ArchSpec, kind: str, factor: float) -> ArchSpec:
     """The spec with its rotations scaled, `linear` or `dynamic`, and room for sequences that are `factor` as long.
 
+    Where layers with a window have a rotation of their own (Gemma 3), that one stays, as it does in transformers.
+
     Raises ValueError for a model without rotary positions.
     """
-    if not any(isinstance(layer.position, Rope) for layer in spec.layers):
+    ropes = {layer.position for layer in spec.layers if isinstance(layer.position, Rope)}
+    if not ropes:
         raise ValueError(
             "--rope-scaling and --rope-factor are for models with rotary position embeddings, which this one does not "
             "have: leave them out"
         )
+    if kind == "dynamic" and any(rope.dim <= 2 for rope in ropes):
+        raise ValueError("--rope-scaling dynamic needs more than 2 rotated features of a head: use linear")
     scaling = LinearScaling(factor) if kind == "linear" else DynamicScaling(factor, spec.max_positions)
     layers = tuple(
-        replace(layer, position=replace(layer.position, scaling=scaling)) if isinstance(layer.position, Rope) else layer
+        replace(layer, position=replace(layer.position, scaling=scaling))
+        if isinstance(layer.position, Rope) and (len(ropes) == 1 or not layer.window)
+        else layer
         for layer in spec.layers
     )
     return replace(spec, layers=layers, max_positions=int(spec.max_positions * factor))

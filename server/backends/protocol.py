@@ -156,7 +156,10 @@ class Logits(Protocol):
     """What takes a pass over the whole vocabulary."""
 
     def summarise(self, logits: Tensor, n: int) -> LogitSummary:
-        """The n best tokens (at least 1) of logits [R, V] float32, which are not changed."""
+        """The n best tokens (at least 1) of logits [R, V] float32, which are not changed.
+
+        Of equal logits the smaller id is the more likely, whatever n is. A candidate of minus infinity stands for none.
+        """
 
     def race(self, logits: Tensor, seed_low: Tensor, seed_high: Tensor, positions: Tensor, first_id: int = 0) -> Tensor:
         """Draw one token [R] of each row of logits [R, V] float32: the index of its column.
@@ -254,8 +257,8 @@ class Backend(Protocol):
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         """LayerNorm over weight's features where `is_centred`, else RMSNorm."""
 
-    def grouped(self, weights: Iterable[Tensor], format: str, *, is_gated: bool = False) -> GroupedLinear:
-        """The weights [F, D] of E experts, stored in one of `formats`."""
+    def grouped(self, weights: Iterable[Tensor], count: int, format: str, *, is_gated: bool = False) -> GroupedLinear:
+        """The weights [F, D] of `count` experts, stored in one of `formats`; each is asked for when it is stored."""
 
     def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
         """Why decode steps of such a model cannot be captured in graphs; None: they can."""

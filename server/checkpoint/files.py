@@ -68,10 +68,12 @@ def indexed_names(index: Path) -> list[str]:
 def checked_file(folder: Path, name: str) -> Path:
     """The path `folder/name`. Raises HubError if no regular file lies there, or in the hub cache around `folder`."""
     path = folder / name
-    home = folder.resolve()
+    try:
+        home, real = folder.resolve(), path.resolve()
+    except RuntimeError:  # of Python before 3.13, for a link that leads to itself
+        raise HubError(f"{path} is a link that leads to itself: fetch the model again") from None
     if home.parent.name == "snapshots":  # the hub cache links snapshots/COMMIT/name to blobs/HASH
         home = home.parent.parent
-    real = path.resolve()
     if not real.exists():
         raise HubError(f"{path} is missing: fetch the model again")
     if not real.is_relative_to(home) or not stat.S_ISREG(real.stat().st_mode):

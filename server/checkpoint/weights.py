@@ -4,8 +4,8 @@ A layer asks `Weights` for a role ("qkv", "mlp_up", …) and for the part that i
 name map says what that is called in the checkpoint, and safetensors reads only those bytes. Layouts that differ from
 ours (BLOOM interleaves q, k and v per head) are undone here, so `forward` never learns about them. A tensor of the
 checkpoint that nobody asked for and that the family does not ignore is an error: it means that the model is not what
-we think it is. What this module leaves out: formats other than dense safetensors (see `quant/`), and downloads
-(`hub.py`).
+we think it is. What this module leaves out: formats other than dense safetensors, which are made from dense
+weights (`server/backends/`), and downloads (`download.py`).
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Checkpoint:
                 if name in self._paths:
                     raise CheckpointError(f"tensor {name} is in {path} and in another file: {self._paths[name]}")
                 self._paths[name] = path
+        if not self._paths:
+            raise CheckpointError(f"the safetensors files in {self.folder} hold no tensors: fetch the model again")
 
     def _open(self, path: Path) -> Any:
         if path not in self._files:

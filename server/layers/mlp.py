@@ -127,8 +127,8 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend, for
     return MoeMlp(
         router=backend.formats["dense"](weights.rows("router", (kind.num_experts, spec.hidden_size))),
         expert_ids=torch.arange(kind.num_experts, device=weights.device),
-        up=backend.grouped(ups(), format, is_gated=True),
-        down=backend.grouped(downs(), format),
+        up=backend.grouped(ups(), kind.num_experts, format, is_gated=True),
+        down=backend.grouped(downs(), kind.num_experts, format),
         activation=kind.activation,
         top_k=kind.top_k,
         renormalise=kind.renormalise,

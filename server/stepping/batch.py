@@ -24,8 +24,8 @@ from server.pb import generate_pb2 as pb
 from server.stepping.sampling import History, Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary
 
-# Rows of the device's tables before they grow: those of all sequences that a graph takes, and row 0.
-FIRST_ROWS = 257
+# Sequences that the device's tables have room for before they grow, which drops all graphs; more if a graph takes more.
+FIRST_SEQUENCES = 256
 
 
 class StepError(ValueError):
@@ -185,11 +185,13 @@ class SequenceTable:
     vocabulary: Vocabulary
     has_encoder: bool = False
     longest: int = 1  # blocks of the longest sequence that is expected
+    most: int = FIRST_SEQUENCES  # sequences that the tables have room for at first
     sequences: dict[int, SequenceState] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.tables = Tables.empty(FIRST_ROWS, self.longest, self.device.torch_device)
-        self.free_rows = list(range(FIRST_ROWS - 1, 0, -1))
+        rows = self.most * (1 + self.has_encoder) + 1
+        self.tables = Tables.empty(rows, self.longest, self.device.torch_device)
+        self.free_rows = list(range(rows - 1, 0, -1))
         self._samplers: dict[int, tuple[list[TokenChoice], Sampler]] = {}
 
     def apply(self, request: pb.StepRequest) -> StepRuns | None:

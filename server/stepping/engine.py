@@ -1,6 +1,7 @@
 """One rank's engine: launches steps and finishes them.
 
-`launch` starts a step and returns without waiting for the device; `Launched.finish` waits and hands over the tokens.
+`launch` starts a step and returns without waiting for the device (but for top-p over several ranks, see
+`vocabulary.py`); `Launched.finish` waits and hands over the tokens.
 Between the two, the next step may be launched already: its inputs are on the device (see `batch.py`). On a CPU
 `launch` is the computation itself. What this module leaves out: how large the KV cache is (`warmup.py`), loading
 (`loading.py`), the wire (`service.py`), and every decision about who runs when (the router's).
@@ -21,7 +22,7 @@ from server.blocks import num_blocks
 from server.distributed import Shard
 from server.pb import generate_pb2 as pb
 from server.stepping import cache
-from server.stepping.batch import Forward, SequenceState, SequenceTable, StepInput, StepRuns, TokenRun
+from server.stepping.batch import FIRST_SEQUENCES, Forward, SequenceState, SequenceTable, StepInput, StepRuns, TokenRun
 from server.stepping.cache import KVShape
 from server.stepping.decode_graphs import DecodeGraphs
 from server.stepping.sampling import Chosen, Watermark
@@ -82,11 +83,16 @@ class Launched:
             ids=[s.id for s in self._sampled],
             token_ids=token_ids,
             logprobs=logprobs,
-            top_ids=[ids[:n] for ids, n in zip(top_ids, wanted, strict=True)],
-            top_logprobs=[values[:n] for values, n in zip(top_logprobs, wanted, strict=True)],
+            top_ids=[ids[: counted(values, n)] for ids, values, n in zip(top_ids, top_logprobs, wanted, strict=True)],
+            top_logprobs=[values[: counted(values, n)] for values, n in zip(top_logprobs, wanted, strict=True)],
             prompt_logprobs={id: logprobs.tolist() for id, logprobs in self._prompt.items()},
             forward_ns=time.perf_counter_ns() - self._start_ns,
         )
+
+
+def counted(logprobs: Sequence[float], wanted: int) -> int:
+    """How many candidates, most likely first, are reported: those wanted, but for tokens that a warper removed."""
+    return sum(logprob > float("-inf") for logprob in logprobs[:wanted])
 
 
 class Model(Protocol):
@@ -169,6 +175,7 @@ class Engine:
             self._vocabulary,
             self.has_encoder,
             longest=num_blocks(total_tokens),
+            most=max([FIRST_SEQUENCES, *(self._wanted_sizes or ())]),
         )
         if self.why_not_captured is None:
             capture = self.backend.graph_capture(self._wanted_sizes)

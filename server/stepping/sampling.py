@@ -26,6 +26,9 @@ from server.backends.protocol import Device
 from server.backends.reference.logits import MASK32, mix
 from server.stepping.vocabulary import Vocabulary
 
+# Colder is greedy all the same, and logits must not overflow when they are divided by it.
+MIN_TEMPERATURE = 1e-6
+
 
 @dataclass(frozen=True)
 class TokenChoice:
@@ -117,7 +120,7 @@ class Sampler:
         self._frequency = self._column([choices[r].frequency_penalty for r in self._penalised])
         self._sampled = self._rows([c.do_sample for c in choices])
         drawn = [c for c in choices if c.do_sample]
-        self._temperature = self._column([c.temperature for c in drawn])
+        self._temperature = self._column([max(c.temperature, MIN_TEMPERATURE) for c in drawn])
         self._top_k = _Warper(self, drawn, "top_k", neutral=0)
         self._most_top_k = max((c.top_k for c in drawn), default=0)
         self._top_p = _Warper(self, drawn, "top_p", neutral=1.0)

@@ -106,11 +106,13 @@ class Vocabulary:
             n = min(NUCLEUS_CANDIDATES, self.width)
             summary = self._logits.summarise(logits, n)
             values, totals = self._gather(summary.top_logits, summary.log_totals)
-            # Tokens that are not among the candidates are at most as likely as the last one of their rank.
-            known = values >= values.view(len(values), -1, n)[:, :, -1].amax(dim=-1, keepdim=True)
-            values = values.masked_fill(~known, float("-inf")).sort(dim=-1, descending=True).values
+            if n < self.width:
+                # Tokens that are not among the candidates are at most as likely as the last one of their rank.
+                known = values >= values.view(len(values), -1, n)[:, :, -1].amax(dim=-1, keepdim=True)
+                values = values.masked_fill(~known, float("-inf"))
+            values = values.sort(dim=-1, descending=True).values
             probabilities = (values - totals.logsumexp(dim=-1, keepdim=True)).exp()
-            if bool((probabilities.sum(dim=-1, keepdim=True) >= p).all()):
+            if bool((probabilities.cumsum(dim=-1)[:, -1:] >= p).all()):
                 return nucleus_threshold(values, probabilities, p)
         values = self.gather(logits).sort(dim=-1, descending=True).values
         return nucleus_threshold(values, values.softmax(dim=-1), p)

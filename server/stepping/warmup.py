@@ -43,7 +43,7 @@ class Warmed:
 
     tokens: int  # of the KV cache
     step_bytes: int  # of the largest step, beside weights and cache; 0: not measured
-    graph_bytes: int  # of all captured steps; 0: not measured
+    graph_bytes: int  # of the decode steps that are captured beforehand; 0: not measured
     captured: str  # which decode steps are captured, for people
 
 
@@ -103,19 +103,19 @@ def warm_up(
     asked for, 0 for as much as fits, at most useful_tokens; top_n_tokens: candidates reported with a token at most;
     fraction: share of a GPU's memory that we may use.
     """
-    step_bytes, graph_bytes = _profile(engine, prefill_tokens, total_tokens, top_n_tokens)
+    step_bytes, expected_bytes = _profile(engine, prefill_tokens, total_tokens, top_n_tokens)
     engine.release()  # the profile run's cache is free again
     free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.world_size)
     tokens = cache.choose_tokens(
         wanted=wanted_tokens,
         useful=useful_tokens,
-        free_bytes=engine.shard.minimum(free - step_bytes - graph_bytes, engine.device.torch_device),
+        free_bytes=engine.shard.minimum(free - step_bytes - expected_bytes, engine.device.torch_device),
         bytes_per_token=engine.kv_shape.bytes_per_token,
     )
     engine.allocate(tokens, total_tokens)
-    graph_bytes = engine.device.taken_bytes(partial(_capture, engine, engine.graph_sizes))
+    taken_bytes = engine.device.taken_bytes(partial(_capture, engine, engine.graph_sizes))
     _take_first_steps(engine)
-    return Warmed(tokens, step_bytes, graph_bytes, _captured(engine))
+    return Warmed(tokens, step_bytes, taken_bytes, _captured(engine))
 
 
 def _profile(engine: Engine, prefill_tokens: int, total_tokens: int, top_n_tokens: int) -> tuple[int, int]:
@@ -129,20 +129,21 @@ def _profile(engine: Engine, prefill_tokens: int, total_tokens: int, top_n_token
     )
     engine.allocate(run.kv_tokens, total_tokens)
     step_bytes = engine.device.peak_bytes(partial(_step, engine, run.request(top_n_tokens)))
-    return step_bytes, _profile_graphs(engine)
+    return step_bytes, graph_bytes(engine)
 
 
-def _profile_graphs(engine: Engine) -> int:
+def graph_bytes(engine: Engine) -> int:
     """What all graphs will take: the largest, whose memory the others share, and what each has alone.
 
     Each size in both its forms; the one that is captured when somebody samples keeps logits of its own.
     """
     sizes = engine.graph_sizes
-    if not engine.device.measures_memory or len(sizes) < 2:
+    if not engine.device.measures_memory or not sizes:
         return 0
-    first, second = (engine.device.taken_bytes(partial(_capture, engine, [size])) for size in sizes[:2])
-    logits = sum(sizes) * engine.model.vocab_size * torch.float32.itemsize
-    return first + (2 * len(sizes) - 1) * second + logits
+    first, *others = (engine.device.taken_bytes(partial(_capture, engine, [size])) for size in sizes[:2])
+    another = others[0] if others else first
+    _, width = engine.model.vocab_range
+    return first + (2 * len(sizes) - 1) * another + sum(sizes) * width * torch.float32.itemsize
 
 
 def _capture(engine: Engine, sizes: Sequence[int]) -> None:

@@ -66,6 +66,16 @@ def index(folder: Path, *names: object) -> None:
 # Local folders
 
 
+def test_a_link_that_leads_to_itself_is_one_sentence(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.unlink()
+    path.symlink_to("model.safetensors")
+    with pytest.raises(
+        HubError, match=r"model\.safetensors (is a link that leads to itself|is missing): fetch the model"
+    ):
+        resolve(folder)
+
+
 def test_local_folder_is_used_as_it_is_and_makes_no_connection(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise AssertionError("a connection was attempted")

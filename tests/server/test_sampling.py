@@ -114,6 +114,12 @@ def test_temperature_sharpens_and_flattens() -> None:
     assert 60 < hot.token_ids.sum() < 140
 
 
+@pytest.mark.parametrize("temperature", [1e-6, 1.2e-38])
+def test_the_coldest_temperatures_are_greedy(temperature: float) -> None:
+    chosen = choose(torch.tensor([[50.0, 49.9, -50.0]]), [TokenChoice(do_sample=True, temperature=temperature)])
+    assert ([0], [0.0]) == (chosen.token_ids.tolist(), chosen.logprobs.tolist())
+
+
 def test_samples_follow_the_distribution() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1])
     chosen = choose(probabilities.log().unsqueeze(0), [TokenChoice(do_sample=True, seed=s) for s in range(20000)])

@@ -20,6 +20,22 @@ def spec_of(config: dict[str, object]) -> object:
     return families.find(config)[1]
 
 
+def test_a_rotation_of_windowed_layers_alone_stays_as_it_is(checkpoints: Checkpoints) -> None:
+    folder, _ = checkpoints("gemma3_text")
+    _, plain = families.find(json.loads((folder / "config.json").read_text()))
+    scaled = with_rope_scaling(plain, "linear", 8.0)
+    for before, after in zip(plain.layers, scaled.layers, strict=True):
+        assert (before.position == after.position) == bool(before.window)
+    assert {True, False} == {bool(layer.window) for layer in plain.layers}
+
+
+def test_two_rotated_features_cannot_be_scaled_dynamically(checkpoints: Checkpoints) -> None:
+    folder, _ = checkpoints("gpt_neox-serial")
+    _, plain = families.find(json.loads((folder / "config.json").read_text()))
+    with pytest.raises(ValueError, match="needs more than 2 rotated features of a head: use linear"):
+        with_rope_scaling(plain, "dynamic", 2.0)
+
+
 @pytest.mark.parametrize("kind", ["linear", "dynamic"])
 def test_scaled_rotations_are_those_that_config_json_could_ask_for(checkpoints: Checkpoints, kind: str) -> None:
     folder, _ = checkpoints("llama")

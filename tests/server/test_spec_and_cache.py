@@ -12,7 +12,7 @@ import torch
 from server.arch import families
 from server.arch.spec import Alibi, ArchSpec, validate
 from server.backends.cpu.device import CpuDevice
-from server.backends.cpu.threads import cpu_quota, plan_threads
+from server.backends.cpu.threads import plan_threads
 from server.blocks import num_blocks
 from server.layers.position import alibi_slopes
 from server.loading import choose_dtype
@@ -91,14 +91,14 @@ def test_a_dtype_that_the_device_computes_badly_gives_way_with_a_reason(monkeypa
 
 
 def test_threads_are_a_share_of_the_cores_and_one_where_waiting_costs_more(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr("server.backends.cpu.threads.cpu_quota", lambda: None)
     large, small = 2**30, 2**20
-    nowhere = tmp_path / "nowhere"
 
     def plan(wanted: int | None, ranks: int, num_bytes: int, is_host: bool = True) -> tuple[int, str]:
-        return plan_threads(wanted, is_host=is_host, world_size=ranks, weight_bytes=num_bytes, cgroup=nowhere)
+        return plan_threads(wanted, is_host=is_host, world_size=ranks, weight_bytes=num_bytes)
 
     assert (8, "8 cores for all shards; they sleep when idle") == plan(None, 1, large)
     assert 2 == plan(None, 4, large)[0]
@@ -108,29 +108,10 @@ def test_threads_are_a_share_of_the_cores_and_one_where_waiting_costs_more(
     assert (5, "asked for") == plan(5, 1, small)
 
 
-@pytest.mark.parametrize(
-    ("files", "quota"),
-    [
-        ({}, None),
-        ({"cpu.max": "max 100000\n"}, None),
-        ({"cpu.max": "250000 100000\n"}, 2.5),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
-        ({"cpu/cpu.cfs_quota_us": "400000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 4.0),
-    ],
-)
-def test_a_quota_is_read_from_either_version_of_cgroups(
-    tmp_path: Path, files: dict[str, str], quota: float | None
-) -> None:
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    assert quota == cpu_quota(tmp_path)
-
-
-def test_threads_keep_to_a_containers_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_threads_keep_to_a_containers_quota(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(8)))
-    (tmp_path / "cpu.max").write_text("250000 100000\n")
-    plan = partial(plan_threads, None, is_host=True, weight_bytes=2**30, cgroup=tmp_path)
+    monkeypatch.setattr("server.backends.cpu.threads.cpu_quota", lambda: 2.5)
+    plan = partial(plan_threads, None, is_host=True, weight_bytes=2**30)
     assert (2, "a cgroup quota of 2.5 cores for all shards") == plan(world_size=1)
     assert 1 == plan(world_size=4)[0]
 

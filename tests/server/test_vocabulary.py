@@ -104,6 +104,36 @@ def test_ranks_choose_what_one_rank_chooses(make_logits: Callable[[], Logits], w
         torch.testing.assert_close(whole.top_logprobs, chosen.top_logprobs, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("top_n", [0, 1, 5])
+def test_of_equally_likely_tokens_the_smallest_id_is_chosen_whatever_else_is_asked(
+    make_logits: Callable[[], Logits], world_size: int, top_n: int
+) -> None:
+    logits = torch.randint(0, 4, (20, 61), generator=torch.Generator().manual_seed(4)).float()  # ties everywhere
+    choices = [TokenChoice(top_n_tokens=top_n)] * 20
+    if world_size == 1:
+        ranks = [sample(logits, choices, Vocabulary(make_logits(), Shard(), logits.shape[1]))]
+    else:
+        ranks, _ = on_ranks(logits, world_size, make_logits, lambda part, v: sample(part, choices, v))
+    best = logits.sort(dim=-1, descending=True, stable=True).indices
+    for chosen in ranks:
+        assert best[:, 0].tolist() == chosen.token_ids.tolist()
+        assert best[:, :top_n].tolist() == chosen.top_ids.tolist()
+
+
+def test_a_nucleus_of_just_all_candidates_is_not_the_whole_vocabulary() -> None:
+    for seed in range(12):
+        logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(seed)) * 3
+        best = logits.view(2, -1).topk(NUCLEUS_CANDIDATES).values
+        known = best.flatten()[best.flatten() >= best[:, -1].max()].sort(descending=True).values
+        p = (known - logits.logsumexp(-1)).exp().sum().view(1, 1)  # at the edge of what the candidates hold
+        keep = lambda part, vocabulary, p=p: vocabulary.top_p_threshold(part, p)  # noqa: E731
+        whole = Vocabulary(StockLogits(), Shard(), 3000).top_p_threshold(logits, p)
+        for threshold in on_ranks(logits, 2, StockLogits, keep)[0]:  # type: ignore[arg-type]
+            kept, wanted = int((logits >= threshold).sum()), int((logits >= whole).sum())
+            assert abs(kept - wanted) <= 2  # sums of another order round in another way
+
+
 @pytest.mark.parametrize(
     ("name", "most"), [("greedy", 3), ("sampled", 6), ("top-k", 50), ("top-p", 2 * NUCLEUS_CANDIDATES)]
 )

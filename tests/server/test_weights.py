@@ -145,6 +145,12 @@ def test_a_wrong_shape_names_tensor_and_both_shapes(four_by_four: Path) -> None:
         load_column(weights_of(four_by_four), "mlp_up", (8, 4), DenseFormat, bias=False)
 
 
+def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="hold no tensors: fetch the model again"):
+        Checkpoint(tmp_path)
+
+
 def test_a_truncated_file_is_named(four_by_four: Path) -> None:
     path = four_by_four / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-8])

@@ -57,9 +57,9 @@ class CpuBackend(ReferenceBackend):
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return KernelNorm(self._kernels, weight, bias, eps, is_centred=is_centred)
 
-    def grouped(self, weights: Iterable[Tensor], format: str, *, is_gated: bool = False) -> GroupedLinear:
+    def grouped(self, weights: Iterable[Tensor], count: int, format: str, *, is_gated: bool = False) -> GroupedLinear:
         if format != "dense":
-            return super().grouped(weights, format, is_gated=is_gated)
+            return super().grouped(weights, count, format, is_gated=is_gated)
         experts = [PanelFormat(self._kernels, self._arena, weight, is_gated=is_gated) for weight in weights]
         return KernelExperts(self._kernels, experts)
 

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+from server.backends.cpu.cgroup import memory_left
+
 # Memory kept back, because the estimate of what is free cannot see the other programs' next moves.
 HEADROOM = 0.2
 
@@ -69,7 +71,5 @@ def _available_bytes() -> int:
     """What the kernel says is available, or less if a cgroup (a container) allows less."""
     meminfo = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     available = int(meminfo["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.is_file() and used.is_file() and (text := limit.read_text().strip()) != "max":
-        available = min(available, int(text) - int(used.read_text()))
-    return available
+    allowed = memory_left()
+    return available if allowed is None else min(available, allowed)

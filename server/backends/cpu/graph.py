@@ -6,8 +6,9 @@ torch operators one by one, their results copied to where the first ones lie. Te
 drops take their memory from a pool that all graphs share, because only one of them runs at a time.
 
 What a computation must not do is decide by values: operators whose results have a shape that depends on them, reading
-a tensor into Python, or speaking to other processes cannot be captured. A backend knows beforehand which models do that
-(`Backend.why_not_captured`); here it is an error. Threads, addresses and shapes are those of the first run.
+a tensor into Python, or speaking to other processes. A backend knows beforehand which models do that
+(`Backend.why_not_captured`); here operators that do are an error, while `Tensor.tolist` and `numpy`, which call none,
+cannot be seen. Threads, addresses and shapes are those of the first run.
 """
 
 from __future__ import annotations

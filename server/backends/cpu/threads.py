@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 import os
-from pathlib import Path
+
+from server.backends.cpu.cgroup import cpu_quota
 
 SMALL_MODEL_BYTES = 64 * 2**20
-CGROUP = Path("/sys/fs/cgroup")
 
 
-def plan_threads(
-    wanted: int | None, *, is_host: bool, world_size: int, weight_bytes: int, cgroup: Path = CGROUP
-) -> tuple[int, str]:
+def plan_threads(wanted: int | None, *, is_host: bool, world_size: int, weight_bytes: int) -> tuple[int, str]:
     """Threads for operators on the host, and why so many: this rank's share of the cores, mostly.
 
-    is_host: whether the host computes the model. cgroup: where this process's control group is shown.
+    is_host: whether the host computes the model.
 
     The router has no core of its own: it works while a step's last tokens are on their way, and threads that find no
     work sleep after a moment (threads.h). Threads wait for each other after every operator, and for a small model an
@@ -28,20 +26,8 @@ def plan_threads(
         return 1, "the GPU computes"
     if weight_bytes < SMALL_MODEL_BYTES:
         return 1, "the model is too small to share"
-    cores, quota = len(os.sched_getaffinity(0)), cpu_quota(cgroup)
+    cores, quota = len(os.sched_getaffinity(0)), cpu_quota()
     if quota is not None and quota < cores:
         # Threads beyond the quota use it up early, and then all of them stand still for the rest of each period.
         return max(1, math.floor(quota) // world_size), f"a cgroup quota of {quota:g} cores for all shards"
     return max(1, cores // world_size), f"{cores} cores for all shards; they sleep when idle"
-
-
-def cpu_quota(cgroup: Path) -> float | None:
-    """The cores' worth of time that the control group allows, in either version of cgroups; None: no limit."""
-    unified = cgroup / "cpu.max"
-    if unified.is_file():
-        quota, period = unified.read_text().split()
-        return None if quota == "max" else int(quota) / int(period)
-    old_quota, old_period = cgroup / "cpu" / "cpu.cfs_quota_us", cgroup / "cpu" / "cpu.cfs_period_us"
-    if old_quota.is_file() and old_period.is_file() and (microseconds := int(old_quota.read_text())) > 0:
-        return microseconds / int(old_period.read_text())
-    return None

@@ -59,9 +59,9 @@ class ReferenceBackend:
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return make_norm(weight, bias, eps, is_centred=is_centred)
 
-    def grouped(self, weights: Iterable[Tensor], format: str, *, is_gated: bool = False) -> GroupedLinear:
+    def grouped(self, weights: Iterable[Tensor], count: int, format: str, *, is_gated: bool = False) -> GroupedLinear:
         if format == "dense":
-            return GroupedDense(weights, is_gated=is_gated, gate=self.gate)
+            return GroupedDense(weights, count, is_gated=is_gated, gate=self.gate)
         return LoopedExperts([self.formats[format](weight, is_gated=is_gated) for weight in weights])
 
     def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:

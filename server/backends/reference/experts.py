@@ -21,12 +21,22 @@ from server.backends.protocol import LinearFormat
 from server.backends.reference.activation import Gate, stock_gate
 from server.backends.reference.linear import activated
 
+# What the operator wants rows to be a multiple of.
+ALIGNED_BYTES = 16
+
 
 class GroupedDense:
-    """A `GroupedLinear` of dense weights, stacked."""
+    """A `GroupedLinear` of dense weights, stacked; inputs are filled up with zeros to whole units of memory."""
 
-    def __init__(self, weights: Iterable[Tensor], *, is_gated: bool = False, gate: Gate = stock_gate):
-        self._weights = torch.stack(list(weights)).transpose(1, 2)  # [E, D, F]; the operator wants D in runs
+    def __init__(self, weights: Iterable[Tensor], count: int, *, is_gated: bool = False, gate: Gate = stock_gate):
+        for expert, weight in enumerate(weights):
+            outputs, inputs = weight.shape
+            if expert == 0:
+                unit = ALIGNED_BYTES // weight.itemsize
+                self._padding = -inputs % unit
+                stacked = weight.new_zeros(count, outputs, inputs + self._padding)
+            stacked[expert, :, :inputs] = weight
+        self._weights = stacked.transpose(1, 2)  # [E, D, F], with D in runs
         self._gate = gate if is_gated else None
 
     @property
@@ -34,6 +44,7 @@ class GroupedDense:
         return self._weights.nbytes
 
     def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
+        x = F.pad(x, (0, self._padding)) if self._padding else x
         return activated(F.grouped_mm(x, self._weights, offs=ends), activation, self._gate)
 
 

@@ -20,8 +20,16 @@ class StockLogits:
     """`protocol.Logits` in torch operators: what defines correct."""
 
     def summarise(self, logits: Tensor, n: int) -> LogitSummary:
-        best, ids = logits.max(dim=-1, keepdim=True) if n == 1 else logits.topk(n, dim=-1)
-        return LogitSummary(ids, best, logits.logsumexp(dim=-1, keepdim=True))
+        # One after the other: of equals `max` gives the first, and `topk` any.
+        best, ids = logits.max(dim=-1, keepdim=True)
+        values, columns, rest = [best], [ids], logits
+        for _ in range(n - 1):
+            rest = rest.scatter(1, columns[-1], float("-inf"))
+            best, ids = rest.max(dim=-1, keepdim=True)
+            values.append(best)
+            columns.append(ids)
+        totals = logits.logsumexp(dim=-1, keepdim=True)
+        return LogitSummary(torch.cat(columns, dim=-1), torch.cat(values, dim=-1), totals)
 
     def race(self, logits: Tensor, seed_low: Tensor, seed_high: Tensor, positions: Tensor, first_id: int = 0) -> Tensor:
         token_ids = torch.arange(first_id, first_id + logits.shape[1], device=logits.device)

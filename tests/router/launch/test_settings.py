@@ -51,7 +51,7 @@ def test_wrong_environment_is_not_read_where_a_flag_is_given() -> None:
 
 
 def test_a_choice_may_be_written_in_any_case() -> None:
-    assert "warn" == read([], {"LOG_LEVEL": "WARN"}).values["log_level"]
+    assert "warn" == read([], {"LOCKSTEP_LOG_LEVEL": "WARN"}).values["log_level"]
 
 
 def test_empty_variable_counts_as_unset() -> None:
@@ -130,8 +130,8 @@ def test_setting_and_alias_together_are_refused() -> None:
         (["--dtype", "int3"], {}, "--dtype is int3: give one of float32, float16, bfloat16"),
         (
             [],
-            {"LOG_LEVEL": "loud"},
-            "--log-level is loud: give one of debug, info, warn, error (from environment LOG_LEVEL)",
+            {"LOCKSTEP_LOG_LEVEL": "loud"},
+            "--log-level is loud: give one of debug, info, warn, error (from environment LOCKSTEP_LOG_LEVEL)",
         ),
         (["--num-shard", "3"], {}, "--num-shard is 3: give one of 1, 2, 4, 8"),
         (["--sharded", "maybe"], {}, "--sharded is maybe: give true or false"),
