@@ -5,6 +5,7 @@ RUN = .venv/bin/python
 
 install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
+	@echo "Setting up .venv, once: some minutes, most of them for torch"
 	$(PYTHON) -m venv .venv
 	.venv/bin/pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	$(RUN) -m server.backends.cpu

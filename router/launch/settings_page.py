@@ -14,7 +14,7 @@ def render_settings() -> str:
     lines = [
         "# Settings",
         "",
-        "Written by `python launcher.py --print-settings` from the code; do not edit.",
+        "Written by `.venv/bin/python launcher.py --print-settings` from the code; do not edit.",
         "",
         "Every setting is a flag (`--max_batch_size` is read as `--max-batch-size`) and an environment variable. A",
         "flag wins over the environment; an empty variable counts as not set. A switch alone means true. `HOSTNAME`",

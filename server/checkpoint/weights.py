@@ -238,6 +238,8 @@ class Weights:
         return next((name for name in names if f"{name}.weight" in self.checkpoint), names[0])
 
     def _short_names(self, role: str, expert: int = 0) -> list[str]:
+        if role not in self.names.roles:
+            raise CheckpointError(f"the family's name map has no role {role!r}, which its spec needs: add it to NAMES")
         entry = self.names.roles[role]
         return [name.format(i=self.layer, e=expert) for name in ((entry,) if isinstance(entry, str) else entry)]
 

@@ -145,6 +145,11 @@ def test_a_wrong_shape_names_tensor_and_both_shapes(four_by_four: Path) -> None:
         load_column(weights_of(four_by_four), "mlp_up", (8, 4), DenseFormat, bias=False)
 
 
+def test_a_role_that_a_family_forgets_is_named(four_by_four: Path) -> None:
+    with pytest.raises(CheckpointError, match="has no role 'mlp_gate', which its spec needs: add it to NAMES"):
+        load_column(weights_of(four_by_four), "mlp_gate", (4, 4), DenseFormat, bias=False)
+
+
 def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="hold no tensors: fetch the model again"):
