@@ -45,12 +45,12 @@ def load_engine(
     format: str = "dense",
     captured: bool = True,
     tokens: int = 4096,
-    prefill_tokens: int = 64,
+    warms_up: bool = True,
 ) -> Engine:
     """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`.
 
     backend: by default the reference on a CPU, or the one of `kernels`; format: how matrices are stored;
-    prefill_tokens: of the profile run.
+    warms_up: else there is a KV cache and no more.
     """
     shard = shard or Shard()
     if backend is None:
@@ -60,9 +60,12 @@ def load_engine(
     model = load_model(weights, spec, backend, format)
     why_not = backend.why_not_captured(spec, format, shard.world_size) if captured else "not wanted"
     engine = Engine(model, shard, backend, dtype, Watermark(gamma=0.5, delta=2.0), why_not)
+    if not warms_up:
+        engine.allocate(tokens, total_tokens=64)
+        return engine
     warm_up(
         engine,
-        prefill_tokens=prefill_tokens,
+        prefill_tokens=64,
         total_tokens=64,
         wanted_tokens=tokens,
         useful_tokens=tokens,

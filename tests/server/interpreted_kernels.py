@@ -88,7 +88,7 @@ def test_a_model_on_the_backend_for_a_gpu_gives_the_tokens_of_the_reference(
     properties = SimpleNamespace(multi_processor_count=ONE_SPLIT)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     backend = CudaBackend(CpuDevice(), torch.float32)  # its kernels are interpreted, on tensors of the CPU
-    engines = load_engine(tmp_path), load_engine(tmp_path, backend=backend, captured=False, prefill_tokens=1)
+    engines = load_engine(tmp_path), load_engine(tmp_path, backend=backend, captured=False, warms_up=False)
     expected, found = (
         generate(engine, [Prompt(list(range(4, 13)), 3, chunk=6), Prompt([40, 50], 3, joins_at=1)])
         for engine in engines
