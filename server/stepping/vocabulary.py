@@ -104,8 +104,9 @@ class Vocabulary:
         """The least likely logit [R, 1] that belongs to the most likely tokens whose probabilities reach p [R, 1]."""
         if not self.is_whole:
             n = min(NUCLEUS_CANDIDATES, self.width)
-            summary = self._logits.summarise(logits, n)
-            values, totals = self._gather(summary.top_logits, summary.log_totals)
+            # Values alone take one pass; `summarise` would also settle the ids of equals, one after the other.
+            totals = logits.logsumexp(dim=-1, keepdim=True)
+            values, totals = self._gather(logits.topk(n, dim=-1).values, totals)
             if n < self.width:
                 # Tokens that are not among the candidates are at most as likely as the last one of their rank.
                 known = values >= values.view(len(values), -1, n)[:, :, -1].amax(dim=-1, keepdim=True)
