@@ -1,5 +1,7 @@
 PYTHON ?= python3
 RUN = .venv/bin/python
+# The tests start hundreds of processes: where this is set, each would compile every module anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install serve test test-gpu bench-check bench-gpu check proto docs
 
