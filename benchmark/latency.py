@@ -100,6 +100,7 @@ def _limits(args: argparse.Namespace) -> list[str]:
         "--max-total-tokens": args.sequence_length + args.decode_length,
         "--max-batch-prefill-tokens": largest * args.sequence_length,
         "--max-batch-total-tokens": largest * blocks * shapes.BLOCK_SIZE,
+        "--max-concurrent-requests": largest,
         "--max-top-n-tokens": args.top_n_tokens or 0,
     }
     return launch.flags_of(limits)

@@ -127,6 +127,7 @@ class Shards(Protocol):
         max_batch_total_tokens: int,
         useful_tokens: int,
         max_top_n_tokens: int,
+        max_sequences: int,
     ) -> KvCache:
         """Size and allocate the KV cache. Raises ValueError with the shard's sentence when the limits cannot be met."""
 

@@ -84,10 +84,14 @@ def derive_lengths(
     return LengthLimits(input_length, total)
 
 
+def max_sequences(config: RouterConfig) -> int:
+    """How many sequences can run at once."""
+    return min(config.max_concurrent_requests, config.max_batch_size or config.max_concurrent_requests)
+
+
 def useful_tokens(config: RouterConfig, lengths: LengthLimits) -> int:
     """How many tokens of KV cache the largest load that is admitted could fill; more would never be used."""
-    running = min(config.max_concurrent_requests, config.max_batch_size or config.max_concurrent_requests)
-    return min(running * lengths.max_total_tokens, UINT32_MAX)
+    return min(max_sequences(config) * lengths.max_total_tokens, UINT32_MAX)
 
 
 def resolve(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from router.client import KvCache, ModelInfo, Shards
 from router.config import RouterConfig
-from router.limits import Limits, derive_lengths, resolve, useful_tokens
+from router.limits import Limits, derive_lengths, max_sequences, resolve, useful_tokens
 
 TABLE_LIMITS = (
     "max_concurrent_requests",
@@ -45,6 +45,7 @@ async def start(config: RouterConfig, shards: Shards) -> Started:
         max_batch_total_tokens=config.max_batch_total_tokens or 0,
         useful_tokens=useful_tokens(config, lengths),
         max_top_n_tokens=config.max_top_n_tokens,
+        max_sequences=max_sequences(config),
     )
     limits = resolve(
         config,

@@ -80,6 +80,7 @@ class ShardService(pb_grpc.ShardServicer):
             wanted_tokens=request.max_batch_total_tokens,
             useful_tokens=request.useful_tokens,
             top_n_tokens=request.max_top_n_tokens,
+            sequences=request.max_sequences,
             fraction=self._fraction,
         )
         kv_bytes = engine.num_blocks * BLOCK_SIZE * engine.kv_shape.bytes_per_token

@@ -86,6 +86,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.model": {
         "server.arch.spec", "server.backends.protocol", "server.checkpoint.weights", "server.distributed",
         "server.layers", "server.model", "server.stepping.batch", "server.stepping.cache",
+        "server.stepping.sequences",
     },
     "server.null": {"server.blocks", "server.config", "server.pb"},
     "server.pb": {"server.pb"},

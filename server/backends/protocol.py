@@ -199,6 +199,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has reached it."""
 
+    def elapsed_time(self, end: Any) -> float:
+        """Milliseconds from here to another event, both of which the device has reached."""
+
 
 class Device(Protocol):
     """What a host and a device exchange, and how much memory there is."""

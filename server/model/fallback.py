@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-from server.stepping.batch import Forward, TokenRun
+from server.stepping.batch import Forward
 from server.stepping.cache import KVShape
+from server.stepping.sequences import TokenRun
 
 log = logging.getLogger(__name__)
 

@@ -10,27 +10,28 @@ Between the two, the next step may be launched already: its inputs are on the de
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from server.backends.protocol import Backend, Device
+from server.backends.protocol import Backend, Device, Event
 from server.blocks import num_blocks
 from server.distributed import Shard
 from server.pb import generate_pb2 as pb
 from server.stepping import cache
-from server.stepping.batch import FIRST_SEQUENCES, Forward, SequenceState, SequenceTable, StepInput, StepRuns, TokenRun
+from server.stepping.batch import Forward, StepInput, Tables
 from server.stepping.cache import KVShape
+from server.stepping.choosing import LOGIT_ROWS, Chooser
 from server.stepping.decode_graphs import DecodeGraphs
 from server.stepping.sampling import Chosen, Watermark
+from server.stepping.sequences import SequenceState, SequenceTable, StepRuns, TokenRun
 from server.stepping.vocabulary import Vocabulary
 
-# Rows whose logits are looked at together: 128 rows of BLOOM's 250,880 are 128 MB, and sampling takes several times
-# that.
-LOGIT_ROWS = 128
+# Sequences that there is always room for, and as many are expected where nobody says how many there can be.
+LEAST_SEQUENCES = 256
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,20 @@ class StepResult:
     forward_ns: int
 
 
+class Clock:
+    """The time from here to another event of a device: by its own clock, if it works behind the host's back."""
+
+    def __init__(self, device: Device):
+        self._began = device.event()
+        self._began_ns = time.perf_counter_ns()
+
+    def ns_until(self, end: Event | None) -> int:
+        """Nanoseconds until `end`, which the device has reached; without one, until now."""
+        if self._began is None or end is None:
+            return time.perf_counter_ns() - self._began_ns
+        return int(self._began.elapsed_time(end) * 1e6)
+
+
 class Launched:
     """A step that the device is computing."""
 
@@ -54,16 +69,13 @@ class Launched:
         sampled: list[SequenceState],
         chosen: Sequence[Chosen],
         prompt: dict[int, Tensor],
-        start_ns: int,
+        started: Clock,
         device: Device,
     ):
         self._sampled = sampled
-        self._chosen = [
-            [device.download(t) for t in (part.token_ids, part.logprobs, part.top_ids, part.top_logprobs)]
-            for part in chosen
-        ]
+        self._chosen = [part.downloaded(device) for part in chosen]
         self._prompt = {id: device.download(logprobs) for id, logprobs in prompt.items()}
-        self._start_ns = start_ns
+        self._started = started
         self._done = device.event()
 
     @property
@@ -75,19 +87,31 @@ class Launched:
         """Wait for the device and read the tokens."""
         if self._done is not None:
             self._done.synchronize()
-        token_ids, logprobs, top_ids, top_logprobs = (
-            [row for part in self._chosen for row in part[kind].tolist()] for kind in range(4)
-        )
-        wanted = [s.choice.top_n_tokens for s in self._sampled]
+        top_ids, top_logprobs = self._candidates()
         return StepResult(
             ids=[s.id for s in self._sampled],
-            token_ids=token_ids,
-            logprobs=logprobs,
-            top_ids=[ids[: counted(values, n)] for ids, values, n in zip(top_ids, top_logprobs, wanted, strict=True)],
-            top_logprobs=[values[: counted(values, n)] for values, n in zip(top_logprobs, wanted, strict=True)],
+            token_ids=[id for part in self._chosen for id in part.token_ids.tolist()],
+            logprobs=[logprob for part in self._chosen for logprob in part.logprobs.tolist()],
+            top_ids=top_ids,
+            top_logprobs=top_logprobs,
             prompt_logprobs={id: logprobs.tolist() for id, logprobs in self._prompt.items()},
-            forward_ns=time.perf_counter_ns() - self._start_ns,
+            forward_ns=self._started.ns_until(self._done),
         )
+
+    def _candidates(self) -> tuple[list[list[int]], list[list[float]]]:
+        """The ids and log-probabilities of each sequence's candidates, as many as it asked for."""
+        if not any(s.choice.top_n_tokens for s in self._sampled):
+            return [[] for _ in self._sampled], [[] for _ in self._sampled]
+        ids = [row for part in self._chosen for row in _rows(part.top_ids, part)]
+        values = [row for part in self._chosen for row in _rows(part.top_logprobs, part)]
+        counts = [counted(row, s.choice.top_n_tokens) for row, s in zip(values, self._sampled, strict=True)]
+        rows = list(zip(ids, values, counts, strict=True))
+        return [ids[:n] for ids, _, n in rows], [values[:n] for _, values, n in rows]
+
+
+def _rows(candidates: Tensor | None, part: Chosen) -> list[list[Any]]:
+    """A list for each sequence of the part, empty where it has no candidates."""
+    return [[] for _ in range(len(part.token_ids))] if candidates is None else candidates.tolist()
 
 
 def counted(logprobs: Sequence[float], wanted: int) -> int:
@@ -155,40 +179,52 @@ class Engine:
         self.kv_shape = model.kv_shape(dtype)
         self.has_encoder = model.decoder_start is not None
         self._vocabulary = Vocabulary(backend.logits, shard, model.vocab_size, *model.vocab_range)
-        self._watermark = watermark
+        self._choose = Chooser(watermark, backend.device, self._vocabulary)
         self._kv_caches: list[Tensor] = []
-        self._table: SequenceTable | None = None
+        self._sequences: SequenceTable | None = None
+        self._tables: Tables | None = None
         self.why_not_captured = why_not_captured
         self._wanted_sizes = graph_sizes
         self._graphs: DecodeGraphs | None = None
 
-    def allocate(self, tokens: int, total_tokens: int) -> None:
-        """Make a KV cache of so many tokens, for sequences of at most `total_tokens`. What was there before goes."""
+    def allocate(self, tokens: int, total_tokens: int, sequences: int = 0) -> None:
+        """Make a KV cache of so many tokens, for sequences of at most `total_tokens`. What was there before goes.
+
+        sequences: most that are expected at once, 0 for LEAST_SEQUENCES; larger batches are not captured.
+        """
         self.release()
         # An encoder-decoder's sequence has two runs of blocks: one block more, so that the longest one fits.
         blocks = num_blocks(tokens) + self.has_encoder
         self._kv_caches = cache.allocate(self.kv_shape, blocks, self.device)
-        self._table = SequenceTable(
+        self._sequences = SequenceTable(
             blocks,
-            self._watermark,
             self.device,
             self._vocabulary,
             self.has_encoder,
             longest=num_blocks(total_tokens),
-            most=max([FIRST_SEQUENCES, *(self._wanted_sizes or ())]),
+            most=max(sequences, LEAST_SEQUENCES),
         )
+        tables = Tables.empty(self._sequences.num_rows, self._sequences.longest, self.device.torch_device)
+        self._tables = tables
         if self.why_not_captured is None:
             capture = self.backend.graph_capture(self._wanted_sizes)
-            self._graphs = DecodeGraphs(capture, self._decode, self.device, has_encoder=self.has_encoder)
+            self._graphs = DecodeGraphs(
+                capture,
+                self._decode,
+                self.device,
+                tables,
+                most=sequences or LEAST_SEQUENCES,
+                has_encoder=self.has_encoder,
+            )
 
     def release(self) -> None:
         """Give back the KV cache, and the graphs that read it."""
-        self._kv_caches, self._graphs = [], None
+        self._kv_caches, self._graphs, self._tables = [], None, None
 
     @property
     def num_blocks(self) -> int:
         """KV blocks allocated so far."""
-        return self._table.num_blocks if self._table is not None else 0
+        return self._sequences.num_blocks if self._sequences is not None else 0
 
     @property
     def graph_sizes(self) -> list[int]:
@@ -198,53 +234,53 @@ class Engine:
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:
         """Capture decodes of these batch sizes."""
-        assert self._table is not None and self._graphs is not None
-        self._graphs.prepare(sizes, self._table.tables)
+        assert self._graphs is not None
+        self._graphs.prepare(sizes)
 
     @torch.inference_mode()
     def launch(self, request: pb.StepRequest) -> Launched | None:
         """Start one step; None when it computes nothing. Sequences of a step that fails are dropped."""
-        assert self._table is not None, "the router warms up before it steps"
-        start_ns = time.perf_counter_ns()
+        assert self._sequences is not None and self._tables is not None, "the router warms up before it steps"
+        started = Clock(self.device)
         try:
-            plan = self._table.apply(request)
-            return None if plan is None else self._run(plan, self._table, start_ns)
+            plan = self._sequences.apply(request)
+            if plan.added:
+                self._tables.add(plan.added, self.device)
+            return self._run(plan, self._tables, started) if plan.computes else None
         except BaseException:
-            self._table.drop(request)
+            self._sequences.drop(request)
             raise
 
     def hidden(self, step: StepInput) -> Tensor:
         """The final hidden states [T, D] of a step's tokens."""
         return self.model.run(step.forward, self._kv_caches)
 
-    def _run(self, plan: StepRuns, table: SequenceTable, start_ns: int) -> Launched:
+    def _run(self, plan: StepRuns, tables: Tables, started: Clock) -> Launched:
         if not plan.chunks and self._graphs is not None and self._graphs.takes(len(plan.decodes)):
-            return self._run_graph(plan.decodes, table, self._graphs, start_ns)
-        step = table.lay_out(plan)
+            return self._run_graph(plan.decodes, tables, self._graphs, started)
+        step = tables.lay_out(plan, self.device, has_encoder=self.has_encoder)
         hidden = self.hidden(step)
         prompt = {r.sequence.id: self._prompt_logprobs(hidden, step, i) for i, r in _reported_prompts(step)}
         at = step.sample_at
         chosen = self._choose(
-            table,
             step.sampled,
             lambda rows: self.model.logits(hidden[at[rows]]),
             positions=step.forward.meta.positions[at] + 1,
             previous=step.forward.token_ids[at],
         )
         if chosen:
-            table.tables.last_tokens[step.sample_rows] = torch.cat([part.token_ids for part in chosen])
-        return self._launched(step.sampled, chosen, prompt, start_ns)
+            tables.keep(step.sample_rows, torch.cat([part.token_ids for part in chosen]))
+        return Launched(step.sampled, chosen, prompt, started, self.device)
 
-    def _run_graph(self, runs: list[TokenRun], table: SequenceTable, graphs: DecodeGraphs, start_ns: int) -> Launched:
-        sequences = [r.sequence for r in runs]
+    def _run_graph(self, runs: list[TokenRun], tables: Tables, graphs: DecodeGraphs, started: Clock) -> Launched:
+        sequences = [run.sequence for run in runs]
         if all(s.choice.is_plain for s in sequences):
-            token_ids, logprobs, _ = graphs.run(runs, table.tables, chooses=True)
-            none = token_ids.new_empty(len(runs), 0)
-            return self._launched(sequences, [Chosen(token_ids, logprobs, none, none)], {}, start_ns)
-        logits, positions, previous, rows = graphs.run(runs, table.tables, chooses=False)
-        chosen = self._choose(table, sequences, logits.__getitem__, positions=positions, previous=previous)
-        table.tables.last_tokens[rows] = torch.cat([part.token_ids for part in chosen])
-        return self._launched(sequences, chosen, {}, start_ns)
+            token_ids, logprobs, _ = graphs.run(runs, chooses=True)
+            return Launched(sequences, [Chosen(token_ids, logprobs)], {}, started, self.device)
+        logits, positions, previous, rows = graphs.run(runs, chooses=False)
+        chosen = self._choose(sequences, logits.__getitem__, positions=positions, previous=previous)
+        tables.keep(rows, torch.cat([part.token_ids for part in chosen]))
+        return Launched(sequences, chosen, {}, started, self.device)
 
     def _decode(self, forward: Forward, chooses: bool) -> tuple[Tensor, ...]:
         """What is captured of a decode step, in which every sequence has one token and gets the next."""
@@ -255,36 +291,10 @@ class Engine:
         best = self._vocabulary.summarise(logits, 1)
         return best.top_ids.squeeze(1), (best.top_logits - best.log_totals).squeeze(1)
 
-    def _choose(
-        self,
-        table: SequenceTable,
-        sequences: list[SequenceState],
-        logits: Callable[[slice], Tensor],
-        *,
-        positions: Tensor,
-        previous: Tensor,
-    ) -> list[Chosen]:
-        """A token for each of `sequences`, a few rows at a time, so that no batch takes more memory than they do."""
-        chosen = []
-        for first in range(0, len(sequences), LOGIT_ROWS):
-            rows = slice(first, first + LOGIT_ROWS)
-            histories = [s.history for s in sequences[rows]]
-            sampler = table.sampler_for(sequences[rows], part=first)
-            chosen.append(sampler(logits(rows), positions[rows], previous[rows], histories))
-            for i, history in enumerate(histories):
-                if history is not None:
-                    history.append(chosen[-1].token_ids[i : i + 1])
-        return chosen
-
-    def _launched(
-        self, sampled: list[SequenceState], chosen: list[Chosen], prompt: dict[int, Tensor], start_ns: int
-    ) -> Launched:
-        return Launched(sampled, chosen, prompt, start_ns, self.device)
-
     def _prompt_logprobs(self, hidden: Tensor, step: StepInput, index: int) -> Tensor:
         """Log-probabilities of the prompt tokens that follow those of one chunk."""
         run, start = step.forward.runs[index], step.forward.meta.query_starts[index]
-        targets = run.sequence.prompt[run.start + 1 : run.start + run.count + 1]
+        targets = run.sequence.prompt[run.start + 1 : run.start + run.length + 1]
         rows = hidden[start : start + len(targets)]
         parts = [
             self._vocabulary.logprobs(self.model.logits(r), ids)

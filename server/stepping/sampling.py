@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,14 +65,20 @@ class Watermark:
     delta: float
 
 
-@dataclass(frozen=True)
-class Chosen:
-    """The tokens of one step, on the device."""
+class Chosen(NamedTuple):
+    """The tokens of one step, on the device. Without candidates, nobody asked for any."""
 
     token_ids: Tensor  # [R] int64
     logprobs: Tensor  # [R] float32, after penalties and warpers
-    top_ids: Tensor  # [R, n] int64, most likely first
-    top_logprobs: Tensor  # [R, n] float32
+    top_ids: Tensor | None = None  # [R, n] int64, most likely first
+    top_logprobs: Tensor | None = None  # [R, n] float32
+
+    def downloaded(self, device: Device) -> Chosen:
+        """The same on the host, complete once an event that is made afterwards has been reached."""
+        token_ids, logprobs = device.download(self.token_ids), device.download(self.logprobs)
+        if self.top_ids is None or self.top_logprobs is None:
+            return Chosen(token_ids, logprobs)
+        return Chosen(token_ids, logprobs, device.download(self.top_ids), device.download(self.top_logprobs))
 
 
 class History:
@@ -147,9 +154,10 @@ class Sampler:
             rows, at = logits[self._sampled], positions[self._sampled]
             draw = self._vocabulary.draw(rows, self._seed_low, self._seed_high, at)
             token_ids[self._sampled], chosen[self._sampled] = draw.token_ids, draw.logits
-        top_ids, top_logits = summary.top_ids[:, : self.top_n], summary.top_logits[:, : self.top_n]
         logprobs = chosen - summary.log_totals.squeeze(1)
-        return Chosen(token_ids, logprobs, top_ids, top_logits - summary.log_totals)
+        if not self.top_n:
+            return Chosen(token_ids, logprobs)
+        return Chosen(token_ids, logprobs, summary.top_ids, summary.top_logits - summary.log_totals)
 
     def _add_watermark(self, logits: Tensor, previous: Tensor) -> None:
         if self._watermarked is not None:

@@ -20,7 +20,8 @@ import torch
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
 from server.stepping import cache
-from server.stepping.engine import LOGIT_ROWS, Engine
+from server.stepping.choosing import LOGIT_ROWS
+from server.stepping.engine import LEAST_SEQUENCES, Engine
 
 
 def worst_sampling() -> pb.SamplingParameters:
@@ -95,15 +96,17 @@ def warm_up(
     wanted_tokens: int,
     useful_tokens: int,
     top_n_tokens: int,
+    sequences: int,
     fraction: float,
 ) -> Warmed:
     """Make the engine ready. Raises ValueError for a KV cache that does not fit.
 
     prefill_tokens: prompt tokens of the largest step; total_tokens: longest sequence; wanted_tokens: what the user
     asked for, 0 for as much as fits, at most useful_tokens; top_n_tokens: candidates reported with a token at most;
-    fraction: share of a GPU's memory that we may use.
+    sequences: most expected at once, 0 for LEAST_SEQUENCES; fraction: share of a GPU's memory that we may use.
     """
-    step_bytes, expected_bytes = _profile(engine, prefill_tokens, total_tokens, top_n_tokens)
+    sequences = sequences or LEAST_SEQUENCES
+    step_bytes, expected_bytes = _profile(engine, prefill_tokens, total_tokens, top_n_tokens, sequences)
     engine.release()  # the profile run's cache is free again
     free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.world_size)
     tokens = cache.choose_tokens(
@@ -112,13 +115,15 @@ def warm_up(
         free_bytes=engine.shard.minimum(free - step_bytes - expected_bytes, engine.device.torch_device),
         bytes_per_token=engine.kv_shape.bytes_per_token,
     )
-    engine.allocate(tokens, total_tokens)
+    engine.allocate(tokens, total_tokens, sequences)
     taken_bytes = engine.device.taken_bytes(partial(_capture, engine, engine.graph_sizes))
     _take_first_steps(engine)
     return Warmed(tokens, step_bytes, taken_bytes, _captured(engine))
 
 
-def _profile(engine: Engine, prefill_tokens: int, total_tokens: int, top_n_tokens: int) -> tuple[int, int]:
+def _profile(
+    engine: Engine, prefill_tokens: int, total_tokens: int, top_n_tokens: int, sequences: int
+) -> tuple[int, int]:
     """Bytes of the largest step and of all graphs, over a cache of just the size that the step takes."""
     measures = engine.device.measures_memory
     run = ProfileRun.of(
@@ -127,23 +132,18 @@ def _profile(engine: Engine, prefill_tokens: int, total_tokens: int, top_n_token
         sampled=LOGIT_ROWS if measures else 1,
         has_encoder=engine.has_encoder,
     )
-    engine.allocate(run.kv_tokens, total_tokens)
+    engine.allocate(run.kv_tokens, total_tokens, max(sequences, len(run.lengths)))
     step_bytes = engine.device.peak_bytes(partial(_step, engine, run.request(top_n_tokens)))
     return step_bytes, graph_bytes(engine)
 
 
 def graph_bytes(engine: Engine) -> int:
-    """What all graphs will take: the largest, whose memory the others share, and what each has alone.
-
-    Each size in both its forms; the one that is captured when somebody samples keeps logits of its own.
-    """
+    """What all graphs will take: the largest, whose memory the others share, and what each has alone."""
     sizes = engine.graph_sizes
     if not engine.device.measures_memory or not sizes:
         return 0
     first, *others = (engine.device.taken_bytes(partial(_capture, engine, [size])) for size in sizes[:2])
-    another = others[0] if others else first
-    _, width = engine.model.vocab_range
-    return first + (2 * len(sizes) - 1) * another + sum(sizes) * width * torch.float32.itemsize
+    return first + (len(sizes) - 1) * sum(others)
 
 
 def _capture(engine: Engine, sizes: Sequence[int]) -> None:

@@ -61,15 +61,16 @@ def load_engine(
     why_not = backend.why_not_captured(spec, format, shard.world_size) if captured else "not wanted"
     engine = Engine(model, shard, backend, dtype, Watermark(gamma=0.5, delta=2.0), why_not)
     if not warms_up:
-        engine.allocate(tokens, total_tokens=64)
+        engine.allocate(tokens, total_tokens=tokens)
         return engine
     warm_up(
         engine,
         prefill_tokens=64,
-        total_tokens=64,
+        total_tokens=tokens,
         wanted_tokens=tokens,
         useful_tokens=tokens,
         top_n_tokens=5,
+        sequences=0,
         fraction=1.0,
     )
     return engine
@@ -171,14 +172,15 @@ def _collect(engine: Engine, request: pb.StepRequest, prompts: Sequence[Prompt])
 @torch.inference_mode()
 def all_logits(engine: Engine, token_ids: list[int], generated: Sequence[int] = ()) -> Tensor:
     """Logits [T, V] of every position of one sequence, by one forward pass of the decoder."""
-    table = engine._table
-    assert table is not None
+    table, tables = engine._sequences, engine._tables
+    assert table is not None and tables is not None
     decoded, encoded = split(engine, token_ids)
     decoded, blocks = [*decoded, *generated], itertools.count()
     request = pb.StepRequest(chunk_ids=[0], chunk_tokens=[len(decoded)])
     _add(request, 0, Prompt([]), take(blocks, len(decoded)), (decoded, encoded), blocks)
     plan = table.apply(request)
-    assert plan is not None
-    logits = engine.model.logits(engine.hidden(table.lay_out(plan)))
+    tables.add(plan.added, engine.device)
+    step = tables.lay_out(plan, engine.device, has_encoder=engine.has_encoder)
+    logits = engine.model.logits(engine.hidden(step))
     table.apply(pb.StepRequest(retire=[0]))
     return logits

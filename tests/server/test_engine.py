@@ -12,8 +12,8 @@ import torch
 from server.backends.cpu import OneDnnBackend
 from server.backends.cpu.onednn import can_pack
 from server.pb import generate_pb2 as pb
-from server.stepping.batch import StepError
 from server.stepping.engine import Engine
+from server.stepping.sequences import StepError
 from server.stepping.warmup import warm_up
 from tests.server.driver import GREEDY, Prompt, all_logits, generate, load_engine, sampled
 
@@ -131,7 +131,7 @@ def test_a_failed_step_drops_its_sequences_and_nothing_else(engine: Engine) -> N
 
 def test_sampling_a_few_rows_at_a_time_changes_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = generate(engine, mixed_prompts(20))
-    monkeypatch.setattr("server.stepping.engine.LOGIT_ROWS", 3)
+    monkeypatch.setattr("server.stepping.choosing.LOGIT_ROWS", 3)
     parts = generate(engine, mixed_prompts(20))
     for one, other in zip(whole, parts, strict=True):
         assert one.tokens == other.tokens
@@ -140,10 +140,10 @@ def test_sampling_a_few_rows_at_a_time_changes_nothing(engine: Engine, monkeypat
 
 def test_rows_are_free_again_after_many_sequences(engine: Engine) -> None:
     generate(engine, mixed_prompts(40))
-    table = engine._table
+    table = engine._sequences
     assert table is not None
     assert not table.sequences
-    assert len(table.free_rows) == len(table.tables.last_tokens) - 1
+    assert len(table.free_rows) == table.num_rows - 1
 
 
 def test_packed_weights_agree_with_plain_ones(tiny_bloom: Path) -> None:
@@ -165,7 +165,7 @@ def test_int8_weights_stay_close_to_dense_ones(tiny_bloom: Path, engine: Engine)
 
 
 def test_a_cache_that_does_not_fit_is_refused_with_the_size_that_does(engine: Engine) -> None:
-    sizes = {"prefill_tokens": 64, "total_tokens": 64, "top_n_tokens": 5, "fraction": 1.0}
+    sizes = {"prefill_tokens": 64, "total_tokens": 64, "top_n_tokens": 5, "sequences": 0, "fraction": 1.0}
     with pytest.raises(ValueError, match=r"use --max-batch-total-tokens \d+ or less"):
         warm_up(engine, wanted_tokens=10**9, useful_tokens=10**9, **sizes)
     warm_up(engine, wanted_tokens=8192, useful_tokens=8192, **sizes)

@@ -53,7 +53,7 @@ def shard_config(folder: Path, **changes: Any) -> ShardConfig:
 
 def engine_of(folder: Path) -> Engine:
     engine, _ = load(shard_config(folder))
-    sizes = {"prefill_tokens": 64, "total_tokens": 64, "wanted_tokens": 2048, "useful_tokens": 2048}
+    sizes = {"prefill_tokens": 64, "total_tokens": 64, "wanted_tokens": 2048, "useful_tokens": 2048, "sequences": 0}
     warm_up(engine, top_n_tokens=5, fraction=1.0, **sizes)
     return engine
 

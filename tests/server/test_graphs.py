@@ -22,6 +22,7 @@ from server.backends.cpu.layers import KernelNorm, PanelFormat
 from server.backends.cpu.memory import Arena
 from server.backends.protocol import Computation
 from server.stepping.decode_graphs import DecodeGraph
+from server.stepping.sequences import StepError
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
 from tests.server.driver import GREEDY, Prompt, generate, load_engine, sampled
@@ -89,19 +90,27 @@ def test_batches_are_filled_up(kernels: Kernels) -> None:
     engine.backend.graph_capture = lambda sizes: capture
     engine.allocate(4096, 64)
     engine.capture(engine.graph_sizes)
-    before = capture.captured
+    # Both forms of each size, before the first request, and nothing while requests are served.
+    assert 2 * len(Repeating.sizes) == capture.captured
     assert results(generate(engine, prompts(14))) == results(generate(plain, prompts(14)))
-    assert 0 < capture.captured - before <= 2 * len(Repeating.sizes)  # batches of more than 8 were not captured
+    assert 2 * len(Repeating.sizes) == capture.captured
 
 
-def test_longer_and_more_sequences_than_the_tables_hold(kernels: Kernels) -> None:
-    engine = load_engine(DEMO, kernels=kernels, tokens=8192)
-    plain = load_engine(DEMO, kernels=kernels, tokens=8192, captured=False)
-    crowd = [Prompt([i + 2], max_new_tokens=4) for i in range(80)]
-    long = [Prompt([5, 6], max_new_tokens=6), Prompt([8] * 1300, max_new_tokens=4, joins_at=3)]
-    for batch in (long, crowd):
-        fresh = [replace(p, tokens=[], logprobs=[], top_ids=[]) for p in batch]
-        assert results(generate(engine, batch)) == results(generate(plain, fresh))
+def test_no_larger_batch_is_captured_than_there_can_be(kernels: Kernels) -> None:
+    engine = load_engine(DEMO, kernels=kernels)
+    engine.backend.graph_capture = lambda sizes: Repeating()
+    engine.allocate(4096, 64, sequences=3)
+    assert [5, 2] == engine.graph_sizes
+
+
+def test_longer_and_more_sequences_than_were_announced_are_refused(kernels: Kernels) -> None:
+    engine = load_engine(DEMO, kernels=kernels)
+    engine.allocate(8192, total_tokens=64, sequences=300)
+    with pytest.raises(StepError, match="has 5 blocks, but there is room for 4 of 16 tokens: raise --max-total-tokens"):
+        generate(engine, [Prompt([5] * 60, max_new_tokens=10)])
+    with pytest.raises(StepError, match="one too many: there is room for 300, so raise --max-concurrent-requests"):
+        generate(engine, [Prompt([5], max_new_tokens=2) for _ in range(301)])
+    assert [8] * 2 == [len(p.tokens) for p in generate(engine, [Prompt([5]), Prompt([6])])]
 
 
 def test_a_step_that_does_the_same_uploads_nothing(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:

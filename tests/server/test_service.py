@@ -154,7 +154,7 @@ def test_random_weights_need_no_checkpoint(tiny_bloom: Path, tmp_path: Path) -> 
     engine, info = load(config_of(tmp_path, tmp_path / "s", random_weights=True))
     torch.set_num_threads(threads)
     assert ("float32", 103) == (info.dtype, info.vocab_size)
-    sizes = {"prefill_tokens": 64, "total_tokens": 64, "wanted_tokens": 256, "useful_tokens": 256}
+    sizes = {"prefill_tokens": 64, "total_tokens": 64, "wanted_tokens": 256, "useful_tokens": 256, "sequences": 0}
     warm_up(engine, top_n_tokens=5, fraction=1.0, **sizes)
     launched = engine.launch(first_step())
     assert launched is not None

@@ -41,7 +41,7 @@ class CudaDevice:
         return host.copy_(tensor, non_blocking=True)
 
     def event(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 

@@ -1,0 +1,60 @@
+"""The next tokens of a step's sequences, from their logits, a few rows at a time.
+
+Between the engine, which has logits, and `Sampler`, which is made for certain choices: most steps choose for the same
+sequences as the step before, so that what a sampler has uploaded once is used again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from server.backends.protocol import Device
+from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark
+from server.stepping.sequences import SequenceState
+from server.stepping.vocabulary import Vocabulary
+
+# Rows whose logits are looked at together: 128 rows of BLOOM's 250,880 are 128 MB, and sampling takes several times
+# that.
+LOGIT_ROWS = 128
+
+
+class Chooser:
+    """Chooses the tokens of one engine."""
+
+    def __init__(self, watermark: Watermark, device: Device, vocabulary: Vocabulary):
+        self._watermark = watermark
+        self._device = device
+        self._vocabulary = vocabulary
+        self._samplers: dict[int, tuple[list[TokenChoice], Sampler]] = {}  # by the first row
+
+    def __call__(
+        self,
+        sequences: list[SequenceState],
+        logits: Callable[[slice], Tensor],
+        *,
+        positions: Tensor,
+        previous: Tensor,
+    ) -> list[Chosen]:
+        """A token for each of `sequences`, a few rows at a time, so that no batch takes more memory than they do.
+
+        logits: of some rows, [R, Vl] float32; positions, previous: see `Sampler`.
+        """
+        chosen = []
+        for first in range(0, len(sequences), LOGIT_ROWS):
+            rows = slice(first, first + LOGIT_ROWS)
+            histories = [s.history for s in sequences[rows]]
+            sampler = self._sampler([s.choice for s in sequences[rows]], first)
+            chosen.append(sampler(logits(rows), positions[rows], previous[rows], histories))
+            for i, history in enumerate(histories):
+                if history is not None:
+                    history.append(chosen[-1].token_ids[i : i + 1])
+        return chosen
+
+    def _sampler(self, choices: Sequence[TokenChoice], first: int) -> Sampler:
+        """The sampler of the rows from `first` on: the last one, if they choose as they did then."""
+        if first not in self._samplers or self._samplers[first][0] != choices:
+            sampler = Sampler(choices, self._watermark, self._device, self._vocabulary)
+            self._samplers[first] = list(choices), sampler
+        return self._samplers[first][1]

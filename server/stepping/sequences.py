@@ -1,0 +1,200 @@
+"""The sequences of one rank, and whose tokens each step computes: the host's side of a step.
+
+Keeps of every sequence its progress and how its tokens are chosen, and checks what comes over the wire before anything
+changes. What a step computes is decided by the router; what the device knows of a sequence stands in `batch.Tables`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from server.backends.protocol import Device
+from server.blocks import BLOCK_SIZE, num_blocks
+from server.pb import generate_pb2 as pb
+from server.stepping.sampling import History, TokenChoice
+from server.stepping.vocabulary import Vocabulary
+
+
+class StepError(ValueError):
+    """A request that breaks the contract of the wire: names the sequence."""
+
+
+@dataclass
+class SequenceState:
+    """One sequence on this rank."""
+
+    id: int
+    row: int  # of the device's tables, never 0
+    prompt: list[int]
+    prompt_length: int  # tokens of the client's prompt; what `prompt` holds beyond them was generated before
+    computed: int  # tokens whose keys and values are in the cache
+    blocks: Sequence[int]
+    choice: TokenChoice
+    history: History | None
+    prompt_logprobs: bool
+    encoder_tokens: list[int]  # of an encoder-decoder: what its encoder reads
+    encoder_blocks: Sequence[int]
+    encoder_row: int  # of the device's tables, where the encoder's blocks are; without an encoder the same as `row`
+    own_cache: Any = None  # what a model without paged cache keeps of it
+
+    @property
+    def rows(self) -> set[int]:
+        """All its rows of the device's tables."""
+        return {self.row, self.encoder_row}
+
+    @property
+    def remaining(self) -> int:
+        """Prompt tokens not yet computed."""
+        return max(0, len(self.prompt) - self.computed)
+
+
+class TokenRun(NamedTuple):
+    """The tokens [start, start + length) of one sequence, which a step computes."""
+
+    sequence: SequenceState
+    start: int
+    length: int
+
+    @property
+    def yields_token(self) -> bool:
+        """Whether the whole prompt is computed after this run, so that the next token is sampled."""
+        return self.start + self.length >= len(self.sequence.prompt)
+
+
+class StepRuns(NamedTuple):
+    """Whose tokens a step computes, and who is new. One that has no runs computes nothing."""
+
+    decodes: list[TokenRun]
+    chunks: list[TokenRun]
+    added: list[SequenceState]
+
+    @property
+    def computes(self) -> bool:
+        """Whether there is anything to compute."""
+        return bool(self.decodes or self.chunks)
+
+
+@dataclass
+class SequenceTable:
+    """All sequences of this rank, each with a row of the device's tables (two where there is an encoder)."""
+
+    num_blocks: int
+    device: Device
+    vocabulary: Vocabulary
+    has_encoder: bool
+    longest: int  # blocks of the longest sequence
+    most: int  # sequences at once
+    sequences: dict[int, SequenceState] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.free_rows = list(range(self.num_rows - 1, 0, -1))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that the device's tables have; row 0 is no sequence's."""
+        return self.most * (1 + self.has_encoder) + 1
+
+    def apply(self, request: pb.StepRequest) -> StepRuns:
+        """Retire and add, and plan the step, whose tokens count as computed from now on.
+
+        Raises StepError, before anything changes, for a request that breaks the contract.
+        """
+        if request.add or request.chunk_ids:
+            self._check(request)
+        self._forget(request.retire)
+        added = [self._add(new) for new in request.add]
+        decodes = self._decodes() if request.decode else []
+        chunks = [
+            TokenRun(self.sequences[id], self.sequences[id].computed, count)
+            for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True)
+            if id in self.sequences
+        ]
+        for sequence, _, count in decodes + chunks:
+            sequence.computed += count
+        return StepRuns(decodes, chunks, added)
+
+    def drop(self, request: pb.StepRequest) -> None:
+        """Forget every sequence that a failed step touched."""
+        if request.decode:
+            self._forget([run.sequence.id for run in self._decodes()])
+        self._forget([*request.chunk_ids, *(new.id for new in request.add)])
+
+    def _decodes(self) -> list[TokenRun]:
+        """The next token of every sequence whose prompt is computed."""
+        return [TokenRun(s, s.computed, 1) for s in self.sequences.values() if s.computed >= len(s.prompt)]
+
+    def _forget(self, ids: Iterable[int]) -> None:
+        # Ids that a failed step dropped may still be named by the request that was in flight behind it.
+        for id in ids:
+            if sequence := self.sequences.pop(id, None):
+                self.free_rows.extend(sequence.rows)
+
+    def _check(self, request: pb.StepRequest) -> None:
+        staying = self.sequences.keys() - set(request.retire)
+        if len(staying) + len(request.add) > self.most:
+            first = request.add[0].id
+            raise StepError(
+                f"sequence {first} is one too many: there is room for {self.most}, so raise --max-concurrent-requests"
+            )
+        for new in request.add:
+            self._check_new(new)
+        remaining = {id: s.remaining for id, s in self.sequences.items()}
+        remaining |= {new.id: len(new.token_ids) - new.computed for new in request.add}
+        for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True):
+            if id in remaining and not 0 < count <= remaining[id]:
+                raise StepError(f"sequence {id} has {remaining[id]} prompt tokens left, not {count}")
+
+    def _check_new(self, new: pb.NewSequence) -> None:
+        if new.id in self.sequences:
+            raise StepError(f"sequence {new.id} is on this shard already")
+        if bool(new.encoder_token_ids) != self.has_encoder:
+            raise StepError(f"sequence {new.id} {'lacks' if self.has_encoder else 'has'} tokens for an encoder")
+        if not new.token_ids or max([*new.token_ids, *new.encoder_token_ids]) >= self.vocabulary.size:
+            raise StepError(f"sequence {new.id} needs token ids below the vocabulary size, {self.vocabulary.size}")
+        if not new.blocks or max([*new.blocks, *new.encoder_blocks]) >= self.num_blocks:
+            raise StepError(f"sequence {new.id} needs blocks below {self.num_blocks}")
+        if (most := max(len(new.blocks), len(new.encoder_blocks))) > self.longest:
+            raise StepError(
+                f"sequence {new.id} has {most} blocks, but there is room for {self.longest} of {BLOCK_SIZE} tokens: "
+                "raise --max-total-tokens"
+            )
+        if num_blocks(len(new.encoder_token_ids)) > len(new.encoder_blocks):
+            raise StepError(f"sequence {new.id} needs {num_blocks(len(new.encoder_token_ids))} encoder blocks")
+
+    def _add(self, new: pb.NewSequence) -> SequenceState:
+        row = self.free_rows.pop()
+        choice = _choice(new)
+        prompt = list(new.token_ids)
+        self.sequences[new.id] = SequenceState(
+            id=new.id,
+            row=row,
+            prompt=prompt,
+            prompt_length=len(prompt) - new.generated,
+            computed=new.computed,
+            blocks=list(new.blocks),
+            choice=choice,
+            history=History(prompt, new.generated, self.vocabulary, self.device) if choice.needs_history else None,
+            prompt_logprobs=new.prompt_logprobs,
+            encoder_tokens=list(new.encoder_token_ids),
+            encoder_blocks=list(new.encoder_blocks),
+            encoder_row=self.free_rows.pop() if self.has_encoder else row,
+        )
+        return self.sequences[new.id]
+
+
+def _choice(new: pb.NewSequence) -> TokenChoice:
+    sampling = new.sampling
+    return TokenChoice(
+        do_sample=sampling.do_sample,
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        typical_p=sampling.typical_p,
+        repetition_penalty=sampling.repetition_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        watermark=sampling.watermark,
+        seed=sampling.seed,
+        top_n_tokens=new.top_n_tokens,
+    )
