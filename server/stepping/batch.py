@@ -108,6 +108,11 @@ class Tables:
         last_tokens = torch.zeros(rows, dtype=torch.int64, device=device)
         return cls(last_tokens, torch.zeros(rows, BLOCKS + width, dtype=torch.int64, device=device))
 
+    @property
+    def width(self) -> int:
+        """Blocks of the longest sequence that there is room for."""
+        return self.entries.shape[1] - BLOCKS
+
     def add(self, added: Sequence[SequenceState], device: Device) -> None:
         """Fill the rows of new sequences, from one upload."""
         new = [[s.row, s.prompt_length, s.encoder_row, len(s.encoder_tokens), *s.blocks] for s in added] + [

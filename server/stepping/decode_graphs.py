@@ -4,15 +4,16 @@ A step in which all sequences decode does the same from one token to the next: o
 short inputs hold is different, the sequences' rows and positions. The step advances the positions itself, and keeps the
 tokens that it chose, so that while the same sequences decode the host uploads nothing.
 
-Each has two forms: one that chooses the most likely tokens, and one that ends with the logits, from which the engine
-samples. Left out: steps with prompts, whose shapes never repeat, and models that cannot be
-captured, which the backend names beforehand.
+Each has two forms: one that chooses the most likely tokens, and one that ends with the hidden states, for the engine to
+sample from; logits of every size would take gigabytes. Left out: steps with prompts (`mixed_graphs.py`), and models
+that cannot be captured, which the backend names beforehand.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -64,15 +65,18 @@ class DecodeGraphs:
         """Whether so many sequences decode in a captured step."""
         return not self._sizes or batch_size <= self._sizes[-1]
 
-    def sizes(self) -> list[int]:
-        """The batch sizes that are known beforehand, largest first: what it has taken suffices for the others."""
-        return sorted(self._sizes, reverse=True)
+    @property
+    def largest(self) -> int:
+        """The largest batch size of those that are known beforehand. There are some."""
+        return self._sizes[-1]
 
-    def prepare(self, sizes: Sequence[int]) -> None:
-        """Capture both forms of steps of these batch sizes."""
-        for size in sizes:
-            for chooses in (True, False):
-                self._graph(size, chooses)
+    def captures(self) -> list[Callable[[], None]]:
+        """Capture one size in both forms each, the largest first: what it has taken suffices for the others."""
+        return [partial(self._prepare, size) for size in reversed(self._sizes)]
+
+    def _prepare(self, size: int) -> None:
+        for chooses in (True, False):
+            self._graph(size, chooses)
 
     def run(self, runs: Sequence[TokenRun], *, chooses: bool) -> tuple[Tensor, ...]:
         """The results for each sequence of `runs`, then the sequences' rows [S]; all valid until the next run."""

@@ -10,8 +10,9 @@ Between the two, the next step may be launched already: its inputs are on the de
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from server.stepping.batch import Forward, StepInput, Tables
 from server.stepping.cache import KVShape
 from server.stepping.choosing import LOGIT_ROWS, Chooser
 from server.stepping.decode_graphs import DecodeGraphs
+from server.stepping.mixed_graphs import MixedGraphs
 from server.stepping.sampling import Chosen, Watermark
 from server.stepping.sequences import SequenceState, SequenceTable, StepRuns, TokenRun
 from server.stepping.vocabulary import Vocabulary
@@ -155,6 +157,19 @@ class Model(Protocol):
         """hidden [R, D] → this rank's logits [R, Vl] float32, the caller's to change."""
 
 
+@dataclass(frozen=True)
+class Graphs:
+    """The captured steps of an engine."""
+
+    decodes: DecodeGraphs
+    mixed: MixedGraphs | None  # None: an encoder-decoder's are not captured
+
+    @property
+    def kinds(self) -> list[list[Callable[[], None]]]:
+        """What captures the graphs that are known beforehand, of each kind the largest first."""
+        return [self.decodes.captures(), self.mixed.captures() if self.mixed else []]
+
+
 class Engine:
     """The model on one rank, and the sequences that it is generating.
 
@@ -185,7 +200,7 @@ class Engine:
         self._tables: Tables | None = None
         self.why_not_captured = why_not_captured
         self._wanted_sizes = graph_sizes
-        self._graphs: DecodeGraphs | None = None
+        self._graphs: Graphs | None = None
 
     def allocate(self, tokens: int, total_tokens: int, sequences: int = 0) -> None:
         """Make a KV cache of so many tokens, for sequences of at most `total_tokens`. What was there before goes.
@@ -207,15 +222,14 @@ class Engine:
         tables = Tables.empty(self._sequences.num_rows, self._sequences.longest, self.device.torch_device)
         self._tables = tables
         if self.why_not_captured is None:
-            capture = self.backend.graph_capture(self._wanted_sizes)
-            self._graphs = DecodeGraphs(
-                capture,
-                self._decode,
-                self.device,
-                tables,
-                most=sequences or LEAST_SEQUENCES,
-                has_encoder=self.has_encoder,
-            )
+            self._graphs = self._make_graphs(tables, most=sequences or LEAST_SEQUENCES)
+
+    def _make_graphs(self, tables: Tables, most: int) -> Graphs:
+        """For batches of at most `most` sequences."""
+        capture = self.backend.graph_capture(self._wanted_sizes)
+        decodes = DecodeGraphs(capture, self._decode, self.device, tables, most=most, has_encoder=self.has_encoder)
+        run = partial(self.model.run, kv_caches=self._kv_caches)
+        return Graphs(decodes, None if self.has_encoder else MixedGraphs(capture, run, self.device, tables, most=most))
 
     def release(self) -> None:
         """Give back the KV cache, and the graphs that read it."""
@@ -227,15 +241,9 @@ class Engine:
         return self._sequences.num_blocks if self._sequences is not None else 0
 
     @property
-    def graph_sizes(self) -> list[int]:
-        """The batch sizes that are captured beforehand, largest first."""
-        return [] if self._graphs is None else self._graphs.sizes()
-
-    @torch.inference_mode()
-    def capture(self, sizes: Sequence[int]) -> None:
-        """Capture decodes of these batch sizes."""
-        assert self._graphs is not None
-        self._graphs.prepare(sizes)
+    def graphs(self) -> Graphs | None:
+        """The captured steps; None where none can be."""
+        return self._graphs
 
     @torch.inference_mode()
     def launch(self, request: pb.StepRequest) -> Launched | None:
@@ -256,8 +264,11 @@ class Engine:
         return self.model.run(step.forward, self._kv_caches)
 
     def _run(self, plan: StepRuns, tables: Tables, started: Clock) -> Launched:
-        if not plan.chunks and self._graphs is not None and self._graphs.takes(len(plan.decodes)):
-            return self._run_graph(plan.decodes, tables, self._graphs, started)
+        if self._graphs is not None:
+            if not plan.chunks and self._graphs.decodes.takes(len(plan.decodes)):
+                return self._run_graph(plan.decodes, tables, self._graphs.decodes, started)
+            if self._graphs.mixed is not None and self._graphs.mixed.takes(plan):
+                return self._run_mixed(plan, tables, self._graphs.mixed, started)
         step = tables.lay_out(plan, self.device, has_encoder=self.has_encoder)
         hidden = self.hidden(step)
         prompt = {r.sequence.id: self._prompt_logprobs(hidden, step, i) for i, r in _reported_prompts(step)}
@@ -277,16 +288,30 @@ class Engine:
         if all(s.choice.is_plain for s in sequences):
             token_ids, logprobs, _ = graphs.run(runs, chooses=True)
             return Launched(sequences, [Chosen(token_ids, logprobs)], {}, started, self.device)
-        logits, positions, previous, rows = graphs.run(runs, chooses=False)
-        chosen = self._choose(sequences, logits.__getitem__, positions=positions, previous=previous)
-        tables.keep(rows, torch.cat([part.token_ids for part in chosen]))
+        return self._sample(sequences, graphs.run(runs, chooses=False), tables, started)
+
+    def _run_mixed(self, plan: StepRuns, tables: Tables, graphs: MixedGraphs, started: Clock) -> Launched:
+        sampled = [run.sequence for run in plan.decodes + plan.chunks if run.yields_token]
+        return self._sample(sampled, graphs.run(plan), tables, started)
+
+    def _sample(
+        self, sequences: list[SequenceState], found: tuple[Tensor, ...], tables: Tables, started: Clock
+    ) -> Launched:
+        """Choose the tokens of these sequences from what a graph found for them."""
+        hidden, positions, previous, rows = found
+        chosen = self._choose(
+            sequences, lambda part: self.model.logits(hidden[part]), positions=positions, previous=previous
+        )
+        if chosen:
+            tables.keep(rows, torch.cat([part.token_ids for part in chosen]))
         return Launched(sequences, chosen, {}, started, self.device)
 
     def _decode(self, forward: Forward, chooses: bool) -> tuple[Tensor, ...]:
         """What is captured of a decode step, in which every sequence has one token and gets the next."""
-        logits = self.model.logits(self.model.run(forward, self._kv_caches))
+        hidden = self.model.run(forward, self._kv_caches)
         if not chooses:
-            return logits, forward.meta.positions + 1, forward.token_ids
+            return hidden, forward.meta.positions + 1, forward.token_ids
+        logits = self.model.logits(hidden)
         # What a sampler does for plain tokens, and nothing else: a graph repeats every operator.
         best = self._vocabulary.summarise(logits, 1)
         return best.top_ids.squeeze(1), (best.top_logits - best.log_totals).squeeze(1)

@@ -11,7 +11,7 @@ up: not the capture of a graph, not a library's first call.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import time
 from dataclasses import dataclass
 from functools import partial
 
@@ -116,9 +116,11 @@ def warm_up(
         bytes_per_token=engine.kv_shape.bytes_per_token,
     )
     engine.allocate(tokens, total_tokens, sequences)
-    taken_bytes = engine.device.taken_bytes(partial(_capture, engine, engine.graph_sizes))
+    began = time.monotonic()
+    taken_bytes = engine.device.taken_bytes(partial(_capture, engine))
+    captured = _captured(engine, time.monotonic() - began)
     _take_first_steps(engine)
-    return Warmed(tokens, step_bytes, taken_bytes, _captured(engine))
+    return Warmed(tokens, step_bytes, taken_bytes, captured)
 
 
 def _profile(
@@ -138,17 +140,20 @@ def _profile(
 
 
 def graph_bytes(engine: Engine) -> int:
-    """What all graphs will take: the largest, whose memory the others share, and what each has alone."""
-    sizes = engine.graph_sizes
-    if not engine.device.measures_memory or not sizes:
+    """What all graphs will take: of each kind the largest, whose memory the others share, and what each has alone."""
+    if not engine.device.measures_memory or engine.graphs is None:
         return 0
-    first, *others = (engine.device.taken_bytes(partial(_capture, engine, [size])) for size in sizes[:2])
-    return first + (len(sizes) - 1) * sum(others)
+    total = 0
+    for captures in engine.graphs.kinds:
+        first_two = [engine.device.taken_bytes(capture) for capture in captures[:2]]
+        total += sum(first_two) + sum(first_two[1:]) * max(len(captures) - 2, 0)
+    return total
 
 
-def _capture(engine: Engine, sizes: Sequence[int]) -> None:
-    if sizes:
-        engine.capture(sizes)
+def _capture(engine: Engine) -> None:
+    if engine.graphs is not None:
+        for capture in itertools.chain(*engine.graphs.kinds):
+            capture()
 
 
 def _step(engine: Engine, request: pb.StepRequest) -> None:
@@ -170,8 +175,15 @@ def _take_first_steps(engine: Engine) -> None:
         engine.launch(pb.StepRequest(retire=[0]))
 
 
-def _captured(engine: Engine) -> str:
-    sizes = engine.graph_sizes
-    if engine.why_not_captured is not None:
+def _captured(engine: Engine, seconds: float) -> str:
+    """Which steps were captured, for people, and how long that took."""
+    if engine.graphs is None:
         return f"none: {engine.why_not_captured}"
-    return f"{len(sizes)} batch sizes up to {sizes[0]}" if sizes else "each batch size at its first use"
+    decodes, mixed = engine.graphs.kinds
+    if not decodes:
+        return "each batch size at its first use"
+    text = f"{len(decodes)} batch sizes up to {engine.graphs.decodes.largest}"
+    if mixed and engine.graphs.mixed:
+        sequences, tokens = engine.graphs.mixed.largest
+        text += f", and {len(mixed)} of up to {sequences} with up to {tokens} tokens of prompts"
+    return f"{text}, in {seconds:.1f} s"

@@ -37,7 +37,7 @@ def test_captured_steps_choose_the_tokens_of_others(dtype: torch.dtype) -> None:
         load_engine(DEMO, dtype=dtype, backend=gpu_backend(dtype), tokens=65536, captured=wanted)
         for wanted in (True, False)
     )
-    assert captured.graph_sizes and not plain.graph_sizes
+    assert captured.graphs and not plain.graphs
     for batch in BATCHES:
         ours, theirs = ([p.tokens for p in generate(engine, prompts(batch))] for engine in (captured, plain))
         agreement = sum(a == b for a, b in zip(ours, theirs, strict=True)) / batch
@@ -46,7 +46,7 @@ def test_captured_steps_choose_the_tokens_of_others(dtype: torch.dtype) -> None:
 
 def test_plain_decodes_upload_nothing_and_wait_for_nothing() -> None:
     engine = load_engine(DEMO, backend=gpu_backend(torch.float32), tokens=65536)
-    assert engine.graph_sizes
+    assert engine.graphs
     torch.cuda.set_sync_debug_mode("error")
     try:
         generate(engine, [Prompt([5, 6, 7], max_new_tokens=20), Prompt([8, 9], max_new_tokens=20)])

@@ -6,8 +6,10 @@ import json
 import random
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,10 @@ from server.backends.cpu.graph import CaptureError, CpuGraph, CpuGraphCapture, P
 from server.backends.cpu.layers import KernelNorm, PanelFormat
 from server.backends.cpu.memory import Arena
 from server.backends.protocol import Computation
+from server.stepping.batch import Tables
 from server.stepping.decode_graphs import DecodeGraph
-from server.stepping.sequences import StepError
+from server.stepping.engine import Engine
+from server.stepping.sequences import StepError, StepRuns
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
 from tests.server.driver import GREEDY, Prompt, generate, load_engine, sampled
@@ -35,15 +39,22 @@ class Repeating:
     """Captures by running the computation itself again: a device that fills batches up to a few sizes."""
 
     sizes = (2, 5, 8)
+    prompt_tokens = (16, 48)
     computes = False
 
     def __init__(self) -> None:
         self.captured = 0
+        self.replayed: Counter[int] = Counter()
 
     def __call__(self, function: Computation) -> Computation:
-        self.captured += 1
+        number, self.captured = self.captured, self.captured + 1
         function()
-        return function
+
+        def replay() -> tuple[Tensor, ...]:
+            self.replayed[number] += 1
+            return function()
+
+        return replay
 
 
 def prompts(count: int) -> list[Prompt]:
@@ -74,7 +85,7 @@ def test_every_family_gives_the_same_captured(checkpoints: Checkpoints, kernels:
     engines = [load_engine(folder, kernels=kernels, captured=captured) for captured in (False, True)]
     plain, captured = (generate(engine, [replace(prompt, tokens=[], logprobs=[], top_ids=[])]) for engine in engines)
     assert results(plain) == results(captured)
-    assert [False, True] == [bool(engine._graphs and engine._graphs._graphs) for engine in engines]
+    assert [False, True] == [bool(engine.graphs and engine.graphs.decodes._graphs) for engine in engines]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -88,19 +99,49 @@ def test_batches_are_filled_up(kernels: Kernels) -> None:
     engine, plain = load_engine(DEMO, kernels=kernels), load_engine(DEMO, kernels=kernels, captured=False)
     capture = Repeating()
     engine.backend.graph_capture = lambda sizes: capture
-    engine.allocate(4096, 64)
-    engine.capture(engine.graph_sizes)
-    # Both forms of each size, before the first request, and nothing while requests are served.
-    assert 2 * len(Repeating.sizes) == capture.captured
+    allocate_and_capture(engine, sequences=8)
+    # Both forms of each size, and mixed steps, before the first request; nothing while requests are served.
+    expected = 2 * len(Repeating.sizes) + len(Repeating.prompt_tokens)
+    assert expected == capture.captured
     assert results(generate(engine, prompts(14))) == results(generate(plain, prompts(14)))
-    assert 2 * len(Repeating.sizes) == capture.captured
+    assert expected == capture.captured
+    assert {6, 7} < capture.replayed.keys()  # the mixed ones
+
+
+def test_mixed_steps_of_every_size_give_the_same(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts join in ones and many, whole and in chunks, beside up to 40 decodes."""
+    engine, plain = load_engine(DEMO, kernels=kernels), load_engine(DEMO, kernels=kernels, captured=False)
+    engine.backend.graph_capture = lambda sizes: Repeating()
+    allocate_and_capture(engine, sequences=64)
+    laid_out = []
+    lay_out = Tables.lay_out
+    monkeypatch.setattr(Tables, "lay_out", lambda *args, **kw: laid_out.append(args[1]) or lay_out(*args, **kw))
+    captured = results(generate(engine, prompts(60)))
+    monkeypatch.undo()
+    assert captured == results(generate(plain, prompts(60)))
+    assert all(  # what was not captured: too many prompts, too many tokens of them, and decodes of more than 8
+        len(plan.chunks) > 8 or prompt_tokens(plan) > 48 or (len(plan.decodes) > 8 and not plan.chunks)
+        for plan in laid_out
+    )
+
+
+def prompt_tokens(plan: StepRuns) -> int:
+    return sum(run.length for run in plan.chunks)
+
+
+def allocate_and_capture(engine: Engine, sequences: int) -> None:
+    engine.allocate(4096, 128, sequences)
+    assert engine.graphs is not None
+    for capture in chain(*engine.graphs.kinds):
+        capture()
 
 
 def test_no_larger_batch_is_captured_than_there_can_be(kernels: Kernels) -> None:
     engine = load_engine(DEMO, kernels=kernels)
     engine.backend.graph_capture = lambda sizes: Repeating()
     engine.allocate(4096, 64, sequences=3)
-    assert [5, 2] == engine.graph_sizes
+    assert engine.graphs is not None
+    assert 5 == engine.graphs.decodes.largest
 
 
 def test_longer_and_more_sequences_than_were_announced_are_refused(kernels: Kernels) -> None:

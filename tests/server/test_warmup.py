@@ -29,9 +29,10 @@ def test_it_has_all_prompt_tokens_and_rows_that_a_step_may_have(
     assert all(new.prompt_logprobs and new.sampling.do_sample and new.top_n_tokens for new in request.add)
 
 
-@pytest.mark.parametrize(("sizes", "captures"), [([], 0), ([32], 1), ([64, 32], 2), ([64, 32, 8], 3)])
-def test_memory_for_graphs_is_kept_back_for_both_forms_of_every_size(sizes: list[int], captures: int) -> None:
-    per_capture = 500
-    device = SimpleNamespace(measures_memory=True, taken_bytes=lambda action: per_capture)
-    engine = SimpleNamespace(graph_sizes=sizes, device=device)
-    assert captures * per_capture == graph_bytes(engine)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    ("kinds", "expected"), [([[]], 0), ([[500]], 500), ([[9, 5], [7, 3]], 24), ([[9, 5, 4, 4], []], 24)]
+)
+def test_memory_for_graphs_is_that_of_the_two_largest_of_each_kind(kinds: list[list[int]], expected: int) -> None:
+    device = SimpleNamespace(measures_memory=True, taken_bytes=lambda taken: taken)
+    engine = SimpleNamespace(graphs=SimpleNamespace(kinds=kinds), device=device)
+    assert expected == graph_bytes(engine)  # type: ignore[arg-type]

@@ -84,7 +84,7 @@ class KernelAttention:
         out = q.new_empty(q.shape)
         sequences = len(meta.block_tables)
         # Where all decode, sequence s owns token s.
-        starts = None if sequences == meta.num_decodes else torch.tensor(meta.query_starts)
+        starts = None if sequences == meta.num_decodes else meta.starts.long()
         self._kernels.attend[kv.dtype](
             self._scores_at,
             q.data_ptr(),
