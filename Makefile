@@ -3,7 +3,14 @@ RUN = .venv/bin/python
 # The tests start hundreds of processes: where this is set, each would compile every module anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install serve test test-gpu bench-check bench-gpu check proto docs
+WHEELS = dist/wheels
+# What a machine with a GPU has already, or what its tests and its benchmark do without.
+NOT_PACKED = torch triton transformers tokenizers numpy regex sympy mpmath networkx mypy mypy_extensions librt \
+	ast_serialize ruff types-protobuf grpcio-tools matplotlib contourpy cycler fonttools kiwisolver \
+	pillow pyparsing python-dateutil
+PLATFORMS = $(foreach glibc,2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
+
+.PHONY: install serve test test-gpu bench-check bench-gpu pack unpack check proto docs
 
 install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
@@ -28,6 +35,18 @@ bench-check: install
 
 bench-gpu: install
 	$(RUN) -m benchmark gpu $(ARGS)
+
+# For a machine without a network: pack here, carry the folder $(WHEELS), unpack there.
+pack: install
+	grep -E '^[A-Za-z]' constraints.txt | grep -vE '^($(shell echo $(NOT_PACKED) | tr ' ' '|'))==' > .venv/packed.txt; echo 'setuptools>=77.0.3' >> .venv/packed.txt
+	for version in 3.11 3.12; do $(RUN) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
+		--python-version $$version $(PLATFORMS) --dest $(WHEELS) --requirement .venv/packed.txt || exit; done
+	du -sh $(WHEELS)
+
+unpack:
+	$(PYTHON) -m pip install --quiet --no-index --find-links $(WHEELS) hatchling
+	$(PYTHON) -m pip install --quiet --no-index --find-links $(WHEELS) --no-build-isolation --editable '.[bench]' \
+		pytest pytest-xdist hypothesis httpx2
 
 check: install
 	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && $(RUN) -m pytest -q tests/test_architecture.py tests/test_style.py
