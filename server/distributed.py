@@ -18,6 +18,23 @@ from torch import Tensor
 # How long a rank waits for its peers in one collective: far longer than any step, far shorter than a user's patience.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
+# How gloo, NCCL and the stores say that a peer does not answer, or that a communicator was aborted because of one.
+PEER_IS_GONE = (
+    "closed by peer",
+    "reset by peer",
+    "closed by remote peer",
+    "connection refused",
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "connectfullmesh failed",
+    "remote process exited",
+    "network error",
+    "communicator was aborted",
+)
+
 
 class PeerLost(RuntimeError):
     """Another rank went away. A consequence, never a cause: the launcher reports the rank that failed first."""
@@ -97,7 +114,20 @@ def disconnect() -> None:
 
 
 def _collective(call: Callable[[], object]) -> None:
+    """Raises PeerLost where another rank is the cause; what failed here, as memory or the device, stays what it is."""
     try:
         call()
     except RuntimeError as error:
-        raise PeerLost(f"lost contact with another rank: {error}") from error
+        if _names_a_peer(error):
+            raise PeerLost(f"lost contact with another rank: {error}") from error
+        raise
+
+
+def _names_a_peer(error: RuntimeError) -> bool:
+    """Whether an error of torch.distributed is that a peer, or the way to it, is gone."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    # gloo raises plain RuntimeErrors, and NCCL the same class for its peers as for a failure on this device.
+    text = str(error).lower()
+    is_ours = type(error) not in (RuntimeError, dist.DistBackendError) or "cuda error" in text or "hip error" in text
+    return not is_ours and any(words in text for words in PEER_IS_GONE)

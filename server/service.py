@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 import torch
 
+from server.backends.failures import lost_device
 from server.blocks import BLOCK_SIZE
 from server.distributed import PeerLost
 from server.pb import generate_pb2 as pb
@@ -140,7 +141,7 @@ class ShardService(pb_grpc.ShardServicer):
 
     async def _reply(self, step: int, launched: asyncio.Future[Launched | None]) -> pb.StepReply:
         # After a failed launch one rank goes on without that step's sequences; several are no longer in step, and a
-        # device that fails later has lost everything.
+        # device that fails later, or for good, has lost everything.
         is_fatal = self._engine.shard.world_size > 1
         try:
             running = await launched
@@ -151,7 +152,7 @@ class ShardService(pb_grpc.ShardServicer):
             return to_reply(step, result) if self._engine.shard.rank == 0 else pb.StepReply(step=step)
         except Exception as error:  # this loop must outlive a step: the error is the reply
             log.exception("step %d failed", step)
-            if is_fatal:
+            if is_fatal or lost_device(error):
                 self._fail(error)
             return pb.StepReply(step=step, error=_sentence(error))
         finally:
@@ -165,7 +166,7 @@ class ShardService(pb_grpc.ShardServicer):
 
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():
-            self.failed.set_result(error)
+            self.failed.set_result(lost_device(error) or error)
 
 
 def to_reply(step: int, result: StepResult) -> pb.StepReply:

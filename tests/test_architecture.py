@@ -60,8 +60,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.arch", "server.backends.cpu", "server.backends.protocol", "server.backends.reference",
     },
     "server.backends.cuda": {
-        "server.arch", "server.backends.cuda", "server.backends.protocol", "server.backends.reference",
+        "server.arch", "server.backends.cuda", "server.backends.failures", "server.backends.protocol",
+        "server.backends.reference",
     },
+    "server.backends.failures": set(),
     "server.backends.protocol": {"server.arch.spec"},
     "server.backends.reference": {"server.arch", "server.backends.protocol", "server.backends.reference"},
     "server.blocks": set(),
@@ -90,7 +92,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.null": {"server.blocks", "server.config", "server.pb"},
     "server.pb": {"server.pb"},
     "server.profiling": {"server.backends.protocol"},
-    "server.service": {"server.blocks", "server.distributed", "server.pb", "server.profiling", "server.stepping"},
+    "server.service": {
+        "server.backends.failures", "server.blocks", "server.distributed", "server.pb", "server.profiling",
+        "server.stepping",
+    },
     "server.stepping": {
         "server.backends.protocol", "server.blocks", "server.distributed", "server.pb", "server.stepping",
     },
