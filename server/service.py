@@ -8,6 +8,7 @@ launch the next step meanwhile. `Info` and `Health` are answered by the event lo
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -163,6 +164,16 @@ class ShardService(pb_grpc.ShardServicer):
         if running.is_done:
             return running.finish()
         return await asyncio.get_running_loop().run_in_executor(self._finish, running.finish)
+
+    async def close(self) -> None:
+        """Give back graphs and KV cache, behind the last step, and wait until the device has let go of them."""
+        await asyncio.get_running_loop().run_in_executor(self._compute, self._release)
+
+    def _release(self) -> None:
+        self._engine.release()
+        gc.collect()  # a captured step may refer to itself
+        if (end := self._engine.device.event()) is not None:
+            end.synchronize()
 
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():

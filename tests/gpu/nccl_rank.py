@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import torch
 import torch.multiprocessing as mp
 
 from server import backends
+from server.__main__ import TEARDOWN_SECONDS
 from server.distributed import connect, disconnect
 from tests.server.driver import generate, load_engine
 from tests.server.ranks import prompts
@@ -21,7 +23,11 @@ def run(rank: int, folder: Path, world_size: int, rendezvous: str) -> None:
     engine = load_engine(folder, shard=shard, backend=backends.choose(device, torch.float32))
     tokens = [p.tokens for p in generate(engine, prompts())]
     if rank == 0:
-        print(json.dumps(tokens))
+        print(json.dumps(tokens), flush=True)
+    # As a shard ends: graphs hold captured collectives, for whose end NCCL waits; a timer ends what waits all the same.
+    faulthandler.dump_traceback_later(TEARDOWN_SECONDS, exit=True)
+    engine.release()
+    torch.cuda.synchronize(device.torch_device)
     disconnect()
 
 
