@@ -17,6 +17,8 @@ from torch import Tensor
 
 # How long a rank waits for its peers in one collective: far longer than any step, far shorter than a user's patience.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+# The longest reason that ranks tell each other: one sentence.
+PROBLEM_BYTES = 512
 
 # How gloo, NCCL and the stores say that a peer does not answer, or that a communicator was aborted because of one.
 PEER_IS_GONE = (
@@ -79,6 +81,25 @@ class Shard:
         tensor = torch.tensor([value], dtype=torch.int64, device=device)
         _collective(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MIN))
         return int(tensor.item())
+
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's values, in place on every rank; returns `tensor`. Costs nothing on a single rank."""
+        if self.world_size > 1:
+            _collective(lambda: dist.broadcast(tensor, src=0))
+        return tensor
+
+    def first_problem(self, problem: str | None, device: torch.device) -> str | None:
+        """The problem of the lowest rank that has one, and on several ranks which it is; None where none has one."""
+        if self.world_size == 1:
+            return problem
+        # Without the texts in the good case: one number of each rank.
+        first = self.minimum(self.rank if problem is not None else self.world_size, device)
+        if first == self.world_size:
+            return None
+        text = (problem or "").encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES, b"\0")
+        texts = self.all_gather(torch.tensor(list(text), dtype=torch.uint8, device=device))
+        said = bytes(texts[first].tolist()).rstrip(b"\0").decode(errors="ignore")
+        return f"rank {first}: {said}"
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

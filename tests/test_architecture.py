@@ -97,7 +97,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.stepping",
     },
     "server.stepping": {
-        "server.backends.protocol", "server.blocks", "server.distributed", "server.pb", "server.stepping",
+        "server.backends.failures", "server.backends.protocol", "server.blocks", "server.distributed", "server.pb",
+        "server.stepping",
     },
     "server.stepping.sampling": {
         "server.backends.protocol", "server.backends.reference.logits", "server.stepping.vocabulary",

@@ -22,6 +22,7 @@ from server.blocks import num_blocks
 from server.distributed import Shard
 from server.pb import generate_pb2 as pb
 from server.stepping import cache
+from server.stepping.agreed_capture import AgreedCapture
 from server.stepping.batch import FIRST_SEQUENCES, Forward, SequenceState, SequenceTable, StepInput, StepRuns, TokenRun
 from server.stepping.cache import KVShape
 from server.stepping.decode_graphs import DecodeGraphs
@@ -161,6 +162,7 @@ class Engine:
         self.why_not_captured = why_not_captured
         self._wanted_sizes = graph_sizes
         self._graphs: DecodeGraphs | None = None
+        self._agreed: AgreedCapture | None = None
 
     def allocate(self, tokens: int, total_tokens: int) -> None:
         """Make a KV cache of so many tokens, for sequences of at most `total_tokens`. What was there before goes."""
@@ -179,6 +181,8 @@ class Engine:
         )
         if self.why_not_captured is None:
             capture = self.backend.graph_capture(self._wanted_sizes)
+            if not capture.computes:
+                capture = self._agreed = AgreedCapture(capture, self.shard, self.device.torch_device)
             self._graphs = DecodeGraphs(capture, self._decode, self.device, has_encoder=self.has_encoder)
 
     def release(self) -> None:
@@ -194,6 +198,11 @@ class Engine:
     def graph_sizes(self) -> list[int]:
         """The batch sizes that are captured beforehand, largest first."""
         return [] if self._graphs is None else self._graphs.sizes()
+
+    @property
+    def failed_captures(self) -> list[str]:
+        """Why decode steps were not captured that should have been, one reason for each."""
+        return [] if self._agreed is None else self._agreed.failures
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int]) -> None:

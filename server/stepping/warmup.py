@@ -174,4 +174,6 @@ def _captured(engine: Engine) -> str:
     sizes = engine.graph_sizes
     if engine.why_not_captured is not None:
         return f"none: {engine.why_not_captured}"
-    return f"{len(sizes)} batch sizes up to {sizes[0]}" if sizes else "each batch size at its first use"
+    failed = engine.failed_captures
+    without = f"; {len(failed)} captures failed, and their steps are computed without: {failed[0]}" if failed else ""
+    return f"{len(sizes)} batch sizes up to {sizes[0]}{without}" if sizes else "each batch size at its first use"
