@@ -75,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.checkpoint.spm_model": set(),
     "server.checkpoint.spm_normalizer": {"server.checkpoint.spm_model"},
     "server.config": set(),
-    "server.distributed": set(),
+    "server.distributed": {"server.symmetric"},
     "server.layers": {
         "server.arch.spec", "server.backends.protocol", "server.backends.reference.linear", "server.blocks",
         "server.checkpoint.weights", "server.distributed", "server.layers",
@@ -100,6 +100,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.backends.failures", "server.backends.protocol", "server.blocks", "server.distributed", "server.pb",
         "server.stepping",
     },
+    "server.symmetric": set(),
     "server.stepping.sampling": {
         "server.backends.protocol", "server.backends.reference.logits", "server.stepping.vocabulary",
     },
