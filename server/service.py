@@ -8,7 +8,6 @@ launch the next step meanwhile. `Info` and `Health` are answered by the event lo
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -171,7 +170,6 @@ class ShardService(pb_grpc.ShardServicer):
 
     def _release(self) -> None:
         self._engine.release()
-        gc.collect()  # a captured step may refer to itself
         if (end := self._engine.device.event()) is not None:
             end.synchronize()
 

@@ -9,6 +9,7 @@ Between the two, the next step may be launched already: its inputs are on the de
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -187,7 +188,10 @@ class Engine:
 
     def release(self) -> None:
         """Give back the KV cache, and the graphs that read it."""
-        self._kv_caches, self._graphs = [], None
+        has_cycles = bool(self.failed_captures)  # what is computed without a graph refers to those that have one
+        self._kv_caches, self._graphs, self._agreed = [], None, None
+        if has_cycles:
+            gc.collect()
 
     @property
     def num_blocks(self) -> int:
