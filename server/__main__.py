@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import faulthandler
 import logging
 import signal
 import sys
@@ -18,6 +19,10 @@ from server.config import ShardConfig
 from server.logs import configure_logging
 
 log = logging.getLogger("server")
+
+# The longest that a shard takes to leave its device and the other ranks, in seconds: with the grace of its server below
+# the ten after which the launcher kills it.
+TEARDOWN_SECONDS = 6.0
 
 
 def main() -> int:
@@ -64,10 +69,18 @@ async def run(config: ShardConfig) -> int:
     if service.failed.done():
         failure = service.failed.result()
         log.critical("%s", failure, extra={"consequence": isinstance(failure, PeerLost)})
+        _end_within(TEARDOWN_SECONDS)  # a thread may wait for a rank that is gone
         return 1
     await server.stop(grace=1)
-    disconnect()
+    _end_within(TEARDOWN_SECONDS)
+    await service.close()
+    disconnect()  # last: NCCL waits for the end of every graph that holds one of its collectives
     return 0
+
+
+def _end_within(seconds: float) -> None:
+    """End this process by then, whatever it waits for, and say where each thread was."""
+    faulthandler.dump_traceback_later(seconds, exit=True)
 
 
 async def _stop_signal() -> None:

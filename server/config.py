@@ -15,6 +15,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cuda", "cpu")
 QUANTIZE = ("int8",)
 ROPE_SCALINGS = ("linear", "dynamic")
+ALL_REDUCES = ("auto", "nccl", "symmetric")
 
 
 def parse_graph_sizes(text: str) -> tuple[int, ...]:
@@ -130,6 +131,15 @@ class ShardConfig:
             "min": 0.05,
             "max": 1.0,
             "when": "Lower it when other programs use the same GPUs.",
+        },
+    )
+    all_reduce: str = field(
+        default="auto",
+        metadata={
+            "help": "How the shards on GPUs add up their parts. symmetric: small sums in one kernel that reads the "
+            "memory of every GPU; nccl: all through NCCL; auto: symmetric where all GPUs can read each other's memory.",
+            "choices": ALL_REDUCES,
+            "when": "nccl to find out whether symmetric memory is at fault; symmetric to be told why it is not used.",
         },
     )
     disable_custom_kernels: bool = field(

@@ -7,16 +7,41 @@ that reaches a collective must come from the one ordered stream of steps.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from server import symmetric
+from server.symmetric import SymmetricSum
+
+log = logging.getLogger(__name__)
+
 # How long a rank waits for its peers in one collective: far longer than any step, far shorter than a user's patience.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+# The longest reason that ranks tell each other: one sentence.
+PROBLEM_BYTES = 512
+
+# How gloo, NCCL and the stores say that a peer does not answer, or that a communicator was aborted because of one.
+PEER_IS_GONE = (
+    "closed by peer",
+    "reset by peer",
+    "closed by remote peer",
+    "connection refused",
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "timed out",
+    "timeout",
+    "connectfullmesh failed",
+    "remote process exited",
+    "network error",
+    "communicator was aborted",
+)
 
 
 class PeerLost(RuntimeError):
@@ -35,6 +60,7 @@ class Shard:
 
     rank: int = 0
     world_size: int = 1
+    small_sums: SymmetricSum | None = field(default=None, compare=False, repr=False)
 
     def range(self, size: int) -> tuple[int, int]:
         """This rank's half-open share [start, stop) of `size` items, which the world size divides."""
@@ -43,7 +69,9 @@ class Shard:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place; returns `tensor`."""
-        if self.world_size > 1:
+        if self.small_sums is not None and self.small_sums.takes(tensor):
+            self.small_sums(tensor)
+        elif self.world_size > 1:
             _collective(lambda: dist.all_reduce(tensor))
         return tensor
 
@@ -63,14 +91,36 @@ class Shard:
         _collective(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MIN))
         return int(tensor.item())
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's values, in place on every rank; returns `tensor`. Costs nothing on a single rank."""
+        if self.world_size > 1:
+            _collective(lambda: dist.broadcast(tensor, src=0))
+        return tensor
+
+    def first_problem(self, problem: str | None, device: torch.device) -> str | None:
+        """The problem of the lowest rank that has one, and on several ranks which it is; None where none has one."""
+        if self.world_size == 1:
+            return problem
+        # Without the texts in the good case: one number of each rank.
+        first = self.minimum(self.rank if problem is not None else self.world_size, device)
+        if first == self.world_size:
+            return None
+        text = (problem or "").encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES, b"\0")
+        texts = self.all_gather(torch.tensor(list(text), dtype=torch.uint8, device=device))
+        said = bytes(texts[first].tolist()).rstrip(b"\0").decode(errors="ignore")
+        return f"rank {first}: {said}"
+
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.world_size > 1:
             _collective(dist.barrier)
 
 
-def connect(rank: int, world_size: int, rendezvous: str, device: torch.device) -> Shard:
+def connect(rank: int, world_size: int, rendezvous: str, device: torch.device, all_reduce: str = "auto") -> Shard:
     """Join the process group: NCCL between GPUs, gloo between CPU processes. A single rank joins nothing.
+
+    On AMD's GPUs RCCL goes by NCCL's name. all_reduce: `symmetric` or `auto` for small sums through symmetric memory,
+    where that is possible; `nccl` for none. Raises ValueError where `symmetric` is asked for and is not possible.
 
     `rendezvous` is an init method of torch.distributed. A `file://` one opens no listening port beyond the loopback
     pairs of gloo; `tcp://` lets TCPStore listen on every interface, so it is used only when the user asks for it.
@@ -87,7 +137,74 @@ def connect(rank: int, world_size: int, rendezvous: str, device: torch.device) -
                 device_id=device if device.type == "cuda" else None,
             )
         )
-    return Shard(rank, world_size)
+    shard = Shard(rank, world_size)
+    if world_size == 1 or all_reduce == "nccl" or (all_reduce == "auto" and device.type != "cuda"):
+        return shard
+    sums = _join_symmetric(shard, device)
+    if isinstance(sums, SymmetricSum):
+        log.info("Small sums over the ranks go through symmetric memory")
+        return replace(shard, small_sums=sums)
+    if all_reduce == "symmetric":
+        raise ValueError(f"--all-reduce is symmetric, which is not possible ({sums}): use --all-reduce auto")
+    log.info("All sums over the ranks go through NCCL, none through symmetric memory: %s", sums)
+    return shard
+
+
+def _join_symmetric(shard: Shard, device: torch.device) -> SymmetricSum | str:
+    return symmetric.join(
+        TorchMemory(device),
+        _why_not_symmetric(shard, device),
+        lambda problem: shard.first_problem(problem, device),
+        rank=shard.rank,
+        world_size=shard.world_size,
+        device=device,
+    )
+
+
+def _why_not_symmetric(shard: Shard, device: torch.device) -> str | None:
+    """What keeps this rank from sharing memory with the others, as far as it shows beforehand."""
+    if device.type != "cuda":
+        return "ranks on CPUs share no memory"
+    if torch.version.hip is not None:
+        return "it was never tried on AMD's GPUs"
+    if TorchMemory.one_shot() is None:
+        return f"torch {torch.__version__} has no one-shot all-reduce"
+    # Rank r has the GPU of index r. torch ends the process where it is asked to share without such access.
+    peers = [r for r in range(shard.world_size) if r != shard.rank]
+    blind = [r for r in peers if not torch.cuda.can_device_access_peer(device, r)]
+    return f"GPU {shard.rank} cannot read the memory of GPU {blind[0]}" if blind else None
+
+
+class TorchMemory:
+    """torch's `SymmetricMemory` of the process group. See `symmetric.SymmetricMemory`."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+
+    @staticmethod
+    def one_shot() -> Callable[..., object] | None:
+        """torch's operator that copies a summand into a buffer and sums up; None in a torch that lacks it."""
+        return getattr(torch.ops.symm_mem, "one_shot_all_reduce_copy_out", None)
+
+    def empty(self, elements: int, dtype: torch.dtype) -> Tensor:
+        """See `symmetric.SymmetricMemory`."""
+        import torch.distributed._symmetric_memory as symmetric_memory  # takes long, and few servers need it
+
+        buffer = symmetric_memory.empty(elements, dtype=dtype, device=self._device)
+        symmetric_memory.rendezvous(buffer, _group())
+        return buffer
+
+    def sum(self, buffer: Tensor, tensor: Tensor) -> None:
+        """See `symmetric.SymmetricMemory`. Each thread of the kernel reads a piece of `tensor` before it writes it."""
+        operator = self.one_shot()
+        assert operator is not None, "_why_not_symmetric has looked"
+        operator(buffer, tensor, "sum", _group().group_name, tensor)
+
+
+def _group() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None, "there is no process group"
+    return group
 
 
 def disconnect() -> None:
@@ -97,7 +214,20 @@ def disconnect() -> None:
 
 
 def _collective(call: Callable[[], object]) -> None:
+    """Raises PeerLost where another rank is the cause; what failed here, as memory or the device, stays what it is."""
     try:
         call()
     except RuntimeError as error:
-        raise PeerLost(f"lost contact with another rank: {error}") from error
+        if _names_a_peer(error):
+            raise PeerLost(f"lost contact with another rank: {error}") from error
+        raise
+
+
+def _names_a_peer(error: RuntimeError) -> bool:
+    """Whether an error of torch.distributed is that a peer, or the way to it, is gone."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    # gloo raises plain RuntimeErrors, and NCCL the same class for its peers as for a failure on this device.
+    text = str(error).lower()
+    is_ours = type(error) not in (RuntimeError, dist.DistBackendError) or "cuda error" in text or "hip error" in text
+    return not is_ours and any(words in text for words in PEER_IS_GONE)

@@ -98,7 +98,9 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     checkpoint, stored = _open(config, hf_config)
     dtype, reason = choose_dtype(config.dtype, stored, device)
     backend = choose(device, dtype, disable_custom_kernels=config.disable_custom_kernels)
-    shard = distributed.connect(config.rank, config.world_size, config.rendezvous, device.torch_device)
+    shard = distributed.connect(
+        config.rank, config.world_size, config.rendezvous, device.torch_device, config.all_reduce
+    )
     weights = Weights.open(checkpoint, family.names, shard, dtype, device.torch_device)
     format = config.quantize or "dense"
     model = model_loading.load(weights, spec, backend, format)

@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 import torch
 
+from server.backends.failures import lost_device
 from server.blocks import BLOCK_SIZE
 from server.distributed import PeerLost
 from server.pb import generate_pb2 as pb
@@ -141,7 +142,7 @@ class ShardService(pb_grpc.ShardServicer):
 
     async def _reply(self, step: int, launched: asyncio.Future[Launched | None]) -> pb.StepReply:
         # After a failed launch one rank goes on without that step's sequences; several are no longer in step, and a
-        # device that fails later has lost everything.
+        # device that fails later, or for good, has lost everything.
         is_fatal = self._engine.shard.world_size > 1
         try:
             running = await launched
@@ -152,7 +153,7 @@ class ShardService(pb_grpc.ShardServicer):
             return to_reply(step, result) if self._engine.shard.rank == 0 else pb.StepReply(step=step)
         except Exception as error:  # this loop must outlive a step: the error is the reply
             log.exception("step %d failed", step)
-            if is_fatal:
+            if is_fatal or lost_device(error):
                 self._fail(error)
             return pb.StepReply(step=step, error=_sentence(error))
         finally:
@@ -164,9 +165,18 @@ class ShardService(pb_grpc.ShardServicer):
             return running.finish()
         return await asyncio.get_running_loop().run_in_executor(self._finish, running.finish)
 
+    async def close(self) -> None:
+        """Give back graphs and KV cache, behind the last step, and wait until the device has let go of them."""
+        await asyncio.get_running_loop().run_in_executor(self._compute, self._release)
+
+    def _release(self) -> None:
+        self._engine.release()
+        if (end := self._engine.device.event()) is not None:
+            end.synchronize()
+
     def _fail(self, error: BaseException) -> None:
         if not self.failed.done():
-            self.failed.set_result(error)
+            self.failed.set_result(lost_device(error) or error)
 
 
 def to_reply(step: int, result: StepResult) -> pb.StepReply:

@@ -60,8 +60,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.arch", "server.backends.cpu", "server.backends.protocol", "server.backends.reference",
     },
     "server.backends.cuda": {
-        "server.arch", "server.backends.cuda", "server.backends.protocol", "server.backends.reference",
+        "server.arch", "server.backends.cuda", "server.backends.failures", "server.backends.protocol",
+        "server.backends.reference",
     },
+    "server.backends.failures": set(),
     "server.backends.protocol": {"server.arch.spec"},
     "server.backends.reference": {"server.arch", "server.backends.protocol", "server.backends.reference"},
     "server.blocks": set(),
@@ -73,7 +75,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.checkpoint.spm_model": set(),
     "server.checkpoint.spm_normalizer": {"server.checkpoint.spm_model"},
     "server.config": set(),
-    "server.distributed": set(),
+    "server.distributed": {"server.symmetric"},
     "server.layers": {
         "server.arch.spec", "server.backends.protocol", "server.backends.reference.linear", "server.blocks",
         "server.checkpoint.weights", "server.distributed", "server.layers",
@@ -91,10 +93,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.null": {"server.blocks", "server.config", "server.pb"},
     "server.pb": {"server.pb"},
     "server.profiling": {"server.backends.protocol"},
-    "server.service": {"server.blocks", "server.distributed", "server.pb", "server.profiling", "server.stepping"},
-    "server.stepping": {
-        "server.backends.protocol", "server.blocks", "server.distributed", "server.pb", "server.stepping",
+    "server.service": {
+        "server.backends.failures", "server.blocks", "server.distributed", "server.pb", "server.profiling",
+        "server.stepping",
     },
+    "server.stepping": {
+        "server.backends.failures", "server.backends.protocol", "server.blocks", "server.distributed", "server.pb",
+        "server.stepping",
+    },
+    "server.symmetric": set(),
     "server.stepping.sampling": {
         "server.backends.protocol", "server.backends.reference.logits", "server.stepping.vocabulary",
     },

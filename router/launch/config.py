@@ -124,7 +124,7 @@ GROUPS = {
     "enable_prefill_logprobs",
     "HTTP": "hostname port api_key cors_allow_origin validation_workers graceful_termination_timeout",
     "Engine": "dtype device threads quantize random_weights cuda_memory_fraction cuda_graphs "
-    "disable_custom_kernels "
+    "disable_custom_kernels all_reduce "
     "watermark_gamma watermark_delta",
     "Logs": "log_level json_output otlp_endpoint otlp_service_name env",
 }

@@ -28,8 +28,8 @@ def describe_environment(environ: Mapping[str, str]) -> list[str]:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> int:
-    """GPUs that CUDA_VISIBLE_DEVICES, else NVIDIA_VISIBLE_DEVICES, else nvidia-smi names."""
-    devices = environ.get("CUDA_VISIBLE_DEVICES")
+    """GPUs that CUDA_VISIBLE_DEVICES, else HIP_VISIBLE_DEVICES (AMD's), NVIDIA_VISIBLE_DEVICES or nvidia-smi names."""
+    devices = environ.get("CUDA_VISIBLE_DEVICES", environ.get("HIP_VISIBLE_DEVICES"))
     if devices is None:
         devices = environ.get("NVIDIA_VISIBLE_DEVICES") or "all"
         if devices in ("all", "void", "none"):
@@ -50,7 +50,10 @@ def plan_shards(settings: Settings, gpus: int) -> tuple[str, int]:
     """(device, number of shards) by TGI's rules, or ValueError in one sentence."""
     device, sharded, count = (settings.values[name] for name in ("device", "sharded", "num_shard"))
     if device == "cuda" and gpus == 0:
-        raise ValueError("--device is cuda but no GPU is visible: check nvidia-smi, or use --device cpu")
+        raise ValueError(
+            "--device is cuda but no GPU is visible: check nvidia-smi, name AMD's GPUs in HIP_VISIBLE_DEVICES, or use "
+            "--device cpu"
+        )
     if device == "auto":
         device = "cuda" if gpus else "cpu"
     visible = gpus if device == "cuda" else 0

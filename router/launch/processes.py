@@ -19,6 +19,9 @@ from router.launch.config import ROOT, TOKEN_VARIABLES
 from router.launch.logs import Log
 from router.launch.parent_death import end_with_parent
 
+# How torch's allocator is configured; the first is the name of all devices, from torch 2.9 on.
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
 
 def child_environment(environ: Mapping[str, str], local_rendezvous: bool) -> dict[str, str]:
     """The launcher's environment without its secrets, and nothing left for a child to look up on the network."""
@@ -26,6 +29,12 @@ def child_environment(environ: Mapping[str, str], local_rendezvous: bool) -> dic
     path = os.pathsep.join(part for part in (str(ROOT), environ.get("PYTHONPATH", "")) if part)
     child |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     child |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    if not any(name in child for name in ALLOCATOR_VARIABLES):
+        # Pieces of a GPU's memory grow in place: what one step left behind suffices for a larger one.
+        child[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    # Such memory can be mapped anew at an address that NCCL has registered for a graph, or torch for all ranks.
+    child.setdefault("NCCL_GRAPH_REGISTER", "0")
+    child.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
     if local_rendezvous and sys.platform == "linux":
         child.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return child

@@ -9,6 +9,7 @@ Between the two, the next step may be launched already: its inputs are on the de
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from server.blocks import num_blocks
 from server.distributed import Shard
 from server.pb import generate_pb2 as pb
 from server.stepping import cache
+from server.stepping.agreed_capture import AgreedCapture
 from server.stepping.batch import Forward, StepInput, Tables
 from server.stepping.cache import KVShape
 from server.stepping.choosing import LOGIT_ROWS, Chooser
@@ -201,6 +203,7 @@ class Engine:
         self.why_not_captured = why_not_captured
         self._wanted_sizes = graph_sizes
         self._graphs: Graphs | None = None
+        self._agreed: AgreedCapture | None = None
 
     def allocate(self, tokens: int, total_tokens: int, sequences: int = 0) -> None:
         """Make a KV cache of so many tokens, for sequences of at most `total_tokens`. What was there before goes.
@@ -227,13 +230,18 @@ class Engine:
     def _make_graphs(self, tables: Tables, most: int) -> Graphs:
         """For batches of at most `most` sequences."""
         capture = self.backend.graph_capture(self._wanted_sizes)
+        if not capture.computes:
+            capture = self._agreed = AgreedCapture(capture, self.shard, self.device.torch_device)
         decodes = DecodeGraphs(capture, self._decode, self.device, tables, most=most, has_encoder=self.has_encoder)
         run = partial(self.model.run, kv_caches=self._kv_caches)
         return Graphs(decodes, None if self.has_encoder else MixedGraphs(capture, run, self.device, tables, most=most))
 
     def release(self) -> None:
         """Give back the KV cache, and the graphs that read it."""
-        self._kv_caches, self._graphs, self._tables = [], None, None
+        has_cycles = bool(self.failed_captures)  # what is computed without a graph refers to those that have one
+        self._kv_caches, self._graphs, self._agreed, self._tables = [], None, None, None
+        if has_cycles:
+            gc.collect()
 
     @property
     def num_blocks(self) -> int:
@@ -244,6 +252,11 @@ class Engine:
     def graphs(self) -> Graphs | None:
         """The captured steps; None where none can be."""
         return self._graphs
+
+    @property
+    def failed_captures(self) -> list[str]:
+        """Why steps were not captured that should have been, one reason for each."""
+        return [] if self._agreed is None else self._agreed.failures
 
     @torch.inference_mode()
     def launch(self, request: pb.StepRequest) -> Launched | None:

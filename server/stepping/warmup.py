@@ -186,4 +186,6 @@ def _captured(engine: Engine, seconds: float) -> str:
     if mixed and engine.graphs.mixed:
         sequences, tokens = engine.graphs.mixed.largest
         text += f", and {len(mixed)} of up to {sequences} with up to {tokens} tokens of prompts"
-    return f"{text}, in {seconds:.1f} s"
+    failed = engine.failed_captures
+    without = f"; {len(failed)} captures failed, and their steps are computed without: {failed[0]}" if failed else ""
+    return f"{text}, in {seconds:.1f} s{without}"

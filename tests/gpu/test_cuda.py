@@ -112,10 +112,16 @@ def test_the_worst_steps_survive_a_cache_that_takes_all_memory(tmp_path: Path) -
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_two_ranks_over_nccl_equal_one(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("all_reduce", ["nccl", "auto"])
+def test_two_ranks_over_nccl_equal_one(tiny: Path, tmp_path: Path, all_reduce: str) -> None:
     command = [sys.executable, "-m", "tests.gpu.nccl_rank", str(tiny)]
     ranks = [
-        subprocess.run([*command, str(world_size), f"file://{tmp_path}/{world_size}"], capture_output=True, check=True)
+        subprocess.run(
+            [*command, str(world_size), f"file://{tmp_path}/{world_size}", all_reduce],
+            capture_output=True,
+            check=True,
+            timeout=300,
+        )
         for world_size in (1, 2)
     ]
     assert ranks[0].stdout == ranks[1].stdout

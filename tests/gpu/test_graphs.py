@@ -7,7 +7,8 @@ import random
 import pytest
 import torch
 
-from server.backends.cuda.graph import SIZES
+from server.backends.cuda.graph import SIZES, CudaGraphCapture
+from server.backends.failures import CaptureFailed
 from tests.gpu.gpu_backend import gpu_backend
 from tests.server.conftest import DEMO
 from tests.server.driver import Prompt, generate, load_engine, sampled
@@ -52,3 +53,28 @@ def test_plain_decodes_upload_nothing_and_wait_for_nothing() -> None:
         generate(engine, [Prompt([5, 6, 7], max_new_tokens=20), Prompt([8, 9], max_new_tokens=20)])
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_gpu_goes_on_after_a_capture_that_failed() -> None:
+    """As for want of memory: what raises is no call of CUDA, so the capture itself ends well."""
+    x = torch.ones(1000, device="cuda")
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        return (x * 2 + 1,)
+
+    def fail() -> tuple[torch.Tensor, ...]:
+        results = compute()
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return results
+
+    caller, capture = torch.cuda.current_stream(), CudaGraphCapture(SIZES, torch.cuda.Stream())
+    with pytest.raises(CaptureFailed, match="OutOfMemoryError"):
+        capture(fail)
+    assert caller == torch.cuda.current_stream()
+    torch.cuda.empty_cache()
+    replay = capture(compute)
+    x.fill_(3.0)
+    (result,) = replay()
+    torch.cuda.synchronize()
+    assert bool((result == 7).all())

@@ -159,3 +159,40 @@ def test_random_weights_need_no_checkpoint(tiny_bloom: Path, tmp_path: Path) -> 
     launched = engine.launch(first_step())
     assert launched is not None
     assert all(math.isfinite(value) for value in launched.finish().logprobs)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (torch.AcceleratorError("CUDA error: an illegal memory access was encountered\nand more lines"), True),
+        (torch.AcceleratorError("CUDA error: device-side assert triggered"), True),
+        (torch.AcceleratorError("HIP error: unspecified launch failure"), True),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), True),
+        (RuntimeError("Triton Error [CUDA]: misaligned address"), True),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (torch.AcceleratorError("CUDA error: operation not permitted when stream is capturing"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), False),
+        (ValueError("sequence 1 has an illegal memory access"), False),
+    ],
+    ids=str,
+)
+def test_a_lost_device_ends_the_shard(
+    with_shard: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch, error: Exception, is_lost: bool
+) -> None:
+    """Every later step would fail, while the health of one shard stayed good."""
+
+    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+        await stub.Warmup(LIMITS)
+
+        def fail(request: pb.StepRequest) -> None:
+            raise error
+
+        monkeypatch.setattr(service._engine, "launch", fail)
+        replies = [r async for r in stub.Run(requests_of(first_step()))]
+        assert str(error).splitlines()[0] in replies[0].error or "out of memory" in replies[0].error
+        assert is_lost == service.failed.done()
+        if is_lost:
+            assert str(error).splitlines()[0] in str(service.failed.result())
+            assert 1 == len(str(service.failed.result()).splitlines())
+
+    with_shard(body)

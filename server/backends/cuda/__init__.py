@@ -20,7 +20,10 @@ CAPABILITIES = {(8, 0), (8, 7), (9, 0), (10, 0), (10, 3)}
 
 
 def choose(device: CudaDevice, dtype: torch.dtype) -> ReferenceBackend:
-    """The fastest backend for this GPU."""
+    """The fastest backend for this GPU. torch built for ROCm calls AMD's GPUs by the name of NVIDIA's, `cuda`."""
+    if torch.version.hip is not None:
+        why = f"the GPU kernels are for NVIDIA GPUs, and torch is built for AMD's (ROCm {torch.version.hip})"
+        return ReferenceBackend(device, [why])
     capability = torch.cuda.get_device_capability(device.torch_device)
     if capability not in CAPABILITIES:
         version = ".".join(map(str, capability))

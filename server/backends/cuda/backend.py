@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -40,4 +41,9 @@ class CudaBackend(ReferenceBackend):
         return why_not_captured(spec, format, has_grouped_products(self.device.torch_device, self._dtype))
 
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
-        return CudaGraphCapture(sizes or SIZES)
+        return CudaGraphCapture(sizes or SIZES, self._capture_stream)
+
+    @cached_property
+    def _capture_stream(self) -> torch.cuda.Stream:
+        """The one stream of all captures: made when the first is, since kernels alone need no GPU."""
+        return torch.cuda.Stream(self.device.torch_device)

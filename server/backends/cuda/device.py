@@ -1,4 +1,7 @@
-"""An NVIDIA GPU as a device: it works behind the host's back, in the order in which it was told to.
+"""A GPU as a device: it works behind the host's back, in the order in which it was told to.
+
+NVIDIA's; AMD's too, which torch built for ROCm knows by the same names. What computes on each is another question,
+which `choose` of this package answers.
 
 A copy from ordinary memory makes the host wait until all earlier work of a GPU is done, and so undoes what it gained by
 launching a step while another one is running; from pinned memory it takes its place among that work.
@@ -15,6 +18,9 @@ from torch.profiler import ProfilerActivity
 
 # What torch's allocator cannot use of its memory, between pieces that are taken, on top of a step's peak.
 FRAGMENTATION = 0.1
+# Memory that stays free beside weights, KV cache, graphs and the largest step: kernels that are loaded at their first
+# use, workspaces of libraries and NCCL's buffers take it from the driver, where torch's allocator cannot make room.
+HEADROOM_BYTES = 2**30
 
 
 class CudaDevice:
@@ -49,12 +55,15 @@ class CudaDevice:
         return torch.zeros(size, dtype=dtype, device=self.torch_device)
 
     def free_bytes(self, *, fraction: float, world_size: int) -> int:
+        return self._unused_bytes(fraction) - HEADROOM_BYTES
+
+    def left_bytes(self, *, fraction: float, world_size: int, kv_bytes: int) -> int:
+        return max(0, self._unused_bytes(fraction))
+
+    def _unused_bytes(self, fraction: float) -> int:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.torch_device)
         return int(free - (1 - fraction) * total)
-
-    def left_bytes(self, *, fraction: float, world_size: int, kv_bytes: int) -> int:
-        return max(0, self.free_bytes(fraction=fraction, world_size=world_size))
 
     def peak_bytes(self, step: Callable[[], object]) -> int:
         torch.cuda.reset_peak_memory_stats(self.torch_device)

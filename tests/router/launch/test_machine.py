@@ -23,6 +23,8 @@ from router.launch.settings import read_settings
         ({"CUDA_VISIBLE_DEVICES": "-1"}, 0),
         ({"CUDA_VISIBLE_DEVICES": "0,-1,2"}, 1),
         ({"CUDA_VISIBLE_DEVICES": "0", "NVIDIA_VISIBLE_DEVICES": "0,1"}, 1),
+        ({"HIP_VISIBLE_DEVICES": "0,1"}, 2),
+        ({"CUDA_VISIBLE_DEVICES": "0", "HIP_VISIBLE_DEVICES": "0,1"}, 1),
         ({"NVIDIA_VISIBLE_DEVICES": "0,1"}, 2),
         ({"NVIDIA_VISIBLE_DEVICES": "all"}, 5),
         ({"NVIDIA_VISIBLE_DEVICES": "void"}, 5),

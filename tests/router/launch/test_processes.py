@@ -24,3 +24,13 @@ def test_gloo_stays_on_this_machine_unless_told_otherwise() -> None:
     assert "lo" == child_environment({}, True)["GLOO_SOCKET_IFNAME"]
     assert "eth1" == child_environment({"GLOO_SOCKET_IFNAME": "eth1"}, True)["GLOO_SOCKET_IFNAME"]
     assert "GLOO_SOCKET_IFNAME" not in child_environment({}, False)
+
+
+def test_the_memory_of_a_gpu_grows_in_place_unless_told_otherwise() -> None:
+    child = child_environment({}, True)
+    assert "expandable_segments:True" == child["PYTORCH_ALLOC_CONF"]
+    assert ("0", "0") == (child["NCCL_GRAPH_REGISTER"], child["TORCH_SYMMMEM_IMPLICIT_POOL"])
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+        child = child_environment({name: "backend:cudaMallocAsync", "NCCL_GRAPH_REGISTER": "1"}, True)
+        assert {name: "backend:cudaMallocAsync"} == {k: v for k, v in child.items() if k.endswith("_ALLOC_CONF")}
+        assert "1" == child["NCCL_GRAPH_REGISTER"]

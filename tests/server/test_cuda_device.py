@@ -1,0 +1,43 @@
+"""What is decided about a GPU without one: how much of its memory is used, and what computes on it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from server.arch.spec import ArchSpec
+from server.backends import choose
+from server.backends.cuda.device import HEADROOM_BYTES, CudaDevice
+from server.backends.reference import ReferenceBackend
+
+GIB = 2**30
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
+    """A GPU of 80 GiB, of which 30 are free."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (30 * GIB, 80 * GIB))
+    return CudaDevice(0)
+
+
+@pytest.mark.parametrize(("fraction", "usable"), [(1.0, 30), (0.75, 10)])
+def test_some_memory_stays_free_beside_the_kv_cache(device: CudaDevice, fraction: float, usable: int) -> None:
+    assert HEADROOM_BYTES >= GIB
+    assert usable * GIB - HEADROOM_BYTES == device.free_bytes(fraction=fraction, world_size=1)
+
+
+def test_what_is_left_is_all_that_is_left(device: CudaDevice) -> None:
+    assert 30 * GIB == device.left_bytes(fraction=1.0, world_size=1, kv_bytes=0)
+    assert 0 == device.left_bytes(fraction=0.05, world_size=1, kv_bytes=0)
+
+
+def test_an_amd_gpu_runs_the_reference_and_says_why(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its compute capability, as torch calls it, is 9.4 or 9.0, and its torch may have a Triton."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    backend = choose(device, torch.bfloat16)
+    assert ReferenceBackend is type(backend)
+    assert "the GPU kernels are for NVIDIA GPUs, and torch is built for AMD's (ROCm 6.4.43482)" == backend.description
+    assert backend.why_not_captured(ArchSpec, "dense", 1) is not None  # type: ignore[arg-type]
