@@ -1,7 +1,13 @@
-"""WORLD_SIZE ranks over NCCL; prints rank 0's tokens. `python -m tests.gpu.nccl_rank FOLDER WORLD_SIZE INIT`."""
+"""WORLD_SIZE ranks over NCCL; prints rank 0's tokens. `python -m tests.gpu.nccl_rank FOLDER WORLD_SIZE INIT`.
+
+Steps are launched and finished by the two threads of a service, as in a server: CUDA keeps a current device for each
+thread. A rank that takes too long says where it stands, and ends.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import faulthandler
 import json
 import sys
 from pathlib import Path
@@ -11,17 +17,54 @@ import torch.multiprocessing as mp
 
 from server import backends
 from server.distributed import connect, disconnect
+from server.pb import generate_pb2 as pb
+from server.service import ShardService
+from server.stepping.engine import Engine, Launched, StepResult
 from tests.server.driver import generate, load_engine
 from tests.server.ranks import prompts
 
+TIMEOUT = 240  # seconds: the ranks of a tiny model need some twenty
+
+
+class ThreadedStep:
+    """A step that a service's other thread finishes."""
+
+    def __init__(self, service: ShardService, launched: Launched):
+        self._service = service
+        self._launched = launched
+
+    def finish(self) -> StepResult:
+        return self._service._finish.submit(self._launched.finish).result()
+
+
+class ThreadedEngine:
+    """An engine whose steps are launched on the thread of a service."""
+
+    def __init__(self, service: ShardService, engine: Engine):
+        self.model = engine.model
+        self._service = service
+        self._engine = engine
+
+    def launch(self, request: pb.StepRequest) -> ThreadedStep | None:
+        launched = self._service._compute.submit(self._engine.launch, request).result()
+        return None if launched is None else ThreadedStep(self._service, launched)
+
+
+async def tokens(engine: Engine) -> list[list[int]]:
+    """The tokens of every prompt."""
+    service = ShardService(engine, pb.InfoReply(), 1.0)
+    return [p.tokens for p in generate(ThreadedEngine(service, engine), prompts())]  # type: ignore[arg-type]
+
 
 def run(rank: int, folder: Path, world_size: int, rendezvous: str) -> None:
+    faulthandler.dump_traceback_later(TIMEOUT, exit=True)
     device = backends.open_device("cuda", rank, world_size)
     shard = connect(rank, world_size, rendezvous, device.torch_device)
-    engine = load_engine(folder, shard=shard, backend=backends.choose(device, torch.float32))
-    tokens = [p.tokens for p in generate(engine, prompts())]
+    engine = load_engine(folder, shard=shard, backend=backends.choose(device, torch.float32), warms_up=False)
+    found = asyncio.run(tokens(engine))
     if rank == 0:
-        print(json.dumps(tokens))
+        print(json.dumps(found))
+    engine.release()  # graphs that hold collectives go before what they would run on
     disconnect()
 
 

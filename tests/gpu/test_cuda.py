@@ -20,6 +20,7 @@ from server.pb import generate_pb2 as pb
 from server.stepping.engine import LOGIT_ROWS
 from server.stepping.warmup import ProfileRun, warm_up
 from tests.gpu.gpu_backend import gpu_backend
+from tests.gpu.nccl_rank import TIMEOUT
 from tests.server.conftest import DEMO, save_tiny_bloom
 from tests.server.driver import Prompt, all_logits, generate, load_engine
 from tests.server.ranks import prompts
@@ -115,7 +116,12 @@ def test_the_worst_steps_survive_a_cache_that_takes_all_memory(tmp_path: Path) -
 def test_two_ranks_over_nccl_equal_one(tiny: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.gpu.nccl_rank", str(tiny)]
     ranks = [
-        subprocess.run([*command, str(world_size), f"file://{tmp_path}/{world_size}"], capture_output=True, check=True)
+        subprocess.run(
+            [*command, str(world_size), f"file://{tmp_path}/{world_size}"],
+            capture_output=True,
+            check=True,
+            timeout=TIMEOUT + 60,  # the ranks end earlier, and say where they stand
+        )
         for world_size in (1, 2)
     ]
     assert ranks[0].stdout == ranks[1].stdout
