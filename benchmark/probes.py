@@ -115,8 +115,9 @@ def _decode_attention(device: torch.device, dtype: torch.dtype) -> Iterator[Row]
         blocks = sequences * CONTEXT // BLOCK_SIZE
         num_bytes = 2 * blocks * HEADS * BLOCK_SIZE * HEAD_DIM * dtype.itemsize
         layers = min(MOST_LAYERS, max(1, MOST_CACHE_BYTES // num_bytes))
-        kv = torch.zeros(layers, 2, blocks, HEADS, BLOCK_SIZE, HEAD_DIM, dtype=dtype, device=device)
-        q = torch.zeros(sequences, HEADS, HEAD_DIM, dtype=dtype, device=device)
+        # Not zeros: a device draws less power over those, keeps a higher clock, and may compress them.
+        kv = torch.randn(layers, 2, blocks, HEADS, BLOCK_SIZE, HEAD_DIM, dtype=dtype, device=device)
+        q = torch.randn(sequences, HEADS, HEAD_DIM, dtype=dtype, device=device)
         step = _captured(partial(_attend, attention, q, kv, _decode_meta(sequences, device)))
         rate = layers * num_bytes / best_seconds(step, device)
         yield _row(

@@ -40,8 +40,9 @@ class ShardService(pb_grpc.ShardServicer):
         self._info = info
         self._fraction = cuda_memory_fraction
         self._profiler = StepProfiler(engine.device)
-        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
-        self._finish = ThreadPoolExecutor(1, thread_name_prefix="finish")
+        activate = engine.device.activate
+        self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=activate)
+        self._finish = ThreadPoolExecutor(1, thread_name_prefix="finish", initializer=activate)
         self._arrivals: list[float] = []  # when each unfinished step arrived, oldest first
         self._received = 0
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()

@@ -25,8 +25,9 @@ def open_device(wanted: str, rank: int, world_size: int) -> Device:
         raise ValueError("--device is cuda, but torch finds no usable GPU: install its driver or use --device cpu")
     if world_size > (count := torch.cuda.device_count()):
         raise ValueError(f"--num-shard is {world_size}, but there are {count} GPUs: use --num-shard {count}")
-    torch.cuda.set_device(rank)
-    return CudaDevice(rank)
+    device = CudaDevice(rank)
+    device.activate()
+    return device
 
 
 def choose(device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False) -> Backend:

@@ -213,6 +213,9 @@ class Device(Protocol):
     kind: str  # for sentences: "this GPU"
     measures_memory: bool  # whether its memory is ours alone, so that what a step takes can be measured
 
+    def activate(self) -> None:
+        """Make it the device of the calling thread: every thread that computes calls this first."""
+
     def good_dtypes(self) -> set[torch.dtype]:
         """The dtypes that the device computes well."""
 

@@ -139,3 +139,13 @@ def test_probed_decodes_see_their_whole_context(monkeypatch: pytest.MonkeyPatch)
     attention = ReferenceBackend(CpuDevice()).attention(Scores(1.0))
     out = attention.attend(torch.zeros(2, 2, 4), kv, meta, window=0)
     assert [1.0, 4.0] == pytest.approx(out[:, 0, 0].tolist(), rel=1e-4)
+
+
+def test_the_attention_probe_reads_values_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: dict[str, torch.Tensor] = {}
+    changes = {"DECODES": (1,), "CONTEXT": 32, "MOST_LAYERS": 1, "_captured": lambda run: run}
+    for name, value in changes.items():
+        monkeypatch.setattr(probes, name, value)
+    monkeypatch.setattr(probes, "_attend", lambda attention, q, kv, meta: read.update(q=q, kv=kv))
+    assert 1 == len(list(probes._decode_attention(torch.device("cpu"), torch.float32)))
+    assert 2 == len(read) and all(tensor.unique().numel() > 100 for tensor in read.values())

@@ -20,6 +20,7 @@ from server.pb import generate_pb2 as pb
 from server.stepping.engine import LOGIT_ROWS
 from server.stepping.warmup import ProfileRun, warm_up
 from tests.gpu.gpu_backend import gpu_backend
+from tests.gpu.nccl_rank import TIMEOUT
 from tests.server.conftest import DEMO, save_tiny_bloom
 from tests.server.driver import Prompt, all_logits, generate, load_engine
 from tests.server.ranks import prompts
@@ -120,7 +121,7 @@ def test_two_ranks_over_nccl_equal_one(tiny: Path, tmp_path: Path, all_reduce: s
             [*command, str(world_size), f"file://{tmp_path}/{world_size}", all_reduce],
             capture_output=True,
             check=True,
-            timeout=300,
+            timeout=TIMEOUT + 60,  # the ranks end earlier, and say where they stand
         )
         for world_size in (1, 2)
     ]

@@ -26,6 +26,9 @@ class CpuDevice:
     kind = "this CPU"
     measures_memory = False
 
+    def activate(self) -> None:
+        """All threads have it."""
+
     def good_dtypes(self) -> set[torch.dtype]:
         flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").is_file() else ""
         good = {torch.float32}

@@ -33,6 +33,9 @@ class CudaDevice:
         self.torch_device = torch.device("cuda", index)
         self.name = torch.cuda.get_device_name(self.torch_device)
 
+    def activate(self) -> None:
+        torch.cuda.set_device(self.torch_device)  # which CUDA keeps for each thread; others launch on the first GPU
+
     def good_dtypes(self) -> set[torch.dtype]:
         good = {torch.float32, torch.float16}
         if torch.cuda.is_bf16_supported(including_emulation=False):
