@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -137,10 +138,29 @@ class Norm(ABC):
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., D] → normalised [..., D]."""
 
-    def add(self, x: Tensor, delta: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [T, D] and what a layer adds [T, D], with its bias [D] if it has one → their sum and the sum normalised."""
-        total = x + delta if bias is None else x + delta + bias
+    def add(self, x: Tensor, summand: Summand) -> tuple[Tensor, Tensor]:
+        """x [T, D] and what is added to it → their sum and the sum normalised."""
+        total = summand.onto(x)
         return total, self(total)
+
+    def normalise_heads(self, key_norm: Norm, heads: Tensor, kv_heads: int) -> Tensor:
+        """heads [T, N + 2 K, H] → queries normalised by this norm, keys by `key_norm`, and values; maybe in place."""
+        q, k, v = split_heads(heads, kv_heads)
+        return torch.cat([self(q), key_norm(k), v], dim=1)
+
+
+@dataclass(frozen=True)
+class Summand:
+    """What waits to be added to the residual stream, already summed over all ranks."""
+
+    deltas: tuple[Tensor, ...]  # one or two, [T, D] each
+    biases: tuple[Tensor, ...] = ()  # up to two, [D] each
+    norm: Norm | None = None  # by which the sum of these is normalised first
+
+    def onto(self, x: Tensor) -> Tensor:
+        """x [T, D] + the summand."""
+        parts = (*self.deltas, *self.biases)
+        return reduce(torch.add, parts, x) if self.norm is None else x + self.norm(reduce(torch.add, parts))
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from tests.server.kernel_cases import (
     check_attention,
     check_gate,
     check_norm,
+    check_norm_of_heads,
     check_padding,
     check_rotation,
 )
@@ -63,6 +64,17 @@ def test_splits_fill_the_gpu_and_no_more() -> None:
 @pytest.mark.parametrize("is_centred", [True, False], ids=["layer norm", "rms norm"])
 def test_norms_equal_the_operators(is_centred: bool, dtype: torch.dtype) -> None:
     check_norm(is_centred, dtype, CPU)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("is_centred", [True, False], ids=["layer norm", "rms norm"])
+@pytest.mark.parametrize(
+    ("counts", "size"), [((4, 1), 64), ((6, 2), 80), ((20, 9), 128)], ids=["one kv head", "odd size", "two tiles"]
+)
+def test_norms_of_heads_equal_the_operators(
+    counts: tuple[int, int], size: int, is_centred: bool, dtype: torch.dtype
+) -> None:
+    check_norm_of_heads(counts, size, is_centred, dtype, CPU)
 
 
 @pytest.mark.parametrize("half", [40, 10], ids=["whole head", "part of a head"])

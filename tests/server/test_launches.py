@@ -25,52 +25,52 @@ Counted = dict[tuple[str, int, int], "Launches"]  # by model, ranks and batch si
 # One rank's launches: in each layer, beside all layers, and all together, which leaves out the collectives.
 BUDGET = """
 model           ranks batch  layer beside    all  collectives
-bloomz-7b1-mt       1     1     11     34    364            0
-bloomz-7b1-mt       1    32     10     34    334            0
-bloomz-7b1-mt       2     1     12     60    420           62
-bloomz-7b1-mt       2    32     11     60    390           62
-llama-3-8b          1     1     11     40    392            0
-llama-3-8b          1    32     11     40    392            0
-llama-3-8b          2     1     11     66    418           66
-llama-3-8b          2    32     11     66    418           66
-mixtral-8x7b        1     1     30     40   1000            0
-mixtral-8x7b        1    32     30     40   1000            0
-mixtral-8x7b        2     1     30     66   1026           66
-mixtral-8x7b        2    32     30     66   1026           66
-chatglm3-6b         1     1     11     40    348            0
-chatglm3-6b         1    32     11     40    348            0
-chatglm3-6b         2     1     11     66    374           58
-chatglm3-6b         2    32     11     66    374           58
-flan-t5-xl          1     1     16     36    420            0
-flan-t5-xl          1    32     14     36    372            0
-flan-t5-xl          2     1     16     62    446           74
-flan-t5-xl          2    32     14     62    398           74
-qwen3-8b            1     1     14     40    544            0
-qwen3-8b            1    32     16     40    616            0
-qwen3-8b            2     1     14     66    570           74
-qwen3-8b            2    32     16     66    642           74
-gemma-2-9b          1     1     14     44    632            0
-gemma-2-9b          1    32     14     44    632            0
-gemma-2-9b          2     1     14     70    658           86
-gemma-2-9b          2    32     14     70    658           86
-pythia-6.9b         1     1     12     40    424            0
-pythia-6.9b         1    32     11     40    392            0
-pythia-6.9b         2     1     14     66    514           34
-pythia-6.9b         2    32     13     66    482           34
+bloomz-7b1-mt       1     1     10     34    334            0
+bloomz-7b1-mt       1    32      9     34    304            0
+bloomz-7b1-mt       2     1     10     60    360           62
+bloomz-7b1-mt       2    32      9     60    330           62
+llama-3-8b          1     1     10     40    360            0
+llama-3-8b          1    32     10     40    360            0
+llama-3-8b          2     1     10     66    386           66
+llama-3-8b          2    32     10     66    386           66
+mixtral-8x7b        1     1     29     40    968            0
+mixtral-8x7b        1    32     29     40    968            0
+mixtral-8x7b        2     1     29     66    994           66
+mixtral-8x7b        2    32     29     66    994           66
+chatglm3-6b         1     1     10     40    320            0
+chatglm3-6b         1    32     10     40    320            0
+chatglm3-6b         2     1     10     66    346           58
+chatglm3-6b         2    32     10     66    346           58
+flan-t5-xl          1     1     15     36    396            0
+flan-t5-xl          1    32     13     36    348            0
+flan-t5-xl          2     1     15     62    422           74
+flan-t5-xl          2    32     13     62    374           74
+qwen3-8b            1     1     11     40    436            0
+qwen3-8b            1    32     11     40    436            0
+qwen3-8b            2     1     11     66    462           74
+qwen3-8b            2    32     11     66    462           74
+gemma-2-9b          1     1     10     44    464            0
+gemma-2-9b          1    32     10     44    464            0
+gemma-2-9b          2     1     10     70    490           86
+gemma-2-9b          2    32     10     70    490           86
+pythia-6.9b         1     1     10     40    360            0
+pythia-6.9b         1    32      9     40    328            0
+pythia-6.9b         2     1     11     66    418           34
+pythia-6.9b         2    32     10     66    386           34
 """
 
 # What one layer launches where one rank decodes one sequence.
 LAYER = {
-    "bloomz-7b1-mt": "3 addmm, 2 _add_norm, _store, _decode_head, _combine, mm, gelu, add",
-    "llama-3-8b": "4 mm, 2 _add_norm, _rotate_and_store, _decode_group, _combine, _gate, add",
+    "bloomz-7b1-mt": "2 _add_norm, 2 addmm, 2 mm, _store, _decode_head, _combine, gelu",
+    "llama-3-8b": "4 mm, 2 _add_norm, _rotate_and_store, _decode_group, _combine, _gate",
     "mixtral-8x7b": "3 mm, 2 _add_norm, 2 _to_copy, 2 sort, 2 sum, 2 offsets, 2 _grouped_mm, _rotate_and_store, "
     "_decode_group, _combine, _softmax, topk, div, copy, arange, searchsorted, floor_divide, "
-    "index_select, _gate, index_copy, mul, add",
-    "chatglm3-6b": "3 mm, 2 _add_norm, addmm, _rotate_and_store, _decode_group, _combine, _gate, add",
-    "flan-t5-xl": "6 mm, 3 _add_norm, 2 _decode_head, 2 _combine, _store, _gate, add",
-    "qwen3-8b": "4 _add_norm, 4 mm, cat, _rotate_and_store, _decode_group, _combine, _gate, add",
-    "gemma-2-9b": "4 _add_norm, 4 mm, 2 add, _rotate_and_store, _decode_group, _combine, _gate",
-    "pythia-6.9b": "4 addmm, 2 _add_norm, 2 add, _rotate_and_store, _decode_head, _combine, gelu",
+    "index_select, _gate, index_copy, mul",
+    "chatglm3-6b": "3 mm, 2 _add_norm, addmm, _rotate_and_store, _decode_group, _combine, _gate",
+    "flan-t5-xl": "6 mm, 3 _add_norm, 2 _decode_head, 2 _combine, _store, _gate",
+    "qwen3-8b": "4 mm, 2 _add_norm, _norm_heads, _rotate_and_store, _decode_group, _combine, _gate",
+    "gemma-2-9b": "4 mm, 2 _add_norm, _rotate_and_store, _decode_group, _combine, _gate",
+    "pythia-6.9b": "2 _add_norm, 2 addmm, 2 mm, _rotate_and_store, _decode_head, _combine, gelu",
 }
 
 # What stands before and behind the layers, likewise.
