@@ -128,6 +128,31 @@ class GroupedLinear(Protocol):
         """
 
 
+class Routes(Protocol):
+    """Where a step's tokens go in a mixture of experts: pairs of a token and an expert, sorted by expert."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each pair [T * k]."""
+
+    @property
+    def ends(self) -> Tensor:
+        """Behind the last pair of each expert, [E] int32."""
+
+    def combine(self, y: Tensor) -> Tensor:
+        """What the experts made of the pairs [T * k, D] → the weighted sum for each token, [T, D] in y's dtype."""
+
+
+class Routing(Protocol):
+    """Sends each token to the k experts that a router likes best."""
+
+    def choose(self, router: LinearFormat, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and the numbers of each token's experts, both [T, k], from x [T, D] and the router [E, D]."""
+
+    def __call__(self, router: LinearFormat, x: Tensor) -> Routes:
+        """The routes of tokens x [T, D]."""
+
+
 class Norm(ABC):
     """Normalises alone, or behind the addition of a layer's output to the residual stream."""
 
@@ -279,6 +304,9 @@ class Backend(Protocol):
 
     def grouped(self, weights: Iterable[Tensor], count: int, format: str, *, is_gated: bool = False) -> GroupedLinear:
         """The weights [F, D] of `count` experts, stored in one of `formats`; each is asked for when it is stored."""
+
+    def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
+        """For a mixture of so many experts; renormalise: whether the weights of the chosen ones sum to 1."""
 
     def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
         """Why decode steps of such a model cannot be captured in graphs; None: they can."""

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from server.backends.cuda.kernels.routing import FusedRouting
 from server.backends.protocol import Summand
+from server.backends.reference.linear import DenseFormat
 from tests.server.compiled_kernels import Assembly, assembly
 from tests.server.kernel_cases import norms
 
@@ -33,3 +35,10 @@ def test_norms_of_heads_compile(is_centred: bool, assembly: Assembly) -> None:
     (_, queries), (_, keys) = (norms(128, is_centred, seed, torch.bfloat16, torch.device("cpu")) for seed in (0, 1))
     queries.normalise_heads(keys, zeros(2, 48, 128), kv_heads=8)
     assert {"_norm_heads"} == set(assembly)
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (128, 8), (60, 6)])
+def test_routing_compiles(experts: int, top_k: int, assembly: Assembly) -> None:
+    routing = FusedRouting(experts, top_k, renormalise=True)
+    routing(DenseFormat(zeros(experts, 64)), zeros(3, 64)).combine(zeros(3 * top_k, 4096))
+    assert {"_choose", "_group", "_weigh"} == set(assembly)

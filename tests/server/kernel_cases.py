@@ -16,7 +16,9 @@ from server.arch.spec import Activation, Alibi
 from server.backends.protocol import Norm, Rotation, Scores, StepMeta, Summand
 from server.backends.reference.activation import stock_gate
 from server.backends.reference.attention import ReferenceAttention
+from server.backends.reference.linear import DenseFormat
 from server.backends.reference.norm import LayerNorm, RmsNorm
+from server.backends.reference.routing import StockRouting
 from server.backends.reference.scoring import rotate, write_slots
 from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes
@@ -189,6 +191,25 @@ def norms(size: int, is_centred: bool, seed: int, dtype: torch.dtype, device: to
     weight, bias = random(2, 2, size, dtype=dtype, device=device)[seed] / 4 + 1
     norm = LayerNorm(weight, bias, 1e-5) if is_centred else RmsNorm(weight, 1e-5)
     return norm, FusedNorm(weight, bias if is_centred else None, 1e-5, is_centred=is_centred)
+
+
+def check_routing(sizes: tuple[int, int, int], renormalise: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """Tokens go to the same experts in the same order, and come back weighted alike. sizes: T, E, k."""
+    from server.backends.cuda.kernels.routing import FusedRouting
+
+    tokens, experts, top_k = sizes
+    width = 1100 if tokens < 10 else 40  # a tile and a part, where that is soon computed
+    x = random(tokens, 64, dtype=dtype, device=device)
+    router = DenseFormat(random(experts, 64, dtype=dtype, device=device))
+    stock = StockRouting(torch.arange(experts, device=device), top_k, renormalise)(router, x)
+    fused = FusedRouting(experts, top_k, renormalise)(router, x)
+    tolerance = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
+    assert torch.equal(stock.tokens, fused.tokens.long())
+    assert torch.equal(stock.ends, fused.ends)
+    assert torch.equal(stock.order, fused.places.argsort())
+    torch.testing.assert_close(stock.weights.float(), fused.weights, **tolerance)
+    y = random(tokens * top_k, width, dtype=dtype, device=device)
+    torch.testing.assert_close(stock.combine(y), fused.combine(y), **tolerance)
 
 
 def check_rotation(is_interleaved: bool, half: int, dtype: torch.dtype, device: torch.device) -> None:

@@ -33,10 +33,10 @@ llama-3-8b          1     1     10     40    360            0
 llama-3-8b          1    32     10     40    360            0
 llama-3-8b          2     1     10     66    386           66
 llama-3-8b          2    32     10     66    386           66
-mixtral-8x7b        1     1     29     40    968            0
-mixtral-8x7b        1    32     29     40    968            0
-mixtral-8x7b        2     1     29     66    994           66
-mixtral-8x7b        2    32     29     66    994           66
+mixtral-8x7b        1     1     17     40    584            0
+mixtral-8x7b        1    32     17     40    584            0
+mixtral-8x7b        2     1     17     66    610           66
+mixtral-8x7b        2    32     17     66    610           66
 chatglm3-6b         1     1     10     40    320            0
 chatglm3-6b         1    32     10     40    320            0
 chatglm3-6b         2     1     10     66    346           58
@@ -63,9 +63,8 @@ pythia-6.9b         2    32     10     66    386           34
 LAYER = {
     "bloomz-7b1-mt": "2 _add_norm, 2 addmm, 2 mm, _store, _decode_head, _combine, gelu",
     "llama-3-8b": "4 mm, 2 _add_norm, _rotate_and_store, _decode_group, _combine, _gate",
-    "mixtral-8x7b": "3 mm, 2 _add_norm, 2 _to_copy, 2 sort, 2 sum, 2 offsets, 2 _grouped_mm, _rotate_and_store, "
-    "_decode_group, _combine, _softmax, topk, div, copy, arange, searchsorted, floor_divide, "
-    "index_select, _gate, index_copy, mul",
+    "mixtral-8x7b": "3 mm, 2 _add_norm, 2 offsets, 2 _grouped_mm, _rotate_and_store, _decode_group, _combine, _choose, "
+    "_group, index_select, _gate, _weigh",
     "chatglm3-6b": "3 mm, 2 _add_norm, addmm, _rotate_and_store, _decode_group, _combine, _gate",
     "flan-t5-xl": "6 mm, 3 _add_norm, 2 _decode_head, 2 _combine, _store, _gate",
     "qwen3-8b": "4 mm, 2 _add_norm, _norm_heads, _rotate_and_store, _decode_group, _combine, _gate",
