@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -127,6 +128,31 @@ class GroupedLinear(Protocol):
         """
 
 
+class Routes(Protocol):
+    """Where a step's tokens go in a mixture of experts: pairs of a token and an expert, sorted by expert."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each pair [T * k]."""
+
+    @property
+    def ends(self) -> Tensor:
+        """Behind the last pair of each expert, [E] int32."""
+
+    def combine(self, y: Tensor) -> Tensor:
+        """What the experts made of the pairs [T * k, D] → the weighted sum for each token, [T, D] in y's dtype."""
+
+
+class Routing(Protocol):
+    """Sends each token to the k experts that a router likes best."""
+
+    def choose(self, router: LinearFormat, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and the numbers of each token's experts, both [T, k], from x [T, D] and the router [E, D]."""
+
+    def __call__(self, router: LinearFormat, x: Tensor) -> Routes:
+        """The routes of tokens x [T, D]."""
+
+
 class Norm(ABC):
     """Normalises alone, or behind the addition of a layer's output to the residual stream."""
 
@@ -137,10 +163,29 @@ class Norm(ABC):
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., D] → normalised [..., D]."""
 
-    def add(self, x: Tensor, delta: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """x [T, D] and what a layer adds [T, D], with its bias [D] if it has one → their sum and the sum normalised."""
-        total = x + delta if bias is None else x + delta + bias
+    def add(self, x: Tensor, summand: Summand) -> tuple[Tensor, Tensor]:
+        """x [T, D] and what is added to it → their sum and the sum normalised."""
+        total = summand.onto(x)
         return total, self(total)
+
+    def normalise_heads(self, key_norm: Norm, heads: Tensor, kv_heads: int) -> Tensor:
+        """heads [T, N + 2 K, H] → queries normalised by this norm, keys by `key_norm`, and values; maybe in place."""
+        q, k, v = split_heads(heads, kv_heads)
+        return torch.cat([self(q), key_norm(k), v], dim=1)
+
+
+@dataclass(frozen=True)
+class Summand:
+    """What waits to be added to the residual stream, already summed over all ranks."""
+
+    deltas: tuple[Tensor, ...]  # one or two, [T, D] each
+    biases: tuple[Tensor, ...] = ()  # up to two, [D] each
+    norm: Norm | None = None  # by which the sum of these is normalised first
+
+    def onto(self, x: Tensor) -> Tensor:
+        """x [T, D] + the summand."""
+        parts = (*self.deltas, *self.biases)
+        return reduce(torch.add, parts, x) if self.norm is None else x + self.norm(reduce(torch.add, parts))
 
 
 @dataclass(frozen=True)
@@ -267,6 +312,9 @@ class Backend(Protocol):
 
     def grouped(self, weights: Iterable[Tensor], count: int, format: str, *, is_gated: bool = False) -> GroupedLinear:
         """The weights [F, D] of `count` experts, stored in one of `formats`; each is asked for when it is stored."""
+
+    def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
+        """For a mixture of so many experts; renormalise: whether the weights of the chosen ones sum to 1."""
 
     def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
         """Why decode steps of such a model cannot be captured in graphs; None: they can."""

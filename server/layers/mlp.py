@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from server.arch.spec import Activation, ArchSpec, Dense, Gated, Moe
-from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear
+from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear, Routing
 from server.checkpoint.weights import Weights
 from server.layers.linear import Branch, ColumnLinear, RowLinear, load_column, load_row
 
@@ -47,12 +47,10 @@ class MoeMlp:
     """
 
     router: LinearFormat  # [E, D], on every rank: all must choose the same experts
-    expert_ids: Tensor  # [E]: 0 … E - 1
+    routing: Routing
     up: GroupedLinear  # [gate | up] of each expert
     down: GroupedLinear
     activation: Activation
-    top_k: int
-    renormalise: bool
     bias: None = None
 
     @property
@@ -66,20 +64,10 @@ class MoeMlp:
 
     def __call__(self, x: Tensor, base: Tensor | None = None, *, with_bias: bool = False) -> Tensor:
         """base + this rank's part, as of a `RowLinear`; a mixture has no bias."""
-        weights, chosen = self._route(x)
-        sorted_experts, order = chosen.flatten().sort(stable=True)  # of the T * k pairs of a token and an expert
-        ends = torch.searchsorted(sorted_experts, self.expert_ids, right=True, out_int32=True)
-        y = self.down(self.up(x.index_select(0, order // self.top_k), ends, self.activation), ends)
-        pairs = torch.empty_like(y).index_copy_(0, order, y).view(len(x), self.top_k, -1)
-        total = (pairs * weights.unsqueeze(2)).sum(dim=1)
+        routes = self.routing(self.router, x)
+        y = self.up(x.index_select(0, routes.tokens), routes.ends, self.activation)
+        total = routes.combine(self.down(y, routes.ends))
         return total if base is None else base + total
-
-    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The weights, in x's dtype, and the numbers of each token's experts, both [T, k]."""
-        weights, chosen = self.router.to_float32(x, None).softmax(dim=-1).topk(self.top_k, dim=-1)
-        if self.renormalise:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
-        return weights.to(x.dtype), chosen
 
 
 def load_mlp(
@@ -126,10 +114,8 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend, for
 
     return MoeMlp(
         router=backend.formats["dense"](weights.rows("router", (kind.num_experts, spec.hidden_size))),
-        expert_ids=torch.arange(kind.num_experts, device=weights.device),
+        routing=backend.routing(kind.num_experts, kind.top_k, renormalise=kind.renormalise),
         up=backend.grouped(ups(), kind.num_experts, format, is_gated=True),
         down=backend.grouped(downs(), kind.num_experts, format),
         activation=kind.activation,
-        top_k=kind.top_k,
-        renormalise=kind.renormalise,
     )

@@ -1,20 +1,20 @@
 """One layer of a model: attention, the mlp, and how they are wired with norms and residual additions.
 
-Which norms there are and how all is wired is the spec's `residual`: a function of `WIRINGS` for each kind.
+Which norms there are and how all is wired is the spec's `residual`: a function of `WIRINGS` for each kind. What a layer
+adds last may wait for the next layer's first norm, so that one kernel does both (`Stream`).
 
 Shapes: T tokens in the step, D model width, N local heads, K local kv heads, H head dim, B blocks, P tokens per block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from server.arch.spec import ArchSpec, LayerSpec, Residual, Rope
-from server.backends.protocol import Attention, Norm, Rotation, StepMeta, split_heads
+from server.backends.protocol import Attention, Norm, Rotation, StepMeta, Summand
 from server.distributed import Shard
 from server.layers.linear import Branch, ColumnLinear, RowLinear
 from server.layers.mlp import DenseMlp, MoeMlp
@@ -49,8 +49,7 @@ class AttentionBlock:
         """x [T, D] → attended values [T, N * H], not yet projected; writes keys and values into kv [2, B, K, P, H]."""
         heads = self._heads(x)
         if self.q_norm is not None and self.k_norm is not None:
-            q, k, v = split_heads(heads, kv_heads=kv.shape[2])
-            heads = torch.cat([self.q_norm(q), self.k_norm(k), v], dim=1)
+            heads = self.q_norm.normalise_heads(self.k_norm, heads, kv_heads=kv.shape[2])
         position = self.layer.position
         rotation = step.rotations[position] if isinstance(position, Rope) else None
         q = self.attention.rotate_and_write(heads, kv, rotation, step.meta)
@@ -91,6 +90,23 @@ class CrossBlock:
 
 
 @dataclass(frozen=True)
+class Stream:
+    """The residual stream between two norms: x [T, D], and what waits to be added to it."""
+
+    x: Tensor
+    pending: Summand | None = None
+
+    @property
+    def total(self) -> Tensor:
+        """The whole stream [T, D]."""
+        return self.x if self.pending is None else self.pending.onto(self.x)
+
+    def normed(self, norm: Norm) -> tuple[Tensor, Tensor]:
+        """The whole stream [T, D], and that normalised."""
+        return (self.x, norm(self.x)) if self.pending is None else norm.add(self.x, self.pending)
+
+
+@dataclass(frozen=True)
 class Layer:
     """One layer of a decoder or an encoder."""
 
@@ -99,16 +115,16 @@ class Layer:
     mlp: DenseMlp | MoeMlp
     norms: Mapping[str, Norm]
     shard: Shard
-    wiring: Callable[[Layer, Tensor, Tensor, LayerStep], Tensor]
+    wiring: Callable[[Layer, Stream, Tensor, LayerStep], Stream]
 
     @property
     def nbytes(self) -> int:
         """Memory of its matrices."""
         return self.attention.nbytes + self.mlp.nbytes + (self.cross.nbytes if self.cross else 0)
 
-    def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
-        """x [T, D] → [T, D]."""
-        return self.wiring(self, x, kv, step)
+    def __call__(self, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+        """The residual stream behind the layer; keys and values are written into kv [2, B, K, P, H]."""
+        return self.wiring(self, stream, kv, step)
 
     def attend(self, x: Tensor, kv: Tensor, step: LayerStep) -> Branch:
         """What attention adds for input x."""
@@ -119,68 +135,79 @@ class Layer:
         assert self.cross is not None
         return Branch(self.cross.out, self.cross(x, kv, step))
 
-    def add(self, base: Tensor | None, *branches: Branch) -> Tensor:
-        """base + the branches, summed over all ranks for the price of one reduction."""
+    def add(self, base: Tensor, *branches: Branch, norm: Norm | None = None) -> Stream:
+        """base + the branches, summed over all ranks for the price of one reduction.
+
+        norm: what normalises the branches' sum before it is added.
+        """
         is_alone = self.shard.world_size == 1
-        total = base if is_alone else None
-        for branch in branches:
-            total = branch.onto(total, with_bias=is_alone)
-        assert total is not None
+        if is_alone and norm is None and not self._norms_absorb_addition:
+            for branch in branches:
+                base = branch.onto(base, with_bias=True)
+            return Stream(base)
         if is_alone:
-            return total
-        total = self.shard.all_reduce(total)
+            deltas = tuple(branch.onto(None, with_bias=False) for branch in branches)
+        else:
+            deltas = (self.shard.all_reduce(_sum_of(branches)),)
         # What belongs to the whole is added after the reduction: before it, every rank would add it once.
-        for whole in (base, *(branch.projection.bias for branch in branches)):
-            if whole is not None:
-                total = total + whole
-        return total
+        biases = tuple(branch.projection.bias for branch in branches if branch.projection.bias is not None)
+        return Stream(base, Summand(deltas, biases, norm))
 
-    def add_and_norm(self, norm: Norm, base: Tensor, branch: Branch) -> tuple[Tensor, Tensor]:
-        """base + the branch, summed over all ranks, and that normalised."""
-        if self.shard.world_size == 1 and not norm.absorbs_addition:
-            total = self.add(base, branch)
-            return total, norm(total)
-        return norm.add(base, self.shard.all_reduce(branch.onto(None, with_bias=False)), branch.projection.bias)
+    @property
+    def _norms_absorb_addition(self) -> bool:
+        return all(norm.absorbs_addition for norm in self.norms.values())
 
 
-def _pre(layer: Layer, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
-    norms = layer.norms
-    x, normed = layer.add_and_norm(norms["mlp_norm"], x, layer.attend(norms["attention_norm"](x), kv, step))
+def _sum_of(branches: Sequence[Branch]) -> Tensor:
+    """This rank's part of all branches."""
+    total = branches[0].onto(None, with_bias=False)
+    for branch in branches[1:]:
+        total = branch.onto(total, with_bias=False)
+    return total
+
+
+def _pre(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+    x, normed = stream.normed(layer.norms["attention_norm"])
+    x, normed = layer.add(x, layer.attend(normed, kv, step)).normed(layer.norms["mlp_norm"])
     return layer.add(x, layer.mlp.branch(normed))
 
 
-def _pre_cross(layer: Layer, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
-    norms = layer.norms
-    x, normed = layer.add_and_norm(norms["cross_norm"], x, layer.attend(norms["attention_norm"](x), kv, step))
-    x, normed = layer.add_and_norm(norms["mlp_norm"], x, layer.attend_to_encoder(normed, kv, step))
+def _pre_cross(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+    x, normed = stream.normed(layer.norms["attention_norm"])
+    x, normed = layer.add(x, layer.attend(normed, kv, step)).normed(layer.norms["cross_norm"])
+    x, normed = layer.add(x, layer.attend_to_encoder(normed, kv, step)).normed(layer.norms["mlp_norm"])
     return layer.add(x, layer.mlp.branch(normed))
 
 
-def _pre_normed(layer: Layer, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
-    normed = layer.norms["attention_norm"](x)
-    normed = layer.norms["mlp_norm"](layer.add(normed, layer.attend(normed, kv, step)))
+def _pre_normed(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+    _, normed = stream.normed(layer.norms["attention_norm"])
+    _, normed = layer.add(normed, layer.attend(normed, kv, step)).normed(layer.norms["mlp_norm"])
     return layer.add(normed, layer.mlp.branch(normed))
 
 
-def _post(layer: Layer, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
-    x = layer.norms["attention_norm"](layer.add(x, layer.attend(x, kv, step)))
-    return layer.norms["mlp_norm"](layer.add(x, layer.mlp.branch(x)))
+def _post(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+    x = stream.total
+    _, x = layer.add(x, layer.attend(x, kv, step)).normed(layer.norms["attention_norm"])
+    _, x = layer.add(x, layer.mlp.branch(x)).normed(layer.norms["mlp_norm"])
+    return Stream(x)
 
 
-def _sandwich(layer: Layer, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
+def _sandwich(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
     norms = layer.norms
-    x = x + norms["attention_post_norm"](layer.add(None, layer.attend(norms["attention_norm"](x), kv, step)))
-    return x + norms["mlp_post_norm"](layer.add(None, layer.mlp.branch(norms["mlp_norm"](x))))
+    x, normed = stream.normed(norms["attention_norm"])
+    attended = layer.add(x, layer.attend(normed, kv, step), norm=norms["attention_post_norm"])
+    x, normed = attended.normed(norms["mlp_norm"])
+    return layer.add(x, layer.mlp.branch(normed), norm=norms["mlp_post_norm"])
 
 
-def _parallel_one_norm(layer: Layer, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
-    normed = layer.norms["attention_norm"](x)
+def _parallel_one_norm(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+    x, normed = stream.normed(layer.norms["attention_norm"])
     return layer.add(x, layer.attend(normed, kv, step), layer.mlp.branch(normed))
 
 
-def _parallel_two_norms(layer: Layer, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
-    attention = layer.attend(layer.norms["attention_norm"](x), kv, step)
-    return layer.add(x, attention, layer.mlp.branch(layer.norms["mlp_norm"](x)))
+def _parallel_two_norms(layer: Layer, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
+    x, normed = stream.normed(layer.norms["attention_norm"])
+    return layer.add(x, layer.attend(normed, kv, step), layer.mlp.branch(layer.norms["mlp_norm"](x)))
 
 
 # How a layer is wired, and which norms that takes.

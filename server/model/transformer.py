@@ -23,7 +23,7 @@ from server.backends.protocol import LinearFormat, Norm, Rotation, StepMeta
 from server.distributed import Shard
 from server.layers.embedding import Embedding, Head
 from server.layers.position import Rotary
-from server.model.layer import Layer, LayerStep
+from server.model.layer import Layer, LayerStep, Stream
 from server.stepping.batch import Encoding, Forward
 from server.stepping.cache import KVShape
 
@@ -46,12 +46,11 @@ class Stack:
         self, token_ids: Tensor, kv_caches: Sequence[Tensor], meta: StepMeta, cross: StepMeta | None = None
     ) -> Tensor:
         """token_ids [T] → final hidden states [T, D]. kv_caches: one [2, B, K, P, H] per layer, written in place."""
-        x = self._embed(token_ids, meta)
+        stream = Stream(self._embed(token_ids, meta))
         step = LayerStep(meta, self._rotations(meta), cross)
         for layer, kv in zip(self.layers, kv_caches, strict=True):
-            x = layer(x, kv, step)
-        if self.final_norm is not None:
-            x = self.final_norm(x)
+            stream = layer(stream, kv, step)
+        x = stream.total if self.final_norm is None else stream.normed(self.final_norm)[1]
         return x if self.project_out is None else self.project_out(x, None)
 
     def _embed(self, token_ids: Tensor, meta: StepMeta) -> Tensor:

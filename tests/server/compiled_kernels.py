@@ -16,7 +16,7 @@ from server.arch.spec import Activation
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.fused import FusedNorm, fused_gate
 from server.backends.cuda.kernels.rotate import rotate_and_store
-from server.backends.protocol import Rotation
+from server.backends.protocol import Rotation, Summand
 from tests.server.kernel_cases import MANY_SPLITS, RAGGED, Case, all_terms, learned, plain, random
 
 CPU = torch.device("cpu")
@@ -91,7 +91,7 @@ def test_norms_compile(is_centred: bool, assembly: Assembly) -> None:
     )
     norm = FusedNorm(weight, bias if is_centred else None, 1e-5, is_centred=is_centred)
     norm(x)
-    norm.add(x, summand, bias)
+    norm.add(x, Summand((summand,), (bias,)))
     assert {"_add_norm"} == set(assembly)
 
 

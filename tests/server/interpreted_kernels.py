@@ -22,8 +22,10 @@ from tests.server.kernel_cases import (
     check_attention,
     check_gate,
     check_norm,
+    check_norm_of_heads,
     check_padding,
     check_rotation,
+    check_routing,
 )
 from tests.server.tiny import save_tiny
 
@@ -65,6 +67,34 @@ def test_norms_equal_the_operators(is_centred: bool, dtype: torch.dtype) -> None
     check_norm(is_centred, dtype, CPU)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("is_centred", [True, False], ids=["layer norm", "rms norm"])
+@pytest.mark.parametrize(
+    ("counts", "size"), [((4, 1), 64), ((6, 2), 80), ((20, 9), 128)], ids=["one kv head", "odd size", "two tiles"]
+)
+def test_norms_of_heads_equal_the_operators(
+    counts: tuple[int, int], size: int, is_centred: bool, dtype: torch.dtype
+) -> None:
+    check_norm_of_heads(counts, size, is_centred, dtype, CPU)
+
+
+@pytest.mark.parametrize("renormalise", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "dtype"),
+    [
+        ((1, 8, 2), torch.float32),
+        ((5, 6, 3), torch.float32),
+        ((5, 6, 3), torch.float16),
+        ((40, 9, 8), torch.float32),  # more pairs than a program looks at together
+    ],
+    ids=str,
+)
+def test_tokens_find_their_experts_as_by_the_operators(
+    sizes: tuple[int, int, int], renormalise: bool, dtype: torch.dtype
+) -> None:
+    check_routing(sizes, renormalise, dtype, CPU)
+
+
 @pytest.mark.parametrize("half", [40, 10], ids=["whole head", "part of a head"])
 @pytest.mark.parametrize("is_interleaved", [True, False], ids=["interleaved", "halves"])
 def test_rotating_and_storing_equals_both_apart(is_interleaved: bool, half: int) -> None:
@@ -76,10 +106,11 @@ def test_gates_equal_the_operators(activation: Activation) -> None:
     check_gate(activation, torch.float32, CPU)
 
 
-# Biased sums, layer norms and ALiBi; gates, rotations and norms of heads; heads that are rotated in part. Two layers of
-# each, because the interpreter takes seconds for one.
+# Biased sums, layer norms and ALiBi; gates, rotations and norms of heads; heads that are rotated in part, and parallel
+# branches; normalised summands; experts. Two layers of each, because the interpreter takes seconds for one.
 @pytest.mark.parametrize(
-    ("case", "layers"), [("bloom", "n_layer"), ("qwen3", "num_hidden_layers"), ("gpt_neox", "num_hidden_layers")]
+    ("case", "layers"),
+    [("bloom", "n_layer"), *((case, "num_hidden_layers") for case in ("qwen3", "gpt_neox", "gemma2", "mixtral"))],
 )
 def test_a_model_on_the_backend_for_a_gpu_gives_the_tokens_of_the_reference(
     case: str, layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from server.arch.spec import Activation, Alibi
-from server.backends.protocol import Rotation, Scores, StepMeta
+from server.backends.protocol import Norm, Rotation, Scores, StepMeta, Summand
 from server.backends.reference.activation import stock_gate
 from server.backends.reference.attention import ReferenceAttention
+from server.backends.reference.linear import DenseFormat
 from server.backends.reference.norm import LayerNorm, RmsNorm
+from server.backends.reference.routing import StockRouting
 from server.backends.reference.scoring import rotate, write_slots
 from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes
@@ -147,19 +149,67 @@ def check_padding(kv_heads: int, dtype: torch.dtype, device: torch.device) -> No
 
 
 def check_norm(is_centred: bool, dtype: torch.dtype, device: torch.device) -> None:
-    """Alone and behind a residual addition as the operators do."""
+    """Alone, of rows that lie apart too, and behind all sorts of residual additions, as the operators do."""
+    x, *deltas = random(3, 3, 80, dtype=dtype, device=device)
+    biases = tuple(random(2, 80, dtype=dtype, device=device))
+    (norm, fused), (own_norm, own_fused) = (norms(80, is_centred, seed, dtype, device) for seed in (0, 1))
+    tolerance = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
+    torch.testing.assert_close(norm(x), fused(x), **tolerance)
+    apart = random(5, 3, 80, dtype=dtype, device=device)
+    torch.testing.assert_close(norm(apart[:, 1:]), fused(apart[:, 1:]), **tolerance)
+    torch.testing.assert_close(norm(apart[:, 2:]), fused(apart[:, 2:]), **tolerance)
+    for summand in (
+        Summand((deltas[0],)),
+        Summand((deltas[0],), biases[:1]),
+        Summand((deltas[0],), biases),
+        Summand(tuple(deltas)),
+        Summand(tuple(deltas), biases),
+        Summand((deltas[0],), norm=own_norm),
+        Summand((deltas[0],), biases[:1], own_norm),
+    ):
+        total, normed = fused.add(x, summand if summand.norm is None else replace(summand, norm=own_fused))
+        torch.testing.assert_close(summand.onto(x), total, **tolerance)
+        torch.testing.assert_close(norm(total), normed, **tolerance)
+
+
+def check_norm_of_heads(
+    counts: tuple[int, int], size: int, is_centred: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Queries and keys as each by its norm, values as they are; counts: of heads and kv heads."""
+    queries, keys = (norms(size, is_centred, seed, dtype, device) for seed in (0, 1))
+    heads = random(3, counts[0] + 2 * counts[1], size, dtype=dtype, device=device)
+    expected = queries[0].normalise_heads(keys[0], heads, counts[1])
+    found = queries[1].normalise_heads(keys[1], heads.clone(), counts[1])
+    torch.testing.assert_close(expected, found, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    assert torch.equal(heads[:, -counts[1] :], found[:, -counts[1] :])
+
+
+def norms(size: int, is_centred: bool, seed: int, dtype: torch.dtype, device: torch.device) -> tuple[Norm, Norm]:
+    """The same norm in operators and fused."""
     from server.backends.cuda.fused import FusedNorm
 
-    x, summand = random(3, 80, dtype=dtype, device=device), random(4, 80, dtype=dtype, device=device)[:3]
-    weight, bias, summand_bias = random(3, 80, dtype=dtype, device=device) + 1
+    weight, bias = random(2, 2, size, dtype=dtype, device=device)[seed] / 4 + 1
     norm = LayerNorm(weight, bias, 1e-5) if is_centred else RmsNorm(weight, 1e-5)
-    fused = FusedNorm(weight, bias if is_centred else None, 1e-5, is_centred=is_centred)
-    total, normed = fused.add(x, summand, summand_bias)
+    return norm, FusedNorm(weight, bias if is_centred else None, 1e-5, is_centred=is_centred)
+
+
+def check_routing(sizes: tuple[int, int, int], renormalise: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """Tokens go to the same experts in the same order, and come back weighted alike. sizes: T, E, k."""
+    from server.backends.cuda.kernels.routing import FusedRouting
+
+    tokens, experts, top_k = sizes
+    width = 1100 if tokens < 10 else 40  # a tile and a part, where that is soon computed
+    x = random(tokens, 64, dtype=dtype, device=device)
+    router = DenseFormat(random(experts, 64, dtype=dtype, device=device))
+    stock = StockRouting(torch.arange(experts, device=device), top_k, renormalise)(router, x)
+    fused = FusedRouting(experts, top_k, renormalise)(router, x)
     tolerance = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
-    torch.testing.assert_close(x + summand + summand_bias, total, **tolerance)
-    torch.testing.assert_close(norm(total), normed, **tolerance)
-    torch.testing.assert_close(norm(x), fused(x), **tolerance)
-    torch.testing.assert_close(x + summand, fused.add(x, summand)[0], **tolerance)
+    assert torch.equal(stock.tokens, fused.tokens.long())
+    assert torch.equal(stock.ends, fused.ends)
+    assert torch.equal(stock.order, fused.places.argsort())
+    torch.testing.assert_close(stock.weights.float(), fused.weights, **tolerance)
+    y = random(tokens * top_k, width, dtype=dtype, device=device)
+    torch.testing.assert_close(stock.combine(y), fused.combine(y), **tolerance)
 
 
 def check_rotation(is_interleaved: bool, half: int, dtype: torch.dtype, device: torch.device) -> None:

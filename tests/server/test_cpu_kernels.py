@@ -23,7 +23,7 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.layers import KernelNorm, PanelFormat, kernel_gate
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import PAGE_BYTES, SLAB_BYTES, Arena
-from server.backends.protocol import Attention, Rotation, Scores, StepMeta
+from server.backends.protocol import Attention, Rotation, Scores, StepMeta, Summand
 from server.backends.reference.activation import ACTIVATIONS
 from server.backends.reference.attention import ReferenceAttention
 from server.backends.reference.batched_attention import BatchedAttention
@@ -378,10 +378,10 @@ def test_norms_equal_torchs_alone_and_behind_a_sum(
     x, summand = random(2, 700, width, dtype=dtype, seed=2)
     assert_near(expected(x), norm(x))
     assert_near(expected(x.view(70, 10, width)), norm(x.view(70, 10, width)))
-    total, normed = norm.add(x, summand, weight)
+    total, normed = norm.add(x, Summand((summand,), (weight,)))
     assert_near(x.double() + summand.double() + weight.double(), total)
     assert_near(expected(total), normed)
-    assert torch.equal(x + summand, norm.add(x, summand)[0])
+    assert torch.equal(x + summand, norm.add(x, Summand((summand,)))[0])
 
 
 @DTYPES

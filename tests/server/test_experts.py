@@ -39,12 +39,10 @@ def mixture(backend: Backend, dtype: torch.dtype, format: str = "dense") -> MoeM
     up, down = random(EXPERTS, 2 * INNER, WIDTH, seed=1) / 7, random(EXPERTS, WIDTH, INNER, seed=2) / 6
     return MoeMlp(
         router=backend.formats["dense"](random(EXPERTS, WIDTH, seed=3).to(dtype)),
-        expert_ids=torch.arange(EXPERTS),
+        routing=backend.routing(EXPERTS, TOP_K, renormalise=True),
         up=backend.grouped(up.to(dtype), EXPERTS, format, is_gated=True),
         down=backend.grouped(down.to(dtype), EXPERTS, format),
         activation=Activation.SILU,
-        top_k=TOP_K,
-        renormalise=True,
     )
 
 
@@ -65,14 +63,15 @@ def on_paper(x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_a_mixture_is_the_weighted_sum_of_its_experts(make: MakeBackend, dtype: torch.dtype, tokens: int) -> None:
     x, mlp = random(tokens, WIDTH, seed=4).to(dtype), mixture(make(dtype), dtype)
-    expected, found = on_paper(x, *mlp._route(x)), mlp(x).double()
+    expected, found = on_paper(x, *mlp.routing.choose(mlp.router, x)), mlp(x).double()
     assert (expected - found).abs().max() <= ROUNDING[dtype] * expected.abs().max()
 
 
 def test_the_router_takes_the_likeliest_experts(make: MakeBackend) -> None:
     x = random(12, WIDTH, seed=8)
     probabilities = (x.double() @ random(EXPERTS, WIDTH, seed=3).double().t()).softmax(dim=-1)
-    weights, chosen = mixture(make(torch.float32), torch.float32)._route(x)
+    mlp = mixture(make(torch.float32), torch.float32)
+    weights, chosen = mlp.routing.choose(mlp.router, x)
     best = probabilities.topk(TOP_K)
     assert torch.equal(best.indices, chosen)
     torch.testing.assert_close((best.values / best.values.sum(dim=-1, keepdim=True)).float(), weights)

@@ -78,12 +78,17 @@ def results(done: Sequence[Prompt]) -> list[tuple[list[int], list[float], list[l
     return [(p.tokens, p.logprobs, p.top_ids) for p in done]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-def test_every_family_gives_the_same_captured(checkpoints: Checkpoints, kernels: Kernels, case: str) -> None:
+def test_every_family_gives_the_same_captured(
+    checkpoints: Checkpoints, kernels: Kernels, case: str, dtype: torch.dtype
+) -> None:
     folder, _ = checkpoints(case)
-    prompt = Prompt(PROMPT, max_new_tokens=16)
-    engines = [load_engine(folder, kernels=kernels, captured=captured) for captured in (False, True)]
-    plain, captured = (generate(engine, [replace(prompt, tokens=[], logprobs=[], top_ids=[])]) for engine in engines)
+    engines = [load_engine(folder, kernels=kernels, captured=captured, dtype=dtype) for captured in (False, True)]
+    plain, captured = (
+        generate(engine, [Prompt(PROMPT, max_new_tokens=16), Prompt(PROMPT[:3], max_new_tokens=8, joins_at=2)])
+        for engine in engines
+    )
     assert results(plain) == results(captured)
     assert [False, True] == [bool(engine.graphs and engine.graphs.decodes._graphs) for engine in engines]
 
@@ -186,6 +191,19 @@ def test_a_graph_repeats_kernels_and_operators(kernels: Kernels) -> None:
             repeated = [t.clone() for t in replay()]
             x.copy_(start)
             assert all(torch.equal(a, b) for a, b in zip(repeated, compute(), strict=True))
+
+
+def test_what_is_called_a_view_is_repeated_where_it_copies(kernels: Kernels) -> None:
+    x = torch.randn(3, 64)
+
+    def compute() -> tuple[Tensor, ...]:
+        return x.t().contiguous(), x.t().reshape(-1), x.to(torch.bfloat16), x.view(64, 3), x[1:]
+
+    with torch.inference_mode():
+        replay = CpuGraphCapture(kernels)(compute)
+        replay()
+        x.copy_(torch.randn(3, 64))
+        assert all(torch.equal(a, b) for a, b in zip(replay(), compute(), strict=True))
 
 
 def norm_of(kernels: Kernels) -> KernelNorm:

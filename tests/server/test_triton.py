@@ -40,9 +40,10 @@ def test_interpreted_kernels_equal_the_reference() -> None:
 
 
 @needs_triton
-def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tests", ["compiled_kernels", "compiled_wiring"])
+def test_kernels_compile_for_a_gpu(tests: str, tmp_path: Path) -> None:
     # An empty cache, so that nothing is taken for compiled that was compiled before.
-    result = run_tests("compiled_kernels", {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)})
+    result = run_tests(tests, {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)})
     assert 0 == result.returncode, result.stdout + result.stderr
 
 

@@ -182,7 +182,7 @@ class CpuGraph(TorchDispatchMode):
         result = func(*args, **kwargs)
         if func.overloadpacket in EMPTY:
             return self._pool.empty(result.shape, result.dtype)
-        if not func.is_view:
+        if not _is_view(func, args, result):
             self._add_operator(func, args, kwargs, result)
         return result
 
@@ -201,6 +201,15 @@ class CpuGraph(TorchDispatchMode):
 def _copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     for target, source in zip(targets, sources, strict=True):
         target.copy_(source)
+
+
+def _is_view(func: Any, args: tuple[Any, ...], result: Any) -> bool:
+    """Whether a result lies in an argument's memory. Some operators that may return a view (`contiguous`, `reshape`,
+    `to`) copy where they must, and are then to be repeated."""
+    if not func.is_view or not isinstance(result, Tensor):
+        return bool(func.is_view)
+    memory = result.untyped_storage().data_ptr()
+    return any(isinstance(arg, Tensor) and arg.untyped_storage().data_ptr() == memory for arg in args)
 
 
 def _decides_by_values(func: Any, args: tuple[Any, ...]) -> bool:

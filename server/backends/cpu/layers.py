@@ -17,7 +17,7 @@ from torch import Tensor
 from server.arch.spec import Activation
 from server.backends.cpu.kernels import Function, Kernels
 from server.backends.cpu.memory import Arena
-from server.backends.protocol import Norm
+from server.backends.protocol import Norm, Summand
 
 # `Activation` of functions.h.
 ACTIVATIONS: dict[Activation | None, int] = {
@@ -138,7 +138,10 @@ class KernelNorm(Norm):
         self._norm[x.dtype](self._at, x.data_ptr(), None, None, None, out.data_ptr(), tokens, _threads())
         return out
 
-    def add(self, x: Tensor, delta: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, summand: Summand) -> tuple[Tensor, Tensor]:
+        if len(summand.deltas) > 1 or len(summand.biases) > 1 or summand.norm is not None:
+            return super().add(x, summand)
+        (delta,), bias = summand.deltas, next(iter(summand.biases), None)
         assert x.is_contiguous() and delta.is_contiguous()
         total, out = torch.empty_like(x), torch.empty_like(x)
         self._norm[x.dtype](

@@ -1,7 +1,7 @@
-"""The backend for NVIDIA GPUs: Triton kernels for attention, norms and gates, and CUDA graphs of decode steps.
+"""The backend for NVIDIA GPUs: Triton kernels for what is no matrix product of cuBLAS, and CUDA graphs of decode steps.
 
 Importing this package imports neither Triton nor anything else that a CPU server lacks; making a `CudaBackend` does.
-Matrix products are those of cuBLAS, as in the reference backend. Not yet run on a GPU.
+Matrix products are those of the reference backend. Not yet run on a GPU.
 """
 
 from __future__ import annotations

@@ -13,7 +13,8 @@ from server.backends.cuda import has_grouped_products, why_not_captured
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.fused import FusedNorm, fused_gate
 from server.backends.cuda.graph import SIZES, CudaGraphCapture
-from server.backends.protocol import Attention, Device, GraphCapture, Norm, Scores
+from server.backends.cuda.kernels.routing import FusedRouting
+from server.backends.protocol import Attention, Device, GraphCapture, Norm, Routing, Scores
 from server.backends.reference import ReferenceBackend
 
 
@@ -36,6 +37,9 @@ class CudaBackend(ReferenceBackend):
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return FusedNorm(weight, bias, eps, is_centred=is_centred)
+
+    def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
+        return FusedRouting(num_experts, top_k, renormalise)
 
     def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
         return why_not_captured(spec, format, has_grouped_products(self.device.torch_device, self._dtype))

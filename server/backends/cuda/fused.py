@@ -4,21 +4,23 @@
 Separate operators would read and write a step's activations once each, and a decode would wait longer for their
 launches than for their work. Each of these does what the reference backend does in several:
 
-* `FusedNorm`: residual addition, then LayerNorm (Ba et al. 2016, arXiv 1607.06450) or RMSNorm (Zhang and Sennrich 2019,
-  arXiv 1910.07467);
+* `FusedNorm`: residual addition of all that a layer adds, normalised itself where the model wants that, then LayerNorm
+  (Ba et al. 2016, arXiv 1607.06450) or RMSNorm (Zhang and Sennrich 2019, arXiv 1910.07467); and the norms of all heads'
+  queries and keys at once;
 * `fused_gate`: activation times gate (Shazeer 2020, arXiv 2002.05202).
 
-Both compute in float32 and round once, to the dtype of their inputs. Left out: norms of a sum's delta (SANDWICH),
-more than one delta, an activation without a gate, which is one operator already, and rotations, which are done on the
-way into the cache (`kernels/rotate.py`).
+Both compute in float32 and round once, to the dtype of their inputs. Left out: an activation without a gate, which is
+one operator already, and rotations, which are done on the way into the cache (`kernels/rotate.py`).
 
 Importing this module imports Triton, which a CPU server neither has nor needs. Not yet run on a GPU: the tests run the
 kernels in Triton's interpreter and compile them for compute capability 9.0.
 
-Shapes: T tokens, D model width, F local width of the mlp.
+Shapes: T tokens, D model width, F local width of the mlp, N local heads, K local kv heads, H head dim.
 """
 
 from __future__ import annotations
+
+from typing import TypeGuard
 
 import torch
 import triton
@@ -26,7 +28,7 @@ import triton.language as tl
 from torch import Tensor
 
 from server.arch.spec import Activation
-from server.backends.protocol import Norm
+from server.backends.protocol import Norm, Summand
 
 # Elements of a program's tile: 8 to 16 for each thread of 4 warps.
 TILE_ELEMENTS = 1024
@@ -47,21 +49,24 @@ class FusedNorm(Norm):
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., D] → normalised [..., D]."""
-        rows = x.reshape(-1, x.shape[-1])
-        return self._launch(rows, None, None, None).view(x.shape)
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return self._launch(rows, None, None).view(x.shape)
 
-    def add(self, x: Tensor, delta: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def add(self, x: Tensor, summand: Summand) -> tuple[Tensor, Tensor]:
         total = torch.empty_like(x)
-        return total, self._launch(x, delta, bias, total)
+        return total, self._launch(x, summand, total)
 
-    def _launch(self, x: Tensor, delta: Tensor | None, delta_bias: Tensor | None, total: Tensor | None) -> Tensor:
-        assert x.is_contiguous() and (delta is None or delta.is_contiguous())
+    def _launch(self, x: Tensor, summand: Summand | None, total: Tensor | None) -> Tensor:
+        deltas, biases, own_norm = (summand.deltas, summand.biases, summand.norm) if summand else ((), (), None)
+        assert all(t.is_contiguous() for t in (x, *deltas)) and len(deltas) <= 2 and len(biases) <= 2
+        assert own_norm is None or self._is_like(own_norm)
         normed = torch.empty_like(x)
         padded = triton.next_power_of_2(x.shape[1])
         _add_norm[(len(x),)](
             x,
-            delta,
-            delta_bias,
+            *_two(deltas),
+            *_two(biases),
+            *((None, None) if own_norm is None else (own_norm._weight, own_norm._bias)),
             self._weight,
             self._bias,
             total,
@@ -74,11 +79,69 @@ class FusedNorm(Norm):
         )
         return normed
 
+    def normalise_heads(self, key_norm: Norm, heads: Tensor, kv_heads: int) -> Tensor:
+        assert self._is_like(key_norm) and heads.is_contiguous()
+        tokens, count, head_dim = heads.shape
+        padded = triton.next_power_of_2(head_dim)
+        tile = max(TILE_ELEMENTS // padded, 1)
+        queries = count - 2 * kv_heads
+        _norm_heads[(tokens, triton.cdiv(queries, tile) + triton.cdiv(kv_heads, tile))](
+            heads,
+            self._weight,
+            self._bias,
+            key_norm._weight,
+            key_norm._bias,
+            EPS=self._eps,
+            IS_CENTRED=self._is_centred,
+            HEADS=queries,
+            KV_HEADS=kv_heads,
+            SIZE=head_dim,
+            PADDED=padded,
+            TILE=tile,
+        )
+        return heads
+
+    def _is_like(self, other: Norm) -> TypeGuard[FusedNorm]:
+        """Whether the other norm differs by its weights alone, as all norms of a model do."""
+        return isinstance(other, FusedNorm) and (self._eps, self._is_centred) == (other._eps, other._is_centred)
+
+
+def _two(tensors: tuple[Tensor, ...]) -> tuple[Tensor | None, Tensor | None]:
+    """The first two of them, or as many as there are."""
+    first, second = (*tensors, None, None)[:2]
+    return first, second
+
+
+@triton.jit
+def _normalise(
+    value,
+    features,
+    real,
+    weight,
+    bias,
+    EPS: tl.constexpr,
+    IS_CENTRED: tl.constexpr,
+    SIZE: tl.constexpr,
+    AXIS: tl.constexpr,
+):
+    """Normalised along AXIS, where `features` are the first SIZE, which are `real`; the others are 0."""
+    if IS_CENTRED:
+        value = tl.where(real, value - tl.sum(value, axis=AXIS, keep_dims=True) / SIZE, 0.0)
+    value *= tl.rsqrt(tl.sum(value * value, axis=AXIS, keep_dims=True) / SIZE + EPS)
+    value *= tl.load(weight + features, mask=features < SIZE, other=0.0).to(tl.float32)
+    if bias is not None:
+        value += tl.load(bias + features, mask=features < SIZE, other=0.0).to(tl.float32)
+    return value
+
 
 @triton.jit
 def _add_norm(
     x,
-    delta,
+    delta_1,
+    delta_2,
+    bias_1,
+    bias_2,
+    delta_weight,
     delta_bias,
     weight,
     bias,
@@ -89,26 +152,59 @@ def _add_norm(
     SIZE: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """One row."""
+    """One row: x + what there is of deltas and biases, their sum normalised first where it has a weight."""
     features = tl.arange(0, PADDED)
     real = features < SIZE
     offsets = tl.program_id(0).to(tl.int64) * SIZE + features
     value = tl.load(x + offsets, mask=real, other=0.0).to(tl.float32)
-    if delta is not None:
-        value += tl.load(delta + offsets, mask=real, other=0.0).to(tl.float32)
-        if delta_bias is not None:
-            value += tl.load(delta_bias + features, mask=real, other=0.0).to(tl.float32)
+    if delta_1 is not None:
+        summand = tl.load(delta_1 + offsets, mask=real, other=0.0).to(tl.float32)
+        if delta_2 is not None:
+            summand += tl.load(delta_2 + offsets, mask=real, other=0.0).to(tl.float32)
+        if bias_1 is not None:
+            summand += tl.load(bias_1 + features, mask=real, other=0.0).to(tl.float32)
+        if bias_2 is not None:
+            summand += tl.load(bias_2 + features, mask=real, other=0.0).to(tl.float32)
+        if delta_weight is not None:
+            summand = _normalise(summand, features, real, delta_weight, delta_bias, EPS, IS_CENTRED, SIZE, 0)
         # What is normalised is the sum as the next layer will see it.
-        rounded = value.to(total.dtype.element_ty)
+        rounded = (value + summand).to(total.dtype.element_ty)
         tl.store(total + offsets, rounded, mask=real)
         value = rounded.to(tl.float32)
-    if IS_CENTRED:
-        value = tl.where(real, value - tl.sum(value, axis=0) / SIZE, 0.0)
-    value *= tl.rsqrt(tl.sum(value * value, axis=0) / SIZE + EPS)
-    value *= tl.load(weight + features, mask=real, other=0.0).to(tl.float32)
-    if bias is not None:
-        value += tl.load(bias + features, mask=real, other=0.0).to(tl.float32)
+    value = _normalise(value, features, real, weight, bias, EPS, IS_CENTRED, SIZE, 0)
     tl.store(normed + offsets, value.to(normed.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _norm_heads(
+    heads,
+    query_weight,
+    query_bias,
+    key_weight,
+    key_bias,
+    EPS: tl.constexpr,
+    IS_CENTRED: tl.constexpr,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """TILE heads of one token, in place: first come the programs of the queries, then those of the keys."""
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    key_part = part - tl.cdiv(HEADS, TILE)
+    is_query = key_part < 0
+    first = tl.where(is_query, part * TILE, HEADS + key_part * TILE)
+    members = first + tl.arange(0, TILE)[:, None]
+    features = tl.arange(0, PADDED)[None, :]
+    real = (members < tl.where(is_query, HEADS, HEADS + KV_HEADS)) & (features < SIZE)
+    place = heads + token * (HEADS + 2 * KV_HEADS) * SIZE + members * SIZE + features
+    value = tl.load(place, mask=real, other=0.0).to(tl.float32)
+    if is_query:
+        value = _normalise(value, features, real, query_weight, query_bias, EPS, IS_CENTRED, SIZE, 1)
+    else:
+        value = _normalise(value, features, real, key_weight, key_bias, EPS, IS_CENTRED, SIZE, 1)
+    tl.store(place, value.to(heads.dtype.element_ty), mask=real)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from server.arch.spec import ArchSpec
@@ -20,6 +21,7 @@ from server.backends.protocol import (
     Logits,
     MakeLinear,
     Norm,
+    Routing,
     Scores,
 )
 from server.backends.reference.activation import Gate, stock_gate
@@ -29,6 +31,7 @@ from server.backends.reference.int8 import Int8Format
 from server.backends.reference.linear import DenseFormat
 from server.backends.reference.logits import StockLogits
 from server.backends.reference.norm import make_norm
+from server.backends.reference.routing import StockRouting
 
 
 class ReferenceBackend:
@@ -63,6 +66,10 @@ class ReferenceBackend:
         if format == "dense":
             return GroupedDense(weights, count, is_gated=is_gated, gate=self.gate)
         return LoopedExperts([self.formats[format](weight, is_gated=is_gated) for weight in weights])
+
+    def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
+        expert_ids = torch.arange(num_experts, device=self.device.torch_device)
+        return StockRouting(expert_ids, top_k, renormalise)
 
     def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
         return "attention in stock operators needs the sequences' lengths on the host"

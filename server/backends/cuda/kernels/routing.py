@@ -1,0 +1,151 @@
+# mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
+"""How tokens find their experts and come back from them, on an NVIDIA GPU: three Triton kernels.
+
+* `_choose`: each token's softmax over the experts, its k best and their weights;
+* `_group`: where each pair of a token and an expert stands when pairs are sorted by expert. A sort would take three
+  kernels and more; here every expert counts the pairs before its own, which are few;
+* `_weigh`: the weighted sum of what a token's experts made of it, in float32 and rounded once.
+
+Importing this module imports Triton, which a CPU server neither has nor needs. Not yet run on a GPU: the tests run the
+kernels in Triton's interpreter and compile them for compute capability 9.0.
+
+Shapes: T tokens, D model width, E experts, k experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from server.backends.protocol import LinearFormat
+
+# Pairs that a program of `_group` looks at together: a decode has few, and a prompt's are soon looked through.
+PAIRS_TILE = 256
+# Features that a program of `_weigh` sums: 8 for each thread of 4 warps.
+FEATURES_TILE = 1024
+
+
+@dataclass(frozen=True)
+class FusedRoutes:
+    """See `protocol.Routes`."""
+
+    tokens: Tensor  # [T * k] int32
+    ends: Tensor
+    weights: Tensor  # [T, k] float32
+    places: Tensor  # [T * k] int32, where each pair stands
+
+    def combine(self, y: Tensor) -> Tensor:
+        assert y.is_contiguous()
+        (tokens, top_k), width = self.weights.shape, y.shape[1]
+        out = y.new_empty(tokens, width)
+        _weigh[(tokens, triton.cdiv(width, FEATURES_TILE))](
+            y, self.weights, self.places, out, WIDTH=width, TOP_K=top_k, TILE=FEATURES_TILE
+        )
+        return out
+
+
+@dataclass(frozen=True)
+class FusedRouting:
+    """See `protocol.Routing`."""
+
+    num_experts: int
+    top_k: int
+    renormalise: bool
+
+    def choose(self, router: LinearFormat, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = router(x, None)
+        weights = logits.new_empty(len(x), self.top_k, dtype=torch.float32)
+        chosen = logits.new_empty(len(x), self.top_k, dtype=torch.int32)
+        _choose[(len(x),)](
+            logits,
+            weights,
+            chosen,
+            EXPERTS=self.num_experts,
+            EXPERTS_PAD=triton.next_power_of_2(self.num_experts),
+            TOP_K=self.top_k,
+            TOP_K_PAD=triton.next_power_of_2(self.top_k),
+            RENORMALISE=self.renormalise,
+        )
+        return weights, chosen
+
+    def __call__(self, router: LinearFormat, x: Tensor) -> FusedRoutes:
+        weights, chosen = self.choose(router, x)
+        tokens, places = torch.empty_like(chosen).view(-1), torch.empty_like(chosen).view(-1)
+        ends = chosen.new_empty(self.num_experts)
+        _group[(self.num_experts,)](
+            chosen, tokens, places, ends, chosen.numel(), EXPERTS=self.num_experts, TOP_K=self.top_k, TILE=PAIRS_TILE
+        )
+        return FusedRoutes(tokens, ends, weights, places)
+
+
+@triton.jit
+def _choose(
+    logits,
+    weights,
+    chosen,
+    EXPERTS: tl.constexpr,
+    EXPERTS_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_K_PAD: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+):
+    """One token. Of equally likely experts the first is taken."""
+    token = tl.program_id(0).to(tl.int64)
+    experts, slots = tl.arange(0, EXPERTS_PAD), tl.arange(0, TOP_K_PAD)
+    real = experts < EXPERTS
+    value = tl.load(logits + token * EXPERTS + experts, mask=real, other=float("-inf")).to(tl.float32)
+    left = tl.exp(value - tl.max(value, axis=0))
+    left = left / tl.sum(left, axis=0)
+    best = tl.zeros([TOP_K_PAD], tl.float32)
+    ids = tl.zeros([TOP_K_PAD], tl.int32)
+    for slot in tl.static_range(TOP_K):
+        # Never behind the last expert, even where a logit is no number: its place would be nowhere.
+        expert = tl.minimum(tl.argmax(left, axis=0), EXPERTS - 1)
+        best = tl.where(slots == slot, tl.max(left, axis=0), best)
+        ids = tl.where(slots == slot, expert, ids)
+        left = tl.where(experts == expert, -1.0, left)
+    if RENORMALISE:
+        best = best / tl.sum(best, axis=0)
+    tl.store(weights + token * TOP_K + slots, best, mask=slots < TOP_K)
+    tl.store(chosen + token * TOP_K + slots, ids, mask=slots < TOP_K)
+
+
+@triton.jit
+def _group(chosen, tokens, places, ends, num_pairs, EXPERTS: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr):
+    """One expert: its pairs follow those of all experts before it, in the order of their tokens."""
+    expert = tl.program_id(0)
+    before = tl.zeros([TILE], tl.int32)
+    own = tl.zeros([TILE], tl.int32)
+    for first in range(0, num_pairs, TILE):
+        pairs = first + tl.arange(0, TILE)
+        ids = tl.load(chosen + pairs, mask=pairs < num_pairs, other=EXPERTS)
+        before += (ids < expert).to(tl.int32)
+        own += (ids == expert).to(tl.int32)
+    place = tl.sum(before, axis=0)
+    tl.store(ends + expert, place + tl.sum(own, axis=0))
+    for first in range(0, num_pairs, TILE):
+        pairs = first + tl.arange(0, TILE)
+        ids = tl.load(chosen + pairs, mask=pairs < num_pairs, other=EXPERTS)
+        is_own = (ids == expert).to(tl.int32)
+        at = place + tl.cumsum(is_own, axis=0) - 1
+        tl.store(tokens + at, pairs // TOP_K, mask=ids == expert)
+        tl.store(places + pairs, at, mask=ids == expert)
+        place += tl.sum(is_own, axis=0)
+
+
+@triton.jit
+def _weigh(y, weights, places, out, WIDTH: tl.constexpr, TOP_K: tl.constexpr, TILE: tl.constexpr):
+    """One tile of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    features = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    real = features < WIDTH
+    total = tl.zeros([TILE], tl.float32)
+    for slot in tl.static_range(TOP_K):
+        place = tl.load(places + token * TOP_K + slot).to(tl.int64)
+        value = tl.load(y + place * WIDTH + features, mask=real, other=0.0).to(tl.float32)
+        total += tl.load(weights + token * TOP_K + slot) * value
+    tl.store(out + token * WIDTH + features, total.to(out.dtype.element_ty), mask=real)
