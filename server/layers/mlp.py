@@ -76,7 +76,7 @@ class MoeMlp:
 
     def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The weights, in x's dtype, and the numbers of each token's experts, both [T, k]."""
-        weights, chosen = self.router.to_float32(x, None).softmax(dim=-1).topk(self.top_k, dim=-1)
+        weights, chosen = self.router.finest(x, None).float().softmax(dim=-1).topk(self.top_k, dim=-1)
         if self.renormalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), chosen

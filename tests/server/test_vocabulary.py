@@ -14,11 +14,11 @@ from torch import Tensor
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.logits import KernelLogits
 from server.backends.protocol import Logits
-from server.backends.reference.logits import StockLogits
+from server.backends.reference.logits import NUCLEUS_CANDIDATES, StockLogits
 from server.blocks import ceil_divide
 from server.distributed import Shard
 from server.stepping.sampling import Chosen, History, Sampler, TokenChoice, Watermark
-from server.stepping.vocabulary import NUCLEUS_CANDIDATES, Vocabulary
+from server.stepping.vocabulary import Vocabulary
 
 CPU = CpuDevice()
 PROMPT = [1, 5, 900, 5]
