@@ -186,6 +186,9 @@ class Logits(Protocol):
         for noise belongs to a token and not to a column.
         """
 
+    def log_noise(self, seed_low: Tensor, seed_high: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+        """What `race` takes from the logits of one token [R, 1] of each row, to compare what is left: [R, 1]."""
+
     def top_k_threshold(self, logits: Tensor, k: Tensor, most: int, gather: Gather | None) -> Tensor:
         """The k-th best logit [R, 1] of all ranks' float32 logits. k: [R, 1] int64, none above `most`."""
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from server.backends.protocol import Gather, Logits, LogitSummary, TypicalBounds
-from server.backends.reference.logits import exponential_noise
 from server.distributed import Shard
 
 
@@ -64,7 +63,7 @@ class Vocabulary:
         values, ids = logits.gather(1, columns).float(), columns + self.start
         if self.is_whole:
             return Draw(ids.squeeze(1), values.squeeze(1))
-        scores = values - exponential_noise(seed_low, seed_high, positions, ids).log_()
+        scores = values - self._logits.log_noise(seed_low, seed_high, positions, ids)
         scores, values, ids = self._gather(scores, values, ids)
         winner = scores.argmax(dim=-1, keepdim=True)
         return Draw(ids.gather(1, winner).squeeze(1), values.gather(1, winner).squeeze(1))

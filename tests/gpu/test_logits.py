@@ -8,6 +8,7 @@ import torch
 from tests.server.logit_cases import (
     KERNELS,
     WIDTHS,
+    check_noise,
     check_race,
     check_summary,
     check_top_k,
@@ -34,6 +35,10 @@ def test_summaries_equal_the_reference(width: int, n: int, dtype: torch.dtype) -
 @pytest.mark.parametrize("width", SIZES)
 def test_races_are_won_by_the_same_tokens(width: int) -> None:
     check_race(torch.randn(40, width, generator=torch.Generator().manual_seed(2)).to(GPU), 125_440)
+
+
+def test_the_noise_of_a_token_is_the_references() -> None:
+    check_noise(torch.arange(0, 250_880, 26, device=GPU).unsqueeze(1))
 
 
 @pytest.mark.parametrize("width", SIZES)

@@ -80,7 +80,8 @@ def test_summaries_compile(n: int, dtype: torch.dtype, usage: Usage) -> None:
 def test_races_compile(dtype: torch.dtype, usage: Usage) -> None:
     integers = torch.zeros(2, dtype=torch.int64)
     KernelLogits().race(torch.zeros(2, BLOOM, dtype=dtype), integers.view(2, 1), integers.view(2, 1), integers)
-    assert_nothing_is_spilled(usage, "race_parts", "race_rows")
+    KernelLogits().log_noise(integers.view(2, 1), integers.view(2, 1), integers, integers.view(2, 1))
+    assert_nothing_is_spilled(usage, "race_parts", "race_rows", "noise_rows")
 
 
 @pytest.mark.parametrize("ranks", [1, 8])

@@ -18,6 +18,7 @@ from tests.server import logit_ranks
 from tests.server.logit_cases import (
     KERNELS,
     WIDTHS,
+    check_noise,
     check_race,
     check_summary,
     check_top_k,
@@ -71,6 +72,10 @@ def test_rows_may_lie_apart() -> None:
 @pytest.mark.parametrize("first_id", [0, 125440])
 def test_races_are_won_by_the_same_tokens(width: int, first_id: int) -> None:
     check_race(with_removed(torch.randn(5, width, generator=torch.Generator().manual_seed(2))), first_id)
+
+
+def test_the_noise_of_a_token_is_the_references() -> None:
+    check_noise(torch.arange(0, 250_880, 2600).unsqueeze(1))
 
 
 def test_races_of_many_rows() -> None:

@@ -45,6 +45,14 @@ def check_race(logits: Tensor, first_id: int = 0) -> None:
     assert torch.equal(expected, KERNELS.race(logits, *given, first_id))
 
 
+def check_noise(token_ids: Tensor) -> None:
+    """The noise of one token [R, 1] of each row, but for the rounding of its logarithm."""
+    given = seeds(len(token_ids), token_ids.device)
+    torch.testing.assert_close(
+        STOCK.log_noise(*given, token_ids), KERNELS.log_noise(*given, token_ids), atol=1e-5, rtol=1e-5
+    )
+
+
 def kept(logits: Tensor, threshold: Tensor) -> Tensor:
     """Which tokens a threshold leaves."""
     return (logits >= threshold) & (logits > float("-inf"))

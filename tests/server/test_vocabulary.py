@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +16,11 @@ from torch import Tensor
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.logits import KernelLogits
 from server.backends.protocol import Logits
+from server.backends.reference.linear import DenseFormat
 from server.backends.reference.logits import NUCLEUS_CANDIDATES, StockLogits
 from server.blocks import ceil_divide
 from server.distributed import Shard
+from server.layers.embedding import Head
 from server.stepping.sampling import Chosen, History, Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary
 
@@ -164,3 +168,16 @@ def test_a_nucleus_keeps_ties_however_many_ranks_there_are() -> None:
     keep = lambda part, vocabulary: vocabulary.top_p_threshold(part, torch.tensor([[0.3]]))  # noqa: E731
     ranks, _ = on_ranks(logits, 2, StockLogits, keep)  # type: ignore[arg-type]
     assert [[[3.0]]] * 2 == [threshold.tolist() for threshold in ranks]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("cap", "dtype"), [(0.0, torch.bfloat16), (30.0, torch.float32)])
+def test_a_head_rounds_logits_no_more_than_its_product_does(cap: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    hidden, rows = (torch.randn(n, 16, generator=generator).bfloat16() for n in (3, 4))
+    spec: Any = SimpleNamespace(vocab_size=7, head_scale=0.5, logit_cap=cap)
+    logits = Head(DenseFormat(rows), None, spec, Shard(1, 2), 0)(hidden)  # of 7 tokens the second rank has 3
+    product = (hidden * 0.5) @ rows.T
+    assert dtype == logits.dtype
+    expected = cap * torch.tanh(product.float() / cap) if cap else product
+    assert torch.equal(expected[:, :3], logits[:, :3])
+    assert [float("-inf")] * 3 == logits[:, 3].tolist()

@@ -86,6 +86,12 @@ class KernelLogits(StockLogits):
         )
         return winners
 
+    def log_noise(self, seed_low: Tensor, seed_high: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+        assert all(t.is_contiguous() for t in (seed_low, seed_high, positions, token_ids))
+        noise = torch.empty_like(token_ids, dtype=torch.float32)
+        kernels.noise_rows[(len(token_ids),)](seed_low, seed_high, positions, token_ids, noise, num_warps=1)
+        return noise
+
     def top_k_threshold(self, logits: Tensor, k: Tensor, most: int, gather: Gather | None) -> Tensor:
         return _search(logits, None, None, k, gather)
 

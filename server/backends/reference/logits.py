@@ -44,6 +44,9 @@ class StockLogits:
         noise = exponential_noise(seed_low, seed_high, positions, token_ids)
         return (logits - noise.log_()).argmax(dim=-1)
 
+    def log_noise(self, seed_low: Tensor, seed_high: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+        return exponential_noise(seed_low, seed_high, positions, token_ids).log_()
+
     def top_k_threshold(self, logits: Tensor, k: Tensor, most: int, gather: Gather | None) -> Tensor:
         best = logits.topk(min(most, logits.shape[1]), dim=-1).values
         if gather is not None:

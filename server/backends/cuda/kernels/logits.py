@@ -104,14 +104,20 @@ def _log_noise(tokens, key):
 
 
 @triton.jit
+def _key(seed_low, seed_high, positions, row):
+    """What the noise of a row depends on, beside the token."""
+    position = tl.load(positions + row).to(tl.uint32)
+    low, high = tl.load(seed_low + row).to(tl.uint32), tl.load(seed_high + row).to(tl.uint32)
+    return _mix(low ^ _mix(high ^ _mix(position)))
+
+
+@triton.jit
 def race_parts(logits, row_stride, seed_low, seed_high, positions, first_id, scores, columns, V, PART: tl.constexpr):
     """One part: its best score, a logit minus the log of its noise, and where it is, in [R, P]."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     ids = part * PART + tl.arange(0, PART)
     values = tl.load(logits + row * row_stride + ids, mask=ids < V, other=_NEVER).to(tl.float32)
-    position = tl.load(positions + row).to(tl.uint32)
-    low, high = tl.load(seed_low + row).to(tl.uint32), tl.load(seed_high + row).to(tl.uint32)
-    key = _mix(low ^ _mix(high ^ _mix(position)))
+    key = _key(seed_low, seed_high, positions, row)
     best, column = _best(values - _log_noise((first_id + ids).to(tl.uint32), key), ids)
     tl.store(scores + row * parts + part, best)
     tl.store(columns + row * parts + part, column)
@@ -125,3 +131,11 @@ def race_rows(scores, columns, winners, V, P, PARTS: tl.constexpr):
     values = tl.load(scores + row * P + parts, mask=parts < P, other=_NEVER)
     _, column = _best(values, tl.load(columns + row * P + parts, mask=parts < P, other=_BEYOND))
     tl.store(winners + row, tl.minimum(column, V - 1).to(tl.int64))
+
+
+@triton.jit
+def noise_rows(seed_low, seed_high, positions, token_ids, noise):
+    """One row: the log of the noise of one token, in [R]."""
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    tokens = tl.load(token_ids + row).to(tl.uint32)
+    tl.store(noise + row, _log_noise(tokens, _key(seed_low, seed_high, positions, row)))
