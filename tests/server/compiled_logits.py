@@ -93,3 +93,20 @@ def test_searches_compile(ranks: int, usage: Usage) -> None:
     usage.clear()
     KernelLogits().top_p_threshold(logits, torch.ones(2, 1), gather)
     assert_nothing_is_spilled(usage, "summarise_parts", "summarise_rows", "sum_parts", "finish")
+
+
+def test_a_search_is_compiled_once_whatever_the_batch(monkeypatch: pytest.MonkeyPatch, usage: Usage) -> None:
+    compiled = set()
+    run = JITFunction.run  # the fixture's, which only compiles
+
+    def noted(kernel: JITFunction, *args: object, **kwargs: object) -> None:
+        run(kernel, *args, **kwargs)
+        (cache, *_), name = kernel.device_caches[0], kernel.fn.__name__
+        compiled.update((name, key) for key in cache)
+
+    monkeypatch.setattr(JITFunction, "run", noted)
+    for rows in (4, 1, 2):
+        KernelLogits().top_k_threshold(torch.zeros(rows, 20000), torch.ones(rows, 1, dtype=torch.int64), 1, None)
+        if rows == 4:
+            first = set(compiled)
+    assert first == compiled

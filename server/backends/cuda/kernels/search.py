@@ -53,7 +53,8 @@ def _advance(prefix, sums, wanted, row, Q, shift, C: tl.constexpr, PARTS: tl.con
     return prefix + (tl.sum(reached.to(tl.int32), axis=1).to(tl.uint32) << shift)
 
 
-@triton.jit(do_not_specialize=["shift", "Q"])
+# A row of `prefixes` begins wherever R puts it: a step of another size must not wait for another compilation.
+@triton.jit(do_not_specialize=["shift", "Q"], do_not_specialize_on_alignment=["prefixes"])
 def sum_parts(
     scores,
     score_stride,
@@ -102,7 +103,7 @@ def sum_parts(
     tl.store(sums + place, tl.sum(total, axis=1))
 
 
-@triton.jit(do_not_specialize=["Q"])
+@triton.jit(do_not_specialize=["Q"], do_not_specialize_on_alignment=["prefixes"])
 def finish(wanted, prefixes, sums, thresholds, Q, PARTS: tl.constexpr, C: tl.constexpr):
     """One row: the score that the last pass has found, in [R]."""
     row = tl.program_id(0).to(tl.int64)
