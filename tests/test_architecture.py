@@ -105,9 +105,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.stepping.sampling": {
         "server.backends.protocol", "server.backends.reference.logits", "server.stepping.vocabulary",
     },
-    "server.stepping.vocabulary": {
-        "server.backends.protocol", "server.backends.reference.logits", "server.distributed",
-    },
+    "server.stepping.vocabulary": {"server.backends.protocol", "server.distributed"},
 }  # fmt: skip
 
 # The two loops that must outlive a request may catch everything; `tokenizers` raises nothing finer than Exception.

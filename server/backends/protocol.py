@@ -104,8 +104,8 @@ class LinearFormat(Protocol):
     ) -> Tensor:
         """x [T, D] → activation(x @ weightᵀ + bias) + residual, [T, F], in x's dtype."""
 
-    def to_float32(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, D] → x @ weightᵀ + bias, [T, F] float32."""
+    def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, D] → x @ weightᵀ + bias, [T, F], as exact as the product is known: float32, or rounded to x's dtype."""
 
 
 class MakeLinear(Protocol):
@@ -197,21 +197,54 @@ class LogitSummary:
     log_totals: Tensor  # [R, 1] float32, the log of the sum of all exponentials: a logit minus it is a log-probability
 
 
+@dataclass(frozen=True)
+class TypicalBounds:
+    """What typical-p keeps: tokens whose surprisal is at most `reach` away from the entropy."""
+
+    log_totals: Tensor  # [R, 1]
+    entropy: Tensor  # [R, 1]
+    reach: Tensor  # [R, 1]
+
+
+# From this rank's tensor to those of all ranks, equally shaped, in the order of the ranks.
+Gather = Callable[[Tensor], list[Tensor]]
+
+
 class Logits(Protocol):
-    """What takes a pass over the whole vocabulary."""
+    """What takes a pass over the whole vocabulary.
+
+    Logits are [R, V], float32 or a model's dtype, and not changed; what is found is as of the same logits in float32.
+    Where ranks divide a vocabulary, V is this rank's part of it, and `gather` exchanges a few numbers of each row; all
+    find the same, to the last bit, because they compute it from what all have gathered. None: there is one rank.
+    """
 
     def summarise(self, logits: Tensor, n: int) -> LogitSummary:
-        """The n best tokens (at least 1) of logits [R, V] float32, which are not changed.
+        """The n best tokens (at least 1) of logits [R, V].
 
         Of equal logits the smaller id is the more likely, whatever n is. A candidate of minus infinity stands for none.
         """
 
     def race(self, logits: Tensor, seed_low: Tensor, seed_high: Tensor, positions: Tensor, first_id: int = 0) -> Tensor:
-        """Draw one token [R] of each row of logits [R, V] float32: the index of its column.
+        """Draw one token [R] of each row of logits [R, V]: the index of its column.
 
         seed_low, seed_high: [R, 1] halves of the seed, int64; positions: [R] int64; first_id: the token of column 0,
         for noise belongs to a token and not to a column.
         """
+
+    def log_noise(self, seed_low: Tensor, seed_high: Tensor, positions: Tensor, token_ids: Tensor) -> Tensor:
+        """What `race` takes from the logits of one token [R, 1] of each row, to compare what is left: [R, 1]."""
+
+    def top_k_threshold(self, logits: Tensor, k: Tensor, most: int, gather: Gather | None) -> Tensor:
+        """The k-th best logit [R, 1] of all ranks' float32 logits. k: [R, 1] int64, none above `most`."""
+
+    def top_p_threshold(self, logits: Tensor, p: Tensor, gather: Gather | None) -> Tensor:
+        """The least likely logit [R, 1] that belongs to the most likely tokens whose probabilities reach p [R, 1].
+
+        logits: float32. Sums are rounded: a token at which the probabilities reach p but for that may go or stay.
+        """
+
+    def typical_bounds(self, logits: Tensor, mass: Tensor, gather: Gather | None) -> TypicalBounds:
+        """What typical-p keeps of float32 logits: the tokens nearest the entropy until they reach `mass` [R, 1]."""
 
 
 # A computation without parameters. What a captured one returns is overwritten by the next call of any captured one.

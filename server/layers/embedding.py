@@ -70,14 +70,14 @@ class Head:
         self._cap = spec.logit_cap
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        """hidden [T, E] → [T, Vl] float32: sampling must not depend on the model's dtype more than it has to."""
+        """hidden [T, E] → [T, Vl], as exact as the format knows them: what reads them computes in float32."""
         if self._scale != 1.0:
             hidden = hidden * self._scale
-        logits = self.weight.to_float32(hidden, self.bias)
+        logits = self.weight.finest(hidden, self.bias)
         if self._cap:
-            logits = self._cap * torch.tanh(logits / self._cap)
+            logits = self._cap * torch.tanh(logits.float() / self._cap)
         if self._num_real < self.width:
-            logits[:, self._num_real :] = float("-inf")
+            logits[:, self._num_real :].fill_(float("-inf"))
         return logits
 
 

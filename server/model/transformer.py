@@ -96,7 +96,7 @@ class Transformer:
             layer.cross.remember(encoded, kv, encoding.meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, D] → [R, Vl] float32."""
+        """hidden [R, D] → [R, Vl]. See `Head`."""
         return self.head(hidden)
 
     @property

@@ -39,7 +39,7 @@ class Chooser:
     ) -> list[Chosen]:
         """A token for each of `sequences`, a few rows at a time, so that no batch takes more memory than they do.
 
-        logits: of some rows, [R, Vl] float32; positions, previous: see `Sampler`.
+        logits: of some rows, [R, Vl]; positions, previous: see `Sampler`.
         """
         chosen = []
         for first in range(0, len(sequences), LOGIT_ROWS):
@@ -47,9 +47,6 @@ class Chooser:
             histories = [s.history for s in sequences[rows]]
             sampler = self._sampler([s.choice for s in sequences[rows]], first)
             chosen.append(sampler(logits(rows), positions[rows], previous[rows], histories))
-            for i, history in enumerate(histories):
-                if history is not None:
-                    history.append(chosen[-1].token_ids[i : i + 1])
         return chosen
 
     def _sampler(self, choices: Sequence[TokenChoice], first: int) -> Sampler:

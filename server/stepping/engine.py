@@ -1,7 +1,6 @@
 """One rank's engine: launches steps and finishes them.
 
-`launch` starts a step and returns without waiting for the device (but for top-p over several ranks, see
-`vocabulary.py`); `Launched.finish` waits and hands over the tokens.
+`launch` starts a step and returns without waiting for the device; `Launched.finish` waits and hands over the tokens.
 Between the two, the next step may be launched already: its inputs are on the device (see `batch.py`). On a CPU
 `launch` is the computation itself. What this module leaves out: how large the KV cache is (`warmup.py`), loading
 (`loading.py`), the wire (`service.py`), and every decision about who runs when (the router's).
@@ -156,7 +155,7 @@ class Model(Protocol):
         """The final hidden states [T, D] of a step's tokens; their keys and values are kept."""
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, D] → this rank's logits [R, Vl] float32, the caller's to change."""
+        """hidden [R, D] → this rank's logits [R, Vl], float32 or the model's dtype, the caller's to change."""
 
 
 @dataclass(frozen=True)

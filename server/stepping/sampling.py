@@ -85,50 +85,103 @@ class History:
     """Which of this rank's tokens one sequence holds already; kept only for sequences whose penalties ask."""
 
     def __init__(self, prompt: Sequence[int], num_generated: int, vocabulary: Vocabulary, device: Device):
-        self._start, self._width = vocabulary.start, vocabulary.width
         ids = device.upload(prompt)
-        # One place more than this rank has tokens: there go those of the other ranks.
-        self._seen = torch.zeros(self._width + 1, dtype=torch.bool, device=ids.device)
-        self._counts = torch.zeros(self._width + 1, dtype=torch.float32, device=ids.device)
-        self._seen[self._places(ids)] = True
-        self.append(ids[len(ids) - num_generated :])
+        self._table = _HistoryTable.empty(1, vocabulary, ids.device)
+        self._row = 0
+        self._table.see(ids.unsqueeze(0))
+        self._table.count(ids[len(ids) - num_generated :].unsqueeze(0))
+
+
+class _HistoryTable:
+    """The histories of sequences that step together: a row of each, in one tensor, so that no step gathers them.
+
+    Rows move to a table of their own when others join them; what was there before is not read again.
+    """
+
+    def __init__(self, seen: Tensor, counts: Tensor, start: int):
+        self._seen = seen  # [S, Vl + 1] bool; one place more than this rank has tokens: there go the other ranks'
+        self._counts = counts  # [S, Vl + 1] float32
+        self._start = start
+
+    @classmethod
+    def empty(cls, rows: int, vocabulary: Vocabulary, device: torch.device) -> _HistoryTable:
+        """Of sequences without tokens."""
+        seen = torch.zeros(rows, vocabulary.width + 1, dtype=torch.bool, device=device)
+        return cls(seen, torch.zeros_like(seen, dtype=torch.float32), vocabulary.start)
+
+    @classmethod
+    def of(cls, histories: Sequence[History]) -> _HistoryTable:
+        """The table whose rows are these histories, made if they do not stand together yet."""
+        table = histories[0]._table
+        rows = [(history._table, history._row) for history in histories]
+        if rows == [(table, row) for row in range(len(table._seen))]:
+            return table
+        seen = torch.stack([table._seen[row] for table, row in rows])
+        table = cls(seen, torch.stack([table._counts[row] for table, row in rows]), table._start)
+        for row, history in enumerate(histories):
+            history._table, history._row = table, row
+        return table
 
     @property
     def seen(self) -> Tensor:
-        """Whether each of this rank's tokens is in the sequence, [Vl]."""
-        return self._seen[: self._width]
+        """Whether each of this rank's tokens is in the sequence, [S, Vl]."""
+        return self._seen[:, :-1]
 
     @property
     def counts(self) -> Tensor:
-        """How often each of this rank's tokens was generated, [Vl] float32."""
-        return self._counts[: self._width]
+        """How often each of this rank's tokens was generated, [S, Vl] float32."""
+        return self._counts[:, :-1]
 
-    def append(self, token_ids: Tensor) -> None:
-        """Count generated tokens [n]."""
-        places = self._places(token_ids)
-        self._seen[places] = True
-        self._counts.index_add_(0, places, torch.ones_like(token_ids, dtype=torch.float32))
+    def see(self, token_ids: Tensor) -> None:
+        """Note that row s has the tokens token_ids[s], [S, n]."""
+        self._seen.scatter_(1, self._places(token_ids), True)
+
+    def count(self, token_ids: Tensor) -> None:
+        """Count tokens that were generated, [S, n]."""
+        ones = torch.ones_like(token_ids, dtype=torch.float32)
+        self._counts.scatter_add_(1, self._places(token_ids), ones)
 
     def _places(self, token_ids: Tensor) -> Tensor:
-        places = token_ids - self._start
-        return places.masked_fill((places < 0) | (places >= self._width), self._width)
+        places, width = token_ids - self._start, self._seen.shape[1] - 1
+        return places.masked_fill((places < 0) | (places >= width), width)
+
+
+class _Rows:
+    """Some of a step's rows; where they are all of them, nothing is copied."""
+
+    def __init__(self, wanted: Sequence[bool], device: Device):
+        indices = [r for r, want in enumerate(wanted) if want]
+        self._indices = device.upload(indices) if 0 < len(indices) < len(wanted) else None
+        self.any = bool(indices)
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """These rows of a tensor [R, ...]; the tensor itself where they are all."""
+        return tensor if self._indices is None else tensor.index_select(0, self._indices)
+
+    def put(self, tensor: Tensor, rows: Tensor) -> Tensor:
+        """The tensor with these rows replaced, in place; `rows` where they are all."""
+        return rows if self._indices is None else tensor.index_copy_(0, self._indices, rows)
 
 
 class Sampler:
-    """The choices of R rows, prepared once for as long as the same sequences step together."""
+    """The choices of R rows, prepared once for as long as the same sequences step together.
+
+    A step uploads nothing and asks the device nothing: its indices and settings are uploaded here.
+    """
 
     def __init__(self, choices: Sequence[TokenChoice], watermark: Watermark, device: Device, vocabulary: Vocabulary):
         self._device = device
         self._vocabulary = vocabulary
         self._watermark = watermark
-        self._watermarked = self._rows([c.watermark for c in choices])
-        self._penalised = [r for r, c in enumerate(choices) if c.needs_history]
-        self._repetition = self._column([choices[r].repetition_penalty for r in self._penalised])
-        self._frequency = self._column([choices[r].frequency_penalty for r in self._penalised])
-        self._sampled = self._rows([c.do_sample for c in choices])
+        self._watermarked = _Rows([c.watermark for c in choices], device)
+        self._penalised = _Rows([c.needs_history for c in choices], device)
+        penalised = [c for c in choices if c.needs_history]
+        self._repetition = self._column([c.repetition_penalty for c in penalised])
+        self._frequency = self._column([c.frequency_penalty for c in penalised])
+        self._sampled = _Rows([c.do_sample for c in choices], device)
         drawn = [c for c in choices if c.do_sample]
         self._temperature = self._column([max(c.temperature, MIN_TEMPERATURE) for c in drawn])
-        self._top_k = _Warper(self, drawn, "top_k", neutral=0)
+        self._top_k = _Warper(self, drawn, "top_k", neutral=0, dtype=torch.int64)
         self._most_top_k = max((c.top_k for c in drawn), default=0)
         self._top_p = _Warper(self, drawn, "top_p", neutral=1.0)
         self._typical_p = _Warper(self, drawn, "typical_p", neutral=1.0)
@@ -141,37 +194,45 @@ class Sampler:
     ) -> Chosen:
         """Choose one token for each row.
 
-        logits: [R, Vl] float32, used up; positions: [R] index that the new token will have in its
-        sequence; previous: [R] the token before it; histories: of each row, None where no penalty asks for one.
+        logits: [R, Vl], used up; positions: [R] index that the new token will have in its sequence; previous: [R] the
+        token before it; histories: of each row, None where no penalty asks for one; the new token is added to them.
         """
-        self._add_watermark(logits, previous)
-        self._penalise(logits, histories)
-        if self._sampled is not None:
-            logits[self._sampled] = self._warp(logits[self._sampled])
+        if self._watermarked.any or self._penalised.any or self._sampled.any:
+            logits = logits.float()
+        own = [history for history in histories if history is not None]
+        history = _HistoryTable.of(own) if own else None
+        logits = self._penalise(self._add_watermark(logits, previous), history)
+        rows = self._warp(self._sampled.take(logits)) if self._sampled.any else logits
+        logits = self._sampled.put(logits, rows) if self._sampled.any else logits
         summary = self._vocabulary.summarise(logits, max(self.top_n, 1))
-        token_ids, chosen = summary.top_ids[:, 0].clone(), summary.top_logits[:, 0].clone()
-        if self._sampled is not None:
-            rows, at = logits[self._sampled], positions[self._sampled]
-            draw = self._vocabulary.draw(rows, self._seed_low, self._seed_high, at)
-            token_ids[self._sampled], chosen[self._sampled] = draw.token_ids, draw.logits
+        token_ids, chosen = summary.top_ids[:, 0], summary.top_logits[:, 0]
+        if self._sampled.any:
+            draw = self._vocabulary.draw(rows, self._seed_low, self._seed_high, self._sampled.take(positions))
+            token_ids = self._sampled.put(token_ids.clone(), draw.token_ids)
+            chosen = self._sampled.put(chosen.clone(), draw.logits)
+        if history is not None:
+            new = self._penalised.take(token_ids).unsqueeze(1)
+            history.see(new)
+            history.count(new)
         logprobs = chosen - summary.log_totals.squeeze(1)
         if not self.top_n:
             return Chosen(token_ids, logprobs)
         return Chosen(token_ids, logprobs, summary.top_ids, summary.top_logits - summary.log_totals)
 
-    def _add_watermark(self, logits: Tensor, previous: Tensor) -> None:
-        if self._watermarked is not None:
-            green = greenlist(previous[self._watermarked], self._vocabulary, self._watermark.gamma)
-            logits[self._watermarked] += green * self._watermark.delta
+    def _add_watermark(self, logits: Tensor, previous: Tensor) -> Tensor:
+        if not self._watermarked.any:
+            return logits
+        green = greenlist(self._watermarked.take(previous), self._vocabulary, self._watermark.gamma)
+        rows = self._watermarked.take(logits) + green * self._watermark.delta
+        return self._watermarked.put(logits, rows)
 
-    def _penalise(self, logits: Tensor, histories: Sequence[History | None]) -> None:
-        if not self._penalised:
-            return
-        own = [history for r in self._penalised if (history := histories[r]) is not None]
-        rows = logits[self._penalised]
+    def _penalise(self, logits: Tensor, history: _HistoryTable | None) -> Tensor:
+        if history is None:
+            return logits
+        rows = self._penalised.take(logits)
         penalised = torch.where(rows < 0, rows * self._repetition, rows / self._repetition)
-        rows = torch.where(torch.stack([history.seen for history in own]), penalised, rows)
-        logits[self._penalised] = rows - self._frequency * torch.stack([history.counts for history in own])
+        rows = torch.where(history.seen, penalised, rows)
+        return self._penalised.put(logits, rows - self._frequency * history.counts)
 
     def _warp(self, logits: Tensor) -> Tensor:
         vocabulary = self._vocabulary
@@ -180,11 +241,6 @@ class Sampler:
         logits = self._top_p.apply(logits, partial(keep_top_p, vocabulary))
         return self._typical_p.apply(logits, partial(keep_typical, vocabulary))
 
-    def _rows(self, wanted: Sequence[bool]) -> Tensor | None:
-        """Indices of the rows that are wanted, None when there are none."""
-        rows = [r for r, want in enumerate(wanted) if want]
-        return self._device.upload(rows) if rows else None
-
     def _column(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return self._device.upload(values, dtype).unsqueeze(1)
 
@@ -192,21 +248,26 @@ class Sampler:
 class _Warper:
     """One warper's values for the rows that do not leave it neutral."""
 
-    def __init__(self, sampler: Sampler, choices: Sequence[TokenChoice], name: str, neutral: float):
+    def __init__(
+        self,
+        sampler: Sampler,
+        choices: Sequence[TokenChoice],
+        name: str,
+        neutral: float,
+        dtype: torch.dtype = torch.float32,
+    ):
         values = [getattr(c, name) for c in choices]
-        self._rows = sampler._rows([value != neutral for value in values])
-        self._values = sampler._column([value for value in values if value != neutral])
+        self._rows = _Rows([value != neutral for value in values], sampler._device)
+        self._values = sampler._column([value for value in values if value != neutral], dtype)
 
     def apply(self, logits: Tensor, keep: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """`keep(logits, values)` on this warper's rows of logits [R, Vl], in place."""
-        if self._rows is not None:
-            logits[self._rows] = keep(logits[self._rows], self._values)
-        return logits
+        """`keep(logits, values)` on this warper's rows of logits [R, Vl], perhaps in place."""
+        return self._rows.put(logits, keep(self._rows.take(logits), self._values)) if self._rows.any else logits
 
 
 def keep_top_k(vocabulary: Vocabulary, logits: Tensor, k: Tensor, most: int) -> Tensor:
-    """Remove what scores below the k-th best; ties stay. logits [R, Vl], k [R, 1], none above `most`."""
-    threshold = vocabulary.top_k_threshold(logits, k.long(), most)
+    """Remove what scores below the k-th best; ties stay. logits [R, Vl], k [R, 1] int64, none above `most`."""
+    threshold = vocabulary.top_k_threshold(logits, k, most)
     return logits.masked_fill(logits < threshold, float("-inf"))
 
 

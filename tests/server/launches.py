@@ -135,6 +135,7 @@ class Tracing:
 
     computes = False
     sizes = ()
+    prompt_tokens = ()
 
     def __init__(self, recorder: Recorder):
         self._recorder = recorder
@@ -181,7 +182,9 @@ def decode_launches(name: str, world_size: int, batch_sizes: Sequence[int], trac
         weights = Weights.open(PartOfCheckpoint(published.shapes), family.names, shard, DTYPE, META)
         engine = Engine(load(weights, spec, backend), shard, backend, DTYPE, Watermark(gamma=0.5, delta=2.0))
         engine.allocate(CACHE_TOKENS, TOTAL_TOKENS)
-        engine.capture(batch_sizes)
+        assert engine.graphs is not None
+        for size in batch_sizes:
+            engine.graphs.decodes._graph(size, chooses=True)
     return recorder.captured
 
 

@@ -159,8 +159,8 @@ def test_a_linear_layer_equals_torchs(
     expected = F.linear(x.double(), weight.double(), bias.double())
     layer = PanelFormat(kernels, Arena(), weight)
     assert_near(expected, layer(x, bias))
-    assert_near(expected, layer.to_float32(x, bias))
-    assert torch.float32 == layer.to_float32(x, bias).dtype
+    assert_near(expected, layer.finest(x, bias))
+    assert torch.float32 == layer.finest(x, bias).dtype
 
 
 @DTYPES

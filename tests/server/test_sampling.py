@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference.logits import StockLogits, exponential_noise
@@ -66,9 +70,9 @@ def test_greedy_takes_the_largest_logit_and_reports_the_plain_logprob() -> None:
 
 def test_top_k_keeps_ties() -> None:
     logits = torch.tensor([[4.0, 2.0, 2.0, 1.0]])
-    assert [0] == kept(keep_top_k(whole(4), logits, column(1), most=1))
-    assert [0, 1, 2] == kept(keep_top_k(whole(4), logits, column(2), most=2))
-    assert [0, 1, 2, 3] == kept(keep_top_k(whole(4), logits, column(99), most=99))
+    assert [0] == kept(keep_top_k(whole(4), logits, column(1).long(), most=1))
+    assert [0, 1, 2] == kept(keep_top_k(whole(4), logits, column(2).long(), most=2))
+    assert [0, 1, 2, 3] == kept(keep_top_k(whole(4), logits, column(99).long(), most=99))
 
 
 def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
@@ -88,7 +92,7 @@ def test_typical_p_prefers_tokens_near_the_entropy() -> None:
 
 
 def test_typical_p_after_top_k_does_not_bring_a_token_back() -> None:
-    logits = keep_top_k(whole(4), torch.tensor([[0.6, 0.2, 0.1, 0.1]]).log(), column(2), most=2)
+    logits = keep_top_k(whole(4), torch.tensor([[0.6, 0.2, 0.1, 0.1]]).log(), column(2).long(), most=2)
     assert set(kept(keep_typical(whole(4), logits, column(0.99)))) <= {0, 1}
 
 
@@ -181,3 +185,66 @@ def test_removed_candidates_report_minus_infinity() -> None:
     chosen = choose(torch.tensor([[3.0, 2.0, 1.0]]), [TokenChoice(do_sample=True, top_k=1, top_n_tokens=2)])
     assert chosen.logprobs.item() == pytest.approx(0.0)
     assert chosen.top_logprobs[0, 1] == float("-inf")
+
+
+class DistantDevice(CpuDevice):
+    """A device of shapes without values: what is read from it on the host, or mixed with the host's, is refused."""
+
+    torch_device = torch.device("meta")
+
+    def __init__(self) -> None:
+        self.uploads = 0
+
+    def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
+        self.uploads += 1
+        return torch.tensor(values, dtype=dtype).to("meta")
+
+
+class NothingOfTheHost(TorchFunctionMode):
+    """Refuses what makes a host wait for its device: lists as indices, numbers that are assigned, values that are read.
+
+    What is read fails on a device without values anyhow.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            indices = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(index, list) for index in indices), "a list is copied to the device"
+        assert func is not Tensor.__setitem__ or isinstance(args[2], Tensor), "a number is copied to the device"
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        assert all(t.device.type == "meta" for t in tensors), f"{func} takes a tensor of the host"
+        return func(*args, **(kwargs or {}))
+
+
+EVERYTHING = [
+    TokenChoice(),
+    TokenChoice(repetition_penalty=1.2, frequency_penalty=0.1),
+    TokenChoice(do_sample=True, top_k=9, top_p=0.9, typical_p=0.8, watermark=True, repetition_penalty=1.3),
+    TokenChoice(do_sample=True, temperature=0.7, top_n_tokens=3),
+]
+
+
+@pytest.mark.parametrize("choices", [EVERYTHING, EVERYTHING[2:3] * 3], ids=["of all kinds", "all the same"])
+def test_a_step_uploads_nothing_and_does_not_wait_for_the_device(choices: list[TokenChoice]) -> None:
+    device, vocabulary = DistantDevice(), whole(50)
+    sampler = Sampler(choices, WATERMARK, device, vocabulary)
+    histories = [History([1, 2, 3], 1, vocabulary, device) if c.needs_history else None for c in choices]
+    device.uploads = 0
+    logits = torch.zeros(len(choices), 50, dtype=torch.bfloat16, device="meta")
+    rows = torch.zeros(len(choices), dtype=torch.int64, device="meta")
+    with NothingOfTheHost():
+        for _ in range(2):
+            sampler(logits, rows, rows, histories)
+    assert 0 == device.uploads
+
+
+def test_histories_follow_their_sequences_into_any_batch() -> None:
+    prompts = [[1, 2], [2, 2], [0, 3]]
+    choices = [TokenChoice(repetition_penalty=1.5, frequency_penalty=0.4)] * 3
+    logits = torch.tensor([[2.0, 1.9, 1.8, 1.7, 1.6]])
+    alone = [History(prompt, 1, whole(5), CPU) for prompt in prompts]
+    together = [History(prompt, 1, whole(5), CPU) for prompt in prompts]
+    for members in ([0], [0, 1], [1, 2, 0], [0, 1], [2], [2, 1, 0], [1, 2, 0]):
+        expected = [choose(logits, choices[:1], histories=[alone[m]]).token_ids.item() for m in members]
+        batch = [together[m] for m in members]
+        assert expected == choose(logits, choices[: len(members)], histories=list(batch)).token_ids.tolist()

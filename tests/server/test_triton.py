@@ -34,16 +34,17 @@ def run_tests(name: str, environment: dict[str, str]) -> subprocess.CompletedPro
 
 
 @needs_triton
-def test_interpreted_kernels_equal_the_reference() -> None:
-    result = run_tests("interpreted_kernels", {"TRITON_INTERPRET": "1"})
+@pytest.mark.parametrize("name", ["interpreted_kernels", "interpreted_logits"])
+def test_interpreted_kernels_equal_the_reference(name: str) -> None:
+    result = run_tests(name, {"TRITON_INTERPRET": "1"})
     assert 0 == result.returncode, result.stdout + result.stderr
 
 
 @needs_triton
-@pytest.mark.parametrize("tests", ["compiled_kernels", "compiled_wiring"])
-def test_kernels_compile_for_a_gpu(tests: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["compiled_kernels", "compiled_wiring", "compiled_logits"])
+def test_kernels_compile_for_a_gpu(name: str, tmp_path: Path) -> None:
     # An empty cache, so that nothing is taken for compiled that was compiled before.
-    result = run_tests(tests, {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)})
+    result = run_tests(name, {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)})
     assert 0 == result.returncode, result.stdout + result.stderr
 
 

@@ -6,6 +6,8 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,11 +16,13 @@ from torch import Tensor
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.logits import KernelLogits
 from server.backends.protocol import Logits
-from server.backends.reference.logits import StockLogits
+from server.backends.reference.linear import DenseFormat
+from server.backends.reference.logits import NUCLEUS_CANDIDATES, StockLogits
 from server.blocks import ceil_divide
 from server.distributed import Shard
+from server.layers.embedding import Head
 from server.stepping.sampling import Chosen, History, Sampler, TokenChoice, Watermark
-from server.stepping.vocabulary import NUCLEUS_CANDIDATES, Vocabulary
+from server.stepping.vocabulary import Vocabulary
 
 CPU = CpuDevice()
 PROMPT = [1, 5, 900, 5]
@@ -99,6 +103,7 @@ def test_ranks_choose_what_one_rank_chooses(make_logits: Callable[[], Logits], w
     ranks, _ = on_ranks(logits, world_size, make_logits, lambda part, vocabulary: sample(part, choices, vocabulary))
     for chosen in ranks:
         assert whole.token_ids.tolist() == chosen.token_ids.tolist()
+        assert whole.top_ids is not None and chosen.top_ids is not None
         assert whole.top_ids.tolist() == chosen.top_ids.tolist()
         torch.testing.assert_close(whole.logprobs, chosen.logprobs, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(whole.top_logprobs, chosen.top_logprobs, atol=1e-5, rtol=1e-5)
@@ -118,7 +123,10 @@ def test_of_equally_likely_tokens_the_smallest_id_is_chosen_whatever_else_is_ask
     best = logits.sort(dim=-1, descending=True, stable=True).indices
     for chosen in ranks:
         assert best[:, 0].tolist() == chosen.token_ids.tolist()
-        assert best[:, :top_n].tolist() == chosen.top_ids.tolist()
+        if top_n:
+            assert chosen.top_ids is not None and best[:, :top_n].tolist() == chosen.top_ids.tolist()
+        else:
+            assert chosen.top_ids is None
 
 
 def test_a_nucleus_of_just_all_candidates_is_not_the_whole_vocabulary() -> None:
@@ -164,3 +172,16 @@ def test_a_nucleus_keeps_ties_however_many_ranks_there_are() -> None:
     keep = lambda part, vocabulary: vocabulary.top_p_threshold(part, torch.tensor([[0.3]]))  # noqa: E731
     ranks, _ = on_ranks(logits, 2, StockLogits, keep)  # type: ignore[arg-type]
     assert [[[3.0]]] * 2 == [threshold.tolist() for threshold in ranks]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("cap", "dtype"), [(0.0, torch.bfloat16), (30.0, torch.float32)])
+def test_a_head_rounds_logits_no_more_than_its_product_does(cap: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    hidden, rows = (torch.randn(n, 16, generator=generator).bfloat16() for n in (3, 4))
+    spec: Any = SimpleNamespace(vocab_size=7, head_scale=0.5, logit_cap=cap)
+    logits = Head(DenseFormat(rows), None, spec, Shard(1, 2), 0)(hidden)  # of 7 tokens the second rank has 3
+    product = (hidden * 0.5) @ rows.T
+    assert dtype == logits.dtype
+    expected = cap * torch.tanh(product.float() / cap) if cap else product
+    assert torch.equal(expected[:, :3], logits[:, :3])
+    assert [float("-inf")] * 3 == logits[:, 3].tolist()

@@ -86,7 +86,7 @@ class PanelFormat:
         out = x.new_empty(x.shape[0], self.outputs)
         return self._apply(self._linear, x, bias, activation, residual, out)
 
-    def to_float32(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, D] → x @ weightᵀ + bias, [T, F] float32, not rounded to x's dtype on the way."""
         out = torch.empty(x.shape[0], self.outputs, dtype=torch.float32)
         return self._apply(self._linear_to_f32, x, bias, None, None, out)

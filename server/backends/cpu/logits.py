@@ -10,16 +10,18 @@ from torch import Tensor
 
 from server.backends.cpu.kernels import Kernels
 from server.backends.protocol import LogitSummary
+from server.backends.reference.logits import StockLogits
 
 
-class KernelLogits:
-    """`StockLogits` of the reference backend, compiled. Where logits are equal, the smaller id is the more likely."""
+class KernelLogits(StockLogits):
+    """`StockLogits`, compiled, but for the warpers' thresholds. Of equal logits the smaller id is the more likely."""
 
     def __init__(self, kernels: Kernels):
         self._kernels = kernels
 
     def summarise(self, logits: Tensor, n: int) -> LogitSummary:
-        """The n best tokens (at least 1) of logits [R, V] float32, which are not changed."""
+        """The n best tokens (at least 1) of logits [R, V], which are not changed."""
+        logits = logits.float()
         rows, vocab_size = logits.shape
         ids = torch.empty(rows, n, dtype=torch.int64)
         best = torch.empty(rows, n)
@@ -38,7 +40,8 @@ class KernelLogits:
         return LogitSummary(ids, best, totals)
 
     def race(self, logits: Tensor, seed_low: Tensor, seed_high: Tensor, positions: Tensor, first_id: int = 0) -> Tensor:
-        """Draw one token [R] of each row of logits [R, V] float32. Noise of removed tokens (-inf) is not computed."""
+        """Draw one token [R] of each row of logits [R, V]. Noise of removed tokens (-inf) is not computed."""
+        logits = logits.float()
         rows, vocab_size = logits.shape
         ids = torch.empty(rows, dtype=torch.int64)
         self._kernels.race(

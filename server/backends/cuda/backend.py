@@ -14,6 +14,7 @@ from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.fused import FusedNorm, fused_gate
 from server.backends.cuda.graph import SIZES, CudaGraphCapture
 from server.backends.cuda.kernels.routing import FusedRouting
+from server.backends.cuda.logits import KernelLogits
 from server.backends.protocol import Attention, Device, GraphCapture, Norm, Routing, Scores
 from server.backends.reference import ReferenceBackend
 
@@ -26,6 +27,7 @@ class CudaBackend(ReferenceBackend):
 
     def __init__(self, device: Device, dtype: torch.dtype):
         super().__init__(device)
+        self.logits = KernelLogits()
         self._dtype = dtype
 
     @property

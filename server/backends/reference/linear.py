@@ -34,8 +34,8 @@ class StockFormat(ABC):
         y = activated(self.product(x, bias), activation, self._gate if self._is_gated else None)
         return y if residual is None else y + residual
 
-    def to_float32(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self.product(x, bias).float()
+    def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self.product(x, bias)
 
 
 def activated(y: Tensor, activation: Activation | None, gate: Gate | None) -> Tensor:

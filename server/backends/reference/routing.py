@@ -38,7 +38,7 @@ class StockRouting:
     renormalise: bool
 
     def choose(self, router: LinearFormat, x: Tensor) -> tuple[Tensor, Tensor]:
-        weights, chosen = router.to_float32(x, None).softmax(dim=-1).topk(self.top_k, dim=-1)
+        weights, chosen = router.finest(x, None).float().softmax(dim=-1).topk(self.top_k, dim=-1)
         if self.renormalise:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights.to(x.dtype), chosen
