@@ -1,7 +1,7 @@
 """The Triton kernels without a GPU: interpreted and compared with the reference, and compiled for one.
 
 Triton decides at its import whether it interprets, so both run in processes of their own: whatever this process has
-imported before, and in which order, does not matter. On a GPU they run in `tests/gpu/test_paged.py`.
+imported before, and in which order, does not matter. On a GPU they run in `tests/gpu/test_{paged,linear}.py`.
 """
 
 from __future__ import annotations
@@ -36,6 +36,18 @@ def run_tests(name: str, environment: dict[str, str]) -> subprocess.CompletedPro
 @needs_triton
 def test_interpreted_kernels_equal_the_reference() -> None:
     result = run_tests("interpreted_kernels", {"TRITON_INTERPRET": "1"})
+    assert 0 == result.returncode, result.stdout + result.stderr
+
+
+@needs_triton
+def test_interpreted_products_equal_the_reference() -> None:
+    result = run_tests("interpreted_linear", {"TRITON_INTERPRET": "1"})
+    assert 0 == result.returncode, result.stdout + result.stderr
+
+
+@needs_triton
+def test_products_compile_for_a_gpu(tmp_path: Path) -> None:
+    result = run_tests("compiled_linear", {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)})
     assert 0 == result.returncode, result.stdout + result.stderr
 
 
