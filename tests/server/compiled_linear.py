@@ -10,7 +10,9 @@ import re
 import subprocess
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
 from server.arch.spec import Activation
+from server.backends.cpu.device import CpuDevice
+from server.backends.cuda.backend import CudaBackend
 from server.backends.cuda.fused import fused_gate
 from server.backends.cuda.kernels.linear import Epilogue, Tiling, Workspace, multiply_rows, tilings
 from server.backends.cuda.linear import CudaDense, CudaInt8
+from server.layers.mlp import MoeMlp
 from tests.server.compiled_kernels import CPU, SHARED_MEMORY_BYTES, NoGpu
 from tests.server.kernel_cases import MANY_SPLITS
 from tests.server.linear_cases import products
@@ -186,3 +191,25 @@ def test_many_rows_have_bias_and_activation_in_the_product_of_cublas(compiled: l
     assert ["_addmm_activation"] == launches(compiled, 4096, Activation.RELU)
     assert ["addmm", "gelu"] == launches(compiled, 32, Activation.GELU)  # the exact one has no epilogue
     assert ["kernel"] == launches(compiled, 32, Activation.GELU, "int8")
+
+
+@pytest.mark.parametrize("format", ["dense", "int8"])
+def test_a_mixtures_products_are_three_launches_and_ask_the_host_nothing(
+    format: str, compiled: list[MachineCode], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On tensors without values, from which nothing can be read."""
+    properties = SimpleNamespace(multi_processor_count=MANY_SPLITS)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    backend = CudaBackend(CpuDevice(), torch.bfloat16)
+    make = partial(torch.empty, dtype=torch.bfloat16, device="meta")
+    mixture = MoeMlp(
+        router=backend.formats["dense"](make(8, 256)),
+        expert_ids=torch.empty(8, dtype=torch.int64, device="meta"),
+        up=backend.grouped(make(8, 256, 256), 8, format, is_gated=True),
+        down=backend.grouped(make(8, 256, 128), 8, format),
+        activation=Activation.SILU,
+        top_k=2,
+        renormalise=True,
+    )
+    assert (1, 256) == mixture(make(1, 256)).shape
+    assert 3 == len(compiled)

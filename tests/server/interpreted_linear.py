@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -14,8 +16,11 @@ import torch
 from torch import Tensor
 
 from server.arch.spec import Activation
+from server.backends.cpu.device import CpuDevice
+from server.backends.cuda.backend import CudaBackend
 from server.backends.cuda.choice import Chooser
 from server.backends.reference.activation import stock_gate
+from tests.server.driver import Prompt, generate, load_engine
 from tests.server.kernel_cases import MANY_SPLITS, ONE_SPLIT
 from tests.server.linear_cases import (
     FEW,
@@ -29,6 +34,7 @@ from tests.server.linear_cases import (
     check_product,
     products,
 )
+from tests.server.tiny import save_tiny
 
 # numpy, which interprets, says what a GPU leaves unsaid.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
@@ -105,3 +111,20 @@ def test_a_format_computes_in_the_way_that_was_measured_to_be_the_fastest(monkey
     with shared.chooser.measuring():
         layer.to_float32(x, bias)  # by the rule, whatever was measured
     assert 4 == kernel.call_count
+
+
+@pytest.mark.parametrize("format", ["dense", "int8"])
+def test_a_mixture_on_the_backend_for_a_gpu_gives_the_tokens_of_the_reference(
+    format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_tiny("mixtral", tmp_path, num_hidden_layers=1)
+    properties = SimpleNamespace(multi_processor_count=ONE_SPLIT)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    backend = CudaBackend(CpuDevice(), torch.float32)  # its kernels are interpreted, on tensors of the CPU
+    expected, found = (
+        generate(load_engine(tmp_path, format=format, warms_up=False, **options), [Prompt(list(range(4, 13)), 3)])
+        for options in ({}, {"backend": backend, "captured": False})
+    )
+    assert [p.tokens for p in expected] == [p.tokens for p in found]
+    logprobs = (torch.tensor(p.logprobs) for (p,) in (expected, found))
+    torch.testing.assert_close(*logprobs, atol=1e-4, rtol=0)
