@@ -59,6 +59,21 @@ def test_experts_in_one_launch_equal_one_after_the_other(format: str, rows: int,
     check_experts(format, rows, torch.float16, CPU, processors)
 
 
+def test_an_experts_rows_are_all_that_its_programs_write() -> None:
+    """Programs run one after the other here, and would mend what an earlier one did: so nobody comes after the last."""
+    from server.backends.cuda.linear import CudaGrouped
+
+    weights, x = torch.ones(2, 16, 16), torch.ones(10, 16)
+    experts = CudaGrouped(weights, 2, gate=stock_gate, products=products(CPU, ONE_SPLIT))
+    torch.use_deterministic_algorithms(True)  # fresh memory is NaN
+    try:
+        found = experts(x, torch.tensor([3, 6], dtype=torch.int32))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(torch.full((6, 16), 16.0), found[:6])
+    assert found[6:].isnan().all()
+
+
 @pytest.mark.parametrize(("activation", "is_gated"), [(None, False), *product(Activation, (False, True))])
 @pytest.mark.parametrize("rows", [4, 9, 300])
 @pytest.mark.parametrize("format", ["dense", "int8"])

@@ -95,11 +95,15 @@ def check_product(case: ProductCase, dtype: torch.dtype, device: torch.device) -
 
 
 def check_experts(format: str, rows: int, dtype: torch.dtype, device: torch.device, processors: int) -> None:
-    """All experts in one launch as one after the other, some without rows; gated, then not."""
+    """All experts in one launch as one after the other; gated, then not.
+
+    Of few rows, some experts have none; of many, one has nearly all, and so the most tiles that there may be.
+    """
     from server.backends.cuda.linear import CudaGrouped, CudaGroupedInt8
 
     experts, inputs, features = 5, 200, 70
-    ends = torch.tensor([0, 1, 1, max(rows - 2, 1), rows], dtype=torch.int32, device=device)
+    shares = [0, 1, 1, max(rows - 2, 1), rows] if rows < 40 else [1, 2, 3, rows - 1, rows]
+    ends = torch.tensor(shares, dtype=torch.int32, device=device)
     for is_gated in (True, False):
         weights = random(experts, features * (2 if is_gated else 1), inputs, dtype=dtype, device=device) / inputs**0.5
         x = random(rows, inputs, dtype=dtype, device=device)
