@@ -35,8 +35,7 @@ def prompts(count: int) -> list[Prompt]:
 def test_captured_steps_choose_the_tokens_of_others(dtype: torch.dtype) -> None:
     backend = gpu_backend(dtype)  # one for both: what the captures measured decides for the other steps, too
     captured, plain = (
-        load_engine(DEMO, dtype=dtype, backend=backend, tokens=65536, captured=wanted)
-        for wanted in (True, False)
+        load_engine(DEMO, dtype=dtype, backend=backend, tokens=65536, captured=wanted) for wanted in (True, False)
     )
     assert captured.graph_sizes and not plain.graph_sizes
     for batch in BATCHES:
