@@ -34,6 +34,7 @@ ALLOWED = {
     ("server.stepping.engine", "logprobs.tolist()"): "of the host, in `finish`",
     ("server.backends.reference.logits", "bool((probabilities.cumsum(dim=-1)[:, -1:] >= p).all())"): "ranks on CPUs",
     ("server.backends.cuda.logits", "constants['PARTS'] = …"): "a dict",
+    ("server.backends.cuda.choice", "self._chosen[key] = …"): "a dict",
     ("server.model.fallback", "wanted['logits_to_keep'] = …"): "a dict",
     ("server.model.fallback", "torch.tensor([prompt], device=self._model.device)"): "a model that is not captured",
     ("server.backends.reference.experts", "ends.tolist()"): "experts in a format that is not captured",

@@ -212,4 +212,5 @@ def stand_in(recorder: Recorder, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Layer, "__call__", layer)
     patch.setattr(Shard, "all_reduce", all_reduce)
     patch.setattr(Shard, "all_gather", all_gather)
+    patch.setattr(Shard, "first_problem", lambda shard, problem, device: problem)
     patch.setattr("server.checkpoint.weights.PIECE_BYTES", 1 << 62)  # parts are read at once

@@ -1,7 +1,7 @@
 """The Triton kernels without a GPU: interpreted and compared with the reference, and compiled for one.
 
 Triton decides at its import whether it interprets, so both run in processes of their own: whatever this process has
-imported before, and in which order, does not matter. On a GPU they run in `tests/gpu/test_paged.py`.
+imported before, and in which order, does not matter. On a GPU they run in `tests/gpu/test_{paged,linear}.py`.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ def run_tests(name: str, environment: dict[str, str]) -> subprocess.CompletedPro
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["interpreted_kernels", "interpreted_logits"])
+@pytest.mark.parametrize("name", ["interpreted_kernels", "interpreted_logits", "interpreted_linear"])
 def test_interpreted_kernels_equal_the_reference(name: str) -> None:
     result = run_tests(name, {"TRITON_INTERPRET": "1"})
     assert 0 == result.returncode, result.stdout + result.stderr
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["compiled_kernels", "compiled_wiring", "compiled_logits"])
+@pytest.mark.parametrize("name", ["compiled_kernels", "compiled_wiring", "compiled_logits", "compiled_linear"])
 def test_kernels_compile_for_a_gpu(name: str, tmp_path: Path) -> None:
     # An empty cache, so that nothing is taken for compiled that was compiled before.
     result = run_tests(name, {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)})

@@ -1,7 +1,7 @@
-"""The backend for NVIDIA GPUs: Triton kernels for what is no matrix product of cuBLAS, and CUDA graphs of decode steps.
+"""The backend for NVIDIA GPUs: Triton kernels for all but the matrix products of many rows, and CUDA graphs of decodes.
 
 Importing this package imports neither Triton nor anything else that a CPU server lacks; making a `CudaBackend` does.
-Matrix products are those of the reference backend. Not yet run on a GPU.
+Not yet run on a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import importlib.util
 
 import torch
 
-from server.arch.spec import ArchSpec
 from server.backends.cuda.device import CudaDevice
 from server.backends.reference import ReferenceBackend
 
@@ -33,15 +32,3 @@ def choose(device: CudaDevice, dtype: torch.dtype) -> ReferenceBackend:
     from server.backends.cuda.backend import CudaBackend
 
     return CudaBackend(device, dtype)
-
-
-def has_grouped_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether a product of all experts is one kernel, which reads on the device where each expert's tokens end."""
-    return dtype == torch.bfloat16 and torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def why_not_captured(spec: ArchSpec, format: str, has_grouped: bool) -> str | None:
-    """Why decode steps cannot be captured in CUDA graphs; None: they can."""
-    if spec.has_experts and not (format == "dense" and has_grouped):
-        return f"experts in {format} ask the device how many tokens each of them has"
-    return None

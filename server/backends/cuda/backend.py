@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from server.arch.spec import ArchSpec
-from server.backends.cuda import has_grouped_products, why_not_captured
 from server.backends.cuda.attention import PagedAttention
+from server.backends.cuda.choice import Chooser, EventClock, MeasuredCapture
 from server.backends.cuda.fused import FusedNorm, fused_gate
-from server.backends.cuda.graph import SIZES, CudaGraphCapture
+from server.backends.cuda.graph import SIZES
 from server.backends.cuda.kernels.routing import FusedRouting
+from server.backends.cuda.linear import CudaDense, CudaGrouped, CudaGroupedInt8, CudaInt8, Products
 from server.backends.cuda.logits import KernelLogits
-from server.backends.protocol import Attention, Device, GraphCapture, Norm, Routing, Scores
+from server.backends.protocol import Attention, Device, GraphCapture, GroupedLinear, Norm, Routing, Scores
 from server.backends.reference import ReferenceBackend
 
 
 class CudaBackend(ReferenceBackend):
-    """Triton kernels and CUDA graphs. See `protocol.Backend`."""
+    """Triton kernels and CUDA graphs. See `protocol.Backend`.
+
+    measures: whether matrix products in 16 bits are computed in the way that this GPU was seen to be fastest at;
+    otherwise in the usual one, and a restart gives the same tokens in bfloat16 too. float32, with which one compares,
+    always is.
+    """
 
     name = "cuda"
     gate = staticmethod(fused_gate)
 
-    def __init__(self, device: Device, dtype: torch.dtype):
+    def __init__(self, device: Device, dtype: torch.dtype, *, measures: bool = True):
         super().__init__(device)
         self.logits = KernelLogits()
-        self._dtype = dtype
+        clock = EventClock(device.torch_device) if measures and dtype != torch.float32 else None
+        self._chooser = Chooser(clock)
+        self._products = Products(self._chooser)
+        self.formats = {
+            "dense": partial(CudaDense, gate=self.gate, products=self._products),
+            "int8": partial(CudaInt8, gate=self.gate, products=self._products),
+        }
 
     @property
     def description(self) -> str:
@@ -43,11 +55,16 @@ class CudaBackend(ReferenceBackend):
     def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
         return FusedRouting(num_experts, top_k, renormalise)
 
+    def grouped(self, weights: Iterable[Tensor], count: int, format: str, *, is_gated: bool = False) -> GroupedLinear:
+        if format == "int8":
+            return CudaGroupedInt8(weights, count, is_gated=is_gated, products=self._products)
+        return CudaGrouped(weights, count, is_gated=is_gated, gate=self.gate, products=self._products)
+
     def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
-        return why_not_captured(spec, format, has_grouped_products(self.device.torch_device, self._dtype))
+        return None
 
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
-        return CudaGraphCapture(sizes or SIZES, self._capture_stream)
+        return MeasuredCapture(sizes or SIZES, self._capture_stream, self._chooser)
 
     @cached_property
     def _capture_stream(self) -> torch.cuda.Stream:

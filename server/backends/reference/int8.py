@@ -14,16 +14,20 @@ from server.backends.reference.activation import Gate, stock_gate
 from server.backends.reference.linear import StockFormat
 
 
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """weight [F, D] → its values in int8 [F, D], and their scale [F] in its dtype."""
+    # In float32: the largest magnitude of a row must map to 127 exactly, whatever the checkpoint's dtype.
+    exact = weight.float()
+    scale = exact.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+    return (exact / scale.unsqueeze(1)).round().to(torch.int8), scale.to(weight.dtype)
+
+
 class Int8Format(StockFormat):
     """weight ≈ quantised * scale, with quantised [F, D] in int8 and scale [F]."""
 
     def __init__(self, weight: Tensor, *, is_gated: bool = False, gate: Gate = stock_gate):
         super().__init__(is_gated=is_gated, gate=gate)
-        # In float32: the largest magnitude of a row must map to 127 exactly, whatever the checkpoint's dtype.
-        exact = weight.float()
-        scale = exact.abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        self._quantised = (exact / scale.unsqueeze(1)).round().to(torch.int8)
-        self._scale = scale.to(weight.dtype)
+        self._quantised, self._scale = quantise(weight)
         # The fused kernel of stock torch exists for the CPU in bfloat16 alone.
         self._fused = weight.device.type == "cpu" and weight.dtype == torch.bfloat16
 

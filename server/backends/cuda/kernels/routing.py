@@ -57,7 +57,7 @@ class FusedRouting:
     renormalise: bool
 
     def choose(self, router: LinearFormat, x: Tensor) -> tuple[Tensor, Tensor]:
-        logits = router(x, None)
+        logits = router.finest(x, None)
         weights = logits.new_empty(len(x), self.top_k, dtype=torch.float32)
         chosen = logits.new_empty(len(x), self.top_k, dtype=torch.int32)
         _choose[(len(x),)](

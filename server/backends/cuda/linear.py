@@ -1,0 +1,246 @@
+"""Linear layers on an NVIDIA GPU: products of few rows by a kernel of our own, of many by cuBLAS.
+
+A decode's product reads its weight and does little else, so what follows it should cost no launch: the kernel for few
+rows (`kernels/linear.py`) does all of it. cuBLAS (Lt) adds a bias, and computes ReLU and the GELU with tanh, in the
+product's launch, from two rows on (with one, its bias is a copy); the exact GELU, gates and sums are launches of their
+own. Up to some number of rows, which one computes is measured (`choice.py`).
+
+A format's `finest` follows a rule instead: a mixture's router is the same on every rank, and its choices must be.
+Where a weight in 8 bits meets many rows, it is widened as a whole, and cuBLAS computes with that.
+
+Importing this module imports Triton. Not yet run on a GPU.
+
+Shapes: T rows, D input features, F output features, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from server.arch.spec import Activation
+from server.backends.cuda.choice import Chooser
+from server.backends.cuda.kernels.linear import Epilogue, Tiling, Workspace, multiply_rows, tilings
+from server.backends.reference.activation import Gate
+from server.backends.reference.experts import GroupedDense
+from server.backends.reference.int8 import Int8Format, quantise
+from server.backends.reference.linear import DenseFormat
+
+# Rows up to which the kernel is the usual way, and up to which it is worth a try: between them, one of both is faster.
+USUAL_ROWS, MOST_ROWS = 8, 64
+# For a weight in 8 bits, which cuBLAS does not read.
+USUAL_ROWS_INT8, MOST_ROWS_INT8 = 128, 256
+# Rows of each expert, on average, up to which the kernel computes rather than the operator for all experts.
+ROWS_PER_EXPERT = 16
+# Which of cuBLASLt's epilogues an activation is: on GPUs (alone) its GELU is the one with tanh.
+HAS_GELU_EPILOGUE = {Activation.GELU_TANH: True, Activation.RELU: False}
+
+# x [T, D], what follows the product → [T, F].
+Way = Callable[[Tensor, Epilogue], Tensor]
+
+
+class Products:
+    """What all matrix products of a backend share: where their programs meet, and what has been measured."""
+
+    def __init__(self, chooser: Chooser):
+        self.chooser = chooser
+        self._workspace: Workspace | None = None  # made when the first tensors tell the device
+
+    def workspace(self, device: torch.device) -> Workspace:
+        """The workspace on `device`."""
+        if self._workspace is None or self._workspace.parts.device != device:
+            processors = torch.cuda.get_device_properties(device).multi_processor_count
+            self._workspace = Workspace(device, processors)
+        return self._workspace
+
+
+class Product:
+    """The product with one weight [F, D], in whichever way takes the least time.
+
+    stock: the product in stock operators; usual_rows: rows up to which the kernel is the usual way; most_rows: rows up
+    to which both are ways.
+    """
+
+    def __init__(
+        self,
+        products: Products,
+        weight: Tensor,
+        scale: Tensor | None,
+        *,
+        is_gated: bool,
+        stock: Way,
+        usual_rows: int,
+        most_rows: int,
+    ):
+        self._products = products
+        self._weight = weight
+        self._scale = scale
+        self._is_gated = is_gated
+        self._stock = stock
+        self._usual_rows = usual_rows
+        self._most_rows = most_rows
+
+    def __call__(self, x: Tensor, epilogue: Epilogue) -> Tensor:
+        """x [T, D] → its product and what follows, [T, F] in x's dtype."""
+        if len(x) > self._most_rows:
+            return self._stock(x, epilogue)
+        rows = 1 << max(len(x) - 1, 0).bit_length()  # the next power of two
+        ways = self._ways(rows)
+        has = epilogue.bias is not None, epilogue.activation, epilogue.residual is not None
+        key = (*self._weight.shape, self._weight.dtype, x.dtype, self._is_gated, rows, has)
+        way = self._products.chooser.choose(key, lambda: self._trials(ways, rows, x, epilogue))
+        return ways[way](x, epilogue)
+
+    def by_rule(self, x: Tensor, epilogue: Epilogue) -> Tensor:
+        """The same in a way that depends on nothing but shapes; in float32 where the sums are not rounded anyhow."""
+        if len(x) <= self._usual_rows:
+            return self._few_rows(x, epilogue, dtype=torch.float32)
+        return self._stock(x, epilogue)
+
+    def _ways(self, rows: int) -> Sequence[Way]:
+        """What computes up to `rows` rows, the usual way first."""
+        kinds = tilings(rows, self._weight.dtype, is_gated=self._is_gated)
+        kernels: list[Way] = [partial(self._few_rows, tiling=tiling) for tiling in kinds]
+        return [*kernels, self._stock] if rows <= self._usual_rows else [self._stock, *kernels]
+
+    def _few_rows(
+        self, x: Tensor, epilogue: Epilogue, *, tiling: Tiling | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        return multiply_rows(
+            x,
+            self._weight,
+            self._scale,
+            epilogue,
+            self._products.workspace(x.device),
+            is_gated=self._is_gated,
+            tiling=tiling,
+            dtype=dtype,
+        )
+
+    def _trials(self, ways: Sequence[Way], rows: int, x: Tensor, like: Epilogue) -> list[Callable[[], Tensor]]:
+        """Each way with `rows` rows of noise: zeros would be faster than what is served."""
+        noise = torch.randn(rows, x.shape[1], device=x.device).to(x.dtype)
+        residual = None if like.residual is None else noise.new_zeros(rows, like.residual.shape[1])
+        epilogue = Epilogue(like.bias, like.activation, residual)
+        return [partial(way, noise, epilogue) for way in ways]
+
+
+class CudaDense(DenseFormat):
+    """A `LinearFormat`: the weight as it is in the checkpoint."""
+
+    def __init__(self, weight: Tensor, *, is_gated: bool = False, gate: Gate, products: Products):
+        super().__init__(weight.contiguous(), is_gated=is_gated, gate=gate)
+        # On a CPU the same operator computes the exact GELU.
+        self._has_epilogues = weight.device.type in ("cuda", "meta") and not is_gated
+        self._product = Product(
+            products,
+            self.weight,
+            None,
+            is_gated=is_gated,
+            stock=self._stock,
+            usual_rows=USUAL_ROWS,
+            most_rows=MOST_ROWS,
+        )
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        return self._product(x, Epilogue(bias, activation, residual))
+
+    def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._product.by_rule(x, Epilogue(bias))
+
+    def _stock(self, x: Tensor, epilogue: Epilogue) -> Tensor:
+        bias, activation, residual = epilogue.bias, epilogue.activation, epilogue.residual
+        if not (self._has_epilogues and bias is not None and activation in HAS_GELU_EPILOGUE):
+            return super().__call__(x, bias, activation, residual)
+        use_gelu = HAS_GELU_EPILOGUE[activation]
+        y: Tensor = torch._addmm_activation(bias, x, self.weight.t(), use_gelu=use_gelu)
+        return y if residual is None else y + residual
+
+
+class CudaInt8(Int8Format):
+    """A `LinearFormat`: a weight in 8 bits, of which few rows read half of what a dense one is."""
+
+    def __init__(self, weight: Tensor, *, is_gated: bool = False, gate: Gate, products: Products):
+        super().__init__(weight, is_gated=is_gated, gate=gate)
+        self._product = Product(
+            products,
+            self._quantised,
+            self._scale,
+            is_gated=is_gated,
+            stock=self._stock,
+            usual_rows=USUAL_ROWS_INT8,
+            most_rows=MOST_ROWS_INT8,
+        )
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        return self._product(x, Epilogue(bias, activation, residual))
+
+    def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return self._product.by_rule(x, Epilogue(bias))
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        y = F.linear(x, self._quantised.to(x.dtype))
+        return y * self._scale if bias is None else torch.addcmul(bias, y, self._scale)
+
+    def _stock(self, x: Tensor, epilogue: Epilogue) -> Tensor:
+        return super().__call__(x, epilogue.bias, epilogue.activation, epilogue.residual)
+
+
+class CudaGrouped(GroupedDense):
+    """A `GroupedLinear` of dense weights: the kernel for few rows of each expert, and for all in other dtypes."""
+
+    def __init__(
+        self, weights: Iterable[Tensor], count: int, *, is_gated: bool = False, gate: Gate, products: Products
+    ):
+        super().__init__(weights, count, is_gated=is_gated, gate=gate)
+        self._products = products
+
+    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
+        if x.dtype == torch.bfloat16 and len(x) > ROWS_PER_EXPERT * len(ends):
+            return super().__call__(x, ends, activation)
+        x = F.pad(x, (0, self._padding)) if self._padding else x
+        return multiply_rows(
+            x,
+            self._weights.transpose(1, 2),
+            None,
+            Epilogue(activation=activation),
+            self._products.workspace(x.device),
+            is_gated=self._gate is not None,
+            ends=ends,
+        )
+
+
+class CudaGroupedInt8:
+    """A `GroupedLinear` of weights in 8 bits."""
+
+    def __init__(self, weights: Iterable[Tensor], count: int, *, is_gated: bool = False, products: Products):
+        for expert, weight in enumerate(weights):
+            if expert == 0:
+                self._quantised = weight.new_empty(count, *weight.shape, dtype=torch.int8)
+                self._scale = weight.new_empty(count, len(weight))
+            self._quantised[expert], self._scale[expert] = quantise(weight)
+        self._is_gated = is_gated
+        self._products = products
+
+    @property
+    def nbytes(self) -> int:
+        return self._quantised.nbytes + self._scale.nbytes
+
+    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
+        return multiply_rows(
+            x,
+            self._quantised,
+            self._scale,
+            Epilogue(activation=activation),
+            self._products.workspace(x.device),
+            is_gated=self._is_gated,
+            ends=ends,
+        )
