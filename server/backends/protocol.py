@@ -79,8 +79,8 @@ class Attention(Protocol):
         """Rotate the step's queries and keys, store its keys and values, and attend its queries; returns [T, N, H].
 
         heads: [T, N + 2 K, H], queries, keys and values as one projection leaves them, perhaps changed in place; kv:
-        [2, B, K, P, H], changed in place. Without a rotation, queries and keys are taken as they are. A decode sees all
-        of its sequence: `visible` is one more than its position, or 0 in a row that no sequence fills. Else as `attend`.
+        [2, B, K, P, H], changed in place. Without a rotation, queries and keys are taken as they are. A decode sees its
+        whole sequence: `visible` is one more than its position, or 0 in a row that no sequence fills. Else as `attend`.
         """
 
 

@@ -32,8 +32,18 @@ from tests.server.tiny import save_tiny
 # numpy, which interprets, says what a GPU leaves unsaid.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 CPU = torch.device("cpu")
-# Tiles differ by dtype: in 16 bits, what production runs.
-IN_16_BITS = [name for name in CASES if name.startswith(("decode", "fresh", "a chunk"))]
+# Tiles differ by dtype: in 16 bits, what production runs, every kind once.
+IN_16_BITS = [
+    "decode, rotated",
+    "decode, split, heads of 80 in a window",
+    "decode, shared kv heads, rotated pairs",
+    "decode, shared kv heads of 112, split, rotated",
+    "decode, shared kv heads of 256, split",
+    "decode, and with them split",
+    "fresh prompts",
+    "a chunk in a window",
+    "a chunk with heads of 256",
+]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -93,15 +103,21 @@ def test_gates_equal_the_operators(activation: Activation) -> None:
     check_gate(activation, torch.float32, CPU)
 
 
-# Biased sums, layer norms and ALiBi; gates, rotations and norms of heads; heads that are rotated in part. Two layers of
-# each, because the interpreter takes seconds for one.
+# Biased sums, layer norms and ALiBi; gates, rotations and norms of heads; heads that are rotated in part. Two layers
+# and few heads of each, because the interpreter takes seconds for one.
 @pytest.mark.parametrize(
-    ("case", "layers"), [("bloom", "n_layer"), ("qwen3", "num_hidden_layers"), ("gpt_neox", "num_hidden_layers")]
+    ("case", "sizes"),
+    [
+        ("bloom", {"n_layer": 2, "n_head": 4}),
+        ("qwen3", {"num_hidden_layers": 2}),
+        ("gpt_neox", {"num_hidden_layers": 2, "num_attention_heads": 4}),
+    ],
+    ids=["bloom", "qwen3", "gpt_neox"],
 )
 def test_a_model_on_the_backend_for_a_gpu_gives_the_tokens_of_the_reference(
-    case: str, layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_tiny(case, tmp_path, **{layers: 2})
+    save_tiny(case, tmp_path, **sizes)
     properties = SimpleNamespace(multi_processor_count=ONE_SPLIT)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     backend = CudaBackend(CpuDevice(), torch.float32)  # its kernels are interpreted, on tensors of the CPU

@@ -37,7 +37,9 @@ def prompts() -> list[Prompt]:
 
 def tokens(folder: Path, shard: Shard) -> list[list[int]]:
     """The tokens of every prompt."""
-    return [prompt.tokens for prompt in generate(load_engine(folder, shard=shard, tokens=1024, warms_up=False), prompts())]
+    return [
+        prompt.tokens for prompt in generate(load_engine(folder, shard=shard, tokens=1024, warms_up=False), prompts())
+    ]
 
 
 def run_rank(arguments: tuple[int, int, str, Sequence[str]]) -> dict[str, list[list[int]]]:

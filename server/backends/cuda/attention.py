@@ -43,9 +43,7 @@ class PagedAttention:
             prefill(q, kv, out, meta, terms, window=window)
         return out
 
-    def self_attend(
-        self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int
-    ) -> Tensor:
+    def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
         q, k, v = split_heads(heads, kv.shape[2])
         out = q.new_empty(q.shape)
         terms, processors = self._on(q.device)

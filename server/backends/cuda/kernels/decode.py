@@ -35,11 +35,11 @@ from server.backends.cuda.kernels.splits import (
 from server.backends.protocol import Rotation, StepMeta
 
 # Bytes of a tile of keys, and as many of values. Elementwise, every row of a tile has its own sums in registers: half
-# as large a tile keeps 5 programs of 4 warps on a multiprocessor, with 80 KiB under way.
+# as large a tile keeps 4 programs of 4 warps on a multiprocessor, with 128 KiB under way.
 HEAD_TILE_BYTES, GROUP_TILE_BYTES = 8192, 16384
 # Below the 128 threads of a program: a longer list of blocks would be spread over them, and exchanged in every turn.
 MAX_TILE = 64
-# Stages of the compiler's pipeline.
+# Stages of the compiler's pipeline: two tiles are loaded ahead.
 HEAD_STAGES, GROUP_STAGES = 3, 3
 # Rows of a tile of queries where heads share a kv head: no fewer fill the matrix units, more take too many registers.
 MIN_GROUP_ROWS, MAX_GROUP_ROWS = 16, 64

@@ -57,9 +57,7 @@ def choose_splits(programs: int, processors: int, tiles: int, rows: int = 1) -> 
     programs: as many as there are without a split; processors: multiprocessors of the GPU; tiles: what the longest
     sequence could use; rows: heads that a program computes together.
     """
-    wanted = min(
-        PROGRAMS_PER_PROCESSOR * processors // programs, tiles, MAX_SPLITS, max(MAX_COMBINED_ROWS // rows, 1)
-    )
+    wanted = min(PROGRAMS_PER_PROCESSOR * processors // programs, tiles, MAX_SPLITS, max(MAX_COMBINED_ROWS // rows, 1))
     return 1 << (max(wanted, 1).bit_length() - 1)
 
 
@@ -117,9 +115,7 @@ def finish_split(
         arrival = arrivals + sequence * tl.num_programs(1) + tl.program_id(1)
         before = tl.atomic_add(arrival, 1, sem="acq_rel", scope="gpu")
         if before == tl.num_programs(2) - 1:
-            _combine(
-                out, parts, log_sums, sequence, first_head, end_head, HEADS, HEAD_DIM, HEAD_PAD, MEMBERS, AT_ONCE
-            )
+            _combine(out, parts, log_sums, sequence, first_head, end_head, HEADS, HEAD_DIM, HEAD_PAD, MEMBERS, AT_ONCE)
             tl.store(arrival, 0)
 
 
