@@ -28,6 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "benchmark.prediction": {"benchmark", "router.limits"},
     "benchmark.probes": {"benchmark", "server.backends"},
+    "benchmark.kernels": {"benchmark", "server.arch.spec", "server.backends"},
     "benchmark.fleet": {
         "benchmark", "router.batcher", "router.entry", "router.limits", "router.scheduler",
     },

@@ -69,18 +69,19 @@ class Attention(Protocol):
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
         """Store the step's keys and values. kv: [2, B, K, P, H], changed in place; k, v: [T, K, H]."""
 
-    def rotate_and_write(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
-        """Rotate the step's queries and keys, store its keys and values; returns the queries [T, N, H].
-
-        heads: [T, N + 2 K, H], queries, keys and values as one projection leaves them, perhaps changed in place; kv:
-        [2, B, K, P, H], changed in place. Without a rotation, queries and keys are taken as they are.
-        """
-
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         """Attend the step's queries to their sequences' keys, as far as they are visible.
 
         q: [T, N, H]; window: tokens that a query sees, itself included, 0 for all; returns [T, N, H] in q's dtype.
         Keys and values were already stored for this layer. Scores and softmax are float32 whatever the input dtype.
+        """
+
+    def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
+        """Rotate the step's queries and keys, store its keys and values, and attend its queries; returns [T, N, H].
+
+        heads: [T, N + 2 K, H], queries, keys and values as one projection leaves them, perhaps changed in place; kv:
+        [2, B, K, P, H], changed in place. Without a rotation, queries and keys are taken as they are. A decode sees its
+        whole sequence: `visible` is one more than its position, or 0 in a row that no sequence fills. Else as `attend`.
         """
 
 

@@ -52,8 +52,7 @@ class AttentionBlock:
             heads = self.q_norm.normalise_heads(self.k_norm, heads, kv_heads=kv.shape[2])
         position = self.layer.position
         rotation = step.rotations[position] if isinstance(position, Rope) else None
-        q = self.attention.rotate_and_write(heads, kv, rotation, step.meta)
-        return self.attention.attend(q, kv, step.meta, self.layer.window).flatten(1)
+        return self.attention.self_attend(heads, kv, rotation, step.meta, self.layer.window).flatten(1)
 
     def _heads(self, x: Tensor) -> Tensor:
         """x [T, D] → its queries, keys and values [T, N + 2K, H]."""

@@ -26,7 +26,7 @@ def test_help_names_every_command_and_imports_none() -> None:
     assert "[]" == shown.splitlines()[-1]
 
 
-@pytest.mark.parametrize("name", ["latency", "offline", "plan", "probes", "promises", "gpu"])
+@pytest.mark.parametrize("name", ["latency", "offline", "plan", "probes", "kernels", "promises", "gpu"])
 def test_every_command_explains_its_arguments(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main([name, "--help"])

@@ -13,10 +13,13 @@ from server.backends.reference.attention import ReferenceAttention
 from server.blocks import BLOCK_SIZE
 from tests.server.kernel_cases import (
     CASES,
+    HALVES,
+    STORED_CASES,
     TOLERANCES,
     Case,
     alibi,
     check_attention,
+    check_attention_to_stored,
     check_gate,
     check_norm,
     check_padding,
@@ -38,9 +41,28 @@ def test_attention_equals_the_reference(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kv_heads", [2, 1], ids=["mha", "gqa"])
-def test_a_row_without_a_sequence_is_harmless(kv_heads: int, dtype: torch.dtype) -> None:
-    check_padding(kv_heads, dtype, GPU)
+@pytest.mark.parametrize("case", STORED_CASES.values(), ids=STORED_CASES.keys())
+def test_attention_to_what_is_stored_equals_the_reference(case: Case, dtype: torch.dtype) -> None:
+    check_attention_to_stored(case, dtype, GPU)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (70, 1)], ids=["mha", "gqa", "mqa"])
+def test_a_row_without_a_sequence_is_harmless(heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+    check_padding(heads, kv_heads, dtype, GPU)
+
+
+@pytest.mark.parametrize("kv_heads", [16, 4, 1], ids=["mha", "gqa", "mqa"])
+def test_programs_that_finish_in_any_order_give_the_same_every_time(kv_heads: int) -> None:
+    """The last program of a sequence must see what all the others wrote, whichever it is."""
+    from server.backends.cuda.attention import PagedAttention
+
+    case = Case([(600, 1), (20, 1), (300, 1)], (16, kv_heads), 128, rotation=(64, HALVES))
+    kv, heads = case.inputs(torch.bfloat16, GPU)
+    backend, meta, rotation = PagedAttention(case.scores_on(GPU)), case.meta(GPU), case.rotation_on(GPU)
+    first = backend.self_attend(heads, kv, rotation, meta, window=0)
+    for _ in range(1000):
+        assert torch.equal(first, backend.self_attend(heads, kv, rotation, meta, window=0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -67,16 +89,15 @@ def test_a_captured_decode_follows_its_sequences(kv_heads: int) -> None:
     """A graph captured for some lengths attends to others when its tensors say so."""
     from server.backends.cuda.attention import PagedAttention
 
-    case = Case([(200, 1), (3, 1), (120, 1)], (4, kv_heads), 128, alibi)
-    backend = PagedAttention(case.scores_on(GPU))
-    kv, q, k, v = case.inputs(torch.bfloat16, GPU)
+    case = Case([(200, 1), (3, 1), (120, 1)], (4, kv_heads), 128, alibi, rotation=(64, HALVES))
+    backend, rotation = PagedAttention(case.scores_on(GPU)), case.rotation_on(GPU)
+    kv, heads = case.inputs(torch.bfloat16, GPU)
     meta = case.meta(GPU)
 
     def step() -> Tensor:
-        backend.write(kv, k, v, meta)
-        return backend.attend(q, kv, meta, window=0)
+        return backend.self_attend(heads, kv, rotation, meta, window=0)
 
-    step()  # compiles, and moves the slopes to the device
+    step()  # compiles, and makes the slopes and the counts of programs on the device
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = step()
@@ -86,7 +107,9 @@ def test_a_captured_decode_follows_its_sequences(kv_heads: int) -> None:
     meta.positions.copy_(positions)
     meta.visible.copy_(positions + 1)
     meta.slots.copy_(tables * BLOCK_SIZE + positions % BLOCK_SIZE)
+    expected_kv = kv.float()
     graph.replay()
     now = replace(meta, context_lengths=[78, 4, 121])
-    expected = ReferenceAttention(case.scores_on(GPU)).attend(q.float(), kv.float(), now, window=0)
+    reference = ReferenceAttention(case.scores_on(GPU))
+    expected = reference.self_attend(heads.float(), expected_kv, rotation, now, window=0)
     torch.testing.assert_close(expected, out.float(), atol=TOLERANCES[torch.bfloat16], rtol=TOLERANCES[torch.bfloat16])

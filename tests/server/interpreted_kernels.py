@@ -18,8 +18,10 @@ from tests.server.driver import Prompt, generate, load_engine
 from tests.server.kernel_cases import (
     CASES,
     ONE_SPLIT,
+    STORED_CASES,
     Case,
     check_attention,
+    check_attention_to_stored,
     check_gate,
     check_norm,
     check_norm_of_heads,
@@ -32,8 +34,18 @@ from tests.server.tiny import save_tiny
 # numpy, which interprets, says what a GPU leaves unsaid.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 CPU = torch.device("cpu")
-# Tiles differ by dtype: in 16 bits, what production runs.
-IN_16_BITS = [name for name in CASES if name.startswith(("decode", "fresh", "a chunk"))]
+# Tiles differ by dtype: in 16 bits, what production runs, every kind once.
+IN_16_BITS = [
+    "decode, rotated",
+    "decode, split, heads of 80 in a window",
+    "decode, shared kv heads, rotated pairs",
+    "decode, shared kv heads of 112, split, rotated",
+    "decode, shared kv heads of 256, split",
+    "decode, and with them split",
+    "fresh prompts",
+    "a chunk in a window",
+    "a chunk with heads of 256",
+]
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
@@ -46,19 +58,34 @@ def test_attention_in_16_bits_is_close_to_the_reference(name: str) -> None:
     check_attention(CASES[name], torch.float16, CPU)
 
 
-@pytest.mark.parametrize("kv_heads", [2, 1], ids=["mha", "gqa"])
-def test_a_row_without_a_sequence_is_harmless(kv_heads: int) -> None:
-    check_padding(kv_heads, torch.float32, CPU)
+@pytest.mark.parametrize("case", STORED_CASES.values(), ids=STORED_CASES.keys())
+def test_attention_to_what_is_stored_equals_the_reference(case: Case) -> None:
+    check_attention_to_stored(case, torch.float32, CPU)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (70, 1)], ids=["mha", "gqa", "mqa"])
+def test_a_row_without_a_sequence_is_harmless(heads: int, kv_heads: int) -> None:
+    check_padding(heads, kv_heads, torch.float32, CPU)
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:
-    from server.backends.cuda.kernels.decode import choose_splits
+    from server.backends.cuda.kernels.splits import choose_splits
 
-    assert 16 == choose_splits(pairs=32, processors=132, tiles=1000)  # one sequence of 32 heads
-    assert 1 == choose_splits(pairs=32 * 32, processors=132, tiles=1000)
-    assert 4 == choose_splits(pairs=8, processors=132, tiles=7)  # a short sequence has no more to split
-    assert 64 == choose_splits(pairs=1, processors=132, tiles=1000)
-    assert 1 == choose_splits(pairs=10000, processors=132, tiles=0)
+    assert 16 == choose_splits(programs=32, processors=132, tiles=1000)  # one sequence of 32 heads
+    assert 1 == choose_splits(programs=32 * 32, processors=132, tiles=1000)
+    assert 4 == choose_splits(programs=8, processors=132, tiles=7)  # a short sequence has no more to split
+    assert 64 == choose_splits(programs=1, processors=132, tiles=1000)
+    assert 16 == choose_splits(programs=1, processors=132, tiles=1000, rows=64)  # one program combines 1024 rows
+    assert 1 == choose_splits(programs=10000, processors=132, tiles=0)
+
+
+@pytest.mark.parametrize("processors", [1, 3, 132])
+def test_every_program_of_a_split_sequence_has_a_place_to_arrive(processors: int) -> None:
+    from server.backends.cuda.kernels.splits import choose_splits, processors_of
+
+    places = len(processors_of(CPU, processors).arrivals)
+    assert 1 == choose_splits(places + 1, processors, tiles=1000)
+    assert any(choose_splits(programs, processors, tiles=1000) > 1 for programs in range(1, places + 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
@@ -107,15 +134,22 @@ def test_gates_equal_the_operators(activation: Activation) -> None:
 
 
 # Biased sums, layer norms and ALiBi; gates, rotations and norms of heads; heads that are rotated in part, and parallel
-# branches; normalised summands; experts. Two layers of each, because the interpreter takes seconds for one.
+# branches; normalised summands; experts. Two layers and few heads of each: the interpreter takes seconds for one.
 @pytest.mark.parametrize(
-    ("case", "layers"),
-    [("bloom", "n_layer"), *((case, "num_hidden_layers") for case in ("qwen3", "gpt_neox", "gemma2", "mixtral"))],
+    ("case", "sizes"),
+    [
+        ("bloom", {"n_layer": 2, "n_head": 4}),
+        ("qwen3", {"num_hidden_layers": 2}),
+        ("gpt_neox", {"num_hidden_layers": 2, "num_attention_heads": 4}),
+        ("gemma2", {"num_hidden_layers": 2}),
+        ("mixtral", {"num_hidden_layers": 2}),
+    ],
+    ids=["bloom", "qwen3", "gpt_neox", "gemma2", "mixtral"],
 )
 def test_a_model_on_the_backend_for_a_gpu_gives_the_tokens_of_the_reference(
-    case: str, layers: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, sizes: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_tiny(case, tmp_path, **{layers: 2})
+    save_tiny(case, tmp_path, **sizes)
     properties = SimpleNamespace(multi_processor_count=ONE_SPLIT)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     backend = CudaBackend(CpuDevice(), torch.float32)  # its kernels are interpreted, on tensors of the CPU

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from server.arch.spec import Activation, Alibi
-from server.backends.protocol import Norm, Rotation, Scores, StepMeta, Summand
+from server.backends.protocol import Norm, Rotation, Scores, StepMeta, Summand, split_heads
 from server.backends.reference.activation import stock_gate
 from server.backends.reference.attention import ReferenceAttention
 from server.backends.reference.linear import DenseFormat
@@ -24,10 +25,13 @@ from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes
 from tests.server.test_attention import step_of
 
+if TYPE_CHECKING:
+    from server.backends.cuda.attention import PagedAttention
+
 # Largest difference from the reference, for values around 1: some roundings of each dtype.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 BLOCKS = 64
-ONE_SPLIT, MANY_SPLITS = 1, 132  # multiprocessors to fill: with one, a sequence is never split
+ONE_SPLIT, MANY_SPLITS = 1, 4  # multiprocessors to fill: with one, four programs are enough, and nothing is split
 
 
 def plain(num_heads: int) -> Scores:
@@ -62,6 +66,7 @@ class Case:
     window: int = 0
     processors: int = ONE_SPLIT
     is_causal: bool = True
+    rotation: tuple[int, bool] | None = None  # pairs of features that are rotated, and whether they are interleaved
 
     def meta(self, device: torch.device) -> StepMeta:
         meta = step_of(self.lengths, BLOCKS, seed=3)
@@ -75,28 +80,43 @@ class Case:
         scores = self.scores(self.heads[0])
         return scores if scores.bias is None else replace(scores, bias=scores.bias.to(device))
 
-    def inputs(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """A cache [2, B, K, P, H], and q, k, v [T, heads, H] as they come out of one matrix product."""
+    def rotation_on(self, device: torch.device) -> Rotation | None:
+        if self.rotation is None:
+            return None
+        half, is_interleaved = self.rotation
+        angles = random(sum(queries for _, queries in self.lengths), 1, half, dtype=torch.float32, device=device)
+        return Rotation(angles.cos(), angles.sin(), is_interleaved)
+
+    def inputs(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
+        """A cache [2, B, K, P, H] with something in every slot, and queries, keys and values [T, N + 2 K, H]."""
         heads, kv_heads = self.heads
         tokens = sum(queries for _, queries in self.lengths)
         kv = random(2, BLOCKS, kv_heads, BLOCK_SIZE, self.head_dim, dtype=dtype, device=device)
-        qkv = random(tokens, heads + 2 * kv_heads, self.head_dim, dtype=dtype, device=device)
-        return kv, *qkv.split([heads, kv_heads, kv_heads], dim=1)
+        return kv, random(tokens, heads + 2 * kv_heads, self.head_dim, dtype=dtype, device=device)
 
 
-RAGGED = [(1, 1), (16, 1), (17, 1), (120, 1)]
+RAGGED, LONG = [(1, 1), (16, 1), (17, 1), (120, 1)], [(17, 1), (120, 1)]
+HALVES, INTERLEAVED = False, True
 CASES = {
     "decode": Case(RAGGED, (2, 2), 64),
-    "decode, split": Case(RAGGED, (2, 2), 128, alibi, processors=MANY_SPLITS),
-    "decode, split, heads of 80 in a window": Case(RAGGED, (2, 2), 80, all_terms, 50, MANY_SPLITS),
-    "decode, heads of 256": Case(RAGGED, (2, 2), 256, capped),
+    "decode, rotated": Case(RAGGED, (2, 2), 128, rotation=(64, HALVES)),
+    "decode, split": Case(LONG, (2, 2), 128, alibi, processors=MANY_SPLITS),
+    "decode, split, heads of 80 in a window": Case(LONG, (2, 2), 80, all_terms, 50, MANY_SPLITS),
+    "decode, split, heads of 96 rotated in part": Case(LONG, (2, 2), 96, rotation=(20, HALVES), processors=MANY_SPLITS),
+    "decode, heads of 256": Case(RAGGED, (2, 2), 256, capped, rotation=(128, HALVES)),
     "decode, learned bias": Case(RAGGED, (2, 2), 64, learned),
-    "decode, an encoder's output": Case(RAGGED, (2, 2), 64, learned, processors=MANY_SPLITS, is_causal=False),
+    "decode, a window of one token": Case(LONG, (2, 2), 64, plain, 1, MANY_SPLITS),
     "decode, shared kv heads": Case(RAGGED, (4, 2), 128, alibi, 30),
-    "decode, shared kv heads, split": Case(RAGGED, (6, 2), 96, all_terms, 0, MANY_SPLITS),
-    "decode, shared kv heads of 256, split": Case(RAGGED, (4, 2), 256, capped, 70, MANY_SPLITS),
+    "decode, shared kv heads, rotated pairs": Case(RAGGED, (16, 2), 128, rotation=(32, INTERLEAVED)),
+    "decode, shared kv heads, split": Case(LONG, (6, 2), 96, all_terms, 0, MANY_SPLITS),
+    "decode, shared kv heads of 112, split, rotated": Case(
+        LONG, (14, 2), 112, rotation=(56, HALVES), processors=MANY_SPLITS
+    ),
+    "decode, shared kv heads of 256, split": Case(LONG, (4, 2), 256, capped, 70, MANY_SPLITS),
     "decode, shared kv heads, learned bias": Case(RAGGED, (4, 2), 64, learned),
-    "decode, more heads to a kv head than a program takes": Case([(40, 1)], (71, 1), 64),
+    "decode, one kv head for sixteen, split": Case(LONG, (16, 1), 64, alibi, processors=MANY_SPLITS),
+    "decode, more heads to a kv head than a program takes": Case([(40, 1)], (71, 1), 64, rotation=(32, HALVES)),
+    "decode, and with them split": Case([(150, 1)], (71, 1), 64, rotation=(32, HALVES), processors=MANY_SPLITS),
     "fresh prompts": Case([(5, 5), (33, 33), (90, 90)], (2, 2), 64),
     "a later chunk": Case([(90, 40)], (4, 2), 80, alibi),
     "a prompt behind a cached prefix": Case([(100, 4), (96, 95)], (2, 1), 96, all_terms),
@@ -105,6 +125,13 @@ CASES = {
     "encoder": Case([(40, 40), (17, 17)], (2, 2), 64, learned, is_causal=False),
     "encoder in a window": Case([(40, 40), (17, 17)], (2, 2), 64, plain, 10, is_causal=False),
     "decodes, a chunk and a fresh prompt": Case([(3, 1), (120, 1), (60, 20), (31, 31)], (4, 2), 64, all_terms),
+    "decodes and a chunk, rotated": Case([(3, 1), (60, 20)], (4, 2), 80, rotation=(16, INTERLEAVED)),
+}
+# Attention to what was stored before, as to an encoder's output.
+STORED_CASES = {
+    "decode, split": Case(LONG, (2, 2), 64, learned, processors=MANY_SPLITS, is_causal=False),
+    "decode, shared kv heads": Case(RAGGED, (4, 2), 64, learned, is_causal=False),
+    "decodes and a chunk": Case([(40, 1), (60, 20)], (2, 2), 64, is_causal=False),
 }
 
 
@@ -113,39 +140,67 @@ def random(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 def check_attention(case: Case, dtype: torch.dtype, device: torch.device) -> None:
-    """Write and attend as the reference does."""
+    """Rotate, store and attend as the reference does, one step after the other in the same place."""
+    from server.backends.cuda.attention import PagedAttention
+
+    meta, scores, rotation = case.meta(device), case.scores_on(device), case.rotation_on(device)
+    kv, heads = case.inputs(dtype, device)
+    expected_kv, found_kv = kv.float(), kv.clone()
+    expected = ReferenceAttention(scores).self_attend(heads.float(), expected_kv, rotation, meta, case.window)
+    backend = PagedAttention(scores, case.processors)
+    found = backend.self_attend(heads.clone(), found_kv, rotation, meta, case.window)
+    tolerance = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
+    torch.testing.assert_close(expected_kv, found_kv.float(), **tolerance)
+    torch.testing.assert_close(expected, found.float(), **tolerance)
+    if rotation is None:
+        torch.testing.assert_close(expected_kv, found_kv.float(), atol=0, rtol=0)
+    check_nothing_is_left(backend, device)
+
+
+def check_attention_to_stored(case: Case, dtype: torch.dtype, device: torch.device) -> None:
+    """Write, then attend as the reference does."""
     from server.backends.cuda.attention import PagedAttention
 
     meta, scores = case.meta(device), case.scores_on(device)
-    kv, q, k, v = case.inputs(dtype, device)
+    kv, heads = case.inputs(dtype, device)
     caches, outputs = [], []
     for backend, kind in (
         (ReferenceAttention(scores), torch.float32),
         (PagedAttention(scores, case.processors), dtype),
     ):
+        q, k, v = split_heads(heads.to(kind), case.heads[1])
         cache = kv.to(kind, copy=True)
-        backend.write(cache, k.to(kind), v.to(kind), meta)
-        outputs.append(backend.attend(q.to(kind), cache, meta, case.window).float())
+        backend.write(cache, k, v, meta)
+        outputs.append(backend.attend(q, cache, meta, case.window).float())
         caches.append(cache.float())
     torch.testing.assert_close(caches[0], caches[1], atol=0, rtol=0)
     torch.testing.assert_close(outputs[0], outputs[1], atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
-def check_padding(kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
+def check_nothing_is_left(backend: PagedAttention, device: torch.device) -> None:
+    """No program counts as arrived when a launch is over: the next one, perhaps of a graph, counts from zero."""
+    _, processors = backend._on(device)
+    assert 0 == processors.arrivals.abs().sum()
+
+
+def check_padding(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device) -> None:
     """A row of a captured batch that no sequence fills is stored nowhere, and attends to nothing: it gets 0."""
     from server.backends.cuda.attention import PagedAttention
 
-    meta = Case([(20, 1), (1, 1)], (2, kv_heads), 64).meta(device)
+    case = Case([(20, 1), (1, 1)], (heads, kv_heads), 64, rotation=(32, HALVES))
+    meta, turned = case.meta(device), case.rotation_on(device)
     meta.slots[1], meta.visible[1] = -1, 0
-    kv = torch.zeros(2, BLOCKS, kv_heads, BLOCK_SIZE, 64, dtype=dtype, device=device)
-    ones = torch.ones(2, kv_heads, 64, dtype=dtype, device=device)
-    for processors in (ONE_SPLIT, MANY_SPLITS):
-        backend, cache = PagedAttention(Scores(1.0), processors), kv.clone()
-        backend.write(cache, ones, ones, meta)
-        assert 2 * kv_heads * 64 == cache.float().sum()
-        out = backend.attend(torch.ones(2, 2, 64, dtype=dtype, device=device), cache, meta, window=0)
+    for processors, window, rotation in ((ONE_SPLIT, 0, turned), (MANY_SPLITS, 0, None), (MANY_SPLITS, 5, turned)):
+        meta.positions[1] = 3 * window  # of a sequence that has left
+        backend = PagedAttention(Scores(1.0), processors)
+        cache = torch.zeros(2, BLOCKS, kv_heads, BLOCK_SIZE, 64, dtype=dtype, device=device)
+        ones = torch.ones(2, heads + 2 * kv_heads, 64, dtype=dtype, device=device)
+        out = backend.self_attend(ones, cache, rotation, meta, window)
+        assert kv_heads == cache[0].any(dim=-1).sum() == cache[1].any(dim=-1).sum()
+        assert kv_heads * 64 == cache[1].float().sum()
         assert 0 < out[0].float().min()
         assert 0 == out[1].float().abs().max()
+        check_nothing_is_left(backend, device)
 
 
 def check_norm(is_centred: bool, dtype: torch.dtype, device: torch.device) -> None:

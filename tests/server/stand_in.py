@@ -36,7 +36,7 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.protocol import Attention, Computation, GraphCapture, Rotation, Scores, StepMeta, split_heads
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.batched_attention import BatchedAttention
-from server.backends.reference.scoring import rotate, write_slots
+from server.backends.reference.scoring import StoringAttention, rotate, write_slots
 
 NAME = "standin"
 SETUP = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
@@ -433,7 +433,7 @@ class FreeCapture:
         return lambda: results
 
 
-class StandInAttention:
+class StandInAttention(StoringAttention):
     """Attention as two kernels, which skip rows without a sequence and need no lengths from the host."""
 
     def __init__(self, scores: Scores, launch: Callable[..., Any]):

@@ -18,6 +18,7 @@ from torch import Tensor
 from server.backends.cpu.kernels import Kernels
 from server.backends.protocol import Rotation, Scores, StepMeta, split_heads
 from server.backends.reference.batched_attention import BatchedAttention
+from server.backends.reference.scoring import StoringAttention
 
 
 class _Scores(ctypes.Structure):
@@ -32,7 +33,7 @@ class _Scores(ctypes.Structure):
     )
 
 
-class KernelAttention:
+class KernelAttention(StoringAttention):
     """Softmax attention over the paged cache, with biases, windows, capped scores and shared kv heads."""
 
     def __init__(self, kernels: Kernels, scores: Scores):

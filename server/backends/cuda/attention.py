@@ -15,6 +15,7 @@ from server.backends.cuda.kernels.common import ScoreTerms, score_terms
 from server.backends.cuda.kernels.decode import decode
 from server.backends.cuda.kernels.prefill import prefill
 from server.backends.cuda.kernels.rotate import rotate_and_store
+from server.backends.cuda.kernels.splits import Processors, processors_of
 from server.backends.cuda.kernels.store import store
 from server.backends.protocol import Rotation, Scores, StepMeta, split_heads
 
@@ -27,30 +28,37 @@ class PagedAttention:
 
     def __init__(self, scores: Scores, processors: int | None = None):
         self._scores = scores
-        self._processors = processors
-        self._terms: tuple[torch.device, ScoreTerms] | None = None  # made when the first tensors tell the device
+        self._wanted_processors = processors
+        self._made: tuple[torch.device, ScoreTerms, Processors] | None = None  # when the first tensors tell the device
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
         store(kv, k, v, meta.slots)
 
-    def rotate_and_write(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
-        q, k, v = split_heads(heads, kv.shape[2])
-        if rotation is not None:
-            return rotate_and_store(q, k, v, rotation, kv, meta.slots)
-        store(kv, k, v, meta.slots)
-        return q
-
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         out = q.new_empty(q.shape)
-        terms = self._terms_on(q.device)
+        terms, processors = self._on(q.device)
         if meta.num_decodes:
-            processors = self._processors or torch.cuda.get_device_properties(q.device).multi_processor_count
-            decode(q, kv, out, meta, terms, window=window, processors=processors)
+            decode(q, kv, out, meta, terms, processors, window=window)
         if meta.longest:
             prefill(q, kv, out, meta, terms, window=window)
         return out
 
-    def _terms_on(self, device: torch.device) -> ScoreTerms:
-        if self._terms is None or self._terms[0] != device:
-            self._terms = device, score_terms(self._scores, device)
-        return self._terms[1]
+    def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
+        q, k, v = split_heads(heads, kv.shape[2])
+        out = q.new_empty(q.shape)
+        terms, processors = self._on(q.device)
+        if meta.num_decodes:
+            decode(heads, kv, out, meta, terms, processors, window=window, rotation=rotation)
+        if meta.longest:
+            if rotation is None:
+                store(kv, k, v, meta.slots, first=meta.num_decodes)
+            else:
+                q = rotate_and_store(q, k, v, rotation, kv, meta.slots, first=meta.num_decodes)
+            prefill(q, kv, out, meta, terms, window=window)
+        return out
+
+    def _on(self, device: torch.device) -> tuple[ScoreTerms, Processors]:
+        """What kernels on `device` need beside a step: made before anything is captured, kept for every replay."""
+        if self._made is None or self._made[0] != device:
+            self._made = device, score_terms(self._scores, device), processors_of(device, self._wanted_processors)
+        return self._made[1:]

@@ -34,7 +34,23 @@ def write_slots(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     flat[1].index_copy_(0, rows.flatten(), v.flatten(0, 1))
 
 
-class StockAttention(ABC):
+class StoringAttention(ABC):
+    """Attention that stores a step's keys and values before it attends to any of them."""
+
+    @abstractmethod
+    def rotate_and_write(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
+        """Rotate the queries and keys of heads [T, N + 2 K, H], store keys and values; the queries [T, N, H]."""
+
+    @abstractmethod
+    def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
+        """See `protocol.Attention`."""
+
+    def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
+        """See `protocol.Attention`."""
+        return self.attend(self.rotate_and_write(heads, kv, rotation, meta), kv, meta, window)
+
+
+class StockAttention(StoringAttention):
     """The part that both kinds of attention in stock operators share: everything but `attend`."""
 
     def __init__(self, scores: Scores):
@@ -45,17 +61,13 @@ class StockAttention(ABC):
         write_slots(kv, k, v, meta.slots)
 
     def rotate_and_write(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
-        """See `protocol.Attention`."""
+        """See `StoringAttention`."""
         kv_heads = kv.shape[2]
         turned, v = heads[:, :-kv_heads], heads[:, -kv_heads:]  # queries and keys, and what no position turns
         if rotation is not None:
             turned = rotate(rotation, turned)
         write_slots(kv, turned[:, -kv_heads:], v, meta.slots)
         return turned[:, :-kv_heads]
-
-    @abstractmethod
-    def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
-        """See `protocol.Attention`."""
 
 
 def distances(meta: StepMeta, tokens: slice, length: int, window: int) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,9 @@
 """Attention in Triton, reading and writing the paged cache in place.
 
 These kernels do what `reference.py` does: `store.py` scatters keys and values into the blocks, `rotate.py` also rotates
-queries and keys before, `decode.py` attends one query per sequence, `prefill.py` many. They are the online softmax of
+queries and keys before, `decode.py` does both for one query per sequence and attends, `prefill.py` attends many. A step
+of decodes is one launch a layer: keys that are split over programs are put together by the last of them (`splits.py`).
+They are the online softmax of
 FlashAttention-2 (Dao 2023, arXiv 2307.08691) over the block tables of PagedAttention (Kwon et al. 2023, arXiv
 2309.06180); decodes are split over the keys as in Flash-Decoding (Dao et al. 2023), so that a few long sequences still
 fill the GPU.
@@ -17,5 +19,6 @@ What is true of all of them:
 Left out: fp8 caches, splitting a prompt's keys, the copy engine (TMA) and warp specialisation.
 
 Not yet run on a GPU: the tests run the kernels in Triton's interpreter and compile them for compute capability 9.0.
-The tile sizes were chosen by registers, spills and shared memory of that compilation, not by a clock.
+The tile sizes were chosen by registers, spills and shared memory of that compilation, not by a clock (`python -m
+benchmark kernels` shows them).
 """

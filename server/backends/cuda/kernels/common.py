@@ -51,10 +51,15 @@ def padded(head_dim: int) -> int:
 
 
 @triton.jit
-def cache_rows(keys, seen, table, kv_head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Rows of a cache [B * K * P, H] that hold one kv head's `keys` of the sequence whose blocks are in `table`."""
-    blocks = tl.load(table + keys // BLOCK_SIZE, mask=seen, other=0).to(tl.int64)
-    return (blocks * KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
+def load_blocks(table, keys, seen, BLOCK_SIZE: tl.constexpr):
+    """Blocks that hold the `keys` of the sequence whose blocks are in `table`."""
+    return tl.load(table + keys // BLOCK_SIZE, mask=seen, other=0)
+
+
+@triton.jit
+def cache_rows(blocks, keys, kv_head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """Rows of a cache [B * K * P, H] that hold one kv head's `keys`, which are in `blocks`."""
+    return (blocks.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
 
 
 @triton.jit

@@ -1,16 +1,19 @@
 # mypy: disable-error-code="import-untyped, import-not-found, no-untyped-def, untyped-decorator"
-"""Attend one query per sequence, split over the keys (Flash-Decoding).
+"""Attend one query per sequence, split over the keys (Flash-Decoding), and store its key and value on the way.
 
-A program owns one sequence, one kv head and one of the splits of the sequence's keys. With one split it writes the
-result; with several it writes a normalised part and the logarithm of its sum, and `_combine` weighs the parts.
+A program owns one sequence, one kv head and one of the splits of the sequence's keys (`splits.py`). Where the step's
+own keys and values are given, the first split of a sequence rotates the new key, stores it with its value and takes
+both from its registers: what one program stores, no other reads in the same launch, so none has to wait.
 
 Heads that share a kv head are computed together by matrix products, padded to 16 rows, the least that the GPU's matrix
 units take. A head of its own would waste 15 of them: there, products are summed elementwise, which a decode can afford
 because it waits for memory. In that kernel every row of the tile keeps a softmax of its own (a split within the split),
 so that nothing is exchanged between warps before the end.
 
-Shapes: S sequences that decode, N local heads, K local kv heads, g heads per kv head, H head dim, B blocks, P tokens
-per block.
+Where a tile of keys lies is read from the table one tile ahead: otherwise every tile would wait for its blocks first.
+
+Shapes: T tokens, S sequences that decode, N local heads, K local kv heads, H head dim, B blocks, P tokens per block, r
+rotated features of a head.
 """
 
 from __future__ import annotations
@@ -20,140 +23,176 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.backends.cuda.kernels.common import LOWEST, ScoreTerms, cache_rows, finish_scores, padded
-from server.backends.protocol import StepMeta
+from server.backends.cuda.kernels.common import LOWEST, ScoreTerms, cache_rows, finish_scores, load_blocks, padded
+from server.backends.cuda.kernels.rotate import load_rotated
+from server.backends.cuda.kernels.splits import (
+    Processors,
+    choose_splits,
+    combined_at_once,
+    finish_split,
+    keys_of_split,
+)
+from server.backends.protocol import Rotation, StepMeta
 
-# Programs wanted for each multiprocessor: several must be under way for some to load while others compute.
-PROGRAMS_PER_PROCESSOR = 4
-# More parts than this cost more to combine than they gain.
-MAX_SPLITS = 64
 # Bytes of a tile of keys, and as many of values. Elementwise, every row of a tile has its own sums in registers: half
-# as large a tile keeps 5 programs of 4 warps on a multiprocessor, with 80 KiB under way.
+# as large a tile keeps 4 programs of 4 warps on a multiprocessor, with 128 KiB under way.
 HEAD_TILE_BYTES, GROUP_TILE_BYTES = 8192, 16384
 # Below the 128 threads of a program: a longer list of blocks would be spread over them, and exchanged in every turn.
 MAX_TILE = 64
-# Stages of the compiler's pipeline: the list of blocks takes every other one, so that 2 tiles are loaded ahead.
-GROUP_STAGES = 5
+# Stages of the compiler's pipeline: two tiles are loaded ahead.
+HEAD_STAGES, GROUP_STAGES = 3, 3
 # Rows of a tile of queries where heads share a kv head: no fewer fill the matrix units, more take too many registers.
 MIN_GROUP_ROWS, MAX_GROUP_ROWS = 16, 64
 
 
-def choose_splits(pairs: int, processors: int, tiles: int) -> int:
-    """Into how many parts each sequence's keys are split: a power of two.
-
-    pairs: sequences times kv heads; processors: multiprocessors of the GPU; tiles: what the longest sequence could use.
-    """
-    wanted = min(PROGRAMS_PER_PROCESSOR * processors // pairs, tiles, MAX_SPLITS)
-    return 1 << (max(wanted, 1).bit_length() - 1)
-
-
 def decode(
-    q: Tensor, kv: Tensor, out: Tensor, meta: StepMeta, terms: ScoreTerms, *, window: int, processors: int
-) -> None:
-    """Attend the first `meta.num_decodes` rows of q [T, N, H] over kv [2, B, K, P, H] into those of out [T, N, H]."""
-    kv_heads, block_size, head_dim = kv.shape[2:]
-    sequences, heads = meta.num_decodes, q.shape[1]
-    tile_bytes = HEAD_TILE_BYTES if heads == kv_heads else GROUP_TILE_BYTES
-    tile = min(tile_bytes // (padded(head_dim) * q.element_size()), MAX_TILE)
-    longest = meta.block_tables.shape[1] * block_size
-    splits = choose_splits(sequences * kv_heads, processors, triton.cdiv(longest, tile))
-    if splits == 1:
-        parts, log_sums = out, None
-    else:
-        parts = torch.empty(sequences, heads, splits, head_dim, dtype=torch.float32, device=q.device)
-        log_sums = torch.empty(sequences, heads, splits, dtype=torch.float32, device=q.device)
-    _launch(q, kv, parts, log_sums, meta, terms, window=window, splits=splits, tile=tile)
-    if log_sums is not None:
-        _combine[(sequences * heads,)](
-            parts, log_sums, out, SPLITS=splits, HEAD_DIM=head_dim, HEAD_PAD=padded(head_dim)
-        )
-
-
-def _launch(
-    q: Tensor,
+    qkv: Tensor,
     kv: Tensor,
-    parts: Tensor,
-    log_sums: Tensor | None,
+    out: Tensor,
     meta: StepMeta,
     terms: ScoreTerms,
+    processors: Processors,
     *,
     window: int,
-    splits: int,
-    tile: int,
+    rotation: Rotation | None = None,
 ) -> None:
+    """Attend the first `meta.num_decodes` rows of qkv over kv [2, B, K, P, H] into those of out [T, N, H].
+
+    qkv: the queries [T, N, H], attending to what is stored; or with the step's keys and values [T, N + 2 K, H], which
+    are stored, queries and keys rotated as `rotation` says. A slot below 0 is nowhere: the padding of a captured batch.
+    """
     kv_heads, block_size, head_dim = kv.shape[2:]
-    group = q.shape[1] // kv_heads
-    assert kv.is_contiguous() and q.stride()[1:] == (head_dim, 1) and meta.block_tables.stride(1) == 1
-    rows = min(max(triton.next_power_of_2(group), MIN_GROUP_ROWS), MAX_GROUP_ROWS)
-    shared = {"GROUP": group, "ROWS": rows, "num_stages": GROUP_STAGES}
-    kernel, options = (_decode_head, {}) if group == 1 else (_decode_group, shared)
-    kernel[(meta.num_decodes, kv_heads * triton.cdiv(group, rows), splits)](
-        q,
+    sequences, heads, group = meta.num_decodes, out.shape[1], out.shape[1] // kv_heads
+    is_new = qkv.shape[1] > heads
+    assert kv.is_contiguous() and qkv.stride()[1:] == (head_dim, 1) and meta.block_tables.stride(1) == 1
+    assert qkv.shape[1] == heads + 2 * kv_heads * is_new
+    rows = 1 if group == 1 else min(max(triton.next_power_of_2(group), MIN_GROUP_ROWS), MAX_GROUP_ROWS)
+    tile_bytes = HEAD_TILE_BYTES if group == 1 else GROUP_TILE_BYTES
+    tile = min(tile_bytes // (padded(head_dim) * qkv.element_size()), MAX_TILE)
+    programs = kv_heads * triton.cdiv(group, rows)
+    longest = meta.block_tables.shape[1] * block_size
+    splits = choose_splits(sequences * programs, processors.count, triton.cdiv(longest, tile), rows)
+    parts = log_sums = None
+    if splits > 1:
+        assert sequences * programs <= len(processors.arrivals)
+        parts = torch.empty(sequences, heads, splits, head_dim, dtype=torch.float32, device=qkv.device)
+        log_sums = torch.empty(sequences, heads, splits, dtype=torch.float32, device=qkv.device)
+    members = min(triton.next_power_of_2(group), rows)
+    kernel, options = (_decode_head, {}) if group == 1 else (_decode_group, {"GROUP": group, "ROWS": rows})
+    kernel[(sequences, programs, splits)](
+        qkv,
         kv[0],
         kv[1],
+        out,
         parts,
         log_sums,
+        None if parts is None else processors.arrivals,
         meta.positions,
         meta.visible,
+        meta.slots if is_new else None,
         meta.block_tables,
+        None if rotation is None else rotation.cos,
+        None if rotation is None else rotation.sin,
         terms.slopes,
         terms.bias,
-        q.stride(0),
+        qkv.stride(0),
         meta.block_tables.stride(0),
         KV_HEADS=kv_heads,
         HEAD_DIM=head_dim,
         HEAD_PAD=padded(head_dim),
         BLOCK_SIZE=block_size,
+        HALF=0 if rotation is None else rotation.cos.shape[-1],
+        IS_INTERLEAVED=rotation is not None and rotation.interleaved,
         TILE=tile,
         WINDOW=window,
+        STAGES=HEAD_STAGES if group == 1 else GROUP_STAGES,
+        MEMBERS=members,
+        AT_ONCE=combined_at_once(members, padded(head_dim)),
         **options,
         **terms.constants,
     )
 
 
 @triton.jit
-def _keys_of_split(position, visible, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """Half-open range of this program's keys, whole tiles but for the sequence's last; empty beyond the last."""
-    begin = 0
-    if WINDOW:
-        begin = tl.maximum(position + 1 - WINDOW, 0)
-    size = tl.cdiv(tl.cdiv(visible - begin, TILE), tl.num_programs(2)) * TILE
-    first = begin + tl.program_id(2) * size
-    return first, tl.minimum(first + size, visible)
+def _load_row(
+    source, features, kept, cos, sin, token, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr, TILE: tl.constexpr
+):
+    """The `kept` features of one head [1, HEAD_PAD], rotated, float32, in registers as those of a tile of keys are.
+
+    Loaded alone, a row would lie in other registers than a tile's rows, and the compiler might move every tile to them,
+    at twice the registers. So it is loaded as the first of as many rows as all threads hold at once; the others are 0.
+    """
+    rows = tl.arange(0, TILE // 4)[:, None]
+    x = load_rotated(source + rows * 0, features, kept & (rows == 0), cos, sin, token, HALF, IS_INTERLEAVED)
+    return tl.sum(x.to(tl.float32), axis=0, keep_dims=True)
 
 
 @triton.jit
-def _store_part(
-    parts, log_sums, sequence, heads, features, kept, acc, best, total, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr
+def _store_new(
+    qkv,
+    k_cache,
+    v_cache,
+    slots,
+    cos,
+    sin,
+    kv_head,
+    is_taken,
+    is_stored,
+    token_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Write what one split found for `heads`. With no key seen, that is 0 with a weight of nothing."""
-    row = (sequence * HEADS + heads) * tl.num_programs(2) + tl.program_id(2)
-    total = tl.maximum(total, 1.0)  # the best key counts 1, so that less means none
-    tl.store(parts + row * HEAD_DIM + features, (acc / total).to(parts.dtype.element_ty), mask=kept)
-    if log_sums is not None:
-        tl.store(log_sums + row, best + tl.log2(total), mask=heads < HEADS)
+    """The key, rotated, and the value [1, HEAD_PAD] of one sequence's new token, float32; 0 unless they are taken."""
+    sequence = tl.program_id(0).to(tl.int64)
+    features = tl.arange(0, HEAD_PAD)[None, :]
+    real = features < HEAD_DIM
+    source = qkv + sequence * token_stride + (HEADS + kv_head) * HEAD_DIM
+    k = _load_row(source, features, real & is_taken, cos, sin, sequence, HALF, IS_INTERLEAVED, TILE)
+    v = _load_row(source + KV_HEADS * HEAD_DIM, features, real & is_taken, None, None, sequence, 0, False, TILE)
+    slot = tl.load(slots + sequence).to(tl.int64)
+    row = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
+    kept = real & is_stored & (slot >= 0)
+    tl.store(k_cache + row * HEAD_DIM + features, k.to(k_cache.dtype.element_ty), mask=kept)
+    tl.store(v_cache + row * HEAD_DIM + features, v.to(v_cache.dtype.element_ty), mask=kept)
+    return k, v
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_head(
-    q,
+    qkv,
     k_cache,
     v_cache,
+    out,
     parts,
     log_sums,
+    arrivals,
     positions,
     visible,
+    slots,
     tables,
+    cos,
+    sin,
     slopes,
     bias,
-    q_stride,
+    token_stride,
     table_stride,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    STAGES: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     REACH: tl.constexpr,
@@ -161,17 +200,52 @@ def _decode_head(
     """One split of one head that has its kv head for itself; every row of the tile has its own running softmax."""
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + sequence).to(tl.int32)
-    first, last = _keys_of_split(position, tl.load(visible + sequence).to(tl.int32), WINDOW, TILE)
+    reach = tl.load(visible + sequence).to(tl.int32)
+    stored = reach if slots is None else tl.maximum(reach - 1, 0)
+    first, last = keys_of_split(position, stored, WINDOW, TILE)
+    table = tables + sequence * table_stride
+    keys = first + tl.arange(0, TILE)
+    blocks = load_blocks(table, keys, keys < last, BLOCK_SIZE)
     features = tl.arange(0, HEAD_PAD)[None, :]
     real = features < HEAD_DIM
-    query = tl.load(q + sequence * q_stride + head * HEAD_DIM + features, mask=real, other=0.0).to(tl.float32)
+    source = qkv + sequence * token_stride + head * HEAD_DIM
+    query = _load_row(source, features, real, cos, sin, sequence, HALF, IS_INTERLEAVED, TILE)
     best = tl.full([TILE], LOWEST, tl.float32)
     total = tl.zeros([TILE], tl.float32)
     acc = tl.zeros([TILE, HEAD_PAD], tl.float32)
-    for start in range(first, last, TILE):
+    if slots is not None:
+        is_taken = (tl.program_id(2) == 0) & (reach > 0)
+        new_k, new_v = _store_new(
+            qkv,
+            k_cache,
+            v_cache,
+            slots,
+            cos,
+            sin,
+            head,
+            is_taken,
+            is_taken,
+            token_stride,
+            KV_HEADS,
+            KV_HEADS,
+            HEAD_DIM,
+            HEAD_PAD,
+            BLOCK_SIZE,
+            HALF,
+            IS_INTERLEAVED,
+            TILE,
+        )
+        product = tl.sum(query * new_k, axis=1)
+        score = finish_scores(product, tl.zeros([1], tl.int32), head, slopes, bias, SCALE, CAP, REACH)
+        is_row = (tl.arange(0, TILE) == 0) & is_taken  # the first row of the tile takes the new key
+        best = tl.where(is_row, score, best)
+        total = tl.where(is_row, 1.0, total)
+        acc = tl.where(is_row[:, None], new_v, acc)
+    for start in tl.range(first, last, TILE, num_stages=STAGES):
         keys = start + tl.arange(0, TILE)
         seen = keys < last
-        rows = cache_rows(keys, seen, tables + sequence * table_stride, head, KV_HEADS, BLOCK_SIZE)
+        rows = cache_rows(blocks, keys, head, KV_HEADS, BLOCK_SIZE)
+        blocks = load_blocks(table, keys + TILE, keys + TILE < last, BLOCK_SIZE)
         offsets, loaded = rows[:, None] * HEAD_DIM + features, seen[:, None] & real
         k = tl.load(k_cache + offsets, mask=loaded, other=0.0)
         v = tl.load(v_cache + offsets, mask=loaded, other=0.0)
@@ -183,60 +257,116 @@ def _decode_head(
         total = total * kept + weights
         acc = acc * kept[:, None] + weights[:, None] * v.to(tl.float32)
         best = new_best
-    best_of_all = tl.max(best, axis=0)
+    best_of_all = tl.max(best, axis=0, keep_dims=True)
     share = tl.exp2(best - best_of_all)
     acc_of_all = tl.sum(acc * share[:, None], axis=0, keep_dims=True)
-    total_of_all = tl.sum(total * share, axis=0)
-    _store_part(
-        parts, log_sums, sequence, head, features, real, acc_of_all, best_of_all, total_of_all, KV_HEADS, HEAD_DIM
+    total_of_all = tl.sum(total * share, axis=0, keep_dims=True)
+    finish_split(
+        out,
+        parts,
+        log_sums,
+        arrivals,
+        head,
+        head + 1,
+        acc_of_all,
+        best_of_all[:, None],
+        total_of_all[:, None],
+        KV_HEADS,
+        HEAD_DIM,
+        HEAD_PAD,
+        1,
+        MEMBERS,
+        AT_ONCE,
     )
 
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _decode_group(
-    q,
+    qkv,
     k_cache,
     v_cache,
+    out,
     parts,
     log_sums,
+    arrivals,
     positions,
     visible,
+    slots,
     tables,
+    cos,
+    sin,
     slopes,
     bias,
-    q_stride,
+    token_stride,
     table_stride,
     KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
     TILE: tl.constexpr,
     WINDOW: tl.constexpr,
+    STAGES: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     REACH: tl.constexpr,
 ):
-    """One split of ROWS heads that share a kv head."""
+    """One split of ROWS heads that share a kv head. Of the programs of one kv head, the first stores."""
     sequence = tl.program_id(0).to(tl.int64)
     kv_head, part = tl.program_id(1) // tl.cdiv(GROUP, ROWS), tl.program_id(1) % tl.cdiv(GROUP, ROWS)
     members = part * ROWS + tl.arange(0, ROWS)[:, None]
-    is_member = members < GROUP
     heads = kv_head * GROUP + tl.minimum(members, GROUP - 1)
     position = tl.load(positions + sequence).to(tl.int32)
-    first, last = _keys_of_split(position, tl.load(visible + sequence).to(tl.int32), WINDOW, TILE)
+    reach = tl.load(visible + sequence).to(tl.int32)
+    stored = reach if slots is None else tl.maximum(reach - 1, 0)
+    first, last = keys_of_split(position, stored, WINDOW, TILE)
+    table = tables + sequence * table_stride
+    keys = first + tl.arange(0, TILE)
+    blocks = load_blocks(table, keys, keys < last, BLOCK_SIZE)
     features = tl.arange(0, HEAD_PAD)[None, :]
     real = features < HEAD_DIM
-    kept_features = is_member & real
-    queries = tl.load(q + sequence * q_stride + heads * HEAD_DIM + features, mask=kept_features, other=0.0)
+    source = qkv + sequence * token_stride + heads * HEAD_DIM
+    queries = load_rotated(source, features, (members < GROUP) & real, cos, sin, sequence, HALF, IS_INTERLEAVED)
     best = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-    for start in range(first, last, TILE):
+    if slots is not None:
+        is_taken = (tl.program_id(2) == 0) & (reach > 0)
+        new_k, new_v = _store_new(
+            qkv,
+            k_cache,
+            v_cache,
+            slots,
+            cos,
+            sin,
+            kv_head,
+            is_taken,
+            is_taken & (part == 0),
+            token_stride,
+            KV_HEADS * GROUP,
+            KV_HEADS,
+            HEAD_DIM,
+            HEAD_PAD,
+            BLOCK_SIZE,
+            HALF,
+            IS_INTERLEAVED,
+            TILE,
+        )
+        product = tl.sum(queries.to(tl.float32) * new_k, axis=1, keep_dims=True)
+        score = finish_scores(product, tl.zeros([1, 1], tl.int32), heads, slopes, bias, SCALE, CAP, REACH)
+        best = tl.where(is_taken, tl.reshape(score, [ROWS]), best)
+        total = tl.where(is_taken, 1.0, total)
+        acc += new_v
+    for start in tl.range(first, last, TILE, num_stages=STAGES):
         keys = start + tl.arange(0, TILE)
         seen = keys < last
-        rows = cache_rows(keys, seen, tables + sequence * table_stride, kv_head, KV_HEADS, BLOCK_SIZE)
+        rows = cache_rows(blocks, keys, kv_head, KV_HEADS, BLOCK_SIZE)
+        blocks = load_blocks(table, keys + TILE, keys + TILE < last, BLOCK_SIZE)
         offsets, loaded = rows[:, None] * HEAD_DIM + features, seen[:, None] & real
         k = tl.load(k_cache + offsets, mask=loaded, other=0.0)
         v = tl.load(v_cache + offsets, mask=loaded, other=0.0)
@@ -249,32 +379,20 @@ def _decode_group(
         total = total * kept + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
         best = new_best
-    # A row that pads the group must not overwrite the group's last head.
-    heads = tl.where(is_member, heads, KV_HEADS * GROUP)
-    _store_part(
+    finish_split(
+        out,
         parts,
         log_sums,
-        sequence,
-        heads,
-        features,
-        kept_features,
+        arrivals,
+        kv_head * GROUP + part * ROWS,
+        tl.minimum(kv_head * GROUP + (part + 1) * ROWS, (kv_head + 1) * GROUP),
         acc,
         best[:, None],
         total[:, None],
         KV_HEADS * GROUP,
         HEAD_DIM,
+        HEAD_PAD,
+        ROWS,
+        MEMBERS,
+        AT_ONCE,
     )
-
-
-@triton.jit
-def _combine(parts, log_sums, out, SPLITS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PAD: tl.constexpr):
-    """Weigh the parts [S * N, SPLITS, H] of one head of one sequence by the sums of their softmaxes."""
-    row = tl.program_id(0).to(tl.int64)
-    split = row * SPLITS + tl.arange(0, SPLITS)
-    features = tl.arange(0, HEAD_PAD)
-    real = features < HEAD_DIM
-    sums = tl.load(log_sums + split)
-    values = tl.load(parts + split[:, None] * HEAD_DIM + features[None, :], mask=real[None, :], other=0.0)
-    weights = tl.exp2(sums - tl.max(sums, axis=0))
-    mean = tl.sum(values * weights[:, None], axis=0) / tl.sum(weights, axis=0)
-    tl.store(out + row * HEAD_DIM + features, mean.to(out.dtype.element_ty), mask=real)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.backends.cuda.kernels.common import LOWEST, ScoreTerms, cache_rows, finish_scores, padded
+from server.backends.cuda.kernels.common import LOWEST, ScoreTerms, cache_rows, finish_scores, load_blocks, padded
 from server.backends.protocol import StepMeta
 
 
@@ -138,7 +138,8 @@ def _prefill(
     for start in range(first, last, KEYS):
         keys = start + tl.arange(0, KEYS)
         present = keys < last
-        rows = cache_rows(keys, present, table, head // GROUP, KV_HEADS, BLOCK_SIZE)
+        blocks = load_blocks(table, keys, present, BLOCK_SIZE)
+        rows = cache_rows(blocks, keys, head // GROUP, KV_HEADS, BLOCK_SIZE)
         offsets, loaded = rows[:, None] * HEAD_DIM + features, present[:, None] & real
         k = tl.load(k_cache + offsets, mask=loaded, other=0.0)
         v = tl.load(v_cache + offsets, mask=loaded, other=0.0)

@@ -19,10 +19,13 @@ from server.backends.protocol import Rotation
 TILE_ELEMENTS = 1024
 
 
-def rotate_and_store(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, kv: Tensor, slots: Tensor) -> Tensor:
+def rotate_and_store(
+    q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, kv: Tensor, slots: Tensor, *, first: int = 0
+) -> Tensor:
     """Rotate q [T, N, H], which is returned, and k [T, K, H], which goes to kv [2, B, K, P, H] at `slots` [T] with v.
 
-    A slot is block * P + offset; below 0 it is nowhere: the padding of a captured batch.
+    A slot is block * P + offset; below 0 it is nowhere: the padding of a captured batch. Tokens before `first` are left
+    alone, and what is returned for them is not initialised.
     """
     tokens, heads, head_dim = q.shape
     kv_heads, block_size = k.shape[1], kv.shape[3]
@@ -32,7 +35,7 @@ def rotate_and_store(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, kv: Te
     turned = q.new_empty(q.shape)
     half_pad = triton.next_power_of_2(half)
     tile = min(triton.next_power_of_2(heads), max(TILE_ELEMENTS // half_pad, 1))
-    _rotate_and_store[(tokens, triton.cdiv(heads, tile) + triton.cdiv(kv_heads, tile))](
+    _rotate_and_store[(tokens - first, triton.cdiv(heads, tile) + triton.cdiv(kv_heads, tile))](
         q,
         k,
         v,
@@ -42,6 +45,7 @@ def rotate_and_store(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, kv: Te
         turned,
         kv[0],
         kv[1],
+        first,
         q.stride(0),
         k.stride(0),
         v.stride(0),
@@ -56,6 +60,26 @@ def rotate_and_store(q: Tensor, k: Tensor, v: Tensor, rotation: Rotation, kv: Te
         TILE=tile,
     )
     return turned
+
+
+@triton.jit
+def load_rotated(source, features, kept, cos, sin, token, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
+    """The `kept` features of heads at `source`, rotated as `token` says if there is a rotation; 0 where not kept."""
+    x = tl.load(source + features, mask=kept, other=0.0)
+    if cos is not None:
+        if IS_INTERLEAVED:
+            pairs, is_second = features // 2, features % 2 == 1
+            partners = tl.where(is_second, features - 1, features + 1)
+        else:
+            is_second = features >= HALF
+            pairs = tl.where(is_second, features - HALF, features)
+            partners = tl.where(is_second, features - HALF, features + HALF)
+        is_turned = features < 2 * HALF
+        y = tl.load(source + partners, mask=kept & is_turned, other=0.0).to(tl.float32)
+        c = tl.load(cos + token * HALF + pairs, mask=is_turned, other=1.0)
+        s = tl.load(sin + token * HALF + pairs, mask=is_turned, other=0.0)
+        x = (x.to(tl.float32) * c + y * tl.where(is_second, s, -s)).to(x.dtype)
+    return x
 
 
 @triton.jit
@@ -93,7 +117,7 @@ def _rotate(
         tl.store(target + heads * target_stride + features, rest, mask=copied)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _rotate_and_store(
     q,
     k,
@@ -104,6 +128,7 @@ def _rotate_and_store(
     turned,
     k_cache,
     v_cache,
+    first,
     q_stride,
     k_stride,
     v_stride,
@@ -118,7 +143,7 @@ def _rotate_and_store(
     TILE: tl.constexpr,
 ):
     """TILE heads of one token: first come the programs of the queries, then those of keys and values."""
-    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, part = first + tl.program_id(0).to(tl.int64), tl.program_id(1)
     members = tl.arange(0, TILE)[:, None]
     cos += token * HALF
     sin += token * HALF

@@ -16,21 +16,22 @@ from server.backends.cuda.kernels.common import padded
 TILE_ELEMENTS = 2048
 
 
-def store(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+def store(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor, *, first: int = 0) -> None:
     """Write k and v [T, K, H] to `slots` [T] (block * P + offset) of kv [2, B, K, P, H].
 
-    A slot below 0 is nowhere: the padding of a captured batch.
+    A slot below 0 is nowhere: the padding of a captured batch. Tokens before `first` are left alone.
     """
     _, _, kv_heads, block_size, head_dim = kv.shape
     assert kv.is_contiguous() and k.stride()[1:] == v.stride()[1:] == (head_dim, 1)
     head_pad = padded(head_dim)
     heads = min(triton.next_power_of_2(kv_heads), TILE_ELEMENTS // head_pad)
-    _store[(len(k), triton.cdiv(kv_heads, heads))](
+    _store[(len(k) - first, triton.cdiv(kv_heads, heads))](
         k,
         v,
         kv[0],
         kv[1],
         slots,
+        first,
         k.stride(0),
         v.stride(0),
         KV_HEADS=kv_heads,
@@ -41,13 +42,14 @@ def store(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first"])
 def _store(
     k,
     v,
     k_cache,
     v_cache,
     slots,
+    first,
     k_stride,
     v_stride,
     KV_HEADS: tl.constexpr,
@@ -57,7 +59,7 @@ def _store(
     HEADS: tl.constexpr,
 ):
     """One token, HEADS of its kv heads."""
-    token = tl.program_id(0).to(tl.int64)
+    token = first + tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)[:, None]
     features = tl.arange(0, HEAD_PAD)[None, :]
     slot = tl.load(slots + token).to(tl.int64)
