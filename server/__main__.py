@@ -32,12 +32,11 @@ def main() -> int:
 
 async def run_null(config: ShardConfig) -> int:
     """Serve the null model until a signal. Returns the exit code."""
-    from server.null import serve
+    from server.null import serving
 
-    server = await serve(config)
-    log.info("Serving the null model on %s", config.socket_path)
-    await _stop_signal()
-    await server.stop(grace=1)
+    async with serving(config):
+        log.info("Serving the null model on %s", config.socket_path)
+        await _stop_signal()
     return 0
 
 
@@ -55,7 +54,7 @@ async def run(config: ShardConfig) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         log.critical("%s", error)
         return 1
-    service = ShardService(engine, info, config.cuda_memory_fraction)
+    service = ShardService(engine, info, config.cuda_memory_fraction, config.step_sockets)
     server = await serve(service, config.socket_path)
     log.info("Serving on %s", config.socket_path)
     stopped = asyncio.create_task(_stop_signal())
@@ -64,8 +63,10 @@ async def run(config: ShardConfig) -> int:
     if service.failed.done():
         failure = service.failed.result()
         log.critical("%s", failure, extra={"consequence": isinstance(failure, PeerLost)})
+    await server.stop(grace=1)  # rank 0 may still be telling the router which rank failed
+    service.steps.close()
+    if service.failed.done():
         return 1
-    await server.stop(grace=1)
     disconnect()
     return 0
 

@@ -87,10 +87,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.arch.spec", "server.backends.protocol", "server.checkpoint.weights", "server.distributed",
         "server.layers", "server.model", "server.stepping.batch", "server.stepping.cache",
     },
-    "server.null": {"server.blocks", "server.config", "server.pb"},
+    "server.null": {"server.blocks", "server.config", "server.pb", "server.relay"},
     "server.pb": {"server.pb"},
     "server.profiling": {"server.backends.protocol"},
-    "server.service": {"server.blocks", "server.distributed", "server.pb", "server.profiling", "server.stepping"},
+    "server.relay": {"server.pb"},
+    "server.service": {
+        "server.blocks", "server.distributed", "server.pb", "server.profiling", "server.relay", "server.stepping",
+    },
     "server.stepping": {
         "server.backends.protocol", "server.blocks", "server.distributed", "server.pb", "server.stepping",
     },
