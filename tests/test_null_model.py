@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -163,3 +167,32 @@ def test_a_server_without_a_model_answers_as_any_other(flags: Sequence[str]) -> 
         events[-1]["details"]["finish_reason"],
     )
     assert "null" == info["model_id"]
+
+
+def test_eight_ranks_end_without_a_word_when_they_are_told_to() -> None:
+    with Server("--model-id", "null", "--num-shard", "8") as server:
+        assert (
+            200 == httpx2.post(f"{server.url}/generate", json=body("Once", max_new_tokens=30), timeout=60).status_code
+        )
+        server.stop(signal.SIGTERM)
+        code, output = server.wait()
+    assert 0 == code, output
+    assert not re.search("ERROR|WARN|CRITICAL|lost|ended by itself|Traceback", output), output
+
+
+def test_a_killed_rank_is_named_while_steps_run() -> None:
+    with Server("--model-id", "null", "--num-shard", "8") as server:
+        shard = next(pid for pid in server.children() if b"shard-3" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        asked = body("Once", max_new_tokens=2000)
+        with (
+            contextlib.suppress(httpx2.TransportError),  # the launcher ends the router too
+            httpx2.stream("POST", f"{server.url}/generate_stream", json=asked, timeout=60) as stream,
+        ):
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data:")
+            os.kill(shard, signal.SIGKILL)
+            list(lines)
+        code, output = server.wait()
+    assert 1 == code
+    assert "shard 3 stopped: killed by signal 9" in output.splitlines()[-1]
+    assert not re.search("lost the model shards: shard [^3]", output), output
