@@ -1,7 +1,9 @@
 """What a step costs the router at 1, 2, 4 and 8 shards: CPU time of its process, over a fixed load on the null model.
 
 `python -m tests.router_cost [--runs 3] [FOLDER ...]` measures the source in each FOLDER, which take turns; by default
-this one. One line of JSON a run, then medians. Figures are in docs/results/2026-11-22-steps-through-rank-0.md.
+this one. The router has a core of its own, and its shards share the others with this program: what eight ranks on two
+cores do to the caches is not the router's cost. One line of JSON a run, then medians. Figures are in
+docs/results/2026-11-22-steps-through-rank-0.md.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folders", nargs="*", default=[str(ROOT)], help="roots of the sources to compare")
+    parser.add_argument("--shards", type=int, nargs="+", default=SHARDS, help="numbers of shards, the first of them 1")
     parser.add_argument("--runs", type=int, default=3, help="of each folder and number of shards")
     args = parser.parse_args(argv)
     found: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for _ in range(args.runs):
-        for num_shards in SHARDS:
+        for num_shards in args.shards:
             for folder in args.folders:
                 cost = measure(Path(folder), num_shards)
                 found[folder, num_shards].append(cost)
@@ -48,11 +51,20 @@ def measure(folder: Path, num_shards: int) -> float:
     """Milliseconds of the router's CPU time for each step of one load, after a smaller one."""
     with Server("--model-id", "null", "--num-shard", str(num_shards), folder=folder) as server:
         router = next(pid for pid in server.children() if b"router" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        separate(router, server.children())
         asyncio.run(load(server, tokens=30))
         before = cpu_seconds(router), steps_of(server)
         asyncio.run(load(server, tokens=TOKENS))
         after = cpu_seconds(router), steps_of(server)
     return 1000 * (after[0] - before[0]) / (after[1] - before[1])
+
+
+def separate(router: int, children: Sequence[int]) -> None:
+    """Give the router the first core, and everything else the others."""
+    first, *others = sorted(os.sched_getaffinity(os.getppid()))
+    for pid in (os.getpid(), *children):
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            os.sched_setaffinity(int(thread.name), {first} if pid == router else others or {first})
 
 
 async def load(server: Server, tokens: int) -> None:
