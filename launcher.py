@@ -184,6 +184,7 @@ def write_shard_configs(
     rendezvous = f"file://{folder}/rendezvous"
     if {settings.sources["master_addr"], settings.sources["master_port"]} != {"default"}:
         rendezvous = f"tcp://{settings.values['master_addr']}:{settings.values['master_port']}"
+    step_sockets = tuple(f"{folder}/steps-{rank}.sock" for rank in range(1, len(sockets)))
     for rank, path in enumerate(sockets):
         shard = ShardConfig(
             model_path=str(model.path),
@@ -192,6 +193,7 @@ def write_shard_configs(
             world_size=len(sockets),
             socket_path=path,
             rendezvous=rendezvous,
+            step_sockets=step_sockets,
             is_null=settings.is_null_model,
             **settings.pick(ShardConfig) | {"device": device},
         )

@@ -259,7 +259,7 @@ async def check_health(services: Services) -> None:
     except ShardError as error:
         raise Unhealthy(f"unhealthy: {error}") from None
     if health.oldest_step_ms > STUCK_STEP_MS:
-        raise Unhealthy(f"unhealthy: a step has been running for {health.oldest_step_ms} ms")
+        raise Unhealthy(f"unhealthy: a step has been running for {health.oldest_step_ms} ms on shard {health.rank}")
 
 
 def info_body(services: Services) -> dict[str, Any]:

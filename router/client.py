@@ -1,9 +1,10 @@
-"""The router's side of the wire: one ordered stream of steps to every shard.
+"""The router's side of the wire: one ordered stream of steps for all shards.
 
-`ShardedClient` sends each StepRequest to all ranks and answers with one StepReply a step, in order. Any rank that is
-lost, or that alone reports an error, ends the stream with a ShardError naming the rank: the ranks no longer agree on
-which sequences exist, and nothing can mend that while they run. The double of `ShardedClient` for tests is
-`tests/router/fake_shards.py`; one contract test runs over both.
+`ShardedClient` sends each StepRequest to rank 0, which passes it on to the others, and answers with one StepReply a
+step, in order: a step costs the router the same however many ranks there are. Any rank that is lost, or that alone
+reports an error, ends the stream with a ShardError naming the rank: the ranks no longer agree on which sequences exist,
+and nothing can mend that while they run. Rank 0 says which rank that is (`server/relay.py`). The double of
+`ShardedClient` for tests is `tests/router/fake_shards.py`; one contract test runs over both.
 
 On the router's side this is the only place that knows protobuf classes. `batcher.py` builds its requests with
 `step_request` and `new_sequence` below.
@@ -37,8 +38,6 @@ from server.pb.generate_pb2_grpc import ShardStub
 # The largest message is a step that adds many long prompts: 1 M token ids are about 4 MB. gRPC's own bound is 4 MiB.
 MAX_MESSAGE_BYTES = 64 * 2**20
 HEALTH_DEADLINE_S = 2.0
-# Ranks report one step's error within one step of each other; a rank that hangs in a collective never does.
-AGREEMENT_DEADLINE_S = 10.0
 SOCKET_POLL_S = 0.05
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -111,6 +110,7 @@ class ShardHealth:
     steps_received: int
     steps_finished: int
     oldest_step_ms: int
+    rank: int = 0
 
 
 class Shards(Protocol):
@@ -202,7 +202,7 @@ def step_request(
 
 
 class ShardClient:
-    """One rank: a channel over its unix socket, and the Run stream on it."""
+    """One rank: a channel over its unix socket and, on rank 0, the Run stream on it."""
 
     def __init__(self, rank: int, socket_path: str) -> None:
         self.rank = rank
@@ -234,7 +234,7 @@ class ShardClient:
         self._outbox.put_nowait(request)
 
     async def receive(self) -> StepReply:
-        """This rank's next reply. Raises ShardError when the stream has ended."""
+        """The next reply. Raises ShardError when the stream has ended, or when the reply says whose failure ends it."""
         try:
             reply: StepReply = await self._call.read()
         except grpc.aio.AioRpcError as error:
@@ -247,6 +247,8 @@ class ShardClient:
             raise ShardError(self.rank, "the stream was closed") from None
         if reply is grpc.aio.EOF:
             raise ShardError(self.rank, "the stream ended")
+        if reply.HasField("failed_rank"):
+            raise ShardError(reply.failed_rank, reply.error)
         return reply
 
     async def close(self) -> None:
@@ -317,10 +319,12 @@ class ShardedClient:
     async def health(self) -> ShardHealth:
         """Of the slowest rank. Raises ShardError when one does not answer within HEALTH_DEADLINE_S."""
         replies = await self._all("Health", HealthRequest(), HEALTH_DEADLINE_S)
+        slowest = max(replies, key=lambda reply: (reply.oldest_step_ms, -reply.steps_finished))
         return ShardHealth(
             steps_received=min(reply.steps_received for reply in replies),
             steps_finished=min(reply.steps_finished for reply in replies),
-            oldest_step_ms=max(reply.oldest_step_ms for reply in replies),
+            oldest_step_ms=slowest.oldest_step_ms,
+            rank=replies.index(slowest),
         )
 
     async def start_profile(self) -> None:
@@ -333,49 +337,16 @@ class ShardedClient:
         return [OperatorTime(*row) for row in zip(reply.names, reply.calls, reply.self_ns, strict=True)]
 
     def send(self, request: StepRequest) -> None:
-        """Hand the next step to every rank, without waiting."""
-        for rank in self._ranks:
-            rank.send(request)
+        """Hand the next step to rank 0, without waiting."""
+        self._ranks[0].send(request)
 
     async def receive(self) -> StepReply:
-        """Rank 0's reply to the oldest step, once every rank has answered it. Raises ShardError."""
-        if len(self._ranks) == 1:
-            return await self._ranks[0].receive()
-        replies = await self._receive_all()
-        steps = {reply.step for reply in replies}
-        if len(steps) > 1:
-            raise ShardError(0, f"the ranks answer different steps: {sorted(steps)}")
-        return replies[0]
+        """Rank 0's reply to the oldest step, which the other ranks do not contradict. Raises ShardError."""
+        return await self._ranks[0].receive()
 
     async def close(self) -> None:
-        """Close every rank's stream and channel."""
+        """Close the stream and every rank's channel."""
         await asyncio.gather(*(rank.close() for rank in self._ranks))
 
     async def _all(self, method: str, request: Any, timeout: float | None = None) -> list[Any]:
         return list(await asyncio.gather(*(rank.call(method, request, timeout) for rank in self._ranks)))
-
-    async def _receive_all(self) -> list[StepReply]:
-        """One reply of each rank; either all of them carry an error or none does. Raises ShardError otherwise.
-
-        A lost rank is reported at once, because the others may wait for it for ever.
-        """
-        tasks = [asyncio.ensure_future(rank.receive()) for rank in self._ranks]
-        failed: tuple[int, str] | None = None
-        try:
-            pending = set(tasks)
-            while pending:
-                deadline = AGREEMENT_DEADLINE_S if failed else None
-                done, pending = await asyncio.wait(pending, timeout=deadline, return_when=asyncio.FIRST_COMPLETED)
-                if failed and (not done or any(task.exception() for task in done)):
-                    raise ShardError(*failed)  # the cause, and not its consequence on another rank
-                errors = [(tasks.index(task), task.result().error) for task in done if task.result().error]
-                failed = failed or next(iter(errors), None)
-        finally:
-            for task in tasks:
-                task.cancel()
-                # An exception that nobody looks at would be logged as an error of ours.
-                task.add_done_callback(lambda task: task.cancelled() or task.exception())
-        replies = [task.result() for task in tasks]
-        if failed and not all(reply.error for reply in replies):
-            raise ShardError(*failed)
-        return replies

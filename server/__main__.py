@@ -37,12 +37,11 @@ def main() -> int:
 
 async def run_null(config: ShardConfig) -> int:
     """Serve the null model until a signal. Returns the exit code."""
-    from server.null import serve
+    from server.null import serving
 
-    server = await serve(config)
-    log.info("Serving the null model on %s", config.socket_path)
-    await _stop_signal()
-    await server.stop(grace=1)
+    async with serving(config):
+        log.info("Serving the null model on %s", config.socket_path)
+        await _stop_signal()
     return 0
 
 
@@ -60,7 +59,7 @@ async def run(config: ShardConfig) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         log.critical("%s", error)
         return 1
-    service = ShardService(engine, info, config.cuda_memory_fraction)
+    service = ShardService(engine, info, config.cuda_memory_fraction, config.step_sockets)
     server = await serve(service, config.socket_path)
     log.info("Serving on %s", config.socket_path)
     stopped = asyncio.create_task(_stop_signal())
@@ -70,8 +69,10 @@ async def run(config: ShardConfig) -> int:
         failure = service.failed.result()
         log.critical("%s", failure, extra={"consequence": isinstance(failure, PeerLost)})
         _end_within(TEARDOWN_SECONDS)  # a thread may wait for a rank that is gone
+    await server.stop(grace=1)  # rank 0 may still be telling the router which rank failed
+    service.steps.close()
+    if service.failed.done():
         return 1
-    await server.stop(grace=1)
     _end_within(TEARDOWN_SECONDS)
     await service.close()
     disconnect()  # last: NCCL waits for the end of every graph that holds one of its collectives

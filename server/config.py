@@ -42,6 +42,7 @@ class ShardConfig:
     world_size: int
     socket_path: str  # unix socket that this rank serves on
     rendezvous: str  # init method of torch.distributed: file:///… or tcp://addr:port
+    step_sockets: tuple[str, ...] = ()  # unix sockets on which ranks 1, 2 and so on take their steps from rank 0
     is_null: bool = False  # answer with fixed tokens and load nothing: server/null.py
     log_level: str = "info"  # the public setting of this name, which RouterConfig describes
 
@@ -173,7 +174,8 @@ class ShardConfig:
     @classmethod
     def load(cls, path: str | Path) -> ShardConfig:
         """Read what `save` wrote: the launcher's hand-over to one shard process."""
-        return cls(**json.loads(Path(path).read_text()))
+        values = json.loads(Path(path).read_text())
+        return cls(**values | {"step_sockets": tuple(values["step_sockets"])})
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, readable by its owner alone."""

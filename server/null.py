@@ -7,9 +7,11 @@ believes what it is sent; the tests' double that checks the protocol is `tests/r
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -20,6 +22,7 @@ from server.blocks import BLOCK_SIZE, num_blocks
 from server.config import ShardConfig
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
+from server.relay import StepStream
 
 # " The little fox walked along the river in the morning sun and found a red ball under the old tree." as the embedded
 # model's tokenizer writes it, one word each: no end token, so that only length and stop sequences end a request.
@@ -101,6 +104,7 @@ class NullService(pb_grpc.ShardServicer):
         self._engine = NullEngine()
         self._num_blocks = 0
         self._num_steps = 0
+        self.steps = StepStream(config.rank, config.step_sockets, self._start)
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoReply:
         """What a shard would say of itself that has loaded nothing."""
@@ -140,14 +144,21 @@ class NullService(pb_grpc.ShardServicer):
         self, requests: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepReply]:
         """The ordered stream of steps, each answered at once."""
-        async for request in requests:
-            self._num_steps += 1
-            reply = self._engine.step(request)
-            yield reply if self._rank == 0 else pb.StepReply(step=request.step)
+        async for reply in self.steps.run(requests, context):
+            yield reply
+
+    def _start(self, request: pb.StepRequest) -> asyncio.Future[pb.StepReply]:
+        self._num_steps += 1
+        reply = self._engine.step(request)
+        done: asyncio.Future[pb.StepReply] = asyncio.get_running_loop().create_future()
+        done.set_result(reply if self._rank == 0 else pb.StepReply(step=request.step))
+        return done
 
 
-async def serve(config: ShardConfig) -> grpc.aio.Server:
-    """Start serving on the rank's unix socket, which exists from then on."""
+@asynccontextmanager
+async def serving(config: ShardConfig) -> AsyncIterator[NullService]:
+    """Serve on the rank's unix socket, which exists while the block runs."""
+    service = NullService(config)
     Path(config.socket_path).unlink(missing_ok=True)
     server = grpc.aio.server(
         options=[
@@ -156,7 +167,12 @@ async def serve(config: ShardConfig) -> grpc.aio.Server:
             ("grpc.so_reuseport", 0),
         ]
     )
-    pb_grpc.add_ShardServicer_to_server(NullService(config), server)
+    pb_grpc.add_ShardServicer_to_server(service, server)
     server.add_insecure_port(f"unix://{config.socket_path}")
-    await server.start()
-    return server
+    try:
+        await service.steps.open()
+        await server.start()
+        yield service
+    finally:
+        await server.stop(grace=1)
+        service.steps.close()

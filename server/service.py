@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from server.distributed import PeerLost
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
 from server.profiling import StepProfiler
+from server.relay import StepStream
 from server.stepping.engine import Engine, Launched, StepResult
 from server.stepping.warmup import warm_up
 
@@ -33,9 +34,14 @@ MAX_MESSAGE_BYTES = 64 * 2**20
 
 
 class ShardService(pb_grpc.ShardServicer):
-    """Serves one engine. `failed` is set to the reason when the ranks can no longer be in step."""
+    """Serves one engine. `failed` is set to the reason when the ranks can no longer be in step.
 
-    def __init__(self, engine: Engine, info: pb.InfoReply, cuda_memory_fraction: float):
+    step_sockets: where ranks 1, 2 and so on take their steps from rank 0.
+    """
+
+    def __init__(
+        self, engine: Engine, info: pb.InfoReply, cuda_memory_fraction: float, step_sockets: Sequence[str] = ()
+    ):
         self._engine = engine
         self._info = info
         self._fraction = cuda_memory_fraction
@@ -45,6 +51,7 @@ class ShardService(pb_grpc.ShardServicer):
         self._finish = ThreadPoolExecutor(1, thread_name_prefix="finish", initializer=activate)
         self._arrivals: list[float] = []  # when each unfinished step arrived, oldest first
         self._received = 0
+        self.steps = StepStream(engine.shard.rank, step_sockets, self._start)
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoReply:
@@ -120,19 +127,8 @@ class ShardService(pb_grpc.ShardServicer):
         self, requests: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepReply]:
         """The ordered stream of steps: reply k answers request k, and carries an error where step k failed."""
-        replies: asyncio.Queue[asyncio.Task[pb.StepReply] | None] = asyncio.Queue()
-
-        async def read() -> None:
-            async for request in requests:
-                replies.put_nowait(self._start(request))
-            replies.put_nowait(None)
-
-        reader = asyncio.create_task(read())
-        try:
-            while (reply := await replies.get()) is not None:
-                yield await reply
-        finally:
-            reader.cancel()
+        async for reply in self.steps.run(requests, context):
+            yield reply
 
     def _start(self, request: pb.StepRequest) -> asyncio.Task[pb.StepReply]:
         """Queue a step behind those before it."""
@@ -154,9 +150,11 @@ class ShardService(pb_grpc.ShardServicer):
             return to_reply(step, result) if self._engine.shard.rank == 0 else pb.StepReply(step=step)
         except Exception as error:  # this loop must outlive a step: the error is the reply
             log.exception("step %d failed", step)
+            reply = pb.StepReply(step=step, error=_sentence(error), lost_peer=isinstance(error, PeerLost))
             if is_fatal or lost_device(error):
+                reply.failed_rank = self._engine.shard.rank
                 self._fail(error)
-            return pb.StepReply(step=step, error=_sentence(error))
+            return reply
         finally:
             self._arrivals.pop(0)
 
@@ -198,7 +196,8 @@ def to_reply(step: int, result: StepResult) -> pb.StepReply:
 
 
 async def serve(service: ShardService, socket_path: str) -> grpc.aio.Server:
-    """Start serving on a unix socket, which exists from then on."""
+    """Start serving on a unix socket, which exists from then on, after that of its steps."""
+    await service.steps.open()
     Path(socket_path).unlink(missing_ok=True)
     server = grpc.aio.server(
         options=[

@@ -91,12 +91,13 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.layers", "server.model", "server.stepping.batch", "server.stepping.cache",
         "server.stepping.sequences",
     },
-    "server.null": {"server.blocks", "server.config", "server.pb"},
+    "server.null": {"server.blocks", "server.config", "server.pb", "server.relay"},
     "server.pb": {"server.pb"},
     "server.profiling": {"server.backends.protocol"},
+    "server.relay": {"server.pb"},
     "server.service": {
         "server.backends.failures", "server.blocks", "server.distributed", "server.pb", "server.profiling",
-        "server.stepping",
+        "server.relay", "server.stepping",
     },
     "server.stepping": {
         "server.backends.failures", "server.backends.protocol", "server.blocks", "server.distributed", "server.pb",

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
-from router.client import ShardedClient, new_sequence, step_request
+from router.client import ShardedClient, ShardError, new_sequence, step_request
 from router.entry import ValidRequest
 from router.text import ModelTokenizer
 from server.config import ShardConfig
-from server.null import LOGPROB, SENTENCE, NullEngine, serve
+from server.null import LOGPROB, SENTENCE, NullEngine, serving
 from server.pb import generate_pb2 as pb
 from tests.running import ROOT, Server, body, events_of, tokens_of
 
@@ -86,16 +90,16 @@ def test_candidates_and_prompt_log_probabilities_come_for_who_asked() -> None:
 @asynccontextmanager
 async def served(folder: Path, num_ranks: int) -> AsyncIterator[ShardedClient]:
     paths = [str(folder / f"rank-{rank}") for rank in range(num_ranks)]
+    steps = tuple(str(folder / f"steps-{rank}") for rank in range(1, num_ranks))
     given = {"model_path": str(DEMO), "weights_path": str(DEMO), "world_size": num_ranks, "rendezvous": "file:///none"}
-    configs = [ShardConfig(rank=rank, socket_path=path, **given) for rank, path in enumerate(paths)]
-    servers = [await serve(config) for config in configs]
-    client = ShardedClient(paths)
-    try:
+    async with AsyncExitStack() as stack:
+        for rank, path in enumerate(paths):
+            config = ShardConfig(rank=rank, socket_path=path, step_sockets=steps, **given)
+            await stack.enter_async_context(serving(config))
+        client = ShardedClient(paths)
+        stack.push_async_callback(client.close)
         await client.wait_ready(timeout=10)
         yield client
-    finally:
-        await client.close()
-        await asyncio.gather(*(server.stop(None) for server in servers))
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -117,6 +121,20 @@ def test_the_wire_contract(num_ranks: int, tmp_path: Path) -> None:
             assert (2, 2, 0) == (health.steps_received, health.steps_finished, health.oldest_step_ms)
             with pytest.raises(ValueError, match="the null model computes nothing"):
                 await shards.start_profile()
+
+    asyncio.run(story())
+
+
+def test_other_ranks_refuse_the_router_s_steps(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with served(tmp_path, 2):
+            second = ShardedClient([str(tmp_path / "rank-1")])
+            try:
+                second.send(step_request(1))
+                with pytest.raises(ShardError, match="steps reach rank 1 through rank 0"):
+                    await second.receive()
+            finally:
+                await second.close()
 
     asyncio.run(story())
 
@@ -149,3 +167,32 @@ def test_a_server_without_a_model_answers_as_any_other(flags: Sequence[str]) -> 
         events[-1]["details"]["finish_reason"],
     )
     assert "null" == info["model_id"]
+
+
+def test_eight_ranks_end_without_a_word_when_they_are_told_to() -> None:
+    with Server("--model-id", "null", "--num-shard", "8") as server:
+        assert (
+            200 == httpx2.post(f"{server.url}/generate", json=body("Once", max_new_tokens=30), timeout=60).status_code
+        )
+        server.stop(signal.SIGTERM)
+        code, output = server.wait()
+    assert 0 == code, output
+    assert not re.search("ERROR|WARN|CRITICAL|lost|ended by itself|Traceback", output), output
+
+
+def test_a_killed_rank_is_named_while_steps_run() -> None:
+    with Server("--model-id", "null", "--num-shard", "8") as server:
+        shard = next(pid for pid in server.children() if b"shard-3" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        asked = body("Once", max_new_tokens=2000)
+        with (
+            contextlib.suppress(httpx2.TransportError),  # the launcher ends the router too
+            httpx2.stream("POST", f"{server.url}/generate_stream", json=asked, timeout=60) as stream,
+        ):
+            lines = stream.iter_lines()
+            assert next(lines).startswith("data:")
+            os.kill(shard, signal.SIGKILL)
+            list(lines)
+        code, output = server.wait()
+    assert 1 == code
+    assert "shard 3 stopped: killed by signal 9" in output.splitlines()[-1]
+    assert not re.search("lost the model shards: shard [^3]", output), output

@@ -93,7 +93,8 @@ class ShardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Run(self, request_iterator, context):
-        """The ordered stream of steps. Reply k answers request k; the router may send request k+1 before reply k arrives.
+        """The ordered stream of steps, on rank 0; the others refuse it. Reply k answers request k; the router may send request
+        k+1 before reply k arrives. When reply k comes, every rank has finished step k-1, and none is known to have failed k.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

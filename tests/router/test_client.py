@@ -1,10 +1,10 @@
-"""One contract over the real client, with a gRPC server in the test, and over its double."""
+"""One contract over the real client, with gRPC servers in the test, and over its double."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +16,19 @@ from router.client import CHANNEL_OPTIONS, ShardedClient, ShardError, Shards, ne
 from router.entry import ValidRequest
 from server.pb import generate_pb2 as pb
 from server.pb.generate_pb2_grpc import ShardServicer, add_ShardServicer_to_server
+from server.relay import StepStream
 from tests.router.fake_shards import FakeShardedClient, ProtocolViolation, fake_next_token
 
 
 class StubShard(ShardServicer):  # type: ignore[misc]
     """A rank whose arithmetic is the double's. `behaviour` scripts what goes wrong at which step."""
 
-    def __init__(self, rank: int, behaviour: dict[tuple[int, int], str]) -> None:
+    def __init__(self, rank: int, behaviour: dict[tuple[int, int], str], sockets: Sequence[str] = ()) -> None:
         self.rank = rank
         self.behaviour = behaviour
         self.fake = FakeShardedClient()
+        self.turn = asyncio.Lock()  # one step at a time, in their order
+        self.steps = StepStream(rank, sockets, self.start)
 
     async def Info(self, request: Any, context: Any) -> pb.InfoReply:
         return pb.InfoReply(model_type="fake", dtype="float32", world_size=2, vocab_size=256, weight_bytes=self.rank)
@@ -39,43 +42,51 @@ class StubShard(ShardServicer):  # type: ignore[misc]
         return pb.HealthReply(steps_received=3, steps_finished=2, oldest_step_ms=10 * self.rank)
 
     async def Run(self, requests: Any, context: Any) -> AsyncIterator[pb.StepReply]:
-        async for request in requests:
-            wish = self.behaviour.get((self.rank, request.step))
-            if wish == "hang":
-                await asyncio.Event().wait()
-            if wish == "late end":
-                await asyncio.sleep(0.1)
-            if wish in ("end", "late end"):
+        async for reply in self.steps.run(requests, context):
+            wish = self.behaviour.get((self.rank, reply.step))
+            if wish == "end":
                 return
             if wish == "abort":
                 await context.abort(grpc.StatusCode.INTERNAL, "segmentation fault, nearly")
-            if wish is not None:
-                yield pb.StepReply(step=request.step, error=wish)
-                continue
+            yield reply
+
+    def start(self, request: pb.StepRequest) -> asyncio.Task[pb.StepReply]:
+        return asyncio.create_task(self._answer(request))
+
+    async def _answer(self, request: pb.StepRequest) -> pb.StepReply:
+        wish = self.behaviour.get((self.rank, request.step), "")
+        if wish == "hang":
+            await asyncio.Event().wait()
+        if wish == "end" and self.rank:
+            self.steps.close()
+        elif wish not in ("", "end", "abort"):
+            return pb.StepReply(step=request.step, error=wish)
+        async with self.turn:
             self.fake.send(request)
             reply = await self.fake.receive()
-            yield reply if self.rank == 0 else pb.StepReply(step=reply.step)
+        return reply if self.rank == 0 else pb.StepReply(step=reply.step)
 
 
 @asynccontextmanager
 async def real_shards(
     folder: Path, behaviour: dict[tuple[int, int], str] | None = None, num_ranks: int = 2
 ) -> AsyncIterator[ShardedClient]:
-    servers = []
     paths = [str(folder / f"rank-{rank}") for rank in range(num_ranks)]
-    for rank, path in enumerate(paths):
-        server = grpc.aio.server(options=CHANNEL_OPTIONS)
-        add_ShardServicer_to_server(StubShard(rank, behaviour or {}), server)  # type: ignore[no-untyped-call]
-        server.add_insecure_port(f"unix://{path}")
-        await server.start()
-        servers.append(server)
-    client = ShardedClient(paths)
-    await client.wait_ready(timeout=10)
-    try:
+    steps = [str(folder / f"steps-{rank}") for rank in range(1, num_ranks)]
+    async with AsyncExitStack() as stack:
+        for rank, path in enumerate(paths):
+            stub = StubShard(rank, behaviour or {}, steps)
+            stack.callback(stub.steps.close)
+            await stub.steps.open()
+            server = grpc.aio.server(options=CHANNEL_OPTIONS)
+            add_ShardServicer_to_server(stub, server)  # type: ignore[no-untyped-call]
+            server.add_insecure_port(f"unix://{path}")
+            stack.push_async_callback(server.stop, None)
+            await server.start()
+        client = ShardedClient(paths)
+        stack.push_async_callback(client.close)
+        await client.wait_ready(timeout=10)
         yield client
-    finally:
-        await client.close()
-        await asyncio.gather(*(server.stop(None) for server in servers))
 
 
 @asynccontextmanager
@@ -131,7 +142,8 @@ def test_answers_of_all_ranks_are_merged(tmp_path: Path) -> None:
             assert (await shards.info()).weight_bytes == (0, 1)
             cache = await shards.warmup(max_batch_total_tokens=0, max_total_tokens=10)
             assert (cache.max_batch_total_tokens, cache.num_blocks) == (4080, 255)
-            assert (await shards.health()).oldest_step_ms == 10
+            health = await shards.health()
+            assert (health.oldest_step_ms, health.rank) == (10, 1)
             with pytest.raises(ShardError, match="only 4096 tokens fit"):
                 await shards.warmup(max_batch_total_tokens=9999)
 
@@ -151,18 +163,21 @@ def test_error_of_all_ranks_is_an_answer(tmp_path: Path) -> None:
     ("behaviour", "message"),
     [
         ({(1, 1): "lost a tile"}, "shard 1: lost a tile"),
-        ({(1, 1): "lost a tile", (0, 1): "late end"}, "shard 1: lost a tile"),
-        ({(1, 1): "end"}, "shard 1: the stream ended"),
-        ({(1, 1): "abort", (0, 1): "hang"}, "shard 1: internal: segmentation fault, nearly"),
-        ({(0, 1): "end", (1, 1): "end"}, "shard .: the stream ended"),
+        ({(0, 1): "lost a tile"}, "shard 0: lost a tile"),
+        ({(1, 1): "end"}, "shard 1: it has ended"),
+        ({(1, 1): "end", (0, 1): "hang"}, "shard 1: it has ended"),
+        ({(0, 1): "end"}, "shard 0: the stream ended"),
+        ({(0, 1): "abort"}, "shard 0: internal: segmentation fault, nearly"),
     ],
 )
 def test_one_rank_that_fails_alone_is_named(behaviour: Any, message: str, tmp_path: Path) -> None:
     async def run() -> None:
         async with real_shards(tmp_path, behaviour) as shards:
             shards.send(step_request(1, add=[sequence(1, [5])], chunks=[(1, 1)]))
+            shards.send(step_request(2, decode=True))
             with pytest.raises(ShardError, match=message):
                 await shards.receive()
+                await shards.receive()  # rank 0 may have answered the first step before it knew
 
     asyncio.run(run())
 
