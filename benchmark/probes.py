@@ -148,7 +148,7 @@ def _decode_meta(sequences: int, device: torch.device) -> StepMeta:
         positions=visible - 1,
         visible=visible,
         prompt_lengths=visible - 1,
-        slots=blocks[:, -1] * BLOCK_SIZE + BLOCK_SIZE - 1,
+        owners=None,
         block_tables=blocks,
     )
 

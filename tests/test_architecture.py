@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.backends.reference",
     },
     "server.backends.failures": set(),
-    "server.backends.protocol": {"server.arch.spec"},
+    "server.backends.protocol": {"server.arch.spec", "server.blocks"},
     "server.backends.reference": {"server.arch", "server.backends.protocol", "server.backends.reference"},
     "server.blocks": set(),
     "server.checkpoint": {"server.arch.names", "server.blocks", "server.checkpoint", "server.distributed"},

@@ -15,13 +15,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from server.arch.spec import Activation, ArchSpec
+from server.blocks import BLOCK_SIZE
+
+OFFSET_BITS = BLOCK_SIZE.bit_length() - 1  # of a position: its place in a block
+assert 1 << OFFSET_BITS == BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,19 @@ class StepMeta:
     positions: Tensor  # [T] index of each token in its sequence
     visible: Tensor  # [T] keys that each token may see, from the sequence's first: up to itself, or its whole context
     prompt_lengths: Tensor  # [T] tokens of the prompt of each token's sequence
-    slots: Tensor  # [T] where each token's keys and values go: block * P + offset
+    owners: Tensor | None  # [T] sequence of each token; None where all decode: token s is that of sequence s
     block_tables: Tensor  # [S, longest] blocks of each sequence in order, padded with 0
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """[T] where each token's keys and values go: block * P + offset; -1, nowhere, for one that sees nothing."""
+        index = self.positions >> OFFSET_BITS
+        if self.owners is None:
+            blocks = self.block_tables.gather(1, index.unsqueeze(1)).squeeze(1)
+        else:
+            blocks = self.block_tables[self.owners, index]
+        slots = torch.add(self.positions & (BLOCK_SIZE - 1), blocks, alpha=BLOCK_SIZE)
+        return torch.where(self.visible > 0, slots, -1)
 
 
 class Attention(Protocol):

@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 
 from server.backends.protocol import Device, StepMeta
-from server.blocks import BLOCK_SIZE, num_blocks
+from server.blocks import num_blocks
 from server.stepping.sequences import SequenceState, StepRuns, TokenRun
 
 # The columns of `Tables.entries`: the prompt's length, of an encoder-decoder the row of the encoder's blocks and the
 # tokens that they hold, and then the blocks.
 PROMPT_LENGTH, ENCODER_ROW, ENCODER_LENGTH, BLOCKS = range(4)
-OFFSET_BITS = BLOCK_SIZE.bit_length() - 1
-assert 1 << OFFSET_BITS == BLOCK_SIZE
 
 
 @dataclass(frozen=True)
@@ -135,8 +133,6 @@ class Tables:
         itself out: what only the host knows is left empty.
         """
         entries = self.entries.index_select(0, rows)
-        visible = positions + are_real
-        block = entries.gather(1, ((positions >> OFFSET_BITS) + BLOCKS).unsqueeze(1)).squeeze(1)
         meta = StepMeta(
             num_decodes=len(rows),
             query_starts=list(range(len(rows) + 1)),
@@ -144,9 +140,9 @@ class Tables:
             longest=0,
             starts=torch.empty(0, dtype=torch.int32, device=rows.device),  # of use to prompts alone
             positions=positions,
-            visible=visible,
+            visible=positions + are_real,
             prompt_lengths=entries[:, PROMPT_LENGTH],
-            slots=_slots(block, positions, are_real),
+            owners=None,
             block_tables=entries[:, BLOCKS:],
         )
         cross = None
@@ -195,7 +191,7 @@ class Tables:
             positions=positions,
             visible=positions + are_real,
             prompt_lengths=entries[:, PROMPT_LENGTH].index_select(0, owners),
-            slots=_slots(entries[owners, (positions >> OFFSET_BITS) + BLOCKS], positions, are_real),
+            owners=owners,
             block_tables=entries[:, BLOCKS : BLOCKS + layout.blocks],
         )
         return torch.cat([self.last_tokens.index_select(0, rows[: layout.num_decodes]), token_ids]), meta
@@ -213,21 +209,14 @@ class Tables:
         """The tokens of `meta` with the encoded prompts as their context. Nothing is written there."""
         lengths = [len(run.sequence.encoder_tokens) for run in runs]
         entries = self.entries.index_select(0, rows)
-        places = torch.arange(len(meta.positions), dtype=torch.int32, device=rows.device)
-        owners = torch.searchsorted(meta.starts[1:], places, right=True)
+        assert meta.owners is not None
         return replace(
             meta,
             context_lengths=lengths,
-            visible=entries[:, ENCODER_LENGTH].index_select(0, owners),
+            visible=entries[:, ENCODER_LENGTH].index_select(0, meta.owners),
             block_tables=self._encoded(entries)[:, : num_blocks(max(lengths))],
         )
 
     def _encoded(self, entries: Tensor) -> Tensor:
         """The blocks [S, W] of the encoded prompts of sequences, from their own entries [S, BLOCKS + W]."""
         return self.entries.index_select(0, entries[:, ENCODER_ROW])[:, BLOCKS:]
-
-
-def _slots(blocks: Tensor, positions: Tensor, are_real: Tensor) -> Tensor:
-    """Where tokens at `positions` [T] go, whose blocks are given [T]: block * P + offset, or nowhere, which is -1."""
-    slots = torch.add(positions & (BLOCK_SIZE - 1), blocks, alpha=BLOCK_SIZE)
-    return torch.where(are_real > 0, slots, -1)

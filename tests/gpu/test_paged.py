@@ -10,7 +10,6 @@ from torch import Tensor
 
 from server.arch.spec import Activation
 from server.backends.reference.attention import ReferenceAttention
-from server.blocks import BLOCK_SIZE
 from tests.server.kernel_cases import (
     CASES,
     HALVES,
@@ -103,10 +102,8 @@ def test_a_captured_decode_follows_its_sequences(kv_heads: int) -> None:
         out = step()
     # The first sequence is now in its middle, the others one token further.
     positions = torch.tensor([77, 3, 120], device=GPU)
-    tables = meta.block_tables[torch.arange(3, device=GPU), positions // BLOCK_SIZE]
     meta.positions.copy_(positions)
     meta.visible.copy_(positions + 1)
-    meta.slots.copy_(tables * BLOCK_SIZE + positions % BLOCK_SIZE)
     expected_kv = kv.float()
     graph.replay()
     now = replace(meta, context_lengths=[78, 4, 121])

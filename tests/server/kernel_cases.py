@@ -189,7 +189,7 @@ def check_padding(heads: int, kv_heads: int, dtype: torch.dtype, device: torch.d
 
     case = Case([(20, 1), (1, 1)], (heads, kv_heads), 64, rotation=(32, HALVES))
     meta, turned = case.meta(device), case.rotation_on(device)
-    meta.slots[1], meta.visible[1] = -1, 0
+    meta.visible[1] = 0
     for processors, window, rotation in ((ONE_SPLIT, 0, turned), (MANY_SPLITS, 0, None), (MANY_SPLITS, 5, turned)):
         meta.positions[1] = 3 * window  # of a sequence that has left
         backend = PagedAttention(Scores(1.0), processors)

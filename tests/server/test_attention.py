@@ -22,12 +22,12 @@ def step_of(lengths: list[tuple[int, int]], num_blocks_total: int, seed: int) ->
     rng = random.Random(seed)
     free = rng.sample(range(num_blocks_total), num_blocks_total)
     longest = max(num_blocks(length) for length, _ in lengths)
-    tables, positions, slots, starts = [], [], [], [0]
-    for length, queries in lengths:
+    tables, positions, owners, starts = [], [], [], [0]
+    for sequence, (length, queries) in enumerate(lengths):
         table = [free.pop() for _ in range(num_blocks(length))]
         tables.append(table + [0] * (longest - len(table)))
         positions += range(length - queries, length)
-        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in range(length - queries, length)]
+        owners += [sequence] * queries
         starts.append(starts[-1] + queries)
     return StepMeta(
         num_decodes=sum(queries == 1 for _, queries in lengths),
@@ -38,7 +38,7 @@ def step_of(lengths: list[tuple[int, int]], num_blocks_total: int, seed: int) ->
         positions=torch.tensor(positions),
         visible=torch.tensor(positions) + 1,
         prompt_lengths=torch.tensor(positions) + 1,
-        slots=torch.tensor(slots),
+        owners=torch.tensor(owners),
         block_tables=torch.tensor(tables),
     )
 

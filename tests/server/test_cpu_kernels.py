@@ -225,13 +225,10 @@ MakeAttention = Callable[[Scores], Attention]
 
 def written(make: MakeAttention, scores: Scores, meta: StepMeta, k: Tensor, v: Tensor) -> Tensor:
     """A cache with k and v [tokens of all contexts, K, H]; whatever was never written is NaN."""
-    slots = [
-        int(table[p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE
-        for table, length in zip(meta.block_tables, meta.context_lengths, strict=True)
-        for p in range(length)
-    ]
+    tokens = [(s, p) for s, length in enumerate(meta.context_lengths) for p in range(length)]
+    owners, positions = torch.tensor(tokens).t()
     kv = torch.full((2, BLOCKS, k.shape[1], BLOCK_SIZE, k.shape[2]), float("nan"), dtype=k.dtype)
-    make(scores).write(kv, k, v, replace(meta, slots=torch.tensor(slots)))
+    make(scores).write(kv, k, v, replace(meta, owners=owners, positions=positions, visible=positions + 1))
     return kv
 
 
@@ -345,7 +342,8 @@ def test_tokens_written_together_or_one_by_one_are_the_same(
     together, one_by_one = torch.zeros(2, 2, BLOCKS, 2, BLOCK_SIZE, head_dim, dtype=dtype)
     attention.write(together, k, v, meta)
     for i in range(len(k)):
-        attention.write(one_by_one, k[i : i + 1], v[i : i + 1], replace(meta, slots=meta.slots[i : i + 1]))
+        token = {name: getattr(meta, name)[i : i + 1] for name in ("owners", "positions", "visible")}
+        attention.write(one_by_one, k[i : i + 1], v[i : i + 1], replace(meta, **token))
     assert torch.equal(together, one_by_one)
 
 

@@ -25,63 +25,60 @@ Counted = dict[tuple[str, int, int], "Launches"]  # by model, ranks and batch si
 # One rank's launches: in each layer, beside all layers, and all together, which leaves out the collectives.
 BUDGET = """
 model           ranks batch  layer beside    all  collectives
-bloomz-7b1-mt       1     1     10     34    334            0
-bloomz-7b1-mt       1    32      9     34    304            0
-bloomz-7b1-mt       2     1     10     60    360           62
-bloomz-7b1-mt       2    32      9     60    330           62
-llama-3-8b          1     1     10     40    360            0
-llama-3-8b          1    32     10     40    360            0
-llama-3-8b          2     1     10     66    386           66
-llama-3-8b          2    32     10     66    386           66
-mixtral-8x7b        1     1     17     40    584            0
-mixtral-8x7b        1    32     17     40    584            0
-mixtral-8x7b        2     1     17     66    610           66
-mixtral-8x7b        2    32     17     66    610           66
-chatglm3-6b         1     1     10     40    320            0
-chatglm3-6b         1    32     10     40    320            0
-chatglm3-6b         2     1     10     66    346           58
-chatglm3-6b         2    32     10     66    346           58
-flan-t5-xl          1     1     15     36    396            0
-flan-t5-xl          1    32     13     36    348            0
-flan-t5-xl          2     1     15     62    422           74
-flan-t5-xl          2    32     13     62    374           74
-qwen3-8b            1     1     11     40    436            0
-qwen3-8b            1    32     11     40    436            0
-qwen3-8b            2     1     11     66    462           74
-qwen3-8b            2    32     11     66    462           74
-gemma-2-9b          1     1     10     44    464            0
-gemma-2-9b          1    32     10     44    464            0
-gemma-2-9b          2     1     10     70    490           86
-gemma-2-9b          2    32     10     70    490           86
-pythia-6.9b         1     1     10     40    360            0
-pythia-6.9b         1    32      9     40    328            0
-pythia-6.9b         2     1     11     66    418           34
-pythia-6.9b         2    32     10     66    386           34
+bloomz-7b1-mt       1     1      7     12    222            0
+bloomz-7b1-mt       1    32      7     12    222            0
+bloomz-7b1-mt       2     1      7     38    248           62
+bloomz-7b1-mt       2    32      7     38    248           62
+llama-3-8b          1     1      7     18    242            0
+llama-3-8b          1    32      8     18    274            0
+llama-3-8b          2     1      7     44    268           66
+llama-3-8b          2    32      8     44    300           66
+mixtral-8x7b        1     1     12     18    402            0
+mixtral-8x7b        1    32     12     18    402            0
+mixtral-8x7b        2     1     12     44    428           66
+mixtral-8x7b        2    32     12     44    428           66
+chatglm3-6b         1     1      7     18    214            0
+chatglm3-6b         1    32      8     18    242            0
+chatglm3-6b         2     1      7     44    240           58
+chatglm3-6b         2    32      8     44    268           58
+flan-t5-xl          1     1     11     12    276            0
+flan-t5-xl          1    32     12     13    301            0
+flan-t5-xl          2     1     11     38    302           74
+flan-t5-xl          2    32     12     39    327           74
+qwen3-8b            1     1      8     18    306            0
+qwen3-8b            1    32      9     18    342            0
+qwen3-8b            2     1      8     44    332           74
+qwen3-8b            2    32      9     44    368           74
+gemma-2-9b          1     1      7     22    316            0
+gemma-2-9b          1    32      8     23    359            0
+gemma-2-9b          2     1      7     48    342           86
+gemma-2-9b          2    32      8     49    385           86
+pythia-6.9b         1     1      7     18    242            0
+pythia-6.9b         1    32      8     18    274            0
+pythia-6.9b         2     1      7     44    268           34
+pythia-6.9b         2    32      9     44    332           34
 """
 
 # What one layer launches where one rank decodes one sequence.
 LAYER = {
-    "bloomz-7b1-mt": "2 _add_norm, 2 addmm, 2 mm, _store, _decode_head, _combine, gelu",
-    "llama-3-8b": "4 mm, 2 _add_norm, _rotate_and_store, _decode_group, _combine, _gate",
-    "mixtral-8x7b": "3 mm, 2 _add_norm, 2 offsets, 2 _grouped_mm, _rotate_and_store, _decode_group, _combine, _choose, "
-    "_group, index_select, _gate, _weigh",
-    "chatglm3-6b": "3 mm, 2 _add_norm, addmm, _rotate_and_store, _decode_group, _combine, _gate",
-    "flan-t5-xl": "6 mm, 3 _add_norm, 2 _decode_head, 2 _combine, _store, _gate",
-    "qwen3-8b": "4 mm, 2 _add_norm, _norm_heads, _rotate_and_store, _decode_group, _combine, _gate",
-    "gemma-2-9b": "4 mm, 2 _add_norm, _rotate_and_store, _decode_group, _combine, _gate",
-    "pythia-6.9b": "2 _add_norm, 2 addmm, 2 mm, _rotate_and_store, _decode_head, _combine, gelu",
+    "bloomz-7b1-mt": "4 _multiply_rows, 2 _add_norm, _decode_head",
+    "llama-3-8b": "4 _multiply_rows, 2 _add_norm, _decode_group",
+    "mixtral-8x7b": "5 _multiply_rows, 2 _add_norm, _decode_group, _choose, _group, index_select, _weigh",
+    "chatglm3-6b": "4 _multiply_rows, 2 _add_norm, _decode_group",
+    "flan-t5-xl": "6 _multiply_rows, 3 _add_norm, 2 _decode_head",
+    "qwen3-8b": "4 _multiply_rows, 2 _add_norm, _norm_heads, _decode_group",
+    "gemma-2-9b": "4 _multiply_rows, 2 _add_norm, _decode_group",
+    "pythia-6.9b": "4 _multiply_rows, 2 _add_norm, _decode_head",
 }
 
 # What stands before and behind the layers, likewise.
 BESIDE = {
-    "bloomz-7b1-mt": "4 add, 3 index, 2 gt, 2 mul, 2 _add_norm, 2 sub, 2 cat, floor_divide, gather, remainder, "
-    "scalar_tensor, where, embedding, mm, _to_copy, max, amax, abs, eq, masked_fill, exp, sum, log, "
-    "index_put",
-    "llama-3-8b": "5 mul, 5 add, 3 index, 2 gt, 2 sub, 2 cat, floor_divide, gather, remainder, scalar_tensor, where, "
-    "embedding, maximum, cos, sin, _add_norm, mm, _to_copy, max, amax, abs, eq, masked_fill, exp, sum, "
-    "log, index_put",
-    "flan-t5-xl": "6 index, 4 add, 2 gt, 2 mul, 2 sub, 2 cat, floor_divide, gather, remainder, scalar_tensor, where, "
-    "embedding, _add_norm, mm, _to_copy, max, amax, abs, eq, masked_fill, exp, sum, log, index_put",
+    "bloomz-7b1-mt": "2 index_select, 2 add, 2 _add_norm, embedding, _multiply_rows, summarise_parts, "
+    "summarise_rows, sub, index_copy",
+    "llama-3-8b": "3 add, 3 mul, 2 index_select, embedding, maximum, cos, sin, _add_norm, _multiply_rows, "
+    "summarise_parts, summarise_rows, sub, index_copy",
+    "flan-t5-xl": "3 index_select, 2 add, embedding, _add_norm, _multiply_rows, summarise_parts, "
+    "summarise_rows, sub, index_copy",
 }
 
 MODELS = tuple(dict.fromkeys(line.split()[0] for line in BUDGET.splitlines()[2:]))

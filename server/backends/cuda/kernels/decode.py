@@ -59,7 +59,8 @@ def decode(
     """Attend the first `meta.num_decodes` rows of qkv over kv [2, B, K, P, H] into those of out [T, N, H].
 
     qkv: the queries [T, N, H], attending to what is stored; or with the step's keys and values [T, N + 2 K, H], which
-    are stored, queries and keys rotated as `rotation` says. A slot below 0 is nowhere: the padding of a captured batch.
+    are stored, queries and keys rotated as `rotation` says. What nothing is visible to is not stored: the padding of a
+    captured batch.
     """
     kv_heads, block_size, head_dim = kv.shape[2:]
     sequences, heads, group = meta.num_decodes, out.shape[1], out.shape[1] // kv_heads
@@ -89,7 +90,6 @@ def decode(
         None if parts is None else processors.arrivals,
         meta.positions,
         meta.visible,
-        meta.slots if is_new else None,
         meta.block_tables,
         None if rotation is None else rotation.cos,
         None if rotation is None else rotation.sin,
@@ -101,6 +101,7 @@ def decode(
         HEAD_DIM=head_dim,
         HEAD_PAD=padded(head_dim),
         BLOCK_SIZE=block_size,
+        IS_NEW=is_new,
         HALF=0 if rotation is None else rotation.cos.shape[-1],
         IS_INTERLEAVED=rotation is not None and rotation.interleaved,
         TILE=tile,
@@ -132,7 +133,8 @@ def _store_new(
     qkv,
     k_cache,
     v_cache,
-    slots,
+    table,
+    position,
     cos,
     sin,
     kv_head,
@@ -155,9 +157,9 @@ def _store_new(
     source = qkv + sequence * token_stride + (HEADS + kv_head) * HEAD_DIM
     k = _load_row(source, features, real & is_taken, cos, sin, sequence, HALF, IS_INTERLEAVED, TILE)
     v = _load_row(source + KV_HEADS * HEAD_DIM, features, real & is_taken, None, None, sequence, 0, False, TILE)
-    slot = tl.load(slots + sequence).to(tl.int64)
-    row = (slot // BLOCK_SIZE * KV_HEADS + kv_head) * BLOCK_SIZE + slot % BLOCK_SIZE
-    kept = real & is_stored & (slot >= 0)
+    block = tl.load(table + position // BLOCK_SIZE, mask=is_stored, other=0).to(tl.int64)
+    row = (block * KV_HEADS + kv_head) * BLOCK_SIZE + position % BLOCK_SIZE
+    kept = real & is_stored
     tl.store(k_cache + row * HEAD_DIM + features, k.to(k_cache.dtype.element_ty), mask=kept)
     tl.store(v_cache + row * HEAD_DIM + features, v.to(v_cache.dtype.element_ty), mask=kept)
     return k, v
@@ -174,7 +176,6 @@ def _decode_head(
     arrivals,
     positions,
     visible,
-    slots,
     tables,
     cos,
     sin,
@@ -186,6 +187,7 @@ def _decode_head(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    IS_NEW: tl.constexpr,
     HALF: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     TILE: tl.constexpr,
@@ -201,7 +203,7 @@ def _decode_head(
     sequence, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position = tl.load(positions + sequence).to(tl.int32)
     reach = tl.load(visible + sequence).to(tl.int32)
-    stored = reach if slots is None else tl.maximum(reach - 1, 0)
+    stored = tl.maximum(reach - 1, 0) if IS_NEW else reach
     first, last = keys_of_split(position, stored, WINDOW, TILE)
     table = tables + sequence * table_stride
     keys = first + tl.arange(0, TILE)
@@ -213,13 +215,14 @@ def _decode_head(
     best = tl.full([TILE], LOWEST, tl.float32)
     total = tl.zeros([TILE], tl.float32)
     acc = tl.zeros([TILE, HEAD_PAD], tl.float32)
-    if slots is not None:
+    if IS_NEW:
         is_taken = (tl.program_id(2) == 0) & (reach > 0)
         new_k, new_v = _store_new(
             qkv,
             k_cache,
             v_cache,
-            slots,
+            table,
+            position,
             cos,
             sin,
             head,
@@ -291,7 +294,6 @@ def _decode_group(
     arrivals,
     positions,
     visible,
-    slots,
     tables,
     cos,
     sin,
@@ -303,6 +305,7 @@ def _decode_group(
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    IS_NEW: tl.constexpr,
     HALF: tl.constexpr,
     IS_INTERLEAVED: tl.constexpr,
     TILE: tl.constexpr,
@@ -323,7 +326,7 @@ def _decode_group(
     heads = kv_head * GROUP + tl.minimum(members, GROUP - 1)
     position = tl.load(positions + sequence).to(tl.int32)
     reach = tl.load(visible + sequence).to(tl.int32)
-    stored = reach if slots is None else tl.maximum(reach - 1, 0)
+    stored = tl.maximum(reach - 1, 0) if IS_NEW else reach
     first, last = keys_of_split(position, stored, WINDOW, TILE)
     table = tables + sequence * table_stride
     keys = first + tl.arange(0, TILE)
@@ -335,13 +338,14 @@ def _decode_group(
     best = tl.full([ROWS], LOWEST, tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_PAD], tl.float32)
-    if slots is not None:
+    if IS_NEW:
         is_taken = (tl.program_id(2) == 0) & (reach > 0)
         new_k, new_v = _store_new(
             qkv,
             k_cache,
             v_cache,
-            slots,
+            table,
+            position,
             cos,
             sin,
             kv_head,
