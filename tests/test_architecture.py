@@ -103,6 +103,9 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.backends.failures", "server.backends.protocol", "server.blocks", "server.distributed", "server.pb",
         "server.stepping",
     },
+    "server.stepping.captured_sampling": {
+        "server.backends.reference.logits", "server.stepping.sampling", "server.stepping.vocabulary",
+    },
     "server.symmetric": set(),
     "server.stepping.sampling": {
         "server.backends.protocol", "server.backends.reference.logits", "server.stepping.vocabulary",

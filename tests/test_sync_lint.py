@@ -27,7 +27,7 @@ REDUCTIONS = {"all", "any", "max", "min", "sum", "amax", "amin", "argmax", "equa
 ALLOWED = {
     ("server.stepping.sequences", "self.sequences[new.id] = …"): "a dict",
     ("server.stepping.choosing", "self._samplers[first] = …"): "a dict",
-    ("server.stepping.decode_graphs", "self._graphs[size, chooses] = …"): "a dict",
+    ("server.stepping.decode_graphs", "self._graphs[size, form] = …"): "a dict",
     ("server.stepping.engine", "part.token_ids.tolist()"): "of the host, in `finish`",
     ("server.stepping.engine", "part.logprobs.tolist()"): "of the host, in `finish`",
     ("server.stepping.engine", "candidates.tolist()"): "of the host, in `finish`",

@@ -4,15 +4,15 @@ A step in which all sequences decode does the same from one token to the next: o
 short inputs hold is different, the sequences' rows and positions. The step advances the positions itself, and keeps the
 tokens that it chose, so that while the same sequences decode the host uploads nothing.
 
-Each has two forms: one that chooses the most likely tokens, and one that ends with the hidden states, for the engine to
-sample from; logits of every size would take gigabytes. Left out: steps with prompts (`mixed_graphs.py`), and models
-that cannot be captured, which the backend names beforehand.
+Each has three forms (`Form`), of which the one that samples exists where sizes are known beforehand, on GPUs. Left out:
+steps with prompts (`mixed_graphs.py`), and models that cannot be captured, which the backend names beforehand.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from enum import Enum, auto
 from functools import partial
 
 import torch
@@ -20,11 +20,22 @@ from torch import Tensor
 
 from server.backends.protocol import Computation, Device, GraphCapture
 from server.stepping.batch import Forward, Tables
+from server.stepping.captured_sampling import settings_of
+from server.stepping.sampling import TokenChoice
 from server.stepping.sequences import TokenRun
 
-# What is captured: a forward pass, and whether its tokens are chosen in it, which are then the first of the results.
-# All results have a row for each sequence.
-Decode = Callable[[Forward, bool], tuple[Tensor, ...]]
+
+class Form(Enum):
+    """What a captured step ends with."""
+
+    PLAIN = auto()  # the most likely tokens
+    SAMPLED = auto()  # tokens by temperature, top-k and top-p (`captured_sampling.py`)
+    HIDDEN = auto()  # hidden states, to sample from by anything else; logits of every size would take gigabytes
+
+
+# What is captured: a forward pass, its form and, where it samples, settings. The tokens that are chosen in it are the
+# first of the results; all results have a row for each sequence.
+Decode = Callable[[Forward, Form, Tensor], tuple[Tensor, ...]]
 
 
 class DecodeGraph:
@@ -33,7 +44,10 @@ class DecodeGraph:
     def __init__(self, size: int, device: Device):
         # Of each sequence its row, its position, and 1; of what fills up the batch zeros.
         self.numbers = torch.zeros(3, size, dtype=torch.int64, device=device.torch_device)
+        # What tokens are sampled by: greedy all of them, until `choose_by`.
+        self.settings = device.upload(settings_of([], size), torch.float64)
         self.inputs: Sequence[tuple[int, int]] = []  # the rows and positions of the sequences
+        self.choices: Sequence[TokenChoice] = []  # of the sequences
         self.replay: Computation | None = None  # None: not captured yet
         self._device = device
 
@@ -44,6 +58,12 @@ class DecodeGraph:
         ones = [1] * len(inputs)
         self.numbers.copy_(self._device.upload([[*rows, *padding], [*positions, *padding], [*ones, *padding]]))
         self.inputs = inputs
+
+    def choose_by(self, choices: Sequence[TokenChoice]) -> None:
+        """Upload what the sequences' tokens are sampled by, unless it is as it was."""
+        if self.choices != choices:
+            self.settings.copy_(self._device.upload(settings_of(choices, self.settings.shape[1]), torch.float64))
+            self.choices = choices
 
 
 class DecodeGraphs:
@@ -57,7 +77,7 @@ class DecodeGraphs:
         self._device = device
         self._tables = tables
         self._has_encoder = has_encoder
-        self._graphs: dict[tuple[int, bool], DecodeGraph] = {}
+        self._graphs: dict[tuple[int, Form], DecodeGraph] = {}
         # Up to the first that takes all sequences.
         self._sizes = capture.sizes[: bisect_left(capture.sizes, most) + 1]
 
@@ -71,21 +91,30 @@ class DecodeGraphs:
         return self._sizes[-1]
 
     def captures(self) -> list[Callable[[], None]]:
-        """Capture one size in both forms each, the largest first: what it has taken suffices for the others."""
+        """Capture one size in all forms each, the largest first: what it has taken suffices for the others."""
         return [partial(self._prepare, size) for size in reversed(self._sizes)]
 
     def _prepare(self, size: int) -> None:
-        for chooses in (True, False):
-            self._graph(size, chooses)
+        for form in Form:
+            self._graph(size, form)
 
-    def run(self, runs: Sequence[TokenRun], *, chooses: bool) -> tuple[Tensor, ...]:
+    def form_of(self, runs: Sequence[TokenRun]) -> Form:
+        """The form of the step that chooses the next tokens of these sequences."""
+        if all(sequence.choice.is_plain for sequence, _, _ in runs):
+            return Form.PLAIN
+        is_simple = bool(self._sizes) and all(sequence.choice.is_simple for sequence, _, _ in runs)
+        return Form.SAMPLED if is_simple else Form.HIDDEN
+
+    def run(self, runs: Sequence[TokenRun], form: Form) -> tuple[Tensor, ...]:
         """The results for each sequence of `runs`, then the sequences' rows [S]; all valid until the next run."""
         inputs = [(sequence.row, start) for sequence, start, _ in runs]
-        graph = self._graph(self._size(len(runs)), chooses)
+        graph = self._graph(self._size(len(runs)), form)
         if graph.inputs != inputs:
             graph.fill(inputs)
+        if form is Form.SAMPLED:
+            graph.choose_by([sequence.choice for sequence, _, _ in runs])
         graph.inputs = []  # unknown, should the step fail
-        graph.replay = graph.replay or self._capture(self._step(graph, chooses))
+        graph.replay = graph.replay or self._capture(self._step(graph, form))
         results = graph.replay()
         graph.inputs = [(row, position + 1) for row, position in inputs]
         return tuple([result[: len(runs)] for result in results])
@@ -93,22 +122,22 @@ class DecodeGraphs:
     def _size(self, batch_size: int) -> int:
         return next((size for size in self._sizes if size >= batch_size), batch_size)
 
-    def _graph(self, size: int, chooses: bool) -> DecodeGraph:
+    def _graph(self, size: int, form: Form) -> DecodeGraph:
         """The graph of this size and form; captured, unless that computes: then it waits for its inputs."""
-        if (size, chooses) not in self._graphs:
+        if (size, form) not in self._graphs:
             graph = DecodeGraph(size, self._device)
             if not self._capture.computes:
-                graph.replay = self._capture(self._step(graph, chooses))
-            self._graphs[size, chooses] = graph
-        return self._graphs[size, chooses]
+                graph.replay = self._capture(self._step(graph, form))
+            self._graphs[size, form] = graph
+        return self._graphs[size, form]
 
-    def _step(self, graph: DecodeGraph, chooses: bool) -> Computation:
+    def _step(self, graph: DecodeGraph, form: Form) -> Computation:
         rows, positions, are_real = graph.numbers
 
         def step() -> tuple[Tensor, ...]:
             forward = self._tables.decodes(rows, positions, are_real, has_encoder=self._has_encoder)
-            results = self._decode(forward, chooses)
-            if chooses:
+            results = self._decode(forward, form, graph.settings)
+            if form is not Form.HIDDEN:
                 self._tables.keep(rows, results[0])
             positions.add_(are_real)
             return *results, rows

@@ -26,8 +26,9 @@ from server.stepping import cache
 from server.stepping.agreed_capture import AgreedCapture
 from server.stepping.batch import Forward, StepInput, Tables
 from server.stepping.cache import KVShape
+from server.stepping.captured_sampling import choose
 from server.stepping.choosing import LOGIT_ROWS, Chooser
-from server.stepping.decode_graphs import DecodeGraphs
+from server.stepping.decode_graphs import DecodeGraphs, Form
 from server.stepping.mixed_graphs import MixedGraphs
 from server.stepping.sampling import Chosen, Watermark
 from server.stepping.sequences import SequenceState, SequenceTable, StepRuns, TokenRun
@@ -297,10 +298,10 @@ class Engine:
 
     def _run_graph(self, runs: list[TokenRun], tables: Tables, graphs: DecodeGraphs, started: Clock) -> Launched:
         sequences = [run.sequence for run in runs]
-        if all(s.choice.is_plain for s in sequences):
-            token_ids, logprobs, _ = graphs.run(runs, chooses=True)
+        if (form := graphs.form_of(runs)) is not Form.HIDDEN:
+            token_ids, logprobs, _ = graphs.run(runs, form)
             return Launched(sequences, [Chosen(token_ids, logprobs)], {}, started, self.device)
-        return self._sample(sequences, graphs.run(runs, chooses=False), tables, started)
+        return self._sample(sequences, graphs.run(runs, form), tables, started)
 
     def _run_mixed(self, plan: StepRuns, tables: Tables, graphs: MixedGraphs, started: Clock) -> Launched:
         sampled = [run.sequence for run in plan.decodes + plan.chunks if run.yields_token]
@@ -318,12 +319,14 @@ class Engine:
             tables.keep(rows, torch.cat([part.token_ids for part in chosen]))
         return Launched(sequences, chosen, {}, started, self.device)
 
-    def _decode(self, forward: Forward, chooses: bool) -> tuple[Tensor, ...]:
+    def _decode(self, forward: Forward, form: Form, settings: Tensor) -> tuple[Tensor, ...]:
         """What is captured of a decode step, in which every sequence has one token and gets the next."""
         hidden = self.model.run(forward, self._kv_caches)
-        if not chooses:
+        if form is Form.HIDDEN:
             return hidden, forward.meta.positions + 1, forward.token_ids
         logits = self.model.logits(hidden)
+        if form is Form.SAMPLED:
+            return choose(self._vocabulary, logits, settings, forward.meta.positions + 1)
         # What a sampler does for plain tokens, and nothing else: a graph repeats every operator.
         best = self._vocabulary.summarise(logits, 1)
         return best.top_ids.squeeze(1), (best.top_logits - best.log_totals).squeeze(1)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -51,10 +51,16 @@ class TokenChoice:
         """Whether the tokens so far matter beyond the last one."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether it is the most likely token, and nothing else is wanted."""
-        return not (self.do_sample or self.needs_history or self.watermark or self.top_n_tokens)
+        return not self.do_sample and self.is_simple
+
+    @cached_property
+    def is_simple(self) -> bool:
+        """Whether temperature, top-k and top-p are all that a sample is drawn by, and nothing but a token is wanted."""
+        is_typical = self.do_sample and self.typical_p != 1.0
+        return not (is_typical or self.needs_history or self.watermark or self.top_n_tokens)
 
 
 @dataclass(frozen=True)

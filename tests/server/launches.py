@@ -31,6 +31,7 @@ from server.checkpoint.weights import Weights
 from server.distributed import Shard
 from server.model.layer import Layer
 from server.model.load import load
+from server.stepping.decode_graphs import Form
 from server.stepping.engine import Engine
 from server.stepping.sampling import Watermark
 from tests.server.test_real_shapes import DTYPE, META, FakeCheckpoint, find
@@ -184,7 +185,7 @@ def decode_launches(name: str, world_size: int, batch_sizes: Sequence[int], trac
         engine.allocate(CACHE_TOKENS, TOTAL_TOKENS)
         assert engine.graphs is not None
         for size in batch_sizes:
-            engine.graphs.decodes._graph(size, chooses=True)
+            engine.graphs.decodes._graph(size, Form.PLAIN)
     return recorder.captured
 
 

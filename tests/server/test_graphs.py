@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
@@ -22,6 +23,7 @@ from server.backends.cpu.graph import CaptureError, CpuGraph, CpuGraphCapture, P
 from server.backends.cpu.layers import KernelNorm, PanelFormat
 from server.backends.cpu.memory import Arena
 from server.backends.protocol import Computation
+from server.pb import generate_pb2 as pb
 from server.stepping.batch import Tables
 from server.stepping.decode_graphs import DecodeGraph
 from server.stepping.engine import Engine
@@ -104,12 +106,12 @@ def test_batches_are_filled_up(kernels: Kernels) -> None:
     capture = Repeating()
     engine.backend.graph_capture = lambda sizes: capture
     allocate_and_capture(engine, sequences=8)
-    # Both forms of each size, and mixed steps, before the first request; nothing while requests are served.
-    expected = 2 * len(Repeating.sizes) + len(Repeating.prompt_tokens)
+    # All forms of each size, and mixed steps, before the first request; nothing while requests are served.
+    expected = 3 * len(Repeating.sizes) + len(Repeating.prompt_tokens)
     assert expected == capture.captured
     assert results(generate(engine, prompts(14))) == results(generate(plain, prompts(14)))
     assert expected == capture.captured
-    assert {6, 7} < capture.replayed.keys()  # the mixed ones
+    assert {9, 10} < capture.replayed.keys()  # the mixed ones
 
 
 def test_mixed_steps_of_every_size_give_the_same(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,6 +129,29 @@ def test_mixed_steps_of_every_size_give_the_same(kernels: Kernels, monkeypatch: 
         len(plan.chunks) > 8 or prompt_tokens(plan) > 48 or (len(plan.decodes) > 8 and not plan.chunks)
         for plan in laid_out
     )
+
+
+def test_sampling_that_is_captured_chooses_the_same(kernels: Kernels) -> None:
+    engine, plain = load_engine(DEMO, kernels=kernels), load_engine(DEMO, kernels=kernels, captured=False)
+    capture = Repeating()
+    engine.backend.graph_capture = lambda sizes: capture
+    allocate_and_capture(engine, sequences=8)
+    samplings = [
+        GREEDY,
+        sampled(1),
+        sampled(2, temperature=0.6, top_k=7),
+        sampled(2**63 + 3, top_p=0.7),
+        sampled(4, temperature=1.7, top_k=50, top_p=0.9),
+        sampled(5, temperature=1e-9),
+        pb.SamplingParameters(temperature=1, top_p=1, typical_p=0.4, repetition_penalty=1),  # of no meaning: greedy
+    ]
+    batch = [Prompt([i + 2], max_new_tokens=9 + i, sampling=each, joins_at=i) for i, each in enumerate(samplings)]
+    fresh = [replace(p, tokens=[], logprobs=[], top_ids=[]) for p in batch]
+    ours, theirs = results(generate(engine, batch)), results(generate(plain, fresh))
+    assert [tokens for tokens, _, _ in theirs] == [tokens for tokens, _, _ in ours]
+    for (_, expected, _), (_, found, _) in zip(theirs, ours, strict=True):
+        assert expected == pytest.approx(found, abs=1e-4)
+    assert {1, 4} < capture.replayed.keys() and not {2, 5, 8} & capture.replayed.keys()
 
 
 def prompt_tokens(plan: StepRuns) -> int:

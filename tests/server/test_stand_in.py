@@ -38,11 +38,8 @@ from tests.server.stand_in import (
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
 
 Compute = Callable[[Tensor, Tensor], Tensor]  # a tensor [4, 5] float32, and ids [2] int64
-SAMPLING = pytest.mark.xfail(
-    strict=True, reason="B, C: sampling is a hundred operators; noise and argmax in one kernel, or all of it captured"
-)
 STEPS, BATCH = 300, 32
-MOST_LAUNCHES = 20  # by a step that samples: each takes the host of a GPU about 5 us, so they are 2/3 of the target
+PATIENCE = 5  # times the target, for a machine that does other things too
 TARGET_US = 150  # of Python, for launch and finish of a step, on a machine that does nothing else
 
 
@@ -260,7 +257,7 @@ def test_a_step_that_does_the_same_uploads_nothing_and_waits_for_nothing(samplin
 
 @pytest.mark.parametrize(
     ("sampling", "most"),
-    [(GREEDY, 1), pytest.param(SAMPLED, MOST_LAUNCHES, marks=SAMPLING)],
+    [(GREEDY, 1), (SAMPLED, 1)],
     ids=["plain", "sampled"],
 )
 def test_a_step_launches_little_beside_its_graph(driver: Driver, sampling: pb.SamplingParameters, most: int) -> None:
@@ -273,9 +270,8 @@ def test_a_step_launches_little_beside_its_graph(driver: Driver, sampling: pb.Sa
     assert driver.launches.total() <= most
 
 
-@pytest.mark.parametrize(("sampling", "patience"), [(GREEDY, 5), (SAMPLED, 25)], ids=["plain", "sampled"])
-def test_what_a_step_takes_of_python(tiny_bloom: Path, sampling: pb.SamplingParameters, patience: int) -> None:
-    """patience: how often the target a busy machine may take; five times as much while sampling is not captured."""
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["plain", "sampled"])
+def test_what_a_step_takes_of_python(tiny_bloom: Path, sampling: pb.SamplingParameters) -> None:
     engine = decoding(FreeBackend(), tiny_bloom, sampling)
     assert engine.graphs
     taken = []
@@ -286,4 +282,4 @@ def test_what_a_step_takes_of_python(tiny_bloom: Path, sampling: pb.SamplingPara
         step.finish()
         taken.append((time.thread_time_ns() - began) / 1000)
     print(f"\n{statistics.median(taken):.0f} us, at best {min(taken):.0f}, for launch and finish of a step of {BATCH}")
-    assert min(taken) <= patience * TARGET_US
+    assert min(taken) <= PATIENCE * TARGET_US

@@ -25,13 +25,7 @@ from torch import Tensor
 
 from server.backends.cuda.kernels.common import LOWEST, ScoreTerms, cache_rows, finish_scores, load_blocks, padded
 from server.backends.cuda.kernels.rotate import load_rotated
-from server.backends.cuda.kernels.splits import (
-    Processors,
-    choose_splits,
-    combined_at_once,
-    finish_split,
-    keys_of_split,
-)
+from server.backends.cuda.kernels.splits import Processors, choose_splits, combined_at_once, finish_split, keys_of_split
 from server.backends.protocol import Rotation, StepMeta
 
 # Bytes of a tile of keys, and as many of values. Elementwise, every row of a tile has its own sums in registers: half
@@ -39,8 +33,7 @@ from server.backends.protocol import Rotation, StepMeta
 HEAD_TILE_BYTES, GROUP_TILE_BYTES = 8192, 16384
 # Below the 128 threads of a program: a longer list of blocks would be spread over them, and exchanged in every turn.
 MAX_TILE = 64
-# Stages of the compiler's pipeline: two tiles are loaded ahead.
-HEAD_STAGES, GROUP_STAGES = 3, 3
+STAGES = 3  # of the compiler's pipeline: two tiles are loaded ahead
 # Rows of a tile of queries where heads share a kv head: no fewer fill the matrix units, more take too many registers.
 MIN_GROUP_ROWS, MAX_GROUP_ROWS = 16, 64
 
@@ -106,7 +99,7 @@ def decode(
         IS_INTERLEAVED=rotation is not None and rotation.interleaved,
         TILE=tile,
         WINDOW=window,
-        STAGES=HEAD_STAGES if group == 1 else GROUP_STAGES,
+        STAGES=STAGES,
         MEMBERS=members,
         AT_ONCE=combined_at_once(members, padded(head_dim)),
         **options,
