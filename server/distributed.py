@@ -91,12 +91,6 @@ class Shard:
         _collective(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MIN))
         return int(tensor.item())
 
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Rank 0's values, in place on every rank; returns `tensor`. Costs nothing on a single rank."""
-        if self.world_size > 1:
-            _collective(lambda: dist.broadcast(tensor, src=0))
-        return tensor
-
     def first_problem(self, problem: str | None, device: torch.device) -> str | None:
         """The problem of the lowest rank that has one, and on several ranks which it is; None where none has one."""
         if self.world_size == 1:

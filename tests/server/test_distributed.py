@@ -100,10 +100,6 @@ def test_every_rank_says_which_one_could_not_and_why(uneven: list[dict[str, Any]
     assert "rank 1: OutOfMemoryError: no memory for this graph" in said.pop()
 
 
-def test_the_choice_of_rank_0_reaches_all(uneven: list[dict[str, Any]]) -> None:
-    assert [[7, 7, 7]] * 2 == [rank["broadcast"] for rank in uneven]
-
-
 class Failing:
     """A capture that fails."""
 
@@ -126,9 +122,7 @@ def test_a_single_rank_computes_without_a_graph_too() -> None:
 
 
 def test_on_a_single_rank_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("all_reduce", "all_gather", "broadcast", "barrier"):
+    for name in ("all_reduce", "all_gather", "barrier"):
         monkeypatch.delattr(dist, name)
-    tensor = torch.ones(2)
-    assert tensor is Shard().broadcast(tensor)
     assert Shard().first_problem(None, CPU) is None
     assert "full" == Shard().first_problem("full", CPU)
