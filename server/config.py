@@ -115,8 +115,9 @@ class ShardConfig:
     cuda_graphs: str | None = field(
         default=None,
         metadata={
-            "help": "Batch sizes whose decode steps are captured as CUDA graphs, separated by commas; 0: none. On a "
-            "CPU each batch size is captured at its first use, and 0 turns that off.",
+            "help": "Batch sizes whose decode steps are captured as CUDA graphs, separated by commas; 0: none. Steps "
+            "with up to 512 prompt tokens beside no larger batches are captured too. On a CPU each batch size is "
+            "captured at its first use, and 0 turns that off.",
             "unit": "requests",
             "check": parse_graph_sizes,
             "default": "23 sizes up to 256",

@@ -73,13 +73,14 @@ class MixedGraph:
 
 
 class MixedGraphs:
-    """The captured mixed steps of one engine. most: sequences at once."""
+    """The captured mixed steps of one engine, for no more decodes than are captured alone. most: sequences at once."""
 
     def __init__(self, capture: GraphCapture, run: Run, device: Device, tables: Tables, *, most: int):
         self._capture = capture
         self._run = run
         self._device = device
         self._tables = tables
+        most = min([most, *capture.sizes[-1:]])
         decodes = DECODES[: bisect_left(DECODES, most) + 1] if capture.prompt_tokens else ()
         self._graphs = {
             size: MixedGraph(*size, device) for size in product(reversed(decodes), reversed(capture.prompt_tokens))
