@@ -141,7 +141,7 @@ def test_gates_equal_the_operators(activation: Activation) -> None:
 @pytest.mark.parametrize(
     ("case", "sizes"),
     [
-        ("bloom", {"n_layer": 2, "n_head": 4}),
+        ("bloom", {"n_layer": 2, "n_head": 2}),
         ("qwen3", {"num_hidden_layers": 1}),
         ("gpt_neox", {"num_hidden_layers": 2, "num_attention_heads": 4}),
         ("gemma2", {"num_hidden_layers": 2}),

@@ -39,7 +39,7 @@ pytestmark = [
 
 @pytest.fixture
 def large_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A search's parts in one tile, and small ones: the interpreter takes as long for each tile."""
+    """A search's parts in one tile: the interpreter takes as long for each."""
     monkeypatch.setattr(search, "TILE", search.PART)
 
 
