@@ -1,9 +1,10 @@
 """`lockstep-bench kernels`: what every Triton kernel compiles to, for GPUs that need not be there; runs nothing.
 
 A kernel that spills registers, that finds no room in a multiprocessor's shared memory, or whose loads are not pipelined
-is slow in a way that is seen here before it is measured. The cases are one for each head size of the models that are
-served, in bfloat16; `tests/server/compiled_kernels.py` holds the same cases to what the tile sizes assume. Speed is
-`probes`' business. Needs Triton, which is imported only when the command runs.
+is slow in a way that is seen here before it is measured. The cases are attention for each head size of the models that
+are served, matrix products of few rows in every tiling, and all that stands between and behind them, in bfloat16;
+`tests/server/compiled_*.py` hold some of these cases to what the tile sizes assume. Speed is `probes`' business. Needs
+Triton, which is imported only when the command runs.
 """
 
 from __future__ import annotations
@@ -11,23 +12,40 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import importlib.util
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmark.report import BenchError, table
 
 if TYPE_CHECKING:
+    import torch
+
+    from server.backends.cuda.kernels.linear import Tiling
     from server.backends.cuda.machine_code import MachineCode
 
 CAPABILITIES = ("8.0", "8.9", "9.0", "10.0")
 PROCESSORS = 132  # to fill: those of an H200, so that the keys of few sequences are split
 DECODES, CHUNK, BLOCKS, BLOCK_SIZE = 2, 20, 64, 16
 WIDTH = 4096  # of the model, and of a gated mlp
+VOCABULARY = 250_880  # Bloom's
+MOST_ROWS = {"bfloat16": 64, "int8": 128}  # of a product: beyond, a weight of this dtype is left to cuBLAS
+EXPERTS, EXPERT_ROWS = 8, (2, 64, 128)  # of a mixture; rows of all experts together
+MIXTURES = ((8, 2), (128, 8), (60, 6))  # experts, and how many each token goes to
 HEADERS = [
     "case", "kernel", "capability", "registers", "spills", "local memory", "shared memory", "matrix instructions",
     "asynchronous loads", "programs per multiprocessor",
 ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is compiled, and for a product how many of its programs a multiprocessor should hold."""
+
+    name: str
+    launch: Callable[[], object]
+    resident: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,26 +103,36 @@ def run(args: argparse.Namespace) -> int:
     if importlib.util.find_spec("triton") is None:
         raise BenchError("Triton is not installed: it exists for Linux on x86-64, and `.[dev]` installs it")
     codes = [row for capability in args.capability for row in rows(capability)]
-    print(table(HEADERS, [line(name, code) for name, code in codes], centred=True))
+    print(table(HEADERS, [line(case.name, code) for case, code in codes], centred=True))
     version = importlib.metadata.version("triton")
     print(f"\n- Triton {version}, bfloat16; compiled, not run: no GPU was used, and nothing was timed")
-    for name, code in codes:
-        for complaint in complaints(code):
-            print(f"- {name}, {code.kernel}, {code.capability}: {complaint}")
+    for case, code in codes:
+        for complaint in complaints(code, case.resident):
+            print(f"- {case.name}, {code.kernel}, {code.capability}: {complaint}")
     return 0
 
 
-def rows(capability: str) -> Iterator[tuple[str, MachineCode]]:
+def rows(capability: str) -> Iterator[tuple[Case, MachineCode]]:
     """Every kernel of every case, compiled for one compute capability."""
     from server.backends.cuda.machine_code import compiled_for
 
     with compiled_for(capability) as found:
-        for case in HEAD_CASES:
-            launch_attention(case)
-            yield from ((case.name, code) for code in found)
-            found.clear()
-        launch_others()
-        yield from ((f"width {WIDTH}", code) for code in found)
+        named: list[tuple[Case, MachineCode]] = []
+        for case in cases():
+            before = len(found)
+            case.launch()
+            # What is launched several times in a case is one row.
+            named += ((case, code) for code in {code.ptx: code for code in found[before:]}.values())
+    yield from named
+
+
+def cases() -> Iterator[Case]:
+    """What the table has."""
+    yield from (Case(case.name, partial(launch_attention, case)) for case in HEAD_CASES)
+    yield from product_cases()
+    yield from norm_cases()
+    yield from (Case(f"{k} of {experts} experts", partial(launch_routing, experts, k)) for experts, k in MIXTURES)
+    yield from logit_cases()
 
 
 def launch_attention(case: HeadCase, chunk: int = CHUNK) -> None:
@@ -129,18 +157,136 @@ def launch_attention(case: HeadCase, chunk: int = CHUNK) -> None:
     attention.self_attend(heads, kv, rotation, meta, case.window)
 
 
-def launch_others() -> None:
-    """What stands between the matrix products of a layer."""
+def product_cases() -> Iterator[Case]:
+    """Products of few rows in every tiling, and those of a mixture's experts."""
+    import torch
+
+    from server.backends.cuda.kernels.linear import tilings
+
+    for dtype, most in MOST_ROWS.items():
+        weight_dtype: torch.dtype = getattr(torch, dtype)
+        for is_gated in (False, True):
+            kind = f"{dtype}{', gated' if is_gated else ''}"
+            for rows in (rows for rows in (8, 16, 32, 64, 128) if rows <= most):
+                for tiling in tilings(rows, weight_dtype, is_gated=is_gated):
+                    name = f"product of {rows} rows, {kind}, tiles of {tiling.features} features"
+                    launch = partial(launch_product, rows, weight_dtype, is_gated=is_gated, tiling=tiling)
+                    yield Case(name, launch, tiling.resident)
+            for rows in EXPERT_ROWS:
+                launch = partial(launch_product, rows, weight_dtype, is_gated=is_gated, experts=EXPERTS)
+                yield Case(f"product of {rows} rows with {EXPERTS} experts, {kind}", launch)
+
+
+def launch_product(
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    is_gated: bool,
+    tiling: Tiling | None = None,
+    inputs: int = WIDTH,
+    experts: int = 0,
+) -> None:
+    """A product with all that may follow one. dtype: the weight's."""
     import torch
 
     from server.arch.spec import Activation
-    from server.backends.cuda.fused import FusedNorm, fused_gate
+    from server.backends.cuda.kernels.linear import Epilogue, Workspace, multiply_rows
+
+    outputs = WIDTH * (2 if is_gated else 1)
+    kind = torch.bfloat16 if dtype == torch.int8 else dtype
+    x, residual = torch.zeros(rows, inputs, dtype=kind), torch.zeros(rows, WIDTH, dtype=kind)
+    stack = (experts,) if experts else ()
+    weight, scale = torch.empty(*stack, outputs, inputs, dtype=dtype), torch.zeros(*stack, outputs, dtype=kind)
+    multiply_rows(
+        x,
+        weight,
+        scale if dtype == torch.int8 else None,
+        Epilogue(activation=Activation.SILU) if experts else Epilogue(scale, Activation.GELU, residual),
+        Workspace(torch.device("cpu"), PROCESSORS),
+        is_gated=is_gated,
+        tiling=tiling,
+        ends=torch.zeros(experts, dtype=torch.int32) if experts else None,
+    )
+
+
+def norm_cases() -> Iterator[Case]:
+    """What stands between the matrix products of a layer."""
+    from server.arch.spec import Activation
+    from server.backends.cuda.fused import fused_gate
+
+    for is_centred in (True, False):
+        kind = "layer norm" if is_centred else "rms norm"
+        yield Case(f"{kind} of {WIDTH}", partial(launch_norm, is_centred, 0, False))
+        for deltas in (1, 2):
+            for has_own_norm in (False, True):
+                summands = f"{deltas} {'normalised ' if has_own_norm else ''}summand{'s' if deltas > 1 else ''}"
+                yield Case(f"{kind} of {WIDTH}, {summands}", partial(launch_norm, is_centred, deltas, has_own_norm))
+        yield Case(f"{kind} of 48 heads of 128", partial(launch_norm_of_heads, is_centred))
+    for activation in Activation:
+        yield Case(f"gate of {WIDTH}, {activation.value}", partial(fused_gate, activation, zeros(2, 2 * WIDTH)))
+
+
+def launch_norm(is_centred: bool, num_deltas: int, has_own_norm: bool) -> None:
+    """A norm, behind a sum where there are deltas, each with its bias, normalised or not."""
+    from server.backends.cuda.fused import FusedNorm
     from server.backends.protocol import Summand
 
-    x, weight = (torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((2, WIDTH), (WIDTH,)))
-    FusedNorm(weight, weight, 1e-5, is_centred=True).add(x, Summand((x,), (weight,)))
-    FusedNorm(weight, None, 1e-5, is_centred=False).add(x, Summand((x,)))
-    fused_gate(Activation.SILU, torch.zeros(2, 2 * WIDTH, dtype=torch.bfloat16))
+    x, weight = zeros(2, WIDTH), zeros(WIDTH)
+    norm = FusedNorm(weight, weight if is_centred else None, 1e-5, is_centred=is_centred)
+    if num_deltas == 0:
+        norm(x)
+    else:
+        norm.add(x, Summand((x,) * num_deltas, (weight,) * num_deltas, norm if has_own_norm else None))
+
+
+def launch_norm_of_heads(is_centred: bool) -> None:
+    """The norms of queries and keys."""
+    from server.backends.cuda.fused import FusedNorm
+
+    weight = zeros(128)
+    norm = FusedNorm(weight, weight if is_centred else None, 1e-5, is_centred=is_centred)
+    norm.normalise_heads(norm, zeros(2, 48, 128), kv_heads=8)
+
+
+def launch_routing(experts: int, top_k: int) -> None:
+    """A mixture's tokens to their experts, and back."""
+    from server.backends.cuda.kernels.routing import FusedRouting
+    from server.backends.reference.linear import DenseFormat
+
+    routes = FusedRouting(experts, top_k, renormalise=True)(DenseFormat(zeros(experts, 64)), zeros(3, 64))
+    routes.combine(zeros(3 * top_k, WIDTH))
+
+
+def logit_cases() -> Iterator[Case]:
+    """What sampling asks of the logits, of one rank and of eight."""
+    import torch
+
+    from server.backends.cuda.logits import KernelLogits
+
+    kernels, integers = KernelLogits(), torch.zeros(2, dtype=torch.int64)
+    seeds = integers.view(2, 1), integers.view(2, 1), integers
+    logits = zeros(2, VOCABULARY)
+    for n in (1, 5):
+        yield Case(f"{n} best of {VOCABULARY} logits", partial(kernels.summarise, logits, n))
+    yield Case(f"race of {VOCABULARY} logits", partial(kernels.race, logits, *seeds))
+    yield Case("noise of one token", partial(kernels.log_noise, *seeds, integers.view(2, 1)))
+    for ranks in (1, 8):
+        gather = None if ranks == 1 else partial(_gathered, ranks)
+        part = torch.zeros(2, VOCABULARY // ranks)
+        where = f"{VOCABULARY} logits on {ranks} rank{'s' if ranks > 1 else ''}"
+        yield Case(f"top-k of {where}", partial(kernels.top_k_threshold, part, integers.view(2, 1), 1, gather))
+        yield Case(f"top-p of {where}", partial(kernels.top_p_threshold, part, torch.ones(2, 1), gather))
+
+
+def _gathered(ranks: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+    return [tensor] * ranks
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    """In bfloat16."""
+    import torch
+
+    return torch.zeros(*shape, dtype=torch.bfloat16)
 
 
 def line(name: str, code: MachineCode) -> list[str | int]:
@@ -165,12 +311,16 @@ def _counts(code: MachineCode, names: tuple[str, ...]) -> str:
     return ", ".join(f"{code.instructions[name]} {name}" for name in names if code.instructions[name]) or "none"
 
 
-def complaints(code: MachineCode) -> Iterator[str]:
-    """What no kernel should do."""
-    from server.backends.cuda.machine_code import KIB, PROCESSORS
+def complaints(code: MachineCode, resident: int = 0) -> Iterator[str]:
+    """What no kernel should do. resident: of a product in whole units, programs that a multiprocessor should hold."""
+    from server.backends.cuda.machine_code import KIB, PROCESSORS, WHOLE_UNITS
 
     if code.spills or code.local_bytes:
         yield f"spills registers: {code.spills} instructions, {code.local_bytes} bytes of local memory"
     if not code.fits:
         most = PROCESSORS[code.capability].program_bytes
         yield f"needs {code.shared_bytes / KIB:.1f} KiB of shared memory, a program has {most / KIB:.0f}: cannot run"
+    elif code.programs_per_processor < resident:
+        yield f"its grid counts on {resident} programs per multiprocessor, {code.programs_per_processor} fit"
+    if resident and not code.full_instructions[WHOLE_UNITS]:
+        yield f"reads its weight without {WHOLE_UNITS}: not ahead, or not in whole units of memory"

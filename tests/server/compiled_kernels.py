@@ -7,57 +7,46 @@ read bfloat16. What is compiled here is what the launches ask for: only the laun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from benchmark.kernels import HEAD_CASES, HeadCase, complaints, launch_attention
+from benchmark.kernels import HEAD_CASES, HeadCase, launch_attention
 from server.arch.spec import Activation
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.fused import FusedNorm, fused_gate
-from server.backends.cuda.machine_code import MATRIX, MachineCode, compiled_for
+from server.backends.cuda.machine_code import MATRIX, MachineCode
 from server.backends.protocol import Summand, split_heads
+from tests.server.compiled_cases import CPU, found, of_kernel
 from tests.server.kernel_cases import HALVES, INTERLEAVED, MANY_SPLITS, RAGGED, Case, all_terms, learned, plain
 
-CPU = torch.device("cpu")
+__all__ = ["found"]
+
 BY_MODEL = {case.model: case for case in HEAD_CASES}
 # Every head size, and where it matters also with kv heads of another kind; the others are left to the command.
-WITH_PROMPTS = ("bloom-560m", "bloomz-3b", "Phi-3-mini", "like MPT-30B, shared kv heads", "Mistral-7B", "Gemma-2-9B")
-DECODES_ALONE = ("TinyLlama-1.1B", "bloomz-7b1", "StarCoder", "Gemma-7B")
+WITH_PROMPTS = ("bloom-560m", "bloomz-3b", "Mistral-7B", "Gemma-2-9B")
+DECODES_ALONE = ("TinyLlama-1.1B", "Phi-3-mini", "like MPT-30B, shared kv heads", "bloomz-7b1", "StarCoder", "Gemma-7B")
 # Programs that must fit on a multiprocessor: as many as `choose_splits` wants where a head has its kv head for itself;
 # of a group's larger tiles, two keep as many bytes under way.
 LEAST_PROGRAMS = {"_decode_head": 4, "_decode_group": 2}
 
 
-@pytest.fixture
-def found() -> Iterator[list[MachineCode]]:
-    """What each launch is compiled to, instead of being launched."""
-    with compiled_for("9.0") as codes:
-        yield codes
-        assert codes and [] == [sentence for code in codes for sentence in complaints(code)]
+def test_attention_takes_matrix_units_and_loads_ahead(found: list[MachineCode]) -> None:
+    for case in (cases := [BY_MODEL[model] for model in WITH_PROMPTS]):
+        launch_attention(case)
+    for number, case in enumerate(cases):
+        decode, store, prefill = found[3 * number : 3 * number + 3]
+        check_decode(case, decode)
+        assert store.kernel == ("_rotate_and_store" if case.rotated_pairs else "_store"), case
+        assert prefill.kernel == "_prefill" and prefill.programs_per_processor >= 1, (case, prefill)
+        assert prefill.instructions["HGMMA"] > 0 and prefill.instructions["LDGSTS"] > 0, (case, prefill)
+    assert 3 * len(cases) == len(found)
 
 
-def one(found: list[MachineCode], kernel: str) -> MachineCode:
-    (code,) = (code for code in found if code.kernel == kernel)
-    return code
-
-
-@pytest.mark.parametrize("model", WITH_PROMPTS)
-def test_attention_takes_matrix_units_and_loads_ahead(model: str, found: list[MachineCode]) -> None:
-    launch_attention(case := BY_MODEL[model])
-    store = "_rotate_and_store" if case.rotated_pairs else "_store"
-    assert [decode_kernel(case), store, "_prefill"] == [code.kernel for code in found]
-    check_decode(case, found[0])
-    assert found[-1].instructions["HGMMA"] > 0 and found[-1].instructions["LDGSTS"] > 0
-    assert found[-1].programs_per_processor >= 1
-
-
-@pytest.mark.parametrize("model", DECODES_ALONE)
-def test_decodes_are_one_launch_though_their_keys_are_split(model: str, found: list[MachineCode]) -> None:
-    launch_attention(case := BY_MODEL[model], chunk=0)
-    (code,) = found
-    check_decode(case, code)
+def test_decodes_are_one_launch_though_their_keys_are_split(found: list[MachineCode]) -> None:
+    for case in (cases := [BY_MODEL[model] for model in DECODES_ALONE]):
+        launch_attention(case, chunk=0)
+    for case, code in zip(cases, found, strict=True):
+        check_decode(case, code)
 
 
 def decode_kernel(case: HeadCase) -> str:
@@ -66,15 +55,15 @@ def decode_kernel(case: HeadCase) -> str:
 
 def check_decode(case: HeadCase, code: MachineCode) -> None:
     """It loads ahead, and so many programs share a multiprocessor that enough is under way."""
-    assert code.kernel == decode_kernel(case)
-    assert code.instructions["LDGSTS"] > 0
-    assert code.programs_per_processor >= LEAST_PROGRAMS[code.kernel]
-    assert (code.kernel == "_decode_group") == any(code.instructions[name] for name in MATRIX)
+    assert code.kernel == decode_kernel(case), (case, code)
+    assert code.instructions["LDGSTS"] > 0, (case, code)
+    assert code.programs_per_processor >= LEAST_PROGRAMS[code.kernel], (case, code)
+    assert (code.kernel == "_decode_group") == any(code.instructions[name] for name in MATRIX), (case, code)
 
 
 def test_the_last_program_of_a_split_sequence_reads_what_the_others_wrote(found: list[MachineCode]) -> None:
     launch_attention(BY_MODEL["bloom-560m"], chunk=0)
-    ptx = one(found, "_decode_head").ptx
+    ptx = of_kernel(found, "_decode_head").ptx
     count = ptx.index("atom.")
     assert ptx[count:].startswith("atom.global.gpu.acq_rel.add")
     written, barrier = ptx.rindex("st.global", 0, count), ptx.rindex("bar.sync", 0, count)

@@ -9,7 +9,7 @@ from server.backends.cuda.kernels.routing import FusedRouting
 from server.backends.cuda.machine_code import MachineCode
 from server.backends.protocol import Summand
 from server.backends.reference.linear import DenseFormat
-from tests.server.compiled_kernels import found
+from tests.server.compiled_cases import found
 from tests.server.kernel_cases import norms
 
 __all__ = ["found"]

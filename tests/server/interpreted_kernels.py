@@ -15,6 +15,7 @@ from server.arch.spec import Activation
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.backend import CudaBackend
 from tests.server.driver import Prompt, generate, load_engine
+from tests.server.interpreted_cases import quick_calls
 from tests.server.kernel_cases import (
     CASES,
     ONE_SPLIT,
@@ -31,10 +32,12 @@ from tests.server.kernel_cases import (
 )
 from tests.server.tiny import save_tiny
 
+__all__ = ["quick_calls"]
+
 # numpy, which interprets, says what a GPU leaves unsaid.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 CPU = torch.device("cpu")
-# Tiles differ by dtype: in 16 bits, what production runs, every kind once.
+# Tiles differ by dtype: in 16 bits, what production runs, every kind once. The others in 32 bits.
 IN_16_BITS = [
     "decode, rotated",
     "decode, split, heads of 80 in a window",
@@ -48,9 +51,9 @@ IN_16_BITS = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_attention_equals_the_reference(case: Case) -> None:
-    check_attention(case, torch.float32, CPU)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in IN_16_BITS])
+def test_attention_equals_the_reference(name: str) -> None:
+    check_attention(CASES[name], torch.float32, CPU)
 
 
 @pytest.mark.parametrize("name", IN_16_BITS)
@@ -112,7 +115,7 @@ def test_norms_of_heads_equal_the_operators(
         ((1, 8, 2), torch.float32),
         ((5, 6, 3), torch.float32),
         ((5, 6, 3), torch.float16),
-        ((40, 9, 8), torch.float32),  # more pairs than a program looks at together
+        ((33, 9, 8), torch.float32),  # more pairs than a program looks at together
     ],
     ids=str,
 )
@@ -134,15 +137,15 @@ def test_gates_equal_the_operators(activation: Activation) -> None:
 
 
 # Biased sums, layer norms and ALiBi; gates, rotations and norms of heads; heads that are rotated in part, and parallel
-# branches; normalised summands; experts. Two layers and few heads of each: the interpreter takes seconds for one.
+# branches; normalised summands; experts. Few layers and heads of each: the interpreter takes seconds for one.
 @pytest.mark.parametrize(
     ("case", "sizes"),
     [
-        ("bloom", {"n_layer": 2, "n_head": 4}),
-        ("qwen3", {"num_hidden_layers": 2}),
+        ("bloom", {"n_layer": 2, "n_head": 2}),
+        ("qwen3", {"num_hidden_layers": 1}),
         ("gpt_neox", {"num_hidden_layers": 2, "num_attention_heads": 4}),
         ("gemma2", {"num_hidden_layers": 2}),
-        ("mixtral", {"num_hidden_layers": 2}),
+        ("mixtral", {"num_hidden_layers": 1}),
     ],
     ids=["bloom", "qwen3", "gpt_neox", "gemma2", "mixtral"],
 )
@@ -155,7 +158,7 @@ def test_a_model_on_the_backend_for_a_gpu_gives_the_tokens_of_the_reference(
     backend = CudaBackend(CpuDevice(), torch.float32)  # its kernels are interpreted, on tensors of the CPU
     engines = load_engine(tmp_path), load_engine(tmp_path, backend=backend, captured=False, warms_up=False)
     expected, found = (
-        generate(engine, [Prompt(list(range(4, 13)), 3, chunk=6), Prompt([40, 50], 3, joins_at=1)])
+        generate(engine, [Prompt(list(range(4, 11)), 2, chunk=4), Prompt([40, 50], 2, joins_at=1)])
         for engine in engines
     )
     assert [p.tokens for p in expected] == [p.tokens for p in found]

@@ -15,6 +15,7 @@ from server.backends.cuda.kernels import search
 from server.backends.reference.logits import StockLogits
 from server.distributed import Shard
 from tests.server import logit_ranks
+from tests.server.interpreted_cases import quick_calls
 from tests.server.logit_cases import (
     KERNELS,
     WIDTHS,
@@ -26,6 +27,8 @@ from tests.server.logit_cases import (
     check_typical,
     logits_of,
 )
+
+__all__ = ["quick_calls"]
 
 # numpy, which interprets, says what a GPU leaves unsaid.
 pytestmark = [
@@ -54,7 +57,7 @@ def test_summaries_equal_the_reference(width: int, n: int, dtype: torch.dtype) -
     check_summary(with_removed(logits_of(3, width, dtype)), n)
 
 
-@pytest.mark.parametrize(("rows", "n"), [(1, 20), (40, 1), (2, 13)])
+@pytest.mark.parametrize(("rows", "n"), [(1, 20), (12, 1), (2, 13)])
 def test_summaries_of_many_rows_and_many_tokens(rows: int, n: int) -> None:
     check_summary(logits_of(rows, 4500), n)
 
@@ -75,25 +78,25 @@ def test_races_are_won_by_the_same_tokens(width: int, first_id: int) -> None:
 
 
 def test_the_noise_of_a_token_is_the_references() -> None:
-    check_noise(torch.arange(0, 250_880, 2600).unsqueeze(1))
+    check_noise(torch.arange(0, 250_880, 10_000).unsqueeze(1))
 
 
 def test_races_of_many_rows() -> None:
-    check_race(torch.zeros(20, 700))
+    check_race(torch.zeros(10, 700))
 
 
 def test_draws_follow_the_distribution() -> None:
     probabilities = torch.tensor([0.5, 0.25, 0.15, 0.1])
-    rows = 200  # each takes a while to interpret; that every token is the reference's says more
+    rows = 60  # each takes a while to interpret; that every token is the reference's says more
     low = torch.arange(rows).unsqueeze(1)
     drawn = KERNELS.race(probabilities.log().expand(rows, -1), low, torch.zeros_like(low), torch.full((rows,), 5))
     found = torch.bincount(drawn, minlength=4) / rows
-    torch.testing.assert_close(found, probabilities, atol=0.11, rtol=0)
+    torch.testing.assert_close(found, probabilities, atol=0.2, rtol=0)
 
 
 @pytest.mark.parametrize("width", WIDTHS)
 def test_top_k_keeps_what_the_reference_keeps(width: int, large_tiles: None) -> None:
-    k = torch.tensor([[1], [7], [40], [3000]])
+    k = torch.tensor([[1], [40], [3000]])
     check_top_k(with_removed(logits_of(len(k), width)), k)
 
 
@@ -102,8 +105,8 @@ def test_top_k_of_equals_keeps_all(large_tiles: None) -> None:
 
 
 def test_top_k_of_signed_zeros_and_extremes(large_tiles: None) -> None:
-    logits = torch.tensor([[0.0, -0.0, 1e-40, -1e-40, 3e38, -3e38, float("-inf")]]).expand(7, -1).contiguous()
-    check_top_k(logits, torch.arange(1, 8).unsqueeze(1))
+    logits = torch.tensor([[0.0, -0.0, 1e-40, -1e-40, 3e38, -3e38, float("-inf")]]).expand(4, -1).contiguous()
+    check_top_k(logits, torch.tensor([[1], [3], [4], [7]]))
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -113,7 +116,8 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(width: int, spread: float, 
     check_top_p(with_removed(logits_of(len(p), width, spread=spread)), p)
 
 
-def test_a_search_in_tiles_as_on_a_gpu() -> None:
+def test_a_search_in_tiles_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(search, "PART", 3 * search.TILE)
     logits = torch.randn(1, 900, generator=torch.Generator().manual_seed(3)) * 4
     check_top_k(logits, torch.tensor([[50]]))
     check_top_p(logits, torch.tensor([[0.9]]))

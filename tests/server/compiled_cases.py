@@ -1,0 +1,27 @@
+"""What the tests share that compile kernels for an H200, without one: see `test_triton.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from benchmark.kernels import complaints
+from server.backends.cuda.machine_code import MachineCode, compiled_for
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def found() -> Iterator[list[MachineCode]]:
+    """What each launch is compiled to, instead of being launched."""
+    with compiled_for("9.0") as codes:
+        yield codes
+        assert [] == [sentence for code in codes for sentence in complaints(code)]
+
+
+def of_kernel(found: list[MachineCode], kernel: str) -> MachineCode:
+    """The only one of this name."""
+    (code,) = (code for code in found if code.kernel == kernel)
+    return code
