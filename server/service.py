@@ -25,12 +25,15 @@ from server.pb import generate_pb2_grpc as pb_grpc
 from server.profiling import StepProfiler
 from server.relay import StepStream
 from server.stepping.engine import Engine, Launched, StepResult
+from server.stepping.sequences import StepError
 from server.stepping.warmup import warm_up
 
 log = logging.getLogger(__name__)
 
 # Steps carry prompts of at most a few hundred thousand token ids; a larger message is a mistake.
 MAX_MESSAGE_BYTES = 64 * 2**20
+# More sequences at once than any router admits; the device's tables have a row for each.
+MOST_SEQUENCES = 65536
 
 
 class ShardService(pb_grpc.ShardServicer):
@@ -82,6 +85,10 @@ class ShardService(pb_grpc.ShardServicer):
 
     def _warm_up(self, request: pb.WarmupRequest) -> pb.WarmupReply:
         engine = self._engine
+        if not (request.max_batch_prefill_tokens and request.max_total_tokens):
+            raise ValueError("max_batch_prefill_tokens and max_total_tokens are 0: they must be at least 1")
+        if request.max_sequences > MOST_SEQUENCES:
+            raise ValueError(f"max_sequences is {request.max_sequences}, but a shard has room for {MOST_SEQUENCES}")
         warmed = warm_up(
             engine,
             prefill_tokens=request.max_batch_prefill_tokens,
@@ -151,7 +158,8 @@ class ShardService(pb_grpc.ShardServicer):
         except Exception as error:  # this loop must outlive a step: the error is the reply
             log.exception("step %d failed", step)
             reply = pb.StepReply(step=step, error=_sentence(error), lost_peer=isinstance(error, PeerLost))
-            if is_fatal or lost_device(error):
+            # What every rank refuses alike, before anything changes, leaves them in step.
+            if (is_fatal and not isinstance(error, StepError)) or lost_device(error):
                 reply.failed_rank = self._engine.shard.rank
                 self._fail(error)
             return reply

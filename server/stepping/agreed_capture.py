@@ -46,6 +46,6 @@ class AgreedCapture:
         reason = self._shard.first_problem(problem, self._device)
         if reason is None:
             return replay
-        log.warning("a decode step is computed without a graph: %s", reason)
+        log.warning("a step is computed without a graph: %s", reason)
         self.failures.append(reason)
         return function

@@ -324,12 +324,25 @@ class Engine:
         hidden = self.model.run(forward, self._kv_caches)
         if form is Form.HIDDEN:
             return hidden, forward.meta.positions + 1, forward.token_ids
-        logits = self.model.logits(hidden)
         if form is Form.SAMPLED:
-            return choose(self._vocabulary, logits, settings, forward.meta.positions + 1)
+            return self._sample_captured(hidden, settings, forward.meta.positions + 1)
+        logits = self.model.logits(hidden)
         # What a sampler does for plain tokens, and nothing else: a graph repeats every operator.
         best = self._vocabulary.summarise(logits, 1)
         return best.top_ids.squeeze(1), (best.top_logits - best.log_totals).squeeze(1)
+
+    def _sample_captured(self, hidden: Tensor, settings: Tensor, positions: Tensor) -> tuple[Tensor, ...]:
+        """The next tokens and their log-probabilities, from a few rows of logits at a time."""
+        parts = [
+            choose(self._vocabulary, self.model.logits(rows), part, at)
+            for rows, part, at in zip(
+                hidden.split(LOGIT_ROWS),
+                settings.split(LOGIT_ROWS, dim=1),
+                positions.split(LOGIT_ROWS),
+                strict=True,
+            )
+        ]
+        return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
 
     def _prompt_logprobs(self, hidden: Tensor, step: StepInput, index: int) -> Tensor:
         """Log-probabilities of the prompt tokens that follow those of one chunk."""

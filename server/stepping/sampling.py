@@ -203,7 +203,7 @@ class Sampler:
         logits: [R, Vl], used up; positions: [R] index that the new token will have in its sequence; previous: [R] the
         token before it; histories: of each row, None where no penalty asks for one; the new token is added to them.
         """
-        if self._watermarked.any or self._penalised.any or self._sampled.any:
+        if self._watermarked.any or self._penalised.any or self._sampled.any or self.top_n:
             logits = logits.float()
         own = [history for history in histories if history is not None]
         history = _HistoryTable.of(own) if own else None

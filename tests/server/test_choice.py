@@ -116,3 +116,18 @@ def test_gpus_are_not_timed_inside_a_capture(monkeypatch: pytest.MonkeyPatch) ->
     for is_capturing in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda answer=is_capturing: answer)
         assert clock.can_time() != is_capturing
+
+
+@pytest.mark.parametrize(("has_grouped_mm", "expected"), [(True, "torch"), (False, "kernel")])
+def test_experts_never_take_a_product_that_asks_the_host(
+    has_grouped_mm: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from server.backends.cuda import linear
+
+    monkeypatch.setattr(linear, "multiply_rows", lambda *args, **kwargs: "kernel")
+    monkeypatch.setattr(linear.GroupedDense, "__call__", lambda *args: "torch")
+    products = linear.Products(Chooser(None), has_grouped_mm=has_grouped_mm)
+    products.workspace = lambda device: None  # type: ignore[assignment, method-assign, return-value]
+    weights = torch.zeros(2, 8, 16, dtype=torch.bfloat16)
+    experts = linear.CudaGrouped(weights, 2, gate=None, products=products)  # type: ignore[arg-type]
+    assert expected == experts(torch.zeros(100, 16, dtype=torch.bfloat16), torch.tensor([50, 100]))

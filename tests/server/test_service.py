@@ -6,12 +6,14 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
 import torch
 
 from server.config import ShardConfig
+from server.distributed import Shard
 from server.loading import load
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
@@ -194,5 +196,40 @@ def test_a_lost_device_ends_the_shard(
         if is_lost:
             assert str(error).splitlines()[0] in str(service.failed.result())
             assert 1 == len(str(service.failed.result()).splitlines())
+
+    with_shard(body)
+
+
+def test_what_all_ranks_refuse_alike_ends_none_of_them(
+    with_shard: Callable[[Body], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+        await stub.Warmup(LIMITS)
+        monkeypatch.setattr(service, "_engine", SimpleNamespace(launch=service._engine.launch, shard=Shard(0, 2)))
+        (reply,) = [r async for r in stub.Run(requests_of(first_step(chunk=4)))]
+        assert "sequence 1 has 3 prompt tokens left, not 4" in reply.error
+        assert not reply.HasField("failed_rank")
+        assert not service.failed.done()
+
+    with_shard(body)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "sentence"),
+    [
+        (pb.WarmupRequest(), "max_batch_prefill_tokens and max_total_tokens are 0: they must be at least 1"),
+        (
+            pb.WarmupRequest(max_batch_prefill_tokens=64, max_total_tokens=64, max_sequences=2**31),
+            "max_sequences is 2147483648, but a shard has room for 65536",
+        ),
+    ],
+)
+def test_limits_that_no_router_sends_are_refused(
+    with_shard: Callable[[Body], None], wanted: pb.WarmupRequest, sentence: str
+) -> None:
+    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+        with pytest.raises(grpc.aio.AioRpcError) as raised:
+            await stub.Warmup(wanted)
+        assert (grpc.StatusCode.INVALID_ARGUMENT, sentence) == (raised.value.code(), raised.value.details())
 
     with_shard(body)

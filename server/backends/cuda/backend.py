@@ -36,7 +36,8 @@ class CudaBackend(ReferenceBackend):
         self.logits = KernelLogits()
         clock = EventClock(device.torch_device) if measures and dtype != torch.float32 else None
         self._chooser = Chooser(clock)
-        self._products = Products(self._chooser)
+        is_older = device.torch_device.type == "cuda" and torch.cuda.get_device_capability(device.torch_device) < (9, 0)
+        self._products = Products(self._chooser, has_grouped_mm=not is_older)
         self.formats = {
             "dense": partial(CudaDense, gate=self.gate, products=self._products),
             "int8": partial(CudaInt8, gate=self.gate, products=self._products),

@@ -44,10 +44,14 @@ Way = Callable[[Tensor, Epilogue], Tensor]
 
 
 class Products:
-    """What all matrix products of a backend share: where their programs meet, and what has been measured."""
+    """What all matrix products of a backend share: where their programs meet, and what has been measured.
 
-    def __init__(self, chooser: Chooser):
+    has_grouped_mm: whether torch's product of all experts asks the host nothing.
+    """
+
+    def __init__(self, chooser: Chooser, *, has_grouped_mm: bool = True):
         self.chooser = chooser
+        self.has_grouped_mm = has_grouped_mm
         self._workspace: Workspace | None = None  # made when the first tensors tell the device
 
     def workspace(self, device: torch.device) -> Workspace:
@@ -202,9 +206,11 @@ class CudaGrouped(GroupedDense):
     ):
         super().__init__(weights, count, is_gated=is_gated, gate=gate)
         self._products = products
+        # Of older GPUs torch reads on the host where each expert's tokens end, which no graph can hold.
+        self._has_grouped_mm = self._weights.dtype == torch.bfloat16 and products.has_grouped_mm
 
     def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
-        if x.dtype == torch.bfloat16 and len(x) > ROWS_PER_EXPERT * len(ends):
+        if self._has_grouped_mm and len(x) > ROWS_PER_EXPERT * len(ends):
             return super().__call__(x, ends, activation)
         x = F.pad(x, (0, self._padding)) if self._padding else x
         return multiply_rows(

@@ -31,7 +31,7 @@ def _best(values, ids):
     return best, tl.min(tl.where(values == best, ids, _BEYOND), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def summarise_parts(logits, row_stride, best_values, best_ids, totals, V, n, PART: tl.constexpr):
     """One part: its n best tokens in [R, P, n], and in [R, P] the sum of exp(logit - the best one)."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
