@@ -26,6 +26,7 @@ import grpc
 from server.pb import generate_pb2 as pb
 
 LENGTH_BYTES = 4  # before each message
+MAX_MESSAGE_BYTES = 64 * 2**20  # as between router and shards
 MAX_LAG = 1  # steps that another rank may be behind rank 0 when rank 0's reply goes out
 POLL_S = 0.05
 MAX_UNANSWERED = 8  # steps on their way to one rank; the router has two under way
@@ -56,7 +57,10 @@ class _Messages(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         self._received += data
         while len(self._received) >= LENGTH_BYTES:
-            end = LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "little")
+            length = int.from_bytes(self._received[:LENGTH_BYTES], "little")
+            if length > MAX_MESSAGE_BYTES:
+                return self.close()  # no rank sends that much
+            end = LENGTH_BYTES + length
             if len(self._received) < end:
                 return
             with memoryview(self._received) as view:

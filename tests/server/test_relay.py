@@ -6,7 +6,7 @@ import asyncio
 import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from server.pb import generate_pb2 as pb
-from server.relay import MAX_UNANSWERED, Deadlines, StepStream
+from server.relay import LENGTH_BYTES, MAX_UNANSWERED, Deadlines, StepStream
 
 HOLD = "hold"  # a step that is never done
 ENDED = "it has ended"
@@ -309,6 +309,24 @@ def test_half_an_answer_is_the_end_of_its_rank(tmp_path: Path) -> None:
 
     async def story(ranks: Ranks) -> None:
         server = await asyncio.start_unix_server(cut, tmp_path / "steps-1")
+        assert (1, ENDED) == await failure(ranks.run(1))
+        server.close()
+
+    play(story, tmp_path, {1: HOLD}, {}, absent=[1])
+
+
+def test_an_answer_without_end_is_the_end_of_its_rank(tmp_path: Path) -> None:
+    """Nothing is kept of what claims to be 4 GiB long."""
+
+    async def boast(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(LENGTH_BYTES)
+        writer.write(b"\xff" * LENGTH_BYTES + b"x" * 100)
+        with suppress(ConnectionError):
+            await reader.read()
+        writer.close()
+
+    async def story(ranks: Ranks) -> None:
+        server = await asyncio.start_unix_server(boast, tmp_path / "steps-1")
         assert (1, ENDED) == await failure(ranks.run(1))
         server.close()
 
