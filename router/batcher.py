@@ -9,17 +9,20 @@ last token was scheduled, because that is known beforehand. One that ends by EOS
 retired one step late; its surplus token is dropped here. Retired blocks may be given away in the same StepRequest:
 the shards apply retire before add.
 
+A sequence is its tokens: what the shards lose, all of it with one that dies or hangs, the step's part where a step
+fails, is queued again in its order, with the tokens that it has got, and its stream goes on with the very same ones.
+What was in such a step twice without getting a token between runs alone, and fails alone if that is lost too.
+
 What this module leaves out: who runs when (`scheduler.py`), text (`text.py`), HTTP, the wire (`client.py`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
 from router.client import ShardError, Shards, StepReply, StepRequest, new_sequence, step_request
@@ -60,7 +63,8 @@ class Batcher:
         clock: Callable[[], float] = time.perf_counter,
         trace: Callable[[StepTrace], None] | None = None,
     ) -> None:
-        self.failure: ShardError | None = None
+        self.outage: ShardError | None = None  # why nothing runs at the moment
+        self.failure: ShardError | None = None  # why nothing will run again
         self._shards = shards
         self._tokenizer = tokenizer
         self._limits = limits
@@ -68,7 +72,6 @@ class Batcher:
         self._clock = clock
         self._trace = trace
         self._scheduler: Scheduler[Entry] = Scheduler(limits)
-        self._ids = itertools.count(1)
         self._live: dict[int, Entry] = {}  # entries that still owe their reader a last event
         self._under_way: deque[_SentStep] = deque()
         self._work = asyncio.Event()
@@ -94,7 +97,7 @@ class Batcher:
                 "The server is shutting down" if self._is_draining else "The model shards are not running"
             )
         generated = GeneratedText(self._tokenizer, request.token_ids, request.stop, request.max_new_tokens)
-        entry = Entry(next(self._ids), request, generated=generated, queued_at=self._clock())
+        entry = Entry(self._scheduler.new_id(), request, generated=generated, queued_at=self._clock())
         self._live[entry.id] = entry
         self._scheduler.add(entry)
         self._work.set()
@@ -111,19 +114,40 @@ class Batcher:
             self._fail_all(Unavailable("The server is shutting down and this request took too long to finish"))
 
     async def run(self) -> None:
-        """The loop. Returns after a drain, or with `failure` set when the shards are lost."""
+        """The loop. Returns after a drain, or with `failure` set when the shards are lost for good."""
+        is_needed = True
         try:
-            while await self._turn():
-                pass
+            while is_needed:
+                try:
+                    is_needed = await self._turn()
+                except ShardError as error:
+                    await self._recover(error)
         except ShardError as error:
             self.failure = error
-            logger.error("lost the model shards: %s", error)
+            logger.error("gave up: %s", error)
         finally:
             self._ended.set()
             self._fail_all(GenerationError(str(self.failure or "the batching loop ended")))
 
+    def wake(self) -> None:
+        """Look at the shards again, even where there is no work."""
+        self._work.set()
+
+    async def _recover(self, error: ShardError) -> None:
+        """Wait for other shards and queue again what these had. Raises ShardError when there will be none."""
+        self.outage = error
+        since = self._clock()
+        logger.error("lost the model shards: %s", error)
+        num_running = self._requeue_all(error)
+        await self._shards.renew(error)
+        seconds = self._clock() - since
+        self._metrics.recovered(seconds)
+        self.outage = None
+        logger.warning("recovered in %.1f s: %d requests go on where they were", seconds, num_running)
+
     async def _turn(self) -> bool:
         """Send a step, or take a reply, or wait for work. Returns False when there is no work and none will come."""
+        self._shards.check()
         if len(self._under_way) < MAX_STEPS_UNDER_WAY and (plan := self._plan()) is not None:
             self._shards.send(self._request(plan))
             self._under_way.append(_SentStep(plan, self._clock()))
@@ -149,7 +173,7 @@ class Batcher:
                 if entry.cancelled:
                     self._drop(entry)
             for entry in plan.admitted:
-                entry.admitted_at = self._clock()
+                entry.admitted_at = entry.admitted_at or self._clock()
                 self._metrics.prefix_hit_tokens.inc(plan.cached(entry))
             self._report(plan)
         return plan
@@ -165,6 +189,7 @@ class Batcher:
                     entry.blocks,
                     self._limits.block_size,
                     computed=plan.cached(entry),
+                    generated=entry.generated_ids,
                 )
                 for entry in plan.admitted
             ],
@@ -197,8 +222,7 @@ class Batcher:
 
     def _deliver(self, step: _SentStep, reply: StepReply) -> None:
         received_at = self._clock()
-        if reply.step != step.plan.number:
-            raise ShardError(0, f"answered step {reply.step} when step {step.plan.number} was due")
+        self._check(step, reply)
         if reply.error:
             self._fail_step(step, reply.error)
             return
@@ -223,6 +247,17 @@ class Batcher:
         self._metrics.delivered(
             step.method, received_at - step.sent_at, reply.forward_ns / 1e9, self._clock() - received_at
         )
+
+    def _check(self, step: _SentStep, reply: StepReply) -> None:
+        """Raises ShardError for an answer that no sound shard gives."""
+        if reply.step != step.plan.number:
+            raise ShardError(0, f"answered step {reply.step} when step {step.plan.number} was due")
+        num_tokens, num_tops = len(reply.ids), sum(reply.top_counts)
+        columns = (len(reply.token_ids), len(reply.logprobs), len(reply.top_counts))
+        if columns != (num_tokens,) * 3 or (len(reply.top_ids), len(reply.top_logprobs)) != (num_tops,) * 2:
+            raise ShardError(0, f"answered step {reply.step} with columns of different lengths")
+        if num_tokens and max(reply.token_ids) >= self._limits.vocab_size:
+            raise ShardError(0, f"generated token {max(reply.token_ids)} of a vocabulary of {self._limits.vocab_size}")
 
     def _deliver_token(
         self, entry: Entry, token_id: int, logprob: float, top_tokens: list[tuple[int, float]], now: float
@@ -280,10 +315,31 @@ class Batcher:
         """The shards have dropped this step's sequences, and only those: the others go on."""
         logger.error("step %d failed: %s", step.plan.number, cause)
         self._metrics.step_failures.labels(step.method).inc()
-        self._scheduler.failed(step.plan)
-        for entry in step.plan.concerned:
-            if not entry.is_over:
+        lost = self._scheduler.failed(step.plan)
+        self._requeue(lost, set(lost), cause)
+
+    def _requeue_all(self, error: ShardError) -> int:
+        """Nothing is left on the shards. Returns how many requests they had that are wanted."""
+        computed = {entry for step in self._under_way for entry in step.plan.concerned.values()}
+        self._under_way.clear()
+        return self._requeue(self._scheduler.restart(), computed, str(error))
+
+    def _requeue(self, lost: Iterable[Entry], computed: set[Entry], cause: str) -> int:
+        """Queue again what the shards lost, of which they were computing `computed`. Returns how many those are."""
+        again = []
+        self._live = {entry.id: entry for entry in self._live.values()}
+        for entry in lost:
+            if entry.is_over or entry.cancelled:
+                self._drop(entry)
+            elif entry in computed and entry.is_suspect:
                 self._fail(entry, GenerationError(cause))
+            else:
+                entry.num_losses += entry in computed
+                if not entry.generated_ids:
+                    entry.prompt_logprobs.clear()
+                again.append(entry)
+        self._scheduler.add_again(again)
+        return len(again)
 
     def _fail_all(self, error: RouterError) -> None:
         for entry in list(self._live.values()):

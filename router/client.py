@@ -134,6 +134,15 @@ class Shards(Protocol):
     async def health(self) -> ShardHealth:
         """Raises ShardError when a shard does not answer in time."""
 
+    def check(self) -> None:
+        """Raises ShardError when a shard is known to be lost."""
+
+    async def renew(self, error: ShardError) -> None:
+        """Wait for shards that take the place of those that were lost with `error`, and have their steps start from 1.
+
+        Raises ShardError when there will be none.
+        """
+
     async def start_profile(self) -> None:
         """Record what the first rank computes from here on."""
 
@@ -151,17 +160,25 @@ class Shards(Protocol):
 
 
 def new_sequence(
-    id: int, request: ValidRequest, blocks: Sequence[int], block_size: int, *, computed: int = 0
+    id: int,
+    request: ValidRequest,
+    blocks: Sequence[int],
+    block_size: int,
+    *,
+    computed: int = 0,
+    generated: Sequence[int] = (),
 ) -> NewSequence:
-    """A sequence in wire form, whose blocks hold the first `computed` tokens of its prompt already.
+    """A sequence in wire form, whose blocks hold the first `computed` of its tokens already.
 
     blocks: where an encoder reads the prompt, first the encoder's blocks and then the decoder's.
+    generated: the tokens that it has got, where it is rebuilt.
     """
     sampling = request.sampling
     first = blocks_for(len(request.encoder_ids), block_size)
     return NewSequence(
         id=id,
-        token_ids=request.token_ids,
+        token_ids=[*request.token_ids, *generated],
+        generated=len(generated),
         computed=computed,
         blocks=blocks[first:],
         sampling=SamplingParameters(
@@ -176,7 +193,7 @@ def new_sequence(
             seed=sampling.seed,
         ),
         top_n_tokens=request.top_n_tokens,
-        prompt_logprobs=request.prompt_logprobs,
+        prompt_logprobs=request.prompt_logprobs and not generated,  # else the client has them
         encoder_token_ids=request.encoder_ids,
         encoder_blocks=blocks[:first],
     )

@@ -56,9 +56,12 @@ class ValidRequest:
             return self
         return replace(self, token_ids=[decoder_start], encoder_ids=self.token_ids)
 
-    def size(self, cached: int = 0) -> RequestSize:
-        """What admission counts, if the KV cache holds the first `cached` tokens of its prompt already."""
-        return RequestSize(self.input_length, self.max_new_tokens, bool(self.encoder_ids), cached)
+    def size(self, cached: int = 0, rebuilt: int = 0) -> RequestSize:
+        """What admission counts, if the KV cache holds the first `cached` tokens of its prompt already.
+
+        rebuilt: generated tokens that are computed again behind the prompt.
+        """
+        return RequestSize(self.input_length, self.max_new_tokens, bool(self.encoder_ids), cached, rebuilt)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,23 +119,29 @@ Event = PromptTokens | Token | Finished | Failed
 class Scheduled:
     """A request as the scheduler sees it: waiting or running, and how far it has come."""
 
-    id: int  # The id of its sequence on the shards. It is made here, never reused, and never a client's.
+    id: int  # Of its sequence on the shards: never a client's, never used again, a new one where it is rebuilt.
     request: ValidRequest
     cancelled: bool = False  # The reader sets it when nobody wants the answer any more.
     is_over: bool = False  # Its last event is out or nobody wants it, so that tokens that still come are dropped.
-    is_lost: bool = False  # The shards dropped it with a failed step and skip it in the steps that follow.
 
     # These fields belong to the scheduler.
     keys: PrefixKeys | None = None  # The keys of its full blocks; None if it shares no blocks.
     blocks: list[int] = field(default_factory=list)
     num_prompt_scheduled: int = 0  # Prompt tokens found in the prefix cache, or computed by the steps sent so far.
-    num_scheduled: int = 0  # Generated tokens that the steps sent so far yield.
-    last_token: int | None = None  # The generated token that came back last.
+    num_scheduled: int = 0  # Generated tokens that the steps sent so far yield, or yielded before they were rebuilt.
+    generated_ids: list[int] = field(default_factory=list)  # The tokens that came back.
+    num_rebuilt: int = 0  # How many of them its sequence on the shards began with, behind the prompt.
+    num_losses: int = 0  # Losses of the shards in a step that computed it, since its last token.
 
     @property
     def num_prompt_left(self) -> int:
-        """Prompt tokens that no step sent so far computes."""
-        return len(self.request.token_ids) - self.num_prompt_scheduled
+        """Tokens of the prompt, and of what is rebuilt behind it, that no step sent so far computes."""
+        return len(self.request.token_ids) + self.num_rebuilt - self.num_prompt_scheduled
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what kills the shards: twice they were lost with it, and it got no token between."""
+        return self.num_losses >= 2
 
     @property
     def is_scheduled_to_its_end(self) -> bool:

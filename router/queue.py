@@ -41,6 +41,7 @@ class RequestSize:
     max_new_tokens: int
     is_encoded: bool = False  # Whether an encoder reads the prompt.
     cached: int = 0  # Tokens at the beginning of the prompt whose keys and values are in the KV cache already.
+    rebuilt: int = 0  # Tokens generated before the shards were lost, which are computed again behind the prompt.
 
     @property
     def tokens(self) -> int:
@@ -49,8 +50,8 @@ class RequestSize:
 
     @property
     def prefill(self) -> int:
-        """Prompt tokens to compute."""
-        return self.input_length - self.cached
+        """Prompt tokens to compute, and tokens to rebuild; behind an encoder the next steps rebuild them."""
+        return self.input_length - self.cached + (0 if self.is_encoded else self.rebuilt)
 
     @property
     def least_prefill(self) -> int:

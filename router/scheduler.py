@@ -2,16 +2,17 @@
 
 State and arithmetic alone, without clock, asyncio, text, wire or metrics: the batching loop (`batcher.py`) and
 `lockstep-bench simulate` share every decision. `plan` assumes that each plan is sent, in order; `computed` and `failed`
-then say what became of it. Left out: the rules of admission themselves (`queue.py`).
+then say what became of it. What the shards lost is queued again as a new sequence: its prompt, and behind it the tokens
+that it has got. Left out: the rules of admission themselves (`queue.py`).
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from router.blocks import BlockPool
 from router.entry import Scheduled
@@ -20,6 +21,15 @@ from router.prefix import PrefixKeys
 from router.queue import Budget, RequestSize, min_size, next_batch
 
 S = TypeVar("S", bound=Scheduled)
+
+
+class FilledBlock(NamedTuple):
+    """A block that a step completes. Its owner's `entry.id` differs from `id` once the shards lost that sequence."""
+
+    entry: Scheduled
+    id: int
+    key: bytes
+    block: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +43,8 @@ class StepPlan(Generic[S]):
     decoding: list[S]  # Each of them gets one token.
     prefill_tokens: int  # All tokens of chunks, or of the prompts that an encoder reads.
     join_reason: str | None  # Why others were admitted to a batch that runs already; None where neither is so.
-    filled: list[tuple[S, bytes, int]]  # The blocks that this step completes: owner, key, block.
-    concerned: list[S]  # All with a chunk or a token in this step. If it fails, the shards drop them.
+    filled: list[FilledBlock]  # The blocks that this step completes.
+    concerned: dict[int, S]  # All with a chunk or a token in this step, by id. If it fails, the shards drop them.
 
     def cached(self, entry: S) -> int:
         """How many prompt tokens of `entry`, which this step admits, were found in the prefix cache."""
@@ -51,32 +61,57 @@ class Scheduler(Generic[S]):
         self.reserved_tokens = 0
         self._pool = BlockPool(limits.num_blocks)
         self._numbers = itertools.count(1)
+        self._ids = itertools.count(1)
         self._steps_since_admission = 0
+        self._suspect: S | None = None  # It alone is computed until it gets a token.
 
     @property
     def num_free_blocks(self) -> int:
         """KV blocks that no running request has reserved."""
         return self._pool.num_free
 
+    def new_id(self) -> int:
+        """An id that no sequence has had."""
+        return next(self._ids)
+
     def add(self, entry: S) -> None:
         """Queue a request."""
+        self._prepare(entry)
+        self.waiting.append(entry)
+
+    def add_again(self, lost: Sequence[S]) -> None:
+        """Queue what the shards lost before all that waits, in the same order, but those first that run alone."""
+        for entry in reversed(sorted(lost, key=lambda entry: not entry.is_suspect)):
+            entry.num_rebuilt = len(entry.generated_ids)
+            entry.num_prompt_scheduled = 0
+            entry.num_scheduled = entry.num_rebuilt
+            self._prepare(entry)
+            self.waiting.appendleft(entry)
+
+    def _prepare(self, entry: S) -> None:
         request = entry.request
         # Prompt log-probabilities need every prompt token computed; an encoder's prompt is no sequence's beginning.
         if self.limits.prefix_caching and not request.prompt_logprobs and not request.encoder_ids:
-            entry.keys = PrefixKeys(request.token_ids, self.limits.block_size)
-        self.waiting.append(entry)
+            entry.keys = PrefixKeys([*request.token_ids, *entry.generated_ids], self.limits.block_size)
 
     def plan(self) -> StepPlan[S] | None:
         """The next step, or None when there is nothing to compute and nobody to retire."""
         retired = self._retire()
-        decoding = [entry for entry in self.running.values() if not entry.num_prompt_left]
-        budget = self._prefill_budget(is_decoding=bool(decoding))
-        chunks = self._continue_prompts(budget)
-        join_reason, fresh = self._admit(budget - sum(chunks.values()))
+        decoding: list[S] = []
+        chunks: dict[int, int] = {}
+        join_reason = None
+        fresh = self._admit_suspect()
+        if self._suspect is None:
+            decoding = [entry for entry in self.running.values() if not entry.num_prompt_left]
+            budget = self._prefill_budget(is_decoding=bool(decoding))
+            chunks = self._continue_prompts(self.running.values(), budget)
+            join_reason, fresh = self._admit_waiting(budget - sum(chunks.values()))
+        elif not fresh:
+            chunks = self._continue_prompts([self._suspect], self.limits.max_batch_prefill_tokens)
         if not (retired or decoding or chunks or fresh):
             return None
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
-        chunks |= {entry.id: min(num_tokens, entry.num_prompt_left) for entry, num_tokens in fresh}
+        chunks |= {entry.id: self._first_chunk(entry, num_tokens) for entry, num_tokens in fresh}
         return StepPlan(
             number=next(self._numbers),
             retired=retired,
@@ -86,34 +121,55 @@ class Scheduler(Generic[S]):
             prefill_tokens=prefill_tokens,
             join_reason=join_reason,
             filled=self._schedule(decoding, chunks),
-            concerned=[*decoding, *(self.running[id] for id in chunks)],
+            concerned={entry.id: entry for entry in decoding} | {id: self.running[id] for id in chunks},
         )
+
+    @staticmethod
+    def _first_chunk(entry: S, num_tokens: int) -> int:
+        """Tokens of the decoder in the step that admits `entry` with `num_tokens` of its prompt."""
+        return 1 if entry.request.encoder_ids else num_tokens
 
     def computed(self, plan: StepPlan[S]) -> None:
         """The step's reply is there, so the blocks that it filled may be shared."""
-        for entry, key, block in plan.filled:
-            if entry.is_lost:
-                self._pool.retract(key, block)
+        for filled in plan.filled:
+            if filled.entry.id != filled.id:
+                self._pool.retract(filled.key, filled.block)
             else:
-                self._pool.confirm(key, block)
+                self._pool.confirm(filled.key, filled.block)
 
-    def failed(self, plan: StepPlan[S]) -> None:
-        """The shards have dropped this step's sequences, and only those."""
-        for _, key, block in plan.filled:
-            self._pool.retract(key, block)
-        for entry in plan.concerned:
-            entry.is_lost = True
+    def failed(self, plan: StepPlan[S]) -> list[S]:
+        """The shards have dropped this step's sequences, and only those, which are returned under new ids."""
+        for filled in plan.filled:
+            self._pool.retract(filled.key, filled.block)
+        lost = [entry for id, entry in plan.concerned.items() if entry.id == id]
+        for entry in lost:
             if entry.id in self.running:
                 self._release(entry)
+            entry.id = self.new_id()
+        return lost
+
+    def restart(self) -> list[S]:
+        """The shards have lost every sequence and what their blocks held; returns those, under new ids."""
+        lost = list(self.running.values())
+        for entry in lost:
+            self._release(entry)
+            entry.id = self.new_id()
+        self._pool = BlockPool(self.limits.num_blocks)
+        self._numbers = itertools.count(1)
+        return lost
 
     def delivered(self, entry: S, token_id: int) -> None:
         """A generated token has come back, so the one before it is computed: a block that it fills may be shared."""
-        computed, entry.last_token = entry.last_token, token_id
-        if computed is None or entry.keys is None or not entry.blocks:
+        ids = entry.generated_ids
+        ids.append(token_id)
+        entry.num_losses = 0
+        if entry is self._suspect:
+            self._suspect = None
+        if len(ids) - entry.num_rebuilt < 2 or entry.keys is None or not entry.blocks:
             return
         keys = entry.keys.keys
         num_full = len(keys)
-        entry.keys.extend([computed])
+        entry.keys.extend([ids[-2]])
         if len(keys) > num_full:
             self._pool.announce(keys[num_full], entry.blocks[num_full])
             self._pool.confirm(keys[num_full], entry.blocks[num_full])
@@ -139,16 +195,24 @@ class Scheduler(Generic[S]):
             return min(limits.prefill_chunk, limits.max_batch_prefill_tokens)
         return limits.max_batch_prefill_tokens
 
-    def _continue_prompts(self, budget: int) -> dict[int, int]:
-        """Chunks of prompts that were begun in an earlier step, in order of admission: sequence -> tokens."""
+    def _continue_prompts(self, entries: Iterable[S], budget: int) -> dict[int, int]:
+        """Chunks of prompts that were begun in an earlier step, in the order of `entries`: sequence -> tokens."""
         chunks = {}
-        for entry in self.running.values():
+        for entry in entries:
             if budget and entry.num_prompt_left:
                 chunks[entry.id] = min(budget, entry.num_prompt_left)
                 budget -= chunks[entry.id]
         return chunks
 
-    def _admit(self, prefill_tokens: int) -> tuple[str | None, list[tuple[S, int]]]:
+    def _admit_suspect(self) -> list[tuple[S, int]]:
+        """Admit the head of the queue alone if it may be what kills the shards: it, with its first prompt chunk."""
+        if self._suspect is not None or not self.waiting or not self.waiting[0].is_suspect:
+            return []
+        fresh = self._admit([self.waiting[0]], self.limits.max_batch_prefill_tokens, None)
+        self._suspect = fresh[0][0] if fresh else None
+        return fresh
+
+    def _admit_waiting(self, prefill_tokens: int) -> tuple[str | None, list[tuple[S, int]]]:
         """Move requests from the queue into the batch.
 
         Returns why they may join a batch that runs (None if none runs), and each with its first prompt chunk.
@@ -156,35 +220,42 @@ class Scheduler(Generic[S]):
         self._steps_since_admission += 1
         limits, running = self.limits, len(self.running)
         minimum = min_size(running, self._steps_since_admission, limits.waiting_served_ratio, limits.max_waiting_tokens)
+        unsuspected = itertools.takewhile(lambda entry: not entry.is_suspect, self.waiting)
+        admitted = self._admit(unsuspected, prefill_tokens, minimum)
+        if not admitted:
+            return None, []
+        self._steps_since_admission = 0
+        reason = "wait_exceeded" if minimum is None else "backpressure"
+        return reason if running else None, admitted
+
+    def _admit(self, candidates: Iterable[S], prefill_tokens: int, minimum: int | None) -> list[tuple[S, int]]:
+        """Admit from the head of the queue, whose first requests `candidates` are, `minimum` or more."""
+        limits = self.limits
         budget = Budget(
             prefill_tokens=prefill_tokens,
             tokens=limits.max_batch_total_tokens - self.reserved_tokens,
             blocks=self._pool.num_free,
-            places=None if limits.max_batch_size is None else limits.max_batch_size - running,
+            places=None if limits.max_batch_size is None else limits.max_batch_size - len(self.running),
             block_size=limits.block_size,
         )
         found: list[list[int]] = []
-        chunks = next_batch(self._sizes(found), budget, minimum)
-        if not chunks:
-            return None, []
-        self._steps_since_admission = 0
+        chunks = next_batch(self._sizes(candidates, found), budget, minimum)
         admitted = [self.waiting.popleft() for _ in chunks]
         # All found blocks are held before any is allocated: else one that a later request shares could be given away.
         for blocks in found[: len(admitted)]:
             self._pool.hold(blocks)
         for entry, blocks in zip(admitted, found, strict=False):
             self._reserve(entry, blocks)
-        reason = "wait_exceeded" if minimum is None else "backpressure"
-        return reason if running else None, list(zip(admitted, chunks, strict=True))
+        return list(zip(admitted, chunks, strict=True))
 
-    def _sizes(self, found: list[list[int]]) -> Iterator[RequestSize]:
-        """What each waiting request needs; the blocks that hold its beginning are appended to `found`."""
+    def _sizes(self, entries: Iterable[S], found: list[list[int]]) -> Iterator[RequestSize]:
+        """What each of `entries` needs; the blocks that hold its beginning are appended to `found`."""
         block_size = self.limits.block_size
-        for entry in self.waiting:
-            # The last token is computed in any case: it yields the first logits.
-            most = (entry.request.input_length - 1) // block_size
+        for entry in entries:
+            # The last token is computed in any case: it yields the next logits.
+            most = (entry.num_prompt_left - 1) // block_size
             found.append(self._pool.find(entry.keys.keys[:most]) if entry.keys is not None else [])
-            yield entry.request.size(cached=len(found[-1]) * block_size)
+            yield entry.request.size(cached=len(found[-1]) * block_size, rebuilt=entry.num_rebuilt)
 
     def _reserve(self, entry: S, found: list[int]) -> None:
         size = entry.request.size()
@@ -195,23 +266,25 @@ class Scheduler(Generic[S]):
 
     def _release(self, entry: S) -> None:
         del self.running[entry.id]
+        if entry is self._suspect:
+            self._suspect = None
         self.reserved_tokens -= entry.request.size().tokens
         self._pool.free(entry.blocks)
         entry.blocks = []
 
-    def _schedule(self, decoding: list[S], chunks: dict[int, int]) -> list[tuple[S, bytes, int]]:
+    def _schedule(self, decoding: list[S], chunks: dict[int, int]) -> list[FilledBlock]:
         """Note what the shards will have done once this step is computed, and return the blocks that it fills."""
-        filled: list[tuple[S, bytes, int]] = []
+        filled: list[FilledBlock] = []
         for entry in decoding:
             entry.num_scheduled += 1
         for id, num_tokens in chunks.items():
             entry = self.running[id]
             first = entry.num_prompt_scheduled // self.limits.block_size
             entry.num_prompt_scheduled += num_tokens
-            entry.num_scheduled = 0 if entry.num_prompt_left else 1  # the last chunk yields the first token
+            entry.num_scheduled += not entry.num_prompt_left  # the last chunk yields a token
             if entry.keys is not None:
                 last = entry.num_prompt_scheduled // self.limits.block_size
-                filled += [(entry, entry.keys.keys[i], entry.blocks[i]) for i in range(first, last)]
-        for _, key, block in filled:
-            self._pool.announce(key, block)
+                filled += [FilledBlock(entry, id, entry.keys.keys[i], entry.blocks[i]) for i in range(first, last)]
+        for block in filled:
+            self._pool.announce(block.key, block.block)
         return filled

@@ -1,0 +1,220 @@
+"""The group of model processes that serves now, and the next one when it is lost.
+
+The ranks of a group advance in lockstep: when one of them dies, hangs or answers nonsense, all are ended and the launcher
+starts a fresh group, on sockets of its own. `ShardGroup` is the shards as the batching loop knows them, whichever group
+that is. It watches the time of each step, finds out which rank hangs, and warms a fresh group up as the first was.
+
+The launcher and the router speak plainly: the router's log carries what the launcher acts on (`group lost`, `group
+advanced`), and the launcher writes one line of JSON per event into a pipe: a new group, or that there will be none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from router.client import (
+    KvCache,
+    ModelInfo,
+    OperatorTime,
+    ShardedClient,
+    ShardError,
+    ShardHealth,
+    StepReply,
+    StepRequest,
+)
+from router.watch import TICK_S, StepWatch
+
+PROBE_S = 0.5  # for ranks to answer when a step is late
+MOST_LINE_BYTES = 64 * 1024  # of what the launcher says at once
+
+logger = logging.getLogger(__name__)
+lifecycle = logging.getLogger("router.lifecycle")  # what the launcher acts on; it is sent at every log level
+
+
+class NextGroup:
+    """What the launcher says about groups after the first. `on_news` is called when there is any."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.sockets: Sequence[str] = ()
+        self.refusal: str | None = None  # why no group will come any more
+        self.on_news: Callable[[], None] = lambda: None
+        self._news = asyncio.Event()
+
+    async def listen(self, descriptor: int) -> None:
+        """Take lines from the launcher until it closes the pipe."""
+        reader = asyncio.StreamReader(limit=MOST_LINE_BYTES)
+        loop = asyncio.get_running_loop()
+        transport, _ = await loop.connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(descriptor, "rb", buffering=0)
+        )
+        try:
+            while line := await reader.readline():
+                self.take(json.loads(line))
+        finally:
+            transport.close()
+
+    def take(self, news: dict[str, Any]) -> None:
+        """One event: `group` and its `sockets`, or `refusal`."""
+        self.refusal = news.get("refusal")
+        self.number = news.get("group", self.number)
+        self.sockets = news.get("sockets", ())
+        self._news.set()
+        self.on_news()
+
+    async def after(self, number: int) -> None:
+        """Wait for a group later than `number`, or for the refusal."""
+        while self.number <= number and self.refusal is None:
+            self._news.clear()
+            await self._news.wait()
+
+
+class ShardGroup:
+    """All ranks of the group that serves now. Whoever made it runs `watch` beside the batching loop.
+
+    news: what the launcher says; None where nobody starts a lost group again.
+    """
+
+    def __init__(
+        self, sockets: Sequence[str], news: NextGroup | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.number = news.number if news is not None else 1
+        self._client = ShardedClient(sockets)
+        self._news = news
+        self._clock = clock
+        self._watch = StepWatch()
+        self._loss: ShardError | None = None
+        self._wanted: dict[str, int] = {}  # what the first warmup asked for
+        self._has_advanced = False
+
+    # ---------------------------------------------------------------------------------------------- as any shards
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        """Wait until every rank answers. Raises TimeoutError."""
+        await self._client.wait_ready(timeout)
+
+    async def info(self) -> ModelInfo:
+        """What was loaded."""
+        return await self._client.info()
+
+    async def warmup(self, **wanted: int) -> KvCache:
+        """Make the ranks ready; a later group is asked for the KV cache that this one got."""
+        since = self._clock()
+        cache = await self._client.warmup(**wanted)
+        self._watch = StepWatch(self._clock() - since)
+        self._wanted = wanted | {"max_batch_total_tokens": cache.max_batch_total_tokens}
+        return cache
+
+    async def health(self) -> ShardHealth:
+        """Raises ShardError when a rank does not answer in time, or is known to be lost."""
+        self.check()
+        return await self._client.health()
+
+    async def start_profile(self) -> None:
+        """Record what the first rank computes from here on."""
+        await self._client.start_profile()
+
+    async def stop_profile(self, trace_path: str = "") -> list[OperatorTime]:
+        """Where the first rank's time went, longest first; a trace goes to `trace_path`."""
+        return await self._client.stop_profile(trace_path)
+
+    def check(self) -> None:
+        """Raises ShardError when this group is known to be lost."""
+        if self._loss is not None:
+            raise self._loss
+
+    def send(self, request: StepRequest) -> None:
+        """Hand over the next step, without waiting."""
+        self._watch.sent(sum(request.chunk_tokens), self._clock())
+        self._client.send(request)
+
+    async def receive(self) -> StepReply:
+        """The reply to the oldest step. Raises ShardError, also when the step is late."""
+        try:
+            reply = await self._client.receive()
+        except ShardError as error:
+            raise self._loss or error from None
+        self._watch.received(self._clock())
+        if not self._has_advanced and reply.ids:
+            self._has_advanced = True
+            lifecycle.info("tokens come", extra={"event": "group_advanced", "group": self.number})
+        return reply
+
+    async def close(self) -> None:
+        """Close the stream and every rank's channel."""
+        await self._client.close()
+
+    # --------------------------------------------------------------------------------------------------- when lost
+
+    async def watch(self) -> None:
+        """Look after the time of steps, for ever."""
+        while True:
+            await asyncio.sleep(TICK_S)
+            seconds = self._watch.lateness(self._clock())
+            if seconds is not None and self._loss is None:
+                self._lose(await self._client.slowest(seconds, PROBE_S))
+
+    def noticed(self) -> None:
+        """The launcher has said something: if that is a new group, this one is gone."""
+        assert self._news is not None
+        if self._loss is None and (self._news.number > self.number or self._news.refusal is not None):
+            self._lose(ShardError(0, self._news.refusal or "its group was ended"))
+
+    def _lose(self, error: ShardError) -> None:
+        self._loss = error
+        self._client.abandon()
+
+    async def renew(self, error: ShardError) -> None:
+        """Wait for the launcher's next group and make it ready. Raises ShardError when there will be none."""
+        while True:
+            self._loss = error
+            self._tell(error)
+            await self._client.close()
+            if self._news is None:
+                raise error
+            await self._news.after(self.number)
+            if self._news.refusal is not None:
+                raise ShardError(error.rank, self._news.refusal)
+            self.number = self._news.number
+            try:
+                await self._connect(self._news.sockets)
+            except ShardError as again:
+                error = again
+            else:
+                return
+
+    def _tell(self, error: ShardError) -> None:
+        fields = {"event": "group_lost", "group": self.number, "rank": error.rank, "cause": error.cause}
+        lifecycle.info("the shards are lost", extra=fields | {"is_known": error.is_known})
+
+    async def _connect(self, sockets: Sequence[str]) -> None:
+        """Make the ranks at `sockets` ready. Raises ShardError, also when the launcher ends them meanwhile."""
+        assert self._news is not None
+        self._client, self._watch = ShardedClient(sockets), StepWatch()
+        self._loss, self._has_advanced = None, False
+        starting = asyncio.ensure_future(self._warm_up())
+        ended = asyncio.ensure_future(self._news.after(self.number))
+        try:
+            await asyncio.wait({starting, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not starting.done():
+                raise ShardError(0, "its group was ended while it started")
+            await starting
+        finally:
+            for task in (starting, ended):
+                task.cancel()
+                with suppress(asyncio.CancelledError, ShardError):
+                    await task
+
+    async def _warm_up(self) -> None:
+        await self.wait_ready()
+        try:
+            await self.warmup(**self._wanted)
+        except ValueError as error:  # as much memory as before is not free
+            raise ShardError(0, str(error)) from None
