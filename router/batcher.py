@@ -137,13 +137,13 @@ class Batcher:
         """Wait for other shards and queue again what these had. Raises ShardError when there will be none."""
         self.outage = error
         since = self._clock()
-        logger.error("lost the model shards: %s", error)
+        logger.warning("lost the model shards: %s", error)
         num_running = self._requeue_all(error)
         await self._shards.renew(error)
         seconds = self._clock() - since
         self._metrics.recovered(seconds)
         self.outage = None
-        logger.warning("recovered in %.1f s: %d requests go on where they were", seconds, num_running)
+        logger.warning("recovered in %.1f s from %s: %d requests go on", seconds, error, num_running)
 
     async def _turn(self) -> bool:
         """Send a step, or take a reply, or wait for work. Returns False when there is no work and none will come."""

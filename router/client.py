@@ -13,6 +13,7 @@ On the router's side this is the only place that knows protobuf classes. `batche
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ from server.pb.generate_pb2_grpc import ShardStub
 # The largest message is a step that adds many long prompts: 1 M token ids are about 4 MB. gRPC's own bound is 4 MiB.
 MAX_MESSAGE_BYTES = 64 * 2**20
 HEALTH_DEADLINE_S = 2.0
+# How gRPC reports that the process at the other end is gone, or is going.
+CONNECTION_ENDED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
 SOCKET_POLL_S = 0.05
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -46,14 +49,21 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 500),
 )
 
+logger = logging.getLogger(__name__)
+
 
 class ShardError(Exception):
-    """A shard is lost or broke the protocol. Nothing can run on these shards any more."""
+    """A shard is lost or broke the protocol. Nothing can run on these shards any more.
 
-    def __init__(self, rank: int, cause: str) -> None:
+    is_known: whether that is the whole story. A connection that ended is not: why its process ended is better known to
+    the launcher.
+    """
+
+    def __init__(self, rank: int, cause: str, *, is_known: bool = True) -> None:
         super().__init__(f"shard {rank}: {cause}")
         self.rank = rank
         self.cause = cause
+        self.is_known = is_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,7 +252,7 @@ class ShardClient:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ValueError(error.details()) from None
-            raise ShardError(self.rank, _cause(error)) from None
+            raise self._lost(error) from None
 
     def send(self, request: StepRequest) -> None:
         """Hand over the next step; the first one opens the stream."""
@@ -255,23 +265,37 @@ class ShardClient:
         try:
             reply: StepReply = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise ShardError(self.rank, _cause(error)) from None
+            raise self._lost(error) from None
         except asyncio.CancelledError:
-            # grpc.aio raises this also when the call was cancelled by `close`, not the task that waits here.
+            # grpc.aio raises this also when the call was cancelled by `abandon` or `close`, not the task that waits.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             raise ShardError(self.rank, "the stream was closed") from None
         if reply is grpc.aio.EOF:
-            raise ShardError(self.rank, "the stream ended")
+            raise ShardError(self.rank, "it ended its stream of steps", is_known=False)
         if reply.HasField("failed_rank"):
             raise ShardError(reply.failed_rank, reply.error)
         return reply
+
+    def abandon(self) -> None:
+        """End the stream at once: whoever waits in `receive` gets a ShardError."""
+        if self._call is not None:
+            self._call.cancel()
 
     async def close(self) -> None:
         """End the stream and close the channel."""
         self._outbox.put_nowait(None)
         await self._channel.close()
+
+    def _lost(self, error: grpc.aio.AioRpcError) -> ShardError:
+        """What gRPC's words come to. Its own reach the log alone: they are about connections, and nobody's remedy."""
+        logger.debug("shard %d: %s", self.rank, _cause(error))
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ShardError(self.rank, "it does not answer")
+        if error.code() in CONNECTION_ENDED:
+            return ShardError(self.rank, "its connection ended", is_known=False)
+        return ShardError(self.rank, _cause(error))
 
     async def _requests(self) -> AsyncIterator[StepRequest]:
         while (request := await self._outbox.get()) is not None:
@@ -352,6 +376,29 @@ class ShardedClient:
         """Where the first rank's time went, longest first; a trace goes to `trace_path`."""
         reply = await self._ranks[0].call("Profile", ProfileRequest(trace_path=trace_path))
         return [OperatorTime(*row) for row in zip(reply.names, reply.calls, reply.self_ns, strict=True)]
+
+    async def laggard(self, seconds: float) -> ShardError:
+        """Which rank keeps the others waiting: one that does not answer within `seconds`, else the least advanced."""
+        calls = (rank.call("Health", HealthRequest(), seconds) for rank in self._ranks)
+        replies: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, ShardError):
+                return reply
+            if isinstance(reply, BaseException):
+                raise reply
+        progress = [(reply.collectives, reply.steps_finished) for reply in replies]
+        return ShardError(progress.index(min(progress)), "it answers, but its step does not end")
+
+    def check(self) -> None:
+        """Nothing: what is lost shows in `receive`."""
+
+    async def renew(self, error: ShardError) -> None:
+        """Raises `error`: nobody starts these shards again."""
+        raise error
+
+    def abandon(self) -> None:
+        """End the stream of steps at once: whoever waits in `receive` gets a ShardError."""
+        self._ranks[0].abandon()
 
     def send(self, request: StepRequest) -> None:
         """Hand the next step to rank 0, without waiting."""

@@ -29,6 +29,8 @@ class RouterConfig:
     tokenizer_path: str | None = None  # folder with tokenizer.json; None: model_path
     model_sha: str | None = None  # commit of the downloaded snapshot, if it is one
     listen_fd: int | None = None  # bound, not yet listening; the launcher binds so that a taken port is found first
+    control_fd: int | None = None  # on which the launcher says what became of the shards; None: nobody restarts them
+    group: int = 1  # the number of the shards' group, which is one more whenever they are started again
     sources: dict[str, str] = field(default_factory=dict)  # setting -> "flag", "environment" or "default"
 
     hostname: str = field(

@@ -81,7 +81,8 @@ class Scheduler(Generic[S]):
 
     def add_again(self, lost: Sequence[S]) -> None:
         """Queue what the shards lost before all that waits, in the same order, but those first that run alone."""
-        for entry in reversed(sorted(lost, key=lambda entry: not entry.is_suspect)):
+        suspects = [entry for entry in lost if entry.is_suspect]
+        for entry in reversed(suspects + [entry for entry in lost if not entry.is_suspect]):
             entry.num_rebuilt = len(entry.generated_ids)
             entry.num_prompt_scheduled = 0
             entry.num_scheduled = entry.num_rebuilt

@@ -16,7 +16,7 @@ def signals_to_pipe() -> Iterator[int]:
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
-    numbers = [signal.SIGCHLD, signal.SIGTERM, signal.SIGINT]
+    numbers = [signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup asks to outlive the terminal
         numbers.append(signal.SIGHUP)
     previous_wakeup = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)

@@ -73,6 +73,8 @@ class FakeShardedClient:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     next_token: Callable[[Sequence[int], int, int], int] = fake_next_token
     failing_steps: dict[int, str] = field(default_factory=dict)  # step -> the error that its reply carries
+    fatal_token: int | None = None  # kills the shards when a prompt with it is computed
+    renewals: int = 0  # how often other shards take the place of those that died
     keep_requests: bool = True
     requests: list[StepRequest] = field(default_factory=list)
     death: str | None = None  # once set, `receive` and `health` raise ShardError with this cause
@@ -127,6 +129,18 @@ class FakeShardedClient:
     async def health(self) -> ShardHealth:
         self._raise_if_dead()
         return ShardHealth(self._num_steps, self._num_steps - len(self._replies), oldest_step_ms=0)
+
+    def check(self) -> None:
+        self._raise_if_dead()
+
+    async def renew(self, error: ShardError) -> None:
+        if not self.renewals:
+            raise error
+        self.renewals -= 1
+        for held in (self._sequences, self._gone, self._used_ids, self._written, self._replies):
+            held.clear()
+        self._num_steps, self._busy_until, self.death = 0, 0.0, None
+        await self.sleep(0)
 
     async def start_profile(self) -> None:
         self._raise_if_dead()
@@ -184,6 +198,8 @@ class FakeShardedClient:
         ]
         if request.step in self.failing_steps:
             return self._fail(reply, [*decoding, *(id for id, _ in chunks)], self.failing_steps[request.step])
+        if any(self.fatal_token in self._sequences[id].token_ids for id, _ in chunks):
+            self.die("killed by what it computed")
         for id, num_tokens in chunks:
             self._prefill(id, num_tokens, reply)
         for id in decoding:
