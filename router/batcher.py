@@ -153,6 +153,7 @@ class Batcher:
             self._under_way.append(_SentStep(plan, self._clock()))
         elif self._under_way:
             reply = await self._shards.receive()
+            self._check(self._under_way[0], reply)
             self._deliver(self._under_way.popleft(), reply)
         elif self._is_draining:
             return False
@@ -222,7 +223,6 @@ class Batcher:
 
     def _deliver(self, step: _SentStep, reply: StepReply) -> None:
         received_at = self._clock()
-        self._check(step, reply)
         if reply.error:
             self._fail_step(step, reply.error)
             return
@@ -320,9 +320,10 @@ class Batcher:
 
     def _requeue_all(self, error: ShardError) -> int:
         """Nothing is left on the shards. Returns how many requests they had that are wanted."""
-        computed = {entry for step in self._under_way for entry in step.plan.concerned.values()}
+        plans = [step.plan for step in self._under_way]
         self._under_way.clear()
-        return self._requeue(self._scheduler.restart(), computed, str(error))
+        computed = {entry for plan in plans for entry in plan.concerned.values()}
+        return self._requeue(self._scheduler.restart(plans), computed, str(error))
 
     def _requeue(self, lost: Iterable[Entry], computed: set[Entry], cause: str) -> int:
         """Queue again what the shards lost, of which they were computing `computed`. Returns how many those are."""

@@ -39,8 +39,9 @@ from server.pb.generate_pb2_grpc import ShardStub
 # The largest message is a step that adds many long prompts: 1 M token ids are about 4 MB. gRPC's own bound is 4 MiB.
 MAX_MESSAGE_BYTES = 64 * 2**20
 HEALTH_DEADLINE_S = 2.0
-# How gRPC reports that the process at the other end is gone, or is going.
-CONNECTION_ENDED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.INTERNAL)
+# How gRPC reports that the process at the other end is gone, or is going; INTERNAL is a shard's own word elsewhere.
+CONNECTION_ENDED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+STREAM_ENDED = (*CONNECTION_ENDED, grpc.StatusCode.INTERNAL)
 SOCKET_POLL_S = 0.05
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -252,7 +253,7 @@ class ShardClient:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ValueError(error.details()) from None
-            raise self._lost(error) from None
+            raise self._lost(error, CONNECTION_ENDED) from None
 
     def send(self, request: StepRequest) -> None:
         """Hand over the next step; the first one opens the stream."""
@@ -265,7 +266,7 @@ class ShardClient:
         try:
             reply: StepReply = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise self._lost(error) from None
+            raise self._lost(error, STREAM_ENDED) from None
         except asyncio.CancelledError:
             # grpc.aio raises this also when the call was cancelled by `abandon` or `close`, not the task that waits.
             task = asyncio.current_task()
@@ -288,12 +289,12 @@ class ShardClient:
         self._outbox.put_nowait(None)
         await self._channel.close()
 
-    def _lost(self, error: grpc.aio.AioRpcError) -> ShardError:
+    def _lost(self, error: grpc.aio.AioRpcError, ended: Sequence[grpc.StatusCode]) -> ShardError:
         """What gRPC's words come to. Its own reach the log alone: they are about connections, and nobody's remedy."""
         logger.debug("shard %d: %s", self.rank, _cause(error))
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return ShardError(self.rank, "it does not answer")
-        if error.code() in CONNECTION_ENDED:
+        if error.code() in ended:
             return ShardError(self.rank, "its connection ended", is_known=False)
         return ShardError(self.rank, _cause(error))
 

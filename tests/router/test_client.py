@@ -166,8 +166,8 @@ def test_error_of_all_ranks_is_an_answer(tmp_path: Path) -> None:
         ({(0, 1): "lost a tile"}, "shard 0: lost a tile"),
         ({(1, 1): "end"}, "shard 1: it has ended"),
         ({(1, 1): "end", (0, 1): "hang"}, "shard 1: it has ended"),
-        ({(0, 1): "end"}, "shard 0: the stream ended"),
-        ({(0, 1): "abort"}, "shard 0: internal: segmentation fault, nearly"),
+        ({(0, 1): "end"}, "shard 0: it ended its stream of steps"),
+        ({(0, 1): "abort"}, "shard 0: its connection ended"),
     ],
 )
 def test_one_rank_that_fails_alone_is_named(behaviour: Any, message: str, tmp_path: Path) -> None:
