@@ -254,6 +254,8 @@ class ShardClient:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ValueError(error.details()) from None
             raise self._lost(error, CONNECTION_ENDED) from None
+        except (asyncio.CancelledError, grpc.aio.UsageError):  # the channel was closed during the call, or before it
+            raise self._closed() from None
 
     def send(self, request: StepRequest) -> None:
         """Hand over the next step; the first one opens the stream."""
@@ -268,11 +270,7 @@ class ShardClient:
         except grpc.aio.AioRpcError as error:
             raise self._lost(error, STREAM_ENDED) from None
         except asyncio.CancelledError:
-            # grpc.aio raises this also when the call was cancelled by `abandon` or `close`, not the task that waits.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise ShardError(self.rank, "the stream was closed") from None
+            raise self._closed() from None
         if reply is grpc.aio.EOF:
             raise ShardError(self.rank, "it ended its stream of steps", is_known=False)
         if reply.HasField("failed_rank"):
@@ -288,6 +286,13 @@ class ShardClient:
         """End the stream and close the channel."""
         self._outbox.put_nowait(None)
         await self._channel.close()
+
+    def _closed(self) -> BaseException:
+        """What to raise for a CancelledError: grpc.aio's own, of a call that was ended here, is a ShardError."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            return asyncio.CancelledError()
+        return ShardError(self.rank, "its connection was closed", is_known=False)
 
     def _lost(self, error: grpc.aio.AioRpcError, ended: Sequence[grpc.StatusCode]) -> ShardError:
         """What gRPC's words come to. Its own reach the log alone: they are about connections, and nobody's remedy."""

@@ -17,7 +17,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,7 +76,8 @@ class Clients:
 
     async def learn(self, client: httpx2.AsyncClient) -> None:
         """Take the answers while nobody disturbs."""
-        self.expected = [(await self._ask(client, request))[0] for request in self.requests]
+        answers = await asyncio.gather(*(self._ask(client, request) for request in self.requests))
+        self.expected = [answer for answer, _ in answers]
 
     async def go_on(self, client: httpx2.AsyncClient, rng: random.Random) -> None:
         """One stream after the other until `is_over`."""
@@ -136,29 +137,46 @@ def shards_of(server: Server) -> list[int]:
     return [found[rank] for rank in sorted(found)]
 
 
-async def disturb(server: Server, number: signal.Signals, times: int, rng: random.Random, most_s: float) -> None:
-    """Send the signal to a random rank at random moments, and wait each time for the recovery."""
-    for done in range(times):
-        await asyncio.sleep(rng.uniform(0.05, most_s))
-        os.kill(rng.choice(shards_of(server)), number)
-        async with asyncio.timeout(120):
-            while (await asyncio.to_thread(server.metrics)).get(RECOVERIES, 0) <= done:
-                await asyncio.sleep(0.05)
+Disturb = Callable[[Server], Awaitable[None]]
 
 
-async def survive(
-    server: Server, fault: str, times: int, *, seed: int = 1, streams: int = STREAMS, most_s: float = 3.0
-) -> Tally:
-    """Disturb the server so often while streams run; what the clients saw."""
-    rng = random.Random(seed)
-    clients = Clients(server.url, mixed_requests(2 * streams, rng))
+def signals(number: signal.Signals, times: int, rng: random.Random, most_s: float = 3.0) -> Disturb:
+    """Send it to a random rank at random moments, and wait each time for the recovery."""
+
+    async def disturb(server: Server) -> None:
+        for _ in range(times):
+            await asyncio.sleep(rng.uniform(0.05, most_s))
+            count = await recoveries(server)
+            os.kill(rng.choice(shards_of(server)), number)
+            await recovery_after(server, count)
+
+    return disturb
+
+
+async def recoveries(server: Server) -> float:
+    """How often lost shards were replaced."""
+    return (await asyncio.to_thread(server.metrics)).get(RECOVERIES, 0)
+
+
+async def recovery_after(server: Server, count: float) -> None:
+    """Wait until there were more recoveries than `count`."""
+    async with asyncio.timeout(120):
+        while await recoveries(server) <= count:
+            await asyncio.sleep(0.05)
+
+
+async def survive(server: Server, disturb: Disturb, *, streams: int = STREAMS, most_tokens: int = 150) -> Tally:
+    """Disturb the server while streams run; what the clients saw."""
+    clients = Clients(server.url, mixed_requests(2 * streams, random.Random(5), most_tokens))
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(timeout=300, limits=limits) as client:
         await clients.learn(client)
         tasks = [asyncio.create_task(clients.go_on(client, random.Random(n))) for n in range(streams)]
-        await disturb(server, SIGNALS[fault], times, rng, most_s)
-        clients.is_over = True
-        await asyncio.gather(*tasks)
+        try:
+            await disturb(server)
+        finally:
+            clients.is_over = True
+            await asyncio.gather(*tasks)
     return clients.tally
 
 
@@ -172,7 +190,8 @@ def main() -> int:
     args, flags = parser.parse_known_args()
     model = [] if args.model is None else ["--model-id", args.model]
     with Server("--dtype", "float32", "--num-shard", "2", *model, *flags) as server:
-        tally = asyncio.run(survive(server, args.fault, args.kills, seed=args.seed))
+        disturb = signals(SIGNALS[args.fault], args.kills, random.Random(args.seed))
+        tally = asyncio.run(survive(server, disturb))
         metrics = server.metrics()
     pauses = sorted(tally.pauses)
     print(
