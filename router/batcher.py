@@ -25,13 +25,14 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 
-from router.client import ShardError, Shards, StepReply, StepRequest, new_sequence, step_request
+from router.client import ShardError, Shards, StepReply, StepRequest
 from router.entry import Entry, Failed, Finished, PromptTokens, Timings, Token, ValidRequest
 from router.errors import GenerationError, IncompleteGeneration, RouterError, Unavailable
 from router.limits import Limits
 from router.metrics import Metrics, StepTrace
 from router.scheduler import Scheduler, StepPlan
 from router.text import FinishReason, GeneratedText, ModelTokenizer
+from router.wire import new_sequence, step_request
 
 MAX_STEPS_UNDER_WAY = 2  # one computing, one waiting in the shards' queue; more would only delay finishes
 

@@ -4,10 +4,8 @@
 step, in order: a step costs the router the same however many ranks there are. Any rank that is lost, or that alone
 reports an error, ends the stream with a ShardError naming the rank: the ranks no longer agree on which sequences exist,
 and nothing can mend that while they run. Rank 0 says which rank that is (`server/relay.py`). The double of
-`ShardedClient` for tests is `tests/router/fake_shards.py`; one contract test runs over both.
-
-On the router's side this is the only place that knows protobuf classes. `batcher.py` builds its requests with
-`step_request` and `new_sequence` below.
+`ShardedClient` for tests is `tests/router/fake_shards.py`; one contract test runs over both. What goes over the wire is
+built in `wire.py`; on the router's side only these two modules know protobuf classes.
 """
 
 from __future__ import annotations
@@ -22,16 +20,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from router.entry import ValidRequest
-from router.queue import blocks_for
-from server.pb.generate_pb2 import (
-    HealthRequest,
-    InfoRequest,
-    NewSequence,
-    ProfileRequest,
-    SamplingParameters,
-    WarmupRequest,
-)
+from server.pb.generate_pb2 import HealthRequest, InfoRequest, ProfileRequest, WarmupRequest
 from server.pb.generate_pb2 import StepReply as StepReply  # re-exported for batcher.py
 from server.pb.generate_pb2 import StepRequest as StepRequest
 from server.pb.generate_pb2_grpc import ShardStub
@@ -168,65 +157,6 @@ class Shards(Protocol):
 
     async def close(self) -> None:
         """End the stream. Whoever waits in `receive` gets a ShardError."""
-
-
-def new_sequence(
-    id: int,
-    request: ValidRequest,
-    blocks: Sequence[int],
-    block_size: int,
-    *,
-    computed: int = 0,
-    generated: Sequence[int] = (),
-) -> NewSequence:
-    """A sequence in wire form, whose blocks hold the first `computed` of its tokens already.
-
-    blocks: where an encoder reads the prompt, first the encoder's blocks and then the decoder's.
-    generated: the tokens that it has got, where it is rebuilt.
-    """
-    sampling = request.sampling
-    first = blocks_for(len(request.encoder_ids), block_size)
-    return NewSequence(
-        id=id,
-        token_ids=[*request.token_ids, *generated],
-        generated=len(generated),
-        computed=computed,
-        blocks=blocks[first:],
-        sampling=SamplingParameters(
-            do_sample=sampling.do_sample,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            typical_p=sampling.typical_p,
-            repetition_penalty=sampling.repetition_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            watermark=sampling.watermark,
-            seed=sampling.seed,
-        ),
-        top_n_tokens=request.top_n_tokens,
-        prompt_logprobs=request.prompt_logprobs and not generated,  # else the client has them
-        encoder_token_ids=request.encoder_ids,
-        encoder_blocks=blocks[:first],
-    )
-
-
-def step_request(
-    step: int,
-    *,
-    retire: Sequence[int] = (),
-    add: Sequence[NewSequence] = (),
-    chunks: Sequence[tuple[int, int]] = (),
-    decode: bool = False,
-) -> StepRequest:
-    """One step, in wire form; chunks are (sequence, prompt tokens)."""
-    return StepRequest(
-        step=step,
-        retire=retire,
-        add=add,
-        chunk_ids=[id for id, _ in chunks],
-        chunk_tokens=[tokens for _, tokens in chunks],
-        decode=decode,
-    )
 
 
 class ShardClient:

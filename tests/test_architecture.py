@@ -24,6 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "benchmark": {
         "benchmark", "router.client", "router.entry", "router.launch.parent_death", "router.queue", "router.version",
+        "router.wire",
         "server.arch.families", "server.arch.spec", "server.pb",
     },
     "benchmark.prediction": {"benchmark", "router.limits"},
