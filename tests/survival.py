@@ -33,7 +33,9 @@ SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 Answer = tuple[tuple[int, ...], str, str]  # token ids, text, finish reason
 
 
-def mixed_requests(count: int, rng: random.Random, most_tokens: int = 150) -> list[dict[str, Any]]:
+def mixed_requests(
+    count: int, rng: random.Random, most_tokens: int = 150, words: Sequence[str] = WORDS, most_words: int = 120
+) -> list[dict[str, Any]]:
     """Requests that use what must survive."""
     kinds: list[dict[str, Any]] = [
         {},
@@ -46,7 +48,7 @@ def mixed_requests(count: int, rng: random.Random, most_tokens: int = 150) -> li
     ]
     return [
         body(
-            " ".join(rng.choices(WORDS, k=rng.randint(1, 120))),
+            " ".join(rng.choices(words, k=rng.randint(1, most_words))),
             max_new_tokens=rng.randint(20, most_tokens),
             details=True,
             **kinds[number % len(kinds)],
@@ -165,9 +167,11 @@ async def recovery_after(server: Server, count: float) -> None:
             await asyncio.sleep(0.05)
 
 
-async def survive(server: Server, disturb: Disturb, *, streams: int = STREAMS, most_tokens: int = 150) -> Tally:
-    """Disturb the server while streams run; what the clients saw."""
-    clients = Clients(server.url, mixed_requests(2 * streams, random.Random(5), most_tokens))
+async def survive(
+    server: Server, disturb: Disturb, *, streams: int = STREAMS, requests: Sequence[dict[str, Any]] = ()
+) -> Tally:
+    """Disturb the server while streams of `requests`, or of twice as many mixed ones, run; what the clients saw."""
+    clients = Clients(server.url, requests or mixed_requests(2 * streams, random.Random(5)))
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(timeout=300, limits=limits) as client:
         await clients.learn(client)

@@ -15,11 +15,14 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from benchmark.shapes import write_word_tokenizer
 from tests.running import ROOT, Server, body, events_of
+from tests.server.tiny import COMMON, save_tiny
 from tests.survival import (
     SIGNALS,
     Disturb,
     Tally,
+    mixed_requests,
     recoveries,
     recovery_after,
     shards_of,
@@ -57,7 +60,8 @@ def read_log(server: Server) -> None:
 def disturbed(server: Server, disturb: Disturb, streams: int = 8) -> tuple[Tally, str]:
     """What the clients saw, and what was logged meanwhile."""
     num_lines = len(server.lines)
-    tally = asyncio.run(survive(server, disturb, streams=streams, most_tokens=60))
+    requests = mixed_requests(2 * streams, random.Random(4), most_tokens=60)
+    tally = asyncio.run(survive(server, disturb, streams=streams, requests=requests))
     assert not tally.failures
     assert tally.answers >= streams
     return tally, "".join(server.lines[num_lines:])
@@ -142,6 +146,21 @@ def test_health_says_no_while_there_are_no_shards(server: Server) -> None:
 
     disturbed(server, kill)
     assert 200 == httpx2.get(f"{server.url}/health", timeout=30).status_code
+
+
+def test_what_an_encoder_read_survives_too(tmp_path: Path) -> None:
+    save_tiny("t5", tmp_path)
+    write_word_tokenizer(COMMON["vocab_size"], tmp_path)
+    words = [f"t{id}" for id in range(4, COMMON["vocab_size"])]
+    requests = [
+        body(request["inputs"], **{**request["parameters"], "stop": []})
+        for request in mixed_requests(16, random.Random(4), 400, words, 60)
+    ]
+    with Server("--model-id", str(tmp_path), "--dtype", "float32", "--num-shard", "2") as server:
+        disturb = signals(SIGNALS["kill"], 2, random.Random(3), most_s=0.5)
+        tally = asyncio.run(survive(server, disturb, streams=8, requests=requests))
+    assert not tally.failures
+    assert tally.answers >= 8
 
 
 # ------------------------------------------------------------------------------------------- routers, and giving up
