@@ -24,7 +24,7 @@ from router.launch.config import DEMO, TOKEN_VARIABLES
 from router.launch.errors import Refusal
 from router.launch.files import private_folder, shared_sockets
 from router.launch.flags import read_command_line
-from router.launch.logs import Log, Output
+from router.launch.logs import Log
 from router.launch.machine import bind, describe_environment, plan_shards, visible_gpus
 from router.launch.parent_death import end_with_parent
 from router.launch.processes import ChildCommand, child_environment
@@ -37,6 +37,7 @@ from router.version import version
 from server.checkpoint import hub
 from server.checkpoint.files import HubError
 from server.config import ShardConfig
+from server.output import Output
 
 
 def main(argv: Sequence[str] | None = None) -> int:

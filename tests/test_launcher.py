@@ -12,12 +12,13 @@ import pytest
 import launcher
 from router.config import RouterConfig
 from router.launch.errors import Refusal
-from router.launch.logs import Log, Output
+from router.launch.logs import Log
 from router.launch.machine import bind
 from router.launch.settings_page import render_settings
 from router.version import version
 from server.checkpoint.hub import ResolvedModel
 from server.config import ShardConfig
+from server.output import Output
 from tests.router.launch.test_settings import read
 from tests.running import ROOT
 

@@ -39,10 +39,11 @@ STUBBORN = PRELUDE + "on_term(lambda: say('not yet')); say('serving', event='rea
 # Runs the supervisor alone: scripts and options come as JSON.
 SUPERVISE = """
 import json, os, sys
-from router.launch.logs import Log, Output
+from router.launch.logs import Log
 from router.launch.processes import ChildCommand
 from router.launch.signals import signals_to_pipe
 from router.launch.supervisor import Supervisor
+from server.output import Output
 options = json.loads(sys.argv[1])
 commands = [ChildCommand(name, (sys.executable, "-S", "-c", code)) for name, code in options["scripts"].items()]
 log = Log(Output(1), options["as_json"])
