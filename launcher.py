@@ -3,7 +3,7 @@
 This is the story of a launch; its rooms are in `router/launch/`. Every setting is read and checked, the port is taken,
 the model is resolved once, one JSON config for each process is written into a private folder, all processes are started
 at once, and their logs are forwarded until a signal or a failure. The end is one sentence and an exit code: 0 after a
-stop by signal, 1 when something failed, 2 for a wrong setting, 128 + signal after a second signal.
+stop by signal, 1 when something failed, 2 for a wrong setting, 128 + signal after SIGQUIT or a second signal.
 
 The launcher knows nothing of HTTP or tensors and imports neither torch nor transformers.
 """
@@ -91,9 +91,9 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, 
 def launch(settings: Settings, environ: Mapping[str, str], device: str, count: int, log: Log) -> int:
     """Serve with `count` shards until a signal or a failure. Returns the exit code; raises Refusal for a failure."""
     started = time.monotonic()
-    leave_on_signal(log)
     hostname = settings.values["hostname"]
     with ExitStack() as stack:
+        stack.enter_context(leave_on_signal(log))
         listener = stack.enter_context(bind(hostname, settings.values["port"]))
         shards = f"{count} shards" if count > 1 else "one shard"
         log.info(f"Lockstep {version()} starts {settings.shown_model} on {device} with {shards}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import shutil
 import signal
 import socket
@@ -271,6 +272,63 @@ def test_second_signal_aborts(supervise: Start, second: int, expected: int) -> N
     assert expected == end(process, within=3)[0]
 
 
+def test_sigquit_aborts_at_once(supervise: Start) -> None:
+    process = supervise(True, shard_0=SHARD, router=PRELUDE + "say('pid', pid=os.getpid())\n" + STUBBORN)
+    records = [json.loads(line) for line in wait_for(process, "serving").splitlines()]
+    process.send_signal(signal.SIGQUIT)
+    assert 131 == end(process, within=3)[0]
+    (pid,) = (record["pid"] for record in records if "pid" in record)
+    assert not is_alive(pid)
+
+
+# A terminal of its own for what follows, as a login shell gives it.
+IN_A_TERMINAL = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+"""
+
+
+@pytest.mark.parametrize("is_nohup", [False, True])
+def test_a_terminal_that_closes_stops_the_server_unless_nohup_asks_otherwise(is_nohup: bool) -> None:
+    options = json.dumps({"scripts": {"shard-0": SHARD, "router": ROUTER}, "as_json": False, "drain": 100, "stop": 100})
+    nohup = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" if is_nohup else ""
+    terminal, inner = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL + nohup + SUPERVISE, options],
+        cwd=ROOT,
+        stdin=inner,
+        stdout=inner,
+        stderr=inner,
+        start_new_session=True,
+    )
+    try:
+        os.close(inner)
+        shown = b""
+        while b"serving" not in shown:
+            shown += os.read(terminal, 4096)
+        os.close(terminal)  # the kernel sends SIGHUP
+        if is_nohup:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+            process.terminate()
+        assert 0 == process.wait(timeout=50)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_orderly_end_leaves_no_process_of_a_process(supervise: Start) -> None:
+    hidden = PRELUDE + "import subprocess\nsay('pid', pid=subprocess.Popen(['sleep', '60']).pid)\n"
+    process = supervise(True, shard_0=hidden + SHARD, router=ROUTER)
+    records = [json.loads(line) for line in wait_for(process, "serving").splitlines()]
+    if not any("pid" in record for record in records):
+        records.append(json.loads(wait_for(process, '"pid"').splitlines()[-1]))
+    process.terminate()
+    assert 0 == end(process, within=5)[0]
+    (pid,) = (record["pid"] for record in records if "pid" in record)
+    eventually(lambda: not is_alive(pid))
+
+
 def test_router_that_does_not_drain_is_killed(supervise: Start) -> None:
     process = supervise(drain=0.2, stop=0.2, shard_0=SHARD, router=STUBBORN)
     wait_for(process, "serving")
@@ -340,6 +398,33 @@ def test_launch_serves_and_stops_and_cleans_up(launch: Start) -> None:
     assert not (folder / "router.json").exists()
     process.terminate()
     assert (0, "") == end(process, within=5)[::2]
+    assert not folder.exists()
+
+
+def folder_of(log: str) -> Path:
+    """The private folder of a launch that is ready."""
+    return Path(log.split("folder=")[1].split()[0])
+
+
+def test_the_next_launch_removes_what_a_killed_one_left_and_nothing_else(launch: Start) -> None:
+    argv = ("--hostname=127.0.0.1", "--port=0")
+    killed, living = launch(*argv), launch(*argv)
+    left, kept = folder_of(ready(killed)[1]), folder_of(ready(living)[1])
+    foreign = left.with_name("lockstep-foreign")
+    foreign.mkdir()  # no launch made it: it has no lock
+    killed.kill()
+    killed.wait()
+    assert left.is_dir()
+    ready(launch(*argv))
+    assert not left.exists()
+    assert kept.is_dir() and foreign.is_dir()
+
+
+def test_sigquit_leaves_no_folder(launch: Start) -> None:
+    process = launch("--hostname=127.0.0.1", "--port=0")
+    folder = folder_of(ready(process)[1])
+    process.send_signal(signal.SIGQUIT)
+    assert 131 == end(process, within=5)[0]
     assert not folder.exists()
 
 
@@ -418,6 +503,28 @@ def test_signal_during_download_stops_at_once(launch: Start) -> None:
     code, log, error = end(process, within=3)
     assert (0, "") == (code, error)
     assert "SIGTERM: stopped before the model was there" in log
+
+
+# The launch as above, but to report a failure takes its time.
+SLOW_TO_REPORT = LAUNCH.replace(
+    "sys.exit(", "launcher._report = lambda _: print('unwinds', flush=True) or __import__('time').sleep(60)\nsys.exit("
+)
+
+
+@pytest.mark.parametrize("failing", [{"server": "raise ValueError('no')"}, {"resolve": "open('/nothing/there')"}])
+def test_signal_while_a_failed_launch_unwinds_is_no_success(start: Start, failing: dict[str, str]) -> None:
+    scripts = {"server": SHARD, "router": HTTP_ROUTER, **failing}
+    process = start(SLOW_TO_REPORT, json.dumps(scripts), "--device=cpu", "--port=0")
+    wait_for(process, "unwinds")
+    process.terminate()
+    assert 143 == end(process, within=5)[0]
+
+
+def test_sigquit_during_download_is_no_success(launch: Start) -> None:
+    process = launch("--port=0", resolve="(print('downloading', flush=True), __import__('time').sleep(60))")
+    wait_for(process, "downloading")
+    process.send_signal(signal.SIGQUIT)
+    assert 131 == end(process, within=3)[0]
 
 
 def test_closed_standard_streams_are_replaced(start: Start) -> None:

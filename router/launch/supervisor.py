@@ -116,7 +116,7 @@ class Supervisor:
         for number in numbers:
             if number == signal.SIGCHLD:
                 continue
-            if self._phase in (Phase.STARTING, Phase.SERVING):
+            if self._phase in (Phase.STARTING, Phase.SERVING) and number != signal.SIGQUIT:
                 self._stop(number)
             else:
                 self._exit_code = 128 + number
