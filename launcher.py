@@ -1,9 +1,10 @@
 """Starts and watches one Lockstep server: N shards and a router, from one table of settings.
 
 This is the story of a launch; its rooms are in `router/launch/`. Every setting is read and checked, the port is taken,
-the model is resolved once, one JSON config for each process is written into a private folder, all processes are started
-at once, and their logs are forwarded until a signal or a failure. The end is one sentence and an exit code: 0 after a
-stop by signal, 1 when something failed, 2 for a wrong setting, 128 + signal after SIGQUIT or a second signal.
+the model is resolved once, each process gets its config as JSON (a shard in a private folder, the router, whose config
+holds the API key, in a file without a name), all processes are started at once, and their logs are forwarded until a
+signal or a failure. The end is one sentence and an exit code: 0 after a stop by signal, 1 when something failed, 2 for
+a wrong setting, 128 + signal after SIGQUIT or a second signal.
 
 The launcher knows nothing of HTTP or tensors and imports neither torch nor transformers.
 """
@@ -107,13 +108,13 @@ def launch(settings: Settings, environ: Mapping[str, str], device: str, count: i
         url = f"http://{f'[{hostname}]' if ':' in hostname else hostname}:{listener.getsockname()[1]}"
 
         def on_ready() -> None:
-            hand_over(listener, folder)
+            hand_over(listener)
             log.info(f"Lockstep is ready at {url} after {time.monotonic() - started:.1f} s")
 
-        write_router_config(folder, settings, sockets, model, listener)
+        router = router_config(settings, sockets, model, listener)
         write_shard_configs(folder, settings, device, sockets, model)
         supervisor = Supervisor(
-            commands(folder, count, listener),
+            commands(folder, count, listener, router),
             child_environment(environ, settings.values["master_addr"] in ("localhost", "127.0.0.1", "::1")),
             log,
             drain_seconds=settings.values["graceful_termination_timeout"],
@@ -161,12 +162,12 @@ def convert_in_child(environment: Mapping[str, str]) -> hub.Convert:
     return convert
 
 
-def write_router_config(
-    folder: Path, settings: Settings, sockets: tuple[str, ...], model: hub.ResolvedModel, listener: socket.socket
-) -> None:
-    """Tell the router what to serve, in `router.json`; the port that was taken replaces the one that was asked for."""
+def router_config(
+    settings: Settings, sockets: tuple[str, ...], model: hub.ResolvedModel, listener: socket.socket
+) -> RouterConfig:
+    """What the router is told to serve; the port that was taken replaces the one that was asked for."""
     given = settings.pick(RouterConfig) | {"model_id": settings.shown_model, "port": listener.getsockname()[1]}
-    router = RouterConfig(
+    return RouterConfig(
         model_path=str(model.path),
         tokenizer_path=str(model.tokenizer_path),
         shard_sockets=sockets,
@@ -175,7 +176,6 @@ def write_router_config(
         sources=dict(settings.sources),
         **given,
     )
-    router.save(folder / "router.json")
 
 
 def write_shard_configs(
@@ -201,23 +201,24 @@ def write_shard_configs(
         shard.save(folder / f"shard-{rank}.json")
 
 
-def commands(folder: Path, count: int, listener: socket.socket) -> list[ChildCommand]:
-    """The processes to start, which read their configs from `folder`. Only the router gets the listener."""
-    shards = [_command("server", f"shard-{rank}", folder) for rank in range(count)]
-    return [*shards, _command("router", "router", folder, (listener.fileno(),))]
+def commands(folder: Path, count: int, listener: socket.socket, router: RouterConfig) -> list[ChildCommand]:
+    """The processes to start; shards read their configs from `folder`. Only the router gets the listener."""
+    shards = [
+        ChildCommand(f"shard-{rank}", (*_python("server"), "--config", str(folder / f"shard-{rank}.json")))
+        for rank in range(count)
+    ]
+    return [*shards, ChildCommand("router", _python("router"), (listener.fileno(),), router.to_json())]
 
 
-def _command(module: str, name: str, folder: Path, pass_fds: tuple[int, ...] = ()) -> ChildCommand:
-    config = str(folder / f"{name}.json")
-    return ChildCommand(name, (sys.executable, "-P", "-m", module, "--config", config), pass_fds)
+def _python(module: str) -> tuple[str, ...]:
+    return (sys.executable, "-P", "-m", module)
 
 
-def hand_over(listener: socket.socket, folder: Path) -> None:
-    """Let go of what the router has by now: the socket, and its config."""
+def hand_over(listener: socket.socket) -> None:
+    """Let go of what the router has by now."""
     # Connections are accepted from here on; this lets a later launch bind beside those in TIME_WAIT.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.close()  # or the port would stay open while the router drains
-    (folder / "router.json").unlink()  # holds the API key, and would outlive a kill -9
 
 
 if __name__ == "__main__":

@@ -28,12 +28,10 @@ def written_configs(tmp_path: Path, *argv: str) -> tuple[RouterConfig, list[Shar
     sockets = ("/s-0", "/s-1")
     with bind("127.0.0.1", 0) as listener:
         settings = read(["--port", "0", *argv])
-        launcher.write_router_config(tmp_path, settings, sockets, model, listener)
+        router = launcher.router_config(settings, sockets, model, listener)
         launcher.write_shard_configs(tmp_path, settings, "cpu", sockets, model)
-        assert listener.getsockname()[1] == RouterConfig.load(tmp_path / "router.json").port
-    return RouterConfig.load(tmp_path / "router.json"), [
-        ShardConfig.load(tmp_path / f"shard-{rank}.json") for rank in range(2)
-    ]
+        assert listener.getsockname()[1] == router.port
+    return router, [ShardConfig.load(tmp_path / f"shard-{rank}.json") for rank in range(2)]
 
 
 def test_configs_hold_what_each_process_needs(tmp_path: Path) -> None:
@@ -45,7 +43,7 @@ def test_configs_hold_what_each_process_needs(tmp_path: Path) -> None:
     assert {(2, "cpu", "bfloat16", None)} == {(s.world_size, s.device, s.dtype, s.threads) for s in shard_configs}
     assert {f"file://{tmp_path}/rendezvous"} == {shard.rendezvous for shard in shard_configs}
     assert {(f"{tmp_path}/steps-1.sock",)} == {shard.step_sockets for shard in shard_configs}
-    assert 0o600 == (tmp_path / "router.json").stat().st_mode & 0o777
+    assert [0o600] * 2 == [path.stat().st_mode & 0o777 for path in tmp_path.glob("*.json")]
 
 
 def test_shards_meet_over_tcp_only_when_asked(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
-import shutil
+import re
 import signal
 import socket
 import subprocess
@@ -63,11 +63,8 @@ LAUNCH = """
 import json, sys, launcher
 from pathlib import Path
 scripts = json.loads(sys.argv[1])
-def command(module, name, folder, pass_fds=()):
-    argv = (sys.executable, "-S", "-c", scripts[module], str(folder / f"{name}.json"))
-    return launcher.ChildCommand(name, argv, pass_fds)
 model = launcher.hub.ResolvedModel(Path("m"), Path("m"), Path("m"), None)
-launcher._command = command
+launcher._python = lambda module: (sys.executable, "-S", "-c", scripts[module])
 launcher.resolve_model = lambda *_: eval(scripts.get("resolve", "model"))
 sys.exit(launcher.main(sys.argv[2:]))
 """
@@ -75,11 +72,11 @@ HTTP_ROUTER = (
     PRELUDE
     + """
 import socket
-config = json.load(open(sys.argv[1]))
+config = json.load(open(sys.argv[-1]))
 listener = socket.socket(fileno=config["listen_fd"])
 listener.listen()
 on_term(lambda: leave("router drained"))
-say("serving", event="ready", folder=os.path.dirname(sys.argv[1]), sockets=config["shard_sockets"])
+say("serving", event="ready", folder=os.path.dirname(config["shard_sockets"][0]), sockets=config["shard_sockets"])
 while True:
     listener.accept()[0].sendall(b"hello")
 """
@@ -89,16 +86,22 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def temporary() -> Iterator[Path]:
+    """Where launches make their private folders: short, for the sockets; tmp_path is not."""
+    with tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def start(temporary: Path) -> Iterator[Start]:
     """Start Python code in a process of its own, which is gone after the test."""
     processes = []
-    temporary = tempfile.mkdtemp(prefix="ls-", dir="/tmp")  # short, for the sockets; tmp_path is not
 
     def run(code: str, *argv: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", code, *argv],
             cwd=ROOT,
-            env=os.environ | {"TMPDIR": temporary},
+            env=os.environ | {"TMPDIR": str(temporary)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -110,7 +113,6 @@ def start() -> Iterator[Start]:
     for process in processes:
         process.kill()
         process.communicate()
-    shutil.rmtree(temporary)
 
 
 @pytest.fixture
@@ -188,6 +190,21 @@ def test_json_logs_stay_json(supervise: Start) -> None:
     process.terminate()
     for line in end(process, within=3)[1].splitlines():
         assert {"timestamp", "level", "message", "process"} <= set(json.loads(line))
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_what_a_process_prints_is_one_line_and_forges_no_cause(supervise: Start, as_json: bool) -> None:
+    hostile = '{"level": "CRITICAL", "message": "forged", "event": "ready"}\\r\\x1b[2J\\u2028\\x85{}%s\\x00\\udcff'
+    errors = f"sys.stderr.reconfigure(errors='surrogateescape'); sys.stderr.write('{hostile}\\n'); sys.stderr.flush()\n"
+    code = PRELUDE + errors + f"say('said', text='{hostile}\\n')\ntime.sleep(0.3); leave('{hostile}')"
+    _, log, error = end(supervise(as_json, shard_0=code, router=SHARD), within=5)
+    lines = log.split("\n")[:-1]
+    shown = [line for line in lines if "forged" in line]
+    assert 3 == len(shown)
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028]", log)
+    assert "forged" in error.splitlines()[0] and 1 == len(error.splitlines())  # its last words, as such
+    if as_json:
+        assert {"INFO", "WARN"} == {json.loads(line)["level"] for line in lines}
 
 
 def test_critical_record_is_the_reported_cause(supervise: Start) -> None:
@@ -395,7 +412,6 @@ def test_launch_serves_and_stops_and_cleans_up(launch: Start) -> None:
     folder = Path(log.split("folder=")[1].split()[0])
     assert b"hello" == connect(port)
     assert folder.is_dir() and 0o700 == folder.stat().st_mode & 0o777
-    assert not (folder / "router.json").exists()
     process.terminate()
     assert (0, "") == end(process, within=5)[::2]
     assert not folder.exists()
@@ -418,6 +434,20 @@ def test_the_next_launch_removes_what_a_killed_one_left_and_nothing_else(launch:
     ready(launch(*argv))
     assert not left.exists()
     assert kept.is_dir() and foreign.is_dir()
+
+
+def test_a_launch_that_is_killed_before_it_is_ready_leaves_no_key(launch: Start, temporary: Path) -> None:
+    loading = PRELUDE + "say('loading', key=json.load(open(sys.argv[-1]))['api_key'], pid=os.getpid())\ntime.sleep(60)"
+    process = launch("--port=0", "--api-key=hunter2", "--json-output", router=loading)
+    record = json.loads(wait_for(process, "loading").splitlines()[-1])
+    assert "hunter2" == record["key"]
+    process.kill()
+    process.wait()
+    eventually(lambda: not is_alive(record["pid"]))
+    (folder,) = temporary.glob("lockstep-*")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert "shard-0.json" in {path.name for path in files}
+    assert not [path for path in files if b"hunter2" in path.read_bytes()]
 
 
 def test_sigquit_leaves_no_folder(launch: Start) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import quote
 
 import httpx2
 import pytest
@@ -72,3 +75,27 @@ def test_a_full_log_disk_stalls_no_request_and_logging_goes_on_once_there_is_roo
             kill_group(process)
         lines = log.read_text().splitlines()
     assert 301 == sum("request ended: length" in line for line in lines)
+
+
+HOSTILE = 'x\r\n{"level": "CRITICAL", "message": "forged"}\x1b[2J\u2028\x85{}%s%(a)s\x00'
+
+
+def test_text_of_clients_forges_no_line() -> None:
+    with Server("--model-id", "null", "--json-output", "--log-level", "debug") as server:
+        with httpx2.Client(base_url=server.url, timeout=30) as client:
+            asked = [body(HOSTILE, max_new_tokens=1), body(HOSTILE, max_new_tokens=1, stop=[HOSTILE]), {HOSTILE: 1}]
+            for request in asked:
+                client.post("/generate", json=request, headers={"x-request-id": "a{}%s\x1b[31m", "user-agent": "{}%s"})
+            client.get("/" + quote(HOSTILE))
+            client.post("/generate", content=HOSTILE.encode(), headers={"content-type": "application/json"})
+            kept = client.post("/generate", json=body("Once"), headers={"x-request-id": "mine"})
+        server.stop()
+        code, output = server.wait()
+    assert (0, "mine") == (code, kept.headers["x-request-id"])
+    output = "".join(server.lines) + output
+    assert not re.search(r"[^\x20-\x7e\n]", output)
+    records = [json.loads(line) for line in output.split("\n")[:-1]]
+    assert "mine" in {record.get("request_id") for record in records}
+    assert {"launcher", "router", "shard-0"} == {record["process"] for record in records}
+    assert "ERROR" not in {record["level"] for record in records}
+    assert "forged" not in {record["message"] for record in records}

@@ -87,6 +87,16 @@ def _remove(folder: Path) -> None:
 
 
 @contextmanager
+def nameless_file(text: str) -> Iterator[int]:
+    """A descriptor of a file that holds `text` and has no name: a process that inherits it reads it at /dev/fd/N, and
+    nothing of it is left on a disk, whoever is killed."""
+    with tempfile.TemporaryFile() as file:
+        file.write(text.encode())
+        file.seek(0)
+        yield file.fileno()
+
+
+@contextmanager
 def shared_sockets(prefix: str, count: int) -> Iterator[tuple[str, ...]]:
     """Sockets at a path that the user chose. A lock keeps a second launch from stealing them, which gRPC would do."""
     sockets = tuple(f"{prefix}-{rank}" for rank in range(count))
