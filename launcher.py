@@ -1,9 +1,10 @@
 """Starts and watches one Lockstep server: N shards and a router, from one table of settings.
 
 This is the story of a launch; its rooms are in `router/launch/`. Every setting is read and checked, the port is taken,
-the model is resolved once, one JSON config for each process is written into a private folder, all processes are started
-at once, and their logs are forwarded until a signal or a failure. The end is one sentence and an exit code: 0 after a
-stop by signal, 1 when something failed, 2 for a wrong setting, 128 + signal after a second signal.
+the model is resolved once, each process gets its config as JSON (a shard in a private folder, the router, whose config
+holds the API key, in a file without a name), all processes are started at once, and their logs are forwarded until a
+signal or a failure. The end is one sentence and an exit code: 0 after a stop by signal, 1 when something failed, 2 for
+a wrong setting, 128 + signal after SIGQUIT or a second signal.
 
 The launcher knows nothing of HTTP or tensors and imports neither torch nor transformers.
 """
@@ -23,7 +24,7 @@ from router.launch.crew import Crew
 from router.launch.errors import Refusal
 from router.launch.files import private_folder, shared_sockets
 from router.launch.flags import read_command_line
-from router.launch.logs import Log, Output
+from router.launch.logs import Log
 from router.launch.machine import bind, describe_environment, plan_shards, visible_gpus
 from router.launch.parent_death import end_with_parent
 from router.launch.processes import child_environment
@@ -35,6 +36,7 @@ from router.launch.terminal import open_standard_streams
 from router.version import version
 from server.checkpoint import hub
 from server.checkpoint.files import HubError
+from server.output import Output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,9 +90,9 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, 
 def launch(settings: Settings, environ: Mapping[str, str], device: str, count: int, log: Log) -> int:
     """Serve with `count` shards until a signal or a failure. Returns the exit code; raises Refusal for a failure."""
     started = time.monotonic()
-    leave_on_signal(log)
     hostname = settings.values["hostname"]
     with ExitStack() as stack:
+        stack.enter_context(leave_on_signal(log))
         listener = bind(hostname, settings.values["port"])
         stack.callback(listener.close)
         shards = f"{count} shards" if count > 1 else "one shard"

@@ -283,17 +283,21 @@ class RouterConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> RouterConfig:
-        """Read what `save` wrote: the launcher's hand-over to the router process."""
+        """Read what `to_json` made: the launcher's hand-over to the router process."""
         values = json.loads(Path(path).read_text())
         for name in ("shard_sockets", "cors_allow_origin"):
             values[name] = tuple(values[name])
         return cls(**values)
 
+    def to_json(self) -> str:
+        """As JSON. It holds the API key: a file of it has no name, or is readable by its owner alone (`save`)."""
+        return json.dumps(asdict(self))
+
     def save(self, path: str | Path) -> None:
-        """Write as JSON, readable by its owner alone: it holds the API key."""
+        """Write as JSON, readable by its owner alone."""
         target = Path(path)
         target.touch(mode=0o600)
-        target.write_text(json.dumps(asdict(self)))
+        target.write_text(self.to_json())
 
 
 def relation_problems(

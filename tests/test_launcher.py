@@ -13,12 +13,13 @@ import launcher
 from router.config import RouterConfig
 from router.launch.crew import Crew
 from router.launch.errors import Refusal
-from router.launch.logs import Log, Output
+from router.launch.logs import Log
 from router.launch.machine import bind
 from router.launch.settings_page import render_settings
 from router.version import version
 from server.checkpoint.hub import ResolvedModel
 from server.config import ShardConfig
+from server.output import Output
 from tests.router.launch.test_settings import read
 from tests.running import ROOT
 
@@ -29,11 +30,9 @@ def written_configs(tmp_path: Path, *argv: str) -> tuple[RouterConfig, list[Shar
         settings = read(["--port", "0", *argv])
         crew = Crew(tmp_path, settings, "cpu", 2, model, listener)
         _, sockets = crew.group(1)
-        crew.router(1, sockets)
-        assert listener.getsockname()[1] == RouterConfig.load(tmp_path / "router.json").port
-    return RouterConfig.load(tmp_path / "router.json"), [
-        ShardConfig.load(tmp_path / "group-1" / f"shard-{rank}.json") for rank in range(2)
-    ]
+        router = crew.router_config(1, sockets)
+        assert listener.getsockname()[1] == router.port
+    return router, [ShardConfig.load(tmp_path / "group-1" / f"shard-{rank}.json") for rank in range(2)]
 
 
 def test_configs_hold_what_each_process_needs(tmp_path: Path) -> None:
@@ -46,7 +45,7 @@ def test_configs_hold_what_each_process_needs(tmp_path: Path) -> None:
     assert {(2, "cpu", "bfloat16", None)} == {(s.world_size, s.device, s.dtype, s.threads) for s in shard_configs}
     assert {f"file://{tmp_path}/group-1/rendezvous"} == {shard.rendezvous for shard in shard_configs}
     assert {(f"{tmp_path}/group-1/steps-1.sock",)} == {shard.step_sockets for shard in shard_configs}
-    assert 0o600 == (tmp_path / "router.json").stat().st_mode & 0o777
+    assert [0o600] * 2 == [path.stat().st_mode & 0o777 for path in tmp_path.glob("*/*.json")]
 
 
 def test_another_group_shares_no_path_with_the_one_before(tmp_path: Path) -> None:
@@ -59,8 +58,7 @@ def test_another_group_shares_no_path_with_the_one_before(tmp_path: Path) -> Non
         assert {f"file://{tmp_path}/group-2/rendezvous"} == {
             ShardConfig.load(tmp_path / "group-2" / f"shard-{rank}.json").rendezvous for rank in range(2)
         }
-        crew.router(2, second)
-        assert 2 == RouterConfig.load(tmp_path / "router.json").group
+        assert 2 == crew.router_config(2, second).group
 
 
 def test_shards_meet_over_tcp_only_when_asked(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def test_what_an_encoder_read_survives_too(tmp_path: Path) -> None:
 
 
 def router_of(server: Server) -> int:
-    return next(pid for pid in server.children() if b"router.json" in Path(f"/proc/{pid}/cmdline").read_bytes())
+    return next(pid for pid in server.children() if b"\0router\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def answer(server: Server) -> str:

@@ -1,7 +1,8 @@
 """The processes of one launch and what each is told: the shards, group after group, and the router.
 
-Everything that a process needs is in a file of the launch's private folder. A group of shards has a folder of its own
-in it, with fresh sockets and a fresh rendezvous, so that nothing of a group that died is in the way of the next.
+Each group of shards has a folder of its own in the launch's private folder, with fresh sockets and a fresh rendezvous,
+so that nothing of a group that died is in the way of the next. The router's settings hold the API key and are in no
+folder: it reads them from a file without a name.
 """
 
 from __future__ import annotations
@@ -58,14 +59,23 @@ class Crew:
         folder.mkdir()
         sockets = self.chosen_sockets or tuple(f"{folder}/shard-{rank}.sock" for rank in range(self.count))
         self._write_shard_configs(folder, sockets)
-        return [command("server", f"shard-{rank}", folder) for rank in range(self.count)], sockets
+        commands = [
+            ChildCommand(f"shard-{rank}", (*python("server"), "--config", f"{folder}/shard-{rank}.json"))
+            for rank in range(self.count)
+        ]
+        return commands, sockets
 
     def router(self, group: int, sockets: Sequence[str]) -> ChildCommand:
         """A router for group `group`; one after the first takes the port anew. Raises Refusal when that is taken."""
         if self.listener.fileno() < 0:
             self.listener = bind(self.settings.values["hostname"], self._port)
+        secret = self.router_config(group, sockets).to_json()
+        return ChildCommand("router", python("router"), (self.listener.fileno(),), hears=True, secret=secret)
+
+    def router_config(self, group: int, sockets: Sequence[str]) -> RouterConfig:
+        """What the router is told to serve; the port that was taken replaces the one that was asked for."""
         given = self.settings.pick(RouterConfig) | {"model_id": self.settings.shown_model, "port": self._port}
-        config = RouterConfig(
+        return RouterConfig(
             model_path=str(self.model.path),
             tokenizer_path=str(self.model.tokenizer_path),
             shard_sockets=tuple(sockets),
@@ -76,15 +86,12 @@ class Crew:
             sources=dict(self.settings.sources),
             **given,
         )
-        config.save(self.folder / "router.json")
-        return command("router", "router", self.folder, (self.listener.fileno(),), hears=True)
 
     def hand_over(self) -> None:
-        """Let go of what the router has by now: the socket, and its config."""
+        """Let go of the socket, which the router has by now."""
         # Connections are accepted from here on; this lets a later launch bind beside those in TIME_WAIT.
         self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         self.listener.close()  # or the port would stay open while the router drains
-        (self.folder / "router.json").unlink()  # holds the API key, and would outlive a kill -9
 
     def close(self) -> None:
         """Give the port back, if no router has it."""
@@ -112,9 +119,6 @@ class Crew:
             shard.save(folder / f"shard-{rank}.json")
 
 
-def command(
-    module: str, name: str, folder: Path, pass_fds: tuple[int, ...] = (), *, hears: bool = False
-) -> ChildCommand:
-    """`python -P -m module`, which reads its config from `folder`."""
-    config = str(folder / f"{name}.json")
-    return ChildCommand(name, (sys.executable, "-P", "-m", module, "--config", config), pass_fds, hears)
+def python(module: str) -> tuple[str, ...]:
+    """The command of one of our modules, which finds no module of the folder that it is started in."""
+    return (sys.executable, "-P", "-m", module)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.launch.config import ROOT, TOKEN_VARIABLES
+from router.launch.files import nameless_file
 from router.launch.logs import Log
 from router.launch.parent_death import end_with_parent
 
@@ -48,6 +49,7 @@ class ChildCommand:
     argv: tuple[str, ...]
     pass_fds: tuple[int, ...] = ()
     hears: bool = False  # whether `Child.tell` reaches it, on its standard input
+    secret: str | None = None  # what it reads at the path that `--config` names, and nobody else can
 
 
 class Child:
@@ -62,16 +64,20 @@ class Child:
         self.events: deque[dict[str, Any]] = deque()  # records that the supervisor acts on, and has not yet
         self._log = log
         self._errors: deque[str] = deque(maxlen=50)
-        self.process = subprocess.Popen(
-            command.argv,
-            stdin=subprocess.PIPE if command.hears else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            pass_fds=command.pass_fds,
-            start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
-            preexec_fn=end_with_parent(),
-        )
+        with nameless_file(command.secret or "") as secret:
+            argv, descriptors = command.argv, command.pass_fds
+            if command.secret is not None:
+                argv, descriptors = (*argv, "--config", f"/dev/fd/{secret}"), (*descriptors, secret)
+            self.process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE if command.hears else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                pass_fds=descriptors,
+                start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
+                preexec_fn=end_with_parent(),
+            )
         assert self.process.stdout and self.process.stderr
         self.pipes = {self.process.stdout.fileno(): bytearray(), self.process.stderr.fileno(): bytearray()}
         for pipe in self.pipes:

@@ -196,7 +196,7 @@ class Supervisor:
                 continue
             if number == signal.SIGUSR1:
                 self._restart_router()
-            elif self._phase in (Phase.STARTING, Phase.SERVING):
+            elif self._phase in (Phase.STARTING, Phase.SERVING) and number != signal.SIGQUIT:
                 self._stop(number)
             else:
                 self._exit_code = 128 + number
