@@ -116,7 +116,7 @@ def launch(settings: Settings, environ: Mapping[str, str], device: str, count: i
             [*shard_commands, crew.router(1, sockets)],
             child_environment(environ, settings.values["master_addr"] in ("localhost", "127.0.0.1", "::1")),
             log,
-            drain_seconds=settings.values["graceful_termination_timeout"],
+            drain_seconds=settings.values["shutdown_delay"] + settings.values["graceful_termination_timeout"],
             on_ready=on_ready,
             renewal=Renewal(crew.group, crew.router, settings.values["max_deaths"]),
             sockets=sockets,

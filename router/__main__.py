@@ -102,7 +102,7 @@ async def run(config: RouterConfig) -> int:
         gc.freeze()  # what start-up made stays: a full collection would stop every stream for 20 ms to look at it again
         server = HttpServer(app, lambda: lifecycle.info("ready at %s", address, extra={"event": "ready"}))
         async with _looking_after(shards, news, config.control_fd, batcher):
-            return await _serve(server, listener, batcher, stop, config.graceful_termination_timeout)
+            return await _serve(server, listener, batcher, stop, config)
     finally:
         await shards.close()
 
@@ -181,15 +181,16 @@ class HttpServer(uvicorn.Server):
 
 
 async def _serve(
-    server: HttpServer, listener: socket.socket, batcher: Batcher, stop: asyncio.Event, drain_s: float
+    server: HttpServer, listener: socket.socket, batcher: Batcher, stop: asyncio.Event, config: RouterConfig
 ) -> int:
     batching = asyncio.create_task(batcher.run())
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({batching, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
+        await batcher.leave(config.shutdown_delay)
         logger.info("draining", extra={"event": "draining"})
-        await batcher.drain(drain_s)
+        await batcher.drain(config.graceful_termination_timeout)
     server.should_exit = True
     await serving
     stopping.cancel()

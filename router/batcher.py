@@ -23,6 +23,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from router.client import ShardError, Shards, StepReply, StepRequest
@@ -64,6 +65,7 @@ class Batcher:
         clock: Callable[[], float] = time.perf_counter,
         trace: Callable[[StepTrace], None] | None = None,
     ) -> None:
+        self.is_leaving = False  # about to drain: whoever asks for health should go elsewhere
         self.outage: ShardError | None = None  # why nothing runs at the moment
         self.failure: ShardError | None = None  # why nothing will run again
         self._shards = shards
@@ -103,6 +105,13 @@ class Batcher:
         self._scheduler.add(entry)
         self._work.set()
         return entry
+
+    async def leave(self, delay: float) -> None:
+        """Say that the server is about to drain, and go on for `delay` seconds, or until the loop ends."""
+        self.is_leaving = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(delay):
+                await self._ended.wait()
 
     async def drain(self, timeout: float) -> None:
         """Let nothing in, wait for what runs, fail what is left after `timeout` seconds."""

@@ -262,6 +262,15 @@ class RouterConfig:
         default=False,
         metadata={"help": "Write logs as JSON, one object a line.", "when": "A log collector reads them."},
     )
+    shutdown_delay: int = field(
+        default=0,
+        metadata={
+            "help": "How long after SIGTERM new requests are still accepted, while /health says 503 already.",
+            "unit": "seconds",
+            "min": 0,
+            "when": "Behind a load balancer: longer than it takes to notice, so that a rolling restart loses nothing.",
+        },
+    )
     graceful_termination_timeout: int = field(
         default=90,
         metadata={

@@ -132,7 +132,7 @@ GROUPS = {
     "prefill_chunk max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens max_best_of "
     "max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching "
     "enable_prefill_logprobs",
-    "HTTP": "hostname port api_key cors_allow_origin validation_workers graceful_termination_timeout",
+    "HTTP": "hostname port api_key cors_allow_origin validation_workers shutdown_delay graceful_termination_timeout",
     "Engine": "dtype device threads quantize random_weights cuda_memory_fraction cuda_graphs "
     "disable_custom_kernels all_reduce "
     "watermark_gamma watermark_delta",

@@ -335,7 +335,7 @@ class Supervisor:
         """Act on the first signal: end at once while nothing can be running yet, else let the router drain."""
         name = signal.Signals(number).name
         if self._phase is Phase.STARTING or self._router is None:
-            self._log.info(f"{name}: stopping while no router runs")
+            self._log.info(f"{name}: stopping before the model is ready")
             self._stop_all(2.0)
             return
         self._phase = Phase.DRAINING
