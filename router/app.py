@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,8 +151,8 @@ def _add_generation_routes(app: FastAPI, services: Services) -> None:
     async def tokenize(request: Request) -> Response:
         body = await _read(request, services)
         with services.permits.hold():  # a long text takes a tokenising thread as any request does
-            tokens = await services.validator.tokenise(body.inputs)
-        return orjson_response(tgi.tokenized_body(body.inputs, tokens))
+            answer = await services.validator.tokenise(body.inputs, partial(tgi.tokenized_body, body.inputs))
+        return Response(answer, media_type="application/json")
 
     routes: list[tuple[str, Handler, Any, str]] = [
         ("/", compatible, list[schemas.GenerateResponse], "A list with one answer, or a stream if `stream` is true"),
