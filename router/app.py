@@ -122,6 +122,7 @@ def create_app(
         lifespan=lifespan,
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},  # tracing.py does it
     )
+    app.state.services = services
     _add_generation_routes(app, services)
     _add_status_routes(app, services)
     _add_docs(app)
@@ -220,9 +221,10 @@ async def _stream(request: Request, body: GenerateRequest, services: Services) -
             first = await first_events(opened)
         if first and isinstance(first[0], Failed):
             raise first[0].error
-        undo.pop_all()  # from here on the response closes the call
-    headers = tgi.stream_headers(body, services.compute_type)
-    return EventStream(opened, tgi.EventFrames(body, opened), first, headers)
+        headers = tgi.stream_headers(body, services.compute_type)
+        stream = EventStream(opened, tgi.EventFrames(body, opened), first, headers)
+        undo.pop_all()  # from here on the response closes the request
+    return stream
 
 
 def orjson_response(body: Any, headers: dict[str, str] | None = None) -> Response:
