@@ -9,7 +9,8 @@ known. What such a token adds is worked out once and looked up from then on (`Lo
 
 This does by hand what `tokenizers.decoders.DecodeStream` offers, on purpose. That class cannot give out held bytes at
 the end of a generation, and it gives out the end of the *prompt* when that ends in U+FFFD. The text of a finished
-request is here what decoding all its ids at once would have given.
+request is here what decoding all its ids at once would have given, but for bytes that a special token cuts off at the
+end: they are never shown.
 """
 
 from __future__ import annotations
@@ -191,31 +192,35 @@ class Detokeniser:
         self._context = list(prompt_ids[-CONTEXT_TOKENS:])
         self._context_text: str | None = tokenizer.decode(self._context)  # None: not asked for yet, and not empty
         self._held: list[int] = []
+        self._num_shown = 0  # characters of the held tokens that are out already
 
     def push(self, token_id: int) -> str:
-        """The text that this token completes; empty while it ends inside a character."""
+        """The whole characters that this token completes; empty while it ends inside the only one."""
         piece = self._tokenizer.lone_pieces[token_id]
         if piece and not self._held and self._context_text != "":
             self._context, self._context_text = [token_id], None
             return piece
         self._held.append(token_id)
-        piece, is_whole = self._held_text()
-        return self._give_out(piece) if is_whole or len(self._held) >= MAX_HELD_TOKENS else ""
+        piece = self._held_text()
+        if (piece and not piece.endswith(REPLACEMENT)) or len(self._held) >= MAX_HELD_TOKENS:
+            return self._give_out(piece)
+        piece = piece.rstrip(REPLACEMENT)
+        self._num_shown += len(piece)
+        return piece
 
     def flush(self) -> str:
         """The text of held tokens, whole characters or not: nothing more will come."""
-        return self._give_out(self._held_text()[0]) if self._held else ""
+        return self._give_out(self._held_text()) if self._held else ""
 
-    def _held_text(self) -> tuple[str, bool]:
-        """What the held tokens add to their context, and whether that is not empty and ends with a whole character."""
+    def _held_text(self) -> str:
+        """What the held tokens add to their context, but for what is out."""
         if self._context_text is None:
             self._context_text = self._tokenizer.decode(self._context)
         text = self._tokenizer.decode([*self._context, *self._held])
-        num_before = len(self._context_text)
-        return text[num_before:], len(text) > num_before and not text.endswith(REPLACEMENT)
+        return text[len(self._context_text) + self._num_shown :]
 
     def _give_out(self, piece: str) -> str:
-        self._context, self._held = self._held, []
+        self._context, self._held, self._num_shown = self._held, [], 0
         self._context_text = self._tokenizer.decode(self._context)
         return piece
 
@@ -260,15 +265,13 @@ class GeneratedText:
     def push(self, token_id: int) -> tuple[str, FinishReason | None]:
         """Take one token: the text to show for it, and the reason if it is the last.
 
-        Special tokens are shown, and searched for stop sequences, but are not part of `text`.
+        What is shown of all tokens but the special ones is `text`. Special tokens are searched for stop sequences. One
+        that ends the request inside a character leaves its bytes out of both: no token is left to show them with.
         """
         self.num_tokens += 1
         if token_id in self._tokenizer.special_ids:
             shown = self._tokenizer.token_text(token_id)
-            reason = self._reason(token_id, self._stop_search.push(shown) is not None)
-            if reason is not None:
-                self._pieces.append(self._detokeniser.flush())
-            return shown, reason
+            return shown, self._reason(token_id, self._stop_search.push(shown) is not None)
         piece = self._detokeniser.push(token_id)
         cut = self._stop_search.push(piece)
         reason = self._reason(token_id, cut is not None)
