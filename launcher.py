@@ -25,7 +25,7 @@ from router.launch.errors import Refusal
 from router.launch.files import private_folder, shared_sockets
 from router.launch.flags import read_command_line
 from router.launch.logs import Log, Output
-from router.launch.machine import bind, describe_environment, plan_shards, visible_gpus
+from router.launch.machine import bind, describe_environment, is_on_loopback, plan_shards, visible_gpus
 from router.launch.parent_death import end_with_parent
 from router.launch.processes import ChildCommand, child_environment
 from router.launch.settings import Settings, read_settings
@@ -94,6 +94,9 @@ def launch(settings: Settings, environ: Mapping[str, str], device: str, count: i
     hostname = settings.values["hostname"]
     with ExitStack() as stack:
         listener = stack.enter_context(bind(hostname, settings.values["port"]))
+        if settings.values["api_key"] is None and not is_on_loopback(listener):
+            remedy = "set API_KEY, or use --hostname 127.0.0.1"
+            log.warn(f"other machines can reach {hostname} and there is no API key: {remedy}")
         shards = f"{count} shards" if count > 1 else "one shard"
         log.info(f"Lockstep {version()} starts {settings.shown_model} on {device} with {shards}")
         model = resolve_model(settings, environ, log)
@@ -171,6 +174,7 @@ def write_router_config(
         shard_sockets=sockets,
         model_sha=model.sha,
         listen_fd=listener.fileno(),
+        is_on_loopback=is_on_loopback(listener),
         sources=dict(settings.sources),
         **given,
     )

@@ -40,7 +40,7 @@ from router.generation import Generator, OpenRequest, Permits
 from router.guard import ClientConnection, ClientGone
 from router.limits import Limits
 from router.metrics import Metrics
-from router.middleware import ApiKeyMiddleware, RequestIdMiddleware
+from router.middleware import ApiKeyMiddleware, HostMiddleware, RequestIdMiddleware
 from router.model_files import generation_defaults
 from router.schemas import GenerateRequest
 from router.text import ModelTokenizer
@@ -349,13 +349,16 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_middleware(app: FastAPI, config: RouterConfig) -> None:
-    """Outermost last: an id on every answer, then CORS (preflights carry no key), then the key."""
+    """Outermost last: an id on every answer, then the Host, then CORS (preflights carry no key), then the key."""
     if config.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=config.api_key)
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=config.cors_allow_origin or ("*",),
-        allow_methods=("GET", "POST"),
-        allow_headers=("content-type", "authorization", "x-request-id"),
-    )
+    if config.cors_allow_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_allow_origin,
+            allow_methods=("GET", "POST"),
+            allow_headers=("content-type", "authorization", "x-request-id"),
+        )
+    if config.is_on_loopback:
+        app.add_middleware(HostMiddleware, hostname=config.hostname)
     app.add_middleware(RequestIdMiddleware)

@@ -6,6 +6,7 @@
     ├── UnsupportedMedia      415 validation             the body does not say that it is JSON
     ├── BodyTooLarge          413 validation
     ├── Unauthorized          401 unauthorized           no API key, or a wrong one
+    ├── WrongHost             421 wrong_host             the Host is not this machine, and only this one is let in
     ├── Overloaded            429 overloaded             more requests than `max_concurrent_requests`
     ├── SlowClient            408 slow_client            a stream that is not read: seen in metrics and logs alone
     ├── GenerationError       424 generation             a shard could not compute the step
@@ -84,6 +85,19 @@ class Unauthorized(RouterError):
 
     def __init__(self) -> None:
         super().__init__("Missing or wrong API key: send it as `Authorization: Bearer KEY`")
+
+
+class WrongHost(RouterError):
+    """The request names another machine than this one, which alone may reach the server."""
+
+    status = 421
+    error_type = "wrong_host"
+
+    def __init__(self, hostname: str) -> None:
+        super().__init__(
+            f"This server listens on {hostname} alone, and the Host header names another machine: send "
+            "`Host: localhost`, or start the server with a --hostname that others can reach"
+        )
 
 
 class Overloaded(RouterError):
