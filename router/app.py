@@ -33,6 +33,7 @@ from router.errors import (
     Unhealthy,
     UnsupportedMedia,
     error_response,
+    for_clients,
     status_response,
 )
 from router.event_stream import EventStream, first_events
@@ -260,7 +261,7 @@ async def check_health(services: Services) -> None:
     try:
         health = await services.shards.health()
     except ShardError as error:
-        raise Unhealthy(f"unhealthy: {error}") from None
+        raise Unhealthy(f"unhealthy: {for_clients(str(error))}") from None
     if health.oldest_step_ms > STUCK_STEP_MS:
         raise Unhealthy(f"unhealthy: a step has been running for {health.oldest_step_ms} ms on shard {health.rank}")
 
