@@ -8,7 +8,7 @@ from typing import Any
 
 # Addresses of memory, paths, stacks, reprs of classes and objects, gRPC's words about its connections.
 INTERNALS = re.compile(
-    r"0x[0-9a-f]{4,}|(^|[\s\"'(=:])/[\w.-]+/\w|Traceback|File \"|<class|object at|\bline \d+, in"
+    r"0x[0-9a-f]{4,}|(^|[\s\"'(=:])/[\w.-]+/\w|Traceback|File \"|<class|\bline \d+, in"
     r"|recvmsg|sendmsg|from Core|grpc|unix:|connection reset|socket closed",
     re.IGNORECASE,
 )
