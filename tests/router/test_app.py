@@ -116,9 +116,9 @@ def events_in(text: str) -> list[dict[str, Any]]:
     return [json.loads(frame.removeprefix("data: ")) for frame in frames]
 
 
-def answering(text: str) -> dict[str, Any]:
+def answering(text: str | bytes) -> dict[str, Any]:
     """Shards that answer PROMPT with this text and then EOS."""
-    ids = [*text.encode(), EOS]
+    ids = [*(text.encode() if isinstance(text, str) else text), EOS]
 
     def next_token(token_ids: Any, *_: Any) -> int:
         return ids[min(len(token_ids) - len(PROMPT), len(ids) - 1)]
@@ -209,6 +209,17 @@ def test_stream_numbers_its_events_and_ends_with_the_text() -> None:
                 expected = {"finish_reason": "eos_token", "generated_tokens": 4, "seed": None, "input_length": 5}
                 assert events[-1]["details"] == expected
                 assert "top_tokens" not in events[0]
+
+    asyncio.run(story())
+
+
+def test_end_token_inside_a_character_leaves_the_same_text_everywhere() -> None:
+    async def story() -> None:
+        async with site(fake_shards(make_limits(), **answering("Hi 🙂".encode()[:-1]))) as it:
+            events = events_in((await it.post("/generate_stream")).text)
+            shown = "".join(event["token"]["text"] for event in events if not event["token"]["special"])
+            plain = (await it.post("/generate")).json()["generated_text"]
+            assert shown == events[-1]["generated_text"] == plain == "Hi "
 
     asyncio.run(story())
 
