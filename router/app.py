@@ -171,7 +171,7 @@ def _documented(model: Any) -> dict[str, Any]:
     body = GenerateRequest.model_json_schema()
     body["properties"]["parameters"] = schemas.GenerateParameters.model_json_schema()
     body.pop("$defs", None)
-    errors = {status: {"model": schemas.ErrorResponse} for status in (400, 401, 413, 415, 422, 424, 429, 500, 503)}
+    errors = {status: {"model": schemas.ErrorResponse} for status in (400, 401, 413, 415, 421, 422, 424, 429, 500, 503)}
     content = {"application/json": {"schema": body}}
     return {
         "responses": {200: {"model": model}, **errors},

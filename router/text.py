@@ -133,6 +133,8 @@ def _tokenizer_errors() -> Iterator[None]:
     """Make one Exception of whatever the tokenizer raises: a panic of its Rust code is none, and may end a loop."""
     try:
         yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
     except BaseException as error:
         raise TokenizerError(f"the tokenizer failed with {type(error).__name__}") from None
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -257,6 +258,13 @@ def test_stop_search_agrees_with_a_plain_search(text: str, stop: list[str]) -> N
     generated, shown, reason = generate(list(text.encode()), stop=tuple(stop))
     assert (reason is not None) == bool(ends)
     assert "".join(shown) == generated.text == text[: min(ends, default=None)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()])
+def test_end_of_the_program_is_no_error_of_the_tokenizer(error: BaseException) -> None:
+    ended = ModelTokenizer(Mock(decode=Mock(side_effect=error)), frozenset(), frozenset())
+    with pytest.raises(type(error)):
+        ended.decode([1])
 
 
 def model_folder(folder: Path, **files: object) -> str:
