@@ -25,7 +25,7 @@ from router.launch.errors import Refusal
 from router.launch.files import private_folder, shared_sockets
 from router.launch.flags import read_command_line
 from router.launch.logs import Log
-from router.launch.machine import bind, describe_environment, plan_shards, visible_gpus
+from router.launch.machine import bind, describe_environment, is_on_loopback, plan_shards, visible_gpus
 from router.launch.parent_death import end_with_parent
 from router.launch.processes import child_environment
 from router.launch.settings import Settings, read_settings
@@ -95,6 +95,9 @@ def launch(settings: Settings, environ: Mapping[str, str], device: str, count: i
         stack.enter_context(leave_on_signal(log))
         listener = bind(hostname, settings.values["port"])
         stack.callback(listener.close)
+        if settings.values["api_key"] is None and not is_on_loopback(listener):
+            remedy = "set API_KEY, or use --hostname 127.0.0.1"
+            log.warn(f"other machines can reach {hostname} and there is no API key: {remedy}")
         shards = f"{count} shards" if count > 1 else "one shard"
         log.info(f"Lockstep {version()} starts {settings.shown_model} on {device} with {shards}")
         model = resolve_model(settings, environ, log)

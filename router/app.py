@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from router.errors import (
     Unhealthy,
     UnsupportedMedia,
     error_response,
+    for_clients,
     status_response,
 )
 from router.event_stream import EventStream, first_events
@@ -39,7 +41,7 @@ from router.generation import Generator, OpenRequest, Permits
 from router.guard import ClientConnection, ClientGone
 from router.limits import Limits
 from router.metrics import Metrics
-from router.middleware import ApiKeyMiddleware, RequestIdMiddleware
+from router.middleware import ApiKeyMiddleware, HostMiddleware, RequestIdMiddleware
 from router.model_files import generation_defaults
 from router.schemas import GenerateRequest
 from router.text import ModelTokenizer
@@ -121,6 +123,7 @@ def create_app(
         lifespan=lifespan,
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},  # tracing.py does it
     )
+    app.state.services = services
     _add_generation_routes(app, services)
     _add_status_routes(app, services)
     _add_docs(app)
@@ -150,8 +153,8 @@ def _add_generation_routes(app: FastAPI, services: Services) -> None:
     async def tokenize(request: Request) -> Response:
         body = await _read(request, services)
         with services.permits.hold():  # a long text takes a tokenising thread as any request does
-            tokens = await services.validator.tokenise(body.inputs)
-        return orjson_response(tgi.tokenized_body(body.inputs, tokens))
+            answer = await services.validator.tokenise(body.inputs, partial(tgi.tokenized_body, body.inputs))
+        return Response(answer, media_type="application/json")
 
     routes: list[tuple[str, Handler, Any, str]] = [
         ("/", compatible, list[schemas.GenerateResponse], "A list with one answer, or a stream if `stream` is true"),
@@ -168,7 +171,7 @@ def _documented(model: Any) -> dict[str, Any]:
     body = GenerateRequest.model_json_schema()
     body["properties"]["parameters"] = schemas.GenerateParameters.model_json_schema()
     body.pop("$defs", None)
-    errors = {status: {"model": schemas.ErrorResponse} for status in (400, 401, 413, 415, 422, 424, 429, 500, 503)}
+    errors = {status: {"model": schemas.ErrorResponse} for status in (400, 401, 413, 415, 421, 422, 424, 429, 500, 503)}
     content = {"application/json": {"schema": body}}
     return {
         "responses": {200: {"model": model}, **errors},
@@ -219,9 +222,10 @@ async def _stream(request: Request, body: GenerateRequest, services: Services) -
             first = await first_events(opened)
         if first and isinstance(first[0], Failed):
             raise first[0].error
-        undo.pop_all()  # from here on the response closes the call
-    headers = tgi.stream_headers(body, services.compute_type)
-    return EventStream(opened, tgi.EventFrames(body, opened), first, headers)
+        headers = tgi.stream_headers(body, services.compute_type)
+        stream = EventStream(opened, tgi.EventFrames(body, opened), first, headers)
+        undo.pop_all()  # from here on the response closes the request
+    return stream
 
 
 def orjson_response(body: Any, headers: dict[str, str] | None = None) -> Response:
@@ -261,7 +265,7 @@ async def check_health(services: Services) -> None:
     try:
         health = await services.shards.health()
     except ShardError as error:
-        raise Unhealthy(f"unhealthy: {error}") from None
+        raise Unhealthy(f"unhealthy: {for_clients(str(error))}") from None
     if health.oldest_step_ms > STUCK_STEP_MS:
         raise Unhealthy(f"unhealthy: a step has been running for {health.oldest_step_ms} ms on shard {health.rank}")
 
@@ -350,13 +354,16 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_middleware(app: FastAPI, config: RouterConfig) -> None:
-    """Outermost last: an id on every answer, then CORS (preflights carry no key), then the key."""
+    """Outermost last: an id on every answer, then the Host, then CORS (preflights carry no key), then the key."""
     if config.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=config.api_key)
-    app.add_middleware(
-        CORSMiddleware,
-        allow_origins=config.cors_allow_origin or ("*",),
-        allow_methods=("GET", "POST"),
-        allow_headers=("content-type", "authorization", "x-request-id"),
-    )
+    if config.cors_allow_origin:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_allow_origin,
+            allow_methods=("GET", "POST"),
+            allow_headers=("content-type", "authorization", "x-request-id"),
+        )
+    if config.is_on_loopback:
+        app.add_middleware(HostMiddleware, hostname=config.hostname)
     app.add_middleware(RequestIdMiddleware)

@@ -31,14 +31,17 @@ class RouterConfig:
     listen_fd: int | None = None  # bound, not yet listening; the launcher binds so that a taken port is found first
     control_fd: int | None = None  # on which the launcher says what became of the shards; None: nobody restarts them
     group: int = 1  # the number of the shards' group, which is one more whenever they are started again
+    is_on_loopback: bool = False  # only this machine reaches the port, and the Host of every request is checked
     sources: dict[str, str] = field(default_factory=dict)  # setting -> "flag", "environment" or "default"
 
     hostname: str = field(
-        default="0.0.0.0",
+        default="127.0.0.1",
         metadata={
-            "help": "Address to listen on.",
+            "help": "Address to listen on. On a loopback address, requests must name this machine in their Host header "
+            "(localhost, a loopback address, or this setting), so that no web page reaches the server by a name of its "
+            "own. TGI's default is 0.0.0.0.",
             "environment": "LOCKSTEP_HOSTNAME",  # HOSTNAME is the machine's name in shells and containers
-            "when": "127.0.0.1 keeps the server private to this machine.",
+            "when": "0.0.0.0 lets other machines in, as a container must; :: also over IPv6. Set an api_key with it.",
         },
     )
     port: int = field(
@@ -214,14 +217,16 @@ class RouterConfig:
             "help": "Key that clients must send as `Authorization: Bearer KEY`; without it the server is open.",
             "secret": True,
             "default": "none",
-            "when": "Always on an address that others can reach. Prefer the environment variable: flags show in `ps`.",
+            "when": "Always on an address that others can reach; a warning says so at start. "
+            "Prefer the environment variable: flags show in `ps`.",
         },
     )
     cors_allow_origin: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": "Origin whose web pages may call this server; repeat the flag or separate by commas.",
-            "default": "any",
+            "help": "Origin whose web pages may call this server, or * for any; repeat the flag or separate by commas. "
+            "TGI's default is any.",
+            "default": "none",
             "when": "Set it when browsers call the server directly.",
         },
     )

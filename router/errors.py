@@ -6,6 +6,7 @@
     ├── UnsupportedMedia      415 validation             the body does not say that it is JSON
     ├── BodyTooLarge          413 validation
     ├── Unauthorized          401 unauthorized           no API key, or a wrong one
+    ├── WrongHost             421 wrong_host             the Host is not this machine, and only this one is let in
     ├── Overloaded            429 overloaded             more requests than `max_concurrent_requests`
     ├── SlowClient            408 slow_client            a stream that is not read: seen in metrics and logs alone
     ├── GenerationError       424 generation             a shard could not compute the step
@@ -19,6 +20,7 @@ Statuses and tags are TGI's where it has them: clients choose their exception cl
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import ClassVar
@@ -26,6 +28,13 @@ from typing import ClassVar
 import orjson
 from starlette.responses import Response
 
+MOST_CHARACTERS_OF_A_CAUSE = 300
+# Addresses of memory and sockets, paths, stacks, and gRPC's words about its connections.
+INTERNALS = re.compile(
+    r"0x[0-9a-f]{4,}|(^|[\s\"'(=:])/[\w.-]+/|Traceback|\b(ipv[46]|unix):|recvmsg|sendmsg|from Core|grpc|\bsocket closed"
+    r"|connection (reset|refused|closed)|broken pipe",
+    re.IGNORECASE,
+)
 RETRY_AFTER_S = 1  # a place frees when any running request ends, which is a matter of seconds
 
 
@@ -86,6 +95,19 @@ class Unauthorized(RouterError):
         super().__init__("Missing or wrong API key: send it as `Authorization: Bearer KEY`")
 
 
+class WrongHost(RouterError):
+    """The request names another machine than this one, which alone may reach the server."""
+
+    status = 421
+    error_type = "wrong_host"
+
+    def __init__(self, hostname: str) -> None:
+        super().__init__(
+            f"This server listens on {hostname} alone, and the Host header names another machine: send "
+            "`Host: localhost`, or start the server with a --hostname that others can reach"
+        )
+
+
 class Overloaded(RouterError):
     """More requests than `max_concurrent_requests` would be in the server."""
 
@@ -114,7 +136,7 @@ class GenerationError(RouterError):
     error_type = "generation"
 
     def __init__(self, cause: str) -> None:
-        super().__init__(f"Request failed during generation: {cause}")
+        super().__init__(f"Request failed during generation: {for_clients(cause)}")
 
 
 class IncompleteGeneration(RouterError):
@@ -146,6 +168,14 @@ class Unavailable(RouterError):
     status = 503
     error_type = "unavailable"
     headers: ClassVar[Mapping[str, str]] = {"Retry-After": str(RETRY_AFTER_S)}
+
+
+def for_clients(cause: str) -> str:
+    """Why a shard failed, as a client may read it: one line, without the server's inside, which is for its log."""
+    line = cause.strip().partition("\n")[0]
+    if INTERNALS.search(cause):
+        return "a model shard failed, and the server's log says why"
+    return line if len(line) <= MOST_CHARACTERS_OF_A_CAUSE else f"{line[:MOST_CHARACTERS_OF_A_CAUSE]}…"
 
 
 def error_response(error: RouterError) -> Response:

@@ -51,8 +51,7 @@ class EventStream(Response):
         self._num_writes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        connection = ClientConnection.of(scope)
-        with closing(self._opened), suppress(ClientGone), connection.needed():
+        with closing(self._opened), suppress(ClientGone), (connection := ClientConnection.of(scope)).needed():
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             with self._heartbeat(connection):
                 # Resuming a coroutine costs more the deeper its stack is. ASGI's is deep; a task has one of its own.

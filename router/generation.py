@@ -7,11 +7,10 @@ answer any more, and writes the one log line. Nothing here knows HTTP shapes, so
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from router.batcher import Batcher
@@ -130,6 +129,18 @@ class OpenRequest:
         """Note why there will be no answer. The first reason counts."""
         self._error = self._error or error
 
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Note why the block failed. What is not ours is a bug, not a client that left."""
+        try:
+            yield
+        except RouterError as error:
+            self.fail(error)
+            raise
+        except Exception:
+            self.fail(RouterError("Internal Server Error"))
+            raise
+
     def close(self) -> None:
         """Give everything back. May be called twice."""
         if self._is_closed:
@@ -225,25 +236,25 @@ class Generator:
     async def open(
         self, request: GenerateRequest, *, request_id: str, headers: Mapping[str, str], is_stream: bool
     ) -> OpenRequest:
-        """Validate and queue. Raises the RouterError that refuses the request, and has then given everything back."""
+        """Validate and queue. Raises the RouterError that refuses the request.
+
+        Whatever it raises, it has given everything back then.
+        """
         self._metrics.request_count.inc()
         span = self._tracer.start("generate_stream" if is_stream else "generate", headers)
         opened = OpenRequest(request_id, self._clock(), self._permits, self._metrics, span)
-        try:
-            if is_stream:
-                check_streamable(request.given)
-            opened.take_permits(1)
-            valid = await self._validator.validate(request)
-            opened.take_permits(len(valid) - 1)
-            opened.entries = [self._batcher.submit(one) for one in valid]
-        except RouterError as error:
-            opened.fail(error)
-            opened.close()
-            raise
-        except asyncio.CancelledError:
-            opened.close()
-            raise
-        span.event("queued")
-        self._metrics.input_length.observe(opened.input_length)
-        self._metrics.max_new_tokens.observe(valid[0].max_new_tokens)
+        with ExitStack() as undo:
+            undo.callback(opened.close)
+            with opened.noting_failure():
+                if is_stream:
+                    check_streamable(request.given)
+                opened.take_permits(1)
+                valid = await self._validator.validate(request)
+                opened.take_permits(len(valid) - 1)
+                for one in valid:
+                    opened.entries.append(self._batcher.submit(one))
+                span.event("queued")
+                self._metrics.input_length.observe(opened.input_length)
+                self._metrics.max_new_tokens.observe(valid[0].max_new_tokens)
+            undo.pop_all()  # from here on the request's owner closes it
         return opened

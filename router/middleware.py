@@ -1,4 +1,4 @@
-"""ASGI layers around the routes: request ids and the API key.
+"""ASGI layers around the routes: request ids, the Host header and the API key.
 
 Plain ASGI callables. Starlette's `BaseHTTPMiddleware` would pass every token of every stream through one more task.
 """
@@ -9,13 +9,15 @@ import hashlib
 import hmac
 import re
 import secrets
+from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.errors import Unauthorized, error_response
+from router.errors import Unauthorized, WrongHost, error_response
 
 SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
+HOST = re.compile(r"(\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(:[0-9]*)?")
 # Open without a key: probes, and the documentation page with what it loads. Everything else is closed by default.
 OPEN_PATHS = frozenset(
     {"/", "/health", "/ping", "/docs", "/docs/swagger-ui.css", "/docs/swagger-ui-bundle.js", "/api-doc/openapi.json"}
@@ -42,6 +44,36 @@ class RequestIdMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class HostMiddleware:
+    """For a server on loopback: refuses requests whose Host header is no name of this machine.
+
+    A web page may point a name of its own at 127.0.0.1 and then call the server as its own origin (DNS rebinding). Its
+    requests still carry that name. A request without a Host is from no browser.
+    """
+
+    def __init__(self, app: ASGIApp, hostname: str) -> None:
+        self._app = app
+        self._hostname = hostname
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and not all(map(self._is_own, Headers(scope=scope).getlist("host"))):
+            await error_response(WrongHost(self._hostname))(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _is_own(self, host: str) -> bool:
+        match = HOST.fullmatch(host)
+        if match is None:
+            return False
+        name = (match["ipv6"] or match["name"]).lower().removesuffix(".")
+        if name in ("localhost", self._hostname.lower()) or name.endswith(".localhost"):
+            return True
+        try:
+            return ip_address(name).is_loopback
+        except ValueError:
+            return False
 
 
 class ApiKeyMiddleware:

@@ -6,7 +6,7 @@ token of every stream.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from orjson import dumps
@@ -144,12 +144,21 @@ def response_headers(
     }
 
 
-def tokenized_body(text: str, tokens: Iterable[tuple[int, tuple[int, int]]]) -> list[Json]:
+def tokenized_body(text: str, tokens: Sequence[tuple[int, tuple[int, int]]]) -> bytes:
     """The answer of `/tokenize`: character offsets become byte offsets, as TGI's are."""
-    byte_at = [0]
-    for character in text:
-        byte_at.append(byte_at[-1] + len(character.encode()))
-    return [
-        {"id": id, "text": text[start:stop], "start": byte_at[start], "stop": byte_at[stop]}
-        for id, (start, stop) in tokens
-    ]
+    byte_at = _byte_offsets(text, {offset for _, span in tokens for offset in span})
+    return dumps(
+        [
+            {"id": id, "text": text[start:stop], "start": byte_at[start], "stop": byte_at[stop]}
+            for id, (start, stop) in tokens
+        ]
+    )
+
+
+def _byte_offsets(text: str, offsets: Iterable[int]) -> dict[int, int]:
+    """Character offset -> byte offset."""
+    found, last, num_bytes = {}, 0, 0
+    for offset in sorted(offsets):
+        num_bytes += len(text[last:offset].encode())
+        found[offset], last = num_bytes, offset
+    return found

@@ -10,16 +10,26 @@ stricter: an empty stop sequence, and numbers that the wire's 32-bit floats cann
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
 
 from router.entry import Sampling, ValidRequest
 from router.errors import ValidationError
 from router.limits import Limits
 from router.schemas import GenerateParameters, GenerateRequest
-from router.text import ModelTokenizer
+from router.text import ModelTokenizer, TokenizerError
+
+logger = logging.getLogger(__name__)
+
+SHORTEN = "send a shorter text"
+Tokens = list[tuple[int, tuple[int, int]]]  # ids with their [start, stop) in characters
+Result = TypeVar("Result")
+Shaped = TypeVar("Shaped")
 
 # Of normal 32-bit floats: what lies outside would reach the shards as 0 or infinity.
 MIN_FLOAT32 = 2.0**-126
@@ -47,13 +57,17 @@ class Validator:
         self._tokenizer = tokenizer
         self._decoder_start = decoder_start
         self._limits = limits
+        per_token = tokenizer.most_characters_per_token
+        self._most_characters = None if per_token is None else per_token * limits.max_input_length
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenise")
 
     async def validate(self, request: GenerateRequest) -> list[ValidRequest]:
         """The request, once per sample of `best_of`. Raises ValidationError."""
         checked = check(request, self._limits)
-        token_ids = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenizer.encode, request.inputs)
-        token_ids = token_ids[-checked.truncate :] if checked.truncate else token_ids
+        if checked.truncate is None:
+            remedy = f"shorten the prompt or set `truncate` to {self._limits.max_input_length}"
+            self._refuse_many_characters(request.inputs, remedy)
+        token_ids = await self._in_thread(partial(self._encode, request.inputs, checked.truncate))
         max_new_tokens = count_tokens(token_ids, checked.max_new_tokens, self._limits)
         return [
             ValidRequest(
@@ -67,14 +81,41 @@ class Validator:
             for sampling in _samplings(checked)
         ]
 
-    async def tokenise(self, text: str) -> list[tuple[int, tuple[int, int]]]:
-        """Every token id of the text with its [start, stop) in characters; special tokens have (0, 0)."""
-        encoding = await asyncio.get_running_loop().run_in_executor(self._pool, self._tokenizer.tokenizer.encode, text)
-        return list(zip(encoding.ids, encoding.offsets, strict=True))
+    async def tokenise(self, text: str, shape: Callable[[Tokens], Shaped]) -> Shaped:
+        """What `shape` makes of the text's tokens, in a thread too. Raises ValidationError."""
+        self._refuse_many_characters(text, SHORTEN)
+        return await self._in_thread(lambda: shape(self._encode_with_offsets(text)))
 
     def close(self) -> None:
         """Let the tokenising threads end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except TokenizerError as error:
+            logger.error("a prompt could not be tokenised: %s", error)
+            raise ValidationError(f"`inputs` cannot be tokenised: {error}; change the text") from None
+
+    def _encode(self, text: str, truncate: int | None) -> list[int]:
+        token_ids = self._tokenizer.encode(text)
+        return token_ids[-truncate:] if truncate else token_ids
+
+    def _encode_with_offsets(self, text: str) -> Tokens:
+        """Counted first: offsets of many tokens are dear, and too many are refused."""
+        if (count := self._tokenizer.count(text)) > self._limits.max_input_length:
+            raise _too_long(f"{count}", self._limits, SHORTEN)
+        return self._tokenizer.encode_with_offsets(text)
+
+    def _refuse_many_characters(self, text: str, remedy: str) -> None:
+        """Before tokenising, which takes seconds for megabytes. No text that would fit is refused."""
+        if self._most_characters is not None and len(text) > self._most_characters:
+            given = f"{len(text)} characters, and {self._most_characters} are the most that so many tokens can hold"
+            raise _too_long(given, self._limits, remedy)
+
+
+def _too_long(given: str, limits: Limits, remedy: str) -> ValidationError:
+    return ValidationError(f"`inputs` must have less than {limits.max_input_length} tokens. Given: {given}: {remedy}")
 
 
 def _samplings(checked: Checked) -> Iterator[Sampling]:
@@ -133,10 +174,7 @@ def count_tokens(token_ids: list[int], max_new_tokens: int | None, limits: Limit
             f"tokens and {new_tokens} `max_new_tokens`: ask for fewer, shorten the prompt or set `truncate`"
         )
     if num_inputs > limits.max_input_length:
-        raise ValidationError(
-            f"`inputs` must have less than {limits.max_input_length} tokens. Given: {num_inputs}: shorten the prompt "
-            f"or set `truncate` to {limits.max_input_length}"
-        )
+        raise _too_long(f"{num_inputs}", limits, f"shorten the prompt or set `truncate` to {limits.max_input_length}")
     if max(token_ids) >= limits.vocab_size:
         raise ValidationError(
             f"`inputs` has token {max(token_ids)}, but the model knows {limits.vocab_size} tokens: this text cannot "

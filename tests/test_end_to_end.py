@@ -186,8 +186,8 @@ def test_a_client_that_leaves_frees_its_blocks(server: Server, route: str) -> No
     payload = json.dumps(endless).encode()
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as client:
-        head = f"POST {route} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(payload)}"
-        client.sendall(head.encode() + b"\r\n\r\n" + payload)
+        head = f"POST {route} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+        client.sendall(f"{head}content-length: {len(payload)}".encode() + b"\r\n\r\n" + payload)
         assert eventually(lambda: server.metrics()["tgi_kv_blocks_free"] < before["tgi_kv_blocks_free"])
     assert eventually(lambda: server.metrics()["tgi_kv_blocks_free"] == before["tgi_kv_blocks_free"])
     assert before.get(dropped, 0) + 1 == server.metrics()[dropped]

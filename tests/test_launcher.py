@@ -45,6 +45,7 @@ def test_configs_hold_what_each_process_needs(tmp_path: Path) -> None:
     assert {(2, "cpu", "bfloat16", None)} == {(s.world_size, s.device, s.dtype, s.threads) for s in shard_configs}
     assert {f"file://{tmp_path}/group-1/rendezvous"} == {shard.rendezvous for shard in shard_configs}
     assert {(f"{tmp_path}/group-1/steps-1.sock",)} == {shard.step_sockets for shard in shard_configs}
+    assert ("127.0.0.1", True) == (router.hostname, router.is_on_loopback)
     assert [0o600] * 2 == [path.stat().st_mode & 0o777 for path in tmp_path.glob("*/*.json")]
 
 

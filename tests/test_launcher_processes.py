@@ -459,6 +459,25 @@ def test_sigquit_leaves_no_folder(launch: Start) -> None:
     assert not folder.exists()
 
 
+@pytest.mark.parametrize(
+    ("argv", "is_warned"),
+    [
+        ([], False),
+        (["--hostname=0.0.0.0"], True),
+        (["--hostname=0.0.0.0", "--api-key=key"], False),
+    ],
+)
+def test_server_that_anyone_can_use_says_so(launch: Start, argv: list[str], is_warned: bool) -> None:
+    """Only who asks for it has such a server: by default it listens on this machine alone."""
+    process = launch("--port=0", *argv)
+    log = wait_for(process, "Lockstep is ready at ")
+    warning = "other machines can reach 0.0.0.0 and there is no API key: set API_KEY, or use --hostname 127.0.0.1"
+    assert is_warned is (warning in log)
+    assert argv or "ready at http://127.0.0.1:" in log
+    process.terminate()
+    assert 0 == end(process, within=5)[0]
+
+
 def test_two_launches_do_not_meet(launch: Start) -> None:
     first, second = (launch("--hostname=127.0.0.1", "--port=0") for _ in range(2))
     (port_a, log_a), (port_b, log_b) = ready(first), ready(second)

@@ -478,7 +478,8 @@ languages or follow long instructions, and a story about something outside its s
 turn into a story about something else. It was trained on single documents and on windows of 512
 tokens, so it pays little attention to anything much further back. Greedy stories are
 clean; of eight that were read at temperature 0.8 one had a slip ("One Sunday day"). Fewer steps make
-such slips common.
+such slips common. It was trained when the server's default address was 0.0.0.0, and says so when asked;
+since then it is 127.0.0.1.
 
 ## Three outputs
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Protocol
 
 from router.config import RouterConfig
-from router.launch.machine import bind
+from router.launch.machine import bind, is_on_loopback
 from router.launch.processes import ChildCommand
 from router.launch.settings import Settings
 from server.config import ShardConfig
@@ -81,6 +81,7 @@ class Crew:
             shard_sockets=tuple(sockets),
             model_sha=self.model.sha,
             listen_fd=self.listener.fileno(),
+            is_on_loopback=is_on_loopback(self.listener),
             control_fd=CONTROL_FD,
             group=group,
             sources=dict(self.settings.sources),

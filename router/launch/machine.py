@@ -8,6 +8,7 @@ import platform
 import socket
 import subprocess
 from collections.abc import Mapping
+from ipaddress import ip_address
 from itertools import takewhile
 
 from router.launch.config import SHARD_COUNTS
@@ -95,6 +96,11 @@ def bind(hostname: str, port: int) -> socket.socket:
             if error.errno != errno.EADDRINUSE:
                 break
     raise Refusal([_bind_problem(hostname, port, problem)], 1)
+
+
+def is_on_loopback(listener: socket.socket) -> bool:
+    """Whether only this machine can reach a bound socket."""
+    return ip_address(listener.getsockname()[0]).is_loopback
 
 
 def _bind_problem(hostname: str, port: int, error: OSError) -> str:

@@ -27,8 +27,11 @@ from server.backends.protocol import Device
 from server.backends.reference.logits import MASK32, mix
 from server.stepping.vocabulary import Vocabulary
 
-# Colder is greedy all the same, and logits must not overflow when they are divided by it.
-MIN_TEMPERATURE = 1e-6
+# Bounds beyond which nothing changes but overflows begin: logits (up to 2^10) that are penalised by one of these and
+# then divided by the other stay below 2^110. At this temperature the smallest difference of two float32 logits, unless
+# both are near 0, is thousands: the better one is certain. Powers of two, so that equals stay equal.
+MIN_TEMPERATURE = 2.0**-40
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 2.0**-60, 2.0**60
 
 
 @dataclass(frozen=True)
@@ -182,7 +185,8 @@ class Sampler:
         self._watermarked = _Rows([c.watermark for c in choices], device)
         self._penalised = _Rows([c.needs_history for c in choices], device)
         penalised = [c for c in choices if c.needs_history]
-        self._repetition = self._column([c.repetition_penalty for c in penalised])
+        bounded = [min(max(c.repetition_penalty, MIN_REPETITION_PENALTY), MAX_REPETITION_PENALTY) for c in penalised]
+        self._repetition = self._column(bounded)
         self._frequency = self._column([c.frequency_penalty for c in penalised])
         self._sampled = _Rows([c.do_sample for c in choices], device)
         drawn = [c for c in choices if c.do_sample]

@@ -116,9 +116,9 @@ def events_in(text: str) -> list[dict[str, Any]]:
     return [json.loads(frame.removeprefix("data: ")) for frame in frames]
 
 
-def answering(text: str) -> dict[str, Any]:
+def answering(text: str | bytes) -> dict[str, Any]:
     """Shards that answer PROMPT with this text and then EOS."""
-    ids = [*text.encode(), EOS]
+    ids = [*(text.encode() if isinstance(text, str) else text), EOS]
 
     def next_token(token_ids: Any, *_: Any) -> int:
         return ids[min(len(token_ids) - len(PROMPT), len(ids) - 1)]
@@ -209,6 +209,17 @@ def test_stream_numbers_its_events_and_ends_with_the_text() -> None:
                 expected = {"finish_reason": "eos_token", "generated_tokens": 4, "seed": None, "input_length": 5}
                 assert events[-1]["details"] == expected
                 assert "top_tokens" not in events[0]
+
+    asyncio.run(story())
+
+
+def test_end_token_inside_a_character_leaves_the_same_text_everywhere() -> None:
+    async def story() -> None:
+        async with site(fake_shards(make_limits(), **answering("Hi 🙂".encode()[:-1]))) as it:
+            events = events_in((await it.post("/generate_stream")).text)
+            shown = "".join(event["token"]["text"] for event in events if not event["token"]["special"])
+            plain = (await it.post("/generate")).json()["generated_text"]
+            assert shown == events[-1]["generated_text"] == plain == "Hi "
 
     asyncio.run(story())
 
@@ -456,10 +467,17 @@ def test_api_key_closes_every_route_but_the_probes() -> None:
     asyncio.run(story())
 
 
-def test_cors_lets_in_anyone_or_the_chosen_origin() -> None:
+def test_cors_lets_in_nobody_or_the_chosen_origin() -> None:
     async def story() -> None:
         preflight = {"origin": "http://a", "access-control-request-method": "POST"}
-        async with site(config={"api_key": "k"}) as it:
+        async with site() as it:
+            for answer in (
+                await it.http.options("/generate", headers=preflight),
+                await it.http.get("/info", headers={"origin": "http://a"}),
+                await it.http.post("/generate", json={"inputs": "a"}, headers={"origin": "null"}),
+            ):
+                assert not [name for name in answer.headers if name.startswith("access-control")]
+        async with site(config={"cors_allow_origin": ("*",), "api_key": "k"}) as it:
             answer = await it.http.options("/generate", headers=preflight)
             assert (answer.status_code, answer.headers["access-control-allow-origin"]) == (200, "*")
         async with site(config={"cors_allow_origin": ("http://a",)}) as it:
@@ -467,6 +485,42 @@ def test_cors_lets_in_anyone_or_the_chosen_origin() -> None:
             assert answer.headers["access-control-allow-origin"] == "http://a"
             answer = await it.http.get("/info", headers={"origin": "http://b"})
             assert "access-control-allow-origin" not in answer.headers
+
+    asyncio.run(story())
+
+
+OWN_HOSTS = (
+    "localhost LOCALHOST:80 localhost.:3000 app.localhost 127.0.0.1 127.0.0.1:99 127.8.8.8 [::1] [::1]:3000 box box:1"
+)
+OTHER_HOSTS = (
+    "evil.example evil.example:3000 127.0.0.1.evil.example localhost.evil.example 10.0.0.1 0.0.0.0 [::] [::1 ::1 a@b"
+)
+OTHER_HOSTS += " localhost:x localhost/x [fe80::1] 127.1 2130706433 box.evil.example"
+
+
+def test_server_on_loopback_answers_to_its_own_names_alone() -> None:
+    async def story() -> None:
+        config = {"is_on_loopback": True, "hostname": "box", "cors_allow_origin": ("*",)}
+        async with site(config=config) as it, in_process(it.app) as http:
+            for host in OWN_HOSTS.split():
+                assert (await http.get("/health", headers={"host": host})).status_code == 200, host
+            for host in (*OTHER_HOSTS.split(), "", " ", "é"):
+                for method, path in (("GET", "/health"), ("OPTIONS", "/generate"), ("POST", "/generate")):
+                    answer = await http.request(method, path, headers={"host": host.encode()})
+                    assert_is_error(answer, 421, "wrong_host")
+                    assert "send `Host: localhost`" in answer.json()["error"] and answer.headers["x-request-id"]
+            twice = [(b"host", b"localhost"), (b"host", b"evil.example")]
+            assert (await http.get("/health", headers=twice)).status_code == 421
+            assert b" 200 " in await raw(it.port, b"GET /health HTTP/1.0\r\n\r\n")
+
+    asyncio.run(story())
+
+
+def test_server_that_others_reach_answers_to_any_name() -> None:
+    async def story() -> None:
+        async with site(config={"hostname": "0.0.0.0"}) as it, in_process(it.app) as http:
+            for host in (*OWN_HOSTS.split(), *OTHER_HOSTS.split()):
+                assert (await http.get("/health", headers={"host": host})).status_code == 200
 
     asyncio.run(story())
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given
@@ -70,9 +71,11 @@ def test_pieces_add_up_to_the_text(text: str, prompt: str) -> None:
 
 @given(st.binary(max_size=40))
 def test_pieces_of_any_bytes_are_what_all_ids_at_once_would_give(garbage: bytes) -> None:
-    generated, _, _ = generate([*garbage, EOS])
+    generated, _, _ = generate([*garbage, ord("a")], max_new_tokens=len(garbage) + 1)
     if len(garbage) < 8:  # longer runs of garbage may be given out before their last byte
-        assert generated.text == TOKENIZER.decode(list(garbage))
+        assert generated.text == TOKENIZER.decode([*garbage, ord("a")])
+        if garbage:
+            assert generate([*garbage], max_new_tokens=len(garbage))[0].text == TOKENIZER.decode([*garbage])
 
 
 # ---------------------------------------------------------------------------- tokens that are looked up, not decoded
@@ -175,9 +178,43 @@ def test_special_token_is_shown_but_not_part_of_the_text() -> None:
     assert generated.num_tokens == 3
 
 
-def test_held_bytes_come_out_before_the_end_of_the_text() -> None:
-    generated, _, _ = generate([*"hi🙂".encode()[:-2], EOS])
-    assert generated.text == "hi" + REPLACEMENT
+def test_bytes_that_the_end_token_cuts_off_are_neither_in_the_text_nor_in_the_stream() -> None:
+    cut = "hi🙂".encode()[:-2]
+    generated, shown, _ = generate([*cut, EOS])
+    assert (generated.text, shown) == ("hi", ["h", "i", "", "", "</s>"])
+    generated, shown, _ = generate([*cut], max_new_tokens=len(cut))
+    assert (generated.text, shown) == (f"hi{REPLACEMENT}", ["h", "i", "", REPLACEMENT])
+
+
+def test_whole_characters_of_a_token_do_not_wait_for_its_last() -> None:
+    tokenizer = LOCAL["byte level"]
+    cut, rest, end = PARTS.index(b"x\xe2"), PARTS.index(b"\x82y"), len(PARTS) + 1
+    assert generate([cut, end], tokenizer=tokenizer)[:2][1] == ["x", "</s>"]
+    assert generate([cut, end], tokenizer=tokenizer)[0].text == "x"
+    generated, shown, _ = generate([cut, rest, end], tokenizer=tokenizer)
+    assert "".join(shown[:-1]) == generated.text == tokenizer.decode([cut, rest])
+
+
+@pytest.mark.parametrize("kind", [*LOCAL, *OTHERS])
+@given(st.data())
+def test_text_is_what_the_stream_shows_of_all_but_special_tokens(kind: str, data: st.DataObject) -> None:
+    """Whatever characters the tokens cut, wherever special tokens stand, and however the request ends."""
+    tokenizer = LOCAL.get(kind) or tokenizer_of(OTHERS[kind], *WORDS)
+    num_ids = tokenizer.tokenizer.get_vocab_size()
+    ids = data.draw(st.lists(st.integers(0, num_ids - 1), min_size=1, max_size=20))
+    if data.draw(st.booleans()):  # special tokens need not be ends
+        tokenizer = ModelTokenizer(tokenizer.tokenizer, tokenizer.special_ids, frozenset({0}))
+    stop = tuple(
+        data.draw(st.lists(st.sampled_from(["a", " b", "é", "🙂", REPLACEMENT, "A\ufffd", "</s>"]), max_size=2))
+    )
+    generated, shown, reason = generate(
+        ids, stop=stop, tokenizer=tokenizer, max_new_tokens=data.draw(st.integers(1, len(ids)))
+    )
+    assert reason is not None
+    pairs = zip(ids[: generated.num_tokens], shown, strict=True)
+    assert "".join(text for id, text in pairs if id not in tokenizer.special_ids) == generated.text
+    if reason is FinishReason.STOP_SEQUENCE and ids[generated.num_tokens - 1] not in tokenizer.special_ids:
+        assert generated.text.endswith(stop) or any(id in tokenizer.special_ids for id in ids)
 
 
 def test_length_outranks_eos_outranks_stop() -> None:
@@ -221,6 +258,13 @@ def test_stop_search_agrees_with_a_plain_search(text: str, stop: list[str]) -> N
     generated, shown, reason = generate(list(text.encode()), stop=tuple(stop))
     assert (reason is not None) == bool(ends)
     assert "".join(shown) == generated.text == text[: min(ends, default=None)]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit()])
+def test_end_of_the_program_is_no_error_of_the_tokenizer(error: BaseException) -> None:
+    ended = ModelTokenizer(Mock(decode=Mock(side_effect=error)), frozenset(), frozenset())
+    with pytest.raises(type(error)):
+        ended.decode([1])
 
 
 def model_folder(folder: Path, **files: object) -> str:

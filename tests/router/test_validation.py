@@ -6,13 +6,18 @@ import asyncio
 import itertools
 import json
 import math
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from router.entry import ValidRequest
 from router.errors import MalformedBody, ValidationError
 from router.schemas import GenerateParameters, GenerateRequest, parse
+from router.text import ModelTokenizer
 from router.validation import Validator, check, check_streamable
 from tests.router.doubles import byte_tokenizer, make_limits
 
@@ -241,3 +246,101 @@ def test_nul_and_odd_unicode_are_text_like_any_other() -> None:
     request = parse(GenerateRequest, body(text))
     check(request, LIMITS)
     assert text == request.inputs
+
+
+# ---------------------------------------------------------------------------------------------------- tokenising
+
+
+def demo_tokenizer() -> ModelTokenizer:
+    return ModelTokenizer.load(str(Path(__file__).parents[2] / "server" / "demo"))
+
+
+def run_validator(story: Callable[[Validator], Awaitable[Any]], tokenizer: ModelTokenizer, **limits: Any) -> Any:
+    async def run() -> Any:
+        validator = Validator(tokenizer, make_limits(**limits), num_workers=1)
+        try:
+            return await story(validator)
+        finally:
+            validator.close()
+
+    return asyncio.run(run())
+
+
+WORDS = [f"{number:x}" for number in range(2000)]
+LONG = " ".join(WORDS[number * 7919 % 2000] for number in range(80_000))  # 0.2 s of tokenising
+
+
+@pytest.mark.parametrize("parameters", [{}, {"truncate": 10}, None], ids=["generate", "truncated", "tokenize"])
+def test_loop_goes_on_turning_while_a_long_prompt_is_tokenised(parameters: dict[str, Any] | None) -> None:
+    """A tokenizer that keeps the interpreter's lock lets it turn some dozens of times."""
+
+    async def story(validator: Validator) -> int:
+        if parameters is None:
+            work = asyncio.ensure_future(validator.tokenise(LONG, lambda tokens: b""))
+        else:
+            request = GenerateRequest(inputs=LONG, parameters=GenerateParameters(max_new_tokens=1, **parameters))
+            work = asyncio.ensure_future(validator.validate(request))  # type: ignore[arg-type]
+        turns = 0
+        while not work.done():
+            await asyncio.sleep(0)
+            turns += 1
+        await work
+        return turns
+
+    limits = {"max_input_length": 10**6, "max_total_tokens": 2 * 10**6, "vocab_size": 2048}
+    assert run_validator(story, demo_tokenizer(), **limits) > 1000
+
+
+def test_text_of_too_many_characters_is_refused_before_it_is_tokenised() -> None:
+    tokenizer = demo_tokenizer()
+    most = tokenizer.most_characters_per_token
+    assert most is not None
+    refused = replace(tokenizer, tokenizer=Mock(wraps=tokenizer.tokenizer))
+    vars(refused)["most_characters_per_token"] = most
+
+    async def story(validator: Validator) -> list[str]:
+        text = "a" * (most * 10 + 1)
+        sentences = []
+        for work in (validator.validate(GenerateRequest(inputs=text)), validator.tokenise(text, len)):
+            with pytest.raises(ValidationError) as caught:
+                await work
+            sentences.append(str(caught.value).removeprefix("Input validation error: "))
+        return sentences
+
+    generate, tokenize = run_validator(story, refused, max_input_length=10)
+    start = f"`inputs` must have less than 10 tokens. Given: {most * 10 + 1} characters, and {most * 10} are the most"
+    assert generate == f"{start} that so many tokens can hold: shorten the prompt or set `truncate` to 10"
+    assert tokenize == f"{start} that so many tokens can hold: send a shorter text"
+    refused.tokenizer.encode_batch_fast.assert_not_called()
+
+
+def test_truncated_prompt_may_have_any_number_of_characters() -> None:
+    assert len(validate(body("x" * 5000, truncate=3))[0].token_ids) == 3
+
+
+def test_tokenize_has_the_limit_of_a_prompt() -> None:
+    async def story(validator: Validator) -> Any:
+        assert len(await validator.tokenise("x" * 10, list)) == 10
+        with pytest.raises(ValidationError, match=r"must have less than 10 tokens\. Given: 11.* send a shorter text"):
+            await validator.tokenise("x" * 11, list)
+
+    run_validator(story, byte_tokenizer(), max_input_length=10)
+
+
+class PanicException(BaseException):
+    """What a panic in the tokenizer's Rust code arrives as; the real class cannot be imported."""
+
+
+@pytest.mark.parametrize("error", [PanicException("secret"), RuntimeError("secret"), TypeError("secret")])
+def test_whatever_a_tokenizer_raises_is_one_clear_refusal(error: BaseException) -> None:
+    broken = Mock(encode_batch_fast=Mock(side_effect=error), encode_batch=Mock(side_effect=error))
+    tokenizer = replace(byte_tokenizer(), tokenizer=broken)
+    vars(tokenizer)["most_characters_per_token"] = None
+
+    async def story(validator: Validator) -> None:
+        for work in (validator.validate(GenerateRequest(inputs="a")), validator.tokenise("a", list)):
+            with pytest.raises(ValidationError, match="`inputs` cannot be tokenised") as caught:
+                await work
+            assert "secret" not in str(caught.value)
+
+    run_validator(story, tokenizer)

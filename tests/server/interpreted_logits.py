@@ -25,6 +25,7 @@ from tests.server.logit_cases import (
     check_top_k,
     check_top_p,
     check_typical,
+    kept,
     logits_of,
 )
 
@@ -129,6 +130,21 @@ def test_typical_p_keeps_what_is_nearest_the_entropy(width: int, large_tiles: No
     logits = torch.randn(len(mass), width, generator=torch.Generator().manual_seed(4)) * 3
     logits[0, 2:] = float("-inf")
     check_typical(logits, mass)
+
+
+def test_logits_of_the_coldest_temperature_and_the_largest_penalty(large_tiles: None) -> None:
+    """What the sampler's bounds let through: one token is left, and it is the best."""
+    logits = torch.tensor([[5.0, 5.0000005, -5.0, 4.9999995, 0.001, -0.001, 0.0, float("-inf")]]) * 2.0**107
+    logits = logits.repeat(4, 1)
+    check_summary(logits, 3)
+    check_race(logits)
+    least = torch.full((4, 1), 1.2e-38)
+    for p in (least, least + 0.9, least + 1.0):
+        check_top_k(logits, torch.full((4, 1), 3))
+        assert (1,) == tuple(kept(logits, KERNELS.top_p_threshold(logits, p, None)).sum(dim=-1).unique())
+        bounds = KERNELS.typical_bounds(logits, p, None)
+        distance = ((bounds.log_totals - logits) - bounds.entropy).abs()
+        assert (distance <= bounds.reach).tolist() == [[id == 1 for id in range(8)]] * 4
 
 
 def test_ranks_agree_to_the_last_bit_and_choose_what_one_chooses(tmp_path: Path) -> None:

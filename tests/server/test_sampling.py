@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -13,8 +14,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from server.backends.cpu.device import CpuDevice
+from server.backends.cpu.logits import KernelLogits
+from server.backends.protocol import Logits
 from server.backends.reference.logits import StockLogits, exponential_noise
 from server.distributed import Shard
+from server.stepping.captured_sampling import choose as captured_choose
+from server.stepping.captured_sampling import settings_of
 from server.stepping.sampling import (
     History,
     Sampler,
@@ -116,6 +121,77 @@ def test_temperature_sharpens_and_flattens() -> None:
     hot = choose(logits, [TokenChoice(do_sample=True, temperature=100.0, seed=s) for s in range(200)])
     assert [0] * 50 == cold.token_ids.tolist()
     assert 60 < hot.token_ids.sum() < 140
+
+
+LEAST, MOST = 1.2e-38, 3.4e38  # what a client may send
+NEIGHBOURS = [5.0, 5.0000005, -5.0, 4.9999995, 0.001, -0.001, 0.0]  # 5 with the two float32 beside it
+EXTREME = [
+    {"temperature": LEAST},
+    {"temperature": 1e-11},
+    {"temperature": LEAST, "top_k": 3, "top_p": 0.9, "typical_p": 0.9},
+    {"temperature": LEAST, "top_p": LEAST},
+    {"top_p": LEAST},
+    {"top_k": 1},
+    {"top_p": LEAST, "typical_p": LEAST, "temperature": LEAST},
+]
+PENALTIES = [LEAST, 1e-20, 0.5, 1.0, 2.0, 1e20, MOST]
+
+
+@pytest.fixture(params=["reference", "compiled"])
+def backend(request: pytest.FixtureRequest) -> Logits:
+    if request.param == "reference":
+        return StockLogits()
+    return KernelLogits(request.getfixturevalue("kernels"))
+
+
+@pytest.mark.parametrize("extreme", EXTREME, ids=str)
+@pytest.mark.parametrize("penalty", PENALTIES)
+def test_extremes_that_leave_one_token_leave_the_right_one(
+    backend: Logits, extreme: dict[str, Any], penalty: float
+) -> None:
+    """The best one by exact arithmetic, by any seed, with a probability of one: no overflow, no NaN, no luck."""
+    seen = [0, 2, 5]
+    exact = [
+        Fraction(x) * (1 if id not in seen else Fraction(penalty) if x < 0 else 1 / Fraction(penalty))
+        for id, x in enumerate(torch.tensor(NEIGHBOURS).tolist())
+    ]
+    best = max(range(len(exact)), key=exact.__getitem__)
+    seeds = range(40)
+    choices = [TokenChoice(do_sample=True, seed=seed, repetition_penalty=penalty, **extreme) for seed in seeds]
+    vocabulary = Vocabulary(backend, Shard(), len(NEIGHBOURS))
+    histories = [History(seen, 0, vocabulary, CPU) if choices[0].needs_history else None for _ in seeds]
+    chosen = Sampler(choices, WATERMARK, CPU, vocabulary)(
+        torch.tensor([NEIGHBOURS]).repeat(len(seeds), 1),
+        torch.arange(len(seeds)),
+        torch.zeros(len(seeds), dtype=torch.int64),
+        histories,
+    )
+    assert {best} == set(chosen.token_ids.tolist())
+    assert {0.0} == set(chosen.logprobs.tolist())
+
+
+@pytest.mark.parametrize("penalty", PENALTIES)
+@pytest.mark.parametrize("temperature", [LEAST, 1.0, MOST])
+def test_extremes_together_give_numbers(penalty: float, temperature: float) -> None:
+    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(0)) * 300
+    for more in ({}, {"do_sample": True}, {"do_sample": True, "top_p": 0.9, "typical_p": 0.9, "top_k": 50}):
+        given = TokenChoice(
+            temperature=temperature, repetition_penalty=penalty, frequency_penalty=-2.0, top_n_tokens=5, **more
+        )
+        history = History(list(range(0, 200, 3)), 20, whole(200), CPU)
+        chosen = choose(logits, [given], histories=[history])
+        assert chosen.logprobs.isfinite().all() and not chosen.top_logprobs.isnan().any()
+        assert (chosen.logprobs <= 1e-4).all()
+
+
+@pytest.mark.parametrize("extreme", [e for e in EXTREME if "typical_p" not in e], ids=str)
+def test_captured_sampling_is_as_exact(extreme: dict[str, Any]) -> None:
+    rows = 40
+    choices = [TokenChoice(do_sample=True, seed=seed, **extreme) for seed in range(rows)]
+    settings = torch.tensor(settings_of(choices, rows), dtype=torch.float64)
+    logits = torch.tensor([NEIGHBOURS]).repeat(rows, 1)
+    token_ids, logprobs = captured_choose(whole(len(NEIGHBOURS)), logits, settings, torch.arange(rows))
+    assert ({1}, {0.0}) == (set(token_ids.tolist()), set(logprobs.tolist()))
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1.2e-38])

@@ -10,7 +10,7 @@ import pytest
 from router.launch import machine
 from router.launch.errors import Refusal
 from router.launch.flags import read_command_line
-from router.launch.machine import bind, plan_shards, visible_gpus
+from router.launch.machine import bind, is_on_loopback, plan_shards, visible_gpus
 from router.launch.settings import read_settings
 
 
@@ -148,3 +148,12 @@ def test_address_of_another_machine_is_refused() -> None:
 def test_port_on_ipv6() -> None:
     with bind("::1", 0) as listener:
         assert socket.AF_INET6 == listener.family
+
+
+@pytest.mark.parametrize(
+    ("hostname", "expected"),
+    [("127.0.0.1", True), ("127.3.2.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_who_can_reach_a_port(hostname: str, expected: bool) -> None:
+    with bind(hostname, 0) as listener:
+        assert expected is is_on_loopback(listener)
