@@ -77,7 +77,7 @@ config = json.load(open(sys.argv[-1]))
 listener = socket.socket(fileno=config["listen_fd"])
 listener.listen()
 on_term(lambda: leave("router drained"))
-say("serving", event="ready", folder=os.path.dirname(config["shard_sockets"][0]), sockets=config["shard_sockets"])
+say("serving", event="ready", folder=os.path.dirname(os.path.dirname(config["shard_sockets"][0])), sockets=config["shard_sockets"])
 while True:
     listener.accept()[0].sendall(b"hello")
 """

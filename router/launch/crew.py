@@ -56,7 +56,7 @@ class Crew:
         """The shards of group `number` and their sockets; the files of the group before are removed."""
         shutil.rmtree(self.folder / f"group-{number - 1}", ignore_errors=True)
         folder = self.folder / f"group-{number}"
-        folder.mkdir()
+        folder.mkdir(mode=0o700)
         sockets = self.chosen_sockets or tuple(f"{folder}/shard-{rank}.sock" for rank in range(self.count))
         self._write_shard_configs(folder, sockets)
         commands = [
