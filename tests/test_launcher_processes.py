@@ -77,7 +77,8 @@ config = json.load(open(sys.argv[-1]))
 listener = socket.socket(fileno=config["listen_fd"])
 listener.listen()
 on_term(lambda: leave("router drained"))
-say("serving", event="ready", folder=os.path.dirname(os.path.dirname(config["shard_sockets"][0])), sockets=config["shard_sockets"])
+folder = os.path.dirname(os.path.dirname(config["shard_sockets"][0]))
+say("serving", event="ready", folder=folder, sockets=config["shard_sockets"])
 while True:
     listener.accept()[0].sendall(b"hello")
 """
