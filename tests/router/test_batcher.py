@@ -191,8 +191,8 @@ def test_shards_that_nobody_starts_again_fail_everything_and_end_the_loop() -> N
             for entry in entries:
                 last = (await events_of(entry))[-1]
                 assert isinstance(last, Failed)
-                assert "shard 0: unavailable: socket closed" in str(last.error)
-            assert at_work.batcher.failure is not None
+                assert str(last.error).endswith("a model shard failed, and the server's log says why")
+            assert "shard 0: unavailable: socket closed" == str(at_work.batcher.failure)
             assert not at_work.batcher.is_accepting
             with pytest.raises(Unavailable):
                 at_work.batcher.submit(request_of(4, 4))
