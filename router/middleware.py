@@ -45,7 +45,7 @@ class RequestIdMiddleware:
 
 
 class ApiKeyMiddleware:
-    """Asks for `Authorization: Bearer KEY` everywhere but on GETs of OPEN_PATHS."""
+    """Asks for `Authorization: Bearer KEY` everywhere but on GET and HEAD of OPEN_PATHS."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
@@ -58,7 +58,7 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
-        return scope["method"] == "GET" and scope["path"] in OPEN_PATHS
+        return scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN_PATHS
 
     def _has_key(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
