@@ -23,11 +23,11 @@ from starlette.responses import FileResponse, Response
 
 from router import schemas, tgi
 from router.batcher import Batcher
+from router.bodies import Bodies
 from router.client import ModelInfo, ShardError, Shards
 from router.config import RouterConfig
 from router.entry import Failed
 from router.errors import (
-    BodyTooLarge,
     RouterError,
     Unhealthy,
     UnsupportedMedia,
@@ -67,6 +67,7 @@ class Services:
     metrics: Metrics
     validator: Validator
     permits: Permits
+    bodies: Bodies
     generator: Generator
     eos_ids: frozenset[int]
     generation_defaults: dict[str, Any]
@@ -101,6 +102,7 @@ def create_app(
         metrics=metrics,
         validator=validator,
         permits=permits,
+        bodies=Bodies(config.max_unfinished_bytes, config.payload_limit),
         generator=generator,
         eos_ids=tokenizer.eos_ids,
         generation_defaults=generation_defaults(Path(config.model_path)),
@@ -177,17 +179,11 @@ def _documented(model: Any) -> dict[str, Any]:
 
 
 async def _read(request: Request, services: Services) -> GenerateRequest:
-    """The body. Raises RouterError; a body that is too large is not read to its end."""
+    """The body. Raises RouterError."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (media_type == "application/json" or media_type.endswith("+json")):
         raise UnsupportedMedia("the body must be JSON: send the header `Content-Type: application/json`")
-    body = bytearray()
-    limit = services.config.payload_limit
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise BodyTooLarge(f"the body is larger than `payload_limit`, {limit} bytes: send a shorter prompt")
-    return schemas.parse(GenerateRequest, bytes(body))
+    return schemas.parse(GenerateRequest, await services.bodies.read(request))
 
 
 async def _open(request: Request, body: GenerateRequest, services: Services, *, is_stream: bool) -> OpenRequest:

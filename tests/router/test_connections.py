@@ -344,6 +344,57 @@ def test_a_connection_goes_on_after_a_refused_body() -> None:
     run(story, body_timeout=10.0)
 
 
+# -------------------------------------------------------------------------------------------- unfinished bodies
+
+
+def test_unfinished_bodies_share_a_bound_and_the_oldest_makes_room() -> None:
+    """Ten bodies of 100 kB that lack a byte, where half of them have room."""
+
+    async def story(it: Site) -> None:
+        start = POST + b"content-length: 100000\r\n\r\n" + b" " * 99_999
+        clients = []
+        for _ in range(10):
+            clients.append(await Client.to(it, start))
+            await asyncio.sleep(0.05)
+        honest = await it.http.post(
+            "/generate", content=BODY + b" " * 50_000, headers={"content-type": "application/json"}
+        )
+        assert 200 == honest.status_code
+        for client in clients[:5]:
+            status, body = await client.answer()
+            assert (429, "overloaded") == (status, json.loads(body)["error_type"])
+        client = clients[-1]
+        client.writer.write(b" ")
+        assert 400 == (await client.answer())[0]  # it has arrived, and it is no JSON
+        for client in clients:
+            client.writer.close()
+
+    run(story, max_unfinished_bytes=500_000, payload_limit=200_000, body_timeout=10.0)
+
+
+def test_the_bytes_of_bodies_are_given_back_however_they_end() -> None:
+    async def story(it: Site) -> None:
+        start = POST + b"content-length: 100000\r\n\r\n" + b" " * 99_999
+        for end in (b" ", None, b"late") * 3:  # malformed, left, timed out
+            client = await Client.to(it, start)
+            if end is None:
+                await asyncio.sleep(0.05)
+            elif end == b" ":
+                client.writer.write(end)
+                assert 400 == (await client.answer())[0]
+            else:
+                assert 408 == (await client.answer())[0]
+            client.writer.close()
+        clients = [await Client.to(it, start) for _ in range(2)]  # all that has room
+        await asyncio.sleep(0.1)
+        for client in clients:
+            client.writer.write(b" ")
+            assert 400 == (await client.answer())[0]
+            client.writer.close()
+
+    run(story, max_unfinished_bytes=200_000, payload_limit=200_000)
+
+
 # --------------------------------------------------------------------------------------------------- descriptors
 
 
