@@ -17,9 +17,8 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from router import schemas, tgi
 from router.batcher import Batcher
@@ -39,7 +38,7 @@ from router.generation import Generator, OpenRequest, Permits
 from router.guard import ClientConnection, ClientGone
 from router.limits import Limits
 from router.metrics import Metrics
-from router.middleware import ApiKeyMiddleware, RequestIdMiddleware
+from router.middleware import ApiKeyMiddleware, CrossOriginMiddleware, RequestIdMiddleware
 from router.model_files import generation_defaults
 from router.schemas import GenerateRequest
 from router.text import ModelTokenizer
@@ -296,7 +295,10 @@ def info_body(services: Services) -> dict[str, Any]:
 
 
 def _add_docs(app: FastAPI) -> None:
-    """The API page with its own copy of Swagger UI: no browser of ours calls a third party."""
+    """The API page with its own copy of Swagger UI: no browser of ours calls a third party.
+
+    The files are kept in memory, once: a client that does not read one holds no descriptor and no copy of it.
+    """
 
     async def docs() -> Response:
         return get_swagger_ui_html(
@@ -308,15 +310,17 @@ def _add_docs(app: FastAPI) -> None:
             swagger_ui_parameters={"validatorUrl": None},  # its default is a service on the internet
         )
 
-    async def script() -> Response:
-        return FileResponse(STATIC / "swagger-ui-bundle.js")
+    def static(name: str, media_type: str) -> None:
+        content = (STATIC / name).read_bytes()
 
-    async def style() -> Response:
-        return FileResponse(STATIC / "swagger-ui.css")
+        async def file() -> Response:
+            return Response(content, media_type=media_type)
+
+        app.get(f"/docs/{name}", include_in_schema=False)(file)
 
     app.get("/docs", include_in_schema=False)(docs)
-    app.get("/docs/swagger-ui-bundle.js", include_in_schema=False)(script)
-    app.get("/docs/swagger-ui.css", include_in_schema=False)(style)
+    static("swagger-ui-bundle.js", "text/javascript")
+    static("swagger-ui.css", "text/css")
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -346,7 +350,7 @@ def _add_middleware(app: FastAPI, config: RouterConfig) -> None:
     if config.api_key is not None:
         app.add_middleware(ApiKeyMiddleware, api_key=config.api_key)
     app.add_middleware(
-        CORSMiddleware,
+        CrossOriginMiddleware,
         allow_origins=config.cors_allow_origin or ("*",),
         allow_methods=("GET", "POST"),
         allow_headers=("content-type", "authorization", "x-request-id"),

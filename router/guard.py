@@ -21,35 +21,20 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http import HTTPStatus
 from typing import Any
 
 import httptools
-import orjson
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from router.refusals import MALFORMED, TIMED_OUT, TOO_LARGE, TOO_MANY
 from router.transport import ClientTransport, Connections
 
 MAX_PIPELINED = 16  # requests that wait for the answer to an earlier one; clients that send any are rare
 EXTENSION = "lockstep.connection"
-
-
-def refusal(status: int, error: str, error_type: str = "validation", header: str = "") -> bytes:
-    """A whole answer, after which the connection is closed."""
-    body = orjson.dumps({"error": error, "error_type": error_type})
-    return (
-        f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\nconnection: close\r\n"
-        f"{header}content-length: {len(body)}\r\n\r\n"
-    ).encode() + body
-
-
-MALFORMED = refusal(400, "The request is not valid HTTP/1.1")
-TIMED_OUT = refusal(408, "The request did not arrive in time", "request_timeout")
-TOO_LARGE = refusal(431, "The request's headers or trailers are larger or more than the server takes")
-TOO_MANY = refusal(429, "Too many connections or unanswered requests", "overloaded", "retry-after: 1\r\n")
 
 
 class ClientGone(Exception):
@@ -77,7 +62,7 @@ class ClientConnection:
 
     def cut(self) -> None:
         """Reset the connection, with all that waits to be sent."""
-        self._protocol.cycle.disconnected = True  # or uvicorn would report an answer without an end
+        self._protocol.end_answer()  # or uvicorn would report one without an end
         self._transport.reset()
 
     @contextmanager
@@ -131,7 +116,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._num_framing_bytes = 0  # since the request began or, later, since the last byte of its body
         self._num_header_bytes = 0
         self._num_header_lines = 0
-        self._num_unanswered = 0
+        self._due: deque[RequestResponseCycle] = deque()  # answers, the running one first
         self._is_clock_due = False  # for another part of a request than the clock runs for
         self._cause = MALFORMED  # why a callback stopped the parser
         self._last_words: bytes | None = None  # once no more requests are taken: what follows the answers that are due
@@ -153,6 +138,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._shared.idle.pop(self, None)
         self.transport.stop_clocks()
         super().connection_lost(exc)
+        self.end_answer()  # uvicorn tells the newest request alone
         self.connection.lost()
 
     def shutdown(self) -> None:
@@ -208,7 +194,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """A request that will be answered."""
         super().on_headers_complete()
-        self._num_unanswered += 1
+        self._due.append(self.cycle)
         self._arrives(Arriving.BODY)
 
     def on_body(self, body: bytes) -> None:
@@ -246,10 +232,10 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         """The next answer is due, or the last words, or the client's next request."""
         super().on_response_complete()
         self._unset_keepalive_if_required()  # ours goes on when empty lines come
-        self._num_unanswered -= 1
+        self._due.popleft()
         if self._last_words is None:
             self._wait_for_client()
-        elif not self._num_unanswered:
+        elif not self._due:
             self._close_with_last_words()
 
     def _refuse(self, answer: bytes, *, lingers: bool = True) -> None:
@@ -260,21 +246,25 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self.transport.is_receiving = lingers
         if self._arriving is Arriving.BODY:
             self._drop_newest_request()
-        if not self._num_unanswered:
+        if not self._due:
             self._close_with_last_words()
 
     def _drop_newest_request(self) -> None:
         """Its body will not come: nothing more is said to it if its answer has begun, else it gets the last words."""
-        cycle = self.cycle
-        if cycle.response_started:
+        if self.cycle.response_started:
             self._last_words = b""
             return
-        self._num_unanswered -= 1
         if self.pipeline:
             self.pipeline.popleft()
         else:
-            cycle.disconnected = True  # what the application waits for ends, and what it says is dropped
-            cycle.message_event.set()
+            self.end_answer()
+        self._due.pop()
+
+    def end_answer(self) -> None:
+        """What the application waits for in this answer ends, and what it says is dropped."""
+        if self._due:
+            self._due[0].disconnected = True
+            self._due[0].message_event.set()
 
     def _close_with_last_words(self) -> None:
         self.transport.write(self._last_words)
@@ -293,7 +283,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             seconds = limits.header_timeout
         elif self._arriving is Arriving.BODY:
             seconds = limits.body_timeout
-        elif not self._num_unanswered:
+        elif not self._due:
             is_idle = True
             seconds = limits.header_timeout if self.cycle is None else limits.keep_alive_timeout
         self._shared.idle.pop(self, None)

@@ -1,4 +1,4 @@
-"""ASGI layers around the routes: request ids and the API key.
+"""ASGI layers around the routes: request ids, other origins and the API key.
 
 Plain ASGI callables. Starlette's `BaseHTTPMiddleware` would pass every token of every stream through one more task.
 """
@@ -11,9 +11,11 @@ import re
 import secrets
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.errors import Unauthorized, error_response
+from router.errors import Unauthorized, error_response, status_response
 
 SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 # Open without a key: probes, and the documentation page with what it loads. Everything else is closed by default.
@@ -42,6 +44,18 @@ class RequestIdMiddleware:
             await send(message)
 
         await self._app(scope, receive, send_with_id)
+
+
+class CrossOriginMiddleware(CORSMiddleware):
+    """Starlette's, whose refusals are text, with refusals in the schema of all errors."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Whether a page of this origin may send this request."""
+        answer = super().preflight_response(request_headers)
+        if answer.status_code < 400:
+            return answer
+        headers = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
+        return status_response(answer.status_code, headers)
 
 
 class ApiKeyMiddleware:

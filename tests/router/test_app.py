@@ -51,6 +51,7 @@ class Site:
     batcher: Batcher
     shards: FakeShardedClient
     metrics: Metrics
+    settings: RouterConfig
 
     async def post(self, path: str, inputs: str = PROMPT, *, stream: bool | None = None, **parameters: Any) -> Any:
         body: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
@@ -68,6 +69,17 @@ async def site(
     shards: FakeShardedClient | None = None, *, config: dict[str, Any] | None = None, **limits: Any
 ) -> AsyncIterator[Site]:
     """On a loopback port, through the guarded protocol."""
+    async with unserved(shards, config=config, **limits) as it:
+        async with serving(it.app, it.settings) as it.port:
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as it.http:
+                yield it
+
+
+@asynccontextmanager
+async def unserved(
+    shards: FakeShardedClient | None = None, *, config: dict[str, Any] | None = None, **limits: Any
+) -> AsyncIterator[Site]:
+    """Without a port."""
     wanted = make_limits(**limits)
     shards = shards or fake_shards(wanted)
     given = {"model_id": "a/model", "model_path": "/nowhere", "shard_sockets": ("x",), **(config or {})}
@@ -85,8 +97,8 @@ async def site(
         tracer=NoTracer(),
     )
     task = asyncio.create_task(batcher.run())
-    async with serving(app, settings) as port, httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-        yield Site(app, http, port, batcher, shards, metrics)
+    async with in_process(app) as http:
+        yield Site(app, http, 0, batcher, shards, metrics, settings)
     task.cancel()
     await asyncio.wait({task})
 
