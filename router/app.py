@@ -40,7 +40,9 @@ from router.limits import Limits
 from router.metrics import Metrics
 from router.middleware import ApiKeyMiddleware, CrossOriginMiddleware, RequestIdMiddleware
 from router.model_files import generation_defaults
+from router.probing import SharedHealth
 from router.schemas import GenerateRequest
+from router.static_file import StaticFile
 from router.text import ModelTokenizer
 from router.tracing import Tracer
 from router.validation import Validator
@@ -67,6 +69,7 @@ class Services:
     validator: Validator
     permits: Permits
     bodies: Bodies
+    shared_health: SharedHealth
     generator: Generator
     eos_ids: frozenset[int]
     generation_defaults: dict[str, Any]
@@ -102,6 +105,7 @@ def create_app(
         validator=validator,
         permits=permits,
         bodies=Bodies(config.max_unfinished_bytes, config.payload_limit),
+        shared_health=SharedHealth(shards),
         generator=generator,
         eos_ids=tokenizer.eos_ids,
         generation_defaults=generation_defaults(Path(config.model_path)),
@@ -250,7 +254,7 @@ async def check_health(services: Services) -> None:
     if not services.batcher.is_accepting:
         raise Unhealthy("unhealthy: not accepting requests")
     try:
-        health = await services.shards.health()
+        health = await services.shared_health.health()
     except ShardError as error:
         raise Unhealthy(f"unhealthy: {error}") from None
     if health.oldest_step_ms > STUCK_STEP_MS:
@@ -314,7 +318,7 @@ def _add_docs(app: FastAPI) -> None:
         content = (STATIC / name).read_bytes()
 
         async def file() -> Response:
-            return Response(content, media_type=media_type)
+            return StaticFile(content, media_type=media_type)
 
         app.get(f"/docs/{name}", include_in_schema=False)(file)
 

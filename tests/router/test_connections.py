@@ -9,7 +9,7 @@ import asyncio
 import json
 import resource
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,9 @@ import pytest
 import uvloop
 
 from router.__main__ import SPARE_FILES, max_connections
+from router.client import ShardError, ShardHealth
 from router.config import RouterConfig
+from router.probing import REUSED_S
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.test_app import PROMPT, Site, serving, site
 
@@ -317,6 +319,19 @@ def test_who_sends_too_much_reads_why(length: bytes) -> None:
     run(story, body_timeout=10.0)
 
 
+def test_an_ordinary_client_reads_why_its_body_is_refused() -> None:
+    async def story(it: Site) -> None:
+        for content in (b" " * 20_000_000, endless(20)):
+            answer = await it.http.post("/generate", content=content, headers={"content-type": "application/json"})
+            assert (413, "validation") == (answer.status_code, answer.json()["error_type"])
+
+    async def endless(megabytes: int) -> AsyncIterator[bytes]:
+        for _ in range(megabytes):
+            yield b" " * 1_000_000
+
+    run(story, body_timeout=10.0)
+
+
 def test_a_refused_body_is_not_read_for_ever() -> None:
     async def story(it: Site) -> None:
         client = await Client.to(
@@ -432,3 +447,37 @@ def test_the_limit_of_descriptors_is_raised_and_leaves_some() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert hard == raised or raised == 2**20
     assert raised - SPARE_FILES - 500 < found < raised - SPARE_FILES
+
+
+# -------------------------------------------------------------------------------------------------------- probes
+
+
+def test_many_probes_ask_the_shards_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def story(it: Site) -> None:
+        asked = 0
+        health = it.shards.health
+
+        async def counted() -> ShardHealth:
+            nonlocal asked
+            asked += 1
+            await asyncio.sleep(0.05)
+            return await health()
+
+        monkeypatch.setattr(it.shards, "health", counted)
+        assert [200] * 50 == await asyncio.gather(*(probe(it) for _ in range(50)))
+        assert asked < 25
+        monkeypatch.setattr(it.shards, "health", gone)
+        await asyncio.sleep(2 * REUSED_S)
+        assert [503] * 50 == await asyncio.gather(*(probe(it) for _ in range(50)))
+
+    async def gone() -> ShardHealth:
+        raise ShardError(0, "gone")
+
+    async def probe(it: Site) -> int:
+        client = await Client.to(it, PROBE)
+        try:
+            return (await client.answer())[0]
+        finally:
+            client.writer.close()
+
+    run(story)
