@@ -11,12 +11,15 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
 
 import uvicorn
 import uvloop
@@ -32,10 +35,12 @@ from router.metrics import Metrics
 from router.startup import Started, start, table
 from router.text import ModelTokenizer
 from router.tracing import make_tracer
+from router.transport import Connections
 from server.logs import configure_logging
 
-KEEP_ALIVE_S = 75  # longer than the 60 s of common proxies, so that they close idle connections and not we
 LAST_BYTES_S = 5  # for answers that are complete when the server stops
+MOST_FILES = 2**20  # that are asked for: some containers allow a billion, and tables are sized by it
+SPARE_FILES = 64  # descriptors that are no connections and may yet be opened: channels to shards, files that are sent
 
 logger = logging.getLogger("router")
 lifecycle = logging.getLogger("router.lifecycle")  # what the launcher acts on; it is sent at every log level
@@ -100,11 +105,25 @@ async def run(config: RouterConfig) -> int:
         address = _address(config, listener)
         logger.info("%s", table(config, started, address), extra={"raw": True})
         gc.freeze()  # what start-up made stays: a full collection would stop every stream for 20 ms to look at it again
-        server = HttpServer(app, lambda: lifecycle.info("ready at %s", address, extra={"event": "ready"}))
+        connections = Connections(config, max_connections())
+        server = HttpServer(app, connections, lambda: lifecycle.info("ready at %s", address, extra={"event": "ready"}))
         async with _looking_after(shards, news, config.control_fd, batcher):
             return await _serve(server, listener, batcher, stop, config)
     finally:
         await shards.close()
+
+
+def max_connections() -> int:
+    """How many connections may be open, after raising this process's limit of descriptors as far as it may be.
+
+    Once more are there, the one that has been idle the longest is closed, or the new one if none is. So `accept` always
+    finds a descriptor; without one it would fail again and again while the connection waits.
+    """
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+    num_open = len(list(Path("/proc/self/fd").iterdir()))
+    return max(1, limit - num_open - SPARE_FILES)
 
 
 def _on_signal(stop: asyncio.Event) -> None:
@@ -154,16 +173,15 @@ async def _unless_stopped(stop: asyncio.Event, starting: Coroutine[Any, Any, Sta
 class HttpServer(uvicorn.Server):
     """uvicorn on a socket that the launcher bound, without its signal handling: stopping is decided here."""
 
-    def __init__(self, app: FastAPI, on_listening: Callable[[], None]) -> None:
+    def __init__(self, app: FastAPI, connections: Connections, on_listening: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=GuardedHttpProtocol,
+                http=cast(Any, partial(GuardedHttpProtocol, shared=connections)),  # all that uvicorn does is call it
                 ws="none",
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=LAST_BYTES_S,
             )
         )

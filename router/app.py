@@ -18,17 +18,16 @@ import orjson
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.responses import FileResponse, Response
+from starlette.responses import Response
 
 from router import schemas, tgi
 from router.batcher import Batcher
+from router.bodies import Bodies
 from router.client import ModelInfo, ShardError, Shards
 from router.config import RouterConfig
 from router.entry import Failed
 from router.errors import (
-    BodyTooLarge,
     RouterError,
     Unhealthy,
     UnsupportedMedia,
@@ -41,9 +40,11 @@ from router.generation import Generator, OpenRequest, Permits
 from router.guard import ClientConnection, ClientGone
 from router.limits import Limits
 from router.metrics import Metrics
-from router.middleware import ApiKeyMiddleware, HostMiddleware, RequestIdMiddleware
+from router.middleware import ApiKeyMiddleware, CrossOriginMiddleware, HostMiddleware, RequestIdMiddleware
 from router.model_files import generation_defaults
+from router.probing import SharedHealth
 from router.schemas import GenerateRequest
+from router.static_file import StaticFile
 from router.text import ModelTokenizer
 from router.tracing import Tracer
 from router.validation import Validator
@@ -69,6 +70,8 @@ class Services:
     metrics: Metrics
     validator: Validator
     permits: Permits
+    bodies: Bodies
+    shared_health: SharedHealth
     generator: Generator
     eos_ids: frozenset[int]
     generation_defaults: dict[str, Any]
@@ -103,6 +106,8 @@ def create_app(
         metrics=metrics,
         validator=validator,
         permits=permits,
+        bodies=Bodies(config.max_unfinished_bytes, config.payload_limit),
+        shared_health=SharedHealth(shards),
         generator=generator,
         eos_ids=tokenizer.eos_ids,
         generation_defaults=generation_defaults(Path(config.model_path)),
@@ -180,17 +185,11 @@ def _documented(model: Any) -> dict[str, Any]:
 
 
 async def _read(request: Request, services: Services) -> GenerateRequest:
-    """The body. Raises RouterError; a body that is too large is not read to its end."""
+    """The body. Raises RouterError."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (media_type == "application/json" or media_type.endswith("+json")):
         raise UnsupportedMedia("the body must be JSON: send the header `Content-Type: application/json`")
-    body = bytearray()
-    limit = services.config.payload_limit
-    async for chunk in request.stream():
-        body += chunk
-        if len(body) > limit:
-            raise BodyTooLarge(f"the body is larger than `payload_limit`, {limit} bytes: send a shorter prompt")
-    return schemas.parse(GenerateRequest, bytes(body))
+    return schemas.parse(GenerateRequest, await services.bodies.read(request))
 
 
 async def _open(request: Request, body: GenerateRequest, services: Services, *, is_stream: bool) -> OpenRequest:
@@ -263,7 +262,7 @@ async def check_health(services: Services) -> None:
     if services.batcher.outage is not None:
         raise Unhealthy(f"unhealthy: the model shards are started again: {services.batcher.outage}")
     try:
-        health = await services.shards.health()
+        health = await services.shared_health.health()
     except ShardError as error:
         raise Unhealthy(f"unhealthy: {for_clients(str(error))}") from None
     if health.oldest_step_ms > STUCK_STEP_MS:
@@ -308,7 +307,10 @@ def info_body(services: Services) -> dict[str, Any]:
 
 
 def _add_docs(app: FastAPI) -> None:
-    """The API page with its own copy of Swagger UI: no browser of ours calls a third party."""
+    """The API page with its own copy of Swagger UI: no browser of ours calls a third party.
+
+    The files are kept in memory, once: a client that does not read one holds no descriptor and no copy of it.
+    """
 
     async def docs() -> Response:
         return get_swagger_ui_html(
@@ -320,15 +322,17 @@ def _add_docs(app: FastAPI) -> None:
             swagger_ui_parameters={"validatorUrl": None},  # its default is a service on the internet
         )
 
-    async def script() -> Response:
-        return FileResponse(STATIC / "swagger-ui-bundle.js")
+    def static(name: str, media_type: str) -> None:
+        content = (STATIC / name).read_bytes()
 
-    async def style() -> Response:
-        return FileResponse(STATIC / "swagger-ui.css")
+        async def file() -> Response:
+            return StaticFile(content, media_type=media_type)
+
+        app.get(f"/docs/{name}", include_in_schema=False)(file)
 
     app.get("/docs", include_in_schema=False)(docs)
-    app.get("/docs/swagger-ui-bundle.js", include_in_schema=False)(script)
-    app.get("/docs/swagger-ui.css", include_in_schema=False)(style)
+    static("swagger-ui-bundle.js", "text/javascript")
+    static("swagger-ui.css", "text/css")
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -359,7 +363,7 @@ def _add_middleware(app: FastAPI, config: RouterConfig) -> None:
         app.add_middleware(ApiKeyMiddleware, api_key=config.api_key)
     if config.cors_allow_origin:
         app.add_middleware(
-            CORSMiddleware,
+            CrossOriginMiddleware,
             allow_origins=config.cors_allow_origin,
             allow_methods=("GET", "POST"),
             allow_headers=("content-type", "authorization", "x-request-id"),

@@ -12,13 +12,15 @@ import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from router.connection_settings import ConnectionSettings
+
 DEFAULT_MAX_INPUT_LENGTH = 1024
 DEFAULT_MAX_TOTAL_TOKENS = 2048
 LOG_LEVELS = ("debug", "info", "warn", "error")
 
 
 @dataclass(frozen=True)
-class RouterConfig:
+class RouterConfig(ConnectionSettings):
     """One router's settings, frozen after start-up. Raises ValueError that lists every problem."""
 
     # What the launcher tells the router about this launch.

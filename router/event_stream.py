@@ -57,7 +57,6 @@ class EventStream(Response):
                 # Resuming a coroutine costs more the deeper its stack is. ASGI's is deep; a task has one of its own.
                 await asyncio.create_task(self._write_events(connection))
             self._opened.close()  # its place is free, however slowly the client reads what is left
-            connection.limit_unread()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write_events(self, connection: ClientConnection) -> None:

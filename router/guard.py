@@ -1,41 +1,40 @@
 """uvicorn's httptools protocol with the bounds that it lacks, and a short way for streams.
 
-httptools is the fast parser, but uvicorn sets it no limit: 100 MB of headers are taken in, and a connection may send
-one byte a minute for ever (CVE-2025-48956 was this in another server). Here headers are bounded in bytes and lines
-(431), and a request must arrive in time or its connection is closed. Bodies are bounded where they are read.
+httptools is the fast parser, but uvicorn sets it no limit: 100 MB of headers or trailers are taken in, and a connection
+may send one byte a minute for ever (CVE-2025-48956 was this in another server). Here all that is not body is bounded in
+bytes and lines (431), trailers are dropped, and whatever a client owes has a clock, always. A connection waits for
 
-Answers are bounded too. What a client does not read waits in the kernel's send buffer, which has a fixed size here, and
-then in this process: a stream is told how much that is after each write, and what is left of any answer has a limited
-time to be read. `ClientConnection` is how an application writes the middle of a stream, past ASGI: the layers of ASGI
-cost more for each token than all of the rest.
+    the headers of a request   header_timeout      from connecting, or from the first byte of a later request
+    its body                   body_timeout        from the end of the headers
+    its answer                 no limit            but each byte of it must be read within unread_timeout (transport.py)
+    the next request           keep_alive_timeout  from the end of the answer; empty lines do not count
+    the rest of a refused one  body_timeout        it is thrown away, so that the client can read why (transport.py)
+
+Requests that arrive before the answer to an earlier one wait for it; as long as uvicorn does not read, no clock runs.
+What the HTTP layer refuses is answered in the schema of all errors, in its turn.
+
+`ClientConnection` is how an application writes the middle of a stream, past ASGI: the layers of ASGI cost more for each
+token than all of the rest.
 """
 
 from __future__ import annotations
 
 import asyncio
-import socket
-import struct
+import enum
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import httptools
 from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-MAX_HEADER_BYTES = 32 * 1024  # request line included; browsers and proxies stay under 16 KiB
-MAX_HEADER_LINES = 100
-HEADER_TIMEOUT_S = 10.0  # from the first byte of a request, or from connecting, to the end of its headers
-BODY_TIMEOUT_S = 30.0  # 2 MB in this time is 70 KB/s
-UNREAD_TIMEOUT_S = 60.0  # for a client to read what is left of an answer that is complete
-SEND_BUFFER_BYTES = 256 * 1024  # of the kernel, for each connection; Linux grants the double, and up to 4 MB unasked
-RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
+from router.refusals import MALFORMED, TIMED_OUT, TOO_LARGE, TOO_MANY
+from router.transport import ClientTransport, Connections
+
+MAX_PIPELINED = 16  # requests that wait for the answer to an earlier one; clients that send any are rare
 EXTENSION = "lockstep.connection"
-
-_BODY = b'{"error":"Request headers are larger than 32 KiB or more than 100","error_type":"validation"}'
-TOO_LARGE = (
-    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\nconnection: close\r\n"
-    b"content-length: %d\r\n\r\n%s" % (len(_BODY), _BODY)
-)
 
 
 class ClientGone(Exception):
@@ -59,17 +58,12 @@ class ClientConnection:
 
     def write_chunk(self, data: bytes) -> int:
         """Send a part of the body of an answer that has begun. Returns how many bytes wait in this process."""
-        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
-        return self._transport.get_write_buffer_size()
-
-    def limit_unread(self) -> None:
-        """Say that no more will come: what the client has not read after UNREAD_TIMEOUT_S is lost."""
-        self._protocol.limit_unread()
+        return self._transport.send(b"%x\r\n%b\r\n" % (len(data), data))
 
     def cut(self) -> None:
         """Reset the connection, with all that waits to be sent."""
-        self._protocol.cycle.disconnected = True  # or uvicorn would report an answer without an end
-        self._protocol.reset()
+        self._protocol.end_answer()  # or uvicorn would report one without an end
+        self._transport.reset()
 
     @contextmanager
     def needed(self) -> Iterator[None]:
@@ -95,107 +89,219 @@ class ClientConnection:
             self._on_lost()
 
 
+class Refused(Exception):
+    """Stops the parser."""
+
+
+class Arriving(enum.Enum):
+    """What of a request the parser is in."""
+
+    NOTHING = enum.auto()
+    HEADERS = enum.auto()
+    BODY = enum.auto()
+
+
 class GuardedHttpProtocol(HttpToolsProtocol):
     """One connection with bounded headers, bounded waiting and bounded buffers."""
 
     connection: ClientConnection
+    transport: ClientTransport
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, shared: Connections, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._deadline: asyncio.TimerHandle | None = None
-        self._unread_deadline: asyncio.TimerHandle | None = None
-        self._is_in_headers = True
+        self._shared = shared
+        self._limits = shared.limits
+        self._clock: asyncio.TimerHandle | None = None
+        self._arriving = Arriving.NOTHING
+        self._num_framing_bytes = 0  # since the request began or, later, since the last byte of its body
         self._num_header_bytes = 0
-        self._is_refused = False
+        self._num_header_lines = 0
+        self._due: deque[RequestResponseCycle] = deque()  # answers, the running one first
+        self._is_clock_due = False  # for another part of a request than the clock runs for
+        self._cause = MALFORMED  # why a callback stopped the parser
+        self._last_words: bytes | None = None  # once no more requests are taken: what follows the answers that are due
+
+    # ------------------------------------------------------------------------------------------- the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Bound the kernel's send buffer and the wait for the first request."""
-        super().connection_made(transport)
+        """Bound the kernel's send buffer and the wait for the first request; make room if there is none."""
+        super().connection_made(ClientTransport(transport, self._limits, self.loop))
         self.connection = ClientConnection(self)
-        self._set_option(socket.SO_SNDBUF, SEND_BUFFER_BYTES)
-        self._set_deadline(HEADER_TIMEOUT_S)
+        self._wait_for_client()
+        if len(self.connections) > self._shared.max_connections:
+            longest_idle = next(iter(self._shared.idle))
+            longest_idle.close() if longest_idle is not self else self._refuse(TOO_MANY, lingers=False)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all clocks and tell whoever answers."""
-        self._set_deadline(None)
-        self._lift_unread_limit()
+        self._set_clock(None)
+        self._shared.idle.pop(self, None)
+        self.transport.stop_clocks()
         super().connection_lost(exc)
+        self.end_answer()  # uvicorn tells the newest request alone
         self.connection.lost()
 
+    def shutdown(self) -> None:
+        """The server ends: wait for the answers that are due, and for nothing else."""
+        if self.transport.is_closing():
+            self.transport.abort()
+        self.transport.is_receiving = False
+        super().shutdown()
+
+    # --------------------------------------------------------------------------------------------------- parsing
+
     def data_received(self, data: bytes) -> None:
-        """Parse what has come, unless headers grow beyond MAX_HEADER_BYTES."""
-        if self._is_refused:
+        """Parse what has come, or throw it away if no more requests are taken from this connection."""
+        if self._last_words is not None or self.transport.is_closing():
+            self.transport.discard(len(data))
             return
-        if self._is_in_headers:  # counted before parsing: httptools keeps an unfinished header in memory
-            self._num_header_bytes += len(data)
-        super().data_received(data)
-        if self._is_in_headers and self._num_header_bytes > MAX_HEADER_BYTES:
-            self._refuse()
+        self._num_framing_bytes += len(data)  # counted before parsing: httptools keeps an unfinished header in memory
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            self._last_words = b""  # this request is answered as if it had not asked for another protocol
+            self.cycle.keep_alive = False
+        except httptools.HttpParserError:
+            self._refuse(self._cause)
+        else:
+            if self._num_framing_bytes > self._limits.max_header_bytes:
+                self._refuse(TOO_LARGE)
+        if self._is_clock_due:
+            self._wait_for_client()
 
     def on_message_begin(self) -> None:
-        """A request begins: its headers must end in time, and its scope gets the connection."""
+        """A request begins; its scope gets the connection."""
         super().on_message_begin()
-        self._lift_unread_limit()
         self.scope["extensions"] = {EXTENSION: self.connection}  # type: ignore[dict-item]
-        self._is_in_headers = True
-        self._num_header_bytes = 0
-        self._set_deadline(HEADER_TIMEOUT_S)
+        self._num_framing_bytes = self._num_header_bytes = self._num_header_lines = 0
+        self.transport.num_discarded = 0
+        self._arrives(Arriving.HEADERS)
+        if len(self.pipeline) == MAX_PIPELINED:
+            self._stop(TOO_MANY)
+
+    def on_url(self, url: bytes) -> None:
+        """A part of the request line."""
+        self._count(len(url))
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """A header, or a trailer: these count alike and are dropped, as nobody may take them for headers."""
+        self._num_header_lines += 1
+        self._count(len(name) + len(value) + 4)
+        if self._arriving is Arriving.HEADERS:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Refuse headers that are too many or too large, else wait for the body."""
-        self._is_in_headers = False
-        num_bytes = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
-        if num_bytes > MAX_HEADER_BYTES or len(self.headers) > MAX_HEADER_LINES:
-            self._refuse()
-        else:
-            self._set_deadline(BODY_TIMEOUT_S)
-            super().on_headers_complete()
+        """A request that will be answered."""
+        super().on_headers_complete()
+        self._due.append(self.cycle)
+        self._arrives(Arriving.BODY)
 
     def on_body(self, body: bytes) -> None:
-        """A part of the body, unless the request was refused."""
-        if not self._is_refused:
+        """A part of the body, unless it came too late to matter."""
+        self._num_framing_bytes = 0
+        if self.cycle.response_complete:
+            self.transport.discard(len(body))
+        else:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         """The request is there as a whole."""
-        self._set_deadline(None)
-        if not self._is_refused:
-            super().on_message_complete()
+        super().on_message_complete()
+        self._num_framing_bytes = 0
+        self._arrives(Arriving.NOTHING)
+
+    def _count(self, num_bytes: int) -> None:
+        self._num_header_bytes += num_bytes
+        limits = self._limits
+        if self._num_header_bytes > limits.max_header_bytes or self._num_header_lines > limits.max_header_lines:
+            self._stop(TOO_LARGE)
+
+    def _stop(self, cause: bytes) -> None:
+        self._cause = cause
+        raise Refused
+
+    def _arrives(self, part: Arriving) -> None:
+        self._arriving = part
+        self.transport.is_receiving = part is not Arriving.NOTHING
+        self._is_clock_due = True
+
+    # -------------------------------------------------------------------------------------------------- answering
 
     def on_response_complete(self) -> None:
-        """The answer is there as a whole: the client has limited time to read the rest."""
+        """The next answer is due, or the last words, or the client's next request."""
         super().on_response_complete()
-        self.limit_unread()
+        self._unset_keepalive_if_required()  # ours goes on when empty lines come
+        self._due.popleft()
+        if self._last_words is None:
+            self._wait_for_client()
+        elif not self._due:
+            self._close_with_last_words()
 
-    def limit_unread(self) -> None:
-        """Reset the connection unless what waits in this process is sent within UNREAD_TIMEOUT_S."""
-        self._lift_unread_limit()
-        if self.transport.get_write_buffer_size():
-            self._unread_deadline = self.loop.call_later(UNREAD_TIMEOUT_S, self._reset_unread)
+    def _refuse(self, answer: bytes, *, lingers: bool = True) -> None:
+        """Take no more from this connection: it ends with `answer`, after the answers that are due."""
+        if self._last_words is not None:
+            return
+        self._last_words = answer
+        self.transport.is_receiving = lingers
+        if self._arriving is Arriving.BODY:
+            self._drop_newest_request()
+        if not self._due:
+            self._close_with_last_words()
 
-    def _lift_unread_limit(self) -> None:
-        if self._unread_deadline is not None:
-            self._unread_deadline.cancel()
+    def _drop_newest_request(self) -> None:
+        """Its body will not come: nothing more is said to it if its answer has begun, else it gets the last words."""
+        if self.cycle.response_started:
+            self._last_words = b""
+            return
+        if self.pipeline:
+            self.pipeline.popleft()
+        else:
+            self.end_answer()
+        self._due.pop()
 
-    def _reset_unread(self) -> None:
-        if self.transport.get_write_buffer_size():
-            self.reset()
+    def end_answer(self) -> None:
+        """What the application waits for in this answer ends, and what it says is dropped."""
+        if self._due:
+            self._due[0].disconnected = True
+            self._due[0].message_event.set()
 
-    def reset(self) -> None:
-        """Close at once. The kernel forgets its unsent bytes too, which it would go on offering to a slow reader."""
-        self._set_option(socket.SO_LINGER, RESET)
-        self.transport.abort()
+    def _close_with_last_words(self) -> None:
+        self.transport.write(self._last_words)
+        self.transport.close()
 
-    def _set_option(self, option: int, value: int | bytes) -> None:
-        self.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, option, value)
+    # --------------------------------------------------------------------------------------------------- clocks
 
-    def _refuse(self) -> None:
-        if not self._is_refused:
-            self._is_refused = True
-            self.transport.write(TOO_LARGE)
-            self.transport.close()
+    def _wait_for_client(self) -> None:
+        """Start the clock for what the client owes now, if it is its turn."""
+        limits, seconds = self._limits, None
+        self._is_clock_due = False
+        is_idle = False
+        if self._last_words is not None or self.pipeline or self.transport.is_closing():
+            pass  # a clock of the transport runs, or an answer is computed
+        elif self._arriving is Arriving.HEADERS:
+            seconds = limits.header_timeout
+        elif self._arriving is Arriving.BODY:
+            seconds = limits.body_timeout
+        elif not self._due:
+            is_idle = True
+            seconds = limits.header_timeout if self.cycle is None else limits.keep_alive_timeout
+        self._shared.idle.pop(self, None)
+        if is_idle:
+            self._shared.idle[self] = None
+        self._set_clock(seconds)
 
-    def _set_deadline(self, seconds: float | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = None if seconds is None else self.loop.call_later(seconds, self.transport.close)
+    def _set_clock(self, seconds: float | None) -> None:
+        if self._clock is not None:
+            self._clock.cancel()
+        self._clock = None if seconds is None else self.loop.call_later(seconds, self._on_clock)
+
+    def _on_clock(self) -> None:
+        if self._arriving is Arriving.NOTHING:
+            self.close()
+        else:
+            self._refuse(TIMED_OUT, lingers=False)
+
+    def close(self) -> None:
+        """End a connection on which nothing is asked."""
+        self.transport.close()

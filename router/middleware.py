@@ -1,4 +1,4 @@
-"""ASGI layers around the routes: request ids, the Host header and the API key.
+"""ASGI layers around the routes: request ids, the Host header, other origins and the API key.
 
 Plain ASGI callables. Starlette's `BaseHTTPMiddleware` would pass every token of every stream through one more task.
 """
@@ -12,9 +12,11 @@ import secrets
 from ipaddress import ip_address
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.errors import Unauthorized, WrongHost, error_response
+from router.errors import Unauthorized, WrongHost, error_response, status_response
 
 SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 HOST = re.compile(r"(\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(:[0-9]*)?")
@@ -76,8 +78,20 @@ class HostMiddleware:
             return False
 
 
+class CrossOriginMiddleware(CORSMiddleware):
+    """Starlette's, whose refusals are text, with refusals in the schema of all errors."""
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        """Whether a page of this origin may send this request."""
+        answer = super().preflight_response(request_headers)
+        if answer.status_code < 400:
+            return answer
+        headers = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
+        return status_response(answer.status_code, headers)
+
+
 class ApiKeyMiddleware:
-    """Asks for `Authorization: Bearer KEY` everywhere but on GETs of OPEN_PATHS."""
+    """Asks for `Authorization: Bearer KEY` everywhere but on GET and HEAD of OPEN_PATHS."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
@@ -90,7 +104,7 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
-        return scope["method"] == "GET" and scope["path"] in OPEN_PATHS
+        return scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN_PATHS
 
     def _has_key(self, scope: Scope) -> bool:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")

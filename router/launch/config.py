@@ -133,6 +133,8 @@ GROUPS = {
     "max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching "
     "enable_prefill_logprobs",
     "HTTP": "hostname port api_key cors_allow_origin validation_workers shutdown_delay graceful_termination_timeout",
+    "Connections": "header_timeout body_timeout keep_alive_timeout unread_timeout max_header_bytes max_header_lines "
+    "max_unfinished_bytes max_discarded_bytes",
     "Engine": "dtype device threads quantize random_weights cuda_memory_fraction cuda_graphs "
     "disable_custom_kernels all_reduce "
     "watermark_gamma watermark_delta",

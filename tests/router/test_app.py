@@ -11,6 +11,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 from unittest.mock import MagicMock
@@ -33,6 +34,7 @@ from router.guard import GuardedHttpProtocol
 from router.metrics import Metrics
 from router.schemas import GenerateRequest
 from router.tracing import NoTracer, make_tracer
+from router.transport import Connections
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.fake_shards import FakeShardedClient
 
@@ -49,6 +51,7 @@ class Site:
     batcher: Batcher
     shards: FakeShardedClient
     metrics: Metrics
+    settings: RouterConfig
 
     async def post(self, path: str, inputs: str = PROMPT, *, stream: bool | None = None, **parameters: Any) -> Any:
         body: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
@@ -66,6 +69,17 @@ async def site(
     shards: FakeShardedClient | None = None, *, config: dict[str, Any] | None = None, **limits: Any
 ) -> AsyncIterator[Site]:
     """On a loopback port, through the guarded protocol."""
+    async with unserved(shards, config=config, **limits) as it:
+        async with serving(it.app, it.settings) as it.port:
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as it.http:
+                yield it
+
+
+@asynccontextmanager
+async def unserved(
+    shards: FakeShardedClient | None = None, *, config: dict[str, Any] | None = None, **limits: Any
+) -> AsyncIterator[Site]:
+    """Without a port."""
     wanted = make_limits(**limits)
     shards = shards or fake_shards(wanted)
     given = {"model_id": "a/model", "model_path": "/nowhere", "shard_sockets": ("x",), **(config or {})}
@@ -83,17 +97,18 @@ async def site(
         tracer=NoTracer(),
     )
     task = asyncio.create_task(batcher.run())
-    async with serving(app) as port, httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
-        yield Site(app, http, port, batcher, shards, metrics)
+    async with in_process(app) as http:
+        yield Site(app, http, 0, batcher, shards, metrics, settings)
     task.cancel()
     await asyncio.wait({task})
 
 
 @asynccontextmanager
-async def serving(app: FastAPI) -> AsyncIterator[int]:
+async def serving(app: FastAPI, settings: RouterConfig, max_connections: int = 1000) -> AsyncIterator[int]:
     """The application on the port that this gives."""
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, http=GuardedHttpProtocol, ws="none", log_config=None, access_log=False))
+    protocol: Any = partial(GuardedHttpProtocol, shared=Connections(settings, max_connections))
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol, ws="none", log_config=None, access_log=False))
     task = asyncio.create_task(server._serve([listener]))
     while not server.started:
         await asyncio.sleep(0.001)
@@ -448,7 +463,12 @@ def test_api_key_closes_every_route_but_the_probes() -> None:
                 "/docs/swagger-ui-bundle.js",
                 "/api-doc/openapi.json",
             }
-            assert {method for method, _ in open_paths} == {"GET"}
+            assert {method for method, _ in open_paths} == {"GET", "HEAD"}
+            by_head = {path for method, path in open_paths if method == "HEAD"}
+            assert by_head == {"/", "/health", "/ping", "/api-doc/openapi.json"}
+            for path in ("/", "/health", "/ping"):
+                assert (await it.http.head(path)).status_code == 200
+            assert (await it.http.head("/info")).status_code == 401
             for path in (
                 "/nowhere",
                 "http://test//generate",
@@ -689,29 +709,28 @@ def test_huge_headers_are_refused() -> None:
     asyncio.run(story())
 
 
-def test_slow_headers_are_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+SHORT = {"header_timeout": 0.2, "body_timeout": 0.2}
+
+
+def test_slow_headers_are_cut_off() -> None:
     async def story() -> None:
-        async with site() as it:
-            assert await raw(it.port, b"GET /health HTTP/1.1\r\nhost:") == b""
+        async with site(config=SHORT) as it:
+            assert (await raw(it.port, b"GET /health HTTP/1.1\r\nhost:")).startswith(b"HTTP/1.1 408 ")
             start = (
                 b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{"
             )
-            assert await raw(it.port, start) == b""
+            assert (await raw(it.port, start)).startswith(b"HTTP/1.1 408 ")
 
-    monkeypatch.setattr("router.guard.HEADER_TIMEOUT_S", 0.1)
-    monkeypatch.setattr("router.guard.BODY_TIMEOUT_S", 0.1)
     asyncio.run(story())
 
 
-def test_slow_answer_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_answer_is_not_cut_off() -> None:
     async def story() -> None:
         shards = fake_shards(make_limits(), step_delay_s=0.1)
-        async with site(shards) as it:
+        async with site(shards, config=SHORT) as it:
             for _ in range(2):  # the second on the same connection
                 assert (await it.post("/generate", max_new_tokens=4)).status_code == 200
 
-    monkeypatch.setattr("router.guard.HEADER_TIMEOUT_S", 0.2)
-    monkeypatch.setattr("router.guard.BODY_TIMEOUT_S", 0.2)
     asyncio.run(story())
 
 

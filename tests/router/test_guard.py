@@ -6,9 +6,12 @@ uvicorn's minor version is pinned for this reason. Who moves the pin learns here
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
-from typing import Any
+from collections import deque
+from typing import Any, cast
 
+import httptools
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
@@ -22,7 +25,11 @@ METHODS = {
     "connection_made": ["self", "transport"],
     "connection_lost": ["self", "exc"],
     "data_received": ["self", "data"],
+    "shutdown": ["self"],
+    "_unset_keepalive_if_required": ["self"],
     "on_message_begin": ["self"],
+    "on_url": ["self", "url"],
+    "on_header": ["self", "name", "value"],
     "on_headers_complete": ["self"],
     "on_body": ["self", "body"],
     "on_message_complete": ["self"],
@@ -40,7 +47,14 @@ ATTRIBUTES = {
     "scope": lambda value: value["path"] == "/path",
     "url": lambda value: value == b"/path",
     "headers": lambda value: value == [(b"host", b"x")],
-    "cycle": lambda value: value.disconnected is False,
+    "cycle": lambda value: (
+        (value.disconnected, value.keep_alive, value.response_started, value.response_complete)
+        == (False, True, False, False)
+        and isinstance(value.message_event, asyncio.Event)
+    ),
+    "parser": lambda value: isinstance(value, httptools.HttpRequestParser),
+    "pipeline": lambda value: value == deque(),  # the newest at its left, started from its right
+    "connections": lambda value: len(value) == 1,
 }
 
 
@@ -88,6 +102,25 @@ def test_answer_without_a_length_is_chunked_and_reports_its_end() -> None:
     asyncio.run(story())
 
 
+def test_newest_request_is_at_the_left_of_the_pipeline_and_is_the_cycle() -> None:
+    async def story() -> None:
+        protocol, _ = await request_under_way()
+        for path in (b"second", b"third"):
+            protocol.data_received(b"GET /%b HTTP/1.1\r\nhost: x\r\n\r\n" % path)
+        paths = [cycle.scope["path"] for cycle, _ in protocol.pipeline]
+        assert ["/third", "/second"] == paths, f"the pipeline runs another way: {REMEDY}"
+        assert "/third" == protocol.cycle.scope["path"], f"the cycle is not the newest request: {REMEDY}"
+
+    asyncio.run(story())
+
+
+def test_http_is_called_for_each_connection_and_need_be_no_class() -> None:
+    made = functools.partial(HttpToolsProtocol)
+    config = uvicorn.Config(answer, http=cast(Any, made), ws="none", log_config=None)
+    config.load()
+    assert made is config.http_protocol_class, f"uvicorn looks at what makes a protocol: {REMEDY}"
+
+
 async def answer(scope: Scope, receive: Receive, send: Send) -> None:
     """An answer of unknown length."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -110,6 +143,9 @@ class Pipe(asyncio.Transport):
 
     def is_closing(self) -> bool:
         return False
+
+    def pause_reading(self) -> None:
+        pass
 
 
 async def request_under_way() -> tuple[HttpToolsProtocol, bytearray]:

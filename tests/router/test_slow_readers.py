@@ -20,6 +20,8 @@ from tests.router.doubles import fake_shards, make_limits
 from tests.router.test_app import PROMPT, Site, site
 
 LONG: dict[str, Any] = {"max_total_tokens": 8192, "max_batch_total_tokens": 100 * 8192, "max_concurrent_requests": 100}
+DROPPED = 'tgi_request_failure{err="dropped"}'
+SMALL = {"send_buffer_bytes": 4096}
 CUT = 'tgi_request_failure{err="slow_client"}'
 STEP_S = 0.025
 FEW_BYTES = 4096  # that the kernel takes in for a client which does not read
@@ -38,7 +40,6 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         unread.append(write_chunk(connection, data))
         return unread[-1]
 
-    monkeypatch.setattr("router.guard.SEND_BUFFER_BYTES", 4096)
     monkeypatch.setattr("router.event_stream.MAX_UNREAD_BYTES", 8192)
     monkeypatch.setattr(ClientConnection, "write_chunk", noting)
     return unread
@@ -68,7 +69,7 @@ async def count(it: Site, name: str) -> float:
 
 def test_stream_that_is_not_read_is_cut_counted_and_cancelled(small_buffers: list[int]) -> None:
     async def story() -> None:
-        async with site(fake_shards(make_limits(**LONG)), **LONG) as it:
+        async with site(fake_shards(make_limits(**LONG)), config=SMALL, **LONG) as it:
             asked = {"max_new_tokens": 8000, "top_n_tokens": 5}
             async with sent_request(it, "/generate_stream", receive_buffer=FEW_BYTES, **asked):
                 while not await count(it, CUT):
@@ -85,7 +86,7 @@ def test_stream_that_is_not_read_is_cut_counted_and_cancelled(small_buffers: lis
 
 def test_stream_that_is_read_slowly_but_fits_is_not_cut(small_buffers: list[int]) -> None:
     async def story() -> None:
-        async with site() as it:
+        async with site(config=SMALL) as it:
             async with sent_request(it, "/generate_stream", receive_buffer=FEW_BYTES, max_new_tokens=100) as read:
                 while not await count(it, "tgi_request_success"):
                     await asyncio.sleep(0.01)
@@ -102,15 +103,14 @@ def test_stream_that_is_read_slowly_but_fits_is_not_cut(small_buffers: list[int]
 def test_rest_of_an_answer_is_not_kept_for_ever(
     path: str, small_buffers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer is complete and does not fit into the kernel's buffers: its place is free, its bytes are not."""
+    """It does not fit into the kernel's buffers: its place becomes free, and so do its bytes, complete or not."""
     monkeypatch.setattr("router.event_stream.MAX_UNREAD_BYTES", 2**20)
-    monkeypatch.setattr("router.guard.UNREAD_TIMEOUT_S", 0.2)
 
     async def story() -> None:
-        async with site(**LONG) as it:
+        async with site(config={**SMALL, "unread_timeout": 0.2}, **LONG) as it:
             asked = {"max_new_tokens": 1000, "details": True, "top_n_tokens": 5}
             async with sent_request(it, path, receive_buffer=FEW_BYTES, **asked) as read:
-                while not await count(it, "tgi_request_success"):
+                while not await count(it, "tgi_request_success") + await count(it, DROPPED):
                     await asyncio.sleep(0.01)
                 await it.all_free()
                 await asyncio.sleep(0.5)

@@ -1,0 +1,150 @@
+"""The sending side of one connection: how long a client may leave bytes unread, and how a connection is closed.
+
+`ClientTransport` stands between the HTTP protocol and the event loop's transport. It counts what is written through it,
+so that a clock can tell whether what waits in this process is taken: each byte has `unread_timeout` for that. Closing
+while a request is still arriving would make the kernel answer its next bytes with a reset, which also takes away the
+answer that the client has not read yet. So the connection then lingers: what comes is thrown away, for a limited time
+and up to a limited size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+from router.connection_settings import ConnectionSettings
+
+RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
+UNREAD_CHECKS = 4  # in each unread_timeout: a client that stops reading is noticed a quarter of it late at most
+
+
+class ClientTransport(asyncio.Transport):
+    """A transport that bounds how long its bytes stay unread, and that lingers when it is closed too early."""
+
+    def __init__(
+        self, transport: asyncio.Transport, limits: ConnectionSettings, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__()
+        self.is_receiving = False  # whether a request has begun to arrive and not ended; the protocol says so
+        self._transport = transport
+        self._limits = limits
+        self._loop = loop
+        self._is_closing = False
+        self._num_written = 0
+        self.num_discarded = 0
+        self._mark = 0  # what had been written at a check of the unread clock
+        self._marked_at = 0.0
+        self._unread_clock: asyncio.TimerHandle | None = None
+        self._linger_clock: asyncio.TimerHandle | None = None
+        self._set_option(socket.SO_SNDBUF, limits.send_buffer_bytes)
+
+    # ----------------------------------------------------------------------------------------------- sending
+
+    def write(self, data: Any) -> None:
+        """Send. What is written after `close` is dropped."""
+        self.send(data)
+
+    def send(self, data: Any) -> int:
+        """Send, and return how many bytes wait in this process."""
+        if self._is_closing:
+            return 0
+        self._transport.write(data)
+        self._num_written += len(data)
+        num_waiting = self._transport.get_write_buffer_size()
+        if num_waiting and self._unread_clock is None:
+            self._start_unread_clock()
+        return num_waiting
+
+    def _start_unread_clock(self) -> None:
+        self._mark, self._marked_at = self._num_written, self._loop.time()
+        self._check_unread_later()
+
+    def _check_unread_later(self) -> None:
+        seconds = self._limits.unread_timeout / UNREAD_CHECKS
+        self._unread_clock = self._loop.call_later(seconds, self._check_unread)
+
+    def _check_unread(self) -> None:
+        """Reset the connection if bytes that waited at the last mark still wait, and their time is over."""
+        num_waiting = self._transport.get_write_buffer_size()
+        if not num_waiting:
+            self._unread_clock = None
+        elif self._num_written - num_waiting >= self._mark:
+            self._start_unread_clock()
+        elif self._loop.time() - self._marked_at >= self._limits.unread_timeout:
+            self.reset()
+        else:
+            self._check_unread_later()
+
+    # ----------------------------------------------------------------------------------------------- closing
+
+    def close(self) -> None:
+        """Close once everything is sent; first throw away what is left of a request that is still arriving."""
+        if self._is_closing:
+            return
+        self._is_closing = True
+        if self.is_receiving and not self._transport.is_closing():
+            self._transport.resume_reading()  # it may be paused, for a body that nobody reads any more
+            self._transport.write_eof()
+            self._linger_clock = self._loop.call_later(self._limits.body_timeout, self.reset)
+        else:
+            self._transport.close()
+
+    def discard(self, num_bytes: int) -> None:
+        """Count bytes of a request that nobody wants; too many of them end the connection."""
+        self.num_discarded += num_bytes
+        if self.num_discarded > self._limits.max_discarded_bytes:
+            self.reset()
+
+    def reset(self) -> None:
+        """Close at once. The kernel forgets its unsent bytes too, which it would go on offering to a slow reader."""
+        self._is_closing = True
+        self._set_option(socket.SO_LINGER, RESET)
+        self._transport.abort()
+
+    def abort(self) -> None:
+        """Close at once, without what waits in this process."""
+        self._is_closing = True
+        self._transport.abort()
+
+    def stop_clocks(self) -> None:
+        """The connection is gone."""
+        for clock in (self._unread_clock, self._linger_clock):
+            if clock is not None:
+                clock.cancel()
+
+    def is_closing(self) -> bool:
+        """Whether `close` was called, by us or by the event loop."""
+        return self._is_closing or self._transport.is_closing()
+
+    # --------------------------------------------------------------------------------- as the event loop has it
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        """As of the transport."""
+        return self._transport.get_extra_info(name, default)
+
+    def get_write_buffer_size(self) -> int:
+        """As of the transport."""
+        return self._transport.get_write_buffer_size()
+
+    def pause_reading(self) -> None:
+        """As of the transport."""
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """As of the transport."""
+        self._transport.resume_reading()
+
+    def _set_option(self, option: int, value: int | bytes) -> None:
+        self._transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, option, value)
+
+
+@dataclass
+class Connections:
+    """What all connections of one listener share: their limits, and who of them could make room."""
+
+    limits: ConnectionSettings
+    max_connections: int
+    idle: dict[Any, None] = field(default_factory=dict)  # protocols that wait for a request, the longest one first
