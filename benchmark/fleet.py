@@ -85,6 +85,7 @@ class _SimulatedStep:
     """A plan that a replica computes, or that waits for it to."""
 
     plan: StepPlan[Simulated]
+    begins_at: float
     ends_at: float
     firsts: list[Simulated]  # whose prompts end in it
 
@@ -128,6 +129,7 @@ class Replica:
         """Take the reply to the oldest step; returns how many requests ended with it."""
         step = self._under_way.popleft()
         self._scheduler.computed(step.plan)
+        self._scheduler.timed(step.plan, step.ends_at - step.begins_at)
         if self._streaming:
             self._tally.gaps.append(now - self._replied_at)
             self._tally.gap_counts.append(self._streaming)
@@ -157,7 +159,7 @@ class Replica:
                 self._last_tokens.setdefault(plan.number + entry.output_length - 1, []).append(entry)
             begins_at = max(now, self._free_at)
             self._free_at = begins_at + self._cost.seconds(self._work(plan, firsts))
-            self._under_way.append(_SimulatedStep(plan, self._free_at, firsts))
+            self._under_way.append(_SimulatedStep(plan, begins_at, self._free_at, firsts))
             self._note(plan, self._free_at - begins_at)
 
     def _completed(self, plan: StepPlan[Simulated]) -> list[Simulated]:

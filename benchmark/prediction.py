@@ -214,12 +214,16 @@ def _figure_table(rows: Sequence[Mapping[str, Any]], swept: Sequence[str], colum
             _load(row),
             row["input_length"],
             row["output_length"],
-            *(f"{row['settings'][name]:g}" for name in swept),
+            *(_setting(row["settings"][name]) for name in swept),
             *(cell(row) for _, cell in columns),
         ]
         for row in rows
     ]
     return table(headers, cells, centred=True)
+
+
+def _setting(value: float | str | None) -> str:
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
 
 
 def comparison_table(result: Result) -> str:

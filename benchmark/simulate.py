@@ -34,6 +34,7 @@ LIMITS = (
     "max_batch_total_tokens",
     "max_batch_prefill_tokens",
     "prefill_chunk",
+    "max_inter_token_ms",
     "max_batch_size",
     "waiting_served_ratio",
     "max_waiting_tokens",
@@ -139,11 +140,13 @@ _not_negative = options.number(at_least=0)
 _share = options.number(above=0, at_most=1)
 
 
-def _limit(name: str) -> Callable[[str], float]:
+def _limit(name: str) -> Callable[[str], float | str]:
     """An argparse type: a value of this setting."""
     least, is_ratio = SETTINGS[name].metadata["min"], isinstance(SETTINGS[name].default, float)
 
-    def limit(text: str) -> float:
+    def limit(text: str) -> float | str:
+        if text in SETTINGS[name].metadata.get("words", ()):
+            return text
         value = float(text) if is_ratio else int(text)
         if not least <= value < math.inf:
             raise argparse.ArgumentTypeError(f"{name} is {text} but must be at least {least:g}")
@@ -152,14 +155,14 @@ def _limit(name: str) -> Callable[[str], float]:
     return limit
 
 
-def _sweep(text: str) -> tuple[str, list[float]]:
+def _sweep(text: str) -> tuple[str, list[float | str]]:
     """An argparse type: `NAME=A,B,…` as the name and its values."""
     flag, equals, values = text.partition("=")
     name = flag.removeprefix("--").replace("-", "_")
     known = (REPLICAS, *LIMITS)
     if name not in known or not equals:
         raise argparse.ArgumentTypeError(f"{text} is not NAME=A,B,… with one of {', '.join(known)}")
-    parse = options.positive if name == REPLICAS else _limit(name)
+    parse: Callable[[str], float | str] = options.positive if name == REPLICAS else _limit(name)
     try:
         return name, [parse(value) for value in values.split(",")]
     except ValueError:

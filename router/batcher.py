@@ -77,6 +77,7 @@ class Batcher:
         self._scheduler: Scheduler[Entry] = Scheduler(limits)
         self._live: dict[int, Entry] = {}  # entries that still owe their reader a last event
         self._under_way: deque[_SentStep] = deque()
+        self._replied_at = 0.0
         self._work = asyncio.Event()
         self._ended = asyncio.Event()
         self._is_draining = False
@@ -233,10 +234,13 @@ class Batcher:
 
     def _deliver(self, step: _SentStep, reply: StepReply) -> None:
         received_at = self._clock()
+        began_at = max(step.sent_at, self._replied_at)
+        self._replied_at = received_at
         if reply.error:
             self._fail_step(step, reply.error)
             return
         self._scheduler.computed(step.plan)
+        self._scheduler.timed(step.plan, received_at - began_at)
         for prompt in reply.prompt:
             if (entry := self._live.get(prompt.id)) is not None:
                 entry.prompt_logprobs.extend(prompt.logprobs)

@@ -7,6 +7,7 @@ in as plain numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from router.config import DEFAULT_MAX_INPUT_LENGTH, DEFAULT_MAX_TOTAL_TOKENS, RouterConfig, relation_problems
 
@@ -31,7 +32,11 @@ class Limits:
     max_stop_sequences: int
     max_top_n_tokens: int
     vocab_size: int  # of the model: the tokenizer may know more ids
-    prefill_chunk: int | None = None  # prompt tokens of a step in which others decode; None: max_batch_prefill_tokens
+    # Prompt tokens of a step in which others decode, or how they are chosen; None: max_batch_prefill_tokens.
+    prefill_chunk: int | Literal["auto"] | None = None
+    max_inter_token_ms: int | None = (
+        None  # what such a step may take if the chunk is chosen; None: twice the decodes' own
+    )
     prefix_caching: bool = False
     prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
@@ -124,6 +129,7 @@ def resolve(
         max_top_n_tokens=config.max_top_n_tokens,
         vocab_size=vocab_size,
         prefill_chunk=None if has_encoder else config.prefill_chunk,  # an encoder takes prompts whole
+        max_inter_token_ms=config.max_inter_token_ms,
         prefix_caching=shares_prefixes and not config.disable_prefix_caching,
         prefill_logprobs=config.enable_prefill_logprobs,
         sources=_sources(config),

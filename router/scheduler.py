@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from router.blocks import BlockPool
+from router.chunks import ChunkSize
 from router.entry import Scheduled
 from router.limits import Limits
 from router.prefix import PrefixKeys
@@ -59,6 +60,7 @@ class Scheduler(Generic[S]):
         self.running: dict[int, S] = {}  # sequences on the shards, in order of admission
         self.waiting: deque[S] = deque()
         self.reserved_tokens = 0
+        self._chunk = _chunk_size(limits)
         self._pool = BlockPool(limits.num_blocks)
         self._numbers = itertools.count(1)
         self._ids = itertools.count(1)
@@ -104,7 +106,7 @@ class Scheduler(Generic[S]):
         fresh = self._admit_suspect()
         if self._suspect is None:
             decoding = [entry for entry in self.running.values() if not entry.num_prompt_left]
-            budget = self._prefill_budget(is_decoding=bool(decoding))
+            budget = self._prefill_budget(len(decoding))
             chunks = self._continue_prompts(self.running.values(), budget)
             join_reason, fresh = self._admit_waiting(budget - sum(chunks.values()))
         elif not fresh:
@@ -137,6 +139,11 @@ class Scheduler(Generic[S]):
                 self._pool.retract(filled.key, filled.block)
             else:
                 self._pool.confirm(filled.key, filled.block)
+
+    def timed(self, plan: StepPlan[S], seconds: float) -> None:
+        """Learn how long the step took, from when it could begin to its reply."""
+        if isinstance(self._chunk, ChunkSize):
+            self._chunk.note(len(plan.decoding), plan.prefill_tokens, seconds)
 
     def failed(self, plan: StepPlan[S]) -> list[S]:
         """The shards have dropped this step's sequences, and only those, which are returned under new ids."""
@@ -194,12 +201,11 @@ class Scheduler(Generic[S]):
             self._release(entry)
         return leaving
 
-    def _prefill_budget(self, *, is_decoding: bool) -> int:
+    def _prefill_budget(self, num_decoding: int) -> int:
         """How many prompt tokens this step may compute: fewer while others decode, because their next tokens wait."""
-        limits = self.limits
-        if is_decoding and limits.prefill_chunk is not None:
-            return min(limits.prefill_chunk, limits.max_batch_prefill_tokens)
-        return limits.max_batch_prefill_tokens
+        if not num_decoding:
+            return self.limits.max_batch_prefill_tokens
+        return self._chunk.tokens(num_decoding) if isinstance(self._chunk, ChunkSize) else self._chunk
 
     def _continue_prompts(self, entries: Iterable[S], budget: int) -> dict[int, int]:
         """Chunks of prompts that were begun in an earlier step, in the order of `entries`: sequence -> tokens."""
@@ -294,3 +300,11 @@ class Scheduler(Generic[S]):
         for block in filled:
             self._pool.announce(block.key, block.block)
         return filled
+
+
+def _chunk_size(limits: Limits) -> ChunkSize | int:
+    """The chunk of a step in which others decode, or what chooses it."""
+    most, chunk = limits.max_batch_prefill_tokens, limits.prefill_chunk
+    if chunk == "auto":
+        return ChunkSize(most, None if limits.max_inter_token_ms is None else limits.max_inter_token_ms / 1000)
+    return most if chunk is None else min(chunk, most)

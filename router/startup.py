@@ -15,6 +15,7 @@ TABLE_LIMITS = (
     "max_total_tokens",
     "max_batch_prefill_tokens",
     "prefill_chunk",
+    "max_inter_token_ms",
     "max_batch_total_tokens",
     "max_batch_size",
     "waiting_served_ratio",
@@ -77,7 +78,8 @@ def table(config: RouterConfig, started: Started, address: str) -> str:
         ("memory left", f"{_size(cache.free_bytes)} per shard", _largest_step(cache)),
         ("prefix cache", "on" if limits.prefix_caching else "off", _why_no_prefixes(config, started)),
     ]
-    settings = [(name, _value(getattr(limits, name)), limits.sources.get(name, "default")) for name in TABLE_LIMITS]
+    shown = [name for name in TABLE_LIMITS if name not in _left_open(limits)]
+    settings = [(name, _value(getattr(limits, name)), limits.sources.get(name, "default")) for name in shown]
     return _align([*facts, *settings, ("address", address, "")])
 
 
@@ -91,7 +93,12 @@ def _why_no_prefixes(config: RouterConfig, started: Started) -> str:
     return "disable_prefix_caching" if config.disable_prefix_caching else "not possible with this model"
 
 
-def _value(value: float | None) -> str:
+def _left_open(limits: Limits) -> set[str]:
+    """Limits that are no number: without one, the chunk's own rule holds."""
+    return {"max_inter_token_ms"} if limits.max_inter_token_ms is None else set()
+
+
+def _value(value: float | str | None) -> str:
     return "no limit" if value is None else str(value)
 
 

@@ -46,7 +46,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.launch.parent_death": set(),
     "router.queue": set(),
     "router.prefix": set(),
-    "router.scheduler": {"router.blocks", "router.entry", "router.limits", "router.prefix", "router.queue"},
+    "router.chunks": set(),
+    "router.scheduler": {
+        "router.blocks", "router.chunks", "router.entry", "router.limits", "router.prefix", "router.queue",
+    },
     "router.blocks": set(),
     "router.config": {"router.connection_settings"},
     "router.connection_settings": set(),

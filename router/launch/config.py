@@ -129,8 +129,8 @@ GROUPS = {
     "rope_scaling rope_factor",
     "Sharding": "sharded num_shard shard_uds_path master_addr master_port max_deaths",
     "Limits": "max_concurrent_requests max_input_length max_total_tokens max_batch_prefill_tokens "
-    "prefill_chunk max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens max_best_of "
-    "max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching "
+    "prefill_chunk max_inter_token_ms max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens "
+    "max_best_of max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching "
     "enable_prefill_logprobs",
     "HTTP": "hostname port api_key cors_allow_origin validation_workers shutdown_delay graceful_termination_timeout",
     "Connections": "header_timeout body_timeout keep_alive_timeout unread_timeout max_header_bytes max_header_lines "

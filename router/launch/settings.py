@@ -20,6 +20,15 @@ from router.launch.config import GROUPS, NULL_MODEL, LauncherConfig
 from router.launch.terminal import printable
 from server.config import ShardConfig
 
+# The settings with rules between them: what `relation_problems` asks for.
+RELATED = (
+    "max_input_length",
+    "max_total_tokens",
+    "max_batch_total_tokens",
+    "waiting_served_ratio",
+    "prefill_chunk",
+    "max_inter_token_ms",
+)
 LARGEST = 2**31 - 1  # of a setting without a bound of its own: what 32 bits hold on the wire and in tensors
 
 
@@ -96,8 +105,9 @@ def public_settings() -> dict[str, Setting]:
 
 
 def _plain_type(hint: Any) -> type:
-    """`int | None` -> int, `tuple[str, ...]` -> tuple."""
-    options = [t for t in typing.get_args(hint) if t is not types.NoneType] if isinstance(hint, types.UnionType) else []
+    """`int | None` and `int | Literal["auto"]` -> int, `tuple[str, ...]` -> tuple."""
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    options = [t for t in typing.get_args(hint) if t is not types.NoneType] if is_union else []
     plain: type = options[0] if options else typing.get_origin(hint) or hint
     return plain
 
@@ -115,8 +125,7 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple
                 values[name] = parse_value(setting, text, label)
         except ValueError as error:
             problems.append(str(error))
-    rules = ("max_input_length", "max_total_tokens", "max_batch_total_tokens", "waiting_served_ratio")
-    problems += relation_problems(**{name: values[name] for name in rules})
+    problems += relation_problems(**{name: values[name] for name in RELATED})
     return Settings(values, sources), problems
 
 
@@ -137,7 +146,7 @@ def _given(setting: Setting, flags: Mapping[str, Any], environ: Mapping[str, str
 def parse_value(setting: Setting, text: str, label: str) -> Any:
     """`text` as the setting's type, or ValueError in one sentence that names value, bound and remedy."""
     try:
-        value = _as_listed(_convert(setting.kind, text.strip()), setting.metadata.get("choices", ()))
+        value = _value(setting, text.strip())
         _check_bounds(setting.metadata, value)
         if check := setting.metadata.get("check"):
             check(value)
@@ -146,6 +155,17 @@ def parse_value(setting: Setting, text: str, label: str) -> Any:
         shown = "***" if setting.metadata.get("secret") else printable(text) or "empty"
         raise ValueError(f"{flag(setting.name)} is {shown}: {error}{origin}") from None
     return value
+
+
+def _value(setting: Setting, text: str) -> Any:
+    """A word that stands for no value of the type, or a value of it."""
+    words = setting.metadata.get("words", ())
+    if (word := _as_listed(text, words)) in words:
+        return word
+    try:
+        return _as_listed(_convert(setting.kind, text), setting.metadata.get("choices", ()))
+    except ValueError as error:
+        raise ValueError(" or ".join([str(error), *words])) from None
 
 
 def _convert(kind: type, text: str) -> Any:
@@ -182,6 +202,8 @@ def _as_listed(value: Any, choices: Sequence[Any]) -> Any:
 def _check_bounds(metadata: Mapping[str, Any], value: Any) -> None:
     if "choices" in metadata and value not in metadata["choices"]:
         raise ValueError(f"give one of {', '.join(str(choice) for choice in metadata['choices'])}")
+    if value in metadata.get("words", ()):
+        return
     if "min" in metadata and value < metadata["min"]:
         raise ValueError(f"the smallest allowed value is {metadata['min']}")
     largest = metadata.get("max", LARGEST if isinstance(value, int) else math.inf)

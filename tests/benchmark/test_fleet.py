@@ -127,6 +127,8 @@ def batched(wanted: Sequence[Request], limits: Limits) -> list[Timings]:
         ({}, 20),
         ({}, 80),
         ({"waiting_served_ratio": 0.0, "prefill_chunk": 16}, 60),
+        ({"waiting_served_ratio": 0.0, "prefill_chunk": "auto", "max_batch_prefill_tokens": 1024}, 60),
+        ({"waiting_served_ratio": 0.0, "prefill_chunk": "auto", "max_inter_token_ms": 40}, 60),
         ({"waiting_served_ratio": 1.5, "max_waiting_tokens": 4}, 60),
         ({"max_batch_total_tokens": 300, "max_batch_prefill_tokens": 24}, 40),
         ({"max_batch_size": 3, "max_waiting_tokens": 0}, 40),

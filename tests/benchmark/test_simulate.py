@@ -106,6 +106,16 @@ def run(capsys: pytest.CaptureFixture[str], *flags: object) -> tuple[list[str], 
     return lines, json.loads(last)
 
 
+def test_chunks_can_be_swept_beside_auto(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lines, result = run(
+        capsys, *H200, "--concurrency", 16, "--num-requests", 100, "--sweep", "prefill-chunk=64,auto",
+        "--output", tmp_path,
+    )  # fmt: skip
+    assert [row["settings"]["prefill_chunk"] for row in result["rows"]] == [64, "auto"]
+    assert [row["settings"]["max_inter_token_ms"] for row in result["rows"]] == [None, None]
+    assert any("|auto|" in line.replace(" ", "") for line in lines)
+
+
 def test_a_sweep_prints_a_row_for_each_value(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     lines, result = run(
         capsys, *H200, "--request-rate", 30, "--num-requests", 200, "--sweep", "max-batch-size=1,4,16",

@@ -84,6 +84,21 @@ def test_table_says_what_takes_memory() -> None:
     assert "memory left 7.00 GB per shard the largest step takes 500 MB" in lines
 
 
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, {"prefill_chunk": "auto"}),
+        ({"prefill_chunk": 128}, {"prefill_chunk": "128"}),
+        ({"max_inter_token_ms": 300}, {"prefill_chunk": "auto", "max_inter_token_ms": "300"}),
+    ],
+)
+def test_table_says_how_chunks_are_chosen(fields: dict[str, Any], shown: dict[str, str]) -> None:
+    config = make_config(**fields)
+    text = table(config, asyncio.run(start(config, FakeShardedClient())), "http://127.0.0.1:3000")
+    rows = {line.split()[0]: line.split()[1] for line in text.splitlines()}
+    assert {name: rows[name] for name in rows if name in ("prefill_chunk", "max_inter_token_ms")} == shown
+
+
 def test_table_names_limits_and_where_they_came_from() -> None:
     config = make_config(max_total_tokens=500, sources={"max_total_tokens": "flag"})
     text = table(config, asyncio.run(start(config, FakeShardedClient())), "http://127.0.0.1:3000")

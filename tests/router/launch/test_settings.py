@@ -54,6 +54,19 @@ def test_a_choice_may_be_written_in_any_case() -> None:
     assert "warn" == read([], {"LOCKSTEP_LOG_LEVEL": "WARN"}).values["log_level"]
 
 
+@pytest.mark.parametrize(
+    ("argv", "environ", "expected"),
+    [
+        ([], {}, "auto"),
+        (["--prefill-chunk", "128"], {}, 128),
+        ([], {"PREFILL_CHUNK": "AUTO"}, "auto"),
+        (["--prefill-chunk", "auto"], {"PREFILL_CHUNK": "64"}, "auto"),
+    ],
+)
+def test_a_chunk_is_a_number_or_auto(argv: Sequence[str], environ: Mapping[str, str], expected: int | str) -> None:
+    assert expected == read(argv, environ).values["prefill_chunk"]
+
+
 def test_empty_variable_counts_as_unset() -> None:
     assert "default" == read([], {"PORT": ""}).sources["port"]
 
@@ -124,6 +137,14 @@ def test_setting_and_alias_together_are_refused() -> None:
         (["--port", "-1"], {}, "--port is -1: the smallest allowed value is 0"),
         (["--port", "http"], {}, "--port is http: give a whole number"),
         (["--port", "1.5"], {}, "--port is 1.5: give a whole number"),
+        (["--prefill-chunk", "0"], {}, "--prefill-chunk is 0: the smallest allowed value is 1"),
+        (["--prefill-chunk", "fast"], {}, "--prefill-chunk is fast: give a whole number or auto"),
+        (
+            ["--prefill-chunk", "512"],
+            {"MAX_INTER_TOKEN_MS": "100"},
+            "max_inter_token_ms is 100 but prefill_chunk is 512, a fixed size, and only one that is chosen can keep "
+            "to it: leave one of them out, or set prefill_chunk to auto",
+        ),
         (["--waiting-served-ratio", "nan"], {}, "--waiting-served-ratio is nan: give a finite number"),
         (["--watermark-delta", "inf"], {}, "--watermark-delta is inf: give a finite number"),
         (["--watermark-delta", "x"], {}, "--watermark-delta is x: give a number"),
