@@ -344,6 +344,13 @@ class ShardedClient:
             rank=replies.index(slowest),
         )
 
+    def check(self) -> None:
+        """Nothing is known beyond what `receive` says."""
+
+    async def renew(self, error: ShardError) -> None:
+        """Raises `error`: this client has one group of shards."""
+        raise error
+
     async def start_profile(self) -> None:
         """Record what the first rank computes from here on."""
         await self._ranks[0].call("Profile", ProfileRequest(start=True))

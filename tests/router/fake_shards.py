@@ -128,6 +128,12 @@ class FakeShardedClient:
         self._raise_if_dead()
         return ShardHealth(self._num_steps, self._num_steps - len(self._replies), oldest_step_ms=0)
 
+    def check(self) -> None:
+        self._raise_if_dead()
+
+    async def renew(self, error: ShardError) -> None:
+        raise error
+
     async def start_profile(self) -> None:
         self._raise_if_dead()
 
