@@ -45,7 +45,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.launch.parent_death": set(),
     "router.queue": set(),
     "router.prefix": set(),
-    "router.scheduler": {"router.blocks", "router.entry", "router.limits", "router.prefix", "router.queue"},
+    "router.scheduler": {
+        "router.blocks", "router.entry", "router.fairness", "router.limits", "router.prefix", "router.queue",
+    },
+    "router.fairness": set(),
     "router.blocks": set(),
     "router.config": set(),
     "router.errors": set(),
