@@ -52,12 +52,17 @@ class Metrics:
         self._define_request_metrics(limits)
         self._define_batch_metrics(limits)
         self._define_peaks()
-        names = "|".join(self._counter_names)
-        self._counter_suffix = re.compile(rf"(?m)^((?:# (?:HELP|TYPE) )?(?:{names}))_total(?=[ {{])".encode())
 
     def render(self) -> bytes:
         """The text format."""
-        return self._counter_suffix.sub(rb"\1", generate_latest(_WithoutCreated(self._registry)))
+        names = "|".join(self._counter_names)
+        counter_suffix = rf"(?m)^((?:# (?:HELP|TYPE) )?(?:{names}))_total(?=[ {{])".encode()
+        return re.sub(counter_suffix, rb"\1", generate_latest(_WithoutCreated(self._registry)))
+
+    def add(self, collector: Collector, *counters: str) -> None:
+        """Show what somebody else counts too. Of its families, `counters` are counters."""
+        self._registry.register(collector)
+        self._counter_names += counters
 
     def planned(self, trace: StepTrace) -> None:
         """A step was planned and is about to be sent."""
