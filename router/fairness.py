@@ -232,4 +232,4 @@ def may_take(count: int, *, held: int, free: int, weight: float) -> bool:
     """
     if count > free:
         return False
-    return not held or held + count <= THRESHOLD * weight * (free - count)
+    return not held or not count or held + count <= THRESHOLD * weight * (free - count)

@@ -226,6 +226,16 @@ def test_no_key_takes_all_permits_where_there_are_several(tmp_path: Path) -> Non
     assert (11, 1, 2) == (alice.num_held, bob.num_held, alice.refusals["share"])
 
 
+def test_a_newcomer_s_request_may_have_the_last_permit(tmp_path: Path) -> None:
+    alice, bob = Accounts(None, write(tmp_path / "keys.json", ALICE, {**BOB, "weight": 1}))
+    permits = Permits(4, lambda count: 7)
+    permits.take(3, alice)
+    permits.take(1, bob)
+    permits.take(0, bob)  # it has one sample and no others
+    with pytest.raises(Overloaded, match=r"^Model is overloaded$"):
+        permits.take(1, bob)
+
+
 def test_without_keys_all_permits_can_be_taken() -> None:
     permits = Permits(16, lambda count: 7)
     permits.take(16)
