@@ -347,24 +347,26 @@ def in_virtual_time(story: Callable[[Callable[[], float]], Awaitable[None]]) -> 
 STEP_S = 0.1
 
 
-@pytest.mark.parametrize(("prompt_length", "max_new_tokens"), [(100, 100), (600, 20)])
-def test_one_client_beside_a_hundred_waits_for_two_steps_at_most(prompt_length: int, max_new_tokens: int) -> None:
+@pytest.mark.parametrize(("prompt_length", "max_new_tokens", "chunk"), [(100, 100, 512), (600, 20, 128)])
+def test_one_client_beside_a_hundred_waits_for_two_steps_at_most(
+    prompt_length: int, max_new_tokens: int, chunk: int
+) -> None:
     """32 sequences fit, 100 clients of one key want them all the time, and one client comes beside.
 
-    Where prompts are long, they alone would fill every step's budget of 512 tokens.
+    Where prompts are long, they alone would fill the budget of every step.
     """
     limits = make_limits(
         max_input_length=1024,
         max_total_tokens=2048,
         max_batch_total_tokens=32 * (prompt_length + max_new_tokens + 8),
-        max_batch_prefill_tokens=512,
-        prefill_chunk=512,
+        max_batch_prefill_tokens=chunk,
+        prefill_chunk=chunk,
         waiting_served_ratio=0.0,
     )
     queued, first, preempted = one_beside_many(limits, prompt_length, max_new_tokens)
     assert 30 == len(queued)
     assert max(queued) <= 2 * STEP_S + 1e-9
-    # Its prompt of 100 tokens takes one step.
+    # Its prompt of 50 tokens takes one step.
     assert max(first) <= (1 + 3) * STEP_S + 1e-9
     assert preempted or prompt_length == 600  # where prompts take all the time, the batch does not fill
 
@@ -396,7 +398,7 @@ def one_beside_many(limits: Limits, prompt_length: int, max_new_tokens: int) -> 
         await asyncio.sleep(80 * STEP_S)
         for _ in range(30):
             await asyncio.sleep(random.random() * 20 * STEP_S)
-            entry = batcher.submit(request_of(100, random.randint(1, 100)), owner="one")
+            entry = batcher.submit(request_of(50, random.randint(1, 50)), owner="one")
             assert tokens_alone(entry.request) == await token_ids_of(entry)
             queued.append(entry.admitted_at - entry.queued_at)
             first.append(entry.first_token_at - entry.queued_at)
