@@ -9,7 +9,8 @@ in, first out (`queue.py`), and nothing here runs but the counting.
 * **Who makes room.** A key is entitled to its weight's part of the batch, and to one request whatever its size. When a
   request that its key is entitled to does not fit, the youngest requests of those who hold most beyond their own part
   leave the batch until it does. They are rebuilt later from their tokens: their clients see a pause. One that was sent
-  away before stays until it has got MIN_ADVANCE tokens, so that every request ends at last.
+  away before stays until it has got MIN_ADVANCE tokens, so that every request ends at last; and so does the last that a
+  key has, so that many keys do not take turns.
 * **Prompts.** Keys that have prompt tokens to compute divide a step's budget by weight.
 * **Before the batch.** What all requests wait for, permits and places in the queue, is divided by a threshold that
   follows what is free (Choudhury and Hahne 1998): a key may hold THRESHOLD times what it leaves.
@@ -174,24 +175,33 @@ def preempted_for(head: C, running: Sequence[C], ledger: Ledger, fits: Callable[
     """
     if not _is_entitled(head, ledger):
         return []
-    levels = {owner: ledger.held(owner) for owner in ledger.weights}
+    held = {owner: ledger.held(owner) for owner in ledger.weights}
     candidates: dict[str, list[C]] = {}
     for one in running:
         if one.owner != head.owner and one.may_be_preempted:
             candidates.setdefault(one.owner, []).append(one)
     chosen: list[C] = []
     while over := [
-        (levels[owner] / ledger.entitlement(owner), owner)
+        (held[owner] / ledger.entitlement(owner), owner)
         for owner, ones in candidates.items()
-        if ones and levels[owner] > ledger.entitlement(owner) + TINY
+        if ones and _can_spare(ones[-1], held[owner], head, ledger)
     ]:
         _, owner = max(over)
         victim = candidates[owner].pop()
-        levels[owner] -= ledger.share(victim.max_tokens, 1)
+        held[owner] -= ledger.share(victim.max_tokens, 1)
         chosen.append(victim)
         if fits(chosen):
             return chosen
     return []
+
+
+def _can_spare(victim: Claimant, held: float, head: Claimant, ledger: Ledger) -> bool:
+    """Whether a key that holds so much has more than its part, and without `victim` still more than the head's key.
+
+    Otherwise the two would only change places: with more keys than places in the batch, all would take turns for ever.
+    """
+    rest = (held - ledger.share(victim.max_tokens, 1)) / ledger.holding(victim.owner).weight
+    return held > ledger.entitlement(victim.owner) + TINY and rest > ledger.level(head.owner) + TINY
 
 
 def _is_entitled(head: Claimant, ledger: Ledger) -> bool:

@@ -28,6 +28,7 @@ from statistics import median
 import uvloop
 
 from benchmark.http_client import HttpClient, Reply, TgiApi
+from tests.router_cost import cpu_seconds
 from tests.running import Server
 
 RAMP_S = 10.0  # until the batch and the queue are full; not counted
@@ -36,19 +37,29 @@ PAGE_KB = 4
 
 @dataclass
 class Load:
-    """Requests that were sent from `start` to `stop`, and the router's memory in kB, once a second."""
+    """Requests that were sent from `start` to `stop`, and what the server took."""
 
     replies: list[Reply]
     start: float
     stop: float
-    memory_kb: list[int]
+    memory_kb: list[int]  # the router's, once a second
+    cpu_s: float  # of all processes of the server, after the ramp
 
     @property
     def tokens_per_second(self) -> float:
         """Of requests that were answered to their end, after the ramp."""
+        return self._num_tokens / (self.stop - self.start - RAMP_S)
+
+    @property
+    def tokens_per_cpu_second(self) -> float:
+        """The same for each second of the server's CPU time, which other work on the machine touches less."""
+        return self._num_tokens / self.cpu_s
+
+    @property
+    def _num_tokens(self) -> int:
         since = self.start + RAMP_S
         good = [reply for reply in self.replies if reply.error is None]
-        return sum(since <= at < self.stop for reply in good for at in reply.token_times) / (self.stop - since)
+        return sum(since <= at < self.stop for reply in good for at in reply.token_times)
 
     def latencies_ms(self, error: str) -> list[float]:
         """Of replies with this error, in ascending order."""
@@ -80,7 +91,8 @@ async def measure(args: argparse.Namespace, server: Server) -> None:
     for _ in range(args.rounds):
         for times, found in ((1.0, peaks), (args.times, loads)):
             found.append(await client.open_loop(times * capacity, args.seconds))
-            print(f"{times:g} times: {found[-1].tokens_per_second:.0f} tokens/s", flush=True)
+            rate, efficiency = found[-1].tokens_per_second, found[-1].tokens_per_cpu_second
+            print(f"{times:g} times: {rate:.0f} tokens/s, {efficiency:.0f} tokens a CPU second", flush=True)
     refused = sorted(wait for load in loads for wait in load.latencies_ms("429"))
     peak, goodput = (median(load.tokens_per_second for load in found) for found in (peaks, loads))
     memory = [kb for load in (*peaks, *loads) for kb in load.memory_kb]
@@ -89,6 +101,9 @@ async def measure(args: argparse.Namespace, server: Server) -> None:
         "peak_tokens_per_second": round(peak, 1),
         "goodput_tokens_per_second": round(goodput, 1),
         "goodput_share": round(goodput / peak, 3),
+        "goodput_share_by_cpu_time": round(
+            median(load.tokens_per_cpu_second for load in loads) / median(p.tokens_per_cpu_second for p in peaks), 3
+        ),
         "requests_per_second": round(sum(len(load.replies) for load in loads) / (args.rounds * args.seconds), 1),
         "outcomes": dict(Counter(reply.error or "ok" for load in loads for reply in load.replies)),
         "refusal_ms": {f"p{p}": round(percentile(refused, p), 1) for p in (50, 90, 99)} if refused else None,
@@ -112,9 +127,8 @@ class Client:
         self._api = TgiApi()
         self._prompt = prompt
         self._output_length = output_length
-        self._router = next(
-            Path(f"/proc/{pid}") for pid in server.children() if b"router" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        )
+        self._server = server
+        self._router = next(pid for pid in server.children() if b"router" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
     async def _send(self, replies: list[Reply]) -> None:
         replies.append(await self._http.stream(self._api, self._prompt, self._output_length))
@@ -128,27 +142,33 @@ class Client:
             while time.perf_counter() < start + seconds:
                 await self._send(replies)
 
-        memory = asyncio.create_task(self._watch_memory(seconds))
+        watching = asyncio.create_task(self._watch(seconds))
         await asyncio.gather(*(stream() for _ in range(streams)))
-        return Load(replies, start, start + seconds, await memory)
+        return Load(replies, start, start + seconds, *await watching)
 
     async def open_loop(self, rate: float, seconds: float) -> Load:
         """Requests at random moments, and then wait for the last answers."""
         random, replies = Random(0), list[Reply]()
-        memory = asyncio.create_task(self._watch_memory(seconds))
+        watching = asyncio.create_task(self._watch(seconds))
         start = at = time.perf_counter()
         async with asyncio.TaskGroup() as tasks:
             while (at := at + random.expovariate(rate)) < start + seconds:
                 await asyncio.sleep(at - time.perf_counter())
                 tasks.create_task(self._send(replies))
-        return Load(replies, start, start + seconds, await memory)
+        return Load(replies, start, start + seconds, *await watching)
 
-    async def _watch_memory(self, seconds: float) -> list[int]:
+    async def _watch(self, seconds: float) -> tuple[list[int], float]:
+        """The router's memory once a second, and the CPU time of all processes after the ramp."""
         found = []
-        for _ in range(int(seconds)):
-            found.append(int((self._router / "statm").read_text().split()[1]) * PAGE_KB)
+        await asyncio.sleep(RAMP_S)
+        before = self._cpu_s()
+        for _ in range(int(seconds - RAMP_S)):
+            found.append(int(Path(f"/proc/{self._router}/statm").read_text().split()[1]) * PAGE_KB)
             await asyncio.sleep(1)
-        return found
+        return found, self._cpu_s() - before
+
+    def _cpu_s(self) -> float:
+        return sum(map(cpu_seconds, self._server.children()))
 
 
 if __name__ == "__main__":

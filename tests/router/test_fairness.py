@@ -101,6 +101,13 @@ def test_who_has_its_share_alone_leaves_for_nobody() -> None:
     assert [] == preempted_for(head, batch, ledger_of(*batch, waiting=(head,)), fits_beside(100, batch, head))
 
 
+def test_the_last_request_of_a_key_stays_so_that_many_keys_do_not_take_turns() -> None:
+    batch = [Asking("a", 60), Asking("b", 40)]
+    head = Asking("c", 10)
+    ledger = ledger_of(*batch, waiting=(head, *(Asking(name, 10) for name in "defghi")))
+    assert [] == preempted_for(head, batch, ledger, fits_beside(100, batch, head))
+
+
 def test_a_key_that_holds_nothing_may_have_one_request_of_any_size() -> None:
     batch = [Asking("a", 50), Asking("a", 50)]
     head = Asking("b", 100)
@@ -181,7 +188,8 @@ async def all_gone(shards: Any) -> bool:
 
 def test_prompt_logprobs_survive_being_sent_away_in_the_middle_of_the_prompt() -> None:
     async def story() -> None:
-        async with running(max_batch_size=1, max_batch_prefill_tokens=8, prefill_chunk=8) as at_work:
+        async with running(max_batch_size=2, max_batch_prefill_tokens=8, prefill_chunk=8) as at_work:
+            older = at_work.batcher.submit(request_of(1, 60), owner="a")
             greedy = at_work.batcher.submit(request_of(60, 3, prompt_logprobs=True), owner="a")
             while len(greedy.prompt_logprobs) < 16:
                 await asyncio.sleep(0)
@@ -191,6 +199,7 @@ def test_prompt_logprobs_survive_being_sent_away_in_the_middle_of_the_prompt() -
             assert 1 == greedy.num_preempted
             assert [None] + [-1.0] * 59 == [token.logprob for token in first.tokens]  # type: ignore[union-attr]
             assert isinstance(last, Finished)
+            assert tokens_alone(older.request) == await token_ids_of(older)
 
     asyncio.run(story())
 
