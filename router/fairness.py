@@ -120,7 +120,12 @@ class Ledger:
             del self._holdings[owner]
 
     def has_room(self, tokens: int, most: int, owner: str, weight: float) -> bool:
-        """Whether so many more tokens may wait where `most` may; the owner "" has no others beside it."""
+        """Whether so many more tokens may wait where `most` may; the owner "" has no others beside it.
+
+        An empty queue takes a request of any length: it would never fit otherwise.
+        """
+        if not self.waiting_tokens:
+            return True
         free = most - self.waiting_tokens
         held = self.holding(owner).waiting_tokens
         return may_take(tokens, held=held, free=free, weight=weight) if owner else tokens <= free

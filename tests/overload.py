@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import mean, median
 
 import uvloop
 
@@ -56,6 +56,11 @@ class Load:
         return self._num_tokens / self.cpu_s
 
     @property
+    def mean_length(self) -> float:
+        """Tokens of an answer; a model may end it early."""
+        return mean(len(reply.token_times) for reply in self.replies if reply.error is None)
+
+    @property
     def _num_tokens(self) -> int:
         since = self.start + RAMP_S
         good = [reply for reply in self.replies if reply.error is None]
@@ -85,7 +90,7 @@ async def measure(args: argparse.Namespace, server: Server) -> None:
     """The closed loop, then both rates in turns."""
     client = Client(server, args.prompt, args.output_length)
     closed = await client.closed_loop(args.streams, args.seconds)
-    capacity = closed.tokens_per_second / args.output_length
+    capacity = closed.tokens_per_second / closed.mean_length
     print(f"closed loop: {closed.tokens_per_second:.0f} tokens/s, {capacity:.2f} requests/s", flush=True)
     peaks, loads = [], []
     for _ in range(args.rounds):

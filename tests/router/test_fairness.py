@@ -230,14 +230,20 @@ def test_the_queue_is_bounded_by_tokens_and_a_key_leaves_room_for_others() -> No
                 ask("a")
             entries += [ask("b")]
             assert 350 == batcher._scheduler.ledger.waiting_tokens
+            batcher.check_room([one], "", 1.0)  # without keys it is the bound itself
+            with pytest.raises(Overloaded):
+                batcher.check_room([one, one], "", 1.0)
             for entry in entries:
                 await events_of(entry)
             assert 0 == batcher._scheduler.ledger.waiting_tokens
-            with pytest.raises(Overloaded):  # without keys it is the bound itself
-                batcher.check_room([request_of(20, 30)] * 9, "", 1.0)
-            batcher.check_room([request_of(20, 30)] * 8, "", 1.0)
 
     asyncio.run(story())
+
+
+def test_an_empty_queue_takes_a_request_of_any_length() -> None:
+    one = Asking("a", 60)
+    assert ledger_of().has_room(60, 50, "", 1.0)
+    assert not ledger_of(waiting=(one,)).has_room(1, 50, "", 1.0)
 
 
 @dataclass(frozen=True)
