@@ -44,6 +44,7 @@ class Load:
     stop: float
     memory_kb: list[int]  # the router's, once a second
     cpu_s: float  # of all processes of the server, after the ramp
+    router_cpu_s: float  # of which the router's
 
     @property
     def tokens_per_second(self) -> float:
@@ -97,7 +98,12 @@ async def measure(args: argparse.Namespace, server: Server) -> None:
         for times, found in ((1.0, peaks), (args.times, loads)):
             found.append(await client.open_loop(times * capacity, args.seconds))
             rate, efficiency = found[-1].tokens_per_second, found[-1].tokens_per_cpu_second
-            print(f"{times:g} times: {rate:.0f} tokens/s, {efficiency:.0f} tokens a CPU second", flush=True)
+            share = found[-1].router_cpu_s / found[-1].cpu_s
+            print(
+                f"{times:g} times: {rate:.0f} tokens/s, {efficiency:.0f} tokens a CPU second, of which the router "
+                f"took {share:.0%}",
+                flush=True,
+            )
     refused = sorted(wait for load in loads for wait in load.latencies_ms("429"))
     peak, goodput = (median(load.tokens_per_second for load in found) for found in (peaks, loads))
     memory = [kb for load in (*peaks, *loads) for kb in load.memory_kb]
@@ -162,18 +168,19 @@ class Client:
                 tasks.create_task(self._send(replies))
         return Load(replies, start, start + seconds, *await watching)
 
-    async def _watch(self, seconds: float) -> tuple[list[int], float]:
-        """The router's memory once a second, and the CPU time of all processes after the ramp."""
+    async def _watch(self, seconds: float) -> tuple[list[int], float, float]:
+        """The router's memory once a second, and the CPU time of all processes and of the router, after the ramp."""
         found = []
         await asyncio.sleep(RAMP_S)
         before = self._cpu_s()
         for _ in range(int(seconds - RAMP_S)):
             found.append(int(Path(f"/proc/{self._router}/statm").read_text().split()[1]) * PAGE_KB)
             await asyncio.sleep(1)
-        return found, self._cpu_s() - before
+        after = self._cpu_s()
+        return found, after[0] - before[0], after[1] - before[1]
 
-    def _cpu_s(self) -> float:
-        return sum(map(cpu_seconds, self._server.children()))
+    def _cpu_s(self) -> tuple[float, float]:
+        return sum(map(cpu_seconds, self._server.children())), cpu_seconds(self._router)
 
 
 if __name__ == "__main__":
