@@ -1,9 +1,10 @@
 """Starts and watches one Lockstep server: N shards and a router, from one table of settings.
 
 This is the story of a launch; its rooms are in `router/launch/`. Every setting is read and checked, the port is taken,
-the model is resolved once, one JSON config for each process is written into a private folder, all processes are started
-at once, and their logs are forwarded until a signal or a failure. The end is one sentence and an exit code: 0 after a
-stop by signal, 1 when something failed, 2 for a wrong setting, 128 + signal after a second signal.
+the model is resolved once, each process gets its config as JSON (a shard in a private folder, the router, whose config
+holds the API key, in a file without a name), all processes are started at once, and their logs are forwarded until a
+signal or a failure. The end is one sentence and an exit code: 0 after a stop by signal, 1 when something failed, 2 for
+a wrong setting, 128 + signal after SIGQUIT or a second signal.
 
 The launcher knows nothing of HTTP or tensors and imports neither torch nor transformers.
 """
@@ -11,7 +12,6 @@ The launcher knows nothing of HTTP or tensors and imports neither torch nor tran
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -19,24 +19,24 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
-from router.config import RouterConfig
 from router.launch.config import DEMO, TOKEN_VARIABLES
+from router.launch.crew import Crew
 from router.launch.errors import Refusal
 from router.launch.files import private_folder, shared_sockets
 from router.launch.flags import read_command_line
-from router.launch.logs import Log, Output
+from router.launch.logs import Log
 from router.launch.machine import bind, describe_environment, plan_shards, visible_gpus
 from router.launch.parent_death import end_with_parent
-from router.launch.processes import ChildCommand, child_environment
+from router.launch.processes import child_environment
 from router.launch.settings import Settings, read_settings
 from router.launch.settings_page import render_settings
 from router.launch.signals import leave_on_signal, signals_to_pipe
-from router.launch.supervisor import Supervisor
+from router.launch.supervisor import Renewal, Supervisor
 from router.launch.terminal import open_standard_streams
 from router.version import version
 from server.checkpoint import hub
 from server.checkpoint.files import HubError
-from server.config import ShardConfig
+from server.output import Output
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,33 +90,36 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, 
 def launch(settings: Settings, environ: Mapping[str, str], device: str, count: int, log: Log) -> int:
     """Serve with `count` shards until a signal or a failure. Returns the exit code; raises Refusal for a failure."""
     started = time.monotonic()
-    leave_on_signal(log)
     hostname = settings.values["hostname"]
     with ExitStack() as stack:
-        listener = stack.enter_context(bind(hostname, settings.values["port"]))
+        stack.enter_context(leave_on_signal(log))
+        listener = bind(hostname, settings.values["port"])
+        stack.callback(listener.close)
         shards = f"{count} shards" if count > 1 else "one shard"
         log.info(f"Lockstep {version()} starts {settings.shown_model} on {device} with {shards}")
         model = resolve_model(settings, environ, log)
         wakeup = stack.enter_context(signals_to_pipe())
         folder = stack.enter_context(private_folder())
         prefix = settings.values["shard_uds_path"]
-        sockets = tuple(f"{folder}/shard-{rank}.sock" for rank in range(count))
-        if prefix:
-            sockets = stack.enter_context(shared_sockets(prefix, count))
+        chosen = stack.enter_context(shared_sockets(prefix, count)) if prefix else ()
+        crew = Crew(folder, settings, device, count, model, listener, chosen)
+        stack.callback(crew.close)
         url = f"http://{f'[{hostname}]' if ':' in hostname else hostname}:{listener.getsockname()[1]}"
 
-        def on_ready() -> None:
-            hand_over(listener, folder)
-            log.info(f"Lockstep is ready at {url} after {time.monotonic() - started:.1f} s")
+        def on_ready(is_first: bool) -> None:
+            crew.hand_over()
+            after = f" after {time.monotonic() - started:.1f} s" if is_first else " again"
+            log.info(f"Lockstep is ready at {url}{after}")
 
-        write_router_config(folder, settings, sockets, model, listener)
-        write_shard_configs(folder, settings, device, sockets, model)
+        shard_commands, sockets = crew.group(1)
         supervisor = Supervisor(
-            commands(folder, count, listener),
+            [*shard_commands, crew.router(1, sockets)],
             child_environment(environ, settings.values["master_addr"] in ("localhost", "127.0.0.1", "::1")),
             log,
             drain_seconds=settings.values["graceful_termination_timeout"],
             on_ready=on_ready,
+            renewal=Renewal(crew.group, crew.router, settings.values["max_deaths"]),
+            sockets=sockets,
         )
         code = supervisor.run(wakeup)
         if supervisor.failure:
@@ -158,65 +161,6 @@ def convert_in_child(environment: Mapping[str, str]) -> hub.Convert:
             raise HubError(lines[-1].removeprefix("error: "))
 
     return convert
-
-
-def write_router_config(
-    folder: Path, settings: Settings, sockets: tuple[str, ...], model: hub.ResolvedModel, listener: socket.socket
-) -> None:
-    """Tell the router what to serve, in `router.json`; the port that was taken replaces the one that was asked for."""
-    given = settings.pick(RouterConfig) | {"model_id": settings.shown_model, "port": listener.getsockname()[1]}
-    router = RouterConfig(
-        model_path=str(model.path),
-        tokenizer_path=str(model.tokenizer_path),
-        shard_sockets=sockets,
-        model_sha=model.sha,
-        listen_fd=listener.fileno(),
-        sources=dict(settings.sources),
-        **given,
-    )
-    router.save(folder / "router.json")
-
-
-def write_shard_configs(
-    folder: Path, settings: Settings, device: str, sockets: tuple[str, ...], model: hub.ResolvedModel
-) -> None:
-    """Tell each shard its part, in `shard-RANK.json`. The shards meet in a private file unless TCP was asked for."""
-    rendezvous = f"file://{folder}/rendezvous"
-    if {settings.sources["master_addr"], settings.sources["master_port"]} != {"default"}:
-        rendezvous = f"tcp://{settings.values['master_addr']}:{settings.values['master_port']}"
-    step_sockets = tuple(f"{folder}/steps-{rank}.sock" for rank in range(1, len(sockets)))
-    for rank, path in enumerate(sockets):
-        shard = ShardConfig(
-            model_path=str(model.path),
-            weights_path=str(model.weights_path),
-            rank=rank,
-            world_size=len(sockets),
-            socket_path=path,
-            rendezvous=rendezvous,
-            step_sockets=step_sockets,
-            is_null=settings.is_null_model,
-            **settings.pick(ShardConfig) | {"device": device},
-        )
-        shard.save(folder / f"shard-{rank}.json")
-
-
-def commands(folder: Path, count: int, listener: socket.socket) -> list[ChildCommand]:
-    """The processes to start, which read their configs from `folder`. Only the router gets the listener."""
-    shards = [_command("server", f"shard-{rank}", folder) for rank in range(count)]
-    return [*shards, _command("router", "router", folder, (listener.fileno(),))]
-
-
-def _command(module: str, name: str, folder: Path, pass_fds: tuple[int, ...] = ()) -> ChildCommand:
-    config = str(folder / f"{name}.json")
-    return ChildCommand(name, (sys.executable, "-P", "-m", module, "--config", config), pass_fds)
-
-
-def hand_over(listener: socket.socket, folder: Path) -> None:
-    """Let go of what the router has by now: the socket, and its config."""
-    # Connections are accepted from here on; this lets a later launch bind beside those in TIME_WAIT.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.close()  # or the port would stay open while the router drains
-    (folder / "router.json").unlink()  # holds the API key, and would outlive a kill -9
 
 
 if __name__ == "__main__":

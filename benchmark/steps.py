@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from benchmark.report import BenchError
 from benchmark.shards import FIRST_ID
-from router.client import Shards, StepReply, StepRequest, new_sequence, step_request
+from router.client import Shards, StepReply, StepRequest
 from router.entry import Sampling, ValidRequest
+from router.wire import new_sequence, step_request
 
 REQUESTS_UNDER_WAY = 2  # as in router/batcher.py
 

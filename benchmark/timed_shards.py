@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from benchmark.roofline import BytesAndFlops, ServedModel
-from router.client import KvCache, ModelInfo, OperatorTime, ShardHealth, Shards, StepReply, StepRequest
+from router.client import KvCache, ModelInfo, OperatorTime, ShardError, ShardHealth, Shards, StepReply, StepRequest
 
 
 @dataclass
@@ -68,6 +68,14 @@ class TimedShards:
     async def health(self) -> ShardHealth:
         """How many steps the shards have received and finished. Raises ShardError."""
         return await self.shards.health()
+
+    def check(self) -> None:
+        """Raises ShardError when a shard is known to be lost."""
+        self.shards.check()
+
+    async def renew(self, error: ShardError) -> None:
+        """Wait for other shards. Raises ShardError where nobody starts any."""
+        await self.shards.renew(error)
 
     async def start_profile(self) -> None:
         """Start the profiler of the first rank. Raises ShardError."""

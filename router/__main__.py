@@ -14,8 +14,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import uvicorn
@@ -24,8 +24,9 @@ from fastapi import FastAPI
 
 from router.app import accounts_of, create_app
 from router.batcher import Batcher
-from router.client import ShardedClient, ShardError
+from router.client import ShardError
 from router.config import RouterConfig
+from router.group import NextGroup, ShardGroup
 from router.guard import GuardedHttpProtocol
 from router.metrics import Metrics
 from router.startup import Started, start, table
@@ -77,7 +78,8 @@ async def run(config: RouterConfig) -> int:
     accounts = accounts_of(config)  # first of all: a file that cannot be used is found before a model is loaded
     tracer = make_tracer(config.otlp_endpoint, config.otlp_service_name)
     tokenizer = ModelTokenizer.load(config.model_path, config.tokenizer_path, config.tokenizer_config_path)
-    shards = ShardedClient(config.shard_sockets)
+    news = None if config.control_fd is None else NextGroup(config.group)
+    shards = ShardGroup(config.shard_sockets, news)
     try:
         started = await _unless_stopped(stop, _start(config, shards))
         if started is None:
@@ -101,7 +103,8 @@ async def run(config: RouterConfig) -> int:
         logger.info("%s", table(config, started, address), extra={"raw": True})
         gc.freeze()  # what start-up made stays: a full collection would stop every stream for 20 ms to look at it again
         server = HttpServer(app, lambda: lifecycle.info("ready at %s", address, extra={"event": "ready"}))
-        return await _serve(server, listener, batcher, stop, config.graceful_termination_timeout)
+        async with _looking_after(shards, news, config.control_fd, batcher):
+            return await _serve(server, listener, batcher, stop, config.graceful_termination_timeout)
     finally:
         await shards.close()
 
@@ -112,7 +115,29 @@ def _on_signal(stop: asyncio.Event) -> None:
     stop.set()
 
 
-async def _start(config: RouterConfig, shards: ShardedClient) -> Started:
+@asynccontextmanager
+async def _looking_after(
+    shards: ShardGroup, news: NextGroup | None, descriptor: int | None, batcher: Batcher
+) -> AsyncIterator[None]:
+    """Watch the time of steps, and hear what the launcher says of later groups."""
+    tasks = [asyncio.create_task(shards.watch())]
+    if news is not None and descriptor is not None:
+
+        def on_news() -> None:
+            shards.noticed()
+            batcher.wake()
+
+        news.on_news = on_news
+        tasks.append(asyncio.create_task(news.listen(descriptor)))
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
+async def _start(config: RouterConfig, shards: ShardGroup) -> Started:
     logger.info("waiting for %d model shards", len(config.shard_sockets))
     await shards.wait_ready()
     return await start(config, shards)

@@ -275,6 +275,8 @@ async def check_health(services: Services) -> None:
     """Raises Unhealthy unless the batching loop and every shard answer, and the shards make progress."""
     if not services.batcher.is_accepting:
         raise Unhealthy("unhealthy: not accepting requests")
+    if services.batcher.outage is not None:
+        raise Unhealthy(f"unhealthy: the model shards are started again: {services.batcher.outage}")
     try:
         health = await services.shards.health()
     except ShardError as error:

@@ -27,7 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 
-from router.client import ShardError, Shards, StepReply, StepRequest, new_sequence, step_request
+from router.client import ShardError, Shards, StepReply, StepRequest
 from router.drain_rate import DrainRate
 from router.entry import Entry, Failed, Finished, PromptTokens, Timings, Token, ValidRequest
 from router.errors import GenerationError, IncompleteGeneration, Overloaded, RouterError, Unavailable
@@ -35,6 +35,7 @@ from router.limits import Limits
 from router.metrics import Metrics, StepTrace
 from router.scheduler import Scheduler, StepPlan
 from router.text import FinishReason, GeneratedText, ModelTokenizer
+from router.wire import new_sequence, step_request
 
 MAX_STEPS_UNDER_WAY = 2  # one computing, one waiting in the shards' queue; more would only delay finishes
 
@@ -163,13 +164,13 @@ class Batcher:
         """Wait for other shards and queue again what these had. Raises ShardError when there will be none."""
         self.outage = error
         since = self._clock()
-        logger.error("lost the model shards: %s", error)
+        logger.warning("lost the model shards: %s", error)
         num_running = self._requeue_all(error)
         await self._shards.renew(error)
         seconds = self._clock() - since
         self._metrics.recovered(seconds)
         self.outage = None
-        logger.warning("recovered in %.1f s: %d requests go on where they were", seconds, num_running)
+        logger.warning("recovered in %.1f s from %s: %d requests go on", seconds, error, num_running)
 
     async def _turn(self) -> bool:
         """Send a step, or take a reply, or wait for work. Returns False when there is no work and none will come."""
@@ -179,6 +180,7 @@ class Batcher:
             self._under_way.append(_SentStep(plan, self._clock()))
         elif self._under_way:
             reply = await self._shards.receive()
+            self._check(self._under_way[0], reply)
             self._deliver(self._under_way.popleft(), reply)
         elif self._is_draining:
             return False
@@ -258,7 +260,6 @@ class Batcher:
 
     def _deliver(self, step: _SentStep, reply: StepReply) -> None:
         received_at = self._clock()
-        self._check(step, reply)
         if reply.error:
             self._fail_step(step, reply.error)
             return
@@ -357,9 +358,10 @@ class Batcher:
 
     def _requeue_all(self, error: ShardError) -> int:
         """Nothing is left on the shards. Returns how many requests they had that are wanted."""
-        computed = {entry for step in self._under_way for entry in step.plan.concerned.values()}
+        plans = [step.plan for step in self._under_way]
         self._under_way.clear()
-        return self._requeue(self._scheduler.restart(), computed, str(error))
+        computed = {entry for plan in plans for entry in plan.concerned.values()}
+        return self._requeue(self._scheduler.restart(plans), computed, str(error))
 
     def _requeue(self, lost: Iterable[Entry], computed: set[Entry], cause: str) -> int:
         """Queue again what the shards lost, of which they were computing `computed`. Returns how many those are."""

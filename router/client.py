@@ -4,15 +4,14 @@
 step, in order: a step costs the router the same however many ranks there are. Any rank that is lost, or that alone
 reports an error, ends the stream with a ShardError naming the rank: the ranks no longer agree on which sequences exist,
 and nothing can mend that while they run. Rank 0 says which rank that is (`server/relay.py`). The double of
-`ShardedClient` for tests is `tests/router/fake_shards.py`; one contract test runs over both.
-
-On the router's side this is the only place that knows protobuf classes. `batcher.py` builds its requests with
-`step_request` and `new_sequence` below.
+`ShardedClient` for tests is `tests/router/fake_shards.py`; one contract test runs over both. What goes over the wire is
+built in `wire.py`; on the router's side only these two modules know protobuf classes.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -21,16 +20,7 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from router.entry import ValidRequest
-from router.queue import blocks_for
-from server.pb.generate_pb2 import (
-    HealthRequest,
-    InfoRequest,
-    NewSequence,
-    ProfileRequest,
-    SamplingParameters,
-    WarmupRequest,
-)
+from server.pb.generate_pb2 import HealthRequest, InfoRequest, ProfileRequest, WarmupRequest
 from server.pb.generate_pb2 import StepReply as StepReply  # re-exported for batcher.py
 from server.pb.generate_pb2 import StepRequest as StepRequest
 from server.pb.generate_pb2_grpc import ShardStub
@@ -38,6 +28,9 @@ from server.pb.generate_pb2_grpc import ShardStub
 # The largest message is a step that adds many long prompts: 1 M token ids are about 4 MB. gRPC's own bound is 4 MiB.
 MAX_MESSAGE_BYTES = 64 * 2**20
 HEALTH_DEADLINE_S = 2.0
+# How gRPC reports that the process at the other end is gone, or is going; INTERNAL is a shard's own word elsewhere.
+CONNECTION_ENDED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+STREAM_ENDED = (*CONNECTION_ENDED, grpc.StatusCode.INTERNAL)
 SOCKET_POLL_S = 0.05
 CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -46,14 +39,21 @@ CHANNEL_OPTIONS = (
     ("grpc.max_reconnect_backoff_ms", 500),
 )
 
+logger = logging.getLogger(__name__)
+
 
 class ShardError(Exception):
-    """A shard is lost or broke the protocol. Nothing can run on these shards any more."""
+    """A shard is lost or broke the protocol. Nothing can run on these shards any more.
 
-    def __init__(self, rank: int, cause: str) -> None:
+    is_known: whether that is the whole story. A connection that ended is not: why its process ended is better known to
+    the launcher.
+    """
+
+    def __init__(self, rank: int, cause: str, *, is_known: bool = True) -> None:
         super().__init__(f"shard {rank}: {cause}")
         self.rank = rank
         self.cause = cause
+        self.is_known = is_known
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,65 +159,6 @@ class Shards(Protocol):
         """End the stream. Whoever waits in `receive` gets a ShardError."""
 
 
-def new_sequence(
-    id: int,
-    request: ValidRequest,
-    blocks: Sequence[int],
-    block_size: int,
-    *,
-    computed: int = 0,
-    generated: Sequence[int] = (),
-) -> NewSequence:
-    """A sequence in wire form, whose blocks hold the first `computed` of its tokens already.
-
-    blocks: where an encoder reads the prompt, first the encoder's blocks and then the decoder's.
-    generated: the tokens that it has got, where it is rebuilt.
-    """
-    sampling = request.sampling
-    first = blocks_for(len(request.encoder_ids), block_size)
-    return NewSequence(
-        id=id,
-        token_ids=[*request.token_ids, *generated],
-        generated=len(generated),
-        computed=computed,
-        blocks=blocks[first:],
-        sampling=SamplingParameters(
-            do_sample=sampling.do_sample,
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            typical_p=sampling.typical_p,
-            repetition_penalty=sampling.repetition_penalty,
-            frequency_penalty=sampling.frequency_penalty,
-            watermark=sampling.watermark,
-            seed=sampling.seed,
-        ),
-        top_n_tokens=request.top_n_tokens,
-        prompt_logprobs=request.prompt_logprobs and not generated,  # else the client has them
-        encoder_token_ids=request.encoder_ids,
-        encoder_blocks=blocks[:first],
-    )
-
-
-def step_request(
-    step: int,
-    *,
-    retire: Sequence[int] = (),
-    add: Sequence[NewSequence] = (),
-    chunks: Sequence[tuple[int, int]] = (),
-    decode: bool = False,
-) -> StepRequest:
-    """One step, in wire form; chunks are (sequence, prompt tokens)."""
-    return StepRequest(
-        step=step,
-        retire=retire,
-        add=add,
-        chunk_ids=[id for id, _ in chunks],
-        chunk_tokens=[tokens for _, tokens in chunks],
-        decode=decode,
-    )
-
-
 class ShardClient:
     """One rank: a channel over its unix socket and, on rank 0, the Run stream on it."""
 
@@ -242,7 +183,9 @@ class ShardClient:
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
                 raise ValueError(error.details()) from None
-            raise ShardError(self.rank, _cause(error)) from None
+            raise self._lost(error, CONNECTION_ENDED) from None
+        except (asyncio.CancelledError, grpc.aio.UsageError):  # the channel was closed during the call, or before it
+            raise self._closed() from None
 
     def send(self, request: StepRequest) -> None:
         """Hand over the next step; the first one opens the stream."""
@@ -255,23 +198,40 @@ class ShardClient:
         try:
             reply: StepReply = await self._call.read()
         except grpc.aio.AioRpcError as error:
-            raise ShardError(self.rank, _cause(error)) from None
+            raise self._lost(error, STREAM_ENDED) from None
         except asyncio.CancelledError:
-            # grpc.aio raises this also when the call was cancelled by `close`, not the task that waits here.
-            task = asyncio.current_task()
-            if task is not None and task.cancelling():
-                raise
-            raise ShardError(self.rank, "the stream was closed") from None
+            raise self._closed() from None
         if reply is grpc.aio.EOF:
-            raise ShardError(self.rank, "the stream ended")
+            raise ShardError(self.rank, "it ended its stream of steps", is_known=False)
         if reply.HasField("failed_rank"):
             raise ShardError(reply.failed_rank, reply.error)
         return reply
+
+    def abandon(self) -> None:
+        """End the stream at once: whoever waits in `receive` gets a ShardError."""
+        if self._call is not None:
+            self._call.cancel()
 
     async def close(self) -> None:
         """End the stream and close the channel."""
         self._outbox.put_nowait(None)
         await self._channel.close()
+
+    def _closed(self) -> BaseException:
+        """What to raise for a CancelledError: grpc.aio's own, of a call that was ended here, is a ShardError."""
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            return asyncio.CancelledError()
+        return ShardError(self.rank, "its connection was closed", is_known=False)
+
+    def _lost(self, error: grpc.aio.AioRpcError, ended: Sequence[grpc.StatusCode]) -> ShardError:
+        """What gRPC's words come to. Its own reach the log alone: they are about connections, and nobody's remedy."""
+        logger.debug("shard %d: %s", self.rank, _cause(error))
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ShardError(self.rank, "it does not answer")
+        if error.code() in ended:
+            return ShardError(self.rank, "its connection ended", is_known=False)
+        return ShardError(self.rank, _cause(error))
 
     async def _requests(self) -> AsyncIterator[StepRequest]:
         while (request := await self._outbox.get()) is not None:
@@ -344,13 +304,6 @@ class ShardedClient:
             rank=replies.index(slowest),
         )
 
-    def check(self) -> None:
-        """Nothing is known beyond what `receive` says."""
-
-    async def renew(self, error: ShardError) -> None:
-        """Raises `error`: this client has one group of shards."""
-        raise error
-
     async def start_profile(self) -> None:
         """Record what the first rank computes from here on."""
         await self._ranks[0].call("Profile", ProfileRequest(start=True))
@@ -359,6 +312,29 @@ class ShardedClient:
         """Where the first rank's time went, longest first; a trace goes to `trace_path`."""
         reply = await self._ranks[0].call("Profile", ProfileRequest(trace_path=trace_path))
         return [OperatorTime(*row) for row in zip(reply.names, reply.calls, reply.self_ns, strict=True)]
+
+    async def laggard(self, seconds: float) -> ShardError:
+        """Which rank keeps the others waiting: one that does not answer within `seconds`, else the least advanced."""
+        calls = (rank.call("Health", HealthRequest(), seconds) for rank in self._ranks)
+        replies: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
+        for reply in replies:
+            if isinstance(reply, ShardError):
+                return reply
+            if isinstance(reply, BaseException):
+                raise reply
+        progress = [(reply.collectives, reply.steps_finished) for reply in replies]
+        return ShardError(progress.index(min(progress)), "it answers, but its step does not end")
+
+    def check(self) -> None:
+        """Nothing: what is lost shows in `receive`."""
+
+    async def renew(self, error: ShardError) -> None:
+        """Raises `error`: nobody starts these shards again."""
+        raise error
+
+    def abandon(self) -> None:
+        """End the stream of steps at once: whoever waits in `receive` gets a ShardError."""
+        self._ranks[0].abandon()
 
     def send(self, request: StepRequest) -> None:
         """Hand the next step to rank 0, without waiting."""

@@ -29,6 +29,8 @@ class RouterConfig:
     tokenizer_path: str | None = None  # folder with tokenizer.json; None: model_path
     model_sha: str | None = None  # commit of the downloaded snapshot, if it is one
     listen_fd: int | None = None  # bound, not yet listening; the launcher binds so that a taken port is found first
+    control_fd: int | None = None  # on which the launcher says what became of the shards; None: nobody restarts them
+    group: int = 1  # the number of the shards' group, which is one more whenever they are started again
     sources: dict[str, str] = field(default_factory=dict)  # setting -> "flag", "environment" or "default"
 
     hostname: str = field(
@@ -313,17 +315,21 @@ class RouterConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> RouterConfig:
-        """Read what `save` wrote: the launcher's hand-over to the router process."""
+        """Read what `to_json` made: the launcher's hand-over to the router process."""
         values = json.loads(Path(path).read_text())
         for name in ("shard_sockets", "cors_allow_origin"):
             values[name] = tuple(values[name])
         return cls(**values)
 
+    def to_json(self) -> str:
+        """As JSON. It holds the API key: a file of it has no name, or is readable by its owner alone (`save`)."""
+        return json.dumps(asdict(self))
+
     def save(self, path: str | Path) -> None:
-        """Write as JSON, readable by its owner alone: it holds the API key."""
+        """Write as JSON, readable by its owner alone."""
         target = Path(path)
         target.touch(mode=0o600)
-        target.write_text(json.dumps(asdict(self)))
+        target.write_text(self.to_json())
 
 
 def relation_problems(

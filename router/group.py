@@ -1,11 +1,12 @@
 """The group of model processes that serves now, and the next one when it is lost.
 
-The ranks of a group advance in lockstep: when one of them dies, hangs or answers nonsense, all are ended and the launcher
-starts a fresh group, on sockets of its own. `ShardGroup` is the shards as the batching loop knows them, whichever group
-that is. It watches the time of each step, finds out which rank hangs, and warms a fresh group up as the first was.
+The ranks of a group advance in lockstep: when one of them dies, hangs or answers nonsense, all are ended and the
+launcher starts a fresh group, on sockets of its own. `ShardGroup` is the shards as the batching loop knows them,
+whichever group that is. It watches the time of each step, finds out which rank hangs, and warms a fresh group up as the
+first was.
 
-The launcher and the router speak plainly: the router's log carries what the launcher acts on (`group lost`, `group
-advanced`), and the launcher writes one line of JSON per event into a pipe: a new group, or that there will be none.
+What the launcher acts on (`group_lost`, `group_ready`, `group_advanced`) are records of the router's log that nobody
+sees; what it says is one line of JSON in a pipe: a new group, or why there will be none.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from router.watch import TICK_S, StepWatch
 PROBE_S = 0.5  # for ranks to answer when a step is late
 MOST_LINE_BYTES = 64 * 1024  # of what the launcher says at once
 
-logger = logging.getLogger(__name__)
 lifecycle = logging.getLogger("router.lifecycle")  # what the launcher acts on; it is sent at every log level
 
 
@@ -132,7 +132,9 @@ class ShardGroup:
 
     def send(self, request: StepRequest) -> None:
         """Hand over the next step, without waiting."""
-        self._watch.sent(sum(request.chunk_tokens), self._clock())
+        request.reset = request.step == 1  # a router before this one may have left sequences
+        encoded = sum(len(new.encoder_token_ids) for new in request.add)
+        self._watch.sent(encoded + sum(request.chunk_tokens), self._clock())
         self._client.send(request)
 
     async def receive(self) -> StepReply:
@@ -144,7 +146,7 @@ class ShardGroup:
         self._watch.received(self._clock())
         if not self._has_advanced and reply.ids:
             self._has_advanced = True
-            lifecycle.info("tokens come", extra={"event": "group_advanced", "group": self.number})
+            self._tell("group_advanced")
         return reply
 
     async def close(self) -> None:
@@ -159,7 +161,8 @@ class ShardGroup:
             await asyncio.sleep(TICK_S)
             seconds = self._watch.lateness(self._clock())
             if seconds is not None and self._loss is None:
-                self._lose(await self._client.slowest(seconds, PROBE_S))
+                error = await self._client.laggard(PROBE_S)
+                self._lose(ShardError(error.rank, f"{error.cause}: a step has taken {seconds:.1f} s"))
 
     def noticed(self) -> None:
         """The launcher has said something: if that is a new group, this one is gone."""
@@ -175,7 +178,7 @@ class ShardGroup:
         """Wait for the launcher's next group and make it ready. Raises ShardError when there will be none."""
         while True:
             self._loss = error
-            self._tell(error)
+            self._tell("group_lost", rank=error.rank, cause=error.cause, is_known=error.is_known)
             await self._client.close()
             if self._news is None:
                 raise error
@@ -188,11 +191,12 @@ class ShardGroup:
             except ShardError as again:
                 error = again
             else:
+                self._tell("group_ready")
                 return
 
-    def _tell(self, error: ShardError) -> None:
-        fields = {"event": "group_lost", "group": self.number, "rank": error.rank, "cause": error.cause}
-        lifecycle.info("the shards are lost", extra=fields | {"is_known": error.is_known})
+    def _tell(self, event: str, **fields: int | str) -> None:
+        """Tell the launcher, and nobody else."""
+        lifecycle.info("", extra={"event": event, "group": self.number, "is_silent": True, **fields})
 
     async def _connect(self, sockets: Sequence[str]) -> None:
         """Make the ranks at `sockets` ready. Raises ShardError, also when the launcher ends them meanwhile."""

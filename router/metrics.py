@@ -89,6 +89,11 @@ class Metrics:
         self.forward_duration.labels(method).observe(forward_s)
         self.delivery_duration.labels(method).observe(delivery_s)
 
+    def recovered(self, seconds: float) -> None:
+        """Lost shards have been replaced; nothing ran for so long."""
+        self.recoveries.inc()
+        self.recovery_seconds.inc(seconds)
+
     def succeeded(self, received_at: float, finished: Finished) -> None:
         """A request is complete. `received_at` is on the clock of its timings."""
         timings = finished.timings
@@ -155,6 +160,8 @@ class Metrics:
         self.batch_concat = self._counter("tgi_batch_concat", "Times that requests joined a running batch", "reason")
         self.step_count = self._counter("tgi_batch_inference_count", "Steps computed", "method")
         self.step_success = self._counter("tgi_batch_inference_success", "Steps computed without error", "method")
+        self.recoveries = self._counter("tgi_shards_recovery_count", "Times that lost shards were replaced")
+        self.recovery_seconds = self._counter("tgi_shards_recovery_seconds", "Seconds without shards, all together")
         self.step_failures = self._counter("tgi_batch_inference_failure", "Steps that failed", "method")
         self.step_duration = self._durations(
             "tgi_batch_inference_duration", "From sending a step to its reply", "method"

@@ -87,7 +87,8 @@ class Scheduler(Generic[S]):
 
     def add_again(self, lost: Sequence[S]) -> None:
         """Queue what the shards lost before all that waits, in the same order, but those first that run alone."""
-        for entry in reversed(sorted(lost, key=lambda entry: not entry.is_suspect)):
+        suspects = [entry for entry in lost if entry.is_suspect]
+        for entry in reversed(suspects + [entry for entry in lost if not entry.is_suspect]):
             entry.num_rebuilt = len(entry.generated_ids)
             entry.num_prompt_scheduled = 0
             entry.num_scheduled = entry.num_rebuilt
@@ -160,11 +161,16 @@ class Scheduler(Generic[S]):
             entry.id = self.new_id()
         return lost
 
-    def restart(self) -> list[S]:
-        """The shards have lost every sequence and what their blocks held; returns those, under new ids."""
-        lost = list(self.running.values())
+    def restart(self, under_way: Sequence[StepPlan[S]]) -> list[S]:
+        """The shards have lost every sequence and what their blocks held; returns those, under new ids.
+
+        under_way: the plans that were sent and not answered. Some of their sequences have left with a later plan.
+        """
+        concerned = [entry for plan in under_way for id, entry in plan.concerned.items() if entry.id == id]
+        lost = list(dict.fromkeys([*(e for e in concerned if e.id not in self.running), *self.running.values()]))
         for entry in lost:
-            self._release(entry)
+            if entry.id in self.running:
+                self._release(entry)
             entry.id = self.new_id()
         self._pool = BlockPool(self.limits.num_blocks)
         self._numbers = itertools.count(1)

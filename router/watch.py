@@ -1,8 +1,8 @@
 """How long a step may take: the deadline after which shards that have not answered count as hung.
 
 A step is late after ten times what the slowest steps of its size took, and never before `FLOOR_S`. Sizes are powers of
-two of prompt tokens, because a step with a long chunk takes a hundred times as long as one that only decodes. The age of
-a step counts the time that this process was awake: where the whole machine stood still, nobody is late.
+two of prompt tokens, because a step with a long chunk takes a hundred times as long as one that only decodes. The age
+of a step counts the time that this process was awake: where the whole machine stood still, nobody is late.
 
 Arithmetic alone. Who asks the shards when a step is late, and ends them, is `group.py`.
 """

@@ -54,6 +54,13 @@ def divide(size: int, parts: int) -> int:
     return size // parts
 
 
+@dataclass
+class Progress:
+    """How many collectives a rank has begun; of ranks that wait for each other, the one with the fewest lags."""
+
+    begun: int = 0
+
+
 @dataclass(frozen=True)
 class Shard:
     """Rank `rank` of `world_size`."""
@@ -61,6 +68,7 @@ class Shard:
     rank: int = 0
     world_size: int = 1
     small_sums: SymmetricSum | None = field(default=None, compare=False, repr=False)
+    progress: Progress = field(default_factory=Progress, compare=False, repr=False)
 
     def range(self, size: int) -> tuple[int, int]:
         """This rank's half-open share [start, stop) of `size` items, which the world size divides."""
@@ -69,6 +77,7 @@ class Shard:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over ranks, in place; returns `tensor`."""
+        self.progress.begun += 1
         if self.small_sums is not None and self.small_sums.takes(tensor):
             self.small_sums(tensor)
         elif self.world_size > 1:
@@ -77,6 +86,7 @@ class Shard:
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The ranks' equally shaped tensors, in the order of the ranks."""
+        self.progress.begun += 1
         if self.world_size == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]

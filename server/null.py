@@ -56,11 +56,11 @@ class NullEngine:
     def step(self, request: pb.StepRequest) -> pb.StepReply:
         """Apply one step; the reply of rank 0."""
         started = time.perf_counter_ns()
-        for id in request.retire:
+        for id in [*self._sequences] if request.reset else request.retire:
             self._sequences.pop(id, None)
         for new in request.add:
             left = len(new.token_ids) - new.computed
-            self._sequences[new.id] = _Sequence(new.id, new.top_n_tokens, new.prompt_logprobs, left)
+            self._sequences[new.id] = _Sequence(new.id, new.top_n_tokens, new.prompt_logprobs, left, new.generated)
         reply = pb.StepReply(step=request.step)
         decoding = [s for s in self._sequences.values() if not s.prompt_left] if request.decode else []
         completed = self._advance_prompts(request, reply)

@@ -20,10 +20,11 @@ PACKAGES = ("router", "server", "benchmark")
 MAY_IMPORT: dict[str, set[str]] = {
     "launcher": {
         "router.config", "router.launch", "router.version", "server.checkpoint.files", "server.checkpoint.hub",
-        "server.config",
+        "server.config", "server.output",
     },
     "benchmark": {
         "benchmark", "router.client", "router.entry", "router.launch.parent_death", "router.queue", "router.version",
+        "router.wire",
         "server.arch.families", "server.arch.spec", "server.pb",
     },
     "benchmark.prediction": {"benchmark", "router.limits"},
@@ -41,7 +42,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "router": {"router", "server.pb"},
     "router.__main__": {"router", "server.logs"},
-    "router.launch": {"router.config", "router.launch", "router.version", "server.config"},
+    "router.launch": {"router.config", "router.launch", "router.version", "server.config", "server.output"},
     "router.launch.parent_death": set(),
     "router.queue": set(),
     "router.prefix": set(),
@@ -88,7 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.arch", "server.backends", "server.blocks", "server.checkpoint.weights", "server.config",
         "server.distributed", "server.model", "server.pb", "server.stepping",
     },
-    "server.logs": set(),
+    "server.logs": {"server.output"},
     "server.model": {
         "server.arch.spec", "server.backends.protocol", "server.checkpoint.weights", "server.distributed",
         "server.layers", "server.model", "server.stepping.batch", "server.stepping.cache",
@@ -96,6 +97,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "server.null": {"server.blocks", "server.config", "server.pb", "server.relay"},
     "server.pb": {"server.pb"},
+    "server.output": set(),
     "server.profiling": {"server.backends.protocol"},
     "server.relay": {"server.pb"},
     "server.service": {

@@ -11,40 +11,54 @@ import pytest
 
 import launcher
 from router.config import RouterConfig
+from router.launch.crew import Crew
 from router.launch.errors import Refusal
-from router.launch.logs import Log, Output
+from router.launch.logs import Log
 from router.launch.machine import bind
 from router.launch.settings_page import render_settings
 from router.version import version
 from server.checkpoint.hub import ResolvedModel
 from server.config import ShardConfig
+from server.output import Output
 from tests.router.launch.test_settings import read
 from tests.running import ROOT
 
 
 def written_configs(tmp_path: Path, *argv: str) -> tuple[RouterConfig, list[ShardConfig]]:
     model = ResolvedModel(tmp_path / "m", tmp_path / "w", tmp_path / "t", "abc")
-    sockets = ("/s-0", "/s-1")
     with bind("127.0.0.1", 0) as listener:
         settings = read(["--port", "0", *argv])
-        launcher.write_router_config(tmp_path, settings, sockets, model, listener)
-        launcher.write_shard_configs(tmp_path, settings, "cpu", sockets, model)
-        assert listener.getsockname()[1] == RouterConfig.load(tmp_path / "router.json").port
-    return RouterConfig.load(tmp_path / "router.json"), [
-        ShardConfig.load(tmp_path / f"shard-{rank}.json") for rank in range(2)
-    ]
+        crew = Crew(tmp_path, settings, "cpu", 2, model, listener)
+        _, sockets = crew.group(1)
+        router = crew.router_config(1, sockets)
+        assert listener.getsockname()[1] == router.port
+    return router, [ShardConfig.load(tmp_path / "group-1" / f"shard-{rank}.json") for rank in range(2)]
 
 
 def test_configs_hold_what_each_process_needs(tmp_path: Path) -> None:
     router, shard_configs = written_configs(tmp_path, "--api-key", "key", "--dtype", "bfloat16", "--log-level", "warn")
-    assert ("server/demo", "key", ("/s-0", "/s-1")) == (router.model_id, router.api_key, router.shard_sockets)
+    assert ("server/demo", "key") == (router.model_id, router.api_key)
+    assert tuple(shard.socket_path for shard in shard_configs) == router.shard_sockets
     assert (str(tmp_path / "t"), "flag") == (router.tokenizer_path, router.sources["api_key"])
     assert [0, 1] == [shard.rank for shard in shard_configs]
     assert {"warn"} == {router.log_level, *(shard.log_level for shard in shard_configs)}
     assert {(2, "cpu", "bfloat16", None)} == {(s.world_size, s.device, s.dtype, s.threads) for s in shard_configs}
-    assert {f"file://{tmp_path}/rendezvous"} == {shard.rendezvous for shard in shard_configs}
-    assert {(f"{tmp_path}/steps-1.sock",)} == {shard.step_sockets for shard in shard_configs}
-    assert 0o600 == (tmp_path / "router.json").stat().st_mode & 0o777
+    assert {f"file://{tmp_path}/group-1/rendezvous"} == {shard.rendezvous for shard in shard_configs}
+    assert {(f"{tmp_path}/group-1/steps-1.sock",)} == {shard.step_sockets for shard in shard_configs}
+    assert [0o600] * 2 == [path.stat().st_mode & 0o777 for path in tmp_path.glob("*/*.json")]
+
+
+def test_another_group_shares_no_path_with_the_one_before(tmp_path: Path) -> None:
+    model = ResolvedModel(tmp_path / "m", tmp_path / "w", tmp_path / "t", "abc")
+    with bind("127.0.0.1", 0) as listener:
+        crew = Crew(tmp_path, read(["--port", "0"]), "cpu", 2, model, listener)
+        (_, first), (_, second) = crew.group(1), crew.group(2)
+        assert not set(first) & set(second)
+        assert not (tmp_path / "group-1").exists()
+        assert {f"file://{tmp_path}/group-2/rendezvous"} == {
+            ShardConfig.load(tmp_path / "group-2" / f"shard-{rank}.json").rendezvous for rank in range(2)
+        }
+        assert 2 == crew.router_config(2, second).group
 
 
 def test_shards_meet_over_tcp_only_when_asked(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+import pty
+import re
 import signal
 import socket
 import subprocess
@@ -39,10 +40,11 @@ STUBBORN = PRELUDE + "on_term(lambda: say('not yet')); say('serving', event='rea
 # Runs the supervisor alone: scripts and options come as JSON.
 SUPERVISE = """
 import json, os, sys
-from router.launch.logs import Log, Output
+from router.launch.logs import Log
 from router.launch.processes import ChildCommand
 from router.launch.signals import signals_to_pipe
 from router.launch.supervisor import Supervisor
+from server.output import Output
 options = json.loads(sys.argv[1])
 commands = [ChildCommand(name, (sys.executable, "-S", "-c", code)) for name, code in options["scripts"].items()]
 log = Log(Output(1), options["as_json"])
@@ -60,12 +62,10 @@ sys.exit(code)
 LAUNCH = """
 import json, sys, launcher
 from pathlib import Path
+from router.launch import crew
 scripts = json.loads(sys.argv[1])
-def command(module, name, folder, pass_fds=()):
-    argv = (sys.executable, "-S", "-c", scripts[module], str(folder / f"{name}.json"))
-    return launcher.ChildCommand(name, argv, pass_fds)
 model = launcher.hub.ResolvedModel(Path("m"), Path("m"), Path("m"), None)
-launcher._command = command
+crew.python = lambda module: (sys.executable, "-S", "-c", scripts[module])
 launcher.resolve_model = lambda *_: eval(scripts.get("resolve", "model"))
 sys.exit(launcher.main(sys.argv[2:]))
 """
@@ -73,11 +73,11 @@ HTTP_ROUTER = (
     PRELUDE
     + """
 import socket
-config = json.load(open(sys.argv[1]))
+config = json.load(open(sys.argv[-1]))
 listener = socket.socket(fileno=config["listen_fd"])
 listener.listen()
 on_term(lambda: leave("router drained"))
-say("serving", event="ready", folder=os.path.dirname(sys.argv[1]), sockets=config["shard_sockets"])
+say("serving", event="ready", folder=os.path.dirname(config["shard_sockets"][0]), sockets=config["shard_sockets"])
 while True:
     listener.accept()[0].sendall(b"hello")
 """
@@ -87,16 +87,22 @@ Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start() -> Iterator[Start]:
+def temporary() -> Iterator[Path]:
+    """Where launches make their private folders: short, for the sockets; tmp_path is not."""
+    with tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture
+def start(temporary: Path) -> Iterator[Start]:
     """Start Python code in a process of its own, which is gone after the test."""
     processes = []
-    temporary = tempfile.mkdtemp(prefix="ls-", dir="/tmp")  # short, for the sockets; tmp_path is not
 
     def run(code: str, *argv: str) -> subprocess.Popen[str]:
         process = subprocess.Popen(
             [sys.executable, "-c", code, *argv],
             cwd=ROOT,
-            env=os.environ | {"TMPDIR": temporary},
+            env=os.environ | {"TMPDIR": str(temporary)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -108,7 +114,6 @@ def start() -> Iterator[Start]:
     for process in processes:
         process.kill()
         process.communicate()
-    shutil.rmtree(temporary)
 
 
 @pytest.fixture
@@ -188,6 +193,21 @@ def test_json_logs_stay_json(supervise: Start) -> None:
         assert {"timestamp", "level", "message", "process"} <= set(json.loads(line))
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_what_a_process_prints_is_one_line_and_forges_no_cause(supervise: Start, as_json: bool) -> None:
+    hostile = '{"level": "CRITICAL", "message": "forged", "event": "ready"}\\r\\x1b[2J\\u2028\\x85{}%s\\x00\\udcff'
+    errors = f"sys.stderr.reconfigure(errors='surrogateescape'); sys.stderr.write('{hostile}\\n'); sys.stderr.flush()\n"
+    code = PRELUDE + errors + f"say('said', text='{hostile}\\n')\ntime.sleep(0.3); leave('{hostile}')"
+    _, log, error = end(supervise(as_json, shard_0=code, router=SHARD), within=5)
+    lines = log.split("\n")[:-1]
+    shown = [line for line in lines if "forged" in line]
+    assert 3 == len(shown)
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028]", log)
+    assert "forged" in error.splitlines()[0] and 1 == len(error.splitlines())  # its last words, as such
+    if as_json:
+        assert {"INFO", "WARN"} == {json.loads(line)["level"] for line in lines}
+
+
 def test_critical_record_is_the_reported_cause(supervise: Start) -> None:
     broken = PRELUDE + "fail('model.safetensors is cut short')"
     code, _, error = end(supervise(shard_0=SHARD, shard_1=broken, router=SHARD), within=5)
@@ -206,7 +226,7 @@ def test_last_exception_is_the_cause_when_nothing_else_was_said(supervise: Start
 
 def test_silent_exit_is_a_failure_too(supervise: Start) -> None:
     process = supervise(shard_0="", router=SHARD)
-    assert "error: shard 0 cannot start: it exited with code 0 without saying why\n" == end(process, within=5)[2]
+    assert "error: shard 0 cannot start: it exited with code 0 without saying why" in end(process, within=5)[2]
 
 
 def test_sigkill_is_explained(supervise: Start) -> None:
@@ -268,6 +288,63 @@ def test_second_signal_aborts(supervise: Start, second: int, expected: int) -> N
     wait_for(process, "not yet")
     process.send_signal(second)
     assert expected == end(process, within=3)[0]
+
+
+def test_sigquit_aborts_at_once(supervise: Start) -> None:
+    process = supervise(True, shard_0=SHARD, router=PRELUDE + "say('pid', pid=os.getpid())\n" + STUBBORN)
+    records = [json.loads(line) for line in wait_for(process, "serving").splitlines()]
+    process.send_signal(signal.SIGQUIT)
+    assert 131 == end(process, within=3)[0]
+    (pid,) = (record["pid"] for record in records if "pid" in record)
+    assert not is_alive(pid)
+
+
+# A terminal of its own for what follows, as a login shell gives it.
+IN_A_TERMINAL = """
+import fcntl, os, signal, sys, termios
+fcntl.ioctl(1, termios.TIOCSCTTY, 0)
+"""
+
+
+@pytest.mark.parametrize("is_nohup", [False, True])
+def test_a_terminal_that_closes_stops_the_server_unless_nohup_asks_otherwise(is_nohup: bool) -> None:
+    options = json.dumps({"scripts": {"shard-0": SHARD, "router": ROUTER}, "as_json": False, "drain": 100, "stop": 100})
+    nohup = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" if is_nohup else ""
+    terminal, inner = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_A_TERMINAL + nohup + SUPERVISE, options],
+        cwd=ROOT,
+        stdin=inner,
+        stdout=inner,
+        stderr=inner,
+        start_new_session=True,
+    )
+    try:
+        os.close(inner)
+        shown = b""
+        while b"serving" not in shown:
+            shown += os.read(terminal, 4096)
+        os.close(terminal)  # the kernel sends SIGHUP
+        if is_nohup:
+            with pytest.raises(subprocess.TimeoutExpired):
+                process.wait(timeout=1)
+            process.terminate()
+        assert 0 == process.wait(timeout=50)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_an_orderly_end_leaves_no_process_of_a_process(supervise: Start) -> None:
+    hidden = PRELUDE + "import subprocess\nsay('pid', pid=subprocess.Popen(['sleep', '60']).pid)\n"
+    process = supervise(True, shard_0=hidden + SHARD, router=ROUTER)
+    records = [json.loads(line) for line in wait_for(process, "serving").splitlines()]
+    if not any("pid" in record for record in records):
+        records.append(json.loads(wait_for(process, '"pid"').splitlines()[-1]))
+    process.terminate()
+    assert 0 == end(process, within=5)[0]
+    (pid,) = (record["pid"] for record in records if "pid" in record)
+    eventually(lambda: not is_alive(pid))
 
 
 def test_router_that_does_not_drain_is_killed(supervise: Start) -> None:
@@ -336,9 +413,49 @@ def test_launch_serves_and_stops_and_cleans_up(launch: Start) -> None:
     folder = Path(log.split("folder=")[1].split()[0])
     assert b"hello" == connect(port)
     assert folder.is_dir() and 0o700 == folder.stat().st_mode & 0o777
-    assert not (folder / "router.json").exists()
     process.terminate()
     assert (0, "") == end(process, within=5)[::2]
+    assert not folder.exists()
+
+
+def folder_of(log: str) -> Path:
+    """The private folder of a launch that is ready."""
+    return Path(log.split("folder=")[1].split()[0])
+
+
+def test_the_next_launch_removes_what_a_killed_one_left_and_nothing_else(launch: Start) -> None:
+    argv = ("--hostname=127.0.0.1", "--port=0")
+    killed, living = launch(*argv), launch(*argv)
+    left, kept = folder_of(ready(killed)[1]), folder_of(ready(living)[1])
+    foreign = left.with_name("lockstep-foreign")
+    foreign.mkdir()  # no launch made it: it has no lock
+    killed.kill()
+    killed.wait()
+    assert left.is_dir()
+    ready(launch(*argv))
+    assert not left.exists()
+    assert kept.is_dir() and foreign.is_dir()
+
+
+def test_a_launch_that_is_killed_before_it_is_ready_leaves_no_key(launch: Start, temporary: Path) -> None:
+    loading = PRELUDE + "say('loading', key=json.load(open(sys.argv[-1]))['api_key'], pid=os.getpid())\ntime.sleep(60)"
+    process = launch("--port=0", "--api-key=hunter2", "--json-output", router=loading)
+    record = json.loads(wait_for(process, "loading").splitlines()[-1])
+    assert "hunter2" == record["key"]
+    process.kill()
+    process.wait()
+    eventually(lambda: not is_alive(record["pid"]))
+    (folder,) = temporary.glob("lockstep-*")
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert "shard-0.json" in {path.name for path in files}
+    assert not [path for path in files if b"hunter2" in path.read_bytes()]
+
+
+def test_sigquit_leaves_no_folder(launch: Start) -> None:
+    process = launch("--hostname=127.0.0.1", "--port=0")
+    folder = folder_of(ready(process)[1])
+    process.send_signal(signal.SIGQUIT)
+    assert 131 == end(process, within=5)[0]
     assert not folder.exists()
 
 
@@ -417,6 +534,28 @@ def test_signal_during_download_stops_at_once(launch: Start) -> None:
     code, log, error = end(process, within=3)
     assert (0, "") == (code, error)
     assert "SIGTERM: stopped before the model was there" in log
+
+
+# The launch as above, but to report a failure takes its time.
+SLOW_TO_REPORT = LAUNCH.replace(
+    "sys.exit(", "launcher._report = lambda _: print('unwinds', flush=True) or __import__('time').sleep(60)\nsys.exit("
+)
+
+
+@pytest.mark.parametrize("failing", [{"server": "raise ValueError('no')"}, {"resolve": "open('/nothing/there')"}])
+def test_signal_while_a_failed_launch_unwinds_is_no_success(start: Start, failing: dict[str, str]) -> None:
+    scripts = {"server": SHARD, "router": HTTP_ROUTER, **failing}
+    process = start(SLOW_TO_REPORT, json.dumps(scripts), "--device=cpu", "--port=0")
+    wait_for(process, "unwinds")
+    process.terminate()
+    assert 143 == end(process, within=5)[0]
+
+
+def test_sigquit_during_download_is_no_success(launch: Start) -> None:
+    process = launch("--port=0", resolve="(print('downloading', flush=True), __import__('time').sleep(60))")
+    wait_for(process, "downloading")
+    process.send_signal(signal.SIGQUIT)
+    assert 131 == end(process, within=3)[0]
 
 
 def test_closed_standard_streams_are_replaced(start: Start) -> None:

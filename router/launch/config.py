@@ -87,6 +87,16 @@ class LauncherConfig:
             "when": "As for master_addr, when the port is taken.",
         },
     )
+    max_deaths: int = field(
+        default=5,
+        metadata={
+            "help": "Deaths within ten minutes, of the shards or of the router, after which the server ends instead of "
+            "starting them again. Those after a generated token do not count. 0: the first death ends the server.",
+            "unit": "deaths",
+            "min": 0,
+            "when": "0 where the platform restarts the whole server, and should.",
+        },
+    )
     huggingface_hub_cache: str | None = field(
         default=None,
         metadata={
@@ -117,7 +127,7 @@ class LauncherConfig:
 GROUPS = {
     "Model": "model_id revision trust_remote_code huggingface_hub_cache weights_cache_override tokenizer_config_path "
     "rope_scaling rope_factor",
-    "Sharding": "sharded num_shard shard_uds_path master_addr master_port",
+    "Sharding": "sharded num_shard shard_uds_path master_addr master_port max_deaths",
     "Limits": "max_concurrent_requests max_queue_tokens max_input_length max_total_tokens max_batch_prefill_tokens "
     "prefill_chunk max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens max_best_of "
     "max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching "

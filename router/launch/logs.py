@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import select
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any
 
 from router.launch.terminal import printable
+from server.output import Output
 
 LEVELS = {"WARNING": "WARN", "CRITICAL": "ERROR", "FATAL": "ERROR"}
 COLOURS = {"DEBUG": "\x1b[2m", "INFO": "\x1b[32m", "WARN": "\x1b[33m", "ERROR": "\x1b[31m"}
@@ -25,48 +24,6 @@ def _timestamp(given: object) -> str:
     except (ValueError, OverflowError):
         moment = datetime.now(UTC)
     return moment.isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
-
-
-class Output:
-    """Standard output that never stalls the supervisor: what a blocked or closed reader does not take is dropped."""
-
-    BACKLOG_BYTES = 1 << 20  # a reader may be this far behind before lines are dropped
-    CHUNK_BYTES = 4096  # what a pipe that poll calls writable takes without blocking: PIPE_BUF
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._poll = select.poll()
-        self._poll.register(descriptor, select.POLLOUT)
-        self._backlog = bytearray()
-        self._closed = False
-        self.dropped = 0
-
-    @property
-    def pending(self) -> bool:
-        """Whether something waits to be written."""
-        return bool(self._backlog)
-
-    def write(self, text: str) -> None:
-        """Write one line, or keep it until the reader takes it; dropped when too much is kept already."""
-        line = text.encode(errors="backslashreplace") + b"\n"
-        if self._closed or len(self._backlog) + len(line) > self.BACKLOG_BYTES:
-            self.dropped += 1
-            return
-        self._backlog += line
-        self.flush()
-
-    def flush(self) -> None:
-        """Write what can be written now."""
-        while self._backlog and self._poll.poll(0):
-            try:
-                written = os.write(self._descriptor, self._backlog[: self.CHUNK_BYTES])
-            except BlockingIOError:
-                return
-            except OSError:  # the reader is gone
-                self._closed = True
-                self._backlog.clear()
-                return
-            del self._backlog[:written]
 
 
 class Log:
@@ -88,9 +45,8 @@ class Log:
     def flush(self) -> None:
         """Write what waited, and once the reader has caught up say how much it missed."""
         self.output.flush()
-        if (dropped := self.output.dropped) and not self.output.pending:
-            self.output.dropped = 0
-            self._write("launcher", {"level": "WARN", "message": f"{dropped} log lines dropped: output was blocked"})
+        if message := self.output.take_drops():
+            self._write("launcher", {"level": "WARN", "message": message})
 
     def record(self, process: str, record: Mapping[str, Any]) -> None:
         """A record of `process`, which is "launcher", "router", or "shard-0" and so on."""

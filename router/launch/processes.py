@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.launch.config import ROOT, TOKEN_VARIABLES
+from router.launch.files import nameless_file
 from router.launch.logs import Log
 from router.launch.parent_death import end_with_parent
 
@@ -47,6 +48,8 @@ class ChildCommand:
     name: str
     argv: tuple[str, ...]
     pass_fds: tuple[int, ...] = ()
+    hears: bool = False  # whether `Child.tell` reaches it, on its standard input
+    secret: str | None = None  # what it reads at the path that `--config` names, and nobody else can
 
 
 class Child:
@@ -58,23 +61,29 @@ class Child:
         self.name = command.name
         self.critical: str | None = None
         self.is_consequence = False
-        self.is_ready = False
+        self.events: deque[dict[str, Any]] = deque()  # records that the supervisor acts on, and has not yet
         self._log = log
         self._errors: deque[str] = deque(maxlen=50)
-        self.process = subprocess.Popen(
-            command.argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            pass_fds=command.pass_fds,
-            start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
-            preexec_fn=end_with_parent(),
-        )
+        with nameless_file(command.secret or "") as secret:
+            argv, descriptors = command.argv, command.pass_fds
+            if command.secret is not None:
+                argv, descriptors = (*argv, "--config", f"/dev/fd/{secret}"), (*descriptors, secret)
+            self.process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE if command.hears else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                pass_fds=descriptors,
+                start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
+                preexec_fn=end_with_parent(),
+            )
         assert self.process.stdout and self.process.stderr
         self.pipes = {self.process.stdout.fileno(): bytearray(), self.process.stderr.fileno(): bytearray()}
         for pipe in self.pipes:
             os.set_blocking(pipe, False)
+        if self.process.stdin is not None:
+            os.set_blocking(self.process.stdin.fileno(), False)
 
     @property
     def title(self) -> str:
@@ -110,9 +119,15 @@ class Child:
 
     def close(self) -> None:
         """Close our ends of its pipes."""
-        for stream in (self.process.stdout, self.process.stderr):
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream:
                 stream.close()
+
+    def tell(self, news: Mapping[str, Any]) -> None:
+        """Write one line of JSON to its standard input, if it hears; one that has ended or is stuck misses it."""
+        if self.process.stdin is not None:
+            with suppress(OSError):
+                os.write(self.process.stdin.fileno(), json.dumps(news).encode() + b"\n")
 
     def signal(self, number: int) -> None:
         """Send to the process alone; SIGKILL to whatever it started, too."""
@@ -134,8 +149,10 @@ class Child:
         if record.get("level") == "CRITICAL" and self.critical is None:
             self.critical = str(record.get("message", ""))
             self.is_consequence = record.get("consequence") is True
-        self.is_ready = self.is_ready or record.get("event") == "ready"
-        self._log.record(self.name, record)
+        if "event" in record:
+            self.events.append(record)
+        if record.get("is_silent") is not True:
+            self._log.record(self.name, record)
 
     @property
     def has_cause(self) -> bool:
@@ -156,6 +173,8 @@ class Child:
                 "killed by signal 9 (SIGKILL), most often the system's out-of-memory killer: use a smaller model, "
                 "--quantize int8, a lower --max-batch-total-tokens, or a machine with more memory"
             )
+        if code == 0:
+            return last or "it exited with code 0 without saying why, as after a SIGTERM that was not the launcher's"
         if code < 0:
             return f"killed by signal {-code} ({signal.strsignal(-code)})" + (f": {last}" if last else "")
         return last or f"it exited with code {code} without saying why"

@@ -1,21 +1,33 @@
 """Runs the processes of a launch until a signal or a failure, and leaves none behind.
 
-One thread: a selector over the children's pipes and a wake-up pipe for signals, so there is nothing to lock.
+Before the first *ready*, whatever ends by itself is a failed launch. Afterwards a shard that dies, or that the router
+found hung, ends its whole group, and a fresh group takes its place; a router that dies is started again beside the
+shards. One thread: a selector over the children's pipes and a wake-up pipe for signals, so there is nothing to lock.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Any
 
+from router.launch.errors import Refusal
 from router.launch.logs import Log
 from router.launch.processes import Child, ChildCommand
+from router.launch.restarts import Restarts
 from router.launch.terminal import printable
+from router.launch.timers import Timers
+
+BLAME_S = 1.0  # a rank that only lost its peers may be noticed so much before the one that failed
+REAP_S = 0.02  # between looks at whether a killed group is gone
+GIVE_UP_S = 8.0  # for the router to tell its clients that it ends
+LEAST_LOAD_S, LOAD_FACTOR = 60.0, 10.0  # what a group may take to load, against what the first took
 
 
 class Phase(Enum):
@@ -23,15 +35,29 @@ class Phase(Enum):
 
     STARTING = auto()
     SERVING = auto()
-    FAILING = auto()  # something ended by itself; another process may still say why
-    DRAINING = auto()  # the router finishes its requests
+    FAILING = auto()  # something ended by itself and will not be started again; another process may still say why
+    DRAINING = auto()  # the router finishes its requests, as SIGTERM asked
     STOPPING = auto()  # every process is told to end
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """How what died is started again.
+
+    group: the commands and the sockets of the shards' group of this number. router: the router's command, beside that
+    group. Both may raise Refusal or OSError.
+    """
+
+    group: Callable[[int], tuple[Sequence[ChildCommand], Sequence[str]]]
+    router: Callable[[int, Sequence[str]], ChildCommand]
+    most_deaths: int
 
 
 class Supervisor:
     """Runs the processes until a signal or a failure, and leaves none behind.
 
-    After a failure, `failure` is the sentence that says whose it was and why.
+    After a failure, `failure` is the sentence that says whose it was and why. Without `renewal`, whatever dies ends the
+    launch. `on_ready` is told whether the router that is ready is the first.
     """
 
     def __init__(
@@ -41,8 +67,10 @@ class Supervisor:
         log: Log,
         *,
         drain_seconds: float,
-        on_ready: Callable[[], None] = lambda: None,
+        on_ready: Callable[[bool], None] = lambda is_first: None,
         stop_seconds: float = 10.0,
+        renewal: Renewal | None = None,
+        sockets: Sequence[str] = (),
     ) -> None:
         self.failure: str | None = None
         self._commands = commands
@@ -51,14 +79,28 @@ class Supervisor:
         self._drain_seconds = drain_seconds
         self._on_ready = on_ready
         self._stop_seconds = stop_seconds
+        self._renewal = renewal
+        most = renewal.most_deaths if renewal is not None else 0
+        self._group_deaths, self._router_deaths = Restarts(most), Restarts(most)
         self._phase = Phase.STARTING
-        self._children: list[Child] = []
-        self._failed: list[Child] = []  # in the order in which they ended
+        self._shards: list[Child] = []  # of the group that serves, or that loads
+        self._router: Child | None = None
+        self._gone: list[Child] = []  # ended, or killed, and in nobody's place any more
+        self._group = 1
+        self._sockets = sockets
+        self._failed: list[Child] = []  # of this group or launch, in the order in which they ended
+        self._report: Mapping[str, Any] | None = None  # why the router gave this group up
+        self._is_restarting = False  # the router, because somebody asked for it
         self._verb = "stopped"
         self._exit_code = 0
-        self._deadline = math.inf
-        self._at_deadline: Callable[[], None] = self._kill
+        self._started_at = time.monotonic()
+        self._load_s = LEAST_LOAD_S
+        self._timers = Timers()
         self._selector = selectors.DefaultSelector()
+
+    @property
+    def _children(self) -> list[Child]:
+        return [*self._shards, *([self._router] if self._router is not None else []), *self._gone]
 
     def run(self, wakeup: int) -> int:
         """Start all processes and watch them until the last has ended; returns the exit code.
@@ -69,7 +111,7 @@ class Supervisor:
         try:
             for command in self._commands:
                 self._spawn(command)
-            while any(child.is_running for child in self._children):
+            while any(child.is_running for child in self._children) or self._is_renewing:
                 self._turn(wakeup)
             if self._phase is Phase.FAILING:  # all of them ended before anybody was blamed
                 self._fail()
@@ -78,104 +120,251 @@ class Supervisor:
             self._finish()
         return self._exit_code
 
+    @property
+    def _is_renewing(self) -> bool:
+        return self._phase in (Phase.SERVING, Phase.DRAINING)
+
     def _spawn(self, command: ChildCommand) -> None:
         child = Child(command, self._environment, self._log)
-        self._children.append(child)
+        if command.name == "router":
+            self._router = child
+        else:
+            self._shards.append(child)
         for pipe in child.pipes:
             self._selector.register(pipe, selectors.EVENT_READ, child)
 
     def _turn(self, wakeup: int) -> None:
-        """Wait for output, signals, ends of processes or the deadline, and act on what has come."""
+        """Wait for output, signals, ends of processes or a timer, and act on what has come."""
         patience = 0.05 if self._log.output.pending else 60.0
-        events = self._selector.select(max(0.0, min(patience, self._deadline - time.monotonic())))
+        events = self._selector.select(max(0.0, min(patience, self._timers.patience)))
         self._log.flush()
         for key, _ in events:
             if key.data is None:
                 self._take_signals(os.read(wakeup, 4096))
             elif not key.data.read(key.fd):
                 self._selector.unregister(key.fd)
-        self._notice_ready()
         for child in self._children:
+            self._take_events(child)
             if child.is_running and child.process.poll() is not None:
+                child.drain()
+                self._take_events(child)
                 self._take_exit(child)
-        if time.monotonic() >= self._deadline:
-            self._deadline = math.inf
-            self._at_deadline()
+        self._forget_gone()
+        self._timers.run()
 
-    def _after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Set the one deadline, in place of any other."""
-        self._deadline = time.monotonic() + seconds
-        self._at_deadline = action
+    def _forget_gone(self) -> None:
+        """Give back the pipes of processes that have ended and been replaced."""
+        for child in self._gone:
+            if not child.is_running:
+                child.drain()
+                for pipe in child.pipes:
+                    with suppress(KeyError):
+                        self._selector.unregister(pipe)
+                child.close()
+        self._gone = [child for child in self._gone if child.is_running]
 
-    def _notice_ready(self) -> None:
-        if self._phase is Phase.STARTING and any(c.is_ready for c in self._children if c.name == "router"):
+    # ------------------------------------------------------------------------------------------------- what comes
+
+    def _take_events(self, child: Child) -> None:
+        """Act on what the router has said."""
+        while child.events:
+            record = child.events.popleft()
+            if child is not self._router:
+                continue
+            if record["event"] == "ready":
+                self._ready()
+            elif record.get("group") != self._group:
+                continue  # of a group that is gone
+            elif record["event"] == "group_ready":
+                self._timers.cancel("load")
+            elif record["event"] == "group_advanced":
+                self._group_deaths.advanced()
+                self._router_deaths.advanced()
+            elif record["event"] == "group_lost" and self._is_renewing:
+                self._lose_group(report=record)
+
+    def _ready(self) -> None:
+        is_first = self._phase is Phase.STARTING
+        if is_first:
             self._phase = Phase.SERVING
-            self._on_ready()
+            self._load_s = max(LEAST_LOAD_S, LOAD_FACTOR * (time.monotonic() - self._started_at))
+        self._on_ready(is_first)
 
     def _take_signals(self, numbers: bytes) -> None:
         for number in numbers:
             if number == signal.SIGCHLD:
                 continue
-            if self._phase in (Phase.STARTING, Phase.SERVING):
+            if number == signal.SIGUSR1:
+                self._restart_router()
+            elif self._phase in (Phase.STARTING, Phase.SERVING) and number != signal.SIGQUIT:
                 self._stop(number)
             else:
                 self._exit_code = 128 + number
                 self._kill()
 
+    def _take_exit(self, child: Child) -> None:
+        """A process has ended: as it was told to, or as the first sign of a failure."""
+        if self._phase is Phase.STOPPING or child in self._gone:
+            return
+        if self._phase is Phase.DRAINING and child is self._router:
+            if child.process.returncode:
+                self._blame(child)
+            self._stop_all(self._stop_seconds)
+        elif self._is_renewing and self._renewal is not None:
+            if child is self._router:
+                self._lose_router(child)
+            else:
+                self._lose_group(child)
+        else:
+            self._failed.append(child)
+            if self._phase is not Phase.FAILING:
+                self._verb = "cannot start" if self._phase is Phase.STARTING else "stopped"
+                self._phase = Phase.FAILING
+                self._timers.set("blame", BLAME_S, self._fail)
+            if child.has_cause or self.failure is not None:
+                self._fail()
+
+    # ------------------------------------------------------------------------------------------ a group, and the next
+
+    def _lose_group(self, child: Child | None = None, report: Mapping[str, Any] | None = None) -> None:
+        """A sign that the group is lost: a shard that ended, or what the router found. The cause may come later."""
+        if child is not None:
+            self._failed.append(child)
+        self._report = self._report or report
+        if (child is not None and child.has_cause) or (report is not None and report.get("is_known")):
+            self._end_group()
+        elif "blame" not in self._timers:
+            self._timers.set("blame", BLAME_S, self._end_group)
+
+    def _end_group(self) -> None:
+        """End what is left of the group and, unless it has died too often, start the next."""
+        sentence = self._cause_of_loss()
+        self._timers.cancel("blame", "load")
+        self._failed, self._report = [], None
+        for shard in self._shards:
+            shard.signal(signal.SIGKILL)
+        self._gone += self._shards
+        self._shards = []
+        delay = self._group_deaths.delay(time.monotonic())
+        if delay is None:
+            self._give_up(sentence)
+            return
+        self._group += 1
+        soon = f" in {delay:g} s" if delay else ""
+        self._log.warn(f"{sentence}; all shards are started again{soon}, and running requests go on")
+        self._timers.set("start", delay, self._start_group)
+
+    def _cause_of_loss(self) -> str:
+        known = next((c for c in self._failed if c.has_cause), None)
+        if known is None and self._report is not None and self._report.get("is_known"):
+            return f"shard {self._report['rank']} stopped: {printable(str(self._report['cause']))}"
+        known = known or next((c for c in self._failed if not c.is_consequence), None) or next(iter(self._failed), None)
+        if known is not None:
+            return f"{known.title} stopped: {printable(known.cause)}"
+        report = self._report or {"rank": 0, "cause": "it was not ready in time"}
+        return f"shard {report['rank']} stopped: {printable(str(report['cause']))}"
+
+    def _start_group(self) -> None:
+        assert self._renewal is not None
+        if any(child.is_running for child in self._gone):  # a device serves the next group when the last has left it
+            self._timers.set("start", REAP_S, self._start_group)
+            return
+        try:
+            commands, self._sockets = self._renewal.group(self._group)
+            for command in commands:
+                self._spawn(command)
+        except (OSError, Refusal) as error:
+            self._give_up(f"the shards cannot be started again: {error}")
+            return
+        self._timers.set("load", self._load_s, self._end_group)
+        if self._router is not None:
+            self._router.tell({"group": self._group, "sockets": list(self._sockets)})
+
+    def _give_up(self, sentence: str) -> None:
+        """Let the router tell its clients, and end."""
+        self.failure, self._exit_code = sentence, 1
+        self._phase = Phase.FAILING
+        self._timers.cancel("start", "router", "load", "blame")
+        if self._router is None or not self._router.is_running:
+            self._kill()
+            return
+        self._log.warn(f"{sentence}; the server ends")
+        self._router.tell({"refusal": sentence})
+        self._timers.set("kill", GIVE_UP_S, self._kill)
+
+    # ----------------------------------------------------------------------------------------------------- the router
+
+    def _lose_router(self, child: Child) -> None:
+        """Start the router again beside the shards, unless it has died too often."""
+        self._gone.append(child)
+        self._router = None
+        if self._is_restarting:
+            self._is_restarting = False
+            self._timers.cancel("drain")
+            self._start_router()
+            return
+        sentence = f"router stopped: {printable(child.cause)}"
+        delay = self._router_deaths.delay(time.monotonic())
+        if delay is None:
+            self._give_up(sentence)
+            return
+        soon = f" in {delay:g} s" if delay else ""
+        self._log.warn(f"{sentence}; it is started again{soon}, without the requests that it had")
+        self._timers.set("router", delay, self._start_router)
+
+    def _start_router(self) -> None:
+        assert self._renewal is not None
+        try:
+            self._spawn(self._renewal.router(self._group, self._sockets))
+        except (OSError, Refusal) as error:
+            self._give_up(f"the router cannot be started again: {error}")
+
+    def _restart_router(self) -> None:
+        """As SIGUSR1 asks: the router finishes its requests and another takes its place."""
+        if self._phase is not Phase.SERVING or self._router is None or self._renewal is None or self._is_restarting:
+            self._log.warn("SIGUSR1: there is no router to restart now")
+            return
+        self._is_restarting = True
+        self._log.info(f"SIGUSR1: the router is restarted; its requests may finish within {self._drain_seconds:g} s")
+        self._router.signal(signal.SIGTERM)
+        self._timers.set("drain", self._drain_seconds + self._stop_seconds, self._kill_router)
+
+    # ------------------------------------------------------------------------------------------------------------ end
+
     def _stop(self, number: int) -> None:
         """Act on the first signal: end at once while nothing can be running yet, else let the router drain."""
         name = signal.Signals(number).name
-        if self._phase is Phase.STARTING:
-            self._log.info(f"{name}: stopping before the model is ready")
+        if self._phase is Phase.STARTING or self._router is None:
+            self._log.info(f"{name}: stopping while no router runs")
             self._stop_all(2.0)
             return
         self._phase = Phase.DRAINING
         self._log.info(f"{name}: running requests may finish within {self._drain_seconds:g} s; once more to abort")
-        for child in self._children:
-            if child.name == "router":
-                child.signal(signal.SIGTERM)
-        self._after(self._drain_seconds + self._stop_seconds, self._kill_router)
+        self._router.signal(signal.SIGTERM)
+        self._timers.set("drain", self._drain_seconds + self._stop_seconds, self._kill_router)
 
     def _kill_router(self) -> None:
-        for child in self._children:
-            if child.name == "router":
-                child.critical = f"it had not finished its requests after {self._drain_seconds:g} s and was killed"
-                child.signal(signal.SIGKILL)
+        if self._router is not None:
+            self._router.critical = f"it had not finished its requests after {self._drain_seconds:g} s and was killed"
+            self._router.signal(signal.SIGKILL)
 
     def _stop_all(self, patience: float) -> None:
         self._phase = Phase.STOPPING
         for child in self._children:
             child.signal(signal.SIGTERM)
-        self._after(patience, self._kill)
+        self._timers.set("kill", patience, self._kill)
 
     def _kill(self) -> None:
         self._phase = Phase.STOPPING
         for child in self._children:
             child.signal(signal.SIGKILL)
 
-    def _take_exit(self, child: Child) -> None:
-        """A process has ended: as it was told to, or as the first sign of a failure."""
-        child.drain()
-        if self._phase is Phase.STOPPING:
-            return
-        if self._phase is Phase.DRAINING and child.name == "router":
-            if child.process.returncode:
-                self._blame(child)
-            self._stop_all(self._stop_seconds)
-            return
-        self._failed.append(child)
-        if self._phase is not Phase.FAILING:
-            self._verb = "cannot start" if self._phase is Phase.STARTING else "stopped"
-            self._phase = Phase.FAILING
-            self._after(1.0, self._fail)  # a rank that only lost its peers may be noticed before the one that failed
-        if child.has_cause:
-            self._fail()
-
     def _fail(self) -> None:
         """Blame whoever failed for a reason of its own, else whoever failed first, and end everything."""
-        culprit = next((c for c in self._failed if c.has_cause), None)
-        culprit = culprit or next((c for c in self._failed if not c.is_consequence), self._failed[0])
-        self._blame(culprit)
+        if self.failure is None:
+            culprit = next((c for c in self._failed if c.has_cause), None)
+            culprit = culprit or next((c for c in self._failed if not c.is_consequence), self._failed[0])
+            self._blame(culprit)
         self._kill()
 
     def _blame(self, child: Child) -> None:

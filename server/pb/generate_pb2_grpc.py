@@ -72,7 +72,8 @@ class ShardServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Warmup(self, request, context):
-        """Runs the worst prompt step that the limits allow, then sizes and allocates the KV cache. Once, on all ranks together.
+        """Runs the worst prompt step that the limits allow, then sizes and allocates the KV cache, on all ranks together. A
+        rank that is warm already answers as it did; one router follows another.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -97,13 +97,13 @@ class SequenceTable:
         return self.most * (1 + self.has_encoder) + 1
 
     def apply(self, request: pb.StepRequest) -> StepRuns:
-        """Retire and add, and plan the step, whose tokens count as computed from now on.
+        """Forget all if asked to, retire and add, and plan the step, whose tokens count as computed from now on.
 
         Raises StepError, before anything changes, for a request that breaks the contract.
         """
         if request.add or request.chunk_ids:
             self._check(request)
-        self._forget(request.retire)
+        self._forget([*self.sequences] if request.reset else request.retire)
         added = [self._add(new) for new in request.add]
         decodes = self._decodes() if request.decode else []
         chunks = [
@@ -132,7 +132,7 @@ class SequenceTable:
                 self.free_rows.extend(sequence.rows)
 
     def _check(self, request: pb.StepRequest) -> None:
-        staying = self.sequences.keys() - set(request.retire)
+        staying = set() if request.reset else self.sequences.keys() - set(request.retire)
         if len(staying) + len(request.add) > self.most:
             first = request.add[0].id
             raise StepError(
@@ -140,15 +140,15 @@ class SequenceTable:
             )
         for new in request.add:
             self._check_new(new)
-        remaining = {id: s.remaining for id, s in self.sequences.items()}
+            if new.id in self.sequences and not request.reset:
+                raise StepError(f"sequence {new.id} is on this shard already")
+        remaining = {id: self.sequences[id].remaining for id in staying}
         remaining |= {new.id: len(new.token_ids) - new.computed for new in request.add}
         for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True):
             if id in remaining and not 0 < count <= remaining[id]:
                 raise StepError(f"sequence {id} has {remaining[id]} prompt tokens left, not {count}")
 
     def _check_new(self, new: pb.NewSequence) -> None:
-        if new.id in self.sequences:
-            raise StepError(f"sequence {new.id} is on this shard already")
         if bool(new.encoder_token_ids) != self.has_encoder:
             raise StepError(f"sequence {new.id} {'lacks' if self.has_encoder else 'has'} tokens for an encoder")
         if not new.token_ids or max([*new.token_ids, *new.encoder_token_ids]) >= self.vocabulary.size:

@@ -10,7 +10,7 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from router.client import KvCache, ModelInfo, OperatorTime, ShardError, ShardHealth, StepReply, StepRequest
@@ -73,6 +73,10 @@ class FakeShardedClient:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     next_token: Callable[[Sequence[int], int, int], int] = fake_next_token
     failing_steps: dict[int, str] = field(default_factory=dict)  # step -> the error that its reply carries
+    fatal_token: int | None = None  # kills the shards when a prompt with it is computed
+    failing_token: int | None = None  # fails the steps that compute a prompt with it
+    deaths: Collection[int] = ()  # steps in which the shards die, counted over all groups
+    renewals: int = 0  # how often other shards take the place of those that died
     keep_requests: bool = True
     requests: list[StepRequest] = field(default_factory=list)
     death: str | None = None  # once set, `receive` and `health` raise ShardError with this cause
@@ -86,6 +90,7 @@ class FakeShardedClient:
     _busy_until: float = 0.0
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _num_steps: int = 0
+    _total_steps: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -132,7 +137,13 @@ class FakeShardedClient:
         self._raise_if_dead()
 
     async def renew(self, error: ShardError) -> None:
-        raise error
+        if not self.renewals:
+            raise error
+        self.renewals -= 1
+        for held in (self._sequences, self._gone, self._used_ids, self._written, self._replies):
+            held.clear()
+        self._num_steps, self._busy_until, self.death = 0, 0.0, None
+        await self.sleep(0)
 
     async def start_profile(self) -> None:
         self._raise_if_dead()
@@ -145,6 +156,7 @@ class FakeShardedClient:
         if self.keep_requests:
             self.requests.append(request)
         self._num_steps += 1
+        self._total_steps += 1
         _require(request.step == self._num_steps, f"step {request.step} follows step {self._num_steps - 1}")
         self._busy_until = max(self.clock(), self._busy_until) + self.step_delay_s
         self._replies.append((self._busy_until, self._run(request)))
@@ -190,6 +202,13 @@ class FakeShardedClient:
         ]
         if request.step in self.failing_steps:
             return self._fail(reply, [*decoding, *(id for id, _ in chunks)], self.failing_steps[request.step])
+        prompts = [self._sequences[id].token_ids for id, _ in chunks if id in self._sequences]
+        if any(self.fatal_token in prompt for prompt in prompts):
+            self.die("killed by what it computed")
+        if any(self.failing_token in prompt for prompt in prompts):
+            return self._fail(reply, [*decoding, *(id for id, _ in chunks)], "cannot compute this")
+        if self._total_steps in self.deaths:
+            self.die("killed from outside")
         for id, num_tokens in chunks:
             self._prefill(id, num_tokens, reply)
         for id in decoding:

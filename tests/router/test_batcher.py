@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router.entry import Entry, Failed, Finished, PromptTokens, Token, ValidRequest
-from router.errors import GenerationError, Unavailable
+from router.errors import Unavailable
 from router.text import FinishReason
 from tests.router.doubles import (
     EOS,
@@ -182,40 +182,7 @@ def test_cancelled_while_the_last_token_is_under_way_is_forgotten() -> None:
     asyncio.run(story())
 
 
-def test_failed_step_fails_its_requests_and_the_loop_goes_on() -> None:
-    async def story() -> None:
-        shards = fake_shards(make_limits(), failing_steps={3: "out of memory"})
-        async with running(shards, max_batch_size=2) as at_work:
-            doomed = [at_work.batcher.submit(request_of(4, 8)) for _ in range(2)]
-            later = request_of(6, 8)
-            survivor = at_work.batcher.submit(later)
-            for entry in doomed:
-                last = (await events_of(entry))[-1]
-                assert isinstance(last, Failed)
-                assert isinstance(last.error, GenerationError)
-                assert "out of memory" in str(last.error)
-            assert await token_ids_of(survivor) == tokens_alone(later)
-        assert is_clean(at_work)
-
-    asyncio.run(story())
-
-
-def test_failed_step_spares_a_sequence_that_had_no_part_in_it() -> None:
-    """Step 2 continues the first prompt alone: the budget has no room for the second, which was admitted in step 1."""
-
-    async def story() -> None:
-        shards = fake_shards(make_limits(max_batch_prefill_tokens=8), failing_steps={1: "bad luck"})
-        async with running(shards, max_batch_prefill_tokens=8) as at_work:
-            first = at_work.batcher.submit(request_of(20, 2))
-            second = at_work.batcher.submit(request_of(5, 2))
-            assert isinstance((await events_of(first))[-1], Failed)
-            assert await token_ids_of(second) == tokens_alone(second.request)
-        assert is_clean(at_work)
-
-    asyncio.run(story())
-
-
-def test_lost_shard_fails_everything_and_ends_the_loop() -> None:
+def test_shards_that_nobody_starts_again_fail_everything_and_end_the_loop() -> None:
     async def story() -> None:
         async with running(max_batch_size=1) as at_work:
             entries = [at_work.batcher.submit(request_of(4, 50)) for _ in range(3)]
@@ -329,9 +296,10 @@ def test_a_prefix_is_computed_once_and_generated_tokens_are_part_of_it() -> None
 
 def test_what_was_not_computed_is_not_shared() -> None:
     async def story() -> None:
-        shards = fake_shards(make_limits(), failing_steps={1: "bad luck"})
+        shards = fake_shards(make_limits(), failing_token=40)
         async with running(shards, prefix_caching=True) as at_work:
             assert isinstance((await events_of(at_work.batcher.submit(request_of(40, 4))))[-1], Failed)
+            shards.failing_token = None
             at_work.traces.clear()
             await token_ids_of(at_work.batcher.submit(request_of(40, 4)))
             assert 40 == at_work.traces[0].prefill_tokens
@@ -436,7 +404,8 @@ async def pay(visit: Visit, at_work: Running) -> None:
         got = [event.id for event in events if isinstance(event, Token)]
         alone = alone_with_eos(request)
         assert got == (alone if isinstance(last, Finished) else alone[: len(got)])
-        assert isinstance(last, Finished) or at_work.shards.failing_steps
+        # A request may fail if it was lost three times and more without getting a token between.
+        assert isinstance(last, Finished) or len(at_work.shards.failing_steps) + len(at_work.shards.deaths) > 2
     else:
         await leave_after(entry, visit.leaves_after)
 
@@ -458,6 +427,7 @@ async def leave_after(entry: Entry, num_events: int) -> None:
     st.floats(0, 2),
     st.integers(0, 12),
     st.just({}) | st.dictionaries(st.integers(1, 40), st.just("bad luck"), max_size=4),
+    st.just(frozenset()) | st.frozensets(st.integers(1, 60), max_size=5),
     st.none() | st.just(7),
     st.none() | st.integers(1, 40),
     st.booleans(),
@@ -471,6 +441,7 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
     ratio: float,
     max_waiting: int,
     failing_steps: dict[int, str],
+    deaths: frozenset[int],
     decoder_start: int | None,
     prefill_chunk: int | None,
     prefix_caching: bool,
@@ -490,7 +461,12 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
             "prefix_caching": prefix_caching and decoder_start is None,
         }
         shards: FakeShardedClient = fake_shards(
-            make_limits(**overrides), next_token=with_eos, failing_steps=failing_steps, decoder_start=decoder_start
+            make_limits(**overrides),
+            next_token=with_eos,
+            failing_steps=failing_steps,
+            deaths=deaths,
+            renewals=len(deaths),
+            decoder_start=decoder_start,
         )
         overrides["num_blocks"] = shards.num_blocks
         async with running(shards, **overrides) as at_work:

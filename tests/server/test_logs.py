@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,3 +74,83 @@ for name in ("router", "other"):
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert expected == [json.loads(line)["target"] for line in done.stdout.splitlines()]
+
+
+# A process that logs more than its pipe and its backlog hold, touches the file it is given, and says one more thing at
+# the end of its input.
+TALKER = """
+import logging, pathlib, sys
+from server.logs import configure_logging
+configure_logging("info")
+log = logging.getLogger("server")
+for number in range(3000):
+    log.info("%d %s", number, "x" * 1000)
+    sys.stderr.write("y" * 1000 + "\\n")
+log.info("serving", extra={"event": "ready"})
+pathlib.Path(sys.argv[1]).touch()
+sys.stdin.read()
+log.critical("why it ends")
+"""
+
+
+def start_talker(done: Path) -> subprocess.Popen[str]:
+    """The talker, when it has said everything although nobody has read a word."""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(
+        [sys.executable, "-c", TALKER, str(done)],
+        cwd=ROOT,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    limit = time.monotonic() + 60
+    while not done.exists() and time.monotonic() < limit:
+        time.sleep(0.02)
+    if not done.exists():
+        process.kill()
+        process.communicate()
+        raise AssertionError("it waits for its reader")
+    return process
+
+
+def test_a_reader_that_stopped_stalls_nobody_and_learns_what_it_missed(tmp_path: Path) -> None:
+    process = start_talker(tmp_path / "done")
+    output, _ = process.communicate(timeout=60)
+    records = [json.loads(line) for line in output.splitlines()]  # none is torn
+    numbers = [int(record["message"].split()[0]) for record in records if record["message"].endswith("x")]
+    assert list(range(len(numbers))) == numbers
+    dropped = next(record for record in records if "log lines dropped" in record["message"])
+    assert 3000 == len(numbers) + int(dropped["message"].split()[0])
+    assert ["why it ends"] == [record["message"] for record in records if record["level"] == "CRITICAL"]
+    assert "ready" in [record.get("event") for record in records]
+
+
+def test_a_reader_that_stopped_for_good_keeps_no_process_from_ending(tmp_path: Path) -> None:
+    process = start_talker(tmp_path / "done")
+    assert process.stdin
+    process.stdin.close()
+    process.stdin = None
+    assert 0 == process.wait(timeout=60)
+    process.communicate()
+
+
+def test_the_last_words_arrive_when_the_reader_is_slow() -> None:
+    code = """
+import logging
+from server.logs import configure_logging
+configure_logging("info")
+for number in range(500):
+    logging.getLogger("server").info("%d %s", number, "x" * 1000)
+logging.getLogger("server").critical("why it ends")
+"""
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        time.sleep(0 if len(lines) % 100 else 0.01)
+    assert 0 == process.wait(timeout=60)
+    process.stdout.close()
+    assert (501, "why it ends") == (len(lines), json.loads(lines[-1])["message"])

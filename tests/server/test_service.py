@@ -77,15 +77,46 @@ def test_info_says_what_was_loaded(with_shard: Callable[[Body], None]) -> None:
 
 def test_warmup_reports_the_cache_and_refuses_what_does_not_fit(with_shard: Callable[[Body], None]) -> None:
     async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
-        reply = await stub.Warmup(LIMITS)
-        assert (1024, 16, 64) == (reply.max_batch_total_tokens, reply.block_size, reply.num_blocks)
-        info = await stub.Info(pb.InfoRequest())
-        assert (16, 64) == (info.block_size, info.num_blocks)
         too_many = pb.WarmupRequest(max_batch_prefill_tokens=64, max_total_tokens=128, max_batch_total_tokens=2**31)
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stub.Warmup(too_many)
         assert grpc.StatusCode.INVALID_ARGUMENT == error.value.code()
         assert "use --max-batch-total-tokens" in str(error.value.details())
+        reply = await stub.Warmup(LIMITS)
+        assert (1024, 16, 64) == (reply.max_batch_total_tokens, reply.block_size, reply.num_blocks)
+        info = await stub.Info(pb.InfoRequest())
+        assert (16, 64) == (info.block_size, info.num_blocks)
+
+    with_shard(body)
+
+
+def test_a_shard_that_is_warm_answers_the_next_router_as_the_first(with_shard: Callable[[Body], None]) -> None:
+    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+        reply = await stub.Warmup(LIMITS)
+        assert reply == await stub.Warmup(LIMITS)
+        same = pb.WarmupRequest()
+        same.CopyFrom(LIMITS)
+        same.max_batch_total_tokens = 1024
+        assert reply == await stub.Warmup(same)
+        same.max_batch_total_tokens = 512
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.Warmup(same)
+        assert "this shard is warm for 1024 tokens and other limits" in str(error.value.details())
+
+    with_shard(body)
+
+
+def test_a_new_router_begins_with_no_sequences(with_shard: Callable[[Body], None]) -> None:
+    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+        await stub.Warmup(LIMITS)
+        assert [r async for r in stub.Run(requests_of(first_step(), pb.StepRequest(step=2, decode=True)))]
+        fresh = first_step()
+        fresh.reset = True
+        decode = pb.StepRequest(step=2, decode=True)
+        replies = [r async for r in stub.Run(requests_of(fresh, decode))]
+        assert [[1], [1]] == [list(r.ids) for r in replies]
+        again = [r async for r in stub.Run(requests_of(first_step()))]
+        assert "sequence 1 is on this shard already" in again[0].error
 
     with_shard(body)
 

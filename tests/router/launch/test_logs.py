@@ -6,7 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from router.launch.logs import Log, Output
+from router.launch.logs import Log
+from server.output import Output
 
 TIME = "2026-11-20T11:00:00.123456+01:00"
 

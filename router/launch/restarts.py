@@ -1,0 +1,42 @@
+"""How often, and how soon, what died is started again.
+
+A death counts unless a token was delivered since the start before it: something that works between its deaths is worth
+restarting for ever, something that does not is broken. The first restart is immediate, later ones back off, and after
+`most` deaths within `WINDOW_S` the server gives up. Arithmetic alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+WINDOW_S = 600.0
+LONGEST_DELAY_S = 16.0
+
+
+class Restarts:
+    """The deaths of one thing that is restarted. `most`: deaths that count before it is given up; 0: the first."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._counted: deque[float] = deque()
+        self._in_a_row = 0
+        self._has_advanced = False
+
+    def advanced(self) -> None:
+        """A token was delivered: the next death does not count."""
+        self._has_advanced = True
+
+    def delay(self, now: float) -> float | None:
+        """It has died. Seconds until it may be started again, or None: give up."""
+        if self._most == 0:
+            return None
+        if self._has_advanced:
+            self._has_advanced, self._in_a_row = False, 0
+            return 0.0
+        while self._counted and self._counted[0] <= now - WINDOW_S:
+            self._counted.popleft()
+        self._counted.append(now)
+        self._in_a_row += 1
+        if len(self._counted) >= self._most:
+            return None
+        return 0.0 if self._in_a_row == 1 else min(2.0 ** (self._in_a_row - 2), LONGEST_DELAY_S)

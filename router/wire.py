@@ -1,0 +1,68 @@
+"""What the router sends to its shards, in the form of `proto/generate.proto`: sequences and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.entry import ValidRequest
+from router.queue import blocks_for
+from server.pb.generate_pb2 import NewSequence, SamplingParameters, StepRequest
+
+
+def new_sequence(
+    id: int,
+    request: ValidRequest,
+    blocks: Sequence[int],
+    block_size: int,
+    *,
+    computed: int = 0,
+    generated: Sequence[int] = (),
+) -> NewSequence:
+    """A sequence in wire form, whose blocks hold the first `computed` of its tokens already.
+
+    blocks: where an encoder reads the prompt, first the encoder's blocks and then the decoder's.
+    generated: the tokens that it has got, where it is rebuilt.
+    """
+    sampling = request.sampling
+    first = blocks_for(len(request.encoder_ids), block_size)
+    return NewSequence(
+        id=id,
+        token_ids=[*request.token_ids, *generated],
+        generated=len(generated),
+        computed=computed,
+        blocks=blocks[first:],
+        sampling=SamplingParameters(
+            do_sample=sampling.do_sample,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            typical_p=sampling.typical_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            watermark=sampling.watermark,
+            seed=sampling.seed,
+        ),
+        top_n_tokens=request.top_n_tokens,
+        prompt_logprobs=request.prompt_logprobs and not generated,  # else the client has them
+        encoder_token_ids=request.encoder_ids,
+        encoder_blocks=blocks[:first],
+    )
+
+
+def step_request(
+    step: int,
+    *,
+    retire: Sequence[int] = (),
+    add: Sequence[NewSequence] = (),
+    chunks: Sequence[tuple[int, int]] = (),
+    decode: bool = False,
+) -> StepRequest:
+    """One step, in wire form; chunks are (sequence, prompt tokens)."""
+    return StepRequest(
+        step=step,
+        retire=retire,
+        add=add,
+        chunk_ids=[id for id, _ in chunks],
+        chunk_tokens=[tokens for _, tokens in chunks],
+        decode=decode,
+    )
