@@ -21,7 +21,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from router import schemas, tgi
+from router import deadline, schemas, tgi
+from router.accounts import Account, AccountMetrics, Accounts
 from router.batcher import Batcher
 from router.bodies import Bodies
 from router.client import ModelInfo, ShardError, Shards
@@ -92,10 +93,13 @@ def create_app(
     batcher: Batcher,
     metrics: Metrics,
     tracer: Tracer,
+    accounts: Accounts | None = None,
 ) -> FastAPI:
-    """The application. Its caller runs the batcher."""
+    """The application. Its caller runs the batcher. accounts: None stands for those of `config`."""
     validator = Validator(tokenizer, limits, config.validation_workers, model.decoder_start)
-    permits = Permits(limits.max_concurrent_requests)
+    permits = Permits(limits.max_concurrent_requests, batcher.seconds_until_free)
+    accounts = accounts if accounts is not None else accounts_of(config)
+    metrics.add(AccountMetrics(accounts), *AccountMetrics.COUNTERS)
     generator = Generator(validator, batcher, metrics, tracer, permits)
     services = Services(
         config=config,
@@ -133,8 +137,13 @@ def create_app(
     _add_status_routes(app, services)
     _add_docs(app)
     _add_error_handlers(app)
-    _add_middleware(app, config)
+    _add_middleware(app, config, accounts)
     return app
+
+
+def accounts_of(config: RouterConfig) -> Accounts:
+    """All API keys. Raises ValueError for a file that cannot be used."""
+    return Accounts(config.api_key, Path(config.api_keys_file) if config.api_keys_file is not None else None)
 
 
 # ---------------------------------------------------------------------------------------------- generation
@@ -157,7 +166,7 @@ def _add_generation_routes(app: FastAPI, services: Services) -> None:
 
     async def tokenize(request: Request) -> Response:
         body = await _read(request, services)
-        with services.permits.hold():  # a long text takes a tokenising thread as any request does
+        with services.permits.hold(_account(request)):  # a long text takes a tokenising thread as any request does
             answer = await services.validator.tokenise(body.inputs, partial(tgi.tokenized_body, body.inputs))
         return Response(answer, media_type="application/json")
 
@@ -176,7 +185,8 @@ def _documented(model: Any) -> dict[str, Any]:
     body = GenerateRequest.model_json_schema()
     body["properties"]["parameters"] = schemas.GenerateParameters.model_json_schema()
     body.pop("$defs", None)
-    errors = {status: {"model": schemas.ErrorResponse} for status in (400, 401, 413, 415, 421, 422, 424, 429, 500, 503)}
+    statuses = (400, 401, 413, 415, 421, 422, 424, 429, 500, 503, 504)
+    errors = {status: {"model": schemas.ErrorResponse} for status in statuses}
     content = {"application/json": {"schema": body}}
     return {
         "responses": {200: {"model": model}, **errors},
@@ -193,9 +203,21 @@ async def _read(request: Request, services: Services) -> GenerateRequest:
 
 
 async def _open(request: Request, body: GenerateRequest, services: Services, *, is_stream: bool) -> OpenRequest:
+    timeout_s = deadline.timeout_of(request.headers.get(deadline.HEADER), services.config.request_timeout)
     return await services.generator.open(
-        body, request_id=request.state.request_id, headers=request.headers, is_stream=is_stream
+        body,
+        request_id=request.state.request_id,
+        headers=request.headers,
+        is_stream=is_stream,
+        account=_account(request),
+        timeout_s=timeout_s,
     )
+
+
+def _account(request: Request) -> Account | None:
+    """Whose key the request came with; None where the server has no keys."""
+    account: Account | None = getattr(request.state, "account", None)
+    return account
 
 
 async def _generate(
@@ -357,16 +379,16 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, bug)
 
 
-def _add_middleware(app: FastAPI, config: RouterConfig) -> None:
+def _add_middleware(app: FastAPI, config: RouterConfig, accounts: Accounts) -> None:
     """Outermost last: an id on every answer, then the Host, then CORS (preflights carry no key), then the key."""
-    if config.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, api_key=config.api_key)
+    if config.api_key is not None or config.api_keys_file is not None:
+        app.add_middleware(ApiKeyMiddleware, accounts=accounts)
     if config.cors_allow_origin:
         app.add_middleware(
             CrossOriginMiddleware,
             allow_origins=config.cors_allow_origin,
             allow_methods=("GET", "POST"),
-            allow_headers=("content-type", "authorization", "x-request-id"),
+            allow_headers=("content-type", "authorization", "x-request-id", deadline.HEADER),
         )
     if config.is_on_loopback:
         app.add_middleware(HostMiddleware, hostname=config.hostname)

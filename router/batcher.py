@@ -11,7 +11,9 @@ the shards apply retire before add.
 
 A sequence is its tokens: what the shards lose, all of it with one that dies or hangs, the step's part where a step
 fails, is queued again in its order, with the tokens that it has got, and its stream goes on with the very same ones.
-What was in such a step twice without getting a token between runs alone, and fails alone if that is lost too.
+What was in such a step twice without getting a token between runs alone, and fails alone if that is lost too. Where one
+API key's request makes room for another's, it leaves the shards and waits to be rebuilt in the same way; the tokens of
+steps that are under way then belong to nobody, and come again.
 
 What this module leaves out: who runs when (`scheduler.py`), text (`text.py`), HTTP, the wire (`client.py`).
 """
@@ -22,13 +24,14 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from router.client import ShardError, Shards, StepReply, StepRequest
+from router.drain_rate import DrainRate
 from router.entry import Entry, Failed, Finished, PromptTokens, Timings, Token, ValidRequest
-from router.errors import GenerationError, IncompleteGeneration, RouterError, Unavailable
+from router.errors import GenerationError, IncompleteGeneration, Overloaded, RouterError, Unavailable
 from router.limits import Limits
 from router.metrics import Metrics, StepTrace
 from router.scheduler import Scheduler, StepPlan
@@ -75,6 +78,7 @@ class Batcher:
         self._clock = clock
         self._trace = trace
         self._scheduler: Scheduler[Entry] = Scheduler(limits)
+        self._drain_rate = DrainRate(clock)
         self._live: dict[int, Entry] = {}  # entries that still owe their reader a last event
         self._under_way: deque[_SentStep] = deque()
         self._replied_at = 0.0
@@ -94,15 +98,26 @@ class Batcher:
         """KV blocks that no running request has reserved."""
         return self._scheduler.num_free_blocks
 
-    def submit(self, request: ValidRequest) -> Entry:
-        """Queue a request. Raises Unavailable when draining or when the shards are gone."""
+    def seconds_until_free(self, count: int) -> int:
+        """How long it will take until so many requests have ended, by how it went of late; for `Retry-After`."""
+        return self._drain_rate.seconds_for_requests(count)
+
+    def check_room(self, requests: Sequence[ValidRequest], owner: str, weight: float) -> None:
+        """Raises Overloaded if the samples of one request would make the queue longer than `max_queue_tokens`."""
+        most, tokens = self._limits.max_queue_tokens, sum(request.size().tokens for request in requests)
+        if most is not None and not self._scheduler.ledger.has_room(tokens, most, owner, weight):
+            seconds = self._drain_rate.seconds_for_tokens(tokens)
+            raise Overloaded(f"Model is overloaded: more than {most} tokens would wait (max_queue_tokens)", seconds)
+
+    def submit(self, request: ValidRequest, *, owner: str = "", weight: float = 1.0) -> Entry:
+        """Queue a request of the API key `owner`. Raises Unavailable when draining or when the shards are gone."""
         if not self.is_accepting:
-            raise Unavailable(
-                "The server is shutting down" if self._is_draining else "The model shards are not running"
-            )
+            raise self._unavailable()
         generated = GeneratedText(self._tokenizer, request.token_ids, request.stop, request.max_new_tokens)
-        entry = Entry(self._scheduler.new_id(), request, generated=generated, queued_at=self._clock())
+        id, now = self._scheduler.new_id(), self._clock()
+        entry = Entry(id, request, owner=owner, weight=weight, generated=generated, queued_at=now)
         self._live[entry.id] = entry
+        self._drain_rate.began()
         self._scheduler.add(entry)
         self._work.set()
         return entry
@@ -113,6 +128,17 @@ class Batcher:
         with suppress(TimeoutError):
             async with asyncio.timeout(delay):
                 await self._ended.wait()
+
+    def _unavailable(self) -> Unavailable:
+        if self._is_draining:
+            return Unavailable("The server is shutting down", self.seconds_until_free(len(self._live)))
+        return Unavailable("The model shards are not running")
+
+    def end(self, entry: Entry, error: RouterError) -> None:
+        """End a request with an error, queued or running; the next step frees what it holds."""
+        if not entry.is_over:
+            self._fail(entry, error)
+            self._work.set()
 
     async def drain(self, timeout: float) -> None:
         """Let nothing in, wait for what runs, fail what is left after `timeout` seconds."""
@@ -184,16 +210,25 @@ class Batcher:
             for entry in plan.retired:
                 if entry.cancelled:
                     self._drop(entry)
+            for id, entry in plan.preempted.items():
+                self._renumber(id, entry)
             for entry in plan.admitted:
                 entry.admitted_at = entry.admitted_at or self._clock()
                 self._metrics.prefix_hit_tokens.inc(plan.cached(entry))
             self._report(plan)
         return plan
 
+    def _renumber(self, id: int, entry: Entry) -> None:
+        """The sequence `id` has left the shards before its end, and waits again as `entry`."""
+        self._live[entry.id] = self._live.pop(id)
+        if not entry.generated_ids:
+            entry.prompt_logprobs.clear()
+        self._metrics.preempted.inc()
+
     def _request(self, plan: StepPlan[Entry]) -> StepRequest:
         return step_request(
             plan.number,
-            retire=[entry.id for entry in plan.retired],
+            retire=[*(entry.id for entry in plan.retired), *plan.preempted],
             add=[
                 new_sequence(
                     entry.id,
@@ -215,6 +250,7 @@ class Batcher:
             step=plan.number,
             batch_size=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
+            waiting_tokens=scheduler.ledger.waiting_tokens,
             num_admitted=len(plan.admitted),
             num_retired=len(plan.retired),
             num_decoding=len(plan.decoding),
@@ -324,6 +360,7 @@ class Batcher:
     def _end(self, entry: Entry) -> None:
         entry.is_over = True
         del self._live[entry.id]
+        self._drain_rate.ended(entry.max_tokens)
 
     def _fail_step(self, step: _SentStep, cause: str) -> None:
         """The shards have dropped this step's sequences, and only those: the others go on."""
@@ -359,4 +396,4 @@ class Batcher:
     def _fail_all(self, error: RouterError) -> None:
         for entry in list(self._live.values()):
             self._fail(entry, error)
-        self._scheduler.waiting.clear()
+        self._scheduler.forget_cancelled()

@@ -12,6 +12,7 @@ block. Never shared: a block that is not full, not yet computed, or of unknown c
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 
 
@@ -33,6 +34,11 @@ class BlockPool:
     def num_free(self) -> int:
         """Blocks that nobody holds, with or without content."""
         return len(self._blank) + len(self._idle)
+
+    def num_freed_by(self, leaving: Iterable[Sequence[int]]) -> int:
+        """How many blocks nobody would hold any more if the holders of these lists of blocks left."""
+        given_up = Counter(block for blocks in leaving for block in blocks)
+        return sum(self._holders[block] == count for block, count in given_up.items())
 
     def find(self, keys: Iterable[bytes]) -> list[int]:
         """The blocks that hold the longest beginning of a sequence whose full blocks have these keys."""

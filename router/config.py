@@ -65,6 +65,18 @@ class RouterConfig(ConnectionSettings):
             "when": "Raise it if clients would rather wait than be refused; too high and they wait for minutes.",
         },
     )
+    max_queue_tokens: int | None = field(
+        default=None,
+        metadata={
+            "help": "Tokens (prompt plus `max_new_tokens`) that waiting requests may reach together. A request beyond "
+            "that is refused with 429 `overloaded`. Without it, max_concurrent_requests alone bounds the queue.",
+            "unit": "tokens",
+            "min": 1,
+            "default": "no limit",
+            "when": "Requests are of very unlike length. Set it to the tokens a second of this server times the "
+            "seconds that clients will wait.",
+        },
+    )
     max_best_of: int = field(
         default=2,
         metadata={
@@ -237,6 +249,26 @@ class RouterConfig(ConnectionSettings):
             "default": "none",
             "when": "Always on an address that others can reach; a warning says so at start. "
             "Prefer the environment variable: flags show in `ps`.",
+        },
+    )
+    api_keys_file: str | None = field(
+        default=None,
+        metadata={
+            "help": "JSON or TOML file of further API keys, each with a name and limits of its own; read again when it "
+            "changes. No key can take more than its share while others wait (docs/operating.md).",
+            "default": "none",
+            "when": "Several people or programs share the server.",
+        },
+    )
+    request_timeout: float | None = field(
+        default=None,
+        metadata={
+            "help": "Longest time for one request, waiting included. What is not finished by then ends with `timeout`: "
+            "504, or an error event in a stream. A client may ask for less with `x-request-timeout-ms`.",
+            "unit": "seconds",
+            "min": 0.001,
+            "default": "no limit",
+            "when": "Clients give up after a known time: what they no longer wait for is then not computed.",
         },
     )
     cors_allow_origin: tuple[str, ...] = field(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from router.errors import RouterError
+from router.fairness import MIN_ADVANCE
 from router.prefix import PrefixKeys
 from router.queue import RequestSize
 from router.text import FinishReason, GeneratedText
@@ -123,6 +124,8 @@ class Scheduled:
     request: ValidRequest
     cancelled: bool = False  # The reader sets it when nobody wants the answer any more.
     is_over: bool = False  # Its last event is out or nobody wants it, so that tokens that still come are dropped.
+    owner: str = ""  # The name of the API key that it came with.
+    weight: float = 1.0  # Of that key: how much of the batch it is entitled to, beside others.
 
     # These fields belong to the scheduler.
     keys: PrefixKeys | None = None  # The keys of its full blocks; None if it shares no blocks.
@@ -132,6 +135,7 @@ class Scheduled:
     generated_ids: list[int] = field(default_factory=list)  # The tokens that came back.
     num_rebuilt: int = 0  # How many of them its sequence on the shards began with, behind the prompt.
     num_losses: int = 0  # Losses of the shards in a step that computed it, since its last token.
+    num_preempted: int = 0  # How often it made room for another key's request.
 
     @property
     def num_prompt_left(self) -> int:
@@ -142,6 +146,16 @@ class Scheduled:
     def is_suspect(self) -> bool:
         """Whether it may be what kills the shards: twice they were lost with it, and it got no token between."""
         return self.num_losses >= 2
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that it can reach."""
+        return self.request.input_length + self.request.max_new_tokens
+
+    @property
+    def may_be_preempted(self) -> bool:
+        """Whether it has got on since it last made room for another, or never did."""
+        return not self.num_preempted or len(self.generated_ids) - self.num_rebuilt >= MIN_ADVANCE
 
     @property
     def is_scheduled_to_its_end(self) -> bool:

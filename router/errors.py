@@ -7,12 +7,14 @@
     ├── BodyTooLarge          413 validation
     ├── Unauthorized          401 unauthorized           no API key, or a wrong one
     ├── WrongHost             421 wrong_host             the Host is not this machine, and only this one is let in
-    ├── Overloaded            429 overloaded             more requests than `max_concurrent_requests`
+    ├── RetryLater                                       with `Retry-After`
+    │   ├── Overloaded        429 overloaded             `max_concurrent_requests`, `max_queue_tokens` or a key's limit
+    │   ├── Unhealthy         503 healthcheck
+    │   └── Unavailable       503 unavailable            draining, or the shards are gone
+    ├── DeadlinePassed        504 timeout                `x-request-timeout-ms` or `request_timeout`
     ├── SlowClient            408 slow_client            a stream that is not read: seen in metrics and logs alone
     ├── GenerationError       424 generation             a shard could not compute the step
-    ├── IncompleteGeneration  500 incomplete_generation  a request ended without a final token: our bug
-    ├── Unhealthy             503 healthcheck
-    └── Unavailable           503 unavailable            draining, or the shards are gone
+    └── IncompleteGeneration  500 incomplete_generation  a request ended without a final token: our bug
 
 Statuses and tags are TGI's where it has them: clients choose their exception classes by them. A body is always
 `{"error", "error_type"}`; it names values and bounds, never a prompt and never a stack.
@@ -35,7 +37,6 @@ INTERNALS = re.compile(
     r"|connection (reset|refused|closed)|broken pipe",
     re.IGNORECASE,
 )
-RETRY_AFTER_S = 1  # a place frees when any running request ends, which is a matter of seconds
 
 
 class RouterError(Exception):
@@ -108,15 +109,35 @@ class WrongHost(RouterError):
         )
 
 
-class Overloaded(RouterError):
-    """More requests than `max_concurrent_requests` would be in the server."""
+class RetryLater(RouterError):
+    """The same request may succeed after `retry_after_s` whole seconds; 1 where nothing is known."""
+
+    def __init__(self, detail: str, retry_after_s: int = 1) -> None:
+        super().__init__(detail)
+        self.retry_after_s = retry_after_s
+
+
+class Overloaded(RetryLater):
+    """More requests than `max_concurrent_requests` would be in the server, or more than one key may have."""
 
     status = 429
     error_type = "overloaded"
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": str(RETRY_AFTER_S)}
 
-    def __init__(self) -> None:
-        super().__init__("Model is overloaded")
+    def __init__(self, detail: str = "Model is overloaded", retry_after_s: int = 1) -> None:
+        super().__init__(detail, retry_after_s)
+
+
+class DeadlinePassed(RouterError):
+    """The request was not answered in the time that it had."""
+
+    status = 504
+    error_type = "timeout"
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(
+            f"The request was not finished within its {seconds:g} s: ask for fewer tokens, or allow it more time "
+            "(`x-request-timeout-ms`, and the server's `request_timeout`)"
+        )
 
 
 class SlowClient(RouterError):
@@ -154,20 +175,18 @@ class IncompleteGeneration(RouterError):
         return "incomplete"  # TGI's word
 
 
-class Unhealthy(RouterError):
+class Unhealthy(RetryLater):
     """A health check failed."""
 
     status = 503
     error_type = "healthcheck"
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": str(RETRY_AFTER_S)}
 
 
-class Unavailable(RouterError):
+class Unavailable(RetryLater):
     """The server drains, or its shards are gone."""
 
     status = 503
     error_type = "unavailable"
-    headers: ClassVar[Mapping[str, str]] = {"Retry-After": str(RETRY_AFTER_S)}
 
 
 def for_clients(cause: str) -> str:
@@ -180,7 +199,8 @@ def for_clients(cause: str) -> str:
 
 def error_response(error: RouterError) -> Response:
     """The whole HTTP response for an error."""
-    return _json(error.body(), error.status, error.headers)
+    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, RetryLater) else error.headers
+    return _json(error.body(), error.status, headers)
 
 
 def status_response(status: int, headers: Mapping[str, str] | None = None) -> Response:

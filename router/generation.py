@@ -7,15 +7,18 @@ answer any more, and writes the one log line. Nothing here knows HTTP shapes, so
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
+from router.accounts import Account
 from router.batcher import Batcher
-from router.entry import Entry, Event, Failed, Finished, PromptTokens, Token
-from router.errors import Overloaded, RouterError
+from router.entry import Entry, Event, Failed, Finished, PromptTokens, Token, ValidRequest
+from router.errors import DeadlinePassed, Overloaded, RouterError
+from router.fairness import may_take
 from router.metrics import Metrics
 from router.schemas import GenerateRequest
 from router.tracing import RequestSpan, Tracer
@@ -40,42 +43,65 @@ class Answer:
 
 
 class Permits:
-    """Counts requests against `max_concurrent_requests`. Never waits."""
+    """Counts requests against `max_concurrent_requests`. Never waits.
 
-    def __init__(self, total: int) -> None:
+    Where several API keys are known, none takes them all: some are always left for a key that has none.
+    """
+
+    def __init__(self, total: int, seconds_until_free: Callable[[int], int]) -> None:
         self._left = total
+        self._seconds_until_free = seconds_until_free
 
-    def take(self, count: int) -> None:
+    def take(self, count: int, account: Account | None = None) -> None:
         """Take `count` permits, all or none. Raises Overloaded."""
         if count > self._left:
-            raise Overloaded()
+            raise Overloaded(retry_after_s=self._seconds_until_free(count))
+        if account is not None:
+            if account.owner and not may_take(count, held=account.num_held, free=self._left, weight=account.share):
+                account.refusals["share"] += 1
+                detail = f"Model is overloaded: API key {account.name} has {account.num_held} requests in it"
+                raise Overloaded(detail, self._seconds_until_free(count))
+            account.take_permits(count)
         self._left -= count
 
-    def give_back(self, count: int) -> None:
+    def give_back(self, count: int, account: Account | None = None) -> None:
         """Return permits that `take` gave."""
         self._left += count
+        if account is not None:
+            account.give_back_permits(count)
 
     @contextmanager
-    def hold(self) -> Iterator[None]:
-        """Hold one permit for the length of a block. Raises Overloaded."""
-        self.take(1)
+    def hold(self, account: Account | None = None) -> Iterator[None]:
+        """Hold one permit for the length of a block, which is a request. Raises Overloaded."""
+        if account is not None:
+            account.count_request()
+        self.take(1, account)
         try:
             yield
         finally:
-            self.give_back(1)
+            self.give_back(1, account)
 
 
 class OpenRequest:
     """A request under way, from its permit to its log line."""
 
     def __init__(
-        self, request_id: str, received_at: float, permits: Permits, metrics: Metrics, span: RequestSpan
+        self,
+        request_id: str,
+        received_at: float,
+        permits: Permits,
+        metrics: Metrics,
+        span: RequestSpan,
+        account: Account | None = None,
     ) -> None:
         self.received_at = received_at
         self.entries: list[Entry] = []
         self._request_id = request_id
         self._permits = permits
         self._num_permits = 0
+        self._account = account
+        self._num_charged = 0
+        self._timer: asyncio.TimerHandle | None = None
         self._metrics = metrics
         self._span = span
         self._finished: Finished | None = None
@@ -95,8 +121,25 @@ class OpenRequest:
 
     def take_permits(self, count: int) -> None:
         """Take more permits, which `close` gives back. Raises Overloaded."""
-        self._permits.take(count)
+        self._permits.take(count, self._account)
         self._num_permits += count
+
+    def charge(self, tokens: int) -> None:
+        """Take tokens of the key's limit; `close` gives those back that were not used. Raises Overloaded."""
+        if self._account is not None:
+            self._account.charge(tokens)
+            self._num_charged = tokens
+
+    def end_at(self, when: float, end: Callable[[Entry], None]) -> None:
+        """Call `end` for each sample that is not over at `when`, a time of the event loop. `close` forgets it."""
+        self._timer = asyncio.get_running_loop().call_at(when, self._end_entries, end)
+
+    def _end_entries(self, end: Callable[[Entry], None]) -> None:
+        unfinished = [entry for entry in self.entries if not entry.is_over]
+        if unfinished:
+            self._metrics.timeouts.labels("running" if unfinished[0].admitted_at else "queued").inc()
+        for entry in unfinished:
+            end(entry)
 
     async def answers(self) -> list[Answer]:
         """All samples, the likeliest first and the others in order. Raises the error of the first that fails.
@@ -146,7 +189,12 @@ class OpenRequest:
         if self._is_closed:
             return
         self._is_closed = True
-        self._permits.give_back(self._num_permits)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._permits.give_back(self._num_permits, self._account)
+        if self._account is not None:
+            prompt = sum(entry.request.input_length for entry in self.entries)
+            self._account.settle(self._num_charged, prompt, sum(e.generated.num_tokens for e in self.entries))
         for entry in self.entries:
             entry.cancelled = not entry.is_over
         if self._finished is not None:
@@ -190,6 +238,8 @@ class OpenRequest:
         error_type = self._error.error_type if self._error else "cancelled"
         reason = str(self._finished.reason) if self._finished else error_type
         fields: dict[str, int | str] = {"request_id": self._request_id, "reason": reason}
+        if self._account is not None:
+            fields["key"] = self._account.name
         if entry is not None:
             fields |= {"prompt_tokens": self.input_length, "generated_tokens": entry.generated.num_tokens}
         if self._finished is not None:
@@ -234,27 +284,61 @@ class Generator:
         self._clock = clock
 
     async def open(
-        self, request: GenerateRequest, *, request_id: str, headers: Mapping[str, str], is_stream: bool
+        self,
+        request: GenerateRequest,
+        *,
+        request_id: str,
+        headers: Mapping[str, str],
+        is_stream: bool,
+        account: Account | None = None,
+        timeout_s: float | None = None,
     ) -> OpenRequest:
         """Validate and queue. Raises the RouterError that refuses the request.
 
-        Whatever it raises, it has given everything back then.
+        Whatever it raises, it has given everything back then. account: of the key that it came with. timeout_s: from
+        now on; the request ends with DeadlinePassed after it.
         """
         self._metrics.request_count.inc()
         span = self._tracer.start("generate_stream" if is_stream else "generate", headers)
-        opened = OpenRequest(request_id, self._clock(), self._permits, self._metrics, span)
+        opened = OpenRequest(request_id, self._clock(), self._permits, self._metrics, span, account)
         with ExitStack() as undo:
             undo.callback(opened.close)
             with opened.noting_failure():
                 if is_stream:
                     check_streamable(request.given)
+                if account is not None:
+                    account.count_request()
                 opened.take_permits(1)
-                valid = await self._validator.validate(request)
+                valid = await self._in_time(opened, self._validator.validate(request), timeout_s)
                 opened.take_permits(len(valid) - 1)
-                for one in valid:
-                    opened.entries.append(self._batcher.submit(one))
+                opened.charge(sum(one.size().tokens for one in valid))
+                self._submit(opened, valid, account)
                 span.event("queued")
                 self._metrics.input_length.observe(opened.input_length)
                 self._metrics.max_new_tokens.observe(valid[0].max_new_tokens)
             undo.pop_all()  # from here on the request's owner closes it
         return opened
+
+    async def _in_time(
+        self, opened: OpenRequest, validation: Awaitable[list[ValidRequest]], timeout_s: float | None
+    ) -> list[ValidRequest]:
+        """What comes of the validation, and a timer for what follows. Raises DeadlinePassed."""
+        if timeout_s is None:
+            return await validation
+        late = DeadlinePassed(timeout_s)
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        try:
+            async with asyncio.timeout_at(deadline):
+                valid = await validation
+        except TimeoutError:
+            self._metrics.timeouts.labels("validation").inc()
+            raise late from None
+        opened.end_at(deadline, lambda entry: self._batcher.end(entry, late))
+        return valid
+
+    def _submit(self, opened: OpenRequest, valid: Sequence[ValidRequest], account: Account | None) -> None:
+        """Queue the samples of one request. Raises Overloaded and Unavailable; `opened` then knows those queued."""
+        owner, weight = (account.owner, account.share) if account is not None else ("", 1.0)
+        self._batcher.check_room(valid, owner, weight)
+        for one in valid:
+            opened.entries.append(self._batcher.submit(one, owner=owner, weight=weight))

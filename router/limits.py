@@ -25,6 +25,7 @@ class Limits:
     block_size: int
     num_blocks: int
     max_concurrent_requests: int
+    max_queue_tokens: int | None = None  # None: no limit
     max_batch_size: int | None  # None: no limit
     waiting_served_ratio: float
     max_waiting_tokens: int
@@ -121,6 +122,7 @@ def resolve(
         block_size=block_size,
         num_blocks=num_blocks,
         max_concurrent_requests=config.max_concurrent_requests,
+        max_queue_tokens=config.max_queue_tokens,
         max_batch_size=config.max_batch_size,
         waiting_served_ratio=config.waiting_served_ratio,
         max_waiting_tokens=config.max_waiting_tokens,

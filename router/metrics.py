@@ -34,6 +34,7 @@ class StepTrace:
     step: int
     batch_size: int
     num_waiting: int
+    waiting_tokens: int
     num_admitted: int
     num_retired: int
     num_decoding: int
@@ -51,16 +52,22 @@ class Metrics:
         self._define_request_metrics(limits)
         self._define_batch_metrics(limits)
         self._define_peaks()
-        names = "|".join(self._counter_names)
-        self._counter_suffix = re.compile(rf"(?m)^((?:# (?:HELP|TYPE) )?(?:{names}))_total(?=[ {{])".encode())
 
     def render(self) -> bytes:
         """The text format."""
-        return self._counter_suffix.sub(rb"\1", generate_latest(_WithoutCreated(self._registry)))
+        names = "|".join(self._counter_names)
+        counter_suffix = rf"(?m)^((?:# (?:HELP|TYPE) )?(?:{names}))_total(?=[ {{])".encode()
+        return re.sub(counter_suffix, rb"\1", generate_latest(_WithoutCreated(self._registry)))
+
+    def add(self, collector: Collector, *counters: str) -> None:
+        """Show what somebody else counts too. Of its families, `counters` are counters."""
+        self._registry.register(collector)
+        self._counter_names += counters
 
     def planned(self, trace: StepTrace) -> None:
         """A step was planned and is about to be sent."""
         self.queue_size.set(trace.num_waiting)
+        self.queue_tokens.set(trace.waiting_tokens)
         self.batch_size.set(trace.batch_size)
         self.batch_tokens.set(trace.reserved_tokens)
         self.free_blocks.set(trace.free_blocks)
@@ -127,12 +134,17 @@ class Metrics:
         self.prefix_hit_tokens = self._counter(
             "tgi_request_prefix_hit_tokens", "Prompt tokens that were in the KV cache already"
         )
+        self.preempted = self._counter(
+            "tgi_request_preempted", "Times that a running request made room for another API key's, to be rebuilt later"
+        )
+        self.timeouts = self._counter("tgi_request_timeout", "Requests whose deadline passed", "stage")
         self.surplus_tokens = self._counter(
             "tgi_request_surplus_tokens", "Tokens computed after a request had ended, and dropped"
         )
 
     def _define_batch_metrics(self, limits: Limits) -> None:
         self.queue_size = self._gauge("tgi_queue_size", "Requests waiting for admission")
+        self.queue_tokens = self._gauge("tgi_queue_tokens", "Tokens that waiting requests may reach")
         self.batch_size = self._gauge("tgi_batch_current_size", "Requests running")
         self.batch_tokens = self._gauge("tgi_batch_current_max_tokens", "Tokens reserved by running requests")
         self._gauge("tgi_batch_max_total_tokens", "Tokens that may be reserved").set(limits.max_batch_total_tokens)

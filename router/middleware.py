@@ -5,8 +5,6 @@ Plain ASGI callables. Starlette's `BaseHTTPMiddleware` would pass every token of
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import re
 import secrets
 from ipaddress import ip_address
@@ -16,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.accounts import Account, Accounts
 from router.errors import Unauthorized, WrongHost, error_response, status_response
 
 SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
@@ -91,27 +90,26 @@ class CrossOriginMiddleware(CORSMiddleware):
 
 
 class ApiKeyMiddleware:
-    """Asks for `Authorization: Bearer KEY` everywhere but on GET and HEAD of OPEN_PATHS."""
+    """Asks for `Authorization: Bearer KEY` but on GET and HEAD of OPEN_PATHS, and notes whose key it is."""
 
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
+    def __init__(self, app: ASGIApp, accounts: Accounts) -> None:
         self._app = app
-        self._digest = _digest(api_key.encode())
+        self._accounts = accounts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and not (self._is_open(scope) or self._has_key(scope)):
-            await error_response(Unauthorized())(scope, receive, send)
-        else:
-            await self._app(scope, receive, send)
+        if scope["type"] == "http" and not self._is_open(scope):
+            account = self._account(scope)
+            if account is None:
+                await error_response(Unauthorized())(scope, receive, send)
+                return
+            scope.setdefault("state", {})["account"] = account
+        await self._app(scope, receive, send)
 
     def _is_open(self, scope: Scope) -> bool:
         return scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN_PATHS
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _account(self, scope: Scope) -> Account | None:
         given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
         scheme, _, key = given.partition(b" ")
-        # Digests have one length and are bytes: comparing them takes the same time whatever was sent, and never raises.
-        return hmac.compare_digest(_digest(key.strip()), self._digest) and scheme.lower() == b"bearer"
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+        account = self._accounts.find(key.strip())
+        return account if scheme.lower() == b"bearer" else None

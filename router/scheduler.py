@@ -3,20 +3,24 @@
 State and arithmetic alone, without clock, asyncio, text, wire or metrics: the batching loop (`batcher.py`) and
 `lockstep-bench simulate` share every decision. `plan` assumes that each plan is sent, in order; `computed` and `failed`
 then say what became of it. What the shards lost is queued again as a new sequence: its prompt, and behind it the tokens
-that it has got. Left out: the rules of admission themselves (`queue.py`).
+that it has got. So is one that made room for another API key's. Left out: the rules of admission themselves
+(`queue.py`), and those between keys (`fairness.py`), which are not asked while all requests are of one key.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import deque
+import operator
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
 from router.blocks import BlockPool
 from router.chunks import ChunkSize
 from router.entry import Scheduled
+from router.fairness import Ledger, divide, fair_order, preempted_for
 from router.limits import Limits
 from router.prefix import PrefixKeys
 from router.queue import Budget, RequestSize, min_size, next_batch
@@ -39,6 +43,7 @@ class StepPlan(Generic[S]):
 
     number: int
     retired: list[S]  # They leave the batch before the step is computed.
+    preempted: dict[int, S]  # So do these, which wait again under new ids, by the ids that they had.
     admitted: list[S]  # They join it with this step.
     chunks: dict[int, int]  # For each sequence whose prompt is computed, how many of its tokens are.
     decoding: list[S]  # Each of them gets one token.
@@ -60,6 +65,7 @@ class Scheduler(Generic[S]):
         self.running: dict[int, S] = {}  # sequences on the shards, in order of admission
         self.waiting: deque[S] = deque()
         self.reserved_tokens = 0
+        self.ledger = Ledger(limits.max_batch_total_tokens, limits.max_batch_size)
         self._chunk = _chunk_size(limits)
         self._pool = BlockPool(limits.num_blocks)
         self._numbers = itertools.count(1)
@@ -94,12 +100,14 @@ class Scheduler(Generic[S]):
     def _prepare(self, entry: S) -> None:
         request = entry.request
         # Prompt log-probabilities need every prompt token computed; an encoder's prompt is no sequence's beginning.
+        self.ledger.queued(entry)
         if self.limits.prefix_caching and not request.prompt_logprobs and not request.encoder_ids:
             entry.keys = PrefixKeys([*request.token_ids, *entry.generated_ids], self.limits.block_size)
 
     def plan(self) -> StepPlan[S] | None:
         """The next step, or None when there is nothing to compute and nobody to retire."""
         retired = self._retire()
+        preempted = self._make_room() if self.ledger.is_contested else {}
         decoding: list[S] = []
         chunks: dict[int, int] = {}
         join_reason = None
@@ -107,17 +115,21 @@ class Scheduler(Generic[S]):
         if self._suspect is None:
             decoding = [entry for entry in self.running.values() if not entry.num_prompt_left]
             budget = self._prefill_budget(len(decoding))
-            chunks = self._continue_prompts(self.running.values(), budget)
+            if self.ledger.is_contested:
+                chunks = self._divide_prompts(budget)
+            else:
+                chunks = self._continue_prompts(self.running.values(), budget)
             join_reason, fresh = self._admit_waiting(budget - sum(chunks.values()))
         elif not fresh:
             chunks = self._continue_prompts([self._suspect], self.limits.max_batch_prefill_tokens)
-        if not (retired or decoding or chunks or fresh):
+        if not (retired or preempted or decoding or chunks or fresh):
             return None
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
         chunks |= {entry.id: self._first_chunk(entry, num_tokens) for entry, num_tokens in fresh}
         return StepPlan(
             number=next(self._numbers),
             retired=retired,
+            preempted=preempted,
             admitted=[entry for entry, _ in fresh],
             chunks=chunks,
             decoding=decoding,
@@ -189,9 +201,11 @@ class Scheduler(Generic[S]):
 
     def forget_cancelled(self) -> list[S]:
         """Take the requests out of the queue that nobody wants any more, and return them."""
-        gone = [entry for entry in self.waiting if entry.cancelled]
+        gone = [entry for entry in self.waiting if entry.cancelled or entry.is_over]
         if gone:
-            self.waiting = deque(entry for entry in self.waiting if not entry.cancelled)
+            self._take_from_queue(gone)
+            for entry in gone:
+                self.ledger.unqueued(entry)
         return gone
 
     def _retire(self) -> list[S]:
@@ -216,6 +230,58 @@ class Scheduler(Generic[S]):
                 budget -= chunks[entry.id]
         return chunks
 
+    def _divide_prompts(self, budget: int) -> dict[int, int]:
+        """The same between several keys: each has its part of the budget, and so has the key whose request is next."""
+        wanted: Counter[str] = Counter()
+        for entry in self.running.values():
+            wanted[entry.owner] += entry.num_prompt_left
+        head = self._next_in_turn()
+        if head is not None and self._has_room(head):
+            wanted[head.owner] += head.request.size(rebuilt=head.num_rebuilt).prefill
+        chunks: dict[int, int] = {}
+        for owner, part in divide(budget, wanted, self.ledger.weights).items():
+            chunks |= self._continue_prompts((entry for entry in self.running.values() if entry.owner == owner), part)
+        return {id: chunks[id] for id in self.running if id in chunks}
+
+    def _make_room(self) -> dict[int, S]:
+        """Have others leave for the request that is next, if its key is entitled to that; by the ids that they had."""
+        head = self._next_in_turn()
+        if head is None or self._suspect is not None or self._has_room(head):
+            return {}
+        leaving = preempted_for(head, list(self.running.values()), self.ledger, partial(self._has_room, head))
+        preempted = {entry.id: entry for entry in leaving}
+        for entry in leaving:
+            self._release(entry)
+            entry.id = self.new_id()
+            entry.num_preempted += 1
+        self.add_again(leaving[::-1])
+        return preempted
+
+    def _has_room(self, entry: S, leaving: Sequence[S] = ()) -> bool:
+        """Whether a waiting request fits into the batch once `leaving` have left it."""
+        limits, size = self.limits, entry.request.size()
+        tokens = limits.max_batch_total_tokens - self.reserved_tokens + sum(one.max_tokens for one in leaving)
+        blocks = self._pool.num_free + self._pool.num_freed_by(one.blocks for one in leaving)
+        has_place = limits.max_batch_size is None or len(self.running) - len(leaving) < limits.max_batch_size
+        return has_place and size.tokens <= tokens and size.blocks(limits.block_size) <= blocks
+
+    def _next_in_turn(self) -> S | None:
+        """Between several keys, the waiting request that is admitted next."""
+        return next(fair_order(self._unsuspected(), self.ledger), None)
+
+    def _unsuspected(self) -> Iterator[S]:
+        """The waiting requests before the first that runs alone."""
+        return itertools.takewhile(lambda entry: not entry.is_suspect, self.waiting)
+
+    def _take_from_queue(self, entries: Sequence[S]) -> None:
+        """Remove waiting requests from the queue; mostly they are its first."""
+        if all(map(operator.is_, entries, self.waiting)):
+            for _ in entries:
+                self.waiting.popleft()
+        else:
+            gone = set(entries)
+            self.waiting = deque(entry for entry in self.waiting if entry not in gone)
+
     def _admit_suspect(self) -> list[tuple[S, int]]:
         """Admit the head of the queue alone if it may be what kills the shards: it, with its first prompt chunk."""
         if self._suspect is not None or not self.waiting or not self.waiting[0].is_suspect:
@@ -232,8 +298,10 @@ class Scheduler(Generic[S]):
         self._steps_since_admission += 1
         limits, running = self.limits, len(self.running)
         minimum = min_size(running, self._steps_since_admission, limits.waiting_served_ratio, limits.max_waiting_tokens)
-        unsuspected = itertools.takewhile(lambda entry: not entry.is_suspect, self.waiting)
-        admitted = self._admit(unsuspected, prefill_tokens, minimum)
+        if self.ledger.is_contested:  # the ratio would let in whoever fits, not whose turn it is
+            admitted = self._admit(fair_order(self._unsuspected(), self.ledger), prefill_tokens, None)
+        else:
+            admitted = self._admit(self._unsuspected(), prefill_tokens, minimum)
         if not admitted:
             return None, []
         self._steps_since_admission = 0
@@ -241,7 +309,7 @@ class Scheduler(Generic[S]):
         return reason if running else None, admitted
 
     def _admit(self, candidates: Iterable[S], prefill_tokens: int, minimum: int | None) -> list[tuple[S, int]]:
-        """Admit from the head of the queue, whose first requests `candidates` are, `minimum` or more."""
+        """Admit the first of `candidates`, requests that wait, `minimum` or more."""
         limits = self.limits
         budget = Budget(
             prefill_tokens=prefill_tokens,
@@ -250,9 +318,11 @@ class Scheduler(Generic[S]):
             places=None if limits.max_batch_size is None else limits.max_batch_size - len(self.running),
             block_size=limits.block_size,
         )
+        seen: list[S] = []
         found: list[list[int]] = []
-        chunks = next_batch(self._sizes(candidates, found), budget, minimum)
-        admitted = [self.waiting.popleft() for _ in chunks]
+        chunks = next_batch(self._sizes(candidates, seen, found), budget, minimum)
+        admitted = seen[: len(chunks)]
+        self._take_from_queue(admitted)
         # All found blocks are held before any is allocated: else one that a later request shares could be given away.
         for blocks in found[: len(admitted)]:
             self._pool.hold(blocks)
@@ -260,11 +330,12 @@ class Scheduler(Generic[S]):
             self._reserve(entry, blocks)
         return list(zip(admitted, chunks, strict=True))
 
-    def _sizes(self, entries: Iterable[S], found: list[list[int]]) -> Iterator[RequestSize]:
-        """What each of `entries` needs; the blocks that hold its beginning are appended to `found`."""
+    def _sizes(self, entries: Iterable[S], seen: list[S], found: list[list[int]]) -> Iterator[RequestSize]:
+        """What each of `entries` needs; it is appended to `seen`, and the blocks that hold its beginning to `found`."""
         block_size = self.limits.block_size
         for entry in entries:
             # The last token is computed in any case: it yields the next logits.
+            seen.append(entry)
             most = (entry.num_prompt_left - 1) // block_size
             found.append(self._pool.find(entry.keys.keys[:most]) if entry.keys is not None else [])
             yield entry.request.size(cached=len(found[-1]) * block_size, rebuilt=entry.num_rebuilt)
@@ -275,12 +346,14 @@ class Scheduler(Generic[S]):
         entry.num_prompt_scheduled = len(found) * self.limits.block_size
         self.reserved_tokens += size.tokens
         self.running[entry.id] = entry
+        self.ledger.admitted(entry)
 
     def _release(self, entry: S) -> None:
         del self.running[entry.id]
         if entry is self._suspect:
             self._suspect = None
         self.reserved_tokens -= entry.request.size().tokens
+        self.ledger.released(entry)
         self._pool.free(entry.blocks)
         entry.blocks = []
 

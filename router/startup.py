@@ -11,6 +11,7 @@ from router.limits import Limits, derive_lengths, max_sequences, resolve, useful
 
 TABLE_LIMITS = (
     "max_concurrent_requests",
+    "max_queue_tokens",
     "max_input_length",
     "max_total_tokens",
     "max_batch_prefill_tokens",

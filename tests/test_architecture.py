@@ -47,8 +47,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.queue": set(),
     "router.prefix": set(),
     "router.chunks": set(),
+    "router.fairness": set(),
     "router.scheduler": {
-        "router.blocks", "router.chunks", "router.entry", "router.limits", "router.prefix", "router.queue",
+        "router.blocks", "router.chunks", "router.entry", "router.fairness", "router.limits", "router.prefix",
+        "router.queue",
     },
     "router.blocks": set(),
     "router.config": {"router.connection_settings"},

@@ -128,11 +128,12 @@ GROUPS = {
     "Model": "model_id revision trust_remote_code huggingface_hub_cache weights_cache_override tokenizer_config_path "
     "rope_scaling rope_factor",
     "Sharding": "sharded num_shard shard_uds_path master_addr master_port max_deaths",
-    "Limits": "max_concurrent_requests max_input_length max_total_tokens max_batch_prefill_tokens "
+    "Limits": "max_concurrent_requests max_queue_tokens max_input_length max_total_tokens max_batch_prefill_tokens "
     "prefill_chunk max_inter_token_ms max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens "
     "max_best_of max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching "
     "enable_prefill_logprobs",
-    "HTTP": "hostname port api_key cors_allow_origin validation_workers shutdown_delay graceful_termination_timeout",
+    "HTTP": "hostname port api_key api_keys_file request_timeout cors_allow_origin validation_workers shutdown_delay "
+    "graceful_termination_timeout",
     "Connections": "header_timeout body_timeout keep_alive_timeout unread_timeout max_header_bytes max_header_lines "
     "max_unfinished_bytes max_discarded_bytes",
     "Engine": "dtype device threads quantize random_weights cuda_memory_fraction cuda_graphs "

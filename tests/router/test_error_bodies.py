@@ -32,7 +32,9 @@ def test_inside_of_the_server_stays_in_its_log(cause: str, caplog: pytest.LogCap
                 answer = await it.post(path)
                 assert answer.status_code == 424
                 assert_is_clean_answer(answer.headers["content-type"], answer.content)
-        async with site(fake_shards(make_limits(), failing_steps=dict.fromkeys(range(3, 50), cause), step_delay_s=0.01)) as it:
+        async with site(
+            fake_shards(make_limits(), failing_steps=dict.fromkeys(range(3, 50), cause), step_delay_s=0.01)
+        ) as it:
             *_, last = events_in((await it.post("/generate_stream", max_new_tokens=9)).text)
             assert_is_clean(last)
         async with site(fake_shards(make_limits(), step_delay_s=0.05)) as it:
