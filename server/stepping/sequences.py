@@ -99,11 +99,11 @@ class SequenceTable:
     def apply(self, request: pb.StepRequest) -> StepRuns:
         """Forget all if asked to, retire and add, and plan the step, whose tokens count as computed from now on.
 
-        Raises StepError, before anything changes, for a request that breaks the contract.
+        Raises StepError for a request that breaks the contract; then nothing has changed but that whoever retires left.
         """
+        self._forget([*self.sequences] if request.reset else request.retire)
         if request.add or request.chunk_ids:
             self._check(request)
-        self._forget([*self.sequences] if request.reset else request.retire)
         added = [self._add(new) for new in request.add]
         decodes = self._decodes() if request.decode else []
         chunks = [
@@ -132,23 +132,22 @@ class SequenceTable:
                 self.free_rows.extend(sequence.rows)
 
     def _check(self, request: pb.StepRequest) -> None:
-        staying = set() if request.reset else self.sequences.keys() - set(request.retire)
-        if len(staying) + len(request.add) > self.most:
+        if len(self.sequences) + len(request.add) > self.most:
             first = request.add[0].id
             raise StepError(
                 f"sequence {first} is one too many: there is room for {self.most}, so raise --max-concurrent-requests"
             )
         for new in request.add:
             self._check_new(new)
-            if new.id in self.sequences and not request.reset:
-                raise StepError(f"sequence {new.id} is on this shard already")
-        remaining = {id: self.sequences[id].remaining for id in staying}
+        remaining = {id: s.remaining for id, s in self.sequences.items()}
         remaining |= {new.id: len(new.token_ids) - new.computed for new in request.add}
         for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True):
             if id in remaining and not 0 < count <= remaining[id]:
                 raise StepError(f"sequence {id} has {remaining[id]} prompt tokens left, not {count}")
 
     def _check_new(self, new: pb.NewSequence) -> None:
+        if new.id in self.sequences:
+            raise StepError(f"sequence {new.id} is on this shard already")
         if bool(new.encoder_token_ids) != self.has_encoder:
             raise StepError(f"sequence {new.id} {'lacks' if self.has_encoder else 'has'} tokens for an encoder")
         if not new.token_ids or max([*new.token_ids, *new.encoder_token_ids]) >= self.vocabulary.size:

@@ -147,6 +147,20 @@ def test_an_error_is_a_reply_and_the_stream_goes_on(with_shard: Callable[[Body],
     with_shard(body)
 
 
+def test_whoever_retires_leaves_though_the_step_is_refused(with_shard: Callable[[Body], None]) -> None:
+    async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
+        await stub.Warmup(LIMITS)
+        bad = first_step(id=2, chunk=4)
+        bad.step = 2
+        bad.retire.append(1)
+        decode = pb.StepRequest(step=3, decode=True)
+        replies = [r async for r in stub.Run(requests_of(first_step(), bad, decode))]
+        assert "sequence 2 has 3 prompt tokens left, not 4" in replies[1].error
+        assert [[1], [], []] == [list(r.ids) for r in replies]
+
+    with_shard(body)
+
+
 def test_health_counts_steps(with_shard: Callable[[Body], None]) -> None:
     async def body(stub: pb_grpc.ShardStub, service: ShardService) -> None:
         await stub.Warmup(LIMITS)
