@@ -84,16 +84,19 @@ class Clients:
     async def go_on(self, client: httpx2.AsyncClient, rng: random.Random) -> None:
         """One stream after the other until `is_over`."""
         while not self.is_over:
-            number = rng.randrange(len(self.requests))
-            try:
-                answer, pause = await self._ask(client, self.requests[number])
-            except (httpx2.HTTPError, ValueError, KeyError) as error:
-                self.tally.failures.append(f"{type(error).__name__}: {error}")
-                continue
-            self.tally.answers += 1
-            self.tally.pauses.append(pause)
-            if answer != self.expected[number]:
-                self.tally.failures.append(f"request {number}: {answer} instead of {self.expected[number]}")
+            await self._one(client, rng)
+
+    async def _one(self, client: httpx2.AsyncClient, rng: random.Random) -> None:
+        number = rng.randrange(len(self.requests))
+        try:
+            answer, pause = await self._ask(client, self.requests[number])
+        except (httpx2.HTTPError, ValueError, KeyError) as error:
+            self.tally.failures.append(f"{type(error).__name__}: {error}")
+            return
+        self.tally.answers += 1
+        self.tally.pauses.append(pause)
+        if answer != self.expected[number]:
+            self.tally.failures.append(f"request {number}: {answer} instead of {self.expected[number]}")
 
     async def _ask(self, client: httpx2.AsyncClient, request: dict[str, Any]) -> tuple[Answer, float]:
         """The answer and the longest time in which nothing of it came. Raises ValueError for an error."""

@@ -1,13 +1,16 @@
-"""A fault inside a shard, for tests: put this folder on PYTHONPATH and name a file in LOCKSTEP_TEST_FAULT.
+"""For tests: put this folder on PYTHONPATH, and shards can meet faults and the router can give memory back.
 
-The file says `RANK KIND`. The rank that it names meets the fault in its next step, once: whoever does removes the file.
-KIND is `raise`, or the seconds for which the step sleeps. Python imports this module by its name at every start; no
-process but a shard does anything with it.
+LOCKSTEP_TEST_FAULT names a file that says `RANK KIND`. The rank that it names meets the fault in its next step, once:
+whoever does removes the file. KIND is `raise`, or the seconds for which the step sleeps. SIGUSR2 makes the router
+collect its garbage and give free memory back to the system. Python imports this module by its name at every start.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -36,6 +39,13 @@ def _install(path: Path, rank: str) -> None:
     engine.launch = with_fault
 
 
+def _give_back(*_: object) -> None:
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+if "router" in sys.orig_argv:
+    signal.signal(signal.SIGUSR2, _give_back)
 if "server" in sys.orig_argv and "LOCKSTEP_TEST_FAULT" in os.environ:
     _rank = sys.orig_argv[-1].rsplit("-", 1)[1].removesuffix(".json")
     threading.Thread(target=_install, args=(Path(os.environ["LOCKSTEP_TEST_FAULT"]), _rank), daemon=True).start()
