@@ -39,6 +39,8 @@ from router.transport import Connections
 from server.logs import configure_logging
 
 LAST_BYTES_S = 5  # for answers that are complete when the server stops
+# A full collection looks at every connection, a second for 10,000; it waits until 1.4 million objects more are kept.
+GC_THRESHOLDS = (700, 10, 200)  # Python's but for the last, which is 10
 MOST_FILES = 2**20  # that are asked for: some containers allow a billion, and tables are sized by it
 SPARE_FILES = 64  # descriptors that are no connections and may yet be opened: channels to shards, files that are sent
 
@@ -106,6 +108,7 @@ async def run(config: RouterConfig) -> int:
         listener = socket.socket(fileno=config.listen_fd)  # does not listen yet, so that clients are refused until then
         address = _address(config, listener)
         logger.info("%s", table(config, started, address), extra={"raw": True})
+        gc.set_threshold(*GC_THRESHOLDS)
         gc.freeze()  # what start-up made stays: a full collection would stop every stream for 20 ms to look at it again
         connections = Connections(config, max_connections())
         server = HttpServer(app, connections, lambda: lifecycle.info("ready at %s", address, extra={"event": "ready"}))

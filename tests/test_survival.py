@@ -60,7 +60,7 @@ def read_log(server: Server) -> None:
 def disturbed(server: Server, disturb: Disturb, streams: int = 8) -> tuple[Tally, str]:
     """What the clients saw, and what was logged meanwhile."""
     num_lines = len(server.lines)
-    requests = mixed_requests(2 * streams, random.Random(4), most_tokens=60)
+    requests = mixed_requests(2 * streams, random.Random(4), most_tokens=40)
     tally = asyncio.run(survive(server, disturb, streams=streams, requests=requests))
     assert not tally.failures
     assert tally.answers >= streams
@@ -87,7 +87,6 @@ def test_a_rank_that_hangs_is_named_and_replaced(server: Server, rank: int) -> N
 @pytest.mark.parametrize(
     ("rank", "kind", "sentence"),
     [
-        (0, "raise", "shard 0 stopped: RuntimeError: a tile was lost"),
         (1, "raise", "shard 1 stopped: RuntimeError: a tile was lost"),
         (0, "60", "shard 0 stopped: it answers, but its step does not end"),
         (1, "60", "shard 1 stopped: it answers, but its step does not end"),

@@ -108,7 +108,9 @@ async def serving(app: FastAPI, settings: RouterConfig, max_connections: int = 1
     """The application on the port that this gives."""
     listener = socket.create_server(("127.0.0.1", 0))
     protocol: Any = partial(GuardedHttpProtocol, shared=Connections(settings, max_connections))
-    server = uvicorn.Server(uvicorn.Config(app, http=protocol, ws="none", log_config=None, access_log=False))
+    fixed: dict[str, Any] = {"ws": "none", "log_config": None, "access_log": False}
+    # A story that fails leaves connections behind: its server ends all the same.
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol, timeout_graceful_shutdown=5, **fixed))
     task = asyncio.create_task(server._serve([listener]))
     while not server.started:
         await asyncio.sleep(0.001)
