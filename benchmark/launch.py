@@ -222,6 +222,7 @@ def running_server(flags: Sequence[str]) -> Iterator[Server]:
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as folder:
         prefix = os.path.join(folder, "shard")
         own = ["--hostname", "127.0.0.1", "--port", "0", "--json-output", "--shard-uds-path", prefix]
+        own += ["--max-deaths", "0"]  # what is measured is one life of a server
         own += ["--log-level", "info"]  # or the table would be missing where the environment asks for less
         own += ["--graceful-termination-timeout", "0"]  # nobody waits for an answer when we stop it
         server = Server([*own, *flags], ())

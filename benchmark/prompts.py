@@ -16,7 +16,7 @@ from typing import Any
 from benchmark.report import BenchError
 from benchmark.shards import cached_file
 from benchmark.steps import random_prompts
-from router.text import ModelTokenizer
+from router.text import ModelTokenizer, TokenizerError
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def read_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[Pr
         if line.strip():
             try:
                 prompts.append(_prompt(json.loads(line), args.output_length, tokenizer))
-            except (ValueError, TypeError, AttributeError) as error:
+            except (ValueError, TypeError, AttributeError, TokenizerError) as error:
                 raise BenchError(f"{args.prompts}, line {number}: {error}") from None
     if not prompts:
         raise BenchError(f"{args.prompts} has no prompts: write one JSON object a line")

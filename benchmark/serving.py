@@ -124,6 +124,8 @@ def server_token_ends(client: HttpClient) -> workload.TokenEnds:
     async def ends(text: str) -> list[int]:
         try:
             status, tokens = await client.json("POST", "/tokenize", {"inputs": text})
+            if status == 422 and " " in text:
+                raise workload.TextTooLong(str(tokens))
             return [token["stop"] for token in tokens]
         except (OSError, TimeoutError) as error:
             raise unreachable(client.url, error) from None

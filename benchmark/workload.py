@@ -146,18 +146,28 @@ def mean_lengths(lengths: Sequence[Lengths]) -> Lengths:
 # ----------------------------------------------------------------------------------------------------------- prompts
 
 
+class TextTooLong(BenchError):
+    """A server counts no tokens of a text with more than its longest prompt has."""
+
+
 async def exact_prompt(num_tokens: int, token_ends: TokenEnds, random: Random, words: Sequence[str] = WORDS) -> str:
     """Random words that the tokenizer makes exactly `num_tokens` of, special tokens included. Raises BenchError."""
     text = " ".join(random.choices(words, k=num_tokens))
     for _ in range(PROMPT_ATTEMPTS):
-        ends = await token_ends(text)
+        try:
+            ends = await token_ends(text)
+        except TextTooLong:
+            parts = text.split(" ")
+            text = " ".join(parts[: -max(1, len(parts) // 8)])
+            continue
         surplus = len(ends) - num_tokens
         if surplus == 0:
             return text
         in_text = [end for end in ends if end > 0]
         if surplus >= len(in_text):
             break
-        text = text[: in_text[-surplus - 1]] if surplus > 0 else f"{text} {random.choice(words)}"
+        more = random.choices(words, k=max(1, -surplus // 4))
+        text = text[: in_text[-surplus - 1]] if surplus > 0 else " ".join([text, *more])
     raise BenchError(f"found no prompt of exactly {num_tokens} tokens for this tokenizer: use another --input-length")
 
 

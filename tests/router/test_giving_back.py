@@ -92,10 +92,10 @@ def test_second_sample_that_is_refused_frees_the_first(monkeypatch: pytest.Monke
         async with site(fake_shards(make_limits(), step_delay_s=0.01)) as it:
             calls = iter([submit, None, submit])
 
-            def once(*arguments: Any) -> Any:
+            def once(*arguments: Any, **named: Any) -> Any:
                 if (call := next(calls)) is None:
                     raise Unavailable("The server is shutting down")
-                return call(*arguments)
+                return call(*arguments, **named)
 
             monkeypatch.setattr(Batcher, "submit", once)
             assert_is_error(await it.post("/generate", best_of=2, do_sample=True), 503, "unavailable")
