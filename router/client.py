@@ -313,17 +313,17 @@ class ShardedClient:
         reply = await self._ranks[0].call("Profile", ProfileRequest(trace_path=trace_path))
         return [OperatorTime(*row) for row in zip(reply.names, reply.calls, reply.self_ns, strict=True)]
 
-    async def laggard(self, seconds: float) -> ShardError:
-        """Which rank keeps the others waiting: one that does not answer within `seconds`, else the least advanced."""
+    async def silent(self, seconds: float) -> int | None:
+        """The first rank that gives no sign of life within `seconds`; None if all do."""
         calls = (rank.call("Health", HealthRequest(), seconds) for rank in self._ranks)
-        replies: list[Any] = await asyncio.gather(*calls, return_exceptions=True)
-        for reply in replies:
-            if isinstance(reply, ShardError):
-                return reply
-            if isinstance(reply, BaseException):
-                raise reply
+        replies = await asyncio.gather(*calls, return_exceptions=True)
+        return next((rank for rank, reply in enumerate(replies) if isinstance(reply, BaseException)), None)
+
+    async def laggard(self, seconds: float) -> int:
+        """Which of ranks that all give signs of life keeps the others waiting: the least advanced."""
+        replies = await self._all("Health", HealthRequest(), seconds)
         progress = [(reply.collectives, reply.steps_finished) for reply in replies]
-        return ShardError(progress.index(min(progress)), "it answers, but its step does not end")
+        return progress.index(min(progress))
 
     def check(self) -> None:
         """Nothing: what is lost shows in `receive`."""

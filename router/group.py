@@ -30,9 +30,9 @@ from router.client import (
     StepReply,
     StepRequest,
 )
-from router.watch import TICK_S, StepWatch
+from router.watch import FLOOR_S, TICK_S, StepWatch
 
-PROBE_S = 0.5  # for ranks to answer when a step is late
+PROBE_S = 1.5  # for every rank to give a sign of life while a step goes on for longer than half of FLOOR_S
 MOST_LINE_BYTES = 64 * 1024  # of what the launcher says at once
 
 lifecycle = logging.getLogger("router.lifecycle")  # what the launcher acts on; it is sent at every log level
@@ -106,9 +106,7 @@ class ShardGroup:
 
     async def warmup(self, **wanted: int) -> KvCache:
         """Make the ranks ready; a later group is asked for the KV cache that this one got."""
-        since = self._clock()
         cache = await self._client.warmup(**wanted)
-        self._watch = StepWatch(self._clock() - since)
         self._wanted = wanted | {"max_batch_total_tokens": cache.max_batch_total_tokens}
         return cache
 
@@ -159,10 +157,24 @@ class ShardGroup:
         """Look after the time of steps, for ever."""
         while True:
             await asyncio.sleep(TICK_S)
-            seconds = self._watch.lateness(self._clock())
-            if seconds is not None and self._loss is None:
-                error = await self._client.laggard(PROBE_S)
-                self._lose(ShardError(error.rank, f"{error.cause}: a step has taken {seconds:.1f} s"))
+            age = self._watch.age(self._clock())
+            if age > FLOOR_S / 2 and self._loss is None:
+                await self._examine(self._watch)
+
+    async def _examine(self, watch: StepWatch) -> None:
+        """A step takes long. Lose the group if a rank is dumb, or if the step is late for its size."""
+        client, step = self._client, watch.num_answered
+        rank = await client.silent(PROBE_S)
+        cause = "it does not answer"
+        age = watch.age(self._clock())
+        if rank is None and watch.is_late(age):
+            try:
+                rank = await client.laggard(PROBE_S)
+            except ShardError as error:
+                rank = error.rank
+            cause = "it answers, but its step does not end"
+        if rank is not None and self._loss is None and (client, step) == (self._client, watch.num_answered):
+            self._lose(ShardError(rank, f"{cause}: a step has taken {age:.1f} s"))
 
     def noticed(self) -> None:
         """The launcher has said something: if that is a new group, this one is gone."""

@@ -208,6 +208,17 @@ def test_a_router_is_started_again_beside_the_same_shards(number: signal.Signals
         assert 0 == server.wait()[0]
 
 
+def test_a_router_and_its_shards_may_die_together() -> None:
+    with Server("--model-id", "null", "--num-shard", "2") as server:
+        expected, router = answer(server), router_of(server)
+        for pid in (router, *shards_of(server)):
+            os.kill(pid, signal.SIGKILL)
+        while Path(f"/proc/{router}").exists():
+            time.sleep(0.02)
+        again(server)
+        assert expected == answer(server)
+
+
 def last_event(server: Server, rank: int) -> str:
     """The error that a stream ends with when this rank is killed."""
     asked = body("Once", max_new_tokens=2000)

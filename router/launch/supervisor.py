@@ -85,6 +85,7 @@ class Supervisor:
         self._phase = Phase.STARTING
         self._shards: list[Child] = []  # of the group that serves, or that loads
         self._router: Child | None = None
+        self._is_router_ready = False
         self._gone: list[Child] = []  # ended, or killed, and in nobody's place any more
         self._group = 1
         self._sockets = sockets
@@ -127,7 +128,7 @@ class Supervisor:
     def _spawn(self, command: ChildCommand) -> None:
         child = Child(command, self._environment, self._log)
         if command.name == "router":
-            self._router = child
+            self._router, self._is_router_ready = child, False
         else:
             self._shards.append(child)
         for pipe in child.pipes:
@@ -184,6 +185,7 @@ class Supervisor:
                 self._lose_group(report=record)
 
     def _ready(self) -> None:
+        self._is_router_ready = True
         is_first = self._phase is Phase.STARTING
         if is_first:
             self._phase = Phase.SERVING
@@ -277,8 +279,10 @@ class Supervisor:
             self._give_up(f"the shards cannot be started again: {error}")
             return
         self._timers.set("load", self._load_s, self._end_group)
-        if self._router is not None:
+        if self._router is not None and self._is_router_ready:
             self._router.tell({"group": self._group, "sockets": list(self._sockets)})
+        elif self._router is not None:
+            self._router.signal(signal.SIGKILL)  # it waits for a group that is gone; another will know this one
 
     def _give_up(self, sentence: str) -> None:
         """Let the router tell its clients, and end."""

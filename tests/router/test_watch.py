@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from router.watch import FLOOR_S, SAMPLES, TICK_S, StepWatch
+from router.watch import FLOOR_S, MOST_S, SAMPLES, TICK_S, StepWatch
 
 
 def took(watch: StepWatch, prompt_tokens: int, seconds: Iterable[float], start: float = 0.0) -> float:
@@ -24,47 +24,61 @@ def late_after(watch: StepWatch, now: float, most: float) -> float | None:
     at = now
     while at < now + most:
         at += TICK_S
-        if watch.lateness(at) is not None:
+        if watch.is_late(watch.age(at)):
             return at - now
     return None
 
 
 def test_nothing_is_late_where_nothing_is_under_way() -> None:
-    watch = StepWatch(first_s=0.1)
+    watch = StepWatch()
     assert late_after(watch, 0.0, 100.0) is None
     now = took(watch, 0, [0.1])
     assert late_after(watch, now, 100.0) is None
 
 
 def test_a_quick_step_is_late_after_the_floor() -> None:
-    watch = StepWatch(first_s=0.1)
+    watch = StepWatch()
     now = took(watch, 0, [0.01] * 50)
     watch.sent(0, now)
     assert FLOOR_S + TICK_S == pytest.approx(late_after(watch, now, 100.0), abs=TICK_S)
 
 
 def test_a_slow_step_is_late_after_ten_times_the_slowest_of_its_size() -> None:
-    watch = StepWatch(first_s=0.1)
+    watch = StepWatch()
     now = took(watch, 512, [1.0] * 20)
     watch.sent(512, now)
     assert 10.0 == pytest.approx(late_after(watch, now, 100.0), abs=2 * TICK_S)
 
 
 def test_a_larger_step_than_any_known_may_take_longer_in_proportion() -> None:
-    watch = StepWatch(first_s=100.0)
+    watch = StepWatch()
     now = took(watch, 127, [0.5] * 20)
     watch.sent(511, now)  # four times as many
     assert 20.0 == pytest.approx(late_after(watch, now, 100.0), abs=2 * TICK_S)
 
 
-def test_before_anything_is_known_the_warmup_says_how_long() -> None:
-    watch = StepWatch(first_s=0.7)
+def test_of_a_smaller_step_the_larger_says_how_long() -> None:
+    watch = StepWatch()
+    now = took(watch, 4000, [1.0] * 20)
+    watch.sent(100, now)
+    assert 10.0 == pytest.approx(late_after(watch, now, 100.0), abs=2 * TICK_S)
+
+
+def test_before_anything_is_known_there_is_much_time() -> None:
+    watch = StepWatch()
     watch.sent(4096, 5.0)
-    assert 7.0 == pytest.approx(late_after(watch, 5.0, 100.0), abs=2 * TICK_S)
+    assert pytest.approx(late_after(watch, 5.0, 1000.0), abs=2 * TICK_S) == MOST_S
+
+
+def test_a_step_far_larger_than_any_known_is_late_some_time() -> None:
+    watch = StepWatch()
+    now = took(watch, 0, [1.0])
+    watch.sent(4096, now)
+    assert pytest.approx(late_after(watch, now, 1000.0), abs=2 * TICK_S) == MOST_S
 
 
 def test_a_step_that_waits_behind_another_is_not_late_for_it() -> None:
-    watch = StepWatch(first_s=0.1)
+    watch = StepWatch()
     now = took(watch, 0, [0.01] * 50)
     watch.sent(0, now)
     watch.sent(0, now)
@@ -73,15 +87,16 @@ def test_a_step_that_waits_behind_another_is_not_late_for_it() -> None:
 
 
 def test_time_in_which_the_whole_machine_stood_still_does_not_count() -> None:
-    watch = StepWatch(first_s=0.1)
+    watch = StepWatch()
     now = took(watch, 0, [0.01] * 50)
     watch.sent(0, now)
-    assert watch.lateness(now + 60.0) is None
+    assert not watch.is_late(watch.age(now + 60.0))
     assert late_after(watch, now + 60.0, 1.0) is None
 
 
 def test_old_times_are_forgotten() -> None:
-    watch = StepWatch(first_s=0.1)
+    watch = StepWatch()
     took(watch, 0, [5.0])
-    took(watch, 0, [0.01] * SAMPLES)
-    assert FLOOR_S == watch.deadline(0)
+    now = took(watch, 0, [0.01] * SAMPLES, start=5.0)
+    watch.sent(0, now)
+    assert FLOOR_S + TICK_S == pytest.approx(late_after(watch, now, 100.0), abs=TICK_S)
