@@ -92,7 +92,7 @@ def test_code_of_a_repository_is_refused_in_constants_that_no_switch_turns() -> 
 
 
 def test_the_router_has_nothing_to_open_connections_with() -> None:
-    """It speaks to shards through gRPC, over the sockets that the launcher names, and to a collector if there is one."""
+    """It speaks through gRPC alone: to shards over the sockets that the launcher names, and to a collector if asked."""
     router = [(module, tree) for module, tree in shipped() if longest_match(module, {"router"})]
     assert [] == [module for module, tree in router if imported(tree) & CLIENTS]
     opened = {
