@@ -34,7 +34,7 @@ def shipped() -> Iterator[tuple[str, ast.Module]]:
 
 def imported(tree: ast.Module) -> set[str]:
     """Modules that a module imports, at its top or inside functions, and the packages around them."""
-    names = set()
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
