@@ -98,9 +98,9 @@ class Scheduler(Generic[S]):
             self.waiting.appendleft(entry)
 
     def _prepare(self, entry: S) -> None:
+        self.ledger.queued(entry)
         request = entry.request
         # Prompt log-probabilities need every prompt token computed; an encoder's prompt is no sequence's beginning.
-        self.ledger.queued(entry)
         if self.limits.prefix_caching and not request.prompt_logprobs and not request.encoder_ids:
             entry.keys = PrefixKeys([*request.token_ids, *entry.generated_ids], self.limits.block_size)
 

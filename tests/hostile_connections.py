@@ -30,9 +30,9 @@ import uvloop
 
 from tests.running import ROOT, Server, body
 
-PROBE = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
-SCRIPT = b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nhost: x\r\n\r\n"  # 1.5 MB
-POST = b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+PROBE = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
+SCRIPT = b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nhost: localhost\r\n\r\n"  # 1.5 MB
+POST = b"POST /generate HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 TRICKLE_S = 0.5
 ESTABLISHED = 1  # in the first byte of TCP_INFO
 LATE_S = 10.0  # for a client at nice 19 to notice

@@ -154,10 +154,10 @@ def test_what_an_encoder_read_survives_too(tmp_path: Path) -> None:
     words = [f"t{id}" for id in range(4, COMMON["vocab_size"])]
     requests = [
         body(request["inputs"], **{**request["parameters"], "stop": []})
-        for request in mixed_requests(16, random.Random(4), 400, words, 60)
+        for request in mixed_requests(16, random.Random(4), 100, words, 60)
     ]
     with Server("--model-id", str(tmp_path), "--dtype", "float32", "--num-shard", "2") as server:
-        disturb = signals(SIGNALS["kill"], 2, random.Random(3), most_s=0.5)
+        disturb = signals(SIGNALS["kill"], 1, random.Random(3), most_s=0.3)
         tally = asyncio.run(survive(server, disturb, streams=8, requests=requests))
     assert not tally.failures
     assert tally.answers >= 8
