@@ -282,7 +282,7 @@ async def check_health(services: Services) -> None:
     if services.batcher.is_leaving:
         raise Unhealthy("unhealthy: the server is shutting down")
     if services.batcher.outage is not None:
-        raise Unhealthy(f"unhealthy: the model shards are started again: {services.batcher.outage}")
+        raise Unhealthy(f"unhealthy: the model shards are being started again: {services.batcher.outage}")
     try:
         health = await services.shared_health.health()
     except ShardError as error:

@@ -180,7 +180,7 @@ class Batcher:
         seconds = self._clock() - since
         self._metrics.recovered(seconds)
         self.outage = None
-        logger.warning("recovered in %.1f s from %s: %d requests go on", seconds, error, num_running)
+        logger.info("recovered in %.1f s (%s); requests that go on: %d", seconds, error, num_running)
 
     async def _turn(self) -> bool:
         """Send a step, or take a reply, or wait for work. Returns False when there is no work and none will come."""

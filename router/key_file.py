@@ -110,7 +110,7 @@ def _problems_of(table: Mapping[str, Any]) -> Iterator[str]:
     elif "key" in table and not _matches(KEY, table["key"]):
         yield "`key` must be 1 to 256 printable ASCII characters without spaces"
     elif "sha256" in table and not _matches(SHA256, table["sha256"]):
-        yield "`sha256` must be 64 hexadecimal digits: printf %s KEY | sha256sum"
+        yield "`sha256` must be 64 hexadecimal digits: what printf %s KEY | sha256sum begins with"
     for name in LIMITS:
         value = table.get(name, 1)
         if type(value) is not int or value < 1:

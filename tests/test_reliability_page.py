@@ -45,7 +45,7 @@ def test_every_test_that_is_named_exists() -> None:
 
 
 def test_every_command_and_file_that_is_named_exists() -> None:
-    modules = re.findall(r"`python -m ([\w.]+)`", PAGE)
+    modules = re.findall(r"`\.venv/bin/python -m ([\w.]+)`", PAGE)
     files = [f"{module.replace('.', '/')}.py" for module in modules]
     files += re.findall(r"`([\w/]+\.py)`", PAGE) + [f"docs/{link}" for link in re.findall(r"\]\(([\w/.-]+)\)", PAGE)]
     assert modules and [] == [path for path in files if not (ROOT / path).is_file()]

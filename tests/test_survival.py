@@ -141,7 +141,7 @@ def test_health_says_no_while_there_are_no_shards(server: Server) -> None:
             while (answer := await client.get(f"{server.url}/health")).status_code == 200:
                 await asyncio.sleep(0.01)
         assert 503 == answer.status_code
-        assert re.search("the model shards are started again: shard 0: ", answer.json()["error"])
+        assert re.search("the model shards are being started again: shard 0: ", answer.json()["error"])
         await recovery_after(server, count)
 
     disturbed(server, kill)

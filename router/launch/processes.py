@@ -168,6 +168,8 @@ class Child:
         last = self._last_error()
         if self.critical is not None:
             return self.critical
+        if code == -signal.SIGKILL and self.name == "router":
+            return "killed by signal 9 (SIGKILL), by the system's out-of-memory killer or by hand"
         if code == -signal.SIGKILL:
             return (
                 "killed by signal 9 (SIGKILL), most often the system's out-of-memory killer: use a smaller model, "
