@@ -229,9 +229,10 @@ def divide(budget: int, wanted: Mapping[str, int], weights: Mapping[str, float])
     while (open_ := [owner for owner in wanted if parts[owner] < wanted[owner]]) and budget:
         total = sum(weights[owner] for owner in open_)
         round_budget = budget
-        for owner in open_:
+        for place, owner in enumerate(open_, 1):
             fair = max(1, int(round_budget * weights[owner] / total))
-            part = min(fair, wanted[owner] - parts[owner], budget)
+            kept = sum(not parts[other] for other in open_[place:])  # one for each that has none yet
+            part = min(fair, wanted[owner] - parts[owner], max(1, budget - kept), budget)
             parts[owner] += part
             budget -= part
     return parts

@@ -148,7 +148,7 @@ def test_no_cost_is_negative_or_no_number(history: list[tuple[int, int, float]])
     for decoding, tokens, took in history:
         if decoding or tokens:
             times.note(decoding, tokens, took)
-            assert 0 <= times.seconds(decoding, tokens) < 1000 * 60
+            assert 0 <= times.seconds(decoding, tokens) <= 60 * (1 + decoding + tokens)
             assert times.prompt_tokens(decoding, took) >= 0
 
 
