@@ -233,12 +233,6 @@ def p99(values: Sequence[float]) -> float:
     return sorted(values)[-(-99 * len(values) // 100) - 1]
 
 
-def router_of(server: Server) -> Path:
-    """The router in /proc."""
-    processes = [Path(f"/proc/{pid}") for pid in server.children()]
-    return next(process for process in processes if b"router" in (process / "cmdline").read_bytes())
-
-
 def held(router: Path) -> dict[str, float]:
     """Megabytes and descriptors of the router."""
     pages = int((router / "statm").read_text().split()[1])
@@ -258,7 +252,7 @@ def outlived(lifetimes: dict[str, list[float]], timeouts: Timeouts) -> dict[str,
 def measure(args: argparse.Namespace) -> dict[str, Any]:
     """All figures."""
     with Server("--model-id", args.model_id) if args.model_id else Server() as server:
-        router = router_of(server)
+        router = Path(f"/proc/{server.router()}")
 
         def figures() -> dict[str, float]:
             found = uvloop.run(gaps(server, args.streams, args.seconds, args.tokens))

@@ -139,7 +139,7 @@ class Client:
         self._prompt = prompt
         self._output_length = output_length
         self._server = server
-        self._router = next(pid for pid in server.children() if b"router" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        self._router = server.router()
 
     async def _send(self, replies: list[Reply]) -> None:
         replies.append(await self._http.stream(self._api, self._prompt, self._output_length))

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure(folder: Path, num_shards: int) -> float:
     """Milliseconds of the router's CPU time for each step of one load, after a smaller one."""
     with Server("--model-id", "null", "--num-shard", str(num_shards), folder=folder) as server:
-        router = next(pid for pid in server.children() if b"router" in Path(f"/proc/{pid}/cmdline").read_bytes())
+        router = server.router()
         separate(router, server.children())
         asyncio.run(load(server, tokens=30))
         before = cpu_seconds(router), steps_of(server)

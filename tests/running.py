@@ -82,6 +82,23 @@ class Server:
         """Process ids that the launcher started."""
         return children_of(self.process.pid)
 
+    def router(self) -> int:
+        """Process id of the router that runs now."""
+        return next(pid for pid in self.children() if b"\0router\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
+
+    def shards(self) -> list[int]:
+        """Process ids of the shards that run now, by rank."""
+        found = {}
+        for pid in self.children():
+            try:
+                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
+                state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if "/shard-" in command and state not in "ZX":
+                found[int(command.split("/shard-")[1].split(".")[0])] = pid
+        return [found[rank] for rank in sorted(found)]
+
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its name and labels."""
         text = httpx2.get(f"{self.url}/metrics", timeout=30).text

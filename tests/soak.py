@@ -62,11 +62,6 @@ class RestlessClients(Clients):
         self.cancelled += 1
 
 
-def router_of(server: Server) -> int:
-    """Process id of the router that runs now."""
-    return next(pid for pid in server.children() if b"\0router\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
-
-
 def held(pid: int) -> dict[str, float]:
     """What a process holds: resident megabytes, descriptors, threads."""
     status = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
@@ -81,7 +76,7 @@ async def soak(
     server: Server, minutes: float, sample_s: float = 60.0
 ) -> tuple[RestlessClients, list[dict[str, float]]]:
     """The clients, and what the router held at each sample; the last is of an idle router."""
-    router = router_of(server)
+    router = server.router()
     clients = RestlessClients(server.url, mixed_requests(2 * STREAMS, random.Random(5)))
     samples = []
     limits = httpx2.Limits(max_connections=None)
@@ -115,7 +110,7 @@ def main() -> int:
     args, flags = parser.parse_known_args()
     env = {"PYTHONPATH": str(ROOT / "tests" / "faults")}
     with Server("--dtype", "float32", *flags, env=env) as server:
-        before = asyncio.run(trimmed(router_of(server)))
+        before = asyncio.run(trimmed(server.router()))
         clients, samples = asyncio.run(soak(server, args.minutes))
         metrics = server.metrics()
     settled = samples[min(SETTLED_MINUTE, len(samples)) - 1]

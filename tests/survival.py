@@ -19,7 +19,6 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -128,20 +127,6 @@ class Clients:
         return tuple(token["id"] for token in details["tokens"]), answer["generated_text"], details["finish_reason"]
 
 
-def shards_of(server: Server) -> list[int]:
-    """Process ids of the shards that run now, by rank."""
-    found = {}
-    for pid in server.children():
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if "/shard-" in command and state not in "ZX":
-            found[int(command.split("/shard-")[1].split(".")[0])] = pid
-    return [found[rank] for rank in sorted(found)]
-
-
 Disturb = Callable[[Server], Awaitable[None]]
 
 
@@ -152,7 +137,7 @@ def signals(number: signal.Signals, times: int, rng: random.Random, most_s: floa
         for _ in range(times):
             await asyncio.sleep(rng.uniform(0.05, most_s))
             count = await recoveries(server)
-            os.kill(rng.choice(shards_of(server)), number)
+            os.kill(rng.choice(server.shards()), number)
             await recovery_after(server, count)
 
     return disturb

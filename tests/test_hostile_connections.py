@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx2
 import uvloop
 
-from tests.hostile_connections import KINDS, CrowdProcess, Timeouts, gaps, held, outlived, router_of
+from tests.hostile_connections import KINDS, CrowdProcess, Timeouts, gaps, held, outlived
 from tests.running import Server
 
 TIMEOUTS = Timeouts(header=1.0, body=2.0, keep_alive=3.0, unread=2.0)
@@ -22,7 +22,7 @@ TOKENS = 100
 
 def test_a_crowd_of_connections_is_served_or_ended() -> None:
     with Server("--model-id", "null", *TIMEOUTS.flags()) as server:
-        router = router_of(server)
+        router = Path(f"/proc/{server.router()}")
         uvloop.run(gaps(server, num_streams=8, seconds=0.1, num_tokens=TOKENS))
         before = held(router)["descriptors"]
         with CrowdProcess(server, num_idle=200, num_hostile=48, interval=PROBE_INTERVAL_S) as crowd:
@@ -47,7 +47,7 @@ def cpu_seconds(process: Path) -> float:
 def test_more_connections_than_descriptors_cost_nothing_and_leave_room_for_probes() -> None:
     few = ("sh", "-c", 'ulimit -n 256; exec "$0" launcher.py "$@"', sys.executable)
     with Server("--model-id", "null", command=few) as server:
-        router = router_of(server)
+        router = Path(f"/proc/{server.router()}")
         address = urlsplit(server.url)
         connections = []
         for _ in range(600):

@@ -26,7 +26,6 @@ from tests.survival import (
     mixed_requests,
     recoveries,
     recovery_after,
-    shards_of,
     signals,
     survive,
 )
@@ -78,7 +77,7 @@ def test_a_rank_that_hangs_is_named_and_replaced(server: Server, rank: int) -> N
     async def stop(server: Server) -> None:
         await asyncio.sleep(0.3)
         count = await recoveries(server)
-        os.kill(shards_of(server)[rank], signal.SIGSTOP)
+        os.kill(server.shards()[rank], signal.SIGSTOP)
         await recovery_after(server, count)
 
     _, log = disturbed(server, stop)
@@ -121,9 +120,9 @@ def test_a_kill_during_the_recovery_is_survived_too(server: Server) -> None:
     async def kill_twice(server: Server) -> None:
         await asyncio.sleep(0.3)
         count = await recoveries(server)
-        first = shards_of(server)
+        first = server.shards()
         os.kill(first[1], signal.SIGKILL)
-        while len(fresh := [pid for pid in shards_of(server) if pid not in first]) < 2:
+        while len(fresh := [pid for pid in server.shards() if pid not in first]) < 2:
             await asyncio.sleep(0.02)
         await asyncio.sleep(0.5)
         os.kill(fresh[0], signal.SIGKILL)
@@ -136,7 +135,7 @@ def test_a_kill_during_the_recovery_is_survived_too(server: Server) -> None:
 def test_health_says_no_while_there_are_no_shards(server: Server) -> None:
     async def kill(server: Server) -> None:
         count = await recoveries(server)
-        os.kill(shards_of(server)[0], signal.SIGKILL)
+        os.kill(server.shards()[0], signal.SIGKILL)
         async with httpx2.AsyncClient(timeout=30) as client:
             while (answer := await client.get(f"{server.url}/health")).status_code == 200:
                 await asyncio.sleep(0.01)
@@ -157,17 +156,13 @@ def test_what_an_encoder_read_survives_too(tmp_path: Path) -> None:
         for request in mixed_requests(16, random.Random(4), 100, words, 60)
     ]
     with Server("--model-id", str(tmp_path), "--dtype", "float32", "--num-shard", "2") as server:
-        disturb = signals(SIGNALS["kill"], 1, random.Random(3), most_s=0.3)
+        disturb = signals(SIGNALS["kill"], 3, random.Random(3), most_s=0.3)
         tally = asyncio.run(survive(server, disturb, streams=8, requests=requests))
     assert not tally.failures
     assert tally.answers >= 8
 
 
 # ------------------------------------------------------------------------------------------- routers, and giving up
-
-
-def router_of(server: Server) -> int:
-    return next(pid for pid in server.children() if b"\0router\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
 
 def answer(server: Server) -> str:
@@ -193,7 +188,7 @@ def again(server: Server, within: float = 60) -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
 def test_a_router_is_started_again_beside_the_same_shards(number: signal.Signals) -> None:
     with Server("--num-shard", "2") as server:
-        expected, shards, router = answer(server), shards_of(server), router_of(server)
+        expected, shards, router = answer(server), server.shards(), server.router()
         if number == signal.SIGUSR1:
             server.stop(number)
         else:
@@ -201,7 +196,7 @@ def test_a_router_is_started_again_beside_the_same_shards(number: signal.Signals
         while Path(f"/proc/{router}").exists():
             time.sleep(0.02)
         again(server)
-        assert (expected, shards) == (answer(server), shards_of(server))
+        assert (expected, shards) == (answer(server), server.shards())
         os.kill(shards[0], signal.SIGKILL)  # what came after knows its launcher, too
         again(server)
         assert expected == answer(server)
@@ -211,8 +206,8 @@ def test_a_router_is_started_again_beside_the_same_shards(number: signal.Signals
 
 def test_a_router_and_its_shards_may_die_together() -> None:
     with Server("--model-id", "null", "--num-shard", "2") as server:
-        expected, router = answer(server), router_of(server)
-        for pid in (router, *shards_of(server)):
+        expected, router = answer(server), server.router()
+        for pid in (router, *server.shards()):
             with contextlib.suppress(ProcessLookupError):  # the launcher ends the group of the first itself
                 os.kill(pid, signal.SIGKILL)
         while Path(f"/proc/{router}").exists():
@@ -227,7 +222,7 @@ def last_event(server: Server, rank: int) -> str:
     with httpx2.stream("POST", f"{server.url}/generate_stream", json=asked, timeout=60) as stream:
         lines = stream.iter_lines()
         assert next(lines).startswith("data:")
-        os.kill(shards_of(server)[rank], signal.SIGKILL)
+        os.kill(server.shards()[rank], signal.SIGKILL)
         error: str = events_of(list(lines))[-1]["error"]
         return error
 
@@ -245,7 +240,7 @@ def test_deaths_without_a_token_between_are_given_up() -> None:
     with Server("--model-id", "null", "--max-deaths", "3") as server:
         for _ in range(3):
             again(server)
-            [shard] = shards_of(server)
+            [shard] = server.shards()
             os.kill(shard, signal.SIGTERM)
             while Path(f"/proc/{shard}").exists() and server.process.poll() is None:
                 time.sleep(0.02)
