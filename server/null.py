@@ -22,14 +22,13 @@ from server.blocks import BLOCK_SIZE, num_blocks
 from server.config import ShardConfig
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
-from server.relay import StepStream
+from server.relay import MAX_MESSAGE_BYTES, StepStream
 
 # " The little fox walked along the river in the morning sun and found a red ball under the old tree." as the embedded
 # model's tokenizer writes it, one word each: no end token, so that only length and stop sequences end a request.
 SENTENCE = (305, 391, 1122, 855, 1100, 265, 913, 324, 265, 438, 600, 289, 577, 262, 827, 1420, 666, 265, 388, 713, 17)
 LOGPROB = -0.5  # of every token: exact in float32, and short as text
 MOST_TOKENS = 2**24  # of a cache that takes no memory: the router's lists of its blocks do
-MAX_MESSAGE_BYTES = 64 * 2**20  # as on a real shard
 
 
 @dataclass(slots=True)

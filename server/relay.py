@@ -26,7 +26,8 @@ import grpc
 from server.pb import generate_pb2 as pb
 
 LENGTH_BYTES = 4  # before each message
-MAX_MESSAGE_BYTES = 64 * 2**20  # as between router and shards
+# Steps carry prompts of at most a few hundred thousand token ids; a larger message is a mistake.
+MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_LAG = 1  # steps that another rank may be behind rank 0 when rank 0's reply goes out
 POLL_S = 0.05
 MAX_UNANSWERED = 8  # steps on their way to one rank; the router has two under way

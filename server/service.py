@@ -23,15 +23,13 @@ from server.distributed import PeerLost
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
 from server.profiling import StepProfiler
-from server.relay import StepStream
+from server.relay import MAX_MESSAGE_BYTES, StepStream
 from server.stepping.engine import Engine, Launched, StepResult
 from server.stepping.sequences import StepError
 from server.stepping.warmup import warm_up
 
 log = logging.getLogger(__name__)
 
-# Steps carry prompts of at most a few hundred thousand token ids; a larger message is a mistake.
-MAX_MESSAGE_BYTES = 64 * 2**20
 # More sequences at once than any router admits; the device's tables have a row for each.
 MOST_SEQUENCES = 65536
 
@@ -174,7 +172,7 @@ class ShardService(pb_grpc.ShardServicer):
         except Exception as error:  # this loop must outlive a step: the error is the reply
             log.exception("step %d failed", step)
             reply = pb.StepReply(step=step, error=_sentence(error), lost_peer=isinstance(error, PeerLost))
-            # What every rank refuses alike, before anything changes, leaves them in step.
+            # What every rank refuses alike leaves them in step.
             if (is_fatal and not isinstance(error, StepError)) or lost_device(error):
                 reply.failed_rank = self._engine.shard.rank
                 self._fail(error)
