@@ -15,8 +15,8 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -112,8 +112,8 @@ async def run(config: RouterConfig) -> int:
         gc.freeze()  # what start-up made stays: a full collection would stop every stream for 20 ms to look at it again
         connections = Connections(config, max_connections())
         server = HttpServer(app, connections, lambda: lifecycle.info("ready at %s", address, extra={"event": "ready"}))
-        async with _looking_after(shards, news, config.control_fd, batcher):
-            return await _serve(server, listener, batcher, stop, config)
+        watching = asyncio.create_task(_watch(shards, news, config.control_fd, batcher))
+        return await _serve(server, listener, batcher, watching, stop, config)
     finally:
         await shards.close()
 
@@ -137,12 +137,9 @@ def _on_signal(stop: asyncio.Event) -> None:
     stop.set()
 
 
-@asynccontextmanager
-async def _looking_after(
-    shards: ShardGroup, news: NextGroup | None, descriptor: int | None, batcher: Batcher
-) -> AsyncIterator[None]:
-    """Watch the time of steps, and hear what the launcher says of later groups."""
-    tasks = [asyncio.create_task(shards.watch())]
+async def _watch(shards: ShardGroup, news: NextGroup | None, descriptor: int | None, batcher: Batcher) -> None:
+    """Watch the time of steps, and hear what the launcher says of later groups, for ever."""
+    hearing = []
     if news is not None and descriptor is not None:
 
         def on_news() -> None:
@@ -150,13 +147,8 @@ async def _looking_after(
             batcher.wake()
 
         news.on_news = on_news
-        tasks.append(asyncio.create_task(news.listen(descriptor)))
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.wait(tasks)
+        hearing.append(news.listen(descriptor))
+    await asyncio.gather(shards.watch(), *hearing)
 
 
 async def _start(config: RouterConfig, shards: ShardGroup) -> Started:
@@ -204,12 +196,17 @@ class HttpServer(uvicorn.Server):
 
 
 async def _serve(
-    server: HttpServer, listener: socket.socket, batcher: Batcher, stop: asyncio.Event, config: RouterConfig
+    server: HttpServer,
+    listener: socket.socket,
+    batcher: Batcher,
+    watching: asyncio.Task[None],
+    stop: asyncio.Event,
+    config: RouterConfig,
 ) -> int:
     batching = asyncio.create_task(batcher.run())
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait({batching, serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait({batching, serving, stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
         await batcher.leave(config.shutdown_delay)
         logger.info("draining", extra={"event": "draining"})
@@ -218,11 +215,13 @@ async def _serve(
     await serving
     stopping.cancel()
     batching.cancel()
-    await asyncio.wait({batching})
+    watching.cancel()
+    await asyncio.wait({batching, watching})
     if batcher.failure is not None:
         raise batcher.failure
-    if not batching.cancelled():
-        batching.result()
+    for task in (batching, watching):
+        if not task.cancelled():
+            task.result()  # it raises what nobody expected
     return 0 if stop.is_set() else 1
 
 

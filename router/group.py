@@ -159,14 +159,17 @@ class ShardGroup:
             await asyncio.sleep(TICK_S)
             age = self._watch.age(self._clock())
             if age > FLOOR_S / 2 and self._loss is None:
-                await self._examine(self._watch)
+                await self._examine(self._watch, age)
 
-    async def _examine(self, watch: StepWatch) -> None:
+    async def _examine(self, watch: StepWatch, age: float) -> None:
         """A step takes long. Lose the group if a rank is dumb, or if the step is late for its size."""
-        client, step = self._client, watch.num_answered
+        client, step, since = self._client, watch.num_answered, self._clock()
         rank = await client.silent(PROBE_S)
+        took = self._clock() - since
+        if took > PROBE_S + 2 * TICK_S:
+            return  # this process did not run either, so silence says nothing of the ranks
         cause = "it does not answer"
-        age = watch.age(self._clock())
+        age += took
         if rank is None and watch.is_late(age):
             try:
                 rank = await client.laggard(PROBE_S)

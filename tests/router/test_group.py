@@ -1,0 +1,115 @@
+"""What the router makes of steps that take long, and of what the launcher says."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.__main__ import _watch
+from router.client import ShardError
+from router.group import PROBE_S, NextGroup, ShardGroup
+from router.watch import FLOOR_S
+from router.wire import step_request
+
+
+class Ranks:
+    """Ranks of whom one may be dumb, and one may lag. `clock` goes on by `probe_s` while they are asked."""
+
+    def __init__(self, *, dumb: int | None = None, laggard: int = 0, probe_s: float = 0.01) -> None:
+        self.dumb = dumb
+        self.lags = laggard
+        self.probe_s = probe_s
+        self.now = 100.0
+        self.is_abandoned = False
+
+    def clock(self) -> float:
+        return self.now
+
+    def send(self, request: Any) -> None:
+        pass
+
+    async def silent(self, seconds: float) -> int | None:
+        self.now += self.probe_s
+        return self.dumb
+
+    async def laggard(self, seconds: float) -> int:
+        return self.lags
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
+
+
+def looked_at(ranks: Ranks, tmp_path: Path, *, age: float) -> ShardGroup:
+    """The group, once it has been looked at when its step was so old, and such steps usually take a moment."""
+
+    async def story() -> ShardGroup:
+        group = ShardGroup([str(tmp_path / "rank-0")], clock=ranks.clock)
+        await group.close()
+        group._client = ranks  # type: ignore[assignment]
+        group._watch.sent(0, ranks.now)
+        group._watch.received(ranks.now + 0.01)
+        ranks.now += 0.01
+        group.send(step_request(1, decode=True))
+        ranks.now += age
+        await group._examine(group._watch, age)
+        return group
+
+    return asyncio.run(story())
+
+
+def test_a_rank_that_gives_no_sign_of_life_is_lost(tmp_path: Path) -> None:
+    ranks = Ranks(dumb=1, probe_s=PROBE_S)
+    with pytest.raises(ShardError, match=r"shard 1: it does not answer: a step has taken 2\.7 s"):
+        looked_at(ranks, tmp_path, age=1.2).check()
+    assert ranks.is_abandoned
+
+
+def test_where_all_answer_a_late_step_is_the_laggards_fault(tmp_path: Path) -> None:
+    looked_at(Ranks(laggard=1), tmp_path, age=FLOOR_S - 0.5).check()
+    with pytest.raises(ShardError, match="shard 1: it answers, but its step does not end"):
+        looked_at(Ranks(laggard=1), tmp_path, age=FLOOR_S).check()
+
+
+def test_silence_while_this_process_did_not_run_says_nothing(tmp_path: Path) -> None:
+    looked_at(Ranks(dumb=1, probe_s=60.0), tmp_path, age=1.2).check()
+
+
+def told(line: bytes, group: NextGroup) -> None:
+    async def story() -> None:
+        reader, writer = os.pipe()
+        os.write(writer, line)
+        os.close(writer)
+        await group.listen(reader)
+
+    asyncio.run(story())
+
+
+def test_the_launcher_tells_of_groups_and_of_their_end() -> None:
+    group = NextGroup(1)
+    told(json.dumps({"group": 2, "sockets": ["/a"]}).encode() + b"\n", group)
+    assert (2, ["/a"], None) == (group.number, group.sockets, group.refusal)
+    told(json.dumps({"refusal": "enough"}).encode() + b"\n", group)
+    assert (2, "enough") == (group.number, group.refusal)
+
+
+def test_what_nobody_expected_ends_the_watch(tmp_path: Path) -> None:
+    """And with it the router, which its launcher then starts again: without a watch, a hang would last for ever."""
+
+    async def story() -> None:
+        reader, writer = os.pipe()
+        os.write(writer, b"nonsense\n")
+        group = ShardGroup([str(tmp_path / "rank-0")])
+        try:
+            async with asyncio.timeout(10):
+                await _watch(group, NextGroup(1), reader, None)  # type: ignore[arg-type]
+        finally:
+            os.close(writer)
+            await group.close()
+
+    with pytest.raises(json.JSONDecodeError):
+        asyncio.run(story())
