@@ -280,7 +280,7 @@ async def check_health(services: Services) -> None:
     if not services.batcher.is_accepting:
         raise Unhealthy("unhealthy: not accepting requests")
     if services.batcher.is_leaving:
-        raise Unhealthy("unhealthy: the server is shutting down")
+        raise Unhealthy("unhealthy: the server is stopping or restarting")
     if services.batcher.outage is not None:
         raise Unhealthy(f"unhealthy: the model shards are being started again: {services.batcher.outage}")
     try:

@@ -131,7 +131,7 @@ class Batcher:
 
     def _unavailable(self) -> Unavailable:
         if self._is_draining:
-            return Unavailable("The server is shutting down", self.seconds_until_free(len(self._live)))
+            return Unavailable("The server is stopping or restarting", self.seconds_until_free(len(self._live)))
         return Unavailable("The model shards are not running")
 
     def end(self, entry: Entry, error: RouterError) -> None:
@@ -148,7 +148,7 @@ class Batcher:
             async with asyncio.timeout(timeout):
                 await self._ended.wait()
         except TimeoutError:
-            self._fail_all(Unavailable("The server is shutting down and this request took too long to finish"))
+            self._fail_all(Unavailable("The server is stopping or restarting, and this request took too long"))
 
     async def run(self) -> None:
         """The loop. Returns after a drain, or with `failure` set when the shards are lost for good."""

@@ -19,6 +19,7 @@ in, first out (`queue.py`), and nothing here runs but the counting.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -248,4 +249,9 @@ def may_take(count: int, *, held: int, free: int, weight: float) -> bool:
     """
     if count > free:
         return False
-    return not held or not count or held + count <= THRESHOLD * weight * (free - count)
+    return not held or not count or held + count <= most_held(free=free - count, weight=weight)
+
+
+def most_held(*, free: int, weight: float) -> int:
+    """What a key may hold where so much stays free."""
+    return math.floor(THRESHOLD * weight * free)

@@ -18,7 +18,7 @@ from router.accounts import Account
 from router.batcher import Batcher
 from router.entry import Entry, Event, Failed, Finished, PromptTokens, Token, ValidRequest
 from router.errors import DeadlinePassed, Overloaded, RouterError
-from router.fairness import may_take
+from router.fairness import may_take, most_held
 from router.metrics import Metrics
 from router.schemas import GenerateRequest
 from router.tracing import RequestSpan, Tracer
@@ -59,7 +59,11 @@ class Permits:
         if account is not None:
             if account.owner and not may_take(count, held=account.num_held, free=self._left, weight=account.share):
                 account.refusals["share"] += 1
-                detail = f"Model is overloaded: API key {account.name} has {account.num_held} requests in it"
+                most = most_held(free=self._left - count, weight=account.share)
+                detail = (
+                    f"Model is overloaded: API key {account.name} has {account.num_held} requests in it; while "
+                    f"{self._left} places are free it may have {most} with this one"
+                )
                 raise Overloaded(detail, self._seconds_until_free(count))
             account.take_permits(count)
         self._left -= count

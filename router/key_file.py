@@ -22,6 +22,7 @@ LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute")
 FIELDS = ("name", "key", "sha256", "weight", *LIMITS)
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 KEY = re.compile(r"[\x21-\x7e]{1,256}")  # what a header carries unchanged
+WORD = re.compile(r"[a-z]+(_[a-z]+)*")
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 
 
@@ -102,7 +103,8 @@ def _problems(tables: list[Any]) -> Iterator[str]:
 def _problems_of(table: Mapping[str, Any]) -> Iterator[str]:
     for name in table:
         if name not in FIELDS:
-            yield f"a field is unknown: there are {', '.join(FIELDS)}"
+            shown = f"`{name}`" if WORD.fullmatch(name) else "a field"  # which may be a key in the wrong place
+            yield f"{shown} is unknown: there are {', '.join(FIELDS)}"
     if not _matches(NAME, table.get("name")):
         yield "`name` must be 1 to 64 of A-Z, a-z, 0-9, `_`, `.` and `-`"
     if ("key" in table) == ("sha256" in table):

@@ -54,7 +54,7 @@ def test_json_and_toml_say_the_same(tmp_path: Path) -> None:
         ([{**ALICE, "requests_per_minute": 0}], "`requests_per_minute` is 0: give a whole number from 1"),
         ([{**ALICE, "tokens_per_minute": True}], "`tokens_per_minute` is True"),
         ([{**ALICE, "weight": -1}], "`weight` is -1: give a number from 0.001 to 1000"),
-        ([{**ALICE, "wieght": 2}], "a field is unknown: there are name, key, sha256, weight"),
+        ([{**ALICE, "wieght": 2}], "`wieght` is unknown: there are name, key, sha256, weight"),
         ([ALICE, {**ALICE, "key": "other"}], "key 2 (alice): the name is taken"),
         ([ALICE, {**ALICE, "name": "bob"}], "key 2 (bob): it is the same key as alice's"),
     ],
@@ -216,7 +216,9 @@ def test_no_key_takes_all_permits_where_there_are_several(tmp_path: Path) -> Non
     permits = Permits(16, lambda count: 7)
     for _ in range(12):
         permits.take(1, alice)
-    with pytest.raises(Overloaded, match="API key alice has 12 requests in it") as refused:
+    with pytest.raises(
+        Overloaded, match="alice has 12 requests in it; while 4 places are free it may have 9"
+    ) as refused:
         permits.take(1, alice)
     assert 7 == refused.value.retry_after_s
     permits.take(1, bob)

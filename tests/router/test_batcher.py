@@ -207,7 +207,7 @@ def test_drain_lets_running_requests_finish_and_nobody_in() -> None:
             await entry.events.get()
             draining = asyncio.create_task(at_work.batcher.drain(5))
             await asyncio.sleep(0)
-            with pytest.raises(Unavailable, match="shutting down"):
+            with pytest.raises(Unavailable, match="stopping or restarting"):
                 at_work.batcher.submit(request_of(4, 4))
             assert isinstance((await events_of(entry))[-1], Finished)
             await draining

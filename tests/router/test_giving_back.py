@@ -94,7 +94,7 @@ def test_second_sample_that_is_refused_frees_the_first(monkeypatch: pytest.Monke
 
             def once(*arguments: Any, **named: Any) -> Any:
                 if (call := next(calls)) is None:
-                    raise Unavailable("The server is shutting down")
+                    raise Unavailable("The server is stopping or restarting")
                 return call(*arguments, **named)
 
             monkeypatch.setattr(Batcher, "submit", once)
