@@ -26,17 +26,18 @@ from router.launch.files import private_folder, shared_sockets
 from router.launch.flags import read_command_line
 from router.launch.logs import Log
 from router.launch.machine import bind, describe_environment, is_on_loopback, plan_shards, visible_gpus
-from router.launch.parent_death import end_with_parent
 from router.launch.processes import child_environment
+from router.launch.restarts import Renewal
 from router.launch.settings import Settings, read_settings
 from router.launch.settings_page import render_settings
 from router.launch.signals import leave_on_signal, signals_to_pipe
-from router.launch.supervisor import Renewal, Supervisor
+from router.launch.supervisor import Supervisor
 from router.launch.terminal import open_standard_streams
 from router.version import version
 from server.checkpoint import hub
 from server.checkpoint.files import HubError
 from server.output import Output
+from server.process import adopt_orphans, end_with_parent
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +106,7 @@ def launch(settings: Settings, environ: Mapping[str, str], device: str, count: i
         folder = stack.enter_context(private_folder())
         prefix = settings.values["shard_uds_path"]
         chosen = stack.enter_context(shared_sockets(prefix, count)) if prefix else ()
-        crew = Crew(folder, settings, device, count, model, listener, chosen)
+        crew = Crew(folder, settings, device, count, model, listener, chosen, adopt_orphans())
         stack.callback(crew.close)
         url = f"http://{f'[{hostname}]' if ':' in hostname else hostname}:{listener.getsockname()[1]}"
 

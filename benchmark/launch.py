@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmark import options, shapes
 from benchmark.report import ROOT, BenchError
-from router.launch.parent_death import end_with_parent
+from server.process import end_with_parent
 
 LAUNCHER = ROOT / "launcher.py"  # beside this package, in a checkout and where it is installed
 DEMO = ROOT / "server" / "demo"
@@ -91,7 +91,7 @@ class Server:
     def shard_pids(self) -> list[int]:
         """Process ids of the shards, in no order. Linux only."""
         children = [pid for pid in _pids() if _parent(pid) == self._process.pid]
-        return [pid for pid in children if b"server" in _arguments(pid)]
+        return [pid for pid in children if _name(pid).startswith("shard-")]
 
     def stop(self) -> None:
         """End the launcher and everything that it started, by force after STOP_SECONDS."""
@@ -148,11 +148,11 @@ def _parent(pid: int) -> int:
         return 0
 
 
-def _arguments(pid: int) -> list[bytes]:
+def _name(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        return Path(f"/proc/{pid}/comm").read_text()
     except OSError:
-        return []
+        return ""
 
 
 def peak_memory(pid: int) -> int:

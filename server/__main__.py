@@ -12,11 +12,13 @@ import faulthandler
 import logging
 import signal
 import sys
+from collections.abc import Sequence
 
 import uvloop
 
 from server.config import ShardConfig
 from server.logs import configure_logging
+from server.process import name_process
 
 log = logging.getLogger("server")
 
@@ -25,11 +27,12 @@ log = logging.getLogger("server")
 TEARDOWN_SECONDS = 6.0
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one shard until it is told to stop. Returns the exit code."""
     parser = argparse.ArgumentParser(prog="server", description=__doc__)
     parser.add_argument("--config", required=True, help="JSON file that the launcher wrote")
-    config = ShardConfig.load(parser.parse_args().config)
+    config = ShardConfig.load(parser.parse_args(argv).config)
+    name_process(f"shard-{config.rank}")
     configure_logging(config.log_level)
     log.debug("%s", config)
     return uvloop.run(run_null(config) if config.is_null else run(config))

@@ -90,13 +90,10 @@ class Server:
         """Process ids of the shards that run now, by rank."""
         found = {}
         for pid in self.children():
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().decode()
-                state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-            if "/shard-" in command and state not in "ZX":
-                found[int(command.split("/shard-")[1].split(".")[0])] = pid
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                _, name, state = re.split(r" ?[()] ?", Path(f"/proc/{pid}/stat").read_text())
+                if name.startswith("shard-") and state[0] not in "ZX":
+                    found[int(name.removeprefix("shard-"))] = pid
         return [found[rank] for rank in sorted(found)]
 
     def metrics(self) -> dict[str, float]:

@@ -37,6 +37,15 @@ SHARD = PRELUDE + "on_term(lambda: leave('shard ends')); say('loaded')\ntime.sle
 ROUTER = PRELUDE + "on_term(lambda: leave('router drained')); say('serving', event='ready')\ntime.sleep(60)"
 STUBBORN = PRELUDE + "on_term(lambda: say('not yet')); say('serving', event='ready')\nwhile True: time.sleep(1)"
 
+# A nursery whose forks run the code that they are given, in place of a shard.
+NURSERY = """
+import sys
+from server import nursery
+nursery.IMPORTED = ()
+nursery.shard.main = lambda argv: exec(argv[0], {"__name__": "__main__"})
+sys.exit(nursery.main())
+"""
+
 # Runs the supervisor alone: scripts and options come as JSON.
 SUPERVISE = """
 import json, os, sys
@@ -45,8 +54,13 @@ from router.launch.processes import ChildCommand
 from router.launch.signals import signals_to_pipe
 from router.launch.supervisor import Supervisor
 from server.output import Output
+from server.process import adopt_orphans
 options = json.loads(sys.argv[1])
 commands = [ChildCommand(name, (sys.executable, "-S", "-c", code)) for name, code in options["scripts"].items()]
+if "nursery" in options:
+    assert adopt_orphans()
+    nursery = (sys.executable, "-c", options["nursery"])
+    commands = [c if c.name == "router" else ChildCommand(c.name, c.argv[-1:], nursery=nursery) for c in commands]
 log = Log(Output(1), options["as_json"])
 with signals_to_pipe() as wakeup:
     supervisor = Supervisor(
@@ -66,6 +80,7 @@ from router.launch import crew
 scripts = json.loads(sys.argv[1])
 model = launcher.hub.ResolvedModel(Path("m"), Path("m"), Path("m"), None)
 crew.python = lambda module: (sys.executable, "-S", "-c", scripts[module])
+launcher.adopt_orphans = lambda: False
 launcher.resolve_model = lambda *_: eval(scripts.get("resolve", "model"))
 sys.exit(launcher.main(sys.argv[2:]))
 """
@@ -117,12 +132,13 @@ def start(temporary: Path) -> Iterator[Start]:
         process.communicate()
 
 
-@pytest.fixture
-def supervise(start: Start) -> Start:
+@pytest.fixture(params=[{}, {"nursery": NURSERY}], ids=["own processes", "forks"])
+def supervise(start: Start, request: pytest.FixtureRequest) -> Start:
     # By default nothing is waited for longer than a test waits: what ends, ends before these limits.
     def run(as_json: bool = False, drain: float = 100, stop: float = 100, **scripts: str) -> subprocess.Popen[str]:
         named = {name.replace("_", "-"): code for name, code in scripts.items()}
-        return start(SUPERVISE, json.dumps({"scripts": named, "as_json": as_json, "drain": drain, "stop": stop}))
+        options = {"scripts": named, "as_json": as_json, "drain": drain, "stop": stop, **request.param}
+        return start(SUPERVISE, json.dumps(options))
 
     return run
 
@@ -298,6 +314,55 @@ def test_sigquit_aborts_at_once(supervise: Start) -> None:
     assert 131 == end(process, within=3)[0]
     (pid,) = (record["pid"] for record in records if "pid" in record)
     assert not is_alive(pid)
+
+
+def supervise_forks(start: Start, nursery: str, **scripts: str) -> subprocess.Popen[str]:
+    named = {name.replace("_", "-"): code for name, code in scripts.items()}
+    return start(
+        SUPERVISE, json.dumps({"scripts": named, "as_json": False, "drain": 100, "stop": 100, "nursery": nursery})
+    )
+
+
+def test_a_nursery_that_cannot_import_is_the_cause(start: Start) -> None:
+    process = supervise_forks(start, "import nothing_there", shard_0=SHARD, shard_1=SHARD, router=STUBBORN)
+    code, _, error = end(process, within=5)
+    assert (1, "error: nursery cannot start: ModuleNotFoundError: No module named 'nothing_there'\n") == (code, error)
+
+
+def test_a_signal_does_not_wait_for_shards_that_are_not_born(start: Start) -> None:
+    process = supervise_forks(start, PRELUDE + "time.sleep(60)", shard_0=SHARD, router=SHARD)
+    wait_for(process, "loaded")
+    process.terminate()
+    code, _, error = end(process, within=5)
+    assert (0, "") == (code, error)
+
+
+def test_running_shards_need_no_nursery(start: Start) -> None:
+    pid = "import os, sys\nprint('nursery', os.getpid(), 'lives', file=sys.stderr, flush=True)\n"
+    process = supervise_forks(start, pid + NURSERY, shard_0=SHARD, router=ROUTER)
+    log = wait_for(process, "serving")
+    log += "" if "loaded" in log else wait_for(process, "loaded")
+    found = re.search(r"nursery (\d+) lives", log)
+    assert found
+    os.kill(int(found[1]), signal.SIGKILL)
+    assert "nursery stopped: killed by signal 9" in wait_for(process, "running shards need it no more")
+    process.terminate()
+    code, log, error = end(process, within=5)
+    assert (0, "") == (code, error)
+    assert "shard ends" in log
+
+
+def test_what_shards_leave_behind_is_reaped(start: Start) -> None:
+    orphan = PRELUDE + "import subprocess\nsubprocess.run(['sh', '-c', 'sleep 0.1 & echo $!'])\n"
+    process = supervise_forks(start, NURSERY, shard_0=orphan + SHARD, router=ROUTER)
+    log = wait_for(process, "serving")
+    log += "" if "loaded" in log else wait_for(process, "loaded")
+    found = re.search(r"shard-0: (\d+)\n", log)
+    assert found
+    while Path("/proc", found[1]).exists():
+        time.sleep(0.01)
+    process.terminate()
+    assert 0 == end(process, within=5)[0]
 
 
 # A terminal of its own for what follows, as a login shell gives it.

@@ -48,6 +48,7 @@ class Crew:
     model: ModelFiles
     listener: socket.socket
     chosen_sockets: tuple[str, ...] = ()  # of --shard-uds-path, the same for every group
+    adopts: bool = False  # whether this process adopts orphans, which forked shards are
 
     def __post_init__(self) -> None:
         self._port = self.listener.getsockname()[1]
@@ -59,11 +60,14 @@ class Crew:
         folder.mkdir(mode=0o700)
         sockets = self.chosen_sockets or tuple(f"{folder}/shard-{rank}.sock" for rank in range(self.count))
         self._write_shard_configs(folder, sockets)
-        commands = [
-            ChildCommand(f"shard-{rank}", (*python("server"), "--config", f"{folder}/shard-{rank}.json"))
-            for rank in range(self.count)
-        ]
-        return commands, sockets
+        return [self._shard(rank, f"{folder}/shard-{rank}.json") for rank in range(self.count)], sockets
+
+    def _shard(self, rank: int, config: str) -> ChildCommand:
+        """One shard: a process of its own if it imports next to nothing or if nobody adopts a fork, else a fork."""
+        name, arguments = f"shard-{rank}", ("--config", config)
+        if self.settings.is_null_model or not self.adopts:
+            return ChildCommand(name, (*python("server"), *arguments))
+        return ChildCommand(name, arguments, nursery=python("server.nursery"))
 
     def router(self, group: int, sockets: Sequence[str]) -> ChildCommand:
         """A router for group `group`; one after the first takes the port anew. Raises Refusal when that is taken."""

@@ -10,15 +10,15 @@ import signal
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any, Protocol
 
 from router.launch.config import ROOT, TOKEN_VARIABLES
 from router.launch.files import nameless_file
 from router.launch.logs import Log
-from router.launch.parent_death import end_with_parent
+from server.process import end_with_parent
 
 # How torch's allocator is configured; the first is the name of all devices, from torch 2.9 on.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -50,6 +50,68 @@ class ChildCommand:
     pass_fds: tuple[int, ...] = ()
     hears: bool = False  # whether `Child.tell` reaches it, on its standard input
     secret: str | None = None  # what it reads at the path that `--config` names, and nobody else can
+    nursery: tuple[str, ...] | None = None  # the command of the process that it is a fork of; `argv` is for the fork
+
+
+class Process(Protocol):
+    """What a Child needs of its process, as `subprocess.Popen` has it."""
+
+    returncode: int | None
+    stdin: IO[bytes] | None
+    stdout: IO[bytes] | None
+    stderr: IO[bytes] | None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id, if it has one already."""
+
+    def poll(self) -> int | None:
+        """The return code, once it has ended."""
+
+    def wait(self) -> int:
+        """Wait for the end."""
+
+    def send_signal(self, number: int) -> None:
+        """Send it to the process, unless it has ended."""
+
+    def kill_group(self) -> None:
+        """SIGKILL to it and to whatever it started."""
+
+
+class OwnProcess(subprocess.Popen[bytes]):
+    """A command that this process starts. Raises OSError."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        environment: Mapping[str, str],
+        stdin: int = subprocess.DEVNULL,
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        super().__init__(
+            argv,
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            pass_fds=pass_fds,
+            start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
+            preexec_fn=end_with_parent(),
+        )
+
+    def kill_group(self) -> None:
+        """SIGKILL to it and to whatever it started."""
+        os.killpg(self.pid, signal.SIGKILL)
+
+
+def start(command: ChildCommand, environment: Mapping[str, str], log: Log) -> Child:
+    """Start a command. Raises OSError."""
+    stdin = subprocess.PIPE if command.hears else subprocess.DEVNULL
+    with nameless_file(command.secret or "") as secret:
+        argv, descriptors = command.argv, command.pass_fds
+        if command.secret is not None:
+            argv, descriptors = (*argv, "--config", f"/dev/fd/{secret}"), (*descriptors, secret)
+        return Child(command.name, OwnProcess(argv, environment, stdin, descriptors), log)
 
 
 class Child:
@@ -57,27 +119,14 @@ class Child:
 
     LINE_BYTES = 1 << 20  # a longer line is cut
 
-    def __init__(self, command: ChildCommand, environment: Mapping[str, str], log: Log) -> None:
-        self.name = command.name
+    def __init__(self, name: str, process: Process, log: Log) -> None:
+        self.name = name
+        self.process = process
         self.critical: str | None = None
         self.is_consequence = False
         self.events: deque[dict[str, Any]] = deque()  # records that the supervisor acts on, and has not yet
         self._log = log
         self._errors: deque[str] = deque(maxlen=50)
-        with nameless_file(command.secret or "") as secret:
-            argv, descriptors = command.argv, command.pass_fds
-            if command.secret is not None:
-                argv, descriptors = (*argv, "--config", f"/dev/fd/{secret}"), (*descriptors, secret)
-            self.process = subprocess.Popen(
-                argv,
-                stdin=subprocess.PIPE if command.hears else subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                pass_fds=descriptors,
-                start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone
-                preexec_fn=end_with_parent(),
-            )
         assert self.process.stdout and self.process.stderr
         self.pipes = {self.process.stdout.fileno(): bytearray(), self.process.stderr.fileno(): bytearray()}
         for pipe in self.pipes:
@@ -133,7 +182,7 @@ class Child:
         """Send to the process alone; SIGKILL to whatever it started, too."""
         if number == signal.SIGKILL:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.process.pid, number)
+                self.process.kill_group()
         elif self.is_running:
             self.process.send_signal(number)
 
@@ -159,12 +208,12 @@ class Child:
         """Whether it ended for a reason of its own that is known, and not because another process did."""
         if self.critical is not None:
             return not self.is_consequence
-        return self.process.returncode < 0
+        return (self.process.returncode or 0) < 0
 
     @property
     def cause(self) -> str:
         """Why it ended, in one sentence."""
-        code = self.process.returncode
+        code = self.process.returncode or 0
         last = self._last_error()
         if self.critical is not None:
             return self.critical

@@ -1,16 +1,33 @@
-"""How often, and how soon, what died is started again.
+"""How, how often and how soon what died is started again.
 
 A death counts unless a token was delivered since the start before it: something that works between its deaths is worth
 restarting for ever, something that does not is broken. The first restart is immediate, later ones back off, and after
-`most` deaths within `WINDOW_S` the server gives up. Arithmetic alone.
+`most` deaths within `WINDOW_S` the server gives up.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from router.launch.processes import ChildCommand
 
 WINDOW_S = 600.0
 LONGEST_DELAY_S = 16.0
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """How what died is started again.
+
+    group: the commands and the sockets of the shards' group of this number. router: the router's command, beside that
+    group. Both may raise Refusal or OSError.
+    """
+
+    group: Callable[[int], tuple[Sequence[ChildCommand], Sequence[str]]]
+    router: Callable[[int, Sequence[str]], ChildCommand]
+    most_deaths: int
 
 
 class Restarts:

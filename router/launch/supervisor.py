@@ -13,14 +13,15 @@ import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from router.launch.blame import cause_of_loss, culprit
 from router.launch.errors import Refusal
 from router.launch.logs import Log
-from router.launch.processes import Child, ChildCommand
-from router.launch.restarts import Restarts
+from router.launch.nursery import Nursery, reap_strangers
+from router.launch.processes import Child, ChildCommand, start
+from router.launch.restarts import Renewal, Restarts
 from router.launch.terminal import printable
 from router.launch.timers import Timers
 
@@ -38,19 +39,6 @@ class Phase(Enum):
     FAILING = auto()  # something ended by itself and will not be started again; another process may still say why
     DRAINING = auto()  # the router finishes its requests, as SIGTERM asked
     STOPPING = auto()  # every process is told to end
-
-
-@dataclass(frozen=True)
-class Renewal:
-    """How what died is started again.
-
-    group: the commands and the sockets of the shards' group of this number. router: the router's command, beside that
-    group. Both may raise Refusal or OSError.
-    """
-
-    group: Callable[[int], tuple[Sequence[ChildCommand], Sequence[str]]]
-    router: Callable[[int, Sequence[str]], ChildCommand]
-    most_deaths: int
 
 
 class Supervisor:
@@ -84,6 +72,7 @@ class Supervisor:
         self._group_deaths, self._router_deaths = Restarts(most), Restarts(most)
         self._phase = Phase.STARTING
         self._shards: list[Child] = []  # of the group that serves, or that loads
+        self._nursery: Nursery | None = None
         self._router: Child | None = None
         self._is_router_ready = False
         self._gone: list[Child] = []  # ended, or killed, and in nobody's place any more
@@ -101,7 +90,7 @@ class Supervisor:
 
     @property
     def _children(self) -> list[Child]:
-        return [*self._shards, *([self._router] if self._router is not None else []), *self._gone]
+        return [child for child in (self._nursery, *self._shards, self._router, *self._gone) if child is not None]
 
     def run(self, wakeup: int) -> int:
         """Start all processes and watch them until the last has ended; returns the exit code.
@@ -126,11 +115,21 @@ class Supervisor:
         return self._phase in (Phase.SERVING, Phase.DRAINING)
 
     def _spawn(self, command: ChildCommand) -> None:
-        child = Child(command, self._environment, self._log)
+        nursery = command.nursery
+        child = self._fork(command, nursery) if nursery else start(command, self._environment, self._log)
         if command.name == "router":
             self._router, self._is_router_ready = child, False
         else:
             self._shards.append(child)
+        self._listen(child)
+
+    def _fork(self, command: ChildCommand, nursery: Sequence[str]) -> Child:
+        if self._nursery is None:
+            self._nursery = Nursery(nursery, self._environment, self._log)
+            self._listen(self._nursery)
+        return self._nursery.fork(command)
+
+    def _listen(self, child: Child) -> None:
         for pipe in child.pipes:
             self._selector.register(pipe, selectors.EVENT_READ, child)
 
@@ -151,6 +150,7 @@ class Supervisor:
                 self._take_events(child)
                 self._take_exit(child)
         self._forget_gone()
+        reap_strangers([child.process.pid for child in self._children])
         self._timers.run()
 
     def _forget_gone(self) -> None:
@@ -208,6 +208,9 @@ class Supervisor:
         """A process has ended: as it was told to, or as the first sign of a failure."""
         if self._phase is Phase.STOPPING or child in self._gone:
             return
+        if child is self._nursery and self._is_renewing:
+            self._lose_nursery(child)
+            return
         if self._phase is Phase.DRAINING and child is self._router:
             if child.process.returncode:
                 self._blame(child)
@@ -240,7 +243,7 @@ class Supervisor:
 
     def _end_group(self) -> None:
         """End what is left of the group and, unless it has died too often, start the next."""
-        sentence = self._cause_of_loss()
+        sentence = cause_of_loss(self._failed, self._report)
         self._timers.cancel("blame", "load")
         self._failed, self._report = [], None
         for shard in self._shards:
@@ -256,15 +259,11 @@ class Supervisor:
         self._log.warn(f"{sentence}; all shards are started again{soon}, and running requests go on")
         self._timers.set("start", delay, self._start_group)
 
-    def _cause_of_loss(self) -> str:
-        known = next((c for c in self._failed if c.has_cause), None)
-        if known is None and self._report is not None and self._report.get("is_known"):
-            return f"shard {self._report['rank']} stopped: {printable(str(self._report['cause']))}"
-        known = known or next((c for c in self._failed if not c.is_consequence), None) or next(iter(self._failed), None)
-        if known is not None:
-            return f"{known.title} stopped: {printable(known.cause)}"
-        report = self._report or {"rank": 0, "cause": "it was not ready in time"}
-        return f"shard {report['rank']} stopped: {printable(str(report['cause']))}"
+    def _lose_nursery(self, child: Child) -> None:
+        """Nothing is lost but shards that are not born yet; the next group has another nursery."""
+        self._gone.append(child)
+        self._nursery = None
+        self._log.warn(f"nursery stopped: {printable(child.cause)}; running shards need it no more")
 
     def _start_group(self) -> None:
         assert self._renewal is not None
@@ -366,9 +365,9 @@ class Supervisor:
     def _fail(self) -> None:
         """Blame whoever failed for a reason of its own, else whoever failed first, and end everything."""
         if self.failure is None:
-            culprit = next((c for c in self._failed if c.has_cause), None)
-            culprit = culprit or next((c for c in self._failed if not c.is_consequence), self._failed[0])
-            self._blame(culprit)
+            guilty = culprit(self._failed)
+            assert guilty is not None
+            self._blame(guilty)
         self._kill()
 
     def _blame(self, child: Child) -> None:

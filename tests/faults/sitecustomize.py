@@ -12,15 +12,12 @@ import gc
 import os
 import signal
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
 
 
-def _install(path: Path, rank: str) -> None:
-    while "server.service" not in sys.modules or not hasattr(sys.modules["server.service"], "serve"):
-        time.sleep(0.01)
+def _install(path: Path) -> None:
     engine: Any = sys.modules["server.stepping.engine"].Engine
     launch = engine.launch
 
@@ -29,7 +26,7 @@ def _install(path: Path, rank: str) -> None:
             number, kind = path.read_text().split()
         except (FileNotFoundError, ValueError):
             return launch(self, request)
-        if number == rank:
+        if int(number) == self.shard.rank:
             path.unlink()
             if kind == "raise":
                 raise RuntimeError("a tile was lost")
@@ -46,6 +43,5 @@ def _give_back(*_: object) -> None:
 
 if "router" in sys.orig_argv:
     signal.signal(signal.SIGUSR2, _give_back)
-if "server" in sys.orig_argv and "LOCKSTEP_TEST_FAULT" in os.environ:
-    _rank = sys.orig_argv[-1].rsplit("-", 1)[1].removesuffix(".json")
-    threading.Thread(target=_install, args=(Path(os.environ["LOCKSTEP_TEST_FAULT"]), _rank), daemon=True).start()
+if "server.nursery" in sys.orig_argv and "LOCKSTEP_TEST_FAULT" in os.environ:
+    os.register_at_fork(after_in_child=lambda: _install(Path(os.environ["LOCKSTEP_TEST_FAULT"])))

@@ -1,0 +1,131 @@
+"""The launcher's side of `server/nursery.py`: orders shards from a process that has imported torch, and owns them.
+
+A fork is as much a child of the launcher as a process that it started itself, because the nursery leaves it an orphan
+and the launcher adopts orphans; so must it reap those that others leave. Until a fork is born nobody knows its process
+id: it comes through a pipe, whose end without one says that there will be none.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from typing import IO
+
+from router.launch.logs import Log
+from router.launch.processes import Child, ChildCommand, OwnProcess
+
+PID_BYTES = 32  # more than any process id has digits
+
+
+class Nursery(Child):
+    """The process that forks, and what it says."""
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], log: Log) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders.setblocking(False)
+        with theirs:
+            self._own = OwnProcess(argv, environment, stdin=theirs.fileno())
+        super().__init__("nursery", self._own, log)
+
+    def fork(self, command: ChildCommand) -> Child:
+        """Order a fork. Where none can come, for this process has ended, it ends before it is born. Raises OSError."""
+        pipes = [os.pipe() for _ in range(3)]
+        try:
+            with suppress(ConnectionError):
+                order = json.dumps(command.argv).encode()
+                socket.send_fds(self._orders, [order], [writer for _, writer in pipes])
+        except OSError:
+            for reader, _ in pipes:
+                os.close(reader)
+            raise
+        finally:
+            for _, writer in pipes:
+                os.close(writer)
+        stdout, stderr, birth = (reader for reader, _ in pipes)
+        return Child(command.name, Fork(self._own, birth, stdout, stderr), self._log)
+
+    def close(self) -> None:
+        """Order nothing any more."""
+        self._orders.close()
+        super().close()
+
+
+class Fork:
+    """A process that a nursery forks; `pid` is None until it is born."""
+
+    def __init__(self, nursery: OwnProcess, birth: int, stdout: int, stderr: int) -> None:
+        self.pid: int | None = None
+        self.returncode: int | None = None
+        self.stdin: IO[bytes] | None = None
+        self.stdout: IO[bytes] | None = os.fdopen(stdout, "rb", buffering=0)
+        self.stderr: IO[bytes] | None = os.fdopen(stderr, "rb", buffering=0)
+        self._birth = os.fdopen(birth, "rb", buffering=0)
+        self._nursery = nursery
+        self._is_doomed = False
+
+    def poll(self) -> int | None:
+        """The return code, once it has ended; the nursery's if it was never born."""
+        self._look(patience=0)
+        if self.pid is not None and self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int:
+        """Wait for the end."""
+        while self.pid is None and self.poll() is None:
+            self._look(patience=1)
+        if self.returncode is None:
+            assert self.pid is not None
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it to the process; one that is not born yet has nothing to finish and will not live."""
+        if self.poll() is None and self.pid is not None:
+            os.kill(self.pid, number)
+        elif self.returncode is None:
+            self.kill_group()
+
+    def kill_group(self) -> None:
+        """SIGKILL to it and what it started; before its birth to the nursery, which may be stuck."""
+        if self.pid is not None:
+            os.killpg(self.pid, signal.SIGKILL)
+        elif self.returncode is None:
+            self._is_doomed = True
+            self._nursery.kill()
+
+    def _look(self, patience: float) -> None:
+        """Wait so many seconds at most for the news of its birth, or that there will be none."""
+        if self._birth.closed or not select.select([self._birth], [], [], patience)[0]:
+            return
+        digits = self._birth.read(PID_BYTES)
+        if not digits and self._nursery.poll() is None:
+            return  # it ends now, and its return code is about to come
+        self._birth.close()
+        if not digits:
+            self.returncode = self._nursery.returncode
+            return
+        self.pid = int(digits)
+        if self._is_doomed:
+            self.kill_group()
+
+
+def reap_strangers(known: Collection[int | None]) -> None:
+    """Forget children that have ended and are none of ours, unless one that is not born yet may be among them."""
+    if None in known:
+        return
+    while (found := _an_ended_child()) is not None and found not in known:
+        os.waitpid(found, 0)
+
+
+def _an_ended_child() -> int | None:
+    with suppress(ChildProcessError):
+        found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        return found.si_pid if found is not None else None
+    return None
