@@ -73,9 +73,9 @@ class TimedShards:
         """Raises ShardError when a shard is known to be lost."""
         self.shards.check()
 
-    async def renew(self, error: ShardError) -> None:
+    async def renew(self, error: ShardError) -> KvCache:
         """Wait for other shards. Raises ShardError where nobody starts any."""
-        await self.shards.renew(error)
+        return await self.shards.renew(error)
 
     async def start_profile(self) -> None:
         """Start the profiler of the first rank. Raises ShardError."""

@@ -309,7 +309,7 @@ def info_body(services: Services) -> dict[str, Any]:
         "max_total_tokens": limits.max_total_tokens,
         "waiting_served_ratio": limits.waiting_served_ratio,
         "max_batch_prefill_tokens": limits.max_batch_prefill_tokens,
-        "max_batch_total_tokens": limits.max_batch_total_tokens,
+        "max_batch_total_tokens": services.batcher.limits.max_batch_total_tokens,
         "max_waiting_tokens": limits.max_waiting_tokens,
         "max_batch_size": limits.max_batch_size,
         "max_client_batch_size": config.max_client_batch_size,

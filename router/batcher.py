@@ -36,7 +36,7 @@ from router.limits import Limits
 from router.metrics import Metrics, StepTrace
 from router.scheduler import Scheduler, StepPlan
 from router.text import FinishReason, GeneratedText, ModelTokenizer
-from router.wire import new_sequence, step_request
+from router.wire import mistake_in, new_sequence, step_request
 
 MAX_STEPS_UNDER_WAY = 2  # one computing, one waiting in the shards' queue; more would only delay finishes
 
@@ -73,7 +73,6 @@ class Batcher:
         self.failure: ShardError | None = None  # why nothing will run again
         self._shards = shards
         self._tokenizer = tokenizer
-        self._limits = limits
         self._metrics = metrics
         self._clock = clock
         self._trace = trace
@@ -94,6 +93,11 @@ class Batcher:
         return not self._is_draining and not self._ended.is_set()
 
     @property
+    def limits(self) -> Limits:
+        """Those of the shards that serve now."""
+        return self._scheduler.limits
+
+    @property
     def num_free_blocks(self) -> int:
         """KV blocks that no running request has reserved."""
         return self._scheduler.num_free_blocks
@@ -104,7 +108,7 @@ class Batcher:
 
     def check_room(self, requests: Sequence[ValidRequest], owner: str, weight: float) -> None:
         """Raises Overloaded if the samples of one request would make the queue longer than `max_queue_tokens`."""
-        most, tokens = self._limits.max_queue_tokens, sum(request.size().tokens for request in requests)
+        most, tokens = self.limits.max_queue_tokens, sum(request.size().tokens for request in requests)
         if most is not None and not self._scheduler.ledger.has_room(tokens, most, owner, weight):
             seconds = self._drain_rate.seconds_for_tokens(tokens)
             raise Overloaded(f"Model is overloaded: more than {most} tokens would wait (max_queue_tokens)", seconds)
@@ -176,9 +180,10 @@ class Batcher:
         since = self._clock()
         logger.warning("lost the model shards: %s", error)
         num_running = self._requeue_all(error)
-        await self._shards.renew(error)
+        cache = await self._shards.renew(error)
+        self._scheduler.resize(cache.max_batch_total_tokens, cache.num_blocks)
         seconds = self._clock() - since
-        self._metrics.recovered(seconds)
+        self._metrics.recovered(seconds, self._scheduler.limits)
         self.outage = None
         logger.info("recovered in %.1f s (%s); requests that go on: %d", seconds, error, num_running)
 
@@ -190,7 +195,8 @@ class Batcher:
             self._under_way.append(_SentStep(plan, self._clock()))
         elif self._under_way:
             reply = await self._shards.receive()
-            self._check(self._under_way[0], reply)
+            if mistake := mistake_in(reply, self._under_way[0].plan.number, self.limits.vocab_size):
+                raise ShardError(0, mistake)
             self._deliver(self._under_way.popleft(), reply)
         elif self._is_draining:
             return False
@@ -234,7 +240,7 @@ class Batcher:
                     entry.id,
                     entry.request,
                     entry.blocks,
-                    self._limits.block_size,
+                    self.limits.block_size,
                     computed=plan.cached(entry),
                     generated=entry.generated_ids,
                 )
@@ -297,17 +303,6 @@ class Batcher:
         self._metrics.delivered(
             step.method, received_at - step.sent_at, reply.forward_ns / 1e9, self._clock() - received_at
         )
-
-    def _check(self, step: _SentStep, reply: StepReply) -> None:
-        """Raises ShardError for an answer that no sound shard gives."""
-        if reply.step != step.plan.number:
-            raise ShardError(0, f"answered step {reply.step} when step {step.plan.number} was due")
-        num_tokens, num_tops = len(reply.ids), sum(reply.top_counts)
-        columns = (len(reply.token_ids), len(reply.logprobs), len(reply.top_counts))
-        if columns != (num_tokens,) * 3 or (len(reply.top_ids), len(reply.top_logprobs)) != (num_tops,) * 2:
-            raise ShardError(0, f"answered step {reply.step} with columns of different lengths")
-        if num_tokens and max(reply.token_ids) >= self._limits.vocab_size:
-            raise ShardError(0, f"generated token {max(reply.token_ids)} of a vocabulary of {self._limits.vocab_size}")
 
     def _deliver_token(
         self, entry: Entry, token_id: int, logprob: float, top_tokens: list[tuple[int, float]], now: float

@@ -137,10 +137,10 @@ class Shards(Protocol):
     def check(self) -> None:
         """Raises ShardError when a shard is known to be lost."""
 
-    async def renew(self, error: ShardError) -> None:
+    async def renew(self, error: ShardError) -> KvCache:
         """Wait for shards that take the place of those that were lost with `error`, and have their steps start from 1.
 
-        Raises ShardError when there will be none.
+        Returns their KV cache, which may be another. Raises ShardError when there will be none.
         """
 
     async def start_profile(self) -> None:
@@ -328,7 +328,7 @@ class ShardedClient:
     def check(self) -> None:
         """Nothing: what is lost shows in `receive`."""
 
-    async def renew(self, error: ShardError) -> None:
+    async def renew(self, error: ShardError) -> KvCache:
         """Raises `error`: nobody starts these shards again."""
         raise error
 

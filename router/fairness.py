@@ -67,7 +67,7 @@ class Ledger:
 
     def __init__(self, max_tokens: int, max_places: int | None) -> None:
         self.waiting_tokens = 0
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._max_places = max_places
         self._holdings: dict[str, Holding] = {}
 
@@ -133,7 +133,7 @@ class Ledger:
 
     def share(self, tokens: int, places: int) -> float:
         """The part of the batch that so many tokens and places are, by whichever is more."""
-        part = tokens / self._max_tokens
+        part = tokens / self.max_tokens
         return part if self._max_places is None else max(part, places / self._max_places)
 
     def held(self, owner: str) -> float:

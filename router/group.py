@@ -35,6 +35,7 @@ from router.watch import FLOOR_S, TICK_S, StepWatch
 PROBE_S = 1.5  # for every rank to give a sign of life while a step goes on for longer than half of FLOOR_S
 MOST_LINE_BYTES = 64 * 1024  # of what the launcher says at once
 
+logger = logging.getLogger(__name__)
 lifecycle = logging.getLogger("router.lifecycle")  # what the launcher acts on; it is sent at every log level
 
 
@@ -105,9 +106,9 @@ class ShardGroup:
         return await self._client.info()
 
     async def warmup(self, **wanted: int) -> KvCache:
-        """Make the ranks ready; a later group is asked for the KV cache that this one got."""
+        """Make the ranks ready; a later group is asked for the KV cache that this one got, or what fits of it."""
         cache = await self._client.warmup(**wanted)
-        self._wanted = wanted | {"max_batch_total_tokens": cache.max_batch_total_tokens}
+        self._wanted = wanted | {"max_batch_total_tokens": 0, "useful_tokens": cache.max_batch_total_tokens}
         return cache
 
     async def health(self) -> ShardHealth:
@@ -189,8 +190,11 @@ class ShardGroup:
         self._loss = error
         self._client.abandon()
 
-    async def renew(self, error: ShardError) -> None:
-        """Wait for the launcher's next group and make it ready. Raises ShardError when there will be none."""
+    async def renew(self, error: ShardError) -> KvCache:
+        """Wait for the launcher's next group and make it ready. Raises ShardError when there will be none.
+
+        Its KV cache may be smaller, where less memory is free than there was. It holds the longest request.
+        """
         while True:
             self._loss = error
             self._tell("group_lost", rank=error.rank, cause=error.cause, is_known=error.is_known)
@@ -202,18 +206,18 @@ class ShardGroup:
                 raise ShardError(error.rank, self._news.refusal)
             self.number = self._news.number
             try:
-                await self._connect(self._news.sockets)
+                cache = await self._connect(self._news.sockets)
             except ShardError as again:
                 error = again
             else:
                 self._tell("group_ready")
-                return
+                return cache
 
     def _tell(self, event: str, **fields: int | str) -> None:
         """Tell the launcher, and nobody else."""
         lifecycle.info("", extra={"event": event, "group": self.number, "is_silent": True, **fields})
 
-    async def _connect(self, sockets: Sequence[str]) -> None:
+    async def _connect(self, sockets: Sequence[str]) -> KvCache:
         """Make the ranks at `sockets` ready. Raises ShardError, also when the launcher ends them meanwhile."""
         assert self._news is not None
         self._client, self._watch = ShardedClient(sockets), StepWatch()
@@ -224,16 +228,27 @@ class ShardGroup:
             await asyncio.wait({starting, ended}, return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 raise ShardError(0, "its group was ended while it started")
-            await starting
+            return await starting
         finally:
             for task in (starting, ended):
                 task.cancel()
                 with suppress(asyncio.CancelledError, ShardError):
                     await task
 
-    async def _warm_up(self) -> None:
+    async def _warm_up(self) -> KvCache:
+        """The KV cache that fits now. The first group's size stays the aim, for memory may be free again."""
         await self.wait_ready()
         try:
-            await self.warmup(**self._wanted)
-        except ValueError as error:  # as much memory as before is not free
+            cache = await self._client.warmup(**self._wanted)
+        except ValueError as error:
             raise ShardError(0, str(error)) from None
+        if cache.max_batch_total_tokens < self._wanted["useful_tokens"]:
+            wanted = self._wanted["useful_tokens"]
+            logger.warning("less memory is free: a KV cache of %d tokens, not %d", cache.max_batch_total_tokens, wanted)
+        if cache.max_batch_total_tokens < self._wanted["max_total_tokens"]:
+            raise ShardError(
+                0,
+                f"free memory holds a KV cache of {cache.max_batch_total_tokens} tokens now, fewer than the "
+                f"{self._wanted['max_total_tokens']} of max_total_tokens: free some memory, or lower max_total_tokens",
+            )
+        return cache

@@ -89,10 +89,15 @@ class Metrics:
         self.forward_duration.labels(method).observe(forward_s)
         self.delivery_duration.labels(method).observe(delivery_s)
 
-    def recovered(self, seconds: float) -> None:
-        """Lost shards have been replaced; nothing ran for so long."""
+    def recovered(self, seconds: float, limits: Limits) -> None:
+        """Lost shards have been replaced, by some with these limits; nothing ran for so long."""
         self.recoveries.inc()
         self.recovery_seconds.inc(seconds)
+        self._show_capacity(limits)
+
+    def _show_capacity(self, limits: Limits) -> None:
+        self.most_tokens.set(limits.max_batch_total_tokens)
+        self.most_blocks.set(limits.num_blocks)
 
     def succeeded(self, received_at: float, finished: Finished) -> None:
         """A request is complete. `received_at` is on the clock of its timings."""
@@ -147,8 +152,9 @@ class Metrics:
         self.queue_tokens = self._gauge("tgi_queue_tokens", "Tokens that waiting requests may reach")
         self.batch_size = self._gauge("tgi_batch_current_size", "Requests running")
         self.batch_tokens = self._gauge("tgi_batch_current_max_tokens", "Tokens reserved by running requests")
-        self._gauge("tgi_batch_max_total_tokens", "Tokens that may be reserved").set(limits.max_batch_total_tokens)
-        self._gauge("tgi_kv_blocks_total", "KV blocks").set(limits.num_blocks)
+        self.most_tokens = self._gauge("tgi_batch_max_total_tokens", "Tokens that may be reserved")
+        self.most_blocks = self._gauge("tgi_kv_blocks_total", "KV blocks")
+        self._show_capacity(limits)
         self.free_blocks = self._gauge("tgi_kv_blocks_free", "KV blocks not reserved")
         self.free_blocks.set(limits.num_blocks)
         self.next_size = Histogram(

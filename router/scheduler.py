@@ -13,7 +13,7 @@ import itertools
 import operator
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Generic, NamedTuple, TypeVar
 
@@ -182,6 +182,13 @@ class Scheduler(Generic[S]):
         self._pool = BlockPool(self.limits.num_blocks)
         self._numbers = itertools.count(1)
         return lost
+
+    def resize(self, max_batch_total_tokens: int, num_blocks: int) -> None:
+        """The KV cache of the shards that take over has this size. Nothing runs."""
+        assert not self.running
+        self.limits = replace(self.limits, max_batch_total_tokens=max_batch_total_tokens, num_blocks=num_blocks)
+        self.ledger.max_tokens = max_batch_total_tokens
+        self._pool = BlockPool(num_blocks)
 
     def delivered(self, entry: S, token_id: int) -> None:
         """A generated token has come back, so the one before it is computed: a block that it fills may be shared."""

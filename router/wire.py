@@ -1,4 +1,4 @@
-"""What the router sends to its shards, in the form of `proto/generate.proto`: sequences and steps."""
+"""Sequences and steps in the form of `proto/generate.proto`, and what is wrong with a reply."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from router.entry import ValidRequest
 from router.queue import blocks_for
-from server.pb.generate_pb2 import NewSequence, SamplingParameters, StepRequest
+from server.pb.generate_pb2 import NewSequence, SamplingParameters, StepReply, StepRequest
 
 
 def new_sequence(
@@ -66,3 +66,16 @@ def step_request(
         chunk_tokens=[tokens for _, tokens in chunks],
         decode=decode,
     )
+
+
+def mistake_in(reply: StepReply, step: int, vocab_size: int) -> str | None:
+    """What no sound shard answers to a step; None where there is nothing of the kind."""
+    if reply.step != step:
+        return f"answered step {reply.step} when step {step} was due"
+    num_tokens, num_tops = len(reply.ids), sum(reply.top_counts)
+    columns = (len(reply.token_ids), len(reply.logprobs), len(reply.top_counts))
+    if columns != (num_tokens,) * 3 or (len(reply.top_ids), len(reply.top_logprobs)) != (num_tops,) * 2:
+        return f"answered step {reply.step} with columns of different lengths"
+    if num_tokens and max(reply.token_ids) >= vocab_size:
+        return f"generated token {max(reply.token_ids)} of a vocabulary of {vocab_size}"
+    return None

@@ -77,6 +77,7 @@ class FakeShardedClient:
     failing_token: int | None = None  # fails the steps that compute a prompt with it
     deaths: Collection[int] = ()  # steps in which the shards die, counted over all groups
     renewals: int = 0  # how often other shards take the place of those that died
+    renewed_tokens: int | None = None  # of the KV cache of those; None: the same
     keep_requests: bool = True
     requests: list[StepRequest] = field(default_factory=list)
     death: str | None = None  # once set, `receive` and `health` raise ShardError with this cause
@@ -136,14 +137,16 @@ class FakeShardedClient:
     def check(self) -> None:
         self._raise_if_dead()
 
-    async def renew(self, error: ShardError) -> None:
+    async def renew(self, error: ShardError) -> KvCache:
         if not self.renewals:
             raise error
         self.renewals -= 1
         for held in (self._sequences, self._gone, self._used_ids, self._written, self._replies):
             held.clear()
         self._num_steps, self._busy_until, self.death = 0, 0.0, None
+        self.max_batch_total_tokens = self.renewed_tokens or self.max_batch_total_tokens
         await self.sleep(0)
+        return KvCache(self.max_batch_total_tokens, self.block_size, self.num_blocks, kv_bytes=0, free_bytes=0)
 
     async def start_profile(self) -> None:
         self._raise_if_dead()

@@ -60,7 +60,7 @@ class Site:
     async def all_free(self) -> None:
         """Wait until no request has left anything behind."""
         async with asyncio.timeout(5):
-            while self.shards.live_ids or self.batcher.num_free_blocks < self.batcher._limits.num_blocks:
+            while self.shards.live_ids or self.batcher.num_free_blocks < self.batcher.limits.num_blocks:
                 await asyncio.sleep(0.001)
 
 

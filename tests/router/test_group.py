@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from router.__main__ import _watch
-from router.client import ShardError
+from router.client import KvCache, ShardError
 from router.group import PROBE_S, NextGroup, ShardGroup
 from router.watch import FLOOR_S
 from router.wire import step_request
@@ -77,6 +77,42 @@ def test_where_all_answer_a_late_step_is_the_laggards_fault(tmp_path: Path) -> N
 
 def test_silence_while_this_process_did_not_run_says_nothing(tmp_path: Path) -> None:
     looked_at(Ranks(dumb=1, probe_s=60.0), tmp_path, age=1.2).check()
+
+
+class Roomy(Ranks):
+    """Ranks whose memory holds so many tokens."""
+
+    def __init__(self, tokens: int) -> None:
+        super().__init__()
+        self.tokens = tokens
+        self.wanted: dict[str, int] = {}
+
+    async def wait_ready(self, timeout: float | None = None) -> None:
+        pass
+
+    async def warmup(self, **wanted: int) -> KvCache:
+        self.wanted = wanted
+        tokens = wanted["max_batch_total_tokens"] or min(self.tokens, wanted["useful_tokens"])
+        return KvCache(tokens, 16, tokens // 16, kv_bytes=0, free_bytes=0)
+
+
+@pytest.mark.parametrize(("fits", "tokens"), [(4096, 1024), (512, 512), (256, None)])
+def test_later_shards_get_the_cache_of_the_first_or_what_fits_of_it(
+    tmp_path: Path, fits: int, tokens: int | None
+) -> None:
+    async def story() -> int:
+        group = ShardGroup([str(tmp_path / "rank-0")])
+        await group.close()
+        group._client = Roomy(4096)  # type: ignore[assignment]
+        await group.warmup(max_total_tokens=400, max_batch_total_tokens=1024, useful_tokens=9999)
+        group._client = Roomy(fits)  # type: ignore[assignment]
+        return (await group._warm_up()).max_batch_total_tokens
+
+    if tokens is not None:
+        assert tokens == asyncio.run(story())
+    else:
+        with pytest.raises(ShardError, match="256 tokens now, fewer than the 400 of max_total_tokens"):
+            asyncio.run(story())
 
 
 def told(line: bytes, group: NextGroup) -> None:

@@ -96,6 +96,24 @@ def test_those_that_ran_come_before_those_that_waited() -> None:
     asyncio.run(story())
 
 
+def test_shards_with_less_memory_go_on_with_a_smaller_cache() -> None:
+    async def story() -> None:
+        shards = at_risk(deaths={6}, renewed_tokens=128)  # which the shards insist on; 8 requests want 8 * 48
+        async with running(shards) as at_work:
+            requests = [request_of(18, 30, seed) for seed in range(8)]
+            entries = [at_work.batcher.submit(request) for request in requests]
+            got = await asyncio.gather(*map(token_ids_of, entries))
+            assert [tokens_alone(request) for request in requests] == got
+            assert (128, 8, 8) == (
+                at_work.batcher.limits.max_batch_total_tokens,
+                at_work.batcher.limits.num_blocks,
+                at_work.batcher.num_free_blocks,
+            )
+        assert not shards.live_ids
+
+    asyncio.run(story())
+
+
 async def beside_a_killer(at_work: Running, killer: int) -> tuple[list[Any], list[list[int]]]:
     """The killer's events, and the tokens of five others that run beside it."""
     others = [at_work.batcher.submit(request_of(4 + n, 30)) for n in range(5)]
