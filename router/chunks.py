@@ -18,14 +18,23 @@ from collections.abc import Sequence
 # Sizes to choose from, in tokens. Steps of these are captured on GPUs; of larger ones, multiples of the last, they are
 # not. With fewer tokens than the first, a step is mostly the reading of weights, and a prompt takes too many of them.
 CHUNKS = (64, 128, 256, 384, 512)
-# The sizes of the first steps with somebody decoding, after which times are known. Large ones first: those who stream
-# by then have only begun to, and first tokens come soon where many requests come together, as after a start. Then small
-# ones: where every step has prompts, only steps of different sizes tell a token's price from that of the rest.
+# The sizes of the first steps that have both, after which times are known. Large ones first: those who stream by then
+# have only begun to, and first tokens come soon where many requests come together, as after a start. Then small ones:
+# where every step has prompts, only steps of different sizes tell a token's price from that of the rest. Where somebody
+# has streamed for a while already, the small ones alone.
 FIRST_CHUNKS = (512, 512, 512, 512, 64, 64, 64, 64)
+NUM_LARGE = FIRST_CHUNKS.count(512)
+A_WHILE = 16  # steps without prompts
 
 OWN_STEPS = 2.0  # times that a step may take of what it would take without prompts
 MARGIN = 1.15  # how much longer than it needs a larger chunk must be allowed to take, so that sizes do not alternate
 MEMORY = 0.98  # what is left of a step's weight with each later one: 50 steps count
+DOUBT = 0.99  # what is left of the longest step without prompts with each shorter one
+CREDIT = 1.25  # how much longer than the longest a step may count: one that was interrupted says little
+# A step that takes another time than expected by more than this share is a surprise: one stream alone may have had the
+# price of a step taken for that of a sequence, and then there are fifty.
+SURPRISE = 0.2
+MOST_SWEEPS = 20
 # Where no step is without prompts, what is of any step and what is of having both are one: it is taken for the former,
 # because this makes the cost of having both a little smaller with each step.
 SHRINKAGE = (1.0, 1.0, 1.0, 1.02)
@@ -36,8 +45,8 @@ class StepTimes:
 
     Least squares over the latest steps, none of the four negative. An error counts as a share of what was expected or
     of what was measured, whichever is more: so a step that was interrupted, or whose reply was read late together with
-    the next one's, weighs no more than others. Each step improves the four in turn (coordinate descent), so that what
-    the latest steps do not tell apart stays as it was.
+    the next one's, weighs no more than others. Each step improves the four in turn (coordinate descent), once or, where
+    it is a surprise, until it is none, so that what the latest steps do not tell apart stays as it was.
     """
 
     def __init__(self) -> None:
@@ -59,14 +68,22 @@ class StepTimes:
         """Learn from a step of so many sequences and tokens. seconds: above 0."""
         parts = _parts(decoding, prompt_tokens)
         weight = 1 / max(seconds, self._dot(parts)) ** 2
-        answers, costs = self._answers, self._costs
         for one, products in enumerate(self._products):
             share = weight * parts[one]
-            answers[one] = MEMORY * answers[one] + share * seconds
+            self._answers[one] = MEMORY * self._answers[one] + share * seconds
             products[:] = [MEMORY * product + share * part for product, part in zip(products, parts, strict=True)]
+        for _ in range(MOST_SWEEPS):
+            self._improve()
+            if abs(self._dot(parts) - seconds) <= SURPRISE * seconds:
+                break
+
+    def _improve(self) -> None:
+        """Improve the costs in turn, each for what the others are."""
+        costs = self._costs
+        for one, products in enumerate(self._products):
             if products[one]:
                 others = self._dot(products) - products[one] * costs[one]
-                costs[one] = max(0.0, (answers[one] - others) / (products[one] * SHRINKAGE[one]))
+                costs[one] = max(0.0, (self._answers[one] - others) / (products[one] * SHRINKAGE[one]))
 
     def _dot(self, row: Sequence[float]) -> float:
         costs = self._costs
@@ -88,26 +105,49 @@ class ChunkSize:
         self._most = most
         self._seconds = seconds
         self._times = StepTimes()
-        self._first = iter(FIRST_CHUNKS)
+        self._num_first = 0  # of FIRST_CHUNKS, how many are over
+        self._num_alone = 0  # steps without prompts
+        self._longest = math.inf  # seconds of the longest step without prompts of late, or about as many
         self._chosen = FIRST_CHUNKS[0]
+        self._tried = (FIRST_CHUNKS[0], 0.0)  # prompt tokens and seconds of the last step that had both
 
     def note(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
         """Learn from a step, which took so long from when it could begin."""
-        if (decoding or prompt_tokens) and seconds > 0:
-            self._times.note(decoding, prompt_tokens, seconds)
+        if not ((decoding or prompt_tokens) and seconds > 0):
+            return
+        self._times.note(decoding, prompt_tokens, seconds)
+        if decoding and prompt_tokens:
+            self._num_first += 1
+            self._tried = (prompt_tokens, seconds)
+            self._longest /= DOUBT  # who knows how long it would be by now
+        elif decoding:
+            least = DOUBT * self._longest if self._num_alone else 0.0
+            self._longest = max(min(seconds, CREDIT * self._longest), least)
+            self._num_alone += 1
+            if self._num_alone == A_WHILE and not self._num_first:
+                self._num_first = NUM_LARGE
 
     def tokens(self, decoding: int) -> int:
         """Prompt tokens of the next step, in which so many sequences decode, at least one."""
-        self._chosen = next(self._first, None) or self._choose(decoding)
+        is_first = self._num_first < len(FIRST_CHUNKS)
+        self._chosen = FIRST_CHUNKS[self._num_first] if is_first else self._choose(decoding)
         return min(self._chosen, self._most)
 
     def _choose(self, decoding: int) -> int:
-        """The largest size that is allowed, but a larger one than the last only if it is allowed by a margin."""
-        times = self._times
-        seconds = OWN_STEPS * times.seconds(decoding, 0) if self._seconds is None else self._seconds
+        """The largest size that is allowed, but a larger one than the last only if it is allowed by a margin.
+
+        What is known of one sequence says little of fifty. So a size follows the next smaller one, and not where the
+        last step with prompts took longer than it might.
+        """
+        times, (tried, took) = self._times, self._tried
+        seconds = self._seconds or OWN_STEPS * min(times.seconds(decoding, 0), self._longest)
         tokens = times.prompt_tokens(decoding, seconds)
+        if took > MARGIN * seconds:
+            tokens = min(tokens, tried * seconds / took)
         fitting = self._largest(tokens)
-        return fitting if fitting <= self._chosen else max(self._chosen, self._largest(tokens / MARGIN))
+        if fitting <= self._chosen:
+            return fitting
+        return max(self._chosen, min(self._largest(tokens / MARGIN), _next_above(tried)))
 
     def _largest(self, tokens: float) -> int:
         """The largest size of at most so many tokens; the smallest if none is. None needs to be larger than a step."""
@@ -115,3 +155,7 @@ class ChunkSize:
         if tokens >= largest:
             return int(min(tokens, self._most + largest)) // largest * largest
         return max((size for size in CHUNKS if size <= tokens), default=CHUNKS[0])
+
+
+def _next_above(size: int) -> int:
+    return next((other for other in CHUNKS if other > size), size + CHUNKS[-1])

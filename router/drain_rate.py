@@ -1,6 +1,7 @@
 """How quickly requests leave the server, measured, so that who is refused learns when to come again.
 
-The rate is that of the last requests that ended, since the server was last idle. Left out: what is still to come of
+The rate is that of the last requests that ended, since the server was last idle: of many, or of a few where those went
+more quickly, because a server with little to do ends little. Left out: what is still to come of
 those that run, which nobody knows before their end tokens.
 """
 
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 WINDOW = 64  # ends: enough to even out answers of unlike lengths, few enough to follow a change of load
+FEW = 8  # enough to say how quickly it goes now
 LEAST_S, MOST_S = 1, 60  # of an answer: a header in whole seconds, and nobody should stay away for ever
 
 
@@ -39,16 +41,21 @@ class DrainRate:
 
     def seconds_for_requests(self, count: int) -> int:
         """Whole seconds until so many requests will have ended, from LEAST_S to MOST_S; LEAST_S if nothing is known."""
-        return self._seconds(count, len(self._ends))
+        return self._seconds(count, [(at, 1) for at, _ in self._ends])
 
     def seconds_for_tokens(self, tokens: int) -> int:
         """The same for so many reserved tokens."""
-        return self._seconds(tokens, sum(tokens for _, tokens in self._ends))
+        return self._seconds(tokens, list(self._ends))
 
-    def _seconds(self, wanted: int, ended: int) -> int:
-        if not ended:
+    def _seconds(self, wanted: int, ends: Sequence[tuple[float, int]]) -> int:
+        """By all of the ends or by the last few, whichever were quicker: some may be of a time with less to do."""
+        if not ends:
             return LEAST_S
-        return whole_seconds(wanted * (self._clock() - self._since) / ended)
+        spans = [(self._since, ends)]
+        if len(ends) > FEW:
+            spans.append((ends[-FEW - 1][0], ends[-FEW:]))
+        now = self._clock()
+        return whole_seconds(min(wanted * (now - since) / sum(amount for _, amount in last) for since, last in spans))
 
 
 def whole_seconds(seconds: float) -> int:

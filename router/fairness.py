@@ -85,10 +85,14 @@ class Ledger:
         """What a key holds."""
         return self._holdings.get(owner) or Holding(1.0)
 
+    def weigh(self, owner: str, weight: float) -> None:
+        """A new request of a key that has others says what the key's weight is now."""
+        if owner in self._holdings:
+            self._holdings[owner].weight = weight
+
     def queued(self, one: Claimant) -> None:
         """Count a request that waits."""
         holding = self._holdings.setdefault(one.owner, Holding(one.weight))
-        holding.weight = one.weight  # the newest request knows best
         holding.num_waiting += 1
         holding.waiting_tokens += one.max_tokens
         self.waiting_tokens += one.max_tokens

@@ -91,6 +91,7 @@ class ShardGroup:
         self._news = news
         self._clock = clock
         self._watch = StepWatch()
+        self._live: set[int] = set()  # sequences on the shards, and some that a failed step took away
         self._loss: ShardError | None = None
         self._wanted: dict[str, int] = {}  # what the first warmup asked for
         self._has_advanced = False
@@ -133,7 +134,10 @@ class ShardGroup:
         """Hand over the next step, without waiting."""
         request.reset = request.step == 1  # a router before this one may have left sequences
         encoded = sum(len(new.encoder_token_ids) for new in request.add)
-        self._watch.sent(encoded + sum(request.chunk_tokens), self._clock())
+        self._live.difference_update(request.retire)
+        self._live.update(new.id for new in request.add)
+        decoding = len(self._live) if request.decode else 0
+        self._watch.sent(encoded + sum(request.chunk_tokens) + decoding, self._clock())
         self._client.send(request)
 
     async def receive(self) -> StepReply:
@@ -220,7 +224,7 @@ class ShardGroup:
     async def _connect(self, sockets: Sequence[str]) -> KvCache:
         """Make the ranks at `sockets` ready. Raises ShardError, also when the launcher ends them meanwhile."""
         assert self._news is not None
-        self._client, self._watch = ShardedClient(sockets), StepWatch()
+        self._client, self._watch, self._live = ShardedClient(sockets), StepWatch(self._watch), set()
         self._loss, self._has_advanced = None, False
         starting = asyncio.ensure_future(self._warm_up())
         ended = asyncio.ensure_future(self._news.after(self.number))

@@ -137,14 +137,14 @@ class Metrics:
             "tgi_request_generated_tokens", "Tokens generated", limits.max_total_tokens
         )
         self.prefix_hit_tokens = self._counter(
-            "tgi_request_prefix_hit_tokens", "Prompt tokens that were in the KV cache already"
+            "tgi_request_prefix_hit_tokens", "Tokens of new and rebuilt sequences that were in the KV cache already"
         )
         self.preempted = self._counter(
             "tgi_request_preempted", "Times that a running request made room for another API key's, to be rebuilt later"
         )
         self.timeouts = self._counter("tgi_request_timeout", "Requests whose deadline passed", "stage")
         self.surplus_tokens = self._counter(
-            "tgi_request_surplus_tokens", "Tokens computed after a request had ended, and dropped"
+            "tgi_request_surplus_tokens", "Tokens computed and dropped: after an end, or of a sequence that made room"
         )
 
     def _define_batch_metrics(self, limits: Limits) -> None:

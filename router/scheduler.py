@@ -84,6 +84,7 @@ class Scheduler(Generic[S]):
 
     def add(self, entry: S) -> None:
         """Queue a request."""
+        self.ledger.weigh(entry.owner, entry.weight)
         self._prepare(entry)
         self.waiting.append(entry)
 

@@ -1,9 +1,9 @@
 """How long a step may take: the deadline after which shards that answer, but do not finish it, count as hung.
 
 A step is late after ten times what the slowest steps of its size took, and never before `FLOOR_S`. Sizes are powers of
-two of prompt tokens, because a step with a long chunk takes a hundred times as long as one that only decodes; of a size
-that has not come yet, the next larger one says how long, or a smaller one in proportion. The age of a step counts the
-time that this process was awake: where the whole machine stood still, nobody is late.
+two of the tokens computed, because a step with a long chunk takes a hundred times as long as one that decodes; of a
+size that has not come yet, the next larger one says how long, or a smaller one in proportion. The age of a step counts
+the time that this process was awake: where the whole machine stood still, nobody is late.
 
 Arithmetic alone. Who asks the shards for a sign of life, and has them ended, is `group.py`.
 """
@@ -23,19 +23,21 @@ SAMPLES = 256  # step times kept of each size
 class StepWatch:
     """The steps under way, oldest first, and how long such steps took before."""
 
-    def __init__(self) -> None:
+    def __init__(self, before: StepWatch | None = None) -> None:
+        """before: of the shards in whose place others are; steps take what they took."""
         self.num_answered = 0
         self._sizes: deque[int] = deque()  # of the steps under way
         self._began_at = 0.0  # when the oldest could begin: it was sent, and the one before it answered
         self._asleep = 0.0  # of the time since, seconds that this process did not run
         self._seen_at = 0.0
-        self._times: dict[int, deque[float]] = {}  # size -> seconds of its latest steps
+        # Size -> seconds of its latest steps.
+        self._times: dict[int, deque[float]] = before._times if before is not None else {}
 
-    def sent(self, prompt_tokens: int, now: float) -> None:
-        """A step with so many prompt tokens is under way."""
+    def sent(self, tokens: int, now: float) -> None:
+        """A step that computes so many tokens, of prompts and of sequences that decode, is under way."""
         if not self._sizes:
             self._begin(now)
-        self._sizes.append(prompt_tokens.bit_length())
+        self._sizes.append(tokens.bit_length())
 
     def received(self, now: float) -> None:
         """The oldest step has been answered."""

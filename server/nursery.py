@@ -54,11 +54,17 @@ def main() -> int:
 
 
 def _is_grandchild() -> bool:
-    """Fork twice: True in the grandchild, False here, once the process between has ended."""
+    """Fork twice: True in the grandchild, False here, once the process between has ended. Raises OSError."""
     if between := os.fork():
-        os.waitpid(between, 0)
+        _, status = os.waitpid(between, 0)
+        if status:
+            raise OSError("a process for a shard could not be forked: raise the limit of processes")
         return False
-    if os.fork():
+    try:
+        is_between = os.fork() > 0
+    except OSError:
+        os._exit(1)
+    if is_between:
         os._exit(0)
     return True
 

@@ -85,7 +85,7 @@ async def soak(
         tasks = [asyncio.create_task(clients.go_on(client, random.Random(n))) for n in range(STREAMS)]
         end = time.monotonic() + 60 * minutes
         while time.monotonic() < end:
-            await asyncio.sleep(SAMPLE_S)
+            await asyncio.sleep(sample_s)
             samples.append(await trimmed(router))
             print(json.dumps(samples[-1]), file=sys.stderr, flush=True)
         clients.is_over = True

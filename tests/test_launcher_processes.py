@@ -337,6 +337,32 @@ def test_a_signal_does_not_wait_for_shards_that_are_not_born(start: Start) -> No
     assert (0, "") == (code, error)
 
 
+FEWER_FORKS = """
+import os
+fork = os.fork
+def fork_once():
+    pid = fork()
+    if pid == 0:
+        os.fork = lambda: open("/nothing/there")  # an OSError, as at a limit of processes
+    return pid
+os.fork = fork_once
+"""
+STILLBORN = "import os\nfrom server import nursery\nnursery.become_child_of = lambda parent: os._exit(1)\n"
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (FEWER_FORKS, "nursery stopped: OSError: a process for a shard could not be forked: raise the limit of"),
+        (STILLBORN, "shard 0 stopped: it exited with code 1 without saying why"),
+    ],
+)
+def test_a_fork_that_dies_before_its_birth_is_noticed(start: Start, fault: str, sentence: str) -> None:
+    code, _, error = end(supervise_forks(start, fault + NURSERY, shard_0=SHARD, router=STUBBORN), within=5)
+    assert 1 == code
+    assert sentence in error
+
+
 def test_running_shards_need_no_nursery(start: Start) -> None:
     pid = "import os, sys\nprint('nursery', os.getpid(), 'lives', file=sys.stderr, flush=True)\n"
     process = supervise_forks(start, pid + NURSERY, shard_0=SHARD, router=ROUTER)

@@ -22,5 +22,6 @@ def cause_of_loss(ended: Sequence[Child], report: Mapping[str, Any] | None) -> s
     is_known = report is not None and report.get("is_known")
     if guilty is not None and (guilty.has_cause or not is_known):
         return f"{guilty.title} stopped: {printable(guilty.cause)}"
-    report = report or {"rank": 0, "cause": "it was not ready in time"}
+    if report is None:
+        return "the shards were not ready in time"
     return f"shard {report['rank']} stopped: {printable(str(report['cause']))}"

@@ -20,6 +20,7 @@ from router.launch.logs import Log
 from router.launch.processes import Child, ChildCommand, OwnProcess
 
 PID_BYTES = 32  # more than any process id has digits
+NURSERY_END_S = 1.0  # in which a nursery that let go of a fork ends, unless it was the fork alone that ended
 
 
 class Nursery(Child):
@@ -67,10 +68,13 @@ class Fork:
         self._birth = os.fdopen(birth, "rb", buffering=0)
         self._nursery = nursery
         self._is_doomed = False
+        self._is_stillborn = False
 
     def poll(self) -> int | None:
-        """The return code, once it has ended; the nursery's if it was never born."""
+        """The return code, once it has ended; the nursery's, or 1, if it was never born."""
         self._look(patience=0)
+        if self._is_stillborn and self.returncode is None:
+            self.returncode = self._nursery.returncode  # once the nursery's end has been noticed
         if self.pid is not None and self.returncode is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             self.returncode = os.waitstatus_to_exitcode(status) if pid else None
@@ -80,6 +84,8 @@ class Fork:
         """Wait for the end."""
         while self.pid is None and self.poll() is None:
             self._look(patience=1)
+            if self._is_stillborn:
+                self._nursery.wait()
         if self.returncode is None:
             assert self.pid is not None
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
@@ -95,21 +101,22 @@ class Fork:
     def kill_group(self) -> None:
         """SIGKILL to it and what it started; before its birth to the nursery, which may be stuck."""
         if self.pid is not None:
-            os.killpg(self.pid, signal.SIGKILL)
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
         elif self.returncode is None:
             self._is_doomed = True
-            self._nursery.kill()
+            self._nursery.kill_group()
 
     def _look(self, patience: float) -> None:
         """Wait so many seconds at most for the news of its birth, or that there will be none."""
         if self._birth.closed or not select.select([self._birth], [], [], patience)[0]:
             return
         digits = self._birth.read(PID_BYTES)
-        if not digits and self._nursery.poll() is None:
-            return  # it ends now, and its return code is about to come
         self._birth.close()
         if not digits:
-            self.returncode = self._nursery.returncode
+            self._is_stillborn = True
+            if not self._nursery.ends_within(NURSERY_END_S):
+                self.returncode = 1
             return
         self.pid = int(digits)
         if self._is_doomed:

@@ -36,6 +36,7 @@ def child_environment(environ: Mapping[str, str], local_rendezvous: bool) -> dic
     # Such memory can be mapped anew at an address that NCCL has registered for a graph, or torch for all ranks.
     child.setdefault("NCCL_GRAPH_REGISTER", "0")
     child.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
+    child.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which nobody needs; shards are forks, and threads are not
     if local_rendezvous and sys.platform == "linux":
         child.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return child
@@ -99,9 +100,20 @@ class OwnProcess(subprocess.Popen[bytes]):
             preexec_fn=end_with_parent(),
         )
 
+    def ends_within(self, seconds: float) -> bool:
+        """Wait so long at most for its end, which `poll` then notices. Linux only."""
+        if self.returncode is not None:
+            return True
+        descriptor = os.pidfd_open(self.pid)
+        try:
+            return bool(select.select([descriptor], [], [], seconds)[0])
+        finally:
+            os.close(descriptor)
+
     def kill_group(self) -> None:
-        """SIGKILL to it and to whatever it started."""
-        os.killpg(self.pid, signal.SIGKILL)
+        """SIGKILL to it and to whatever it started. Its end is left for `poll` to notice."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def start(command: ChildCommand, environment: Mapping[str, str], log: Log) -> Child:
@@ -181,8 +193,7 @@ class Child:
     def signal(self, number: int) -> None:
         """Send to the process alone; SIGKILL to whatever it started, too."""
         if number == signal.SIGKILL:
-            with suppress(ProcessLookupError, PermissionError):
-                self.process.kill_group()
+            self.process.kill_group()
         elif self.is_running:
             self.process.send_signal(number)
 

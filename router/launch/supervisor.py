@@ -28,7 +28,7 @@ from router.launch.timers import Timers
 BLAME_S = 1.0  # a rank that only lost its peers may be noticed so much before the one that failed
 REAP_S = 0.02  # between looks at whether a killed group is gone
 GIVE_UP_S = 8.0  # for the router to tell its clients that it ends
-LEAST_LOAD_S, LOAD_FACTOR = 60.0, 10.0  # what a group may take to load, against what the first took
+LEAST_LOAD_S, LOAD_FACTOR = 30.0, 10.0  # what a group may take to load, against what the first took
 
 
 class Phase(Enum):
@@ -124,6 +124,8 @@ class Supervisor:
         self._listen(child)
 
     def _fork(self, command: ChildCommand, nursery: Sequence[str]) -> Child:
+        if self._nursery is not None and self._nursery.process.poll() is not None:
+            self._lose_nursery(self._nursery)
         if self._nursery is None:
             self._nursery = Nursery(nursery, self._environment, self._log)
             self._listen(self._nursery)
@@ -186,6 +188,7 @@ class Supervisor:
 
     def _ready(self) -> None:
         self._is_router_ready = True
+        self._timers.cancel("load")
         is_first = self._phase is Phase.STARTING
         if is_first:
             self._phase = Phase.SERVING
@@ -263,6 +266,8 @@ class Supervisor:
         """Nothing is lost but shards that are not born yet; the next group has another nursery."""
         self._gone.append(child)
         self._nursery = None
+        if any(shard.process.pid is None for shard in self._shards):
+            self._failed.append(child)  # they will end, and this is why
         self._log.warn(f"nursery stopped: {printable(child.cause)}; running shards need it no more")
 
     def _start_group(self) -> None:

@@ -81,8 +81,30 @@ def test_noise_hardly_changes_the_size(cost: Cost) -> None:
 
 def test_before_anything_is_known_chunks_are_as_large_as_they_were_fixed() -> None:
     sizes = ChunkSize(MOST)
-    assert [sizes.tokens(1) for _ in FIRST_CHUNKS] == list(FIRST_CHUNKS)
+    assert chosen(sizes, [(1, ENDLESS)] * len(FIRST_CHUNKS), CPU) == list(FIRST_CHUNKS)
     assert FIRST_CHUNKS[0] == 512
+
+
+@pytest.mark.parametrize("alone", [16, 300])
+@pytest.mark.parametrize("cost", [CPU, GPU])
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_after_one_stream_alone_many_others_do_not_wait_for_a_large_chunk(alone: int, cost: Cost, noise: float) -> None:
+    """What is known of one sequence says little of fifty, and their price may be taken for the step's."""
+    growing = [(decoding, ENDLESS) for decoding in range(1, 33)]
+    work = [(0, 20), *[(1, 0)] * alone, *growing, *[(32, 0), (32, ENDLESS)] * 20]
+    found = chosen(ChunkSize(MOST), work, cost, noise)
+    times_its_own = sorted(
+        cost(decoding, size) / cost(decoding, 0)
+        for (decoding, wanted), size in zip(work, found, strict=True)
+        if decoding and wanted
+    )
+    assert times_its_own[-2 if noise else -1] <= 2.5  # 64 tokens, the least, take 2.4 times as long
+
+
+def test_a_bound_on_growth_is_forgotten_where_every_step_has_prompts() -> None:
+    work = [(0, 20), *[(1, 0)] * 300, *[(31, ENDLESS)] * 400]
+    slower = cost_of(8, 1.0, 0.02)  # 39 ms with 31 sequences, 9 with one
+    assert min(chosen(ChunkSize(MOST), work, slower)[-50:]) >= 1024  # 1950 would fit
 
 
 def test_a_size_is_found_where_every_step_has_prompts() -> None:

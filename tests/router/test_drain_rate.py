@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.drain_rate import WINDOW, DrainRate
+from router.drain_rate import FEW, WINDOW, DrainRate
 
 
 class Clock:
@@ -57,3 +57,19 @@ def test_only_the_last_ends_count() -> None:
             clock.now += seconds
             rate.ended(10)
     assert 2 == rate.seconds_for_requests(1)
+
+
+def test_a_burst_after_quiet_time_is_measured_by_itself() -> None:
+    clock = Clock()
+    rate = DrainRate(clock)
+    rate.began()  # a stream that does not end
+    for _ in range(WINDOW):
+        rate.began()
+        clock.now += 20
+        rate.ended(100)
+    for _ in range(50):
+        rate.began()
+    for _ in range(FEW + 1):
+        clock.now += 0.05
+        rate.ended(100)
+    assert (1, 2) == (rate.seconds_for_requests(20), rate.seconds_for_requests(40))

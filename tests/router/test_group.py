@@ -15,6 +15,7 @@ from router.client import KvCache, ShardError
 from router.group import PROBE_S, NextGroup, ShardGroup
 from router.watch import FLOOR_S
 from router.wire import step_request
+from server.pb.generate_pb2 import NewSequence
 
 
 class Ranks:
@@ -77,6 +78,20 @@ def test_where_all_answer_a_late_step_is_the_laggards_fault(tmp_path: Path) -> N
 
 def test_silence_while_this_process_did_not_run_says_nothing(tmp_path: Path) -> None:
     looked_at(Ranks(dumb=1, probe_s=60.0), tmp_path, age=1.2).check()
+
+
+def test_sequences_that_decode_make_a_step_large(tmp_path: Path) -> None:
+    async def story() -> list[int]:
+        group = ShardGroup([str(tmp_path / "rank-0")])
+        await group.close()
+        group._client = Ranks()  # type: ignore[assignment]
+        sequences = [NewSequence(id=id) for id in range(100)]
+        group.send(step_request(1, add=sequences, chunks=[(id, 2) for id in range(100)]))
+        group.send(step_request(2, decode=True))
+        group.send(step_request(3, retire=range(97), decode=True))
+        return [*group._watch._sizes]
+
+    assert [size.bit_length() for size in (200, 100, 3)] == asyncio.run(story())
 
 
 class Roomy(Ranks):

@@ -100,3 +100,13 @@ def test_old_times_are_forgotten() -> None:
     now = took(watch, 0, [0.01] * SAMPLES, start=5.0)
     watch.sent(0, now)
     assert FLOOR_S + TICK_S == pytest.approx(late_after(watch, now, 100.0), abs=TICK_S)
+
+
+def test_steps_of_later_shards_take_what_they_took_before() -> None:
+    before = StepWatch()
+    for now in (100.0, 101.0):
+        before.sent(1, now)
+        before.received(now + 0.5)
+    watch = StepWatch(before)
+    watch.sent(1, 200.0)
+    assert (False, True) == (watch.is_late(4.9), watch.is_late(5.1))
