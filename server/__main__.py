@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import faulthandler
 import logging
+import os
 import signal
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", required=True, help="JSON file that the launcher wrote")
     config = ShardConfig.load(parser.parse_args(argv).config)
     name_process(f"shard-{config.rank}")
+    os.umask(0o077)  # sockets that are this user's alone, wherever they are
     configure_logging(config.log_level)
     log.debug("%s", config)
     return uvloop.run(run_null(config) if config.is_null else run(config))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from server import symmetric
+from server.process import let_nobody_in
 from server.symmetric import SymmetricSum
 
 log = logging.getLogger(__name__)
@@ -127,7 +128,8 @@ def connect(rank: int, world_size: int, rendezvous: str, device: torch.device, a
     where that is possible; `nccl` for none. Raises ValueError where `symmetric` is asked for and is not possible.
 
     `rendezvous` is an init method of torch.distributed. A `file://` one opens no listening port beyond the loopback
-    pairs of gloo; `tcp://` lets TCPStore listen on every interface, so it is used only when the user asks for it.
+    pairs of gloo, which take no connection any more once every rank is here; `tcp://` lets TCPStore listen on every
+    interface, so it is used only when the user asks for it.
     """
     if world_size > 1:
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -142,6 +144,9 @@ def connect(rank: int, world_size: int, rendezvous: str, device: torch.device, a
             )
         )
     shard = Shard(rank, world_size)
+    if world_size > 1 and device.type == "cpu":
+        shard.barrier()  # all are connected to all
+        let_nobody_in()
     if world_size == 1 or all_reduce == "nccl" or (all_reduce == "auto" and device.type != "cuda"):
         return shard
     sums = _join_symmetric(shard, device)

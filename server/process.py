@@ -1,18 +1,23 @@
-"""What a process asks of Linux about itself and its kin: when to end, whom to adopt, how it is called. Linux only."""
+"""What a process asks of Linux: when to end, whom to adopt, how it is called, whom to let in. Linux only."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import signal
+import socket
+import struct
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 # Of linux/prctl.h.
 SET_PARENT_DEATH_SIGNAL = 1
 SET_NAME = 15
 SET_CHILD_SUBREAPER = 36
+
+ATTACH_FILTER = 26  # of asm/socket.h
+DROP_ALL = struct.pack("HBBI", 0x06, 0, 0, 0)  # the filter program "return 0", of linux/filter.h
 
 ADOPTION_S = 5.0  # in which a parent that has ended leaves its child to the next
 
@@ -52,3 +57,33 @@ def name_process(name: str) -> None:
     """What `ps -o comm` and `top` call this process; the kernel keeps 15 bytes."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(SET_NAME, name.encode(), 0, 0, 0)
+
+
+def let_nobody_in() -> None:
+    """Drop what is sent to the TCP ports at which this process listens. Connections that are there go on.
+
+    A library may listen on, when all that it waits for have come: then every stranger costs a descriptor.
+    """
+    if sys.platform != "linux":
+        return
+    program = ctypes.create_string_buffer(DROP_ALL, len(DROP_ALL))
+    for listener in _listeners():
+        with listener:
+            listener.setsockopt(socket.SOL_SOCKET, ATTACH_FILTER, struct.pack("HP", 1, ctypes.addressof(program)))
+
+
+def _listeners() -> Iterator[socket.socket]:
+    """Copies of this process's TCP sockets that listen."""
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+                continue
+            found = socket.socket(fileno=os.dup(int(name)))
+        except OSError:  # of the listing itself, which is over
+            continue
+        if found.family in (socket.AF_INET, socket.AF_INET6) and found.getsockopt(
+            socket.SOL_SOCKET, socket.SO_ACCEPTCONN
+        ):
+            yield found
+        else:
+            found.close()

@@ -84,7 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.checkpoint.spm_model": set(),
     "server.checkpoint.spm_normalizer": {"server.checkpoint.spm_model"},
     "server.config": set(),
-    "server.distributed": {"server.symmetric"},
+    "server.distributed": {"server.process", "server.symmetric"},
     "server.layers": {
         "server.arch.spec", "server.backends.protocol", "server.backends.reference.linear", "server.blocks",
         "server.checkpoint.weights", "server.distributed", "server.layers",

@@ -10,6 +10,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
+import pytest
 
 from tests.running import Server, body, children_of
 
@@ -51,8 +52,13 @@ def test_one_port_listens_and_no_secret_is_written() -> None:
         port = urlsplit(server.url).port
         found = set(listeners(tree_of(server.process.pid)))
         assert ("tcp", "127.0.0.1", port) in found
-        # Ranks on CPUs meet over TCP ports of their own, which are this machine's alone.
+        # Ranks on CPUs meet over TCP ports of their own, which are this machine's alone, and let nobody else in.
         assert {address for _, address, _ in found} == {"127.0.0.1"}
+        others = {other for _, _, other in found if other != port}
+        assert len(others) == 2
+        for other in others:
+            with pytest.raises(TimeoutError), socket.create_connection(("127.0.0.1", other), timeout=0.5):
+                pass
         asked = body("Once", max_new_tokens=2)
         texts = [httpx2.post(f"{server.url}/generate", json=asked, headers=right, timeout=60).text]
         texts += [httpx2.get(f"{server.url}{path}", headers=right, timeout=60).text for path in ("/info", "/metrics")]
