@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from pydantic import ValidationError as SchemaError
 
 from router.entry import ValidRequest
 from router.errors import MalformedBody, ValidationError
@@ -239,6 +240,52 @@ def test_json_of_another_shape_is_invalid_and_not_repeated(raw: bytes) -> None:
         parse(GenerateRequest, raw)
     assert caught.value.status == 422
     assert "and more" not in str(caught.value)
+
+
+def many(start: str, unit: str, end: str, number: int) -> bytes:
+    return f"{start}{','.join([unit] * number)}{end}".encode()
+
+
+@pytest.mark.parametrize(
+    ("start", "unit", "end"),
+    [
+        ('{"inputs": "a", "parameters": {"stop": [', "1", "]}}"),
+        ('{"inputs": "a", "parameters": {"stop": [', '""', "]}}"),
+        ('{"inputs": "a", "parameters": {"grammar": {"a": [', "[[]]", "]}}}"),
+        ('{"inputs": "a", "parameters": {"grammar": {', '"a": {"b": 1}', "}}}"),
+        ('{"inputs": "a", ', '"b": "c"', "}"),
+        ('{"inputs": "a", ', r'"\\": "\""', "}"),
+        ('{"inputs": [', "{}", "]}"),
+        ("[", '{"a": {}}', "]"),
+        ("[", '{"a": {}}', ""),
+    ],
+)
+def test_a_body_of_many_values_is_refused_before_they_are_built(
+    start: str, unit: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million of them took three seconds of the event loop and 800 MB."""
+    with monkeypatch.context() as unbuilt:
+        unbuilt.setattr(GenerateRequest, "model_validate_json", Mock(side_effect=AssertionError))
+        with pytest.raises(ValidationError, match="the body has more than 10000 values: leave out"):
+            parse(GenerateRequest, many(start, unit, end, 10_001))
+    with pytest.raises(ValidationError) as few:
+        parse(GenerateRequest, many(start, unit, end, 10) + b"}")
+    assert "values" not in str(few.value)
+
+
+def test_commas_and_brackets_of_a_prompt_are_no_values() -> None:
+    text = 'f(a, b[c], {}, "d", \\"e\\")\n' * 10_000
+    assert text == parse(GenerateRequest, body(text, stop=["]", '"'])).inputs
+
+
+def test_a_list_of_wrong_values_ends_at_the_first() -> None:
+    for schema in GenerateParameters, GenerateRequest:
+        for name, field in schema.model_fields.items():
+            is_list = "list[" in str(field.annotation)
+            assert is_list == any(getattr(rule, "fail_fast", False) for rule in field.metadata), name
+    with pytest.raises(SchemaError) as caught:
+        GenerateRequest.model_validate_json(many('{"inputs": "a", "parameters": {"stop": [', "1", "]}}", 1000))
+    assert caught.value.error_count() == 1
 
 
 def test_nul_and_odd_unicode_are_text_like_any_other() -> None:
