@@ -195,7 +195,9 @@ def _documented(model: Any) -> dict[str, Any]:
 
 
 async def _read(request: Request, services: Services) -> GenerateRequest:
-    """The body. Raises RouterError."""
+    """The body. Raises RouterError. A key's request is counted first: to refuse one must cost next to nothing."""
+    if (account := _account(request)) is not None:
+        account.count_request()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (media_type == "application/json" or media_type.endswith("+json")):
         raise UnsupportedMedia("the body must be JSON: send the header `Content-Type: application/json`")

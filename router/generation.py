@@ -76,9 +76,7 @@ class Permits:
 
     @contextmanager
     def hold(self, account: Account | None = None) -> Iterator[None]:
-        """Hold one permit for the length of a block, which is a request. Raises Overloaded."""
-        if account is not None:
-            account.count_request()
+        """Hold one permit for the length of a block. Raises Overloaded."""
         self.take(1, account)
         try:
             yield
@@ -310,8 +308,6 @@ class Generator:
             with opened.noting_failure():
                 if is_stream:
                     check_streamable(request.given)
-                if account is not None:
-                    account.count_request()
                 opened.take_permits(1)
                 valid = await self._in_time(opened, self._validator.validate(request), timeout_s)
                 opened.take_permits(len(valid) - 1)
