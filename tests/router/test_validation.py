@@ -361,8 +361,14 @@ def test_text_of_too_many_characters_is_refused_before_it_is_tokenised() -> None
     refused.tokenizer.encode_batch_fast.assert_not_called()
 
 
-def test_truncated_prompt_may_have_any_number_of_characters() -> None:
-    assert len(validate(body("x" * 5000, truncate=3))[0].token_ids) == 3
+def test_prompt_that_will_be_truncated_may_be_four_times_too_long() -> None:
+    most = byte_tokenizer().most_characters_per_token
+    assert most is not None
+    assert len(validate(body("x" * most * 40, truncate=3))[0].token_ids) == 3
+    assert refusal(body("x" * (most * 40 + 1), truncate=3)) == (
+        f"`inputs` must have at most {most * 40} characters if `truncate` is set, 4 times what 10 tokens can hold. "
+        f"Given: {most * 40 + 1}: send the end of the text alone"
+    )
 
 
 def test_tokenize_has_the_limit_of_a_prompt() -> None:
