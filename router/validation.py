@@ -2,7 +2,7 @@
 
 The order of the rules and the first half of every sentence are TGI's, because clients and people search for them; the
 remedy after it is ours. Deliberately kinder than TGI: `top_p` and `typical_p` of exactly 1.0 mean "off". Deliberately
-stricter: empty stop sequences, texts of many times what fits, even with `truncate`, and numbers
+stricter: stop sequences that are empty or very long, texts of many times what fits, even with `truncate`, and numbers
 that the wire's 32-bit floats cannot carry, are refused.
 
 `check` is pure. `Validator` adds the tokenizer, which runs in threads: a long prompt must not stall running streams. A
@@ -36,6 +36,9 @@ MOST_TIMES_TRUNCATED = 4
 Tokens = list[tuple[int, tuple[int, int]]]  # ids with their [start, stop) in characters
 Result = TypeVar("Result")
 Shaped = TypeVar("Shaped")
+
+# A request keeps its stop sequences for as long as it runs, and each piece of its text is searched for them.
+MOST_CHARACTERS_OF_STOP = 1000
 
 # Of normal 32-bit floats: what lies outside would reach the shards as 0 or infinity.
 MIN_FLOAT32 = 2.0**-126
@@ -286,6 +289,10 @@ def _stop(given: GenerateParameters, limits: Limits) -> tuple[str, ...]:
         raise ValidationError(f"`stop` supports up to {limits.max_stop_sequences} stop sequences. Given: {len(stop)}")
     if "" in stop:
         raise ValidationError("`stop` has an empty sequence, which would match at once: remove it")
+    if (longest := max(map(len, stop), default=0)) > MOST_CHARACTERS_OF_STOP:
+        raise ValidationError(
+            f"`stop` sequences must have at most {MOST_CHARACTERS_OF_STOP} characters. Given: {longest}: shorten them"
+        )
     return stop
 
 

@@ -65,6 +65,7 @@ def refusal(raw: bytes, **limits: Any) -> str:
         ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
         ({"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
         ({"stop": [""]}, "`stop` has an empty sequence"),
+        ({"stop": ["a", "b" * 1001]}, "`stop` sequences must have at most 1000 characters. Given: 1001: shorten them"),
         ({"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
         ({"seed": -1}, "`seed` must be >= 0"),
         ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
@@ -78,6 +79,10 @@ def refusal(raw: bytes, **limits: Any) -> str:
 )
 def test_broken_rule_is_named_with_value_and_bound(parameters: dict[str, Any], sentence: str) -> None:
     assert refusal(body(**parameters)).startswith(sentence)
+
+
+def test_a_stop_sequence_may_be_long() -> None:
+    assert [len(stop) for stop in validate(body(stop=["a", "\U0001f642" * 1000]))[0].stop] == [1, 1000]
 
 
 def test_empty_prompt_is_refused() -> None:
