@@ -8,7 +8,7 @@ place whether it streamed or not, which no framework does for a plain response. 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -166,8 +166,9 @@ def _add_generation_routes(app: FastAPI, services: Services) -> None:
 
     async def tokenize(request: Request) -> Response:
         body = await _read(request, services)
-        with services.permits.hold(_account(request)):  # a long text takes a tokenising thread as any request does
-            answer = await services.validator.tokenise(body.inputs, partial(tgi.tokenized_body, body.inputs))
+        shape = partial(tgi.tokenized_body, body.inputs)
+        with ClientConnection.of(request.scope).needed():
+            answer = await services.generator.tokenise(body.inputs, shape, **_asked_by(request, services))
         return Response(answer, media_type="application/json")
 
     routes: list[tuple[str, Handler, Any, str]] = [
@@ -195,7 +196,9 @@ def _documented(model: Any) -> dict[str, Any]:
 
 
 async def _read(request: Request, services: Services) -> GenerateRequest:
-    """The body. Raises RouterError."""
+    """The body. Raises RouterError. A key's request is counted first: to refuse one must cost next to nothing."""
+    if (account := _account(request)) is not None:
+        account.count_request()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (media_type == "application/json" or media_type.endswith("+json")):
         raise UnsupportedMedia("the body must be JSON: send the header `Content-Type: application/json`")
@@ -203,15 +206,19 @@ async def _read(request: Request, services: Services) -> GenerateRequest:
 
 
 async def _open(request: Request, body: GenerateRequest, services: Services, *, is_stream: bool) -> OpenRequest:
-    timeout_s = deadline.timeout_of(request.headers.get(deadline.HEADER), services.config.request_timeout)
     return await services.generator.open(
         body,
         request_id=request.state.request_id,
         headers=request.headers,
         is_stream=is_stream,
-        account=_account(request),
-        timeout_s=timeout_s,
+        **_asked_by(request, services),
     )
+
+
+def _asked_by(request: Request, services: Services) -> dict[str, Any]:
+    """Whose request it is, and how long it may take from now on. Raises ValidationError."""
+    timeout_s = deadline.timeout_of(request.headers.get(deadline.HEADER), services.config.request_timeout)
+    return {"account": _account(request), "timeout_s": timeout_s}
 
 
 def _account(request: Request) -> Account | None:
@@ -224,22 +231,18 @@ async def _generate(
     request: Request, body: GenerateRequest, services: Services
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Body and headers of a plain answer."""
-    opened = await _open(request, body, services, is_stream=False)
-    try:
-        with ClientConnection.of(request.scope).needed():
+    with ClientConnection.of(request.scope).needed():
+        with closing(await _open(request, body, services, is_stream=False)) as opened:
             answers = await opened.answers()
-    finally:
-        opened.close()
     headers = tgi.response_headers(body, opened, answers[0].finished, services.compute_type)
     return tgi.response_body(body, answers), headers
 
 
 async def _stream(request: Request, body: GenerateRequest, services: Services) -> Response:
     """A stream whose first events are there already. Raises RouterError if they are a failure."""
-    opened = await _open(request, body, services, is_stream=True)
     with ExitStack() as undo:
-        undo.callback(opened.close)
         with ClientConnection.of(request.scope).needed():
+            opened = undo.enter_context(closing(await _open(request, body, services, is_stream=True)))
             first = await first_events(opened)
         if first and isinstance(first[0], Failed):
             raise first[0].error

@@ -13,6 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import TypeVar
 
 from router.accounts import Account
 from router.batcher import Batcher
@@ -22,9 +23,12 @@ from router.fairness import may_take, most_held
 from router.metrics import Metrics
 from router.schemas import GenerateRequest
 from router.tracing import RequestSpan, Tracer
-from router.validation import Validator, check_streamable
+from router.validation import Tokens, Validator, check_streamable
 
 logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+Shaped = TypeVar("Shaped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,9 +80,7 @@ class Permits:
 
     @contextmanager
     def hold(self, account: Account | None = None) -> Iterator[None]:
-        """Hold one permit for the length of a block, which is a request. Raises Overloaded."""
-        if account is not None:
-            account.count_request()
+        """Hold one permit for the length of a block. Raises Overloaded."""
         self.take(1, account)
         try:
             yield
@@ -263,6 +265,10 @@ def _visible_seed(entry: Entry) -> int | None:
     return sampling.seed if sampling.do_sample else None
 
 
+def _owner(account: Account | None) -> str:
+    return account.owner if account is not None else ""
+
+
 def _ms(seconds: float) -> int:
     return round(seconds * 1000)
 
@@ -310,10 +316,12 @@ class Generator:
             with opened.noting_failure():
                 if is_stream:
                     check_streamable(request.given)
-                if account is not None:
-                    account.count_request()
                 opened.take_permits(1)
-                valid = await self._in_time(opened, self._validator.validate(request), timeout_s)
+                began = asyncio.get_running_loop().time()
+                valid = await self._in_time(self._validator.validate(request, _owner(account)), timeout_s)
+                if timeout_s is not None:
+                    late = DeadlinePassed(timeout_s)
+                    opened.end_at(began + timeout_s, lambda entry: self._batcher.end(entry, late))
                 opened.take_permits(len(valid) - 1)
                 opened.charge(sum(one.size().tokens for one in valid))
                 self._submit(opened, valid, account)
@@ -323,26 +331,35 @@ class Generator:
             undo.pop_all()  # from here on the request's owner closes it
         return opened
 
-    async def _in_time(
-        self, opened: OpenRequest, validation: Awaitable[list[ValidRequest]], timeout_s: float | None
-    ) -> list[ValidRequest]:
-        """What comes of the validation, and a timer for what follows. Raises DeadlinePassed."""
+    async def tokenise(
+        self,
+        text: str,
+        shape: Callable[[Tokens], Shaped],
+        *,
+        account: Account | None = None,
+        timeout_s: float | None = None,
+    ) -> Shaped:
+        """What `shape` makes of the text's tokens; a long text takes a thread as any request does. Raises RouterError.
+
+        account and timeout_s as for `open`.
+        """
+        with self._permits.hold(account):
+            return await self._in_time(self._validator.tokenise(text, shape, _owner(account)), timeout_s)
+
+    async def _in_time(self, work: Awaitable[Result], timeout_s: float | None) -> Result:
+        """What comes of `work`. Raises DeadlinePassed."""
         if timeout_s is None:
-            return await validation
-        late = DeadlinePassed(timeout_s)
-        deadline = asyncio.get_running_loop().time() + timeout_s
+            return await work
         try:
-            async with asyncio.timeout_at(deadline):
-                valid = await validation
+            async with asyncio.timeout(timeout_s):
+                return await work
         except TimeoutError:
             self._metrics.timeouts.labels("validation").inc()
-            raise late from None
-        opened.end_at(deadline, lambda entry: self._batcher.end(entry, late))
-        return valid
+            raise DeadlinePassed(timeout_s) from None
 
     def _submit(self, opened: OpenRequest, valid: Sequence[ValidRequest], account: Account | None) -> None:
         """Queue the samples of one request. Raises Overloaded and Unavailable; `opened` then knows those queued."""
-        owner, weight = (account.owner, account.share) if account is not None else ("", 1.0)
+        owner, weight = _owner(account), account.share if account is not None else 1.0
         self._batcher.check_room(valid, owner, weight)
         for one in valid:
             opened.entries.append(self._batcher.submit(one, owner=owner, weight=weight))

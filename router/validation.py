@@ -2,9 +2,12 @@
 
 The order of the rules and the first half of every sentence are TGI's, because clients and people search for them; the
 remedy after it is ours. Deliberately kinder than TGI: `top_p` and `typical_p` of exactly 1.0 mean "off". Deliberately
-stricter: an empty stop sequence, and numbers that the wire's 32-bit floats cannot carry, are refused.
+stricter: stop sequences that are empty or very long, texts of many times what fits, even with `truncate`, and numbers
+that the wire's 32-bit floats cannot carry, are refused.
 
-`check` is pure. `Validator` adds the tokenizer, which runs in threads: a long prompt must not stall running streams.
+`check` is pure. `Validator` adds the tokenizer, which runs in threads: a long prompt must not stall running streams. A
+gate before the threads (`turns.py`) lets API keys in by turns, and as many texts as there are threads: whoever is
+cancelled at the gate leaves nothing in the threads' queue.
 """
 
 from __future__ import annotations
@@ -16,20 +19,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from router.entry import Sampling, ValidRequest
 from router.errors import ValidationError
 from router.limits import Limits
 from router.schemas import GenerateParameters, GenerateRequest
 from router.text import ModelTokenizer, TokenizerError
+from router.turns import Turns
 
 logger = logging.getLogger(__name__)
 
 SHORTEN = "send a shorter text"
+# How much longer than what fits a text may be that will be truncated: it is tokenised as a whole.
+MOST_TIMES_TRUNCATED = 4
 Tokens = list[tuple[int, tuple[int, int]]]  # ids with their [start, stop) in characters
 Result = TypeVar("Result")
 Shaped = TypeVar("Shaped")
+
+# A request keeps its stop sequences for as long as it runs, and each piece of its text is searched for them.
+MOST_CHARACTERS_OF_STOP = 1000
 
 # Of normal 32-bit floats: what lies outside would reach the shards as 0 or infinity.
 MIN_FLOAT32 = 2.0**-126
@@ -49,7 +58,10 @@ class Checked:
 
 
 class Validator:
-    """Checks requests against the limits and tokenises their prompts, at most `num_workers` at a time."""
+    """Checks requests against the limits and tokenises their prompts, at most `num_workers` at a time.
+
+    Where keys share the server, `owner` is whose request it is.
+    """
 
     def __init__(
         self, tokenizer: ModelTokenizer, limits: Limits, num_workers: int, decoder_start: int | None = None
@@ -60,14 +72,17 @@ class Validator:
         per_token = tokenizer.most_characters_per_token
         self._most_characters = None if per_token is None else per_token * limits.max_input_length
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenise")
+        self._turns = Turns(num_workers)
 
-    async def validate(self, request: GenerateRequest) -> list[ValidRequest]:
+    async def validate(self, request: GenerateRequest, owner: str = "") -> list[ValidRequest]:
         """The request, once per sample of `best_of`. Raises ValidationError."""
         checked = check(request, self._limits)
         if checked.truncate is None:
             remedy = f"shorten the prompt or set `truncate` to {self._limits.max_input_length}"
             self._refuse_many_characters(request.inputs, remedy)
-        token_ids = await self._in_thread(partial(self._encode, request.inputs, checked.truncate))
+        else:
+            self._refuse_much_to_truncate(request.inputs)
+        token_ids = await self._in_thread(partial(self._encode, request.inputs, checked.truncate), owner)
         max_new_tokens = count_tokens(token_ids, checked.max_new_tokens, self._limits)
         return [
             ValidRequest(
@@ -81,21 +96,35 @@ class Validator:
             for sampling in _samplings(checked)
         ]
 
-    async def tokenise(self, text: str, shape: Callable[[Tokens], Shaped]) -> Shaped:
+    async def tokenise(self, text: str, shape: Callable[[Tokens], Shaped], owner: str = "") -> Shaped:
         """What `shape` makes of the text's tokens, in a thread too. Raises ValidationError."""
         self._refuse_many_characters(text, SHORTEN)
-        return await self._in_thread(lambda: shape(self._encode_with_offsets(text)))
+        return await self._in_thread(lambda: shape(self._encode_with_offsets(text)), owner)
 
     def close(self) -> None:
         """Let the tokenising threads end."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
-    async def _in_thread(self, work: Callable[[], Result]) -> Result:
+    async def _in_thread(self, work: Callable[[], Result], owner: str) -> Result:
+        """Who is cancelled goes at once, but what a thread has begun it ends, and only then its place is free."""
+        await self._turns.enter(owner)
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            running = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except RuntimeError:  # the server ends, or there are no more threads
+            self._turns.leave()
+            raise
+        running.add_done_callback(self._ended)
+        await asyncio.wait((running,))  # does not cancel what it waits for
+        try:
+            return running.result()
         except TokenizerError as error:
             logger.error("a prompt could not be tokenised: %s", error)
             raise ValidationError(f"`inputs` cannot be tokenised: {error}; change the text") from None
+
+    def _ended(self, running: asyncio.Future[Any]) -> None:
+        self._turns.leave()
+        if not running.cancelled():
+            running.exception()  # looked at: there may be nobody else any more
 
     def _encode(self, text: str, truncate: int | None) -> list[int]:
         token_ids = self._tokenizer.encode(text)
@@ -112,6 +141,14 @@ class Validator:
         if self._most_characters is not None and len(text) > self._most_characters:
             given = f"{len(text)} characters, and {self._most_characters} are the most that so many tokens can hold"
             raise _too_long(given, self._limits, remedy)
+
+    def _refuse_much_to_truncate(self, text: str) -> None:
+        if self._most_characters is None or len(text) <= (most := MOST_TIMES_TRUNCATED * self._most_characters):
+            return
+        raise ValidationError(
+            f"`inputs` must have at most {most} characters if `truncate` is set, {MOST_TIMES_TRUNCATED} times what "
+            f"{self._limits.max_input_length} tokens can hold. Given: {len(text)}: send the end of the text alone"
+        )
 
 
 def _too_long(given: str, limits: Limits, remedy: str) -> ValidationError:
@@ -252,6 +289,10 @@ def _stop(given: GenerateParameters, limits: Limits) -> tuple[str, ...]:
         raise ValidationError(f"`stop` supports up to {limits.max_stop_sequences} stop sequences. Given: {len(stop)}")
     if "" in stop:
         raise ValidationError("`stop` has an empty sequence, which would match at once: remove it")
+    if (longest := max(map(len, stop), default=0)) > MOST_CHARACTERS_OF_STOP:
+        raise ValidationError(
+            f"`stop` sequences must have at most {MOST_CHARACTERS_OF_STOP} characters. Given: {longest}: shorten them"
+        )
     return stop
 
 

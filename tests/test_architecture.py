@@ -58,6 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.errors": set(),
     "router.model_files": set(),
     "router.text": {"router", "router.model_files"},
+    "router.turns": set(),
     "router.version": set(),
     "server.__main__": {
         "server.config", "server.distributed", "server.loading", "server.logs", "server.null", "server.process",

@@ -222,6 +222,37 @@ def test_a_key_s_limit_refuses_it_alone(tmp_path: Path, limit: dict[str, int], r
     asyncio.run(story())
 
 
+def test_a_request_is_counted_once_before_its_body_is_looked_at(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with site(config=keyed(tmp_path, {**ALICE, "requests_per_minute": 5}, BOB)) as it:
+            headers = {**AS_ALICE, "content-type": "application/json"}
+            for path in ("/generate", "/generate_stream", "/", "/tokenize"):
+                assert 200 == (await it.http.post(path, json=asked(3), headers=headers)).status_code
+            assert 400 == (await it.http.post("/generate", content=b"{", headers=headers)).status_code
+            for path in ("/generate", "/generate_stream", "/", "/tokenize"):
+                refused = await it.http.post(path, content=b"{", headers=headers)
+                assert_is_error(refused, 429, "overloaded")
+                assert "limit requests_per_minute, 5" in refused.json()["error"]
+                assert b"429" in await answer_without_body(it.port, path)
+            assert 13 == await metric(it, 'tgi_key_request_count{key="alice"}', AS_BOB)
+            assert 8 == await metric(it, 'tgi_key_refused{key="alice",limit="requests_per_minute"}', AS_BOB)
+            assert 0 == await metric(it, 'tgi_key_current_requests{key="alice"}', AS_BOB)
+
+    asyncio.run(story())
+
+
+async def answer_without_body(port: int, path: str) -> bytes:
+    """The status line that comes while the whole body is held back."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\nauthorization: {AS_ALICE['authorization']}\r\n"
+    writer.write(f"{head}content-type: application/json\r\ncontent-length: 1900000\r\n\r\n".encode())
+    try:
+        async with asyncio.timeout(5):
+            return await reader.readline()
+    finally:
+        writer.close()
+
+
 def test_concurrency_is_counted_by_key_and_given_back_whatever_happens(tmp_path: Path) -> None:
     async def story() -> None:
         async with slow_site(config=keyed(tmp_path, {**ALICE, "max_concurrent_requests": 1}, BOB)) as it:

@@ -13,6 +13,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from pydantic import ValidationError as SchemaError
 
 from router.entry import ValidRequest
 from router.errors import MalformedBody, ValidationError
@@ -64,6 +65,7 @@ def refusal(raw: bytes, **limits: Any) -> str:
         ({"max_new_tokens": 0}, "`max_new_tokens` must be strictly positive"),
         ({"stop": list("abcde")}, "`stop` supports up to 4 stop sequences. Given: 5"),
         ({"stop": [""]}, "`stop` has an empty sequence"),
+        ({"stop": ["a", "b" * 1001]}, "`stop` sequences must have at most 1000 characters. Given: 1001: shorten them"),
         ({"best_of": 2, "do_sample": True, "seed": 1}, "`seed` must not be set when `best_of` > 1"),
         ({"seed": -1}, "`seed` must be >= 0"),
         ({"top_n_tokens": 6}, "`top_n_tokens` must be >= 0 and <= 5. Given: 6"),
@@ -77,6 +79,10 @@ def refusal(raw: bytes, **limits: Any) -> str:
 )
 def test_broken_rule_is_named_with_value_and_bound(parameters: dict[str, Any], sentence: str) -> None:
     assert refusal(body(**parameters)).startswith(sentence)
+
+
+def test_a_stop_sequence_may_be_long() -> None:
+    assert [len(stop) for stop in validate(body(stop=["a", "\U0001f642" * 1000]))[0].stop] == [1, 1000]
 
 
 def test_empty_prompt_is_refused() -> None:
@@ -241,6 +247,52 @@ def test_json_of_another_shape_is_invalid_and_not_repeated(raw: bytes) -> None:
     assert "and more" not in str(caught.value)
 
 
+def many(start: str, unit: str, end: str, number: int) -> bytes:
+    return f"{start}{','.join([unit] * number)}{end}".encode()
+
+
+@pytest.mark.parametrize(
+    ("start", "unit", "end"),
+    [
+        ('{"inputs": "a", "parameters": {"stop": [', "1", "]}}"),
+        ('{"inputs": "a", "parameters": {"stop": [', '""', "]}}"),
+        ('{"inputs": "a", "parameters": {"grammar": {"a": [', "[[]]", "]}}}"),
+        ('{"inputs": "a", "parameters": {"grammar": {', '"a": {"b": 1}', "}}}"),
+        ('{"inputs": "a", ', '"b": "c"', "}"),
+        ('{"inputs": "a", ', r'"\\": "\""', "}"),
+        ('{"inputs": [', "{}", "]}"),
+        ("[", '{"a": {}}', "]"),
+        ("[", '{"a": {}}', ""),
+    ],
+)
+def test_a_body_of_many_values_is_refused_before_they_are_built(
+    start: str, unit: str, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A million of them took three seconds of the event loop and 800 MB."""
+    with monkeypatch.context() as unbuilt:
+        unbuilt.setattr(GenerateRequest, "model_validate_json", Mock(side_effect=AssertionError))
+        with pytest.raises(ValidationError, match="the body has more than 10000 values: leave out"):
+            parse(GenerateRequest, many(start, unit, end, 10_001))
+    with pytest.raises(ValidationError) as few:
+        parse(GenerateRequest, many(start, unit, end, 10) + b"}")
+    assert "values" not in str(few.value)
+
+
+def test_commas_and_brackets_of_a_prompt_are_no_values() -> None:
+    text = 'f(a, b[c], {}, "d", \\"e\\")\n' * 10_000
+    assert text == parse(GenerateRequest, body(text, stop=["]", '"'])).inputs
+
+
+def test_a_list_of_wrong_values_ends_at_the_first() -> None:
+    for schema in GenerateParameters, GenerateRequest:
+        for name, field in schema.model_fields.items():
+            is_list = "list[" in str(field.annotation)
+            assert is_list == any(getattr(rule, "fail_fast", False) for rule in field.metadata), name
+    with pytest.raises(SchemaError) as caught:
+        GenerateRequest.model_validate_json(many('{"inputs": "a", "parameters": {"stop": [', "1", "]}}", 1000))
+    assert caught.value.error_count() == 1
+
+
 def test_nul_and_odd_unicode_are_text_like_any_other() -> None:
     text = "a\0b \u202e \U0001f468‍\U0001f469"
     request = parse(GenerateRequest, body(text))
@@ -314,8 +366,14 @@ def test_text_of_too_many_characters_is_refused_before_it_is_tokenised() -> None
     refused.tokenizer.encode_batch_fast.assert_not_called()
 
 
-def test_truncated_prompt_may_have_any_number_of_characters() -> None:
-    assert len(validate(body("x" * 5000, truncate=3))[0].token_ids) == 3
+def test_prompt_that_will_be_truncated_may_be_four_times_too_long() -> None:
+    most = byte_tokenizer().most_characters_per_token
+    assert most is not None
+    assert len(validate(body("x" * most * 40, truncate=3))[0].token_ids) == 3
+    assert refusal(body("x" * (most * 40 + 1), truncate=3)) == (
+        f"`inputs` must have at most {most * 40} characters if `truncate` is set, 4 times what 10 tokens can hold. "
+        f"Given: {most * 40 + 1}: send the end of the text alone"
+    )
 
 
 def test_tokenize_has_the_limit_of_a_prompt() -> None:
