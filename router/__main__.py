@@ -43,6 +43,9 @@ LAST_BYTES_S = 5  # for answers that are complete when the server stops
 GC_THRESHOLDS = (700, 10, 200)  # Python's but for the last, which is 10
 MOST_FILES = 2**20  # that are asked for: some containers allow a billion, and tables are sized by it
 SPARE_FILES = 64  # descriptors that are no connections and may yet be opened: channels to shards, files that are sent
+# New connections in one turn of the event loop, which accepts one a turn at each descriptor of a listener: under load
+# turns are long, and hundreds of clients would wait for theirs.
+MOST_ACCEPTED = 16
 
 logger = logging.getLogger("router")
 lifecycle = logging.getLogger("router.lifecycle")  # what the launcher acts on; it is sent at every log level
@@ -109,20 +112,27 @@ async def run(config: RouterConfig) -> int:
         address = _address(config, listener)
         logger.info("%s", table(config, started, address), extra={"raw": True})
         gc.set_threshold(*GC_THRESHOLDS)
+        listeners = doors(listener)
         gc.freeze()  # what start-up made stays: a full collection would stop every stream for 20 ms to look at it again
         connections = Connections(config, max_connections())
         server = HttpServer(app, connections, lambda: lifecycle.info("ready at %s", address, extra={"event": "ready"}))
         watching = asyncio.create_task(_watch(shards, news, config.control_fd, batcher))
-        return await _serve(server, listener, batcher, watching, stop, config)
+        return await _serve(server, listeners, batcher, watching, stop, config)
     finally:
         await shards.close()
+
+
+def doors(listener: socket.socket) -> list[socket.socket]:
+    """Descriptors of the one listener, for the event loop to accept at each in every turn."""
+    return [listener, *(listener.dup() for _ in range(MOST_ACCEPTED - 1))]
 
 
 def max_connections() -> int:
     """How many connections may be open, after raising this process's limit of descriptors as far as it may be.
 
-    Once more are there, the one that has been idle the longest is closed, or the new one if none is. So `accept` always
-    finds a descriptor; without one it would fail again and again while the connection waits.
+    Once more are there, one makes room: the longest idle, or who owes headers or a body, or does not read; if all are
+    answered, the new one. So `accept` always finds a descriptor; without one it would fail again and again while the
+    connection waits.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)
@@ -197,14 +207,14 @@ class HttpServer(uvicorn.Server):
 
 async def _serve(
     server: HttpServer,
-    listener: socket.socket,
+    listeners: list[socket.socket],
     batcher: Batcher,
     watching: asyncio.Task[None],
     stop: asyncio.Event,
     config: RouterConfig,
 ) -> int:
     batching = asyncio.create_task(batcher.run())
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving = asyncio.create_task(server.serve(sockets=listeners))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({batching, serving, stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():

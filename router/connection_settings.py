@@ -70,11 +70,21 @@ class ConnectionSettings:
     max_unfinished_bytes: int = field(
         default=64 * 1024 * 1024,
         metadata={
-            "help": "Bytes of unfinished request bodies, of all connections together. Beyond it, the body that has "
-            "been arriving the longest is refused with 429. Never less than payload_limit.",
+            "help": "Bytes of unfinished request bodies, of all connections together. Beyond it, the API key or else "
+            "the peer that holds the most has one refused with 429. Never less than payload_limit.",
             "unit": "bytes",
             "min": 1,
             "when": "Raise it for many large prompts at once over slow lines.",
+        },
+    )
+    max_unread_bytes: int = field(
+        default=64 * 1024 * 1024,
+        metadata={
+            "help": "Bytes of answers that wait in the router for their clients, of all connections together. Beyond "
+            "it, the connection that has taken nothing for the longest is reset. A single answer may be larger.",
+            "unit": "bytes",
+            "min": 1,
+            "when": "Raise it for many large answers at once over slow lines. What the kernel holds is not counted.",
         },
     )
     max_discarded_bytes: int = field(

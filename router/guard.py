@@ -23,7 +23,8 @@ import asyncio
 import enum
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any
 
 import httptools
@@ -59,6 +60,10 @@ class ClientConnection:
     def write_chunk(self, data: bytes) -> int:
         """Send a part of the body of an answer that has begun. Returns how many bytes wait in this process."""
         return self._transport.send(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def coming(self, num_bytes: int) -> AbstractContextManager[None]:
+        """Count bytes as unread that the block writes once the client has taken what is before them."""
+        return self._transport.coming(num_bytes)
 
     def cut(self) -> None:
         """Reset the connection, with all that waits to be sent."""
@@ -112,6 +117,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._shared = shared
         self._limits = shared.limits
         self._clock: asyncio.TimerHandle | None = None
+        self._waits_among: dict[Any, None] | None = None  # which of the shared lists this connection is in
         self._arriving = Arriving.NOTHING
         self._num_framing_bytes = 0  # since the request began or, later, since the last byte of its body
         self._num_header_bytes = 0
@@ -125,20 +131,39 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Bound the kernel's send buffer and the wait for the first request; make room if there is none."""
-        super().connection_made(ClientTransport(transport, self._limits, self.loop))
+        super().connection_made(ClientTransport(transport, self._shared, self.loop))
         self.connection = ClientConnection(self)
         self._wait_for_client()
         if len(self.connections) > self._shared.max_connections:
-            longest_idle = next(iter(self._shared.idle))
-            longest_idle.close() if longest_idle is not self else self._refuse(TOO_MANY, lingers=False)
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Who waits for a request gives way, then who sends one, then who does not read; else this connection ends."""
+        shared = self._shared
+        for other in chain(shared.idle, shared.in_headers, shared.in_body):
+            if other is not self:
+                other.give_way()
+                return
+        if not shared.unread.reset_slowest(self.loop.time()):
+            self._refuse(TOO_MANY, lingers=False)
+
+    def give_way(self) -> None:
+        """End this connection, which waits for its client, as another one needs its place."""
+        if self._arriving is Arriving.NOTHING:
+            self.close()
+        else:
+            self._refuse(TOO_MANY, lingers=False)
+        self._wait_for_client()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Stop all clocks and tell whoever answers."""
         self._set_clock(None)
-        self._shared.idle.pop(self, None)
-        self.transport.stop_clocks()
+        self._wait_among(None)
+        self.transport.lost()
         super().connection_lost(exc)
         self.end_answer()  # uvicorn tells the newest request alone
+        for cycle in self._due:
+            cycle.body = bytearray()  # it would stay until the next full garbage collection
         self.connection.lost()
 
     def shutdown(self) -> None:
@@ -204,6 +229,9 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self.transport.discard(len(body))
         else:
             super().on_body(body)
+            if self.pipeline:
+                self.transport.num_ahead += len(body)
+                self.transport.note_unread()
 
     def on_message_complete(self) -> None:
         """The request is there as a whole."""
@@ -231,8 +259,9 @@ class GuardedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         """The next answer is due, or the last words, or the client's next request."""
         super().on_response_complete()
+        self.transport.num_ahead = 0
         self._unset_keepalive_if_required()  # ours goes on when empty lines come
-        self._due.popleft()
+        self._due.popleft().body = bytearray()  # a part that nobody asked for stays as long as the connection
         if self._last_words is None:
             self._wait_for_client()
         elif not self._due:
@@ -274,22 +303,28 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def _wait_for_client(self) -> None:
         """Start the clock for what the client owes now, if it is its turn."""
-        limits, seconds = self._limits, None
+        limits, shared, seconds, waits_among = self._limits, self._shared, None, None
         self._is_clock_due = False
-        is_idle = False
         if self._last_words is not None or self.pipeline or self.transport.is_closing():
             pass  # a clock of the transport runs, or an answer is computed
         elif self._arriving is Arriving.HEADERS:
-            seconds = limits.header_timeout
+            waits_among, seconds = shared.in_headers, limits.header_timeout
         elif self._arriving is Arriving.BODY:
-            seconds = limits.body_timeout
+            waits_among, seconds = shared.in_body, limits.body_timeout
+        elif self.cycle is None:  # nothing has come, and it is as likely to come as the rest of headers
+            waits_among, seconds = shared.in_headers, limits.header_timeout
         elif not self._due:
-            is_idle = True
-            seconds = limits.header_timeout if self.cycle is None else limits.keep_alive_timeout
-        self._shared.idle.pop(self, None)
-        if is_idle:
-            self._shared.idle[self] = None
+            waits_among, seconds = shared.idle, limits.keep_alive_timeout
+        self._wait_among(waits_among)
         self._set_clock(seconds)
+
+    def _wait_among(self, others: dict[Any, None] | None) -> None:
+        """Be the last in this list of connections, and in no other."""
+        if self._waits_among is not None:
+            self._waits_among.pop(self, None)
+        if others is not None:
+            others[self] = None
+        self._waits_among = others
 
     def _set_clock(self, seconds: float | None) -> None:
         if self._clock is not None:

@@ -1,7 +1,8 @@
 """The sending side of one connection: how long a client may leave bytes unread, and how a connection is closed.
 
 `ClientTransport` stands between the HTTP protocol and the event loop's transport. It counts what is written through it,
-so that a clock can tell whether what waits in this process is taken: each byte has `unread_timeout` for that. Closing
+so that a clock can tell whether what waits in this process is taken: each byte has `unread_timeout` for that, and all
+connections have a bound together (`unread.py`). Closing
 while a request is still arriving would make the kernel answer its next bytes with a reset, which also takes away the
 answer that the client has not read yet. So the connection then lingers: what comes is thrown away, for a limited time
 and up to a limited size.
@@ -12,10 +13,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from router.connection_settings import ConnectionSettings
+from router.unread import Unread
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
 UNREAD_CHECKS = 4  # in each unread_timeout: a client that stops reading is noticed a quarter of it late at most
@@ -24,16 +28,18 @@ UNREAD_CHECKS = 4  # in each unread_timeout: a client that stops reading is noti
 class ClientTransport(asyncio.Transport):
     """A transport that bounds how long its bytes stay unread, and that lingers when it is closed too early."""
 
-    def __init__(
-        self, transport: asyncio.Transport, limits: ConnectionSettings, loop: asyncio.AbstractEventLoop
-    ) -> None:
+    def __init__(self, transport: asyncio.Transport, shared: Connections, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self.is_receiving = False  # whether a request has begun to arrive and not ended; the protocol says so
         self._transport = transport
-        self._limits = limits
+        self._limits = limits = shared.limits
+        self._unread = shared.unread
         self._loop = loop
         self._is_closing = False
+        self._is_gone = False
         self._num_written = 0
+        self._num_coming = 0
+        self.num_ahead = 0  # bytes of a request whose turn comes after the answer; the protocol says so
         self.num_discarded = 0
         self._mark = 0  # what had been written at a check of the unread clock
         self._marked_at = 0.0
@@ -53,10 +59,39 @@ class ClientTransport(asyncio.Transport):
             return 0
         self._transport.write(data)
         self._num_written += len(data)
+        if self._num_coming:
+            self._num_coming = max(0, self._num_coming - len(data))
         num_waiting = self._transport.get_write_buffer_size()
-        if num_waiting and self._unread_clock is None:
-            self._start_unread_clock()
+        if num_waiting:
+            if self._unread_clock is None:
+                self._start_unread_clock()
+            self.note_unread()
         return num_waiting
+
+    @contextmanager
+    def coming(self, num_bytes: int) -> Iterator[None]:
+        """Count bytes as unread that the block writes once the client has taken what is before them."""
+        self._num_coming = num_bytes
+        self.note_unread()
+        try:
+            yield
+        finally:
+            self._num_coming = 0
+            self.note_unread()
+
+    def note_unread(self) -> None:
+        """What waits for this client has changed."""
+        self._unread.note(self, self._loop.time())
+
+    @property
+    def num_unread(self) -> int:
+        """Bytes that wait until the client reads, in this transport or for it."""
+        return 0 if self._is_gone else self._transport.get_write_buffer_size() + self._num_coming + self.num_ahead
+
+    @property
+    def num_taken(self) -> int:
+        """Bytes that the kernel has taken."""
+        return self._num_written - self._transport.get_write_buffer_size()
 
     def _start_unread_clock(self) -> None:
         self._mark, self._marked_at = self._num_written, self._loop.time()
@@ -69,6 +104,7 @@ class ClientTransport(asyncio.Transport):
     def _check_unread(self) -> None:
         """Reset the connection if bytes that waited at the last mark still wait, and their time is over."""
         num_waiting = self._transport.get_write_buffer_size()
+        self.note_unread()
         if not num_waiting:
             self._unread_clock = None
         elif self._num_written - num_waiting >= self._mark:
@@ -100,17 +136,18 @@ class ClientTransport(asyncio.Transport):
 
     def reset(self) -> None:
         """Close at once. The kernel forgets its unsent bytes too, which it would go on offering to a slow reader."""
-        self._is_closing = True
         self._set_option(socket.SO_LINGER, RESET)
-        self._transport.abort()
+        self.abort()
 
     def abort(self) -> None:
         """Close at once, without what waits in this process."""
-        self._is_closing = True
+        self._is_closing = self._is_gone = True
         self._transport.abort()
 
-    def stop_clocks(self) -> None:
-        """The connection is gone."""
+    def lost(self) -> None:
+        """The connection is gone: nothing waits, and no clock runs."""
+        self._is_gone = True
+        self._unread.forget(self)
         for clock in (self._unread_clock, self._linger_clock):
             if clock is not None:
                 clock.cancel()
@@ -143,8 +180,16 @@ class ClientTransport(asyncio.Transport):
 
 @dataclass
 class Connections:
-    """What all connections of one listener share: their limits, and who of them could make room."""
+    """What all connections of one listener share: their limits, what they leave unread, and who could make room."""
 
     limits: ConnectionSettings
     max_connections: int
-    idle: dict[Any, None] = field(default_factory=dict)  # protocols that wait for a request, the longest one first
+    unread: Unread = field(init=False)
+    # Protocols by what they wait for, the longest one first.
+    idle: dict[Any, None] = field(default_factory=dict)
+    in_headers: dict[Any, None] = field(default_factory=dict)
+    in_body: dict[Any, None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Nothing waits yet."""
+        self.unread = Unread(self.limits.max_unread_bytes)

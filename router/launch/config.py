@@ -135,7 +135,7 @@ GROUPS = {
     "HTTP": "hostname port api_key api_keys_file request_timeout cors_allow_origin validation_workers shutdown_delay "
     "graceful_termination_timeout",
     "Connections": "header_timeout body_timeout keep_alive_timeout unread_timeout max_header_bytes max_header_lines "
-    "max_unfinished_bytes max_discarded_bytes",
+    "max_unfinished_bytes max_unread_bytes max_discarded_bytes",
     "Engine": "dtype device threads quantize random_weights cuda_memory_fraction cuda_graphs "
     "disable_custom_kernels all_reduce "
     "watermark_gamma watermark_delta",

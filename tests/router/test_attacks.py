@@ -12,6 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
+from router.client import ShardError
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.error_bodies import assert_is_clean, assert_is_clean_answer
 from tests.router.test_app import PROMPT, raw, site
@@ -231,5 +232,19 @@ def test_a_scraper_that_never_rests_stops_no_stream() -> None:
                 assert time.monotonic() - began < 60
             assert scraped > 3
             assert stream.result().text == alone
+
+    asyncio.run(story())
+
+
+def test_a_probe_is_told_of_an_outage_and_not_of_the_inside_of_the_server() -> None:
+    """Probes need no key."""
+
+    async def story() -> None:
+        async with site(config={"api_key": KEY}) as it:
+            it.batcher.outage = ShardError(0, "File /srv/lockstep/server/engine.py, at 0x7f3a2b1c")
+            answer = await it.http.get("/health")
+            assert 503 == answer.status_code and "started again" in answer.json()["error"]
+            assert_is_clean_answer(answer.headers["content-type"], answer.content)
+            assert "engine.py" not in answer.text
 
     asyncio.run(story())

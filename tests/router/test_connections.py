@@ -6,25 +6,35 @@ Against the application as it is served, on the event loop that serves it, with 
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import resource
 import socket
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 import uvloop
+from starlette.requests import Request
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from router.__main__ import SPARE_FILES, max_connections
+from router.__main__ import SPARE_FILES, doors, max_connections
+from router.bodies import Bodies
 from router.client import ShardError, ShardHealth
 from router.config import RouterConfig
+from router.errors import Overloaded
+from router.plain_answer import PlainAnswer
 from router.probing import REUSED_S
+from router.static_file import StaticFile
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.test_app import PROMPT, Site, serving, site
 
 SHORT = {"header_timeout": 0.3, "body_timeout": 0.6, "keep_alive_timeout": 0.9, "unread_timeout": 0.6}
-LONG: dict[str, Any] = {"max_total_tokens": 2048, "max_batch_total_tokens": 8 * 2048}
+# A text of which one token is left after `truncate` may have four times as many characters as the longest prompt.
+LONG: dict[str, Any] = {"max_total_tokens": 2048, "max_batch_total_tokens": 8 * 2048, "max_input_length": 200_000}
 PATIENCE_S = 20.0  # a liveness bound: every story takes a second or two
 PROBE = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 SCRIPT = b"GET /docs/swagger-ui-bundle.js HTTP/1.1\r\nhost: x\r\n\r\n"  # 1.5 MB
@@ -410,7 +420,240 @@ def test_the_bytes_of_bodies_are_given_back_however_they_end() -> None:
     run(story, max_unfinished_bytes=200_000, payload_limit=200_000)
 
 
+def test_a_body_that_comes_bit_by_bit_stays_and_silent_ones_make_room() -> None:
+    async def story(it: Site) -> None:
+        body = BODY + b" " * 20_000
+        honest = await Client.to(it, POST + b"content-length: %d\r\n\r\n" % len(body) + body[:1000])
+        silent = []
+        for begin in range(1000, 20_000, 1000):
+            silent.append(await Client.to(it, POST + b"content-length: 100000\r\n\r\n" + b" " * 99_999))
+            await asyncio.sleep(0.02)
+            honest.writer.write(body[begin : begin + 1000])
+            await asyncio.sleep(0.02)
+        honest.writer.write(body[20_000:])
+        assert 200 == (await honest.answer())[0]
+        assert 429 == (await silent[0].answer())[0]
+        for client in (honest, *silent):
+            client.writer.close()
+
+    run(story, max_unfinished_bytes=500_000, payload_limit=200_000, body_timeout=10.0)
+
+
+def test_large_bodies_that_are_silent_make_room_before_a_small_one() -> None:
+    async def story(it: Site) -> None:
+        clients = []
+        for size in (10_000, 100_000, 100_000, 100_000, 100_000):
+            clients.append(await Client.to(it, POST + b"content-length: %d\r\n\r\n" % size + b" " * (size - 1)))
+        await asyncio.sleep(0.2)
+        clients.append(await Client.to(it, POST + b"content-length: 100000\r\n\r\n" + b" " * 99_999))
+        await asyncio.sleep(0.1)
+        clients[0].writer.write(b" ")
+        assert 400 == (await clients[0].answer())[0]  # it has arrived, and it is no JSON
+        for client in clients:
+            client.writer.close()
+
+    run(story, max_unfinished_bytes=450_000, payload_limit=200_000, body_timeout=10.0)
+
+
+def test_who_holds_most_of_the_unfinished_bodies_makes_room() -> None:
+    """The silent body of another account or peer stays, although it is the oldest."""
+
+    async def story() -> None:
+        bodies = Bodies(500_000, 200_000)
+        others = [asyncio.create_task(bodies.read(begun(b" " * 90_000), "many")) for _ in range(4)]
+        rest: asyncio.Queue[bytes] = asyncio.Queue()
+        few = asyncio.create_task(bodies.read(begun(b" " * 100_000, rest), "few"))
+        await asyncio.sleep(0)
+        others += [asyncio.create_task(bodies.read(begun(b" " * 90_000), "many")) for _ in range(4)]
+        done, waiting = await asyncio.wait(others, timeout=0.1)
+        assert done == set(others[:4]) and all(isinstance(task.exception(), Overloaded) for task in done)
+        rest.put_nowait(b"end")
+        assert 100_003 == len(await few)
+        for task in waiting:
+            task.cancel()
+        await asyncio.wait(waiting)
+
+    def begun(part: bytes, rest: asyncio.Queue[bytes] | None = None) -> Request:
+        parts = [part]
+        rest = rest or asyncio.Queue()
+
+        async def receive() -> Any:
+            if parts:
+                return {"type": "http.request", "body": parts.pop(), "more_body": True}
+            return {"type": "http.request", "body": await rest.get(), "more_body": False}
+
+        return Request({"type": "http", "headers": []}, receive)
+
+    asyncio.run(story())
+
+
+def test_parts_of_bodies_that_nobody_reads_do_not_outlive_their_answer() -> None:
+    async def story(it: Site) -> None:
+        gc.collect()
+        gc.disable()
+        try:
+            head = POST.replace(b"application/json", b"text/plain") + b"content-length: 99999\r\n\r\n"
+            client = await Client.to(it, head + b" " * 40_000)
+            assert 415 == (await client.answer())[0]
+            cycles = [found for found in gc.get_objects() if isinstance(found, RequestResponseCycle)]
+            assert cycles and 0 == sum(len(cycle.body) for cycle in cycles)
+            client.writer.close()
+        finally:
+            gc.enable()
+
+    run(story)
+
+
+# ------------------------------------------------------------------------------------------------ unread answers
+
+UNREAD: dict[str, Any] = {"unread_timeout": 60.0, "body_timeout": 10.0, "send_buffer_bytes": 4096}
+
+
+def echo(num_bytes: int) -> bytes:
+    """A request whose answer has its long prompt, of which it generates from a single token."""
+    asked = {"max_new_tokens": 1, "truncate": 1, "return_full_text": True}
+    body = json.dumps({"inputs": "x" * num_bytes, "parameters": asked}).encode()
+    return POST + b"content-length: %d\r\n\r\n" % len(body) + body
+
+
+async def num_connections_are(it: Site, most: int) -> None:
+    """Wait until no more are open."""
+    while num_connections(it) > most:
+        await asyncio.sleep(0.02)
+
+
+def test_unread_answers_share_a_bound_and_the_one_that_is_read_least_is_cut() -> None:
+    async def story(it: Site) -> None:
+        clients = []
+        for _ in range(8):
+            clients.append(await unread(it, echo(600_000)))
+            assert b"H" == await clients[-1].reader.readexactly(1)  # the answer is there
+        await num_connections_are(it, 4)
+        assert b"reset" == await clients[0].rest()
+        assert (await clients[-1].rest()).count(b"x") > 600_000 - 10
+        assert b" 200 OK" in await (await Client.to(it, echo(600_000))).rest()
+        for client in clients:
+            client.writer.close()
+
+    run(story, max_unread_bytes=2_000_000, **UNREAD)
+
+
+def test_an_answer_behind_an_unread_one_counts_as_unread() -> None:
+    async def story(it: Site) -> None:
+        clients = [await unread(it, echo(600_000) * 2) for _ in range(4)]
+        await num_connections_are(it, 3)
+        for client in clients:
+            client.writer.close()
+
+    run(story, max_unread_bytes=3_600_000, **UNREAD)  # as much as four of them and half another
+
+
+def test_unread_files_share_the_bound_and_a_single_answer_may_be_larger() -> None:
+    async def story(it: Site) -> None:
+        clients = [await unread(it, SCRIPT) for _ in range(10)]
+        await num_connections_are(it, 5)
+        for client in clients:
+            client.writer.close()
+        await num_connections_are(it, 0)
+        assert (await (await Client.to(it, echo(600_000))).rest()).count(b"x") > 600_000
+
+    run(story, max_unread_bytes=300_000, **UNREAD)
+
+
+def test_a_static_file_is_sent_in_small_views_of_one_copy() -> None:
+    async def story() -> None:
+        file = StaticFile(bytes(100_000))
+        sent: list[Any] = []
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await file({"type": "http"}, asyncio.Queue[Any]().get, send)
+        pieces = [message["body"] for message in sent[1:-1]]
+        assert 100_000 == sum(map(len, pieces)) and max(map(len, pieces)) <= 16 * 1024
+        assert all(piece.obj is file.body for piece in pieces)
+
+    asyncio.run(story())
+
+
+def test_a_plain_answer_takes_no_more_memory_than_its_bytes() -> None:
+    text = "x" * 1_000_000
+    tracemalloc.start()
+    try:
+        answer = PlainAnswer(orjson.dumps({"generated_text": text}))
+        assert len(answer.body) < tracemalloc.get_traced_memory()[0] < 1.1 * len(answer.body)
+    finally:
+        tracemalloc.stop()
+
+
 # --------------------------------------------------------------------------------------------------- descriptors
+
+
+IN_HEADERS = POST
+IN_BODY = POST + b"content-length: 9\r\n\r\n{"
+
+
+@pytest.mark.parametrize(
+    "held, first", [([IN_HEADERS] * 3, 0), ([IN_BODY] * 3, 0), ([IN_BODY, stream(1000), IN_HEADERS], 2)]
+)
+def test_where_none_is_idle_who_owes_headers_or_a_body_makes_room(held: list[bytes], first: int) -> None:
+    async def story(it: Site) -> None:
+        settings = RouterConfig("a", "b", ("c",))
+        async with serving(it.app, settings, max_connections=3) as it.port:
+            clients = []
+            for begun in held:
+                clients.append(await Client.to(it, begun))
+                await asyncio.sleep(0.05)
+            probe = await Client.to(it, PROBE)
+            assert 200 == (await probe.answer())[0]
+            assert 429 == (await clients[first].answer())[0]
+            for client in (*clients, probe):
+                client.writer.close()
+
+    run(story)
+
+
+def test_where_none_is_idle_who_does_not_read_makes_room() -> None:
+    async def story(it: Site) -> None:
+        settings = RouterConfig("a", "b", ("c",), send_buffer_bytes=4096)
+        async with serving(it.app, settings, max_connections=3) as it.port:
+            clients = []
+            for _ in range(3):
+                clients.append(await unread(it, SCRIPT))
+                assert b"H" == await clients[-1].reader.readexactly(1)
+            await asyncio.sleep(0.05)
+            probe = await Client.to(it, PROBE)
+            assert 200 == (await probe.answer())[0]
+            assert b"reset" == await clients[0].rest()
+            for client in (*clients, probe):
+                client.writer.close()
+
+    run(story)
+
+
+def test_many_connections_are_accepted_in_one_turn_of_the_event_loop() -> None:
+    """The loop accepts one a turn at each descriptor, and turns are long while many bodies arrive."""
+
+    async def story() -> None:
+        loop, accepted = asyncio.get_running_loop(), 0
+
+        class Counting(asyncio.Protocol):
+            def connection_made(self, transport: asyncio.BaseTransport) -> None:
+                nonlocal accepted
+                accepted += 1
+
+        listener = socket.create_server(("127.0.0.1", 0), backlog=100)
+        clients = [socket.create_connection(listener.getsockname()) for _ in range(64)]
+        servers = [await loop.create_server(Counting, sock=door) for door in doors(listener)]
+        num_turns = 0
+        while accepted < len(clients):
+            await asyncio.sleep(0)
+            num_turns += 1
+        assert num_turns < len(clients) / 2
+        for end in (*clients, *servers):
+            end.close()
+
+    uvloop.run(asyncio.wait_for(story(), PATIENCE_S))
 
 
 def test_the_connection_that_is_idle_the_longest_makes_room() -> None:

@@ -51,6 +51,7 @@ ATTRIBUTES = {
         (value.disconnected, value.keep_alive, value.response_started, value.response_complete)
         == (False, True, False, False)
         and isinstance(value.message_event, asyncio.Event)
+        and value.body == bytearray()
     ),
     "parser": lambda value: isinstance(value, httptools.HttpRequestParser),
     "pipeline": lambda value: value == deque(),  # the newest at its left, started from its right
