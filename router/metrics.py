@@ -82,7 +82,8 @@ class Metrics:
         self.batch_size.set(trace.batch_size)
         self.batch_tokens.set(trace.reserved_tokens)
         self.free_blocks.set(trace.free_blocks)
-        self.prefill_tokens.inc(trace.prefill_tokens)
+        if trace.prefill_tokens:
+            self.prefill_tokens.inc(trace.prefill_tokens)
         self._raise_peak("batch_size", trace.batch_size)
         self._raise_peak("reserved_tokens", trace.reserved_tokens)
         self._raise_peak("prefill_tokens", trace.prefill_tokens)
