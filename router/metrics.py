@@ -14,7 +14,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from router.entry import Finished
 from router.limits import Limits
+from router.scheduler import Scheduler
 
 M = TypeVar("M", Counter, Histogram)
 
@@ -40,7 +41,7 @@ FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One planned step in numbers: what tests and gauges check against the limits."""
+    """One planned step in numbers: what tests check against the limits."""
 
     step: int
     batch_size: int
@@ -75,13 +76,16 @@ class Metrics:
         self._registry.register(collector)
         self._counter_names += counters
 
+    def watch(self, scheduler: Scheduler[Any]) -> None:
+        """Show its queue, batch and KV blocks as they are whenever somebody looks, also while no steps are planned."""
+        self.queue_size.set_function(lambda: len(scheduler.waiting))
+        self.queue_tokens.set_function(lambda: scheduler.ledger.waiting_tokens)
+        self.batch_size.set_function(lambda: len(scheduler.running))
+        self.batch_tokens.set_function(lambda: scheduler.reserved_tokens)
+        self.free_blocks.set_function(lambda: scheduler.num_free_blocks)
+
     def planned(self, trace: StepTrace) -> None:
         """A step was planned and is about to be sent."""
-        self.queue_size.set(trace.num_waiting)
-        self.queue_tokens.set(trace.waiting_tokens)
-        self.batch_size.set(trace.batch_size)
-        self.batch_tokens.set(trace.reserved_tokens)
-        self.free_blocks.set(trace.free_blocks)
         if trace.prefill_tokens:
             self.prefill_tokens.inc(trace.prefill_tokens)
         self._raise_peak("batch_size", trace.batch_size)
@@ -169,7 +173,6 @@ class Metrics:
         self.most_blocks = self._gauge("tgi_kv_blocks_total", "KV blocks")
         self._show_capacity(limits)
         self.free_blocks = self._gauge("tgi_kv_blocks_free", "KV blocks not reserved")
-        self.free_blocks.set(limits.num_blocks)
         self.next_size = Histogram(
             "tgi_batch_next_size",
             "Requests admitted in one step",

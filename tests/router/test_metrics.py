@@ -9,7 +9,9 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.entry import ValidRequest
 from router.metrics import DURATION_BUCKETS, NUM_LENGTH_BUCKETS, TokenGaps
+from tests.router.doubles import fake_shards, make_limits
 from tests.router.test_accounts import ALICE, BOB, write
 from tests.router.test_app import site
 from tests.router.test_overload import AS_ALICE
@@ -155,6 +157,26 @@ def test_tokens_of_prompts_are_either_found_or_computed() -> None:
             assert 3 * 40 <= asked
             assert 2 * 32 == series["tgi_request_prefix_hit_tokens"]  # two full blocks, twice
             assert asked - 2 * 32 == series["tgi_batch_prefill_tokens"]
+
+    asyncio.run(story())
+
+
+def test_gauges_are_true_between_steps_and_while_none_is_planned() -> None:
+    async def story() -> None:
+        limits = make_limits(max_batch_size=1)
+        async with site(fake_shards(limits, step_delay_s=3600), max_batch_size=1) as it:
+            first, second = (it.batcher.submit(ValidRequest([1] * 20, 12)) for _ in range(2))
+            while not it.shards.live_ids:
+                await asyncio.sleep(0.001)
+            series = series_in((await it.http.get("/metrics")).text)
+            assert (1, 32) == (series["tgi_queue_size"], series["tgi_queue_tokens"])
+            assert (1, 32) == (series["tgi_batch_current_size"], series["tgi_batch_current_max_tokens"])
+            third = it.batcher.submit(ValidRequest([1] * 20, 12))  # the shards are computing: nothing is planned
+            series = series_in((await it.http.get("/metrics")).text)
+            assert (2, 64) == (series["tgi_queue_size"], series["tgi_queue_tokens"])
+            assert series["tgi_kv_blocks_total"] - 2 == series["tgi_kv_blocks_free"]
+            for entry in (first, second, third):
+                entry.cancelled = True
 
     asyncio.run(story())
 
