@@ -27,6 +27,8 @@ from router.key_file import ApiKey, digest_of, read_keys
 LONE_NAME = "default"  # of the key that `api_key` gives
 RECHECK_S = 1.0
 OTHERS_MAY_READ = stat.S_IRGRP | stat.S_IROTH
+TOKEN_KINDS = ("prompt", "generated")
+ACCOUNT_LIMITS = ("max_concurrent_requests", "requests_per_minute", "tokens_per_minute", "share")
 NOBODY = bytes(32)  # a digest that no key has
 
 logger = logging.getLogger(__name__)
@@ -242,8 +244,8 @@ class AccountMetrics(Collector):
         for account in self._accounts:
             requests.add_metric([account.name], account.num_requests)
             running.add_metric([account.name], account.num_held)
-            for kind, count in account.used_tokens.items():
-                tokens.add_metric([account.name, kind], count)
-            for limit, count in account.refusals.items():
-                refused.add_metric([account.name, limit], count)
+            for kind in TOKEN_KINDS:
+                tokens.add_metric([account.name, kind], account.used_tokens[kind])
+            for limit in ACCOUNT_LIMITS:
+                refused.add_metric([account.name, limit], account.refusals[limit])
         yield from (requests, running, tokens, refused)

@@ -77,6 +77,7 @@ class Batcher:
         self._clock = clock
         self._trace = trace
         self._scheduler: Scheduler[Entry] = Scheduler(limits)
+        metrics.watch(self._scheduler)
         self._drain_rate = DrainRate(clock)
         self._live: dict[int, Entry] = {}  # entries that still owe their reader a last event
         self._under_way: deque[_SentStep] = deque()

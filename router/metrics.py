@@ -3,16 +3,18 @@
 `prometheus_client` ends the name of every counter in `_total`; TGI's counters have plain names, so the suffix is taken
 off again in `render`. Not here: TGI's `tgi_batch_filter_duration` and `tgi_batch_concat_duration`, which have no
 counterpart (joining and leaving are part of a step), and `tgi_request_skipped_tokens`, which needs speculation. No
-label ever carries what a client sent.
+label ever carries what a client sent, and every series whose labels are known is there from the start, at 0: Prometheus
+does not see the first increase of one that appears with it.
 """
 
 from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
@@ -20,16 +22,26 @@ from prometheus_client.registry import Collector
 
 from router.entry import Finished
 from router.limits import Limits
+from router.scheduler import Scheduler
+
+M = TypeVar("M", Counter, Histogram)
 
 # TGI's: 0.15 ms to about 146 s.
 DURATION_BUCKETS = tuple(0.0001 * 1.5**k for k in range(1, 36))
 BATCH_SIZE_BUCKETS = tuple(2**k for k in range(11))
 NUM_LENGTH_BUCKETS = 100
 
+METHODS = ("prefill", "decode")
+JOIN_REASONS = ("backpressure", "wait_exceeded")
+STAGES = ("validation", "queued", "running")
+FAILURES = (
+    "validation", "overloaded", "timeout", "dropped", "slow_client", "generation", "incomplete", "unavailable",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True)
 class StepTrace:
-    """One planned step in numbers: what tests and gauges check against the limits."""
+    """One planned step in numbers: what tests check against the limits."""
 
     step: int
     batch_size: int
@@ -64,13 +76,18 @@ class Metrics:
         self._registry.register(collector)
         self._counter_names += counters
 
+    def watch(self, scheduler: Scheduler[Any]) -> None:
+        """Show its queue, batch and KV blocks as they are whenever somebody looks, also while no steps are planned."""
+        self.queue_size.set_function(lambda: len(scheduler.waiting))
+        self.queue_tokens.set_function(lambda: scheduler.ledger.waiting_tokens)
+        self.batch_size.set_function(lambda: len(scheduler.running))
+        self.batch_tokens.set_function(lambda: scheduler.reserved_tokens)
+        self.free_blocks.set_function(lambda: scheduler.num_free_blocks)
+
     def planned(self, trace: StepTrace) -> None:
         """A step was planned and is about to be sent."""
-        self.queue_size.set(trace.num_waiting)
-        self.queue_tokens.set(trace.waiting_tokens)
-        self.batch_size.set(trace.batch_size)
-        self.batch_tokens.set(trace.reserved_tokens)
-        self.free_blocks.set(trace.free_blocks)
+        if trace.prefill_tokens:
+            self.prefill_tokens.inc(trace.prefill_tokens)
         self._raise_peak("batch_size", trace.batch_size)
         self._raise_peak("reserved_tokens", trace.reserved_tokens)
         self._raise_peak("prefill_tokens", trace.prefill_tokens)
@@ -118,7 +135,7 @@ class Metrics:
     def _define_request_metrics(self, limits: Limits) -> None:
         self.request_count = self._counter("tgi_request_count", "Requests received")
         self.request_success = self._counter("tgi_request_success", "Requests completed")
-        self.request_failure = self._counter("tgi_request_failure", "Requests not completed", "err")
+        self.request_failure = self._counter("tgi_request_failure", "Requests not completed", err=FAILURES)
         self.request_duration = self._durations("tgi_request_duration", "From arrival to the last token")
         self.validation_duration = self._durations("tgi_request_validation_duration", "From arrival to the queue")
         self.queue_duration = self._durations("tgi_request_queue_duration", "Waiting for admission")
@@ -142,7 +159,7 @@ class Metrics:
         self.preempted = self._counter(
             "tgi_request_preempted", "Times that a running request made room for another API key's, to be rebuilt later"
         )
-        self.timeouts = self._counter("tgi_request_timeout", "Requests whose deadline passed", "stage")
+        self.timeouts = self._counter("tgi_request_timeout", "Requests whose deadline passed", stage=STAGES)
         self.surplus_tokens = self._counter(
             "tgi_request_surplus_tokens", "Tokens computed and dropped: after an end, or of a sequence that made room"
         )
@@ -156,24 +173,32 @@ class Metrics:
         self.most_blocks = self._gauge("tgi_kv_blocks_total", "KV blocks")
         self._show_capacity(limits)
         self.free_blocks = self._gauge("tgi_kv_blocks_free", "KV blocks not reserved")
-        self.free_blocks.set(limits.num_blocks)
         self.next_size = Histogram(
             "tgi_batch_next_size",
             "Requests admitted in one step",
             buckets=BATCH_SIZE_BUCKETS,
             registry=self._registry,
         )
-        self.batch_concat = self._counter("tgi_batch_concat", "Times that requests joined a running batch", "reason")
-        self.step_count = self._counter("tgi_batch_inference_count", "Steps computed", "method")
-        self.step_success = self._counter("tgi_batch_inference_success", "Steps computed without error", "method")
+        self.prefill_tokens = self._counter(
+            "tgi_batch_prefill_tokens", "Tokens of new and rebuilt sequences that had to be computed"
+        )
+        self.batch_concat = self._counter(
+            "tgi_batch_concat", "Times that requests joined a running batch", reason=JOIN_REASONS
+        )
+        self.step_count = self._counter("tgi_batch_inference_count", "Steps computed", method=METHODS)
+        self.step_success = self._counter("tgi_batch_inference_success", "Steps computed without error", method=METHODS)
         self.recoveries = self._counter("tgi_shards_recovery_count", "Times that lost shards were replaced")
         self.recovery_seconds = self._counter("tgi_shards_recovery_seconds", "Seconds without shards, all together")
-        self.step_failures = self._counter("tgi_batch_inference_failure", "Steps that failed", "method")
+        self.step_failures = self._counter("tgi_batch_inference_failure", "Steps that failed", method=METHODS)
         self.step_duration = self._durations(
-            "tgi_batch_inference_duration", "From sending a step to its reply", "method"
+            "tgi_batch_inference_duration", "From sending a step to its reply", method=METHODS
         )
-        self.forward_duration = self._durations("tgi_batch_forward_duration", "Forward pass and sampling", "method")
-        self.delivery_duration = self._durations("tgi_batch_decode_duration", "Detokenisation and delivery", "method")
+        self.forward_duration = self._durations(
+            "tgi_batch_forward_duration", "Forward pass and sampling on rank 0", method=METHODS
+        )
+        self.delivery_duration = self._durations(
+            "tgi_batch_decode_duration", "Detokenisation and delivery", method=METHODS
+        )
 
     def _define_peaks(self) -> None:
         self._peaks = {
@@ -191,19 +216,28 @@ class Metrics:
             self._peak_values[name] = value
             self._peaks[name].set(value)
 
-    def _counter(self, name: str, what: str, *labels: str) -> Counter:
+    def _counter(self, name: str, what: str, **labels: Sequence[str]) -> Counter:
         self._counter_names.append(name)
-        return Counter(name, what, labels, registry=self._registry)
+        return _with_values(Counter(name, what, list(labels), registry=self._registry), labels)
 
     def _gauge(self, name: str, what: str) -> Gauge:
         return Gauge(name, what, registry=self._registry)
 
-    def _durations(self, name: str, what: str, *labels: str) -> Histogram:
-        return Histogram(name, f"{what}, seconds", labels, buckets=DURATION_BUCKETS, registry=self._registry)
+    def _durations(self, name: str, what: str, **labels: Sequence[str]) -> Histogram:
+        histogram = Histogram(name, f"{what}, seconds", list(labels), buckets=DURATION_BUCKETS, registry=self._registry)
+        return _with_values(histogram, labels)
 
     def _lengths(self, name: str, what: str, longest: int) -> Histogram:
         buckets = [longest * k / NUM_LENGTH_BUCKETS for k in range(1, NUM_LENGTH_BUCKETS + 1)]
         return Histogram(name, what, buckets=buckets, registry=self._registry)
+
+
+def _with_values(metric: M, labels: Mapping[str, Sequence[str]]) -> M:
+    """The metric with a series for every combination of the labels' values."""
+    if labels:
+        for values in product(*labels.values()):
+            metric.labels(*values)
+    return metric
 
 
 class TokenGaps(Collector):
