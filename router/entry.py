@@ -27,6 +27,8 @@ class Sampling:
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
     watermark: bool = False
     seed: int = 0
 

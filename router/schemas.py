@@ -34,12 +34,18 @@ class GenerateParameters(_Strict):
     temperature: float | None = Field(default=None, description="> 0. Divides the scores before sampling.")
     repetition_penalty: float | None = Field(default=None, description="> 0. 1.0 means no penalty.")
     frequency_penalty: float | None = Field(default=None, description="-2.0 to 2.0. 0 means no penalty.")
+    presence_penalty: float | None = Field(
+        default=None, description="-2.0 to 2.0. Taken once from the score of every token that was generated."
+    )
     top_k: Integer | None = Field(default=None, description="> 0. Keep the k likeliest tokens.")
     top_p: float | None = Field(
         default=None, description="> 0 and <= 1. Keep the likeliest tokens of this total probability."
     )
     typical_p: float | None = Field(
         default=None, description="> 0 and <= 1. Keep the most typical tokens of this total."
+    )
+    min_p: float | None = Field(
+        default=None, description="0 to 1. Keep the tokens of at least this share of the likeliest one's probability."
     )
     do_sample: bool | None = Field(default=None, description="Draw tokens at random instead of taking the likeliest.")
     max_new_tokens: Integer | None = Field(default=None, description="Absent: as many as `max_total_tokens` leaves.")

@@ -189,7 +189,7 @@ def _best_of(given: GenerateParameters, limits: Limits) -> int:
         raise ValidationError("`best_of` != 1 is not allowed for this endpoint")
     if not 0 < best_of <= limits.max_best_of:
         raise ValidationError(f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}")
-    warpers = (given.temperature, given.top_k, given.top_p, given.typical_p)
+    warpers = (given.temperature, given.top_k, given.top_p, given.typical_p, given.min_p)
     if best_of > 1 and not given.do_sample and all(warper is None for warper in warpers):
         raise ValidationError("you must use sampling when `best_of` is > 1: set `do_sample`")
     return best_of
@@ -202,12 +202,18 @@ def _sampling(given: GenerateParameters) -> Sampling:
     frequency_penalty = 0.0 if given.frequency_penalty is None else given.frequency_penalty
     if not -2.0 <= frequency_penalty <= 2.0:
         raise ValidationError("`frequency_penalty` must be >= -2.0 and <= 2.0")
+    presence_penalty = given.presence_penalty or 0.0
+    if not -2.0 <= presence_penalty <= 2.0:
+        raise ValidationError(f"`presence_penalty` must be >= -2.0 and <= 2.0. Given: {presence_penalty}")
+    min_p = given.min_p or 0.0
+    if not 0.0 <= min_p <= 1.0:
+        raise ValidationError(f"`min_p` must be >= 0.0, which is off, and <= 1.0. Given: {min_p}")
     top_p = _share("top_p", given.top_p)
     typical_p = _share("typical_p", given.typical_p)
     top_k = given.top_k or 0
     if given.top_k is not None and top_k <= 0:
         raise ValidationError("`top_k` must be strictly positive")
-    has_warper = temperature != 1.0 or top_k != 0 or top_p < 1.0 or typical_p < 1.0
+    has_warper = temperature != 1.0 or top_k != 0 or top_p < 1.0 or typical_p < 1.0 or min_p > 0.0
     return Sampling(
         do_sample=bool(given.do_sample) or has_warper,
         temperature=temperature,
@@ -216,6 +222,8 @@ def _sampling(given: GenerateParameters) -> Sampling:
         typical_p=typical_p,
         repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        min_p=min_p,
         watermark=bool(given.watermark),
     )
 

@@ -39,6 +39,8 @@ def new_sequence(
             typical_p=sampling.typical_p,
             repetition_penalty=sampling.repetition_penalty,
             frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            min_p=sampling.min_p,
             watermark=sampling.watermark,
             seed=sampling.seed,
         ),

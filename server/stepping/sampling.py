@@ -1,14 +1,16 @@
 """From logits to token ids: vectorised over the rows of a step, and the same on every rank.
 
-Penalties and warpers follow TGI's order: watermark, repetition penalty, frequency penalty, temperature, top-k, top-p,
-typical-p. Each touches only the rows that ask for it, so a request's tokens do not depend on its neighbours.
+Penalties and warpers follow TGI's order: watermark, repetition penalty, frequency and presence penalty, temperature,
+top-k, top-p, min-p, typical-p. Each touches only the rows that ask for it, so a request's tokens do not depend on its
+neighbours.
 
 A token is drawn by the exponential race argmax(p / E) with E exponential noise, which needs no normalised
 probabilities; the noise is a pure function of (seed, position, token id). Every rank works on its own part of the
 vocabulary, and all know the same of the others' (`vocabulary.py`).
 
 Papers: repetition penalty, Keskar et al. 2019 (arXiv 1909.05858); top-p, Holtzman et al. 2019 (arXiv 1904.09751);
-typical-p, Meister et al. 2022 (arXiv 2202.00666); watermark, Kirchenbauer et al. 2023 (arXiv 2301.10226).
+typical-p, Meister et al. 2022 (arXiv 2202.00666); min-p, Nguyen et al. 2024 (arXiv 2407.01082); watermark, Kirchenbauer
+et al. 2023 (arXiv 2301.10226).
 
 Shapes: R rows that get a token in this step, Vl this rank's part of the vocabulary, n candidates reported.
 """
@@ -45,6 +47,8 @@ class TokenChoice:
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
     watermark: bool = False
     seed: int = 0
     top_n_tokens: int = 0
@@ -52,7 +56,7 @@ class TokenChoice:
     @property
     def needs_history(self) -> bool:
         """Whether the tokens so far matter beyond the last one."""
-        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @cached_property
     def is_plain(self) -> bool:
@@ -62,8 +66,8 @@ class TokenChoice:
     @cached_property
     def is_simple(self) -> bool:
         """Whether temperature, top-k and top-p are all that a sample is drawn by, and nothing but a token is wanted."""
-        is_typical = self.do_sample and self.typical_p != 1.0
-        return not (is_typical or self.needs_history or self.watermark or self.top_n_tokens)
+        has_other_warper = self.do_sample and (self.typical_p != 1.0 or self.min_p != 0.0)
+        return not (has_other_warper or self.needs_history or self.watermark or self.top_n_tokens)
 
 
 @dataclass(frozen=True)
@@ -188,12 +192,15 @@ class Sampler:
         bounded = [min(max(c.repetition_penalty, MIN_REPETITION_PENALTY), MAX_REPETITION_PENALTY) for c in penalised]
         self._repetition = self._column(bounded)
         self._frequency = self._column([c.frequency_penalty for c in penalised])
+        presence = [c.presence_penalty for c in penalised]
+        self._presence = self._column(presence) if any(presence) else None
         self._sampled = _Rows([c.do_sample for c in choices], device)
         drawn = [c for c in choices if c.do_sample]
         self._temperature = self._column([max(c.temperature, MIN_TEMPERATURE) for c in drawn])
         self._top_k = _Warper(self, drawn, "top_k", neutral=0, dtype=torch.int64)
         self._most_top_k = max((c.top_k for c in drawn), default=0)
         self._top_p = _Warper(self, drawn, "top_p", neutral=1.0)
+        self._min_p = _Warper(self, drawn, "min_p", neutral=0.0)
         self._typical_p = _Warper(self, drawn, "typical_p", neutral=1.0)
         self._seed_low = self._column([c.seed & MASK32 for c in drawn], torch.int64)
         self._seed_high = self._column([c.seed >> 32 for c in drawn], torch.int64)
@@ -242,13 +249,17 @@ class Sampler:
         rows = self._penalised.take(logits)
         penalised = torch.where(rows < 0, rows * self._repetition, rows / self._repetition)
         rows = torch.where(history.seen, penalised, rows)
-        return self._penalised.put(logits, rows - self._frequency * history.counts)
+        rows = rows - self._frequency * history.counts
+        if self._presence is not None:
+            rows = rows - self._presence * (history.counts > 0)
+        return self._penalised.put(logits, rows)
 
     def _warp(self, logits: Tensor) -> Tensor:
         vocabulary = self._vocabulary
         logits = logits / self._temperature
         logits = self._top_k.apply(logits, partial(keep_top_k, vocabulary, most=self._most_top_k))
         logits = self._top_p.apply(logits, partial(keep_top_p, vocabulary))
+        logits = self._min_p.apply(logits, partial(keep_min_p, vocabulary))
         return self._typical_p.apply(logits, partial(keep_typical, vocabulary))
 
     def _column(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
@@ -284,6 +295,12 @@ def keep_top_k(vocabulary: Vocabulary, logits: Tensor, k: Tensor, most: int) -> 
 def keep_top_p(vocabulary: Vocabulary, logits: Tensor, p: Tensor) -> Tensor:
     """Keep the most likely tokens whose probabilities reach p, at least one; ties stay. logits [R, Vl], p [R, 1]."""
     threshold = vocabulary.top_p_threshold(logits, p)
+    return logits.masked_fill(logits < threshold, float("-inf"))
+
+
+def keep_min_p(vocabulary: Vocabulary, logits: Tensor, p: Tensor) -> Tensor:
+    """Keep the tokens that are at least p times as likely as the best one. logits [R, Vl], p [R, 1] in (0, 1]."""
+    threshold = vocabulary.best(logits) + p.log()
     return logits.masked_fill(logits < threshold, float("-inf"))
 
 

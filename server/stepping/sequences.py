@@ -193,6 +193,8 @@ def _choice(new: pb.NewSequence) -> TokenChoice:
         typical_p=sampling.typical_p,
         repetition_penalty=sampling.repetition_penalty,
         frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        min_p=sampling.min_p,
         watermark=sampling.watermark,
         seed=sampling.seed,
         top_n_tokens=new.top_n_tokens,

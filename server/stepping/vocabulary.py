@@ -79,6 +79,11 @@ class Vocabulary:
         values, totals = self._gather(mine, totals)
         return values.amax(dim=-1) - totals.logsumexp(dim=-1)
 
+    def best(self, logits: Tensor) -> Tensor:
+        """The largest logit [R, 1] of each row of all ranks' float32 logits [R, Vl]."""
+        mine = logits.amax(dim=-1, keepdim=True)
+        return mine if self.is_whole else self._gather(mine)[0].amax(dim=-1, keepdim=True)
+
     def top_k_threshold(self, logits: Tensor, k: Tensor, most: int) -> Tensor:
         """See `Logits.top_k_threshold`."""
         return self._logits.top_k_threshold(logits, k, most, self._exchange)

@@ -34,6 +34,8 @@ def worst_sampling() -> pb.SamplingParameters:
         typical_p=0.9,
         repetition_penalty=1.2,
         frequency_penalty=0.1,
+        presence_penalty=0.1,
+        min_p=0.01,
         watermark=True,
     )
 

@@ -86,6 +86,8 @@ VALID: dict[str, Callable[[Random], Any]] = {
     "temperature": lambda r: r.choice([0.1, 1.0, 1.2e-38, 3e38]),
     "repetition_penalty": lambda r: r.uniform(0.5, 2),
     "frequency_penalty": lambda r: r.uniform(-2, 2),
+    "presence_penalty": lambda r: r.uniform(-2, 2),
+    "min_p": lambda r: r.uniform(0, 1),
     "top_k": lambda r: r.randint(1, 300),
     "top_p": lambda r: r.uniform(0.01, 1),
     "typical_p": lambda r: r.uniform(0.01, 1),

@@ -57,6 +57,9 @@ def refusal(raw: bytes, **limits: Any) -> str:
         ({"temperature": 1e308}, "`temperature` must be between"),
         ({"repetition_penalty": -1.0}, "`repetition_penalty` must be strictly positive"),
         ({"frequency_penalty": 2.1}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+        ({"presence_penalty": -2.5}, "`presence_penalty` must be >= -2.0 and <= 2.0. Given: -2.5"),
+        ({"min_p": -0.1}, "`min_p` must be >= 0.0, which is off, and <= 1.0. Given: -0.1"),
+        ({"min_p": 1.5}, "`min_p` must be >= 0.0, which is off, and <= 1.0. Given: 1.5"),
         ({"top_p": 0.0}, "`top_p` must be > 0.0 and < 1.0"),
         ({"top_p": 1.1}, "`top_p` must be > 0.0 and < 1.0"),
         ({"typical_p": 1.1}, "`typical_p` must be > 0.0 and < 1.0"),
@@ -165,7 +168,7 @@ def test_prompt_logprobs_are_refused_where_the_server_does_not_give_them() -> No
 
 NUMBERS = (
     "best_of temperature repetition_penalty frequency_penalty top_k top_p typical_p max_new_tokens truncate seed"
-    " top_n_tokens"
+    " top_n_tokens presence_penalty min_p"
 ).split()
 NASTY = (
     "-1 0 1 10 11 2147483648 9223372036854775808 18446744073709551615 18446744073709551616 1e308 1e999 NaN Infinity"
@@ -188,6 +191,7 @@ def test_every_number_is_fine_or_a_validation_error(name: str, value: str) -> No
     sampling = request.sampling
     assert 0 < sampling.temperature < 3.5e38 and 0 < sampling.top_p <= 1 and 0 <= sampling.top_k < 2**32
     assert 0 <= sampling.seed < 2**64 and 0 < request.max_new_tokens < 20 and 0 <= request.top_n_tokens <= 5
+    assert 0 <= sampling.min_p <= 1 and -2 <= sampling.presence_penalty <= 2
     assert all(map(math.isfinite, (sampling.repetition_penalty, sampling.frequency_penalty, sampling.typical_p)))
 
 

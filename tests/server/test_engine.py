@@ -39,6 +39,8 @@ def mixed_prompts(count: int) -> list[Prompt]:
         sampled(4, typical_p=0.7),
         sampled(5, repetition_penalty=1.3),
         sampled(6, frequency_penalty=0.6),
+        sampled(7, presence_penalty=1.5),
+        sampled(8, min_p=0.2),
         pb.SamplingParameters(temperature=1, top_p=1, typical_p=1, repetition_penalty=1.5),
     ]
     return [
@@ -81,8 +83,13 @@ def test_neighbours_arrival_and_chunks_do_not_change_a_sequence(engine: Engine) 
 
 @pytest.mark.parametrize(
     "sampling",
-    [GREEDY, sampled(11, temperature=1.5), sampled(12, repetition_penalty=1.4, frequency_penalty=0.5, top_p=0.9)],
-    ids=["greedy", "sampled", "penalties"],
+    [
+        GREEDY,
+        sampled(11, temperature=1.5),
+        sampled(12, repetition_penalty=1.4, frequency_penalty=0.5, top_p=0.9),
+        sampled(13, presence_penalty=2.0, min_p=0.1),
+    ],
+    ids=["greedy", "sampled", "penalties", "presence"],
 )
 def test_a_request_is_rebuilt_from_its_tokens(engine: Engine, sampling: pb.SamplingParameters) -> None:
     (whole,) = generate(engine, [Prompt([1, 2, 3], max_new_tokens=20, sampling=sampling)])

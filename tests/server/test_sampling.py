@@ -25,6 +25,7 @@ from server.stepping.sampling import (
     Sampler,
     TokenChoice,
     Watermark,
+    keep_min_p,
     keep_top_k,
     keep_top_p,
     keep_typical,
@@ -115,6 +116,39 @@ def test_frequency_penalty_counts_generated_tokens_only() -> None:
     assert [0, 1] == choose(logits, choices, histories=[asked, generated]).token_ids.tolist()
 
 
+def test_presence_penalty_is_taken_once_from_every_generated_token() -> None:
+    """OpenAI's formula: the score less presence_penalty if the token was generated, however often."""
+    logits = torch.tensor([[2.0, 1.8, 1.0]])
+    history = History([2, 2, 0, 0, 0], 3, whole(3), CPU)  # token 2 is only in the prompt
+    choices = [TokenChoice(presence_penalty=0.5, frequency_penalty=0.1, top_n_tokens=3)]
+    chosen = choose(logits, choices, histories=[history])
+    expected = torch.tensor([1.8, 2.0 - 0.5 - 0.3, 1.0])
+    assert [1, 0, 2] == chosen.top_ids[0].tolist()
+    torch.testing.assert_close(expected - expected.logsumexp(0), chosen.top_logprobs[0])
+
+
+def test_presence_penalty_counts_what_is_generated_from_then_on() -> None:
+    history = History([2], 0, whole(3), CPU)
+    logits, choices = torch.tensor([[2.0, 1.9, 1.8]]), [TokenChoice(presence_penalty=2.0)]
+    found = [choose(logits, choices, histories=[history]).token_ids.item() for _ in range(4)]
+    assert [0, 1, 2, 0] == found
+
+
+def test_min_p_keeps_what_is_likely_enough_beside_the_best() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert [0, 1, 2, 3] == kept(keep_min_p(whole(4), logits, column(0.09)))
+    assert [0, 1, 2] == kept(keep_min_p(whole(4), logits, column(0.29)))
+    assert [0] == kept(keep_min_p(whole(4), logits, column(1.0)))
+    assert [1, 2] == kept(keep_min_p(whole(3), torch.tensor([[1.0, 2.0, 2.0]]), column(1.0)))
+
+
+def test_min_p_looks_at_probabilities_after_temperature() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    cold, hot = (TokenChoice(do_sample=True, min_p=0.4, temperature=t, top_n_tokens=3) for t in (0.5, 2.0))
+    removed = [(choose(logits, [choice]).top_logprobs[0] == float("-inf")).tolist() for choice in (cold, hot)]
+    assert [[False, True, True], [False, False, False]] == removed
+
+
 def test_temperature_sharpens_and_flattens() -> None:
     logits = torch.tensor([[1.0, 0.0]])
     cold = choose(logits, [TokenChoice(do_sample=True, temperature=0.01, seed=s) for s in range(50)])
@@ -126,6 +160,7 @@ def test_temperature_sharpens_and_flattens() -> None:
 LEAST, MOST = 1.2e-38, 3.4e38  # what a client may send
 NEIGHBOURS = [5.0, 5.0000005, -5.0, 4.9999995, 0.001, -0.001, 0.0]  # 5 with the two float32 beside it
 EXTREME = [
+    {"min_p": 1.0},
     {"temperature": LEAST},
     {"temperature": 1e-11},
     {"temperature": LEAST, "top_k": 3, "top_p": 0.9, "typical_p": 0.9},
@@ -184,7 +219,7 @@ def test_extremes_together_give_numbers(penalty: float, temperature: float) -> N
         assert (chosen.logprobs <= 1e-4).all()
 
 
-@pytest.mark.parametrize("extreme", [e for e in EXTREME if "typical_p" not in e], ids=str)
+@pytest.mark.parametrize("extreme", [e for e in EXTREME if not {"typical_p", "min_p"} & e.keys()], ids=str)
 def test_captured_sampling_is_as_exact(extreme: dict[str, Any]) -> None:
     rows = 40
     choices = [TokenChoice(do_sample=True, seed=seed, **extreme) for seed in range(rows)]
@@ -295,12 +330,13 @@ class NothingOfTheHost(TorchFunctionMode):
 EVERYTHING = [
     TokenChoice(),
     TokenChoice(repetition_penalty=1.2, frequency_penalty=0.1),
+    TokenChoice(do_sample=True, presence_penalty=0.3, min_p=0.1),
     TokenChoice(do_sample=True, top_k=9, top_p=0.9, typical_p=0.8, watermark=True, repetition_penalty=1.3),
     TokenChoice(do_sample=True, temperature=0.7, top_n_tokens=3),
 ]
 
 
-@pytest.mark.parametrize("choices", [EVERYTHING, EVERYTHING[2:3] * 3], ids=["of all kinds", "all the same"])
+@pytest.mark.parametrize("choices", [EVERYTHING, EVERYTHING[3:4] * 3], ids=["of all kinds", "all the same"])
 def test_a_step_uploads_nothing_and_does_not_wait_for_the_device(choices: list[TokenChoice]) -> None:
     device, vocabulary = DistantDevice(), whole(50)
     sampler = Sampler(choices, WATERMARK, device, vocabulary)
@@ -316,7 +352,7 @@ def test_a_step_uploads_nothing_and_does_not_wait_for_the_device(choices: list[T
 
 def test_histories_follow_their_sequences_into_any_batch() -> None:
     prompts = [[1, 2], [2, 2], [0, 3]]
-    choices = [TokenChoice(repetition_penalty=1.5, frequency_penalty=0.4)] * 3
+    choices = [TokenChoice(repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.1)] * 3
     logits = torch.tensor([[2.0, 1.9, 1.8, 1.7, 1.6]])
     alone = [History(prompt, 1, whole(5), CPU) for prompt in prompts]
     together = [History(prompt, 1, whole(5), CPU) for prompt in prompts]

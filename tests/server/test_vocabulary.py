@@ -35,6 +35,8 @@ CHOICES = {
     "top-k and top-p": TokenChoice(do_sample=True, top_k=60, top_p=0.8, temperature=1.3, seed=6),
     "typical-p": TokenChoice(do_sample=True, typical_p=0.7, seed=7),
     "penalties": TokenChoice(do_sample=True, repetition_penalty=1.4, frequency_penalty=0.5, seed=8),
+    "presence": TokenChoice(do_sample=True, presence_penalty=1.5, seed=10),
+    "min-p": TokenChoice(do_sample=True, min_p=0.1, temperature=1.2, seed=11),
     "watermark": TokenChoice(do_sample=True, watermark=True, seed=9),
 }
 
@@ -143,7 +145,7 @@ def test_a_nucleus_of_just_all_candidates_is_not_the_whole_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("greedy", 3), ("sampled", 6), ("top-k", 50), ("top-p", 2 * NUCLEUS_CANDIDATES)]
+    ("name", "most"), [("greedy", 3), ("sampled", 6), ("min-p", 7), ("top-k", 50), ("top-p", 2 * NUCLEUS_CANDIDATES)]
 )
 def test_what_ranks_send_does_not_grow_with_the_vocabulary(name: str, most: int) -> None:
     logits = torch.randn(1, 40_000, generator=torch.Generator().manual_seed(2)) * 4
