@@ -6,7 +6,7 @@ Plain data shared by validation, the batching loop and the HTTP layer, so that n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from router.errors import RouterError
@@ -31,6 +31,8 @@ class Sampling:
     min_p: float = 0.0
     watermark: bool = False
     seed: int = 0
+    biases: Mapping[int, float] = field(default_factory=dict)  # of tokens; -inf: never generated
+    banned_words: tuple[tuple[int, ...], ...] = ()  # of several tokens each
 
 
 @dataclass(frozen=True, slots=True)

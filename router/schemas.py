@@ -55,6 +55,12 @@ class GenerateParameters(_Strict):
     watermark: bool | None = Field(default=None, description="Watermark the text (arXiv 2301.10226).")
     details: bool | None = Field(default=None, description="Return tokens, log-probabilities and the finish reason.")
     decoder_input_details: bool | None = Field(default=None, description="Return log-probabilities of the prompt.")
+    logit_bias: dict[str, float] | None = Field(
+        default=None, description="Token id -> -100 to 100, added to its score first of all. At most 300 tokens."
+    )
+    bad_words: list[str] | None = Field(
+        default=None, description="Texts whose tokens are never generated one after another. At most 64."
+    )
     seed: Integer | None = Field(default=None, description="0 to 2^64 - 1. The same seed gives the same text.")
     top_n_tokens: Integer | None = Field(default=None, description="Candidates to return with each token.")
     grammar: dict[str, Any] | None = Field(default=None, description="Not supported: must be absent.")

@@ -101,6 +101,12 @@ class ModelTokenizer:
             [encoding] = self.tokenizer.encode_batch_fast([text])
             return list(encoding.ids)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text that stands alone, without special tokens around it. Raises TokenizerError."""
+        with _tokenizer_errors():
+            [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            return list(encoding.ids)
+
     def count(self, text: str) -> int:
         """How many token ids `encode` gives. Raises TokenizerError."""
         with _tokenizer_errors():

@@ -23,6 +23,7 @@ from router.errors import ValidationError
 from router.limits import Limits
 from router.schemas import GenerateParameters, GenerateRequest
 from router.text import ModelTokenizer, TokenizerError
+from router.token_rules import banned, check_bad_words, logit_bias
 
 logger = logging.getLogger(__name__)
 
@@ -64,21 +65,26 @@ class Validator:
     async def validate(self, request: GenerateRequest) -> list[ValidRequest]:
         """The request, once per sample of `best_of`. Raises ValidationError."""
         checked = check(request, self._limits)
+        sampling = checked.sampling
         if checked.truncate is None:
             remedy = f"shorten the prompt or set `truncate` to {self._limits.max_input_length}"
             self._refuse_many_characters(request.inputs, remedy)
         token_ids = await self._in_thread(partial(self._encode, request.inputs, checked.truncate))
         max_new_tokens = count_tokens(token_ids, checked.max_new_tokens, self._limits)
+        if bad_words := request.given.bad_words:
+            sampling = await self._in_thread(
+                partial(banned, sampling, bad_words, self._tokenizer, self._limits.vocab_size)
+            )
         return [
             ValidRequest(
                 token_ids=token_ids,
                 max_new_tokens=max_new_tokens,
-                sampling=sampling,
+                sampling=one,
                 stop=checked.stop,
                 top_n_tokens=checked.top_n_tokens,
                 prompt_logprobs=bool(request.given.decoder_input_details),
             ).read_by_encoder(self._decoder_start)
-            for sampling in _samplings(checked)
+            for one in _samplings(sampling, checked.best_of)
         ]
 
     async def tokenise(self, text: str, shape: Callable[[Tokens], Shaped]) -> Shaped:
@@ -118,11 +124,11 @@ def _too_long(given: str, limits: Limits, remedy: str) -> ValidationError:
     return ValidationError(f"`inputs` must have less than {limits.max_input_length} tokens. Given: {given}: {remedy}")
 
 
-def _samplings(checked: Checked) -> Iterator[Sampling]:
+def _samplings(sampling: Sampling, best_of: int) -> Iterator[Sampling]:
     """One for each sample of `best_of`, with seeds of their own."""
-    yield checked.sampling
-    for _ in range(checked.best_of - 1):
-        yield replace(checked.sampling, seed=secrets.randbits(64))
+    yield sampling
+    for _ in range(best_of - 1):
+        yield replace(sampling, seed=secrets.randbits(64))
 
 
 def check_streamable(parameters: GenerateParameters) -> None:
@@ -144,7 +150,8 @@ def check(request: GenerateRequest, limits: Limits) -> Checked:
     stop = _stop(given, limits)
     if given.seed is not None and best_of > 1:
         raise ValidationError("`seed` must not be set when `best_of` > 1")
-    sampling = _seeded(sampling, given)
+    sampling = replace(_seeded(sampling, given), biases=logit_bias(given, limits.vocab_size))
+    check_bad_words(given)
     top_n_tokens = _top_n_tokens(given, limits)
     if not request.inputs:
         raise ValidationError("`inputs` cannot be empty")

@@ -43,6 +43,10 @@ def new_sequence(
             min_p=sampling.min_p,
             watermark=sampling.watermark,
             seed=sampling.seed,
+            bias_ids=list(sampling.biases),
+            biases=list(sampling.biases.values()),
+            banned_word_ids=[id for word in sampling.banned_words for id in word],
+            banned_word_lengths=[len(word) for word in sampling.banned_words],
         ),
         top_n_tokens=request.top_n_tokens,
         prompt_logprobs=request.prompt_logprobs and not generated,  # else the client has them

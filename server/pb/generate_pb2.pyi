@@ -121,7 +121,7 @@ class ProfileReply(_message.Message):
     def __init__(self, names: _Optional[_Iterable[str]] = ..., calls: _Optional[_Iterable[int]] = ..., self_ns: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParameters(_message.Message):
-    __slots__ = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "frequency_penalty", "watermark", "seed", "presence_penalty", "min_p")
+    __slots__ = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "frequency_penalty", "watermark", "seed", "presence_penalty", "min_p", "bias_ids", "biases", "banned_word_ids", "banned_word_lengths")
     DO_SAMPLE_FIELD_NUMBER: _ClassVar[int]
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     TOP_K_FIELD_NUMBER: _ClassVar[int]
@@ -133,6 +133,10 @@ class SamplingParameters(_message.Message):
     SEED_FIELD_NUMBER: _ClassVar[int]
     PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
     MIN_P_FIELD_NUMBER: _ClassVar[int]
+    BIAS_IDS_FIELD_NUMBER: _ClassVar[int]
+    BIASES_FIELD_NUMBER: _ClassVar[int]
+    BANNED_WORD_IDS_FIELD_NUMBER: _ClassVar[int]
+    BANNED_WORD_LENGTHS_FIELD_NUMBER: _ClassVar[int]
     do_sample: bool
     temperature: float
     top_k: int
@@ -144,7 +148,11 @@ class SamplingParameters(_message.Message):
     seed: int
     presence_penalty: float
     min_p: float
-    def __init__(self, do_sample: _Optional[bool] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., watermark: _Optional[bool] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., min_p: _Optional[float] = ...) -> None: ...
+    bias_ids: _containers.RepeatedScalarFieldContainer[int]
+    biases: _containers.RepeatedScalarFieldContainer[float]
+    banned_word_ids: _containers.RepeatedScalarFieldContainer[int]
+    banned_word_lengths: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, do_sample: _Optional[bool] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., watermark: _Optional[bool] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., min_p: _Optional[float] = ..., bias_ids: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., banned_word_ids: _Optional[_Iterable[int]] = ..., banned_word_lengths: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class NewSequence(_message.Message):
     __slots__ = ("id", "token_ids", "computed", "blocks", "sampling", "top_n_tokens", "prompt_logprobs", "generated", "encoder_token_ids", "encoder_blocks")

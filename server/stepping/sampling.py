@@ -1,8 +1,8 @@
 """From logits to token ids: vectorised over the rows of a step, and the same on every rank.
 
-Penalties and warpers follow TGI's order: watermark, repetition penalty, frequency and presence penalty, temperature,
-top-k, top-p, min-p, typical-p. Each touches only the rows that ask for it, so a request's tokens do not depend on its
-neighbours.
+First come the biases of single tokens (`biases.py`), then penalties and warpers in TGI's order: watermark, repetition
+penalty, frequency and presence penalty, temperature, top-k, top-p, min-p, typical-p. Each touches only the rows that
+ask for it, so a request's tokens do not depend on its neighbours.
 
 A token is drawn by the exponential race argmax(p / E) with E exponential noise, which needs no normalised
 probabilities; the noise is a pure function of (seed, position, token id). Every rank works on its own part of the
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from server.backends.protocol import Device
 from server.backends.reference.logits import MASK32, mix
+from server.stepping.biases import Biases, RecentTokens, TokenBiases
 from server.stepping.vocabulary import Vocabulary
 
 # Bounds beyond which nothing changes but overflows begin: logits (up to 2^10) that are penalised by one of these and
@@ -34,6 +35,9 @@ from server.stepping.vocabulary import Vocabulary
 # both are near 0, is thousands: the better one is certain. Powers of two, so that equals stay equal.
 MIN_TEMPERATURE = 2.0**-40
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 2.0**-60, 2.0**60
+
+
+NO_BIASES = TokenBiases()
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class TokenChoice:
     watermark: bool = False
     seed: int = 0
     top_n_tokens: int = 0
+    biases: TokenBiases = NO_BIASES
 
     @property
     def needs_history(self) -> bool:
@@ -67,7 +72,7 @@ class TokenChoice:
     def is_simple(self) -> bool:
         """Whether temperature, top-k and top-p are all that a sample is drawn by, and nothing but a token is wanted."""
         has_other_warper = self.do_sample and (self.typical_p != 1.0 or self.min_p != 0.0)
-        return not (has_other_warper or self.needs_history or self.watermark or self.top_n_tokens)
+        return not (has_other_warper or self.needs_history or self.watermark or self.biases or self.top_n_tokens)
 
 
 @dataclass(frozen=True)
@@ -186,6 +191,8 @@ class Sampler:
         self._device = device
         self._vocabulary = vocabulary
         self._watermark = watermark
+        wanted = [c.biases for c in choices]
+        self._biases = Biases(wanted, device, vocabulary) if any(wanted) else None
         self._watermarked = _Rows([c.watermark for c in choices], device)
         self._penalised = _Rows([c.needs_history for c in choices], device)
         penalised = [c for c in choices if c.needs_history]
@@ -207,13 +214,30 @@ class Sampler:
         self.top_n = max((c.top_n_tokens for c in choices), default=0)
 
     def __call__(
-        self, logits: Tensor, positions: Tensor, previous: Tensor, histories: Sequence[History | None]
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        previous: Tensor,
+        histories: Sequence[History | None],
+        recents: Sequence[RecentTokens | None] = (),
     ) -> Chosen:
         """Choose one token for each row.
 
         logits: [R, Vl], used up; positions: [R] index that the new token will have in its sequence; previous: [R] the
-        token before it; histories: of each row, None where no penalty asks for one; the new token is added to them.
+        token before it; histories: of each row, None where no penalty asks for one; recents: of each row, None where
+        no word of several tokens is banned. The new token is added to both.
         """
+        if self._biases is None:
+            return self._choose(logits, positions, previous, histories)
+        logits, recent = logits.float(), self._biases.recent(recents)
+        self._biases.add(logits, recent)
+        chosen = self._choose(logits, positions, previous, histories)
+        self._biases.append(recents, recent, chosen.token_ids)
+        return chosen
+
+    def _choose(
+        self, logits: Tensor, positions: Tensor, previous: Tensor, histories: Sequence[History | None]
+    ) -> Chosen:
         if self._watermarked.any or self._penalised.any or self._sampled.any or self.top_n:
             logits = logits.float()
         own = [history for history in histories if history is not None]

@@ -48,6 +48,10 @@ class Vocabulary:
         """Whether this rank has all tokens."""
         return self._shard.world_size == 1
 
+    def has(self, token_id: int) -> bool:
+        """Whether this rank has the token."""
+        return self.start <= token_id < self.start + self.width
+
     def summarise(self, logits: Tensor, n: int) -> LogitSummary:
         """The n best tokens of all ranks, from this rank's logits [R, Vl], which are not changed."""
         local = self._logits.summarise(logits, min(n, self.width))

@@ -37,6 +37,10 @@ def worst_sampling() -> pb.SamplingParameters:
         presence_penalty=0.1,
         min_p=0.01,
         watermark=True,
+        bias_ids=[0],
+        biases=[-1],
+        banned_word_ids=[0, 0],
+        banned_word_lengths=[2],
     )
 
 

@@ -88,6 +88,8 @@ VALID: dict[str, Callable[[Random], Any]] = {
     "frequency_penalty": lambda r: r.uniform(-2, 2),
     "presence_penalty": lambda r: r.uniform(-2, 2),
     "min_p": lambda r: r.uniform(0, 1),
+    "logit_bias": lambda r: {str(r.randint(0, 255)): r.uniform(-100, 100) for _ in range(r.randint(0, 3))},
+    "bad_words": lambda r: r.choices(["a", "bc", "é", "🙂"], k=r.randint(0, 3)),
     "top_k": lambda r: r.randint(1, 300),
     "top_p": lambda r: r.uniform(0.01, 1),
     "typical_p": lambda r: r.uniform(0.01, 1),

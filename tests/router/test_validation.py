@@ -14,11 +14,13 @@ from unittest.mock import Mock
 
 import pytest
 
-from router.entry import ValidRequest
+from router.entry import Sampling, ValidRequest
 from router.errors import MalformedBody, ValidationError
 from router.schemas import GenerateParameters, GenerateRequest, parse
-from router.text import ModelTokenizer
+from router.text import ModelTokenizer, TokenizerError
+from router.token_rules import banned
 from router.validation import Validator, check, check_streamable
+from router.wire import new_sequence
 from tests.router.doubles import byte_tokenizer, make_limits
 
 LIMITS = make_limits(max_input_length=10, max_total_tokens=20, max_best_of=2)
@@ -60,6 +62,18 @@ def refusal(raw: bytes, **limits: Any) -> str:
         ({"presence_penalty": -2.5}, "`presence_penalty` must be >= -2.0 and <= 2.0. Given: -2.5"),
         ({"min_p": -0.1}, "`min_p` must be >= 0.0, which is off, and <= 1.0. Given: -0.1"),
         ({"min_p": 1.5}, "`min_p` must be >= 0.0, which is off, and <= 1.0. Given: 1.5"),
+        ({"logit_bias": {"257": 1.0}}, "`logit_bias` has token 257, but the model knows 257 tokens: use ids up to 256"),
+        ({"logit_bias": {"-1": 1.0}}, "`logit_bias` has a key that is no token id: write ids as decimal numbers"),
+        ({"logit_bias": {"01": 1.0}}, "`logit_bias` has a key that is no token id: write ids as decimal numbers"),
+        ({"logit_bias": {"": 1.0}}, "`logit_bias` has a key that is no token id: write ids as decimal numbers"),
+        ({"logit_bias": {"9" * 5000: 1.0}}, "`logit_bias` has a key that is no token id: write ids as decimal numbers"),
+        ({"logit_bias": {"٣": 1.0}}, "`logit_bias` has a key that is no token id: write ids as decimal numbers"),
+        ({"logit_bias": {"7": 100.5}}, "`logit_bias` of token 7 must be >= -100 and <= 100. Given: 100.5"),
+        ({"logit_bias": {str(n): 1 for n in range(301)}}, "`logit_bias` must have at most 300 tokens. Given: 301"),
+        ({"bad_words": [""]}, "`bad_words` has an empty text, which would ban everything: remove it"),
+        ({"bad_words": ["a"] * 65}, "`bad_words` must have at most 64 texts. Given: 65: leave some out"),
+        ({"bad_words": ["a" * 1001]}, "`bad_words` must have at most 1000 characters each. Given: 1001"),
+        ({"bad_words": ["a" * 33]}, "`bad_words` must have 1 to 32 tokens each. Given: 33: send a shorter text"),
         ({"top_p": 0.0}, "`top_p` must be > 0.0 and < 1.0"),
         ({"top_p": 1.1}, "`top_p` must be > 0.0 and < 1.0"),
         ({"typical_p": 1.1}, "`typical_p` must be > 0.0 and < 1.0"),
@@ -164,6 +178,27 @@ def test_prompt_logprobs_are_refused_where_the_server_does_not_give_them() -> No
     with pytest.raises(ValidationError, match="`decoder_input_details` is switched off on this server: leave it out"):
         check(GenerateRequest(inputs="a", parameters=GenerateParameters(decoder_input_details=True)), limits)
     check(GenerateRequest(inputs="a", parameters=GenerateParameters(details=True)), limits)
+
+
+def test_biases_are_of_tokens_and_words_of_one_token_are_never_generated() -> None:
+    (request,) = validate(body(logit_bias={"65": -3, "0": 0.5, "66": 2.0, "9": 0}, bad_words=["B", "bad", "a", "bad"]))
+    assert {65: -3.0, 0: 0.5, 66: -math.inf, 97: -math.inf} == request.sampling.biases
+    assert ((98, 97, 100),) == request.sampling.banned_words
+    sent = new_sequence(1, request, [0], 16).sampling
+    assert request.sampling.biases == dict(zip(sent.bias_ids, sent.biases, strict=True))
+    assert ([98, 97, 100], [3]) == (list(sent.banned_word_ids), list(sent.banned_word_lengths))
+
+
+def test_bad_words_leave_some_token() -> None:
+    message = refusal(body("a", bad_words=["a", "xb"]), vocab_size=2)
+    assert message.startswith("`inputs` has token 97")
+    with pytest.raises(ValidationError, match="`bad_words` may leave none of the model's 2 tokens: send fewer texts"):
+        banned(Sampling(), ["\u0100", "\u0101"], Mock(encode_plain=lambda text: [ord(text) - 256]), 2)
+
+
+def test_bad_words_that_break_the_tokenizer_are_refused() -> None:
+    with pytest.raises(ValidationError, match="`bad_words` cannot be tokenised: it broke; change the texts"):
+        banned(Sampling(), ["a"], Mock(encode_plain=Mock(side_effect=TokenizerError("it broke"))), 2)
 
 
 NUMBERS = (

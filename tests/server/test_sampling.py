@@ -18,6 +18,7 @@ from server.backends.cpu.logits import KernelLogits
 from server.backends.protocol import Logits
 from server.backends.reference.logits import StockLogits, exponential_noise
 from server.distributed import Shard
+from server.stepping.biases import RecentTokens, TokenBiases
 from server.stepping.captured_sampling import choose as captured_choose
 from server.stepping.captured_sampling import settings_of
 from server.stepping.sampling import (
@@ -331,22 +332,26 @@ EVERYTHING = [
     TokenChoice(),
     TokenChoice(repetition_penalty=1.2, frequency_penalty=0.1),
     TokenChoice(do_sample=True, presence_penalty=0.3, min_p=0.1),
+    TokenChoice(biases=TokenBiases(((3, 1.0),), ((1, 2), (3, 4, 5)))),
     TokenChoice(do_sample=True, top_k=9, top_p=0.9, typical_p=0.8, watermark=True, repetition_penalty=1.3),
     TokenChoice(do_sample=True, temperature=0.7, top_n_tokens=3),
 ]
 
 
-@pytest.mark.parametrize("choices", [EVERYTHING, EVERYTHING[3:4] * 3], ids=["of all kinds", "all the same"])
+@pytest.mark.parametrize(
+    "choices", [EVERYTHING, EVERYTHING[3:4] * 3, EVERYTHING[4:5] * 3], ids=["of all kinds", "all the same", "biased"]
+)
 def test_a_step_uploads_nothing_and_does_not_wait_for_the_device(choices: list[TokenChoice]) -> None:
     device, vocabulary = DistantDevice(), whole(50)
     sampler = Sampler(choices, WATERMARK, device, vocabulary)
     histories = [History([1, 2, 3], 1, vocabulary, device) if c.needs_history else None for c in choices]
+    recents = [RecentTokens([1, 2], device) if c.biases.banned_words else None for c in choices]
     device.uploads = 0
     logits = torch.zeros(len(choices), 50, dtype=torch.bfloat16, device="meta")
     rows = torch.zeros(len(choices), dtype=torch.int64, device="meta")
     with NothingOfTheHost():
         for _ in range(2):
-            sampler(logits, rows, rows, histories)
+            sampler(logits, rows, rows, histories, recents)
     assert 0 == device.uploads
 
 

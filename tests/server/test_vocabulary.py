@@ -21,11 +21,13 @@ from server.backends.reference.logits import NUCLEUS_CANDIDATES, StockLogits
 from server.blocks import ceil_divide
 from server.distributed import Shard
 from server.layers.embedding import Head
+from server.stepping.biases import RecentTokens, TokenBiases
 from server.stepping.sampling import Chosen, History, Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary
 
 CPU = CpuDevice()
 PROMPT = [1, 5, 900, 5]
+WORDS = tuple((5, last) for last in range(0, 1501, 2))  # token 5 is the last of the prompt
 CHOICES = {
     "greedy": TokenChoice(),
     "greedy with candidates": TokenChoice(top_n_tokens=5),
@@ -37,6 +39,8 @@ CHOICES = {
     "penalties": TokenChoice(do_sample=True, repetition_penalty=1.4, frequency_penalty=0.5, seed=8),
     "presence": TokenChoice(do_sample=True, presence_penalty=1.5, seed=10),
     "min-p": TokenChoice(do_sample=True, min_p=0.1, temperature=1.2, seed=11),
+    "biases": TokenChoice(biases=TokenBiases(((3, 9.0), (1400, 9.5), (900, -3.0))), top_n_tokens=5),
+    "banned words": TokenChoice(do_sample=True, seed=12, biases=TokenBiases(banned_words=WORDS)),
     "watermark": TokenChoice(do_sample=True, watermark=True, seed=9),
 }
 
@@ -71,7 +75,8 @@ class ThreadShard(Shard):
 def sample(logits: Tensor, choices: Sequence[TokenChoice], vocabulary: Vocabulary) -> Chosen:
     sampler = Sampler(choices, Watermark(0.5, 2.0), CPU, vocabulary)
     histories = [History(PROMPT, 1, vocabulary, CPU) if c.needs_history else None for c in choices]
-    return sampler(logits.clone(), torch.arange(len(choices)), torch.arange(len(choices)) + 7, histories)
+    recents = [RecentTokens(PROMPT[-1:], CPU) if c.biases.banned_words else None for c in choices]
+    return sampler(logits.clone(), torch.arange(len(choices)), torch.arange(len(choices)) + 7, histories, recents)
 
 
 def on_ranks(
