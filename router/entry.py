@@ -13,7 +13,7 @@ from router.errors import RouterError
 from router.fairness import MIN_ADVANCE
 from router.prefix import PrefixKeys
 from router.queue import RequestSize
-from router.text import FinishReason, GeneratedText
+from router.text import ENDS_OF_THE_MODEL, Ends, FinishReason, GeneratedText
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +33,8 @@ class Sampling:
     seed: int = 0
     biases: Mapping[int, float] = field(default_factory=dict)  # of tokens; -inf: never generated
     banned_words: tuple[tuple[int, ...], ...] = ()  # of several tokens each
+    min_tokens: int = 0  # before so many are generated …
+    end_ids: frozenset[int] = frozenset()  # … none of these is
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,7 @@ class ValidRequest:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
+    ends: Ends = ENDS_OF_THE_MODEL
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
     encoder_ids: Sequence[int] = ()  # the prompt, where an encoder reads it

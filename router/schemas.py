@@ -51,6 +51,13 @@ class GenerateParameters(_Strict):
     max_new_tokens: Integer | None = Field(default=None, description="Absent: as many as `max_total_tokens` leaves.")
     return_full_text: bool | None = Field(default=None, description="Put the prompt in front of the generated text.")
     stop: list[str] | None = Field(default=None, description="End after the first of these; it is kept in the text.")
+    stop_token_ids: list[Integer] | None = Field(
+        default=None, description="End after any of these tokens too. At most 64."
+    )
+    ignore_eos: bool | None = Field(default=None, description="Do not end at the model's end tokens.")
+    min_tokens: Integer | None = Field(
+        default=None, description="Before so many tokens no end token comes, and nothing ends the text."
+    )
     truncate: Integer | None = Field(default=None, description="Keep only the last so many tokens of the prompt.")
     watermark: bool | None = Field(default=None, description="Watermark the text (arXiv 2301.10226).")
     details: bool | None = Field(default=None, description="Return tokens, log-probabilities and the finish reason.")

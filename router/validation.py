@@ -23,7 +23,7 @@ from router.errors import ValidationError
 from router.limits import Limits
 from router.schemas import GenerateParameters, GenerateRequest
 from router.text import ModelTokenizer, TokenizerError
-from router.token_rules import banned, check_bad_words, logit_bias
+from router.token_rules import banned, check_bad_words, check_ends, ending, logit_bias
 
 logger = logging.getLogger(__name__)
 
@@ -65,12 +65,14 @@ class Validator:
     async def validate(self, request: GenerateRequest) -> list[ValidRequest]:
         """The request, once per sample of `best_of`. Raises ValidationError."""
         checked = check(request, self._limits)
-        sampling = checked.sampling
         if checked.truncate is None:
             remedy = f"shorten the prompt or set `truncate` to {self._limits.max_input_length}"
             self._refuse_many_characters(request.inputs, remedy)
         token_ids = await self._in_thread(partial(self._encode, request.inputs, checked.truncate))
         max_new_tokens = count_tokens(token_ids, checked.max_new_tokens, self._limits)
+        sampling, ends = ending(
+            checked.sampling, request.given, self._tokenizer.eos_ids, max_new_tokens, self._limits.vocab_size
+        )
         if bad_words := request.given.bad_words:
             sampling = await self._in_thread(
                 partial(banned, sampling, bad_words, self._tokenizer, self._limits.vocab_size)
@@ -81,6 +83,7 @@ class Validator:
                 max_new_tokens=max_new_tokens,
                 sampling=one,
                 stop=checked.stop,
+                ends=ends,
                 top_n_tokens=checked.top_n_tokens,
                 prompt_logprobs=bool(request.given.decoder_input_details),
             ).read_by_encoder(self._decoder_start)
@@ -152,6 +155,7 @@ def check(request: GenerateRequest, limits: Limits) -> Checked:
         raise ValidationError("`seed` must not be set when `best_of` > 1")
     sampling = replace(_seeded(sampling, given), biases=logit_bias(given, limits.vocab_size))
     check_bad_words(given)
+    check_ends(given, limits.vocab_size)
     top_n_tokens = _top_n_tokens(given, limits)
     if not request.inputs:
         raise ValidationError("`inputs` cannot be empty")

@@ -47,6 +47,8 @@ def new_sequence(
             biases=list(sampling.biases.values()),
             banned_word_ids=[id for word in sampling.banned_words for id in word],
             banned_word_lengths=[len(word) for word in sampling.banned_words],
+            min_tokens=sampling.min_tokens,
+            end_ids=sorted(sampling.end_ids),
         ),
         top_n_tokens=request.top_n_tokens,
         prompt_logprobs=request.prompt_logprobs and not generated,  # else the client has them

@@ -1,4 +1,4 @@
-"""What is added to the logits of single tokens before anything else: biases, and words that must not be generated.
+"""What is added to the logits of single tokens before anything else: biases, words and ends that must not come (yet).
 
 Sparse on purpose: a row that asks for three tokens pays for three, and one that asks for nothing pays nothing. Where
 and what to add is uploaded once for as long as the same sequences step together. A word of several tokens is banned by
@@ -29,9 +29,11 @@ class TokenBiases:
 
     added: tuple[tuple[int, float], ...] = ()  # (token, what is added to its logit), each token once
     banned_words: tuple[tuple[int, ...], ...] = ()  # of 2 to MOST_WORD_TOKENS tokens each
+    end_ids: tuple[int, ...] = ()  # tokens that are not generated …
+    first_end: int = 0  # … at positions of the sequence before this one
 
     def __bool__(self) -> bool:
-        return bool(self.added or self.banned_words)
+        return bool(self.added or self.banned_words or self.end_ids)
 
 
 class RecentTokens:
@@ -55,6 +57,11 @@ class Biases:
         added = [((row, token), value) for row, wanted in enumerate(biases) for token, value in wanted.added]
         self._added = _Places.of([place for place, _ in added], device, vocabulary)
         self._values = device.upload([v for (_, t), v in added if vocabulary.has(t)], torch.float32)
+        ends = [(row, token) for row, wanted in enumerate(biases) for token in wanted.end_ids]
+        mine_ends = [(row, token) for row, token in ends if vocabulary.has(token)]
+        self._ends = _Places.of(mine_ends, device, vocabulary)
+        self._end_rows = device.upload([row for row, _ in mine_ends])
+        self._first_ends = device.upload([biases[row].first_end for row, _ in mine_ends])
         with_words = [row for row, wanted in enumerate(biases) if wanted.banned_words]
         words = [(s, row, word) for s, row in enumerate(with_words) for word in biases[row].banned_words]
         mine = [(s, row, word) for s, row, word in words if vocabulary.has(word[-1])]
@@ -64,13 +71,18 @@ class Biases:
         self._before = device.upload(list(chain(*before))).view(len(mine), MOST_WORD_TOKENS - 1)
         self._with_words = device.upload(with_words)
 
-    def add(self, logits: Tensor, recent: Tensor | None) -> None:
-        """Change logits [R, Vl], float32, in place. recent: [S, P] last tokens of the rows with words."""
+    def add(self, logits: Tensor, positions: Tensor, recent: Tensor | None) -> None:
+        """Change logits [R, Vl], float32, in place.
+
+        positions: [R] that the new tokens will have; recent: [S, P] last tokens of the rows with words.
+        """
         self._added.add(logits, self._values)
+        if self._ends.any:
+            is_early = positions.index_select(0, self._end_rows) < self._first_ends
+            self._ends.add(logits, _minus_infinity_where(is_early))
         if recent is not None and self._words.any:
             follows = (self._before == ANY) | (self._before == recent.index_select(0, self._owners))
-            ban = torch.zeros_like(follows[:, 0], dtype=torch.float32)
-            self._words.add(logits, ban.masked_fill(follows.all(dim=1), float("-inf")))
+            self._words.add(logits, _minus_infinity_where(follows.all(dim=1)))
 
     def recent(self, sequences: Iterable[RecentTokens | None]) -> Tensor | None:
         """The last tokens [S, P] of the rows that have words; None where there are none."""
@@ -82,6 +94,10 @@ class Biases:
         if recent is not None:
             own = [sequence for sequence in sequences if sequence is not None]
             RecentTokens.append(own, recent, token_ids.index_select(0, self._with_words))
+
+
+def _minus_infinity_where(banned: Tensor) -> Tensor:
+    return torch.zeros_like(banned, dtype=torch.float32).masked_fill(banned, float("-inf"))
 
 
 class _Places:

@@ -230,7 +230,7 @@ class Sampler:
         if self._biases is None:
             return self._choose(logits, positions, previous, histories)
         logits, recent = logits.float(), self._biases.recent(recents)
-        self._biases.add(logits, recent)
+        self._biases.add(logits, positions, recent)
         chosen = self._choose(logits, positions, previous, histories)
         self._biases.append(recents, recent, chosen.token_ids)
         return chosen

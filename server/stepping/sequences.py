@@ -167,8 +167,8 @@ class SequenceTable:
             raise StepError(f"sequence {new.id} needs {num_blocks(len(new.encoder_token_ids))} encoder blocks")
 
     def _check_sampling(self, id: int, sampling: pb.SamplingParameters) -> None:
-        if max([*sampling.bias_ids, *sampling.banned_word_ids], default=0) >= self.vocabulary.size:
-            raise StepError(f"sequence {id} needs biased and banned ids below {self.vocabulary.size}")
+        if max([*sampling.bias_ids, *sampling.banned_word_ids, *sampling.end_ids], default=0) >= self.vocabulary.size:
+            raise StepError(f"sequence {id} needs biased, banned and end ids below {self.vocabulary.size}")
         if len(sampling.bias_ids) != len(sampling.biases):
             raise StepError(f"sequence {id} has {len(sampling.bias_ids)} biased ids and {len(sampling.biases)} biases")
         lengths = sampling.banned_word_lengths
@@ -214,13 +214,15 @@ def _choice(new: pb.NewSequence) -> TokenChoice:
         watermark=sampling.watermark,
         seed=sampling.seed,
         top_n_tokens=new.top_n_tokens,
-        biases=_biases(sampling),
+        biases=_biases(sampling, len(new.token_ids) - new.generated),
     )
 
 
-def _biases(sampling: pb.SamplingParameters) -> TokenBiases:
+def _biases(sampling: pb.SamplingParameters, prompt_length: int) -> TokenBiases:
     words = pairwise(accumulate(sampling.banned_word_lengths, initial=0))
     return TokenBiases(
         added=tuple(zip(sampling.bias_ids, sampling.biases, strict=True)),
         banned_words=tuple(tuple(sampling.banned_word_ids[start:end]) for start, end in words),
+        end_ids=tuple(sampling.end_ids) if sampling.min_tokens else (),
+        first_end=prompt_length + sampling.min_tokens,
     )

@@ -41,6 +41,8 @@ def worst_sampling() -> pb.SamplingParameters:
         biases=[-1],
         banned_word_ids=[0, 0],
         banned_word_lengths=[2],
+        min_tokens=1,
+        end_ids=[0],
     )
 
 

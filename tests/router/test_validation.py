@@ -17,7 +17,7 @@ import pytest
 from router.entry import Sampling, ValidRequest
 from router.errors import MalformedBody, ValidationError
 from router.schemas import GenerateParameters, GenerateRequest, parse
-from router.text import ModelTokenizer, TokenizerError
+from router.text import Ends, ModelTokenizer, TokenizerError
 from router.token_rules import banned
 from router.validation import Validator, check, check_streamable
 from router.wire import new_sequence
@@ -74,6 +74,12 @@ def refusal(raw: bytes, **limits: Any) -> str:
         ({"bad_words": ["a"] * 65}, "`bad_words` must have at most 64 texts. Given: 65: leave some out"),
         ({"bad_words": ["a" * 1001]}, "`bad_words` must have at most 1000 characters each. Given: 1001"),
         ({"bad_words": ["a" * 33]}, "`bad_words` must have 1 to 32 tokens each. Given: 33: send a shorter text"),
+        ({"stop_token_ids": [0] * 65}, "`stop_token_ids` must have at most 64 tokens. Given: 65: leave some out"),
+        ({"stop_token_ids": [257]}, "`stop_token_ids` has token 257, but the model knows 257 tokens: use ids of 0 to"),
+        ({"stop_token_ids": [-1]}, "`stop_token_ids` has token -1, but the model knows 257 tokens: use ids of 0 to"),
+        ({"min_tokens": -1}, "`min_tokens` must be >= 0, which is off. Given: -1"),
+        ({"min_tokens": 4, "max_new_tokens": 3}, "`min_tokens` must be <= `max_new_tokens`, here 3. Given: 4"),
+        ({"min_tokens": 16}, "`min_tokens` must be <= `max_new_tokens`, here 15. Given: 16"),
         ({"top_p": 0.0}, "`top_p` must be > 0.0 and < 1.0"),
         ({"top_p": 1.1}, "`top_p` must be > 0.0 and < 1.0"),
         ({"typical_p": 1.1}, "`typical_p` must be > 0.0 and < 1.0"),
@@ -201,9 +207,25 @@ def test_bad_words_that_break_the_tokenizer_are_refused() -> None:
         banned(Sampling(), ["a"], Mock(encode_plain=Mock(side_effect=TokenizerError("it broke"))), 2)
 
 
+def test_end_tokens_are_masked_until_so_many_tokens_are_out() -> None:
+    (request,) = validate(body(min_tokens=3, stop_token_ids=[65, 66, 65]))
+    assert (3, {65, 66, 256}) == (request.sampling.min_tokens, request.sampling.end_ids)
+    assert Ends(frozenset({65, 66}), ignores_eos=False, min_tokens=3) == request.ends
+    sent = new_sequence(1, request, [0], 16).sampling
+    assert (3, [65, 66, 256]) == (sent.min_tokens, list(sent.end_ids))
+
+
+def test_no_end_token_is_masked_where_none_ends_or_none_must_wait() -> None:
+    (ignoring,) = validate(body(min_tokens=3, ignore_eos=True))
+    assert (0, frozenset()) == (ignoring.sampling.min_tokens, ignoring.sampling.end_ids)
+    assert Ends(ignores_eos=True, min_tokens=3) == ignoring.ends
+    (patient,) = validate(body(stop_token_ids=[65]))
+    assert (0, frozenset()) == (patient.sampling.min_tokens, patient.sampling.end_ids)
+
+
 NUMBERS = (
     "best_of temperature repetition_penalty frequency_penalty top_k top_p typical_p max_new_tokens truncate seed"
-    " top_n_tokens presence_penalty min_p"
+    " top_n_tokens presence_penalty min_p min_tokens"
 ).split()
 NASTY = (
     "-1 0 1 10 11 2147483648 9223372036854775808 18446744073709551615 18446744073709551616 1e308 1e999 NaN Infinity"
@@ -230,7 +252,9 @@ def test_every_number_is_fine_or_a_validation_error(name: str, value: str) -> No
     assert all(map(math.isfinite, (sampling.repetition_penalty, sampling.frequency_penalty, sampling.typical_p)))
 
 
-@pytest.mark.parametrize("name", ["do_sample", "watermark", "details", "return_full_text", "decoder_input_details"])
+@pytest.mark.parametrize(
+    "name", ["do_sample", "watermark", "details", "return_full_text", "decoder_input_details", "ignore_eos"]
+)
 @pytest.mark.parametrize("value", ["1", '"true"', "[]", "0.0"])
 def test_flags_must_be_booleans(name: str, value: str) -> None:
     message = refusal(f'{{"inputs": "hi", "parameters": {{"{name}": {value}}}}}'.encode())

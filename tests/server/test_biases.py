@@ -68,6 +68,12 @@ def test_a_word_is_banned_by_its_last_token_where_the_others_were_just_generated
     assert [1, 2, 1, 2, 0] == chosen.token_ids.tolist()
 
 
+def test_end_tokens_are_not_generated_before_their_position() -> None:
+    choices = [TokenChoice(biases=TokenBiases(end_ids=(2, 1), first_end=at)) for at in (4, 5, 6)]
+    chosen = choose([0.0, 1.0, 2.0], [*choices, TokenChoice()], position=5)
+    assert [2, 2, 0, 2] == chosen.token_ids.tolist()
+
+
 def test_a_word_of_the_longest_kind_is_banned() -> None:
     word = tuple(range(MOST_WORD_TOKENS - 1))
     recents = [RecentTokens([9, 9, *word], CPU), RecentTokens(word[1:], CPU), RecentTokens([1, *word[1:]], CPU)]

@@ -49,6 +49,7 @@ def mixed_prompts(count: int) -> list[Prompt]:
         sampled(7, presence_penalty=1.5),
         sampled(8, min_p=0.2),
         sampled(9, bias_ids=[5, 77], biases=[4.0, float("-inf")], **every_pair()),
+        sampled(10, min_tokens=5, end_ids=list(range(0, 103, 2))),
         pb.SamplingParameters(temperature=1, top_p=1, typical_p=1, repetition_penalty=1.5),
     ]
     return [
@@ -97,8 +98,9 @@ def test_neighbours_arrival_and_chunks_do_not_change_a_sequence(engine: Engine) 
         sampled(12, repetition_penalty=1.4, frequency_penalty=0.5, top_p=0.9),
         sampled(13, presence_penalty=2.0, min_p=0.1),
         greedy(bias_ids=[7], biases=[2.0], **every_pair()),
+        greedy(min_tokens=12, end_ids=list(range(1, 103, 2))),
     ],
-    ids=["greedy", "sampled", "penalties", "presence", "biases"],
+    ids=["greedy", "sampled", "penalties", "presence", "biases", "ends"],
 )
 def test_a_request_is_rebuilt_from_its_tokens(engine: Engine, sampling: pb.SamplingParameters) -> None:
     (whole,) = generate(engine, [Prompt([1, 2, 3], max_new_tokens=20, sampling=sampling)])
@@ -190,8 +192,12 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_size_that_does(engine: En
 @pytest.mark.parametrize(
     ("wrong", "sentence"),
     [
-        ({"bias_ids": [103], "biases": [1.0]}, "sequence 7 needs biased and banned ids below 103"),
-        ({"banned_word_ids": [1, 103], "banned_word_lengths": [2]}, "sequence 7 needs biased and banned ids below 103"),
+        ({"bias_ids": [103], "biases": [1.0]}, "sequence 7 needs biased, banned and end ids below 103"),
+        (
+            {"banned_word_ids": [1, 103], "banned_word_lengths": [2]},
+            "sequence 7 needs biased, banned and end ids below 103",
+        ),
+        ({"min_tokens": 1, "end_ids": [103]}, "sequence 7 needs biased, banned and end ids below 103"),
         ({"bias_ids": [1, 2], "biases": [1.0]}, "sequence 7 has 2 biased ids and 1 biases"),
         ({"banned_word_ids": [1], "banned_word_lengths": [1]}, "sequence 7 needs banned words of 2 to 32 tokens"),
         ({"banned_word_ids": [1], "banned_word_lengths": [2]}, "sequence 7 needs banned words of 2 to 32 tokens"),
@@ -212,3 +218,12 @@ def test_a_banned_word_is_not_generated(engine: Engine) -> None:
     (banned,) = generate(engine, [Prompt([1, 2, 3], max_new_tokens=12, sampling=banning)])
     assert free.tokens[0] == banned.tokens[0]
     assert all(word != banned.tokens[at : at + 2] for at in range(11))
+
+
+def test_end_tokens_come_only_after_so_many_others(engine: Engine) -> None:
+    (free,) = generate(engine, [Prompt([1, 2, 3], max_new_tokens=12)])
+    late = greedy(min_tokens=5, end_ids=sorted(set(free.tokens)))
+    (masked,) = generate(engine, [Prompt([1, 2, 3], max_new_tokens=12, sampling=late)])
+    (rest,) = generate(engine, [Prompt([1, 2, 3, *masked.tokens[:5]], max_new_tokens=7)])
+    assert not set(free.tokens) & set(masked.tokens[:5])
+    assert rest.tokens == masked.tokens[5:]

@@ -332,7 +332,7 @@ EVERYTHING = [
     TokenChoice(),
     TokenChoice(repetition_penalty=1.2, frequency_penalty=0.1),
     TokenChoice(do_sample=True, presence_penalty=0.3, min_p=0.1),
-    TokenChoice(biases=TokenBiases(((3, 1.0),), ((1, 2), (3, 4, 5)))),
+    TokenChoice(biases=TokenBiases(((3, 1.0),), ((1, 2), (3, 4, 5)), end_ids=(7,), first_end=3)),
     TokenChoice(do_sample=True, top_k=9, top_p=0.9, typical_p=0.8, watermark=True, repetition_penalty=1.3),
     TokenChoice(do_sample=True, temperature=0.7, top_n_tokens=3),
 ]

@@ -41,6 +41,7 @@ CHOICES = {
     "min-p": TokenChoice(do_sample=True, min_p=0.1, temperature=1.2, seed=11),
     "biases": TokenChoice(biases=TokenBiases(((3, 9.0), (1400, 9.5), (900, -3.0))), top_n_tokens=5),
     "banned words": TokenChoice(do_sample=True, seed=12, biases=TokenBiases(banned_words=WORDS)),
+    "ends": TokenChoice(do_sample=True, seed=13, biases=TokenBiases(end_ids=tuple(range(0, 1501, 2)), first_end=99)),
     "watermark": TokenChoice(do_sample=True, watermark=True, seed=9),
 }
 
