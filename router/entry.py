@@ -35,6 +35,7 @@ class Sampling:
     banned_words: tuple[tuple[int, ...], ...] = ()  # of several tokens each
     min_tokens: int = 0  # before so many are generated …
     end_ids: frozenset[int] = frozenset()  # … none of these is
+    raw_logprobs: bool = False  # log-probabilities and candidates of the model's own logits
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,7 @@ def new_sequence(
             banned_word_lengths=[len(word) for word in sampling.banned_words],
             min_tokens=sampling.min_tokens,
             end_ids=sorted(sampling.end_ids),
+            raw_logprobs=sampling.raw_logprobs,
         ),
         top_n_tokens=request.top_n_tokens,
         prompt_logprobs=request.prompt_logprobs and not generated,  # else the client has them

@@ -57,6 +57,7 @@ class TokenChoice:
     seed: int = 0
     top_n_tokens: int = 0
     biases: TokenBiases = NO_BIASES
+    raw_logprobs: bool = False
 
     @property
     def needs_history(self) -> bool:
@@ -72,7 +73,19 @@ class TokenChoice:
     def is_simple(self) -> bool:
         """Whether temperature, top-k and top-p are all that a sample is drawn by, and nothing but a token is wanted."""
         has_other_warper = self.do_sample and (self.typical_p != 1.0 or self.min_p != 0.0)
-        return not (has_other_warper or self.needs_history or self.watermark or self.biases or self.top_n_tokens)
+        return not (has_other_warper or self.changes_scores or self.wants_raw or self.top_n_tokens)
+
+    @cached_property
+    def changes_scores(self) -> bool:
+        """Whether logits change before they are warped."""
+        return self.needs_history or self.watermark or bool(self.biases)
+
+    @cached_property
+    def wants_raw(self) -> bool:
+        """Whether log-probabilities are asked for that differ from those of what the token is chosen by."""
+        neutral = (1.0, 0, 1.0, 0.0, 1.0)
+        warpers = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p)
+        return self.raw_logprobs and (self.changes_scores or (self.do_sample and warpers != neutral))
 
 
 @dataclass(frozen=True)
@@ -87,7 +100,7 @@ class Chosen(NamedTuple):
     """The tokens of one step, on the device. Without candidates, nobody asked for any."""
 
     token_ids: Tensor  # [R] int64
-    logprobs: Tensor  # [R] float32, after penalties and warpers
+    logprobs: Tensor  # [R] float32, after penalties and warpers but for rows that want raw ones
     top_ids: Tensor | None = None  # [R, n] int64, most likely first
     top_logprobs: Tensor | None = None  # [R, n] float32
 
@@ -193,6 +206,7 @@ class Sampler:
         self._watermark = watermark
         wanted = [c.biases for c in choices]
         self._biases = Biases(wanted, device, vocabulary) if any(wanted) else None
+        self._raw = _RawLogprobs(choices, device, vocabulary) if any(c.wants_raw for c in choices) else None
         self._watermarked = _Rows([c.watermark for c in choices], device)
         self._penalised = _Rows([c.needs_history for c in choices], device)
         penalised = [c for c in choices if c.needs_history]
@@ -227,6 +241,18 @@ class Sampler:
         token before it; histories: of each row, None where no penalty asks for one; recents: of each row, None where
         no word of several tokens is banned. The new token is added to both.
         """
+        raw = self._raw.keep(logits) if self._raw is not None else None
+        chosen = self._choose_biased(logits, positions, previous, histories, recents)
+        return chosen if self._raw is None or raw is None else self._raw.report(chosen, raw)
+
+    def _choose_biased(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        previous: Tensor,
+        histories: Sequence[History | None],
+        recents: Sequence[RecentTokens | None],
+    ) -> Chosen:
         if self._biases is None:
             return self._choose(logits, positions, previous, histories)
         logits, recent = logits.float(), self._biases.recent(recents)
@@ -288,6 +314,31 @@ class Sampler:
 
     def _column(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return self._device.upload(values, dtype).unsqueeze(1)
+
+
+class _RawLogprobs:
+    """Log-probabilities and candidates of the logits as the model gave them, for the rows that want them."""
+
+    def __init__(self, choices: Sequence[TokenChoice], device: Device, vocabulary: Vocabulary):
+        self._rows = _Rows([c.wants_raw for c in choices], device)
+        self._vocabulary = vocabulary
+
+    def keep(self, logits: Tensor) -> Tensor:
+        """What `report` will need of logits [R, Vl], which may change then."""
+        rows = self._rows.take(logits)
+        return rows.clone() if rows is logits else rows
+
+    def report(self, chosen: Chosen, raw: Tensor) -> Chosen:
+        """The same tokens with what `raw` says of them."""
+        logprobs = self._vocabulary.logprobs(raw, self._rows.take(chosen.token_ids))
+        chosen = chosen._replace(logprobs=self._rows.put(chosen.logprobs, logprobs))
+        if chosen.top_ids is None or chosen.top_logprobs is None:
+            return chosen
+        best = self._vocabulary.summarise(raw, chosen.top_ids.shape[1])
+        return chosen._replace(
+            top_ids=self._rows.put(chosen.top_ids.clone(), best.top_ids),  # the tokens may be its first column
+            top_logprobs=self._rows.put(chosen.top_logprobs, best.top_logits - best.log_totals),
+        )
 
 
 class _Warper:

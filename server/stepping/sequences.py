@@ -214,6 +214,7 @@ def _choice(new: pb.NewSequence) -> TokenChoice:
         watermark=sampling.watermark,
         seed=sampling.seed,
         top_n_tokens=new.top_n_tokens,
+        raw_logprobs=sampling.raw_logprobs,
         biases=_biases(sampling, len(new.token_ids) - new.generated),
     )
 

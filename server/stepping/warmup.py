@@ -43,6 +43,7 @@ def worst_sampling() -> pb.SamplingParameters:
         banned_word_lengths=[2],
         min_tokens=1,
         end_ids=[0],
+        raw_logprobs=True,
     )
 
 

@@ -215,6 +215,13 @@ def test_end_tokens_are_masked_until_so_many_tokens_are_out() -> None:
     assert (3, [65, 66, 256]) == (sent.min_tokens, list(sent.end_ids))
 
 
+def test_no_route_of_tgi_asks_for_raw_log_probabilities() -> None:
+    (request,) = validate(body(details=True))
+    assert not new_sequence(1, request, [0], 16).sampling.raw_logprobs
+    raw = replace(request, sampling=replace(request.sampling, raw_logprobs=True))
+    assert new_sequence(1, raw, [0], 16).sampling.raw_logprobs
+
+
 def test_no_end_token_is_masked_where_none_ends_or_none_must_wait() -> None:
     (ignoring,) = validate(body(min_tokens=3, ignore_eos=True))
     assert (0, frozenset()) == (ignoring.sampling.min_tokens, ignoring.sampling.end_ids)

@@ -118,6 +118,16 @@ def test_prompt_logprobs_are_those_of_the_full_forward(engine: Engine, chunk: in
     assert expected == pytest.approx(prompt.prompt_values, abs=1e-4)
 
 
+def test_raw_logprobs_are_those_of_the_full_forward(engine: Engine) -> None:
+    sampling = sampled(3, temperature=2.0, top_k=9, presence_penalty=1.0, raw_logprobs=True)
+    (raw,) = generate(engine, [Prompt([1, 2, 3], sampling=sampling, top_n_tokens=2)])
+    logprobs = all_logits(engine, [1, 2, 3, *raw.tokens]).log_softmax(dim=-1)[2:-1]
+    assert [float(row[token]) for row, token in zip(logprobs, raw.tokens, strict=True)] == pytest.approx(
+        raw.logprobs, abs=1e-4
+    )
+    assert logprobs.topk(2).indices.tolist() == raw.top_ids
+
+
 def test_candidates_are_the_most_likely_tokens(engine: Engine) -> None:
     prompt, neighbour = generate(engine, [Prompt([5, 6], top_n_tokens=3), Prompt([7], top_n_tokens=0)])
     assert [ids[0] for ids in prompt.top_ids] == prompt.tokens

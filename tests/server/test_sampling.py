@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -299,6 +300,46 @@ def test_removed_candidates_report_minus_infinity() -> None:
     assert chosen.top_logprobs[0, 1] == float("-inf")
 
 
+RAW = [
+    TokenChoice(do_sample=True, temperature=3.0, top_k=2, seed=5),
+    TokenChoice(do_sample=True, min_p=0.9, seed=6),
+    TokenChoice(repetition_penalty=3.0, presence_penalty=2.0, frequency_penalty=1.0),
+    TokenChoice(watermark=True),
+    TokenChoice(biases=TokenBiases(((3, 50.0), (1, float("-inf"))))),
+    TokenChoice(do_sample=True, seed=7),
+    TokenChoice(),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("choices", [RAW, RAW[:1], RAW[2:3], RAW[4:5]], ids=["all", "sampled", "penalised", "biased"])
+def test_raw_logprobs_are_the_models_and_change_no_token(choices: list[TokenChoice], dtype: torch.dtype) -> None:
+    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(3)).mul(3).to(dtype)
+    of_model = logits.float().log_softmax(dim=-1)[0]
+    found = []
+    for is_raw in (False, True):
+        asked = [replace(c, raw_logprobs=is_raw, top_n_tokens=4 * is_raw) for c in choices]
+        histories = [History([3, 1, 2], 2, whole(30), CPU) if c.needs_history else None for c in asked]
+        found.append(choose(logits, [*asked, TokenChoice(do_sample=True, top_k=1)], histories=[*histories, None]))
+    usual, raw = found
+    assert usual.token_ids.tolist() == raw.token_ids.tolist()
+    torch.testing.assert_close(of_model[raw.token_ids[:-1]], raw.logprobs[:-1], atol=1e-5, rtol=1e-5)
+    best = of_model.sort(descending=True, stable=True)
+    assert raw.top_ids is not None and raw.top_logprobs is not None
+    for row in range(len(choices)):
+        assert best.indices[:4].tolist() == raw.top_ids[row].tolist()
+        torch.testing.assert_close(best.values[:4], raw.top_logprobs[row], atol=1e-5, rtol=1e-5)
+    assert 0.0 == raw.logprobs[-1]  # a neighbour that did not ask
+
+
+def test_raw_logprobs_that_are_the_usual_ones_are_chosen_as_simply() -> None:
+    assert TokenChoice(raw_logprobs=True).is_plain
+    assert TokenChoice(raw_logprobs=True, temperature=0.5).is_plain
+    assert TokenChoice(raw_logprobs=True, do_sample=True).is_simple
+    assert not TokenChoice(raw_logprobs=True, do_sample=True, temperature=0.5).is_simple
+    assert not TokenChoice(raw_logprobs=True, presence_penalty=0.5).is_simple
+
+
 class DistantDevice(CpuDevice):
     """A device of shapes without values: what is read from it on the host, or mixed with the host's, is refused."""
 
@@ -333,13 +374,16 @@ EVERYTHING = [
     TokenChoice(repetition_penalty=1.2, frequency_penalty=0.1),
     TokenChoice(do_sample=True, presence_penalty=0.3, min_p=0.1),
     TokenChoice(biases=TokenBiases(((3, 1.0),), ((1, 2), (3, 4, 5)), end_ids=(7,), first_end=3)),
+    TokenChoice(do_sample=True, top_p=0.8, raw_logprobs=True, top_n_tokens=2),
     TokenChoice(do_sample=True, top_k=9, top_p=0.9, typical_p=0.8, watermark=True, repetition_penalty=1.3),
     TokenChoice(do_sample=True, temperature=0.7, top_n_tokens=3),
 ]
 
 
 @pytest.mark.parametrize(
-    "choices", [EVERYTHING, EVERYTHING[3:4] * 3, EVERYTHING[4:5] * 3], ids=["of all kinds", "all the same", "biased"]
+    "choices",
+    [EVERYTHING, EVERYTHING[3:4] * 3, EVERYTHING[4:5] * 3, EVERYTHING[5:6] * 3],
+    ids=["of all kinds", "all the same", "biased", "raw"],
 )
 def test_a_step_uploads_nothing_and_does_not_wait_for_the_device(choices: list[TokenChoice]) -> None:
     device, vocabulary = DistantDevice(), whole(50)

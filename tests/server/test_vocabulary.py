@@ -42,6 +42,8 @@ CHOICES = {
     "biases": TokenChoice(biases=TokenBiases(((3, 9.0), (1400, 9.5), (900, -3.0))), top_n_tokens=5),
     "banned words": TokenChoice(do_sample=True, seed=12, biases=TokenBiases(banned_words=WORDS)),
     "ends": TokenChoice(do_sample=True, seed=13, biases=TokenBiases(end_ids=tuple(range(0, 1501, 2)), first_end=99)),
+    "raw": TokenChoice(do_sample=True, top_k=3, top_n_tokens=5, seed=14, raw_logprobs=True),
+    "raw of biased": TokenChoice(biases=TokenBiases(((1, 99.0),)), raw_logprobs=True),
     "watermark": TokenChoice(do_sample=True, watermark=True, seed=9),
 }
 
