@@ -118,7 +118,9 @@ class Batcher:
         """Queue a request of the API key `owner`. Raises Unavailable when draining or when the shards are gone."""
         if not self.is_accepting:
             raise self._unavailable()
-        generated = GeneratedText(self._tokenizer, request.token_ids, request.stop, request.max_new_tokens)
+        generated = GeneratedText(
+            self._tokenizer, request.token_ids, request.stop, request.max_new_tokens, request.ends
+        )
         id, now = self._scheduler.new_id(), self._clock()
         entry = Entry(id, request, owner=owner, weight=weight, generated=generated, queued_at=now)
         self._live[entry.id] = entry

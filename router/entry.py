@@ -6,14 +6,14 @@ Plain data shared by validation, the batching loop and the HTTP layer, so that n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from router.errors import RouterError
 from router.fairness import MIN_ADVANCE
 from router.prefix import PrefixKeys
 from router.queue import RequestSize
-from router.text import FinishReason, GeneratedText
+from router.text import ENDS_OF_THE_MODEL, Ends, FinishReason, GeneratedText
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,15 @@ class Sampling:
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
     watermark: bool = False
     seed: int = 0
+    biases: Mapping[int, float] = field(default_factory=dict)  # of tokens; -inf: never generated
+    banned_words: tuple[tuple[int, ...], ...] = ()  # of several tokens each
+    min_tokens: int = 0  # before so many are generated …
+    end_ids: frozenset[int] = frozenset()  # … none of these is
+    raw_logprobs: bool = False  # log-probabilities and candidates of the model's own logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +46,7 @@ class ValidRequest:
     max_new_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
     stop: tuple[str, ...] = ()
+    ends: Ends = ENDS_OF_THE_MODEL
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
     encoder_ids: Sequence[int] = ()  # the prompt, where an encoder reads it

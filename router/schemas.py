@@ -39,6 +39,9 @@ class GenerateParameters(_Strict):
     temperature: float | None = Field(default=None, description="> 0. Divides the scores before sampling.")
     repetition_penalty: float | None = Field(default=None, description="> 0. 1.0 means no penalty.")
     frequency_penalty: float | None = Field(default=None, description="-2.0 to 2.0. 0 means no penalty.")
+    presence_penalty: float | None = Field(
+        default=None, description="-2.0 to 2.0. Taken once from the score of every token that was generated."
+    )
     top_k: Integer | None = Field(default=None, description="> 0. Keep the k likeliest tokens.")
     top_p: float | None = Field(
         default=None, description="> 0 and <= 1. Keep the likeliest tokens of this total probability."
@@ -46,16 +49,34 @@ class GenerateParameters(_Strict):
     typical_p: float | None = Field(
         default=None, description="> 0 and <= 1. Keep the most typical tokens of this total."
     )
+    min_p: float | None = Field(
+        default=None, description="0 to 1. Keep the tokens of at least this share of the likeliest one's probability."
+    )
     do_sample: bool | None = Field(default=None, description="Draw tokens at random instead of taking the likeliest.")
     max_new_tokens: Integer | None = Field(default=None, description="Absent: as many as `max_total_tokens` leaves.")
     return_full_text: bool | None = Field(default=None, description="Put the prompt in front of the generated text.")
     stop: list[str] | None = Field(
         default=None, description="End after the first of these; it is kept in the text.", fail_fast=True
     )
+    stop_token_ids: list[Integer] | None = Field(
+        default=None, description="End after any of these tokens too. At most 64.", fail_fast=True
+    )
+    ignore_eos: bool | None = Field(default=None, description="Do not end at the model's end tokens.")
+    min_tokens: Integer | None = Field(
+        default=None, description="Before so many tokens no end token comes, and nothing ends the text."
+    )
     truncate: Integer | None = Field(default=None, description="Keep only the last so many tokens of the prompt.")
     watermark: bool | None = Field(default=None, description="Watermark the text (arXiv 2301.10226).")
     details: bool | None = Field(default=None, description="Return tokens, log-probabilities and the finish reason.")
     decoder_input_details: bool | None = Field(default=None, description="Return log-probabilities of the prompt.")
+    logit_bias: dict[str, float] | None = Field(
+        default=None, description="Token id -> -100 to 100, added to its score first of all. At most 300 tokens."
+    )
+    bad_words: list[str] | None = Field(
+        default=None,
+        description="Texts whose tokens are never generated one after another. At most 64.",
+        fail_fast=True,
+    )
     seed: Integer | None = Field(default=None, description="0 to 2^64 - 1. The same seed gives the same text.")
     top_n_tokens: Integer | None = Field(default=None, description="Candidates to return with each token.")
     grammar: dict[str, Any] | None = Field(default=None, description="Not supported: must be absent.")

@@ -101,6 +101,12 @@ class ModelTokenizer:
             [encoding] = self.tokenizer.encode_batch_fast([text])
             return list(encoding.ids)
 
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of a text that stands alone, without special tokens around it. Raises TokenizerError."""
+        with _tokenizer_errors():
+            [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+            return list(encoding.ids)
+
     def count(self, text: str) -> int:
         """How many token ids `encode` gives. Raises TokenizerError."""
         with _tokenizer_errors():
@@ -246,13 +252,41 @@ class StopSearch:
         return min(ends) - start if ends else None
 
 
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Which tokens end a generation, and from when on anything but its length does. By default the model's own do."""
+
+    stop_ids: frozenset[int] = frozenset()  # beside the model's end tokens
+    ignores_eos: bool = False
+    min_tokens: int = 0
+
+    def reason(self, token_id: int, eos_ids: frozenset[int]) -> FinishReason | None:
+        """What a token ends a generation for; None for most tokens."""
+        if token_id in eos_ids and not self.ignores_eos:
+            return FinishReason.EOS_TOKEN
+        return FinishReason.STOP_SEQUENCE if token_id in self.stop_ids else None
+
+    def ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """All tokens that end a generation."""
+        return self.stop_ids if self.ignores_eos else self.stop_ids | eos_ids
+
+
+ENDS_OF_THE_MODEL = Ends()
+
+
 class GeneratedText:
     """What one request has generated so far, as text, and whether it has ended."""
 
     def __init__(
-        self, tokenizer: ModelTokenizer, prompt_ids: Sequence[int], stop: Sequence[str], max_new_tokens: int
+        self,
+        tokenizer: ModelTokenizer,
+        prompt_ids: Sequence[int],
+        stop: Sequence[str],
+        max_new_tokens: int,
+        ends: Ends = ENDS_OF_THE_MODEL,
     ) -> None:
         self.num_tokens = 0
+        self._ends = ends
         self._tokenizer = tokenizer
         self._max_new_tokens = max_new_tokens
         self._detokeniser = Detokeniser(tokenizer, prompt_ids)
@@ -276,6 +310,8 @@ class GeneratedText:
             return shown, self._reason(token_id, self._stop_search.push(shown) is not None)
         piece = self._detokeniser.push(token_id)
         cut = self._stop_search.push(piece)
+        if self.num_tokens < self._ends.min_tokens:
+            cut = None
         reason = self._reason(token_id, cut is not None)
         piece = piece[:cut]
         if reason is not None and cut is None:
@@ -286,6 +322,7 @@ class GeneratedText:
     def _reason(self, token_id: int, has_stopped: bool) -> FinishReason | None:
         if self.num_tokens >= self._max_new_tokens:
             return FinishReason.LENGTH
-        if token_id in self._tokenizer.eos_ids:
-            return FinishReason.EOS_TOKEN
-        return FinishReason.STOP_SEQUENCE if has_stopped else None
+        if self.num_tokens < self._ends.min_tokens:
+            return None
+        stopped = FinishReason.STOP_SEQUENCE if has_stopped else None
+        return self._ends.reason(token_id, self._tokenizer.eos_ids) or stopped

@@ -26,6 +26,7 @@ from router.errors import ValidationError
 from router.limits import Limits
 from router.schemas import GenerateParameters, GenerateRequest
 from router.text import ModelTokenizer, TokenizerError
+from router.token_rules import banned, check_bad_words, check_ends, ending, logit_bias
 from router.turns import Turns
 
 logger = logging.getLogger(__name__)
@@ -84,16 +85,23 @@ class Validator:
             self._refuse_much_to_truncate(request.inputs)
         token_ids = await self._in_thread(partial(self._encode, request.inputs, checked.truncate), owner)
         max_new_tokens = count_tokens(token_ids, checked.max_new_tokens, self._limits)
+        sampling, ends = ending(
+            checked.sampling, request.given, self._tokenizer.eos_ids, max_new_tokens, self._limits.vocab_size
+        )
+        if bad_words := request.given.bad_words:
+            ban = partial(banned, sampling, bad_words, self._tokenizer, self._limits.vocab_size)
+            sampling = await self._in_thread(ban, owner)
         return [
             ValidRequest(
                 token_ids=token_ids,
                 max_new_tokens=max_new_tokens,
-                sampling=sampling,
+                sampling=one,
                 stop=checked.stop,
+                ends=ends,
                 top_n_tokens=checked.top_n_tokens,
                 prompt_logprobs=bool(request.given.decoder_input_details),
             ).read_by_encoder(self._decoder_start)
-            for sampling in _samplings(checked)
+            for one in _samplings(sampling, checked.best_of)
         ]
 
     async def tokenise(self, text: str, shape: Callable[[Tokens], Shaped], owner: str = "") -> Shaped:
@@ -155,11 +163,11 @@ def _too_long(given: str, limits: Limits, remedy: str) -> ValidationError:
     return ValidationError(f"`inputs` must have less than {limits.max_input_length} tokens. Given: {given}: {remedy}")
 
 
-def _samplings(checked: Checked) -> Iterator[Sampling]:
+def _samplings(sampling: Sampling, best_of: int) -> Iterator[Sampling]:
     """One for each sample of `best_of`, with seeds of their own."""
-    yield checked.sampling
-    for _ in range(checked.best_of - 1):
-        yield replace(checked.sampling, seed=secrets.randbits(64))
+    yield sampling
+    for _ in range(best_of - 1):
+        yield replace(sampling, seed=secrets.randbits(64))
 
 
 def check_streamable(parameters: GenerateParameters) -> None:
@@ -181,7 +189,9 @@ def check(request: GenerateRequest, limits: Limits) -> Checked:
     stop = _stop(given, limits)
     if given.seed is not None and best_of > 1:
         raise ValidationError("`seed` must not be set when `best_of` > 1")
-    sampling = _seeded(sampling, given)
+    sampling = replace(_seeded(sampling, given), biases=logit_bias(given, limits.vocab_size))
+    check_bad_words(given)
+    check_ends(given, limits.vocab_size)
     top_n_tokens = _top_n_tokens(given, limits)
     if not request.inputs:
         raise ValidationError("`inputs` cannot be empty")
@@ -226,7 +236,7 @@ def _best_of(given: GenerateParameters, limits: Limits) -> int:
         raise ValidationError("`best_of` != 1 is not allowed for this endpoint")
     if not 0 < best_of <= limits.max_best_of:
         raise ValidationError(f"`best_of` must be > 0 and <= {limits.max_best_of}. Given: {best_of}")
-    warpers = (given.temperature, given.top_k, given.top_p, given.typical_p)
+    warpers = (given.temperature, given.top_k, given.top_p, given.typical_p, given.min_p)
     if best_of > 1 and not given.do_sample and all(warper is None for warper in warpers):
         raise ValidationError("you must use sampling when `best_of` is > 1: set `do_sample`")
     return best_of
@@ -239,12 +249,18 @@ def _sampling(given: GenerateParameters) -> Sampling:
     frequency_penalty = 0.0 if given.frequency_penalty is None else given.frequency_penalty
     if not -2.0 <= frequency_penalty <= 2.0:
         raise ValidationError("`frequency_penalty` must be >= -2.0 and <= 2.0")
+    presence_penalty = given.presence_penalty or 0.0
+    if not -2.0 <= presence_penalty <= 2.0:
+        raise ValidationError(f"`presence_penalty` must be >= -2.0 and <= 2.0. Given: {presence_penalty}")
+    min_p = given.min_p or 0.0
+    if not 0.0 <= min_p <= 1.0:
+        raise ValidationError(f"`min_p` must be >= 0.0, which is off, and <= 1.0. Given: {min_p}")
     top_p = _share("top_p", given.top_p)
     typical_p = _share("typical_p", given.typical_p)
     top_k = given.top_k or 0
     if given.top_k is not None and top_k <= 0:
         raise ValidationError("`top_k` must be strictly positive")
-    has_warper = temperature != 1.0 or top_k != 0 or top_p < 1.0 or typical_p < 1.0
+    has_warper = temperature != 1.0 or top_k != 0 or top_p < 1.0 or typical_p < 1.0 or min_p > 0.0
     return Sampling(
         do_sample=bool(given.do_sample) or has_warper,
         temperature=temperature,
@@ -253,6 +269,8 @@ def _sampling(given: GenerateParameters) -> Sampling:
         typical_p=typical_p,
         repetition_penalty=repetition_penalty,
         frequency_penalty=frequency_penalty,
+        presence_penalty=presence_penalty,
+        min_p=min_p,
         watermark=bool(given.watermark),
     )
 

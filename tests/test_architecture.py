@@ -115,12 +115,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.backends.failures", "server.backends.protocol", "server.blocks", "server.distributed", "server.pb",
         "server.stepping",
     },
+    "server.stepping.biases": {"server.backends.protocol", "server.stepping.vocabulary"},
     "server.stepping.captured_sampling": {
         "server.backends.reference.logits", "server.stepping.sampling", "server.stepping.vocabulary",
     },
     "server.symmetric": set(),
     "server.stepping.sampling": {
-        "server.backends.protocol", "server.backends.reference.logits", "server.stepping.vocabulary",
+        "server.backends.protocol", "server.backends.reference.logits", "server.stepping.biases",
+        "server.stepping.vocabulary",
     },
     "server.stepping.vocabulary": {"server.backends.protocol", "server.distributed"},
 }  # fmt: skip

@@ -2,8 +2,8 @@
 
 A `Sampler` is made for certain choices and does what they ask for; a graph repeats every operator. So here every row
 goes through all of it, with settings that may be neutral and lie in a tensor: what sequences ask for may change without
-another capture. Most sampled requests ask for nothing else; for penalties, typical-p, watermarks and candidates the
-engine samples outside of the graph. The tokens are those of a `Sampler`.
+another capture. Most sampled requests ask for nothing else; for anything else the engine samples outside of the
+graph. The tokens are those of a `Sampler`.
 
 Shapes: S rows, Vl this rank's part of the vocabulary.
 """

@@ -45,8 +45,9 @@ class Chooser:
         for first in range(0, len(sequences), LOGIT_ROWS):
             rows = slice(first, first + LOGIT_ROWS)
             histories = [s.history for s in sequences[rows]]
+            recents = [s.recent for s in sequences[rows]]
             sampler = self._sampler([s.choice for s in sequences[rows]], first)
-            chosen.append(sampler(logits(rows), positions[rows], previous[rows], histories))
+            chosen.append(sampler(logits(rows), positions[rows], previous[rows], histories, recents))
         return chosen
 
     def _sampler(self, choices: Sequence[TokenChoice], first: int) -> Sampler:

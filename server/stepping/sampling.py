@@ -1,14 +1,16 @@
 """From logits to token ids: vectorised over the rows of a step, and the same on every rank.
 
-Penalties and warpers follow TGI's order: watermark, repetition penalty, frequency penalty, temperature, top-k, top-p,
-typical-p. Each touches only the rows that ask for it, so a request's tokens do not depend on its neighbours.
+First come the biases of single tokens (`biases.py`), then penalties and warpers in TGI's order: watermark, repetition
+penalty, frequency and presence penalty, temperature, top-k, top-p, min-p, typical-p. Each touches only the rows that
+ask for it, so a request's tokens do not depend on its neighbours.
 
 A token is drawn by the exponential race argmax(p / E) with E exponential noise, which needs no normalised
 probabilities; the noise is a pure function of (seed, position, token id). Every rank works on its own part of the
 vocabulary, and all know the same of the others' (`vocabulary.py`).
 
 Papers: repetition penalty, Keskar et al. 2019 (arXiv 1909.05858); top-p, Holtzman et al. 2019 (arXiv 1904.09751);
-typical-p, Meister et al. 2022 (arXiv 2202.00666); watermark, Kirchenbauer et al. 2023 (arXiv 2301.10226).
+typical-p, Meister et al. 2022 (arXiv 2202.00666); min-p, Nguyen et al. 2024 (arXiv 2407.01082); watermark, Kirchenbauer
+et al. 2023 (arXiv 2301.10226).
 
 Shapes: R rows that get a token in this step, Vl this rank's part of the vocabulary, n candidates reported.
 """
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from server.backends.protocol import Device
 from server.backends.reference.logits import MASK32, mix
+from server.stepping.biases import Biases, RecentTokens, TokenBiases
 from server.stepping.vocabulary import Vocabulary
 
 # Bounds beyond which nothing changes but overflows begin: logits (up to 2^10) that are penalised by one of these and
@@ -32,6 +35,9 @@ from server.stepping.vocabulary import Vocabulary
 # both are near 0, is thousands: the better one is certain. Powers of two, so that equals stay equal.
 MIN_TEMPERATURE = 2.0**-40
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 2.0**-60, 2.0**60
+
+
+NO_BIASES = TokenBiases()
 
 
 @dataclass(frozen=True)
@@ -45,14 +51,18 @@ class TokenChoice:
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
     watermark: bool = False
     seed: int = 0
     top_n_tokens: int = 0
+    biases: TokenBiases = NO_BIASES
+    raw_logprobs: bool = False
 
     @property
     def needs_history(self) -> bool:
         """Whether the tokens so far matter beyond the last one."""
-        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0
+        return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @cached_property
     def is_plain(self) -> bool:
@@ -62,8 +72,20 @@ class TokenChoice:
     @cached_property
     def is_simple(self) -> bool:
         """Whether temperature, top-k and top-p are all that a sample is drawn by, and nothing but a token is wanted."""
-        is_typical = self.do_sample and self.typical_p != 1.0
-        return not (is_typical or self.needs_history or self.watermark or self.top_n_tokens)
+        has_other_warper = self.do_sample and (self.typical_p != 1.0 or self.min_p != 0.0)
+        return not (has_other_warper or self.changes_scores or self.wants_raw or self.top_n_tokens)
+
+    @cached_property
+    def changes_scores(self) -> bool:
+        """Whether logits change before they are warped."""
+        return self.needs_history or self.watermark or bool(self.biases)
+
+    @cached_property
+    def wants_raw(self) -> bool:
+        """Whether log-probabilities are asked for that differ from those of what the token is chosen by."""
+        neutral = (1.0, 0, 1.0, 0.0, 1.0)
+        warpers = (self.temperature, self.top_k, self.top_p, self.min_p, self.typical_p)
+        return self.raw_logprobs and (self.changes_scores or (self.do_sample and warpers != neutral))
 
 
 @dataclass(frozen=True)
@@ -78,7 +100,7 @@ class Chosen(NamedTuple):
     """The tokens of one step, on the device. Without candidates, nobody asked for any."""
 
     token_ids: Tensor  # [R] int64
-    logprobs: Tensor  # [R] float32, after penalties and warpers
+    logprobs: Tensor  # [R] float32, after penalties and warpers but for rows that want raw ones
     top_ids: Tensor | None = None  # [R, n] int64, most likely first
     top_logprobs: Tensor | None = None  # [R, n] float32
 
@@ -182,31 +204,66 @@ class Sampler:
         self._device = device
         self._vocabulary = vocabulary
         self._watermark = watermark
+        wanted = [c.biases for c in choices]
+        self._biases = Biases(wanted, device, vocabulary) if any(wanted) else None
+        self._raw = _RawLogprobs(choices, device, vocabulary) if any(c.wants_raw for c in choices) else None
         self._watermarked = _Rows([c.watermark for c in choices], device)
         self._penalised = _Rows([c.needs_history for c in choices], device)
         penalised = [c for c in choices if c.needs_history]
         bounded = [min(max(c.repetition_penalty, MIN_REPETITION_PENALTY), MAX_REPETITION_PENALTY) for c in penalised]
         self._repetition = self._column(bounded)
         self._frequency = self._column([c.frequency_penalty for c in penalised])
+        presence = [c.presence_penalty for c in penalised]
+        self._presence = self._column(presence) if any(presence) else None
         self._sampled = _Rows([c.do_sample for c in choices], device)
         drawn = [c for c in choices if c.do_sample]
         self._temperature = self._column([max(c.temperature, MIN_TEMPERATURE) for c in drawn])
         self._top_k = _Warper(self, drawn, "top_k", neutral=0, dtype=torch.int64)
         self._most_top_k = max((c.top_k for c in drawn), default=0)
         self._top_p = _Warper(self, drawn, "top_p", neutral=1.0)
+        self._min_p = _Warper(self, drawn, "min_p", neutral=0.0)
         self._typical_p = _Warper(self, drawn, "typical_p", neutral=1.0)
         self._seed_low = self._column([c.seed & MASK32 for c in drawn], torch.int64)
         self._seed_high = self._column([c.seed >> 32 for c in drawn], torch.int64)
         self.top_n = max((c.top_n_tokens for c in choices), default=0)
 
     def __call__(
-        self, logits: Tensor, positions: Tensor, previous: Tensor, histories: Sequence[History | None]
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        previous: Tensor,
+        histories: Sequence[History | None],
+        recents: Sequence[RecentTokens | None] = (),
     ) -> Chosen:
         """Choose one token for each row.
 
         logits: [R, Vl], used up; positions: [R] index that the new token will have in its sequence; previous: [R] the
-        token before it; histories: of each row, None where no penalty asks for one; the new token is added to them.
+        token before it; histories: of each row, None where no penalty asks for one; recents: of each row, None where
+        no word of several tokens is banned. The new token is added to both.
         """
+        raw = self._raw.keep(logits) if self._raw is not None else None
+        chosen = self._choose_biased(logits, positions, previous, histories, recents)
+        return chosen if self._raw is None or raw is None else self._raw.report(chosen, raw)
+
+    def _choose_biased(
+        self,
+        logits: Tensor,
+        positions: Tensor,
+        previous: Tensor,
+        histories: Sequence[History | None],
+        recents: Sequence[RecentTokens | None],
+    ) -> Chosen:
+        if self._biases is None:
+            return self._choose(logits, positions, previous, histories)
+        logits, recent = logits.float(), self._biases.recent(recents)
+        self._biases.add(logits, positions, recent)
+        chosen = self._choose(logits, positions, previous, histories)
+        self._biases.append(recents, recent, chosen.token_ids)
+        return chosen
+
+    def _choose(
+        self, logits: Tensor, positions: Tensor, previous: Tensor, histories: Sequence[History | None]
+    ) -> Chosen:
         if self._watermarked.any or self._penalised.any or self._sampled.any or self.top_n:
             logits = logits.float()
         own = [history for history in histories if history is not None]
@@ -242,17 +299,46 @@ class Sampler:
         rows = self._penalised.take(logits)
         penalised = torch.where(rows < 0, rows * self._repetition, rows / self._repetition)
         rows = torch.where(history.seen, penalised, rows)
-        return self._penalised.put(logits, rows - self._frequency * history.counts)
+        rows = rows - self._frequency * history.counts
+        if self._presence is not None:
+            rows = rows - self._presence * (history.counts > 0)
+        return self._penalised.put(logits, rows)
 
     def _warp(self, logits: Tensor) -> Tensor:
         vocabulary = self._vocabulary
         logits = logits / self._temperature
         logits = self._top_k.apply(logits, partial(keep_top_k, vocabulary, most=self._most_top_k))
         logits = self._top_p.apply(logits, partial(keep_top_p, vocabulary))
+        logits = self._min_p.apply(logits, partial(keep_min_p, vocabulary))
         return self._typical_p.apply(logits, partial(keep_typical, vocabulary))
 
     def _column(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return self._device.upload(values, dtype).unsqueeze(1)
+
+
+class _RawLogprobs:
+    """Log-probabilities and candidates of the logits as the model gave them, for the rows that want them."""
+
+    def __init__(self, choices: Sequence[TokenChoice], device: Device, vocabulary: Vocabulary):
+        self._rows = _Rows([c.wants_raw for c in choices], device)
+        self._vocabulary = vocabulary
+
+    def keep(self, logits: Tensor) -> Tensor:
+        """What `report` will need of logits [R, Vl], which may change then."""
+        rows = self._rows.take(logits)
+        return rows.clone() if rows is logits else rows
+
+    def report(self, chosen: Chosen, raw: Tensor) -> Chosen:
+        """The same tokens with what `raw` says of them."""
+        logprobs = self._vocabulary.logprobs(raw, self._rows.take(chosen.token_ids))
+        chosen = chosen._replace(logprobs=self._rows.put(chosen.logprobs, logprobs))
+        if chosen.top_ids is None or chosen.top_logprobs is None:
+            return chosen
+        best = self._vocabulary.summarise(raw, chosen.top_ids.shape[1])
+        return chosen._replace(
+            top_ids=self._rows.put(chosen.top_ids.clone(), best.top_ids),  # the tokens may be its first column
+            top_logprobs=self._rows.put(chosen.top_logprobs, best.top_logits - best.log_totals),
+        )
 
 
 class _Warper:
@@ -284,6 +370,12 @@ def keep_top_k(vocabulary: Vocabulary, logits: Tensor, k: Tensor, most: int) -> 
 def keep_top_p(vocabulary: Vocabulary, logits: Tensor, p: Tensor) -> Tensor:
     """Keep the most likely tokens whose probabilities reach p, at least one; ties stay. logits [R, Vl], p [R, 1]."""
     threshold = vocabulary.top_p_threshold(logits, p)
+    return logits.masked_fill(logits < threshold, float("-inf"))
+
+
+def keep_min_p(vocabulary: Vocabulary, logits: Tensor, p: Tensor) -> Tensor:
+    """Keep the tokens that are at least p times as likely as the best one. logits [R, Vl], p [R, 1] in (0, 1]."""
+    threshold = vocabulary.best(logits) + p.log()
     return logits.masked_fill(logits < threshold, float("-inf"))
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from server.backends.protocol import Device
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
+from server.stepping.biases import MOST_WORD_TOKENS, RecentTokens, TokenBiases
 from server.stepping.sampling import History, TokenChoice
 from server.stepping.vocabulary import Vocabulary
 
@@ -33,6 +35,7 @@ class SequenceState:
     blocks: Sequence[int]
     choice: TokenChoice
     history: History | None
+    recent: RecentTokens | None
     prompt_logprobs: bool
     encoder_tokens: list[int]  # of an encoder-decoder: what its encoder reads
     encoder_blocks: Sequence[int]
@@ -152,6 +155,7 @@ class SequenceTable:
             raise StepError(f"sequence {new.id} {'lacks' if self.has_encoder else 'has'} tokens for an encoder")
         if not new.token_ids or max([*new.token_ids, *new.encoder_token_ids]) >= self.vocabulary.size:
             raise StepError(f"sequence {new.id} needs token ids below the vocabulary size, {self.vocabulary.size}")
+        self._check_sampling(new.id, new.sampling)
         if not new.blocks or max([*new.blocks, *new.encoder_blocks]) >= self.num_blocks:
             raise StepError(f"sequence {new.id} needs blocks below {self.num_blocks}")
         if (most := max(len(new.blocks), len(new.encoder_blocks))) > self.longest:
@@ -161,6 +165,15 @@ class SequenceTable:
             )
         if num_blocks(len(new.encoder_token_ids)) > len(new.encoder_blocks):
             raise StepError(f"sequence {new.id} needs {num_blocks(len(new.encoder_token_ids))} encoder blocks")
+
+    def _check_sampling(self, id: int, sampling: pb.SamplingParameters) -> None:
+        if max([*sampling.bias_ids, *sampling.banned_word_ids, *sampling.end_ids], default=0) >= self.vocabulary.size:
+            raise StepError(f"sequence {id} needs biased, banned and end ids below {self.vocabulary.size}")
+        if len(sampling.bias_ids) != len(sampling.biases):
+            raise StepError(f"sequence {id} has {len(sampling.bias_ids)} biased ids and {len(sampling.biases)} biases")
+        lengths = sampling.banned_word_lengths
+        if sum(lengths) != len(sampling.banned_word_ids) or not all(2 <= n <= MOST_WORD_TOKENS for n in lengths):
+            raise StepError(f"sequence {id} needs banned words of 2 to {MOST_WORD_TOKENS} tokens, all of them there")
 
     def _add(self, new: pb.NewSequence) -> SequenceState:
         row = self.free_rows.pop()
@@ -175,6 +188,9 @@ class SequenceTable:
             blocks=list(new.blocks),
             choice=choice,
             history=History(prompt, new.generated, self.vocabulary, self.device) if choice.needs_history else None,
+            recent=RecentTokens(prompt[len(prompt) - new.generated :], self.device)
+            if choice.biases.banned_words
+            else None,
             prompt_logprobs=new.prompt_logprobs,
             encoder_tokens=list(new.encoder_token_ids),
             encoder_blocks=list(new.encoder_blocks),
@@ -193,7 +209,21 @@ def _choice(new: pb.NewSequence) -> TokenChoice:
         typical_p=sampling.typical_p,
         repetition_penalty=sampling.repetition_penalty,
         frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        min_p=sampling.min_p,
         watermark=sampling.watermark,
         seed=sampling.seed,
         top_n_tokens=new.top_n_tokens,
+        raw_logprobs=sampling.raw_logprobs,
+        biases=_biases(sampling, len(new.token_ids) - new.generated),
+    )
+
+
+def _biases(sampling: pb.SamplingParameters, prompt_length: int) -> TokenBiases:
+    words = pairwise(accumulate(sampling.banned_word_lengths, initial=0))
+    return TokenBiases(
+        added=tuple(zip(sampling.bias_ids, sampling.biases, strict=True)),
+        banned_words=tuple(tuple(sampling.banned_word_ids[start:end]) for start, end in words),
+        end_ids=tuple(sampling.end_ids) if sampling.min_tokens else (),
+        first_end=prompt_length + sampling.min_tokens,
     )

@@ -48,6 +48,10 @@ class Vocabulary:
         """Whether this rank has all tokens."""
         return self._shard.world_size == 1
 
+    def has(self, token_id: int) -> bool:
+        """Whether this rank has the token."""
+        return self.start <= token_id < self.start + self.width
+
     def summarise(self, logits: Tensor, n: int) -> LogitSummary:
         """The n best tokens of all ranks, from this rank's logits [R, Vl], which are not changed."""
         local = self._logits.summarise(logits, min(n, self.width))
@@ -78,6 +82,11 @@ class Vocabulary:
         mine = logits.gather(1, columns.clamp(0, self.width - 1)).float().masked_fill(~is_mine, float("-inf"))
         values, totals = self._gather(mine, totals)
         return values.amax(dim=-1) - totals.logsumexp(dim=-1)
+
+    def best(self, logits: Tensor) -> Tensor:
+        """The largest logit [R, 1] of each row of all ranks' float32 logits [R, Vl]."""
+        mine = logits.amax(dim=-1, keepdim=True)
+        return mine if self.is_whole else self._gather(mine)[0].amax(dim=-1, keepdim=True)
 
     def top_k_threshold(self, logits: Tensor, k: Tensor, most: int) -> Tensor:
         """See `Logits.top_k_threshold`."""

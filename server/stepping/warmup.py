@@ -34,7 +34,16 @@ def worst_sampling() -> pb.SamplingParameters:
         typical_p=0.9,
         repetition_penalty=1.2,
         frequency_penalty=0.1,
+        presence_penalty=0.1,
+        min_p=0.01,
         watermark=True,
+        bias_ids=[0],
+        biases=[-1],
+        banned_word_ids=[0, 0],
+        banned_word_lengths=[2],
+        min_tokens=1,
+        end_ids=[0],
+        raw_logprobs=True,
     )
 
 

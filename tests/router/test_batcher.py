@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from router.entry import Entry, Failed, Finished, PromptTokens, Token, ValidRequest
 from router.errors import Unavailable
-from router.text import FinishReason
+from router.text import Ends, FinishReason
 from tests.router.doubles import (
     EOS,
     Running,
@@ -76,6 +76,19 @@ def test_eos_is_noticed_one_step_late_and_its_surplus_token_dropped() -> None:
         assert events[-1].reason is FinishReason.EOS_TOKEN
         assert at_work.batcher._metrics.surplus_tokens._value.get() == 1
         assert is_clean(at_work)
+
+    asyncio.run(story())
+
+
+def test_a_request_says_which_tokens_end_it() -> None:
+    async def story() -> None:
+        given = [EOS, 65, 65, 66, 67]
+        shards = fake_shards(make_limits(), vocab_size=257, next_token=lambda ids, *_: given[(len(ids) - 4) % 5])
+        ends = Ends(stop_ids=frozenset({66}), ignores_eos=True)
+        async with running(shards) as at_work:
+            events = await events_of(at_work.batcher.submit(request_of(4, max_new_tokens=20, ends=ends)))
+        assert [event.id for event in events if isinstance(event, Token)] == given[:4]
+        assert isinstance(events[-1], Finished) and events[-1].reason is FinishReason.STOP_SEQUENCE
 
     asyncio.run(story())
 

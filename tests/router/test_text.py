@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -14,7 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from router.text import REPLACEMENT, Detokeniser, FinishReason, GeneratedText, LonePieces, ModelTokenizer
+from router.text import (
+    ENDS_OF_THE_MODEL,
+    REPLACEMENT,
+    Detokeniser,
+    Ends,
+    FinishReason,
+    GeneratedText,
+    LonePieces,
+    ModelTokenizer,
+)
 from tests.router.doubles import EOS, byte_tokenizer, bytes_to_characters, word_tokenizer
 
 TOKENIZER = byte_tokenizer()
@@ -26,10 +36,15 @@ def pieces(text: bytes, prompt: bytes = b"a prompt") -> list[str]:
 
 
 def generate(
-    ids: list[int], *, stop: tuple[str, ...] = (), max_new_tokens: int = 100, tokenizer: ModelTokenizer = TOKENIZER
+    ids: list[int],
+    *,
+    stop: tuple[str, ...] = (),
+    max_new_tokens: int = 100,
+    tokenizer: ModelTokenizer = TOKENIZER,
+    ends: Ends = ENDS_OF_THE_MODEL,
 ) -> tuple[GeneratedText, list[str], FinishReason | None]:
     """Push until the end: the state, the shown texts, the reason."""
-    generated = GeneratedText(tokenizer, [1, 2], stop, max_new_tokens)
+    generated = GeneratedText(tokenizer, [1, 2], stop, max_new_tokens, ends)
     shown = []
     for id in ids:
         text, reason = generated.push(id)
@@ -222,6 +237,33 @@ def test_length_outranks_eos_outranks_stop() -> None:
     assert generate([*b"ab", EOS], stop=("</s>",))[2] is FinishReason.EOS_TOKEN
     assert generate(list(b"abc"), stop=("b",), max_new_tokens=2)[2] is FinishReason.LENGTH
     assert generate(list(b"abc"), stop=("b",))[2] is FinishReason.STOP_SEQUENCE
+
+
+def test_ignored_end_tokens_are_shown_but_end_nothing() -> None:
+    generated, shown, reason = generate([*b"a", EOS, *b"b", EOS, *b"c"], ends=Ends(ignores_eos=True), max_new_tokens=5)
+    assert (["a", "</s>", "b", "</s>", "c"], FinishReason.LENGTH) == (shown, reason)
+    assert generated.text == "abc"
+
+
+def test_further_tokens_end_a_text() -> None:
+    ends = Ends(stop_ids=frozenset({98, EOS}))
+    assert ("ab", FinishReason.STOP_SEQUENCE) == _ending(list(b"abc"), ends)
+    assert ("a", FinishReason.EOS_TOKEN) == _ending([97, EOS, 98], ends)
+    assert ("a", FinishReason.STOP_SEQUENCE) == _ending([97, EOS, 98], replace(ends, ignores_eos=True))
+
+
+def test_nothing_but_its_length_ends_a_text_of_too_few_tokens() -> None:
+    ends = Ends(stop_ids=frozenset({98}), min_tokens=4)
+    assert ("abab", FinishReason.STOP_SEQUENCE) == _ending(list(b"abababab"), ends)
+    assert ("x.y.", FinishReason.STOP_SEQUENCE) == _ending(list(b"x.y.z."), ends, stop=(".",))
+    assert ("x.yz.", FinishReason.STOP_SEQUENCE) == _ending(list(b"x.yz."), ends, stop=(".",))
+    assert ("x", FinishReason.LENGTH) == _ending([120, EOS], ends, max_new_tokens=2)
+    assert (".x", None) == _ending(list(b".x"), ends, stop=(".",))
+
+
+def _ending(ids: list[int], ends: Ends, **more: Any) -> tuple[str, FinishReason | None]:
+    generated, _, reason = generate(ids, ends=ends, **more)
+    return generated.text, reason
 
 
 def test_stop_sequence_over_several_tokens_is_found_and_kept() -> None:

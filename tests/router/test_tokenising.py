@@ -38,6 +38,8 @@ class HeldTokenizer:
     def release(self, number: int = 1) -> None:
         self._turns.release(number)
 
+    eos_ids: frozenset[int] = frozenset()
+
     def encode(self, text: str) -> list[int]:
         self.begun.append(str(text))
         self._turns.acquire()

@@ -15,11 +15,13 @@ from unittest.mock import Mock
 import pytest
 from pydantic import ValidationError as SchemaError
 
-from router.entry import ValidRequest
+from router.entry import Sampling, ValidRequest
 from router.errors import MalformedBody, ValidationError
 from router.schemas import GenerateParameters, GenerateRequest, parse
-from router.text import ModelTokenizer
+from router.text import Ends, ModelTokenizer, TokenizerError
+from router.token_rules import banned
 from router.validation import Validator, check, check_streamable
+from router.wire import new_sequence
 from tests.router.doubles import byte_tokenizer, make_limits
 
 LIMITS = make_limits(max_input_length=10, max_total_tokens=20, max_best_of=2)
@@ -58,6 +60,27 @@ def refusal(raw: bytes, **limits: Any) -> str:
         ({"temperature": 1e308}, "`temperature` must be between"),
         ({"repetition_penalty": -1.0}, "`repetition_penalty` must be strictly positive"),
         ({"frequency_penalty": 2.1}, "`frequency_penalty` must be >= -2.0 and <= 2.0"),
+        ({"presence_penalty": -2.5}, "`presence_penalty` must be >= -2.0 and <= 2.0. Given: -2.5"),
+        ({"min_p": -0.1}, "`min_p` must be >= 0.0, which is off, and <= 1.0. Given: -0.1"),
+        ({"min_p": 1.5}, "`min_p` must be >= 0.0, which is off, and <= 1.0. Given: 1.5"),
+        ({"logit_bias": {"257": 1.0}}, "`logit_bias` has token 257, but the model knows 257 tokens: use ids up to 256"),
+        ({"logit_bias": {"-1": 1.0}}, "`logit_bias` has a key that is no token id: write ids as decimal numbers"),
+        ({"logit_bias": {"01": 1.0}}, "`logit_bias` has a key that is no token id: write ids as decimal numbers"),
+        ({"logit_bias": {"": 1.0}}, "`logit_bias` has a key that is no token id: write ids as decimal numbers"),
+        ({"logit_bias": {"9" * 5000: 1.0}}, "`logit_bias` has a key that is no token id: write ids as decimal numbers"),
+        ({"logit_bias": {"٣": 1.0}}, "`logit_bias` has a key that is no token id: write ids as decimal numbers"),
+        ({"logit_bias": {"7": 100.5}}, "`logit_bias` of token 7 must be >= -100 and <= 100. Given: 100.5"),
+        ({"logit_bias": {str(n): 1 for n in range(301)}}, "`logit_bias` must have at most 300 tokens. Given: 301"),
+        ({"bad_words": [""]}, "`bad_words` has an empty text, which would ban everything: remove it"),
+        ({"bad_words": ["a"] * 65}, "`bad_words` must have at most 64 texts. Given: 65: leave some out"),
+        ({"bad_words": ["a" * 1001]}, "`bad_words` must have at most 1000 characters each. Given: 1001"),
+        ({"bad_words": ["a" * 33]}, "`bad_words` must have 1 to 32 tokens each. Given: 33: send a shorter text"),
+        ({"stop_token_ids": [0] * 65}, "`stop_token_ids` must have at most 64 tokens. Given: 65: leave some out"),
+        ({"stop_token_ids": [257]}, "`stop_token_ids` has token 257, but the model knows 257 tokens: use ids of 0 to"),
+        ({"stop_token_ids": [-1]}, "`stop_token_ids` has token -1, but the model knows 257 tokens: use ids of 0 to"),
+        ({"min_tokens": -1}, "`min_tokens` must be >= 0, which is off. Given: -1"),
+        ({"min_tokens": 4, "max_new_tokens": 3}, "`min_tokens` must be <= `max_new_tokens`, here 3. Given: 4"),
+        ({"min_tokens": 16}, "`min_tokens` must be <= `max_new_tokens`, here 15. Given: 16"),
         ({"top_p": 0.0}, "`top_p` must be > 0.0 and < 1.0"),
         ({"top_p": 1.1}, "`top_p` must be > 0.0 and < 1.0"),
         ({"typical_p": 1.1}, "`typical_p` must be > 0.0 and < 1.0"),
@@ -169,9 +192,53 @@ def test_prompt_logprobs_are_refused_where_the_server_does_not_give_them() -> No
     check(GenerateRequest(inputs="a", parameters=GenerateParameters(details=True)), limits)
 
 
+def test_biases_are_of_tokens_and_words_of_one_token_are_never_generated() -> None:
+    (request,) = validate(body(logit_bias={"65": -3, "0": 0.5, "66": 2.0, "9": 0}, bad_words=["B", "bad", "a", "bad"]))
+    assert {65: -3.0, 0: 0.5, 66: -math.inf, 97: -math.inf} == request.sampling.biases
+    assert ((98, 97, 100),) == request.sampling.banned_words
+    sent = new_sequence(1, request, [0], 16).sampling
+    assert request.sampling.biases == dict(zip(sent.bias_ids, sent.biases, strict=True))
+    assert ([98, 97, 100], [3]) == (list(sent.banned_word_ids), list(sent.banned_word_lengths))
+
+
+def test_bad_words_leave_some_token() -> None:
+    message = refusal(body("a", bad_words=["a", "xb"]), vocab_size=2)
+    assert message.startswith("`inputs` has token 97")
+    with pytest.raises(ValidationError, match="`bad_words` may leave none of the model's 2 tokens: send fewer texts"):
+        banned(Sampling(), ["\u0100", "\u0101"], Mock(encode_plain=lambda text: [ord(text) - 256]), 2)
+
+
+def test_bad_words_that_break_the_tokenizer_are_refused() -> None:
+    with pytest.raises(ValidationError, match="`bad_words` cannot be tokenised: it broke; change the texts"):
+        banned(Sampling(), ["a"], Mock(encode_plain=Mock(side_effect=TokenizerError("it broke"))), 2)
+
+
+def test_end_tokens_are_masked_until_so_many_tokens_are_out() -> None:
+    (request,) = validate(body(min_tokens=3, stop_token_ids=[65, 66, 65]))
+    assert (3, {65, 66, 256}) == (request.sampling.min_tokens, request.sampling.end_ids)
+    assert Ends(frozenset({65, 66}), ignores_eos=False, min_tokens=3) == request.ends
+    sent = new_sequence(1, request, [0], 16).sampling
+    assert (3, [65, 66, 256]) == (sent.min_tokens, list(sent.end_ids))
+
+
+def test_no_route_of_tgi_asks_for_raw_log_probabilities() -> None:
+    (request,) = validate(body(details=True))
+    assert not new_sequence(1, request, [0], 16).sampling.raw_logprobs
+    raw = replace(request, sampling=replace(request.sampling, raw_logprobs=True))
+    assert new_sequence(1, raw, [0], 16).sampling.raw_logprobs
+
+
+def test_no_end_token_is_masked_where_none_ends_or_none_must_wait() -> None:
+    (ignoring,) = validate(body(min_tokens=3, ignore_eos=True))
+    assert (0, frozenset()) == (ignoring.sampling.min_tokens, ignoring.sampling.end_ids)
+    assert Ends(ignores_eos=True, min_tokens=3) == ignoring.ends
+    (patient,) = validate(body(stop_token_ids=[65]))
+    assert (0, frozenset()) == (patient.sampling.min_tokens, patient.sampling.end_ids)
+
+
 NUMBERS = (
     "best_of temperature repetition_penalty frequency_penalty top_k top_p typical_p max_new_tokens truncate seed"
-    " top_n_tokens"
+    " top_n_tokens presence_penalty min_p min_tokens"
 ).split()
 NASTY = (
     "-1 0 1 10 11 2147483648 9223372036854775808 18446744073709551615 18446744073709551616 1e308 1e999 NaN Infinity"
@@ -194,10 +261,13 @@ def test_every_number_is_fine_or_a_validation_error(name: str, value: str) -> No
     sampling = request.sampling
     assert 0 < sampling.temperature < 3.5e38 and 0 < sampling.top_p <= 1 and 0 <= sampling.top_k < 2**32
     assert 0 <= sampling.seed < 2**64 and 0 < request.max_new_tokens < 20 and 0 <= request.top_n_tokens <= 5
+    assert 0 <= sampling.min_p <= 1 and -2 <= sampling.presence_penalty <= 2
     assert all(map(math.isfinite, (sampling.repetition_penalty, sampling.frequency_penalty, sampling.typical_p)))
 
 
-@pytest.mark.parametrize("name", ["do_sample", "watermark", "details", "return_full_text", "decoder_input_details"])
+@pytest.mark.parametrize(
+    "name", ["do_sample", "watermark", "details", "return_full_text", "decoder_input_details", "ignore_eos"]
+)
 @pytest.mark.parametrize("value", ["1", '"true"', "[]", "0.0"])
 def test_flags_must_be_booleans(name: str, value: str) -> None:
     message = refusal(f'{{"inputs": "hi", "parameters": {{"{name}": {value}}}}}'.encode())

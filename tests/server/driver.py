@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,15 @@ CPU = torch.device("cpu")
 GREEDY = pb.SamplingParameters(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
 
 
-def sampled(seed: int, **changes: float) -> pb.SamplingParameters:
+def greedy(**changes: Any) -> pb.SamplingParameters:
+    """The most likely token, but for `changes`."""
+    changed = pb.SamplingParameters()
+    changed.CopyFrom(GREEDY)
+    changed.MergeFrom(pb.SamplingParameters(**changes))
+    return changed
+
+
+def sampled(seed: int, **changes: Any) -> pb.SamplingParameters:
     """Neutral sampling with `seed`, changed by `changes`."""
     neutral = {"temperature": 1.0, "top_p": 1.0, "typical_p": 1.0, "repetition_penalty": 1.0}
     return pb.SamplingParameters(do_sample=True, seed=seed, **(neutral | changes))

@@ -17,7 +17,14 @@ from pathlib import Path
 import torch
 
 from server.distributed import Shard, connect, disconnect
-from tests.server.driver import CPU, GREEDY, Prompt, generate, load_engine, sampled
+from tests.server.driver import CPU, GREEDY, Prompt, generate, greedy, load_engine, sampled
+
+SAMPLINGS = [
+    sampled(0, temperature=0.8, top_p=0.95),
+    GREEDY,
+    sampled(2, min_p=0.05, presence_penalty=1.0, bias_ids=[5, 70], biases=[3.0, 3.0]),
+    greedy(bias_ids=[5], biases=[5.0], banned_word_ids=[5, 5], banned_word_lengths=[2], min_tokens=3, end_ids=[5]),
+]
 
 
 def prompts() -> list[Prompt]:
@@ -27,7 +34,7 @@ def prompts() -> list[Prompt]:
         Prompt(
             [rng.randrange(4, 103) for _ in range(rng.randint(3, 40))],
             max_new_tokens=6,
-            sampling=GREEDY if i % 2 else sampled(i, temperature=0.8, top_p=0.95),
+            sampling=SAMPLINGS[i],
             joins_at=i % 3,
             chunk=16,
         )

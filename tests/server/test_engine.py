@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from server.pb import generate_pb2 as pb
 from server.stepping.engine import Engine
 from server.stepping.sequences import StepError
 from server.stepping.warmup import warm_up
-from tests.server.driver import GREEDY, Prompt, all_logits, generate, load_engine, sampled
+from tests.server.driver import GREEDY, Prompt, all_logits, generate, greedy, load_engine, sampled
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +27,12 @@ def engine(tiny_bloom: Path) -> Engine:
 def fresh(prompt: Prompt) -> Prompt:
     """The same prompt, not yet run."""
     return replace(prompt, tokens=[], logprobs=[], top_ids=[], prompt_values=[])
+
+
+def every_pair() -> dict[str, list[int]]:
+    """Bans pairs of tokens until most sequences meet one: each token behind those near it."""
+    pairs = [[first, (first + step) % 103] for first in range(103) for step in range(20)]
+    return {"banned_word_ids": [id for pair in pairs for id in pair], "banned_word_lengths": [2] * len(pairs)}
 
 
 def mixed_prompts(count: int) -> list[Prompt]:
@@ -39,6 +46,10 @@ def mixed_prompts(count: int) -> list[Prompt]:
         sampled(4, typical_p=0.7),
         sampled(5, repetition_penalty=1.3),
         sampled(6, frequency_penalty=0.6),
+        sampled(7, presence_penalty=1.5),
+        sampled(8, min_p=0.2),
+        sampled(9, bias_ids=[5, 77], biases=[4.0, float("-inf")], **every_pair()),
+        sampled(10, min_tokens=5, end_ids=list(range(0, 103, 2))),
         pb.SamplingParameters(temperature=1, top_p=1, typical_p=1, repetition_penalty=1.5),
     ]
     return [
@@ -81,8 +92,15 @@ def test_neighbours_arrival_and_chunks_do_not_change_a_sequence(engine: Engine) 
 
 @pytest.mark.parametrize(
     "sampling",
-    [GREEDY, sampled(11, temperature=1.5), sampled(12, repetition_penalty=1.4, frequency_penalty=0.5, top_p=0.9)],
-    ids=["greedy", "sampled", "penalties"],
+    [
+        GREEDY,
+        sampled(11, temperature=1.5),
+        sampled(12, repetition_penalty=1.4, frequency_penalty=0.5, top_p=0.9),
+        sampled(13, presence_penalty=2.0, min_p=0.1),
+        greedy(bias_ids=[7], biases=[2.0], **every_pair()),
+        greedy(min_tokens=12, end_ids=list(range(1, 103, 2))),
+    ],
+    ids=["greedy", "sampled", "penalties", "presence", "biases", "ends"],
 )
 def test_a_request_is_rebuilt_from_its_tokens(engine: Engine, sampling: pb.SamplingParameters) -> None:
     (whole,) = generate(engine, [Prompt([1, 2, 3], max_new_tokens=20, sampling=sampling)])
@@ -98,6 +116,16 @@ def test_prompt_logprobs_are_those_of_the_full_forward(engine: Engine, chunk: in
     logprobs = all_logits(engine, token_ids).log_softmax(dim=-1)
     expected = [float(logprobs[i, token]) for i, token in enumerate(token_ids[1:])]
     assert expected == pytest.approx(prompt.prompt_values, abs=1e-4)
+
+
+def test_raw_logprobs_are_those_of_the_full_forward(engine: Engine) -> None:
+    sampling = sampled(3, temperature=2.0, top_k=9, presence_penalty=1.0, raw_logprobs=True)
+    (raw,) = generate(engine, [Prompt([1, 2, 3], sampling=sampling, top_n_tokens=2)])
+    logprobs = all_logits(engine, [1, 2, 3, *raw.tokens]).log_softmax(dim=-1)[2:-1]
+    assert [float(row[token]) for row, token in zip(logprobs, raw.tokens, strict=True)] == pytest.approx(
+        raw.logprobs, abs=1e-4
+    )
+    assert logprobs.topk(2).indices.tolist() == raw.top_ids
 
 
 def test_candidates_are_the_most_likely_tokens(engine: Engine) -> None:
@@ -169,3 +197,43 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_size_that_does(engine: En
     with pytest.raises(ValueError, match=r"use --max-batch-total-tokens \d+ or less"):
         warm_up(engine, wanted_tokens=10**9, useful_tokens=10**9, **sizes)
     warm_up(engine, wanted_tokens=8192, useful_tokens=8192, **sizes)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "sentence"),
+    [
+        ({"bias_ids": [103], "biases": [1.0]}, "sequence 7 needs biased, banned and end ids below 103"),
+        (
+            {"banned_word_ids": [1, 103], "banned_word_lengths": [2]},
+            "sequence 7 needs biased, banned and end ids below 103",
+        ),
+        ({"min_tokens": 1, "end_ids": [103]}, "sequence 7 needs biased, banned and end ids below 103"),
+        ({"bias_ids": [1, 2], "biases": [1.0]}, "sequence 7 has 2 biased ids and 1 biases"),
+        ({"banned_word_ids": [1], "banned_word_lengths": [1]}, "sequence 7 needs banned words of 2 to 32 tokens"),
+        ({"banned_word_ids": [1], "banned_word_lengths": [2]}, "sequence 7 needs banned words of 2 to 32 tokens"),
+    ],
+    ids=str,
+)
+def test_sampling_that_breaks_the_contract_is_refused(engine: Engine, wrong: dict[str, Any], sentence: str) -> None:
+    request = pb.StepRequest(chunk_ids=[7], chunk_tokens=[1])
+    request.add.add(id=7, token_ids=[5], blocks=[0], sampling=greedy(**wrong))
+    with pytest.raises(StepError, match=sentence):
+        engine.launch(request)
+
+
+def test_a_banned_word_is_not_generated(engine: Engine) -> None:
+    (free,) = generate(engine, [Prompt([1, 2, 3], max_new_tokens=12)])
+    word = free.tokens[:2]
+    banning = greedy(banned_word_ids=word, banned_word_lengths=[2])
+    (banned,) = generate(engine, [Prompt([1, 2, 3], max_new_tokens=12, sampling=banning)])
+    assert free.tokens[0] == banned.tokens[0]
+    assert all(word != banned.tokens[at : at + 2] for at in range(11))
+
+
+def test_end_tokens_come_only_after_so_many_others(engine: Engine) -> None:
+    (free,) = generate(engine, [Prompt([1, 2, 3], max_new_tokens=12)])
+    late = greedy(min_tokens=5, end_ids=sorted(set(free.tokens)))
+    (masked,) = generate(engine, [Prompt([1, 2, 3], max_new_tokens=12, sampling=late)])
+    (rest,) = generate(engine, [Prompt([1, 2, 3, *masked.tokens[:5]], max_new_tokens=7)])
+    assert not set(free.tokens) & set(masked.tokens[:5])
+    assert rest.tokens == masked.tokens[5:]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -18,6 +19,7 @@ from server.backends.cpu.logits import KernelLogits
 from server.backends.protocol import Logits
 from server.backends.reference.logits import StockLogits, exponential_noise
 from server.distributed import Shard
+from server.stepping.biases import RecentTokens, TokenBiases
 from server.stepping.captured_sampling import choose as captured_choose
 from server.stepping.captured_sampling import settings_of
 from server.stepping.sampling import (
@@ -25,6 +27,7 @@ from server.stepping.sampling import (
     Sampler,
     TokenChoice,
     Watermark,
+    keep_min_p,
     keep_top_k,
     keep_top_p,
     keep_typical,
@@ -115,6 +118,39 @@ def test_frequency_penalty_counts_generated_tokens_only() -> None:
     assert [0, 1] == choose(logits, choices, histories=[asked, generated]).token_ids.tolist()
 
 
+def test_presence_penalty_is_taken_once_from_every_generated_token() -> None:
+    """OpenAI's formula: the score less presence_penalty if the token was generated, however often."""
+    logits = torch.tensor([[2.0, 1.8, 1.0]])
+    history = History([2, 2, 0, 0, 0], 3, whole(3), CPU)  # token 2 is only in the prompt
+    choices = [TokenChoice(presence_penalty=0.5, frequency_penalty=0.1, top_n_tokens=3)]
+    chosen = choose(logits, choices, histories=[history])
+    expected = torch.tensor([1.8, 2.0 - 0.5 - 0.3, 1.0])
+    assert [1, 0, 2] == chosen.top_ids[0].tolist()
+    torch.testing.assert_close(expected - expected.logsumexp(0), chosen.top_logprobs[0])
+
+
+def test_presence_penalty_counts_what_is_generated_from_then_on() -> None:
+    history = History([2], 0, whole(3), CPU)
+    logits, choices = torch.tensor([[2.0, 1.9, 1.8]]), [TokenChoice(presence_penalty=2.0)]
+    found = [choose(logits, choices, histories=[history]).token_ids.item() for _ in range(4)]
+    assert [0, 1, 2, 0] == found
+
+
+def test_min_p_keeps_what_is_likely_enough_beside_the_best() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.15, 0.05]]).log()
+    assert [0, 1, 2, 3] == kept(keep_min_p(whole(4), logits, column(0.09)))
+    assert [0, 1, 2] == kept(keep_min_p(whole(4), logits, column(0.29)))
+    assert [0] == kept(keep_min_p(whole(4), logits, column(1.0)))
+    assert [1, 2] == kept(keep_min_p(whole(3), torch.tensor([[1.0, 2.0, 2.0]]), column(1.0)))
+
+
+def test_min_p_looks_at_probabilities_after_temperature() -> None:
+    logits = torch.tensor([[0.5, 0.3, 0.2]]).log()
+    cold, hot = (TokenChoice(do_sample=True, min_p=0.4, temperature=t, top_n_tokens=3) for t in (0.5, 2.0))
+    removed = [(choose(logits, [choice]).top_logprobs[0] == float("-inf")).tolist() for choice in (cold, hot)]
+    assert [[False, True, True], [False, False, False]] == removed
+
+
 def test_temperature_sharpens_and_flattens() -> None:
     logits = torch.tensor([[1.0, 0.0]])
     cold = choose(logits, [TokenChoice(do_sample=True, temperature=0.01, seed=s) for s in range(50)])
@@ -126,6 +162,7 @@ def test_temperature_sharpens_and_flattens() -> None:
 LEAST, MOST = 1.2e-38, 3.4e38  # what a client may send
 NEIGHBOURS = [5.0, 5.0000005, -5.0, 4.9999995, 0.001, -0.001, 0.0]  # 5 with the two float32 beside it
 EXTREME = [
+    {"min_p": 1.0},
     {"temperature": LEAST},
     {"temperature": 1e-11},
     {"temperature": LEAST, "top_k": 3, "top_p": 0.9, "typical_p": 0.9},
@@ -184,7 +221,7 @@ def test_extremes_together_give_numbers(penalty: float, temperature: float) -> N
         assert (chosen.logprobs <= 1e-4).all()
 
 
-@pytest.mark.parametrize("extreme", [e for e in EXTREME if "typical_p" not in e], ids=str)
+@pytest.mark.parametrize("extreme", [e for e in EXTREME if not {"typical_p", "min_p"} & e.keys()], ids=str)
 def test_captured_sampling_is_as_exact(extreme: dict[str, Any]) -> None:
     rows = 40
     choices = [TokenChoice(do_sample=True, seed=seed, **extreme) for seed in range(rows)]
@@ -263,6 +300,46 @@ def test_removed_candidates_report_minus_infinity() -> None:
     assert chosen.top_logprobs[0, 1] == float("-inf")
 
 
+RAW = [
+    TokenChoice(do_sample=True, temperature=3.0, top_k=2, seed=5),
+    TokenChoice(do_sample=True, min_p=0.9, seed=6),
+    TokenChoice(repetition_penalty=3.0, presence_penalty=2.0, frequency_penalty=1.0),
+    TokenChoice(watermark=True),
+    TokenChoice(biases=TokenBiases(((3, 50.0), (1, float("-inf"))))),
+    TokenChoice(do_sample=True, seed=7),
+    TokenChoice(),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("choices", [RAW, RAW[:1], RAW[2:3], RAW[4:5]], ids=["all", "sampled", "penalised", "biased"])
+def test_raw_logprobs_are_the_models_and_change_no_token(choices: list[TokenChoice], dtype: torch.dtype) -> None:
+    logits = torch.randn(1, 30, generator=torch.Generator().manual_seed(3)).mul(3).to(dtype)
+    of_model = logits.float().log_softmax(dim=-1)[0]
+    found = []
+    for is_raw in (False, True):
+        asked = [replace(c, raw_logprobs=is_raw, top_n_tokens=4 * is_raw) for c in choices]
+        histories = [History([3, 1, 2], 2, whole(30), CPU) if c.needs_history else None for c in asked]
+        found.append(choose(logits, [*asked, TokenChoice(do_sample=True, top_k=1)], histories=[*histories, None]))
+    usual, raw = found
+    assert usual.token_ids.tolist() == raw.token_ids.tolist()
+    torch.testing.assert_close(of_model[raw.token_ids[:-1]], raw.logprobs[:-1], atol=1e-5, rtol=1e-5)
+    best = of_model.sort(descending=True, stable=True)
+    assert raw.top_ids is not None and raw.top_logprobs is not None
+    for row in range(len(choices)):
+        assert best.indices[:4].tolist() == raw.top_ids[row].tolist()
+        torch.testing.assert_close(best.values[:4], raw.top_logprobs[row], atol=1e-5, rtol=1e-5)
+    assert 0.0 == raw.logprobs[-1]  # a neighbour that did not ask
+
+
+def test_raw_logprobs_that_are_the_usual_ones_are_chosen_as_simply() -> None:
+    assert TokenChoice(raw_logprobs=True).is_plain
+    assert TokenChoice(raw_logprobs=True, temperature=0.5).is_plain
+    assert TokenChoice(raw_logprobs=True, do_sample=True).is_simple
+    assert not TokenChoice(raw_logprobs=True, do_sample=True, temperature=0.5).is_simple
+    assert not TokenChoice(raw_logprobs=True, presence_penalty=0.5).is_simple
+
+
 class DistantDevice(CpuDevice):
     """A device of shapes without values: what is read from it on the host, or mixed with the host's, is refused."""
 
@@ -295,28 +372,36 @@ class NothingOfTheHost(TorchFunctionMode):
 EVERYTHING = [
     TokenChoice(),
     TokenChoice(repetition_penalty=1.2, frequency_penalty=0.1),
+    TokenChoice(do_sample=True, presence_penalty=0.3, min_p=0.1),
+    TokenChoice(biases=TokenBiases(((3, 1.0),), ((1, 2), (3, 4, 5)), end_ids=(7,), first_end=3)),
+    TokenChoice(do_sample=True, top_p=0.8, raw_logprobs=True, top_n_tokens=2),
     TokenChoice(do_sample=True, top_k=9, top_p=0.9, typical_p=0.8, watermark=True, repetition_penalty=1.3),
     TokenChoice(do_sample=True, temperature=0.7, top_n_tokens=3),
 ]
 
 
-@pytest.mark.parametrize("choices", [EVERYTHING, EVERYTHING[2:3] * 3], ids=["of all kinds", "all the same"])
+@pytest.mark.parametrize(
+    "choices",
+    [EVERYTHING, EVERYTHING[3:4] * 3, EVERYTHING[4:5] * 3, EVERYTHING[5:6] * 3],
+    ids=["of all kinds", "all the same", "biased", "raw"],
+)
 def test_a_step_uploads_nothing_and_does_not_wait_for_the_device(choices: list[TokenChoice]) -> None:
     device, vocabulary = DistantDevice(), whole(50)
     sampler = Sampler(choices, WATERMARK, device, vocabulary)
     histories = [History([1, 2, 3], 1, vocabulary, device) if c.needs_history else None for c in choices]
+    recents = [RecentTokens([1, 2], device) if c.biases.banned_words else None for c in choices]
     device.uploads = 0
     logits = torch.zeros(len(choices), 50, dtype=torch.bfloat16, device="meta")
     rows = torch.zeros(len(choices), dtype=torch.int64, device="meta")
     with NothingOfTheHost():
         for _ in range(2):
-            sampler(logits, rows, rows, histories)
+            sampler(logits, rows, rows, histories, recents)
     assert 0 == device.uploads
 
 
 def test_histories_follow_their_sequences_into_any_batch() -> None:
     prompts = [[1, 2], [2, 2], [0, 3]]
-    choices = [TokenChoice(repetition_penalty=1.5, frequency_penalty=0.4)] * 3
+    choices = [TokenChoice(repetition_penalty=1.5, frequency_penalty=0.4, presence_penalty=0.1)] * 3
     logits = torch.tensor([[2.0, 1.9, 1.8, 1.7, 1.6]])
     alone = [History(prompt, 1, whole(5), CPU) for prompt in prompts]
     together = [History(prompt, 1, whole(5), CPU) for prompt in prompts]

@@ -21,11 +21,13 @@ from server.backends.reference.logits import NUCLEUS_CANDIDATES, StockLogits
 from server.blocks import ceil_divide
 from server.distributed import Shard
 from server.layers.embedding import Head
+from server.stepping.biases import RecentTokens, TokenBiases
 from server.stepping.sampling import Chosen, History, Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary
 
 CPU = CpuDevice()
 PROMPT = [1, 5, 900, 5]
+WORDS = tuple((5, last) for last in range(0, 1501, 2))  # token 5 is the last of the prompt
 CHOICES = {
     "greedy": TokenChoice(),
     "greedy with candidates": TokenChoice(top_n_tokens=5),
@@ -35,6 +37,13 @@ CHOICES = {
     "top-k and top-p": TokenChoice(do_sample=True, top_k=60, top_p=0.8, temperature=1.3, seed=6),
     "typical-p": TokenChoice(do_sample=True, typical_p=0.7, seed=7),
     "penalties": TokenChoice(do_sample=True, repetition_penalty=1.4, frequency_penalty=0.5, seed=8),
+    "presence": TokenChoice(do_sample=True, presence_penalty=1.5, seed=10),
+    "min-p": TokenChoice(do_sample=True, min_p=0.1, temperature=1.2, seed=11),
+    "biases": TokenChoice(biases=TokenBiases(((3, 9.0), (1400, 9.5), (900, -3.0))), top_n_tokens=5),
+    "banned words": TokenChoice(do_sample=True, seed=12, biases=TokenBiases(banned_words=WORDS)),
+    "ends": TokenChoice(do_sample=True, seed=13, biases=TokenBiases(end_ids=tuple(range(0, 1501, 2)), first_end=99)),
+    "raw": TokenChoice(do_sample=True, top_k=3, top_n_tokens=5, seed=14, raw_logprobs=True),
+    "raw of biased": TokenChoice(biases=TokenBiases(((1, 99.0),)), raw_logprobs=True),
     "watermark": TokenChoice(do_sample=True, watermark=True, seed=9),
 }
 
@@ -69,7 +78,8 @@ class ThreadShard(Shard):
 def sample(logits: Tensor, choices: Sequence[TokenChoice], vocabulary: Vocabulary) -> Chosen:
     sampler = Sampler(choices, Watermark(0.5, 2.0), CPU, vocabulary)
     histories = [History(PROMPT, 1, vocabulary, CPU) if c.needs_history else None for c in choices]
-    return sampler(logits.clone(), torch.arange(len(choices)), torch.arange(len(choices)) + 7, histories)
+    recents = [RecentTokens(PROMPT[-1:], CPU) if c.biases.banned_words else None for c in choices]
+    return sampler(logits.clone(), torch.arange(len(choices)), torch.arange(len(choices)) + 7, histories, recents)
 
 
 def on_ranks(
@@ -143,7 +153,7 @@ def test_a_nucleus_of_just_all_candidates_is_not_the_whole_vocabulary() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("greedy", 3), ("sampled", 6), ("top-k", 50), ("top-p", 2 * NUCLEUS_CANDIDATES)]
+    ("name", "most"), [("greedy", 3), ("sampled", 6), ("min-p", 7), ("top-k", 50), ("top-p", 2 * NUCLEUS_CANDIDATES)]
 )
 def test_what_ranks_send_does_not_grow_with_the_vocabulary(name: str, most: int) -> None:
     logits = torch.randn(1, 40_000, generator=torch.Generator().manual_seed(2)) * 4
