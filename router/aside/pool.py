@@ -1,0 +1,124 @@
+"""Does tasks in processes of their own, at the lowest priority and with bounds on time and memory.
+
+A chat template that loops for ever, or a grammar whose automaton explodes, would hold the interpreter and with it every
+stream; a thread can neither be bounded nor ended. A process can: one that exceeds its time is killed, and the next task
+starts another. Who waits does so in turn, and who stops waiting for a task that runs ends its process.
+
+Left out: which tasks there are (`tasks.py`). Nothing is started before `warm_up` or the first task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from asyncio.subprocess import PIPE, Process
+from collections import deque
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from router.aside import TaskError
+from server.process import end_with_parent
+
+ROOT = Path(__file__).parents[2]  # where our packages are
+MOST_ANSWER_BYTES = 32 * 2**20
+START_S = 60.0  # for a process to import what it works with, at the lowest priority
+
+
+class Aside:
+    """num: processes at most. seconds: for one task. memory_mb: for one process."""
+
+    def __init__(self, num: int, seconds: float = 2.0, memory_mb: int = 1024) -> None:
+        self._seconds = seconds
+        self._memory_mb = memory_mb
+        self._free = asyncio.Semaphore(num)
+        self._idle: deque[_Worker] = deque()
+        self._workers: set[_Worker] = set()
+        self._ends: set[asyncio.Future[None]] = set()  # of those that are being ended
+
+    async def warm_up(self) -> None:
+        """Have one process ready."""
+        async with self._free:
+            if not self._idle:
+                self._idle.append(await self._start())
+
+    async def do(self, task: str, **arguments: Any) -> Any:
+        """The task's result. Raises TaskError where it refuses, takes too long or too much, or fails."""
+        async with self._free:
+            worker = self._idle.pop() if self._idle else await self._start()
+            try:
+                answer = await worker.ask({"task": task, **arguments}, self._seconds)
+            except BaseException:
+                self._end(worker)
+                raise
+            self._idle.append(worker)
+        if "error" in answer:
+            raise TaskError(answer["error"])
+        return answer["result"]
+
+    async def close(self) -> None:
+        """End all processes."""
+        self._idle.clear()
+        for worker in tuple(self._workers):
+            self._end(worker)
+        await asyncio.gather(*self._ends)
+
+    async def _start(self) -> _Worker:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "router.aside", str(self._memory_mb)),
+            cwd=ROOT,
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=MOST_ANSWER_BYTES,
+            preexec_fn=end_with_parent(),
+        )
+        worker = _Worker(process)
+        self._workers.add(worker)
+        try:
+            await worker.answer(START_S)
+        except BaseException:
+            self._end(worker)
+            raise
+        return worker
+
+    def _end(self, worker: _Worker) -> None:
+        self._workers.discard(worker)
+        end = asyncio.ensure_future(worker.end())
+        self._ends.add(end)
+        end.add_done_callback(self._ends.discard)
+
+
+class _Worker:
+    """One process. After a TaskError it is of no use any more."""
+
+    def __init__(self, process: Process) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._orders, self._answers = process, process.stdin, process.stdout
+
+    async def ask(self, order: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Its answer. Raises TaskError where none comes in time."""
+        self._orders.write(json.dumps(order).encode() + b"\n")
+        return await self.answer(seconds)
+
+    async def answer(self, seconds: float) -> dict[str, Any]:
+        """Its next line. Raises TaskError where none comes in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                line = await self._answers.readline()
+        except TimeoutError:
+            raise TaskError(f"it takes longer than {seconds:g} s") from None
+        except (ConnectionError, ValueError):  # the latter of a line beyond the limit
+            line = b""
+        if not line:
+            raise TaskError("it takes too much memory, or its result is too long")
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    async def end(self) -> None:
+        """Kill the process, and wait until it is gone."""
+        with suppress(ProcessLookupError):
+            self._process.kill()
+        self._orders.close()
+        await self._process.wait()

@@ -1,0 +1,55 @@
+"""What is done aside, by name. Each task takes and returns what JSON holds, and refuses with TaskError.
+
+Imported by the processes of `__main__.py` alone: what does the work is large.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
+from jinja2.exceptions import SecurityError
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from router.aside import TaskError
+
+Task = Callable[..., Any]
+
+
+def render_chat(
+    template: str,
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None,
+    variables: Mapping[str, Any],
+    add_generation_prompt: bool,
+    continue_final_message: bool,
+) -> str:
+    """The prompt that a model's chat template makes of messages, exactly as transformers makes it.
+
+    variables: what else the template may use, such as `bos_token`. Raises TaskError with the template's own words where
+    it refuses the messages.
+    """
+    try:
+        prompts, _ = render_jinja_template(  # type: ignore[str-unpack]  # two lists, as its body has it
+            [messages],
+            tools=tools,  # type: ignore[arg-type]  # lists are invariant
+            chat_template=template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            **variables,
+        )
+    except TemplateSyntaxError as error:
+        raise TaskError(f"the chat template is not valid: {error.message} in line {error.lineno}") from None
+    except SecurityError:
+        raise TaskError("the chat template does what a template may not") from None
+    except UndefinedError as error:
+        raise TaskError(f"the chat template misses a value: {error.message}") from None
+    except TemplateError as error:
+        raise TaskError(f"the chat template refuses the messages: {error.message}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+        raise TaskError(f"the chat template fails with {type(error).__name__}: {str(error)[:200]}") from None
+    return prompts[0]
+
+
+TASKS: Mapping[str, Task] = {"render_chat": render_chat}

@@ -1,0 +1,102 @@
+"""Work aside: its bounds, and what the rest notices of it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.aside import TaskError
+from router.aside.pool import Aside
+
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def rendered(aside: Aside, template: str, **variables: Any) -> Awaitable[str]:
+    return aside.do(
+        "render_chat",
+        template=template,
+        messages=HELLO,
+        tools=None,
+        variables=variables,
+        add_generation_prompt=True,
+        continue_final_message=False,
+    )
+
+
+def aside(story: Callable[[Aside], Awaitable[None]], num: int = 1, **bounds: Any) -> None:
+    async def told() -> None:
+        pool = Aside(num, **bounds)
+        try:
+            await story(pool)
+        finally:
+            await pool.close()
+
+    asyncio.run(told())
+
+
+def test_a_task_is_done() -> None:
+    async def story(pool: Aside) -> None:
+        await pool.warm_up()
+        for name in ("a", "b"):
+            assert f"Hello {name}" == await rendered(pool, "{{ messages[0].content }} {{ name }}", name=name)
+
+    aside(story)
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 4 s"),
+        ("{{ 'x' * 99999999999 }}", "too much memory"),
+        ("{{ 'x' * 40000000 }}", "too much memory, or its result is too long"),
+        ("{{ raise_exception('no system here') }}", "the chat template refuses the messages: no system here"),
+        ("{% if %}", "the chat template is not valid"),
+        ("{{ messages.__class__.__mro__ }}", "the chat template does what a template may not"),
+        ("{{ nothing.at_all }}", "the chat template misses a value: 'nothing' is undefined"),
+        ("{{ 1 // 0 }}", "the chat template fails with ZeroDivisionError"),
+    ],
+)
+def test_what_goes_wrong_is_one_sentence_and_the_next_is_done(template: str, sentence: str) -> None:
+    async def story(pool: Aside) -> None:
+        with pytest.raises(TaskError, match=sentence):
+            await rendered(pool, template)
+        assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
+
+    aside(story, seconds=4.0)
+
+
+def test_it_runs_at_the_lowest_priority_and_ends_with_the_pool() -> None:
+    async def story(pool: Aside) -> None:
+        await pool.warm_up()
+        [worker] = pool._workers
+        pid = worker._process.pid
+        assert 19 == os.getpriority(os.PRIO_PROCESS, pid)
+        await pool.close()
+        while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z":
+            await asyncio.sleep(0.01)
+
+    aside(story)
+
+
+def test_who_stops_waiting_leaves_room() -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+    async def story(pool: Aside) -> None:
+        await pool.warm_up()
+        began = time.monotonic()
+        tasks = [asyncio.ensure_future(rendered(pool, endless)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert time.monotonic() - began < 30
+        assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
+        assert 1 == len(pool._workers)
+
+    aside(story, seconds=100.0)
