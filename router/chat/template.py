@@ -1,0 +1,164 @@
+"""A model's chat template: where it is found, and the prompt that it makes of messages.
+
+A template is a program of the model's publisher in Jinja2, fed with what clients send. It runs aside (`router/aside`),
+sandboxed, and gives what transformers' `apply_chat_template` gives.
+
+Left out: what messages look like in each API, and reading tool calls out of what the model answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from router import model_files
+from router.aside import TaskError
+from router.aside.pool import Aside
+from router.errors import ValidationError
+
+DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of a template where a model has several
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# What a client may not set: it is the router's to say, or would replace the template.
+RESERVED = frozenset(
+    "messages tools documents add_generation_prompt continue_final_message tokenize chat_template conversation "
+    "return_assistant_tokens_mask return_dict return_tensors padding truncation max_length".split()
+) | frozenset(SPECIAL_TOKENS)
+MOST_VARIABLES = 16
+VARIABLE = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+MOST_VARIABLE_CHARACTERS = 1000
+MOST_NUMBER = 2**53
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """The templates of a model by name, and the special tokens that they may write."""
+
+    named: Mapping[str, str]
+    special_tokens: Mapping[str, str]
+
+    @classmethod
+    def load(
+        cls, folder: Path, tokenizer_config_path: str | None = None, template_path: str | None = None
+    ) -> ChatTemplate:
+        """Read it from a tokenizer's folder. Without any, `named` is empty. Raises ValueError with the remedy.
+
+        tokenizer_config_path: to use in place of the folder's. template_path: a file of Jinja2, or of JSON with a
+        `chat_template`, to use in place of all others.
+        """
+        config_path = Path(tokenizer_config_path or folder / "tokenizer_config.json")
+        config = model_files.read_json(config_path)
+        if template_path is not None:
+            named = _of_file(Path(template_path))
+        else:
+            named = _of_config(config.get("chat_template"), config_path) | _of_folder(folder)
+        return cls(named, _special_tokens({**model_files.read_json(folder / "special_tokens_map.json"), **config}))
+
+    def choose(self, has_tools: bool) -> str:
+        """The template for a request. Raises ValidationError where the model has none."""
+        if has_tools and WITH_TOOLS in self.named:
+            return self.named[WITH_TOOLS]
+        if DEFAULT in self.named:
+            return self.named[DEFAULT]
+        known = f" (it has some named {', '.join(sorted(self.named))})" if self.named else ""
+        raise ValidationError(
+            f"the model has no chat template{known}: send a prompt to `/generate` or `/v1/completions`, or start the "
+            "server with --chat-template FILE"
+        )
+
+    async def render(
+        self,
+        aside: Aside,
+        messages: Messages,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt for messages, with all special tokens that it needs. Raises ValidationError.
+
+        variables: `chat_template_kwargs` of the request. continue_final_message: the last message is the beginning of
+        the answer, and the prompt ends with it.
+        """
+        check_variables(variables or {})
+        try:
+            prompt = await aside.do(
+                "render_chat",
+                template=self.choose(bool(tools)),
+                messages=list(messages),
+                tools=list(tools) if tools else None,
+                variables={**self.special_tokens, **(variables or {})},
+                add_generation_prompt=add_generation_prompt and not continue_final_message,
+                continue_final_message=continue_final_message,
+            )
+        except TaskError as error:
+            raise ValidationError(f"the messages cannot be written as a prompt: {error}") from None
+        return str(prompt)
+
+
+def check_variables(variables: Mapping[str, Any]) -> None:
+    """Raises ValidationError for `chat_template_kwargs` that no template needs."""
+    if len(variables) > MOST_VARIABLES:
+        raise ValidationError(f"`chat_template_kwargs` has {len(variables)} entries: give at most {MOST_VARIABLES}")
+    for name, value in variables.items():
+        if name in RESERVED or not VARIABLE.fullmatch(name):
+            raise ValidationError(
+                f"`chat_template_kwargs` has `{name[:64]}`, which is not the template's own: leave it out"
+            )
+        is_number = isinstance(value, int | float) and abs(value) <= MOST_NUMBER
+        if not (value is None or is_number or (isinstance(value, str) and len(value) <= MOST_VARIABLE_CHARACTERS)):
+            raise ValidationError(
+                f"`chat_template_kwargs.{name}` must be true, false, null, a number of at most 2^53, or a string of at "
+                f"most {MOST_VARIABLE_CHARACTERS} characters"
+            )
+
+
+def _of_file(path: Path) -> dict[str, str]:
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"chat_template {path} cannot be read: {error}") from None
+    if path.suffix != ".json":
+        return {DEFAULT: text}
+    named = _of_config(model_files.read_json(path).get("chat_template"), path)
+    if not named:
+        raise ValueError(f"chat_template {path} has no `chat_template`: give a file of Jinja2, or of JSON with one")
+    return named
+
+
+def _of_config(given: object, path: Path) -> dict[str, str]:
+    """A template, or a list of some with names, as tokenizer_config.json holds them."""
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        return {DEFAULT: given}
+    entries = given if isinstance(given, list) else []
+    named = {
+        entry["name"]: entry["template"]
+        for entry in entries
+        if isinstance(entry, dict) and isinstance(entry.get("name"), str) and isinstance(entry.get("template"), str)
+    }
+    if not entries or len(named) != len(entries):
+        raise ValueError(f"{path}: `chat_template` is neither a text nor a list of texts with names: download it again")
+    return named
+
+
+def _of_folder(folder: Path) -> dict[str, str]:
+    """The files that newer models have, which count more than what tokenizer_config.json says."""
+    paths = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (main := folder / "chat_template.jinja").is_file():
+        paths[DEFAULT] = main
+    if paths:
+        return {name: path.read_text() for name, path in paths.items()}
+    return _of_config(model_files.read_json(folder / "chat_template.json").get("chat_template"), folder)
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    contents = {name: config.get(name) for name in SPECIAL_TOKENS}
+    texts = {name: found.get("content") if isinstance(found, dict) else found for name, found in contents.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

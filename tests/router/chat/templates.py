@@ -1,0 +1,65 @@
+# ruff: noqa: E501
+"""Chat templates in the formats of published families, written by hand, and conversations to try them on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+LOOP = "{% for message in messages %}"
+END = "{% endfor %}"
+
+TEMPLATES = {
+    "chatml": LOOP + "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}" + END
+    + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "qwen3": "{%- for message in messages -%}\n<|im_start|>{{ message['role'] }}\n{{ message.content | trim }}<|im_end|>\n{% endfor -%}\n"
+    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think>\n\n</think>\n\n{% endif %}{% endif %}",
+    "llama-2": "{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
+    "{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('user and assistant take turns') }}{% endif %}"
+    "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + (system if loop.first else '') + m['content'].strip() + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
+    "llama-3": "{{ bos_token }}" + LOOP
+    + "{{ '<|start_header_id|>' ~ message.role ~ '<|end_header_id|>\n\n' ~ message.content | trim ~ '<|eot_id|>' }}" + END
+    + "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    "mistral": "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
+    + LOOP + "{% if message.role == 'user' %}[INST] {{ message.content }}[/INST]"
+    "{% elif message.role == 'assistant' %} {{ message.content }}{{ eos_token }}{% endif %}" + END,
+    "gemma": "{{ bos_token }}" + LOOP + "{% set role = 'model' if message.role == 'assistant' else message.role %}"
+    "<start_of_turn>{{ role }}\n{{ message.content | trim }}<end_of_turn>\n" + END
+    + "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}",
+    "phi-3": LOOP + "{{ '<|' ~ message.role ~ '|>\n' ~ message.content ~ '<|end|>\n' }}" + END
+    + "{{ '<|assistant|>\n' if add_generation_prompt else eos_token }}",
+    "zephyr": LOOP + "<|{{ message.role }}|>\n{{ message.content + eos_token }}\n" + END
+    + "{% if add_generation_prompt %}{{ '<|assistant|>' }}\n{% endif %}",
+    "vicuna": "A chat between a user and an assistant. " + LOOP
+    + "{% if message.role == 'user' %}USER: {{ message.content }} {% elif message.role == 'assistant' %}"
+    "ASSISTANT: {{ message.content }}</s>{% else %}{{ message.content }} {% endif %}" + END
+    + "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
+    "chatglm3": "[gMASK]sop" + LOOP + "<|{{ message.role }}|>\n {{ message.content }}" + END
+    + "{% if add_generation_prompt %}<|assistant|>{% endif %}",
+    "baichuan2": LOOP + "{% if message.role == 'user' %}<reserved_106>{{ message.content }}{% elif message.role == 'assistant' %}"
+    "<reserved_107>{{ message.content }}{% else %}{{ message.content }}{% endif %}" + END
+    + "{% if add_generation_prompt %}<reserved_107>{% endif %}",
+    "command-r": "{{ bos_token }}{% set ns = namespace(n=0) %}" + LOOP + "{% set ns.n = ns.n + 1 %}"
+    "{% set names = {'user': 'USER', 'assistant': 'CHATBOT', 'system': 'SYSTEM'} %}"
+    "<|START_OF_TURN_TOKEN|><|{{ names[message.role] }}_TOKEN|>{{ message.content }}<|END_OF_TURN_TOKEN|>" + END
+    + "{% if add_generation_prompt and ns.n > 0 %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>{% endif %}",
+}  # fmt: skip
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place, in °C <today>",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+SHORT = [{"role": "user", "content": "How are you?"}]
+LONG = [
+    {"role": "system", "content": " Be brief.\n"},
+    {"role": "user", "content": "Straße & <b>\"quotes\"</b> 'too' 🌍"},
+    {"role": "assistant", "content": "Yes.  "},
+    {"role": "user", "content": "And\nnow?"},
+]
