@@ -25,7 +25,7 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from router.app import accounts_of, create_app
+from router.app import accounts_of, chat_template_of, create_app
 from router.batcher import Batcher
 from router.client import ShardError
 from router.config import RouterConfig
@@ -86,6 +86,7 @@ async def run(config: RouterConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop)
     accounts = accounts_of(config)  # first of all: a file that cannot be used is found before a model is loaded
+    chat_template = chat_template_of(config)
     tracer = make_tracer(config.otlp_endpoint, config.otlp_service_name)
     tokenizer = ModelTokenizer.load(config.model_path, config.tokenizer_path, config.tokenizer_config_path)
     news = None if config.control_fd is None else NextGroup(config.group)
@@ -106,6 +107,7 @@ async def run(config: RouterConfig) -> int:
             metrics=metrics,
             tracer=tracer,
             accounts=accounts,
+            chat_template=chat_template,
         )
         assert config.listen_fd is not None, "the launcher binds"
         listener = socket.socket(fileno=config.listen_fd)  # does not listen yet, so that clients are refused until then

@@ -1,16 +1,14 @@
-"""The HTTP application: routes, disconnects, errors, documentation.
+"""The HTTP application: which routes there are, their status, errors and documentation.
 
-A route reads its body, opens a request in the batching loop, and answers from it. A client that goes away frees its
-place whether it streamed or not, which no framework does for a plain response. Left out: how a stream is written
-(`event_stream.py`), and the shapes of bodies and events (`schemas.py`, `tgi.py`).
+Left out: what the routes of an API do (`tgi_routes.py`, `openai/routes.py`, `serving.py`), and how a stream is written
+(`event_stream.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import ExitStack, asynccontextmanager, closing
-from dataclasses import dataclass
-from functools import partial
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,33 +19,30 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from router import deadline, schemas, tgi
-from router.accounts import Account, AccountMetrics, Accounts
+from router import deadline
+from router.accounts import AccountMetrics, Accounts
+from router.aside import TaskError
+from router.aside.pool import Aside
 from router.batcher import Batcher
 from router.bodies import Bodies
+from router.chat.template import ChatTemplate
 from router.client import ModelInfo, ShardError, Shards
 from router.config import RouterConfig
-from router.entry import Failed
-from router.errors import (
-    RouterError,
-    Unhealthy,
-    UnsupportedMedia,
-    error_response,
-    for_clients,
-    status_response,
-)
-from router.event_stream import EventStream, first_events
-from router.generation import Generator, OpenRequest, Permits
-from router.guard import ClientConnection, ClientGone
+from router.error_shapes import error_response, status_response
+from router.errors import RouterError, Unhealthy, for_clients
+from router.generation import Generator
+from router.guard import ClientGone
 from router.limits import Limits
 from router.metrics import Metrics
 from router.middleware import ApiKeyMiddleware, CrossOriginMiddleware, HostMiddleware, RequestIdMiddleware
 from router.model_files import generation_defaults
-from router.plain_answer import PlainAnswer
+from router.openai.routes import add_openai_routes
+from router.permits import Permits
 from router.probing import SharedHealth
-from router.schemas import GenerateRequest
+from router.serving import Services
 from router.static_file import StaticFile
 from router.text import ModelTokenizer
+from router.tgi_routes import add_tgi_routes
 from router.tracing import Tracer
 from router.validation import Validator
 from router.version import version
@@ -56,32 +51,7 @@ CLIENT_GONE = 499  # nginx's; nobody reads it
 # The longest step that is still believed to make progress: a full prompt step of a large model on a slow CPU.
 STUCK_STEP_MS = 60_000
 STATIC = Path(__file__).parent / "static"
-
-Handler = Callable[[Request], Awaitable[Response]]
-
-
-@dataclass(frozen=True)
-class Services:
-    """What the routes work with."""
-
-    config: RouterConfig
-    limits: Limits
-    model: ModelInfo
-    shards: Shards
-    batcher: Batcher
-    metrics: Metrics
-    validator: Validator
-    permits: Permits
-    bodies: Bodies
-    shared_health: SharedHealth
-    generator: Generator
-    eos_ids: frozenset[int]
-    generation_defaults: dict[str, Any]
-
-    @property
-    def compute_type(self) -> str:
-        """Number and kind of the shards' devices, for TGI's header `x-compute-type`."""
-        return f"{self.model.world_size}-{self.model.device}"
+NUM_ASIDE = 2  # processes for what clients can make expensive
 
 
 def create_app(
@@ -95,17 +65,25 @@ def create_app(
     metrics: Metrics,
     tracer: Tracer,
     accounts: Accounts | None = None,
+    chat_template: ChatTemplate | None = None,
 ) -> FastAPI:
-    """The application. Its caller runs the batcher. accounts: None stands for those of `config`."""
+    """The application. Its caller runs the batcher.
+
+    accounts and chat_template: None stands for those of `config`, which may raise ValueError.
+    """
     validator = Validator(tokenizer, limits, config.validation_workers, model.decoder_start)
     permits = Permits(limits.max_concurrent_requests, batcher.seconds_until_free)
     accounts = accounts if accounts is not None else accounts_of(config)
     metrics.add(AccountMetrics(accounts), *AccountMetrics.COUNTERS)
     generator = Generator(validator, batcher, metrics, tracer, permits)
+    chat_template = chat_template if chat_template is not None else chat_template_of(config)
     services = Services(
         config=config,
         limits=limits,
         model=model,
+        tokenizer=tokenizer,
+        chat_template=chat_template,
+        aside=Aside(NUM_ASIDE),
         shards=shards,
         batcher=batcher,
         metrics=metrics,
@@ -114,17 +92,31 @@ def create_app(
         bodies=Bodies(config.max_unfinished_bytes, config.payload_limit),
         shared_health=SharedHealth(shards),
         generator=generator,
-        eos_ids=tokenizer.eos_ids,
         generation_defaults=generation_defaults(Path(config.model_path)),
     )
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        warming = asyncio.create_task(_warm_up(services))
         yield
+        warming.cancel()
+        await services.aside.close()
         validator.close()
         tracer.close()
 
-    app = FastAPI(
+    app = _bare_app(lifespan)
+    app.state.services = services
+    add_tgi_routes(app, services)
+    add_openai_routes(app, services)
+    _add_status_routes(app, services)
+    _add_docs(app)
+    _add_error_handlers(app)
+    _add_middleware(app, config, accounts)
+    return app
+
+
+def _bare_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
+    return FastAPI(
         title="Lockstep",
         version=version(),
         docs_url=None,
@@ -133,13 +125,6 @@ def create_app(
         lifespan=lifespan,
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},  # tracing.py does it
     )
-    app.state.services = services
-    _add_generation_routes(app, services)
-    _add_status_routes(app, services)
-    _add_docs(app)
-    _add_error_handlers(app)
-    _add_middleware(app, config, accounts)
-    return app
 
 
 def accounts_of(config: RouterConfig) -> Accounts:
@@ -147,112 +132,17 @@ def accounts_of(config: RouterConfig) -> Accounts:
     return Accounts(config.api_key, Path(config.api_keys_file) if config.api_keys_file is not None else None)
 
 
-# ---------------------------------------------------------------------------------------------- generation
+def chat_template_of(config: RouterConfig) -> ChatTemplate:
+    """The model's, or what the settings say. Raises ValueError for a file that cannot be used."""
+    folder = Path(config.tokenizer_path or config.model_path)
+    return ChatTemplate.load(folder, config.tokenizer_config_path, config.chat_template)
 
 
-def _add_generation_routes(app: FastAPI, services: Services) -> None:
-    async def generate(request: Request) -> Response:
-        body = await _read(request, services)
-        answer, headers = await _generate(request, body, services)
-        return PlainAnswer(orjson.dumps(answer), headers)
-
-    async def generate_stream(request: Request) -> Response:
-        return await _stream(request, await _read(request, services), services)
-
-    async def compatible(request: Request) -> Response:
-        body = await _read(request, services)
-        if body.stream:
-            return await _stream(request, body, services)
-        answer, headers = await _generate(request, body, services)
-        return PlainAnswer(orjson.dumps([answer]), headers)
-
-    async def tokenize(request: Request) -> Response:
-        body = await _read(request, services)
-        shape = partial(tgi.tokenized_body, body.inputs)
-        with ClientConnection.of(request.scope).needed():
-            answer = await services.generator.tokenise(body.inputs, shape, **_asked_by(request, services))
-        return PlainAnswer(answer)
-
-    routes: list[tuple[str, Handler, Any, str]] = [
-        ("/", compatible, list[schemas.GenerateResponse], "A list with one answer, or a stream if `stream` is true"),
-        ("/generate", generate, schemas.GenerateResponse, "The whole text at once"),
-        ("/generate_stream", generate_stream, schemas.StreamResponse, "Server-sent events, one for each token"),
-        ("/tokenize", tokenize, list[schemas.TokenizedBody], "The tokens of the prompt"),
-    ]
-    for path, handler, model, summary in routes:
-        app.post(path, summary=summary, response_class=Response, **_documented(model))(handler)
-
-
-def _documented(model: Any) -> dict[str, Any]:
-    """What FastAPI would find out if the routes let it parse the body."""
-    body = GenerateRequest.model_json_schema()
-    body["properties"]["parameters"] = schemas.GenerateParameters.model_json_schema()
-    body.pop("$defs", None)
-    statuses = (400, 401, 413, 415, 421, 422, 424, 429, 500, 503, 504)
-    errors = {status: {"model": schemas.ErrorResponse} for status in statuses}
-    content = {"application/json": {"schema": body}}
-    return {
-        "responses": {200: {"model": model}, **errors},
-        "openapi_extra": {"requestBody": {"required": True, "content": content}},
-    }
-
-
-async def _read(request: Request, services: Services) -> GenerateRequest:
-    """The body. Raises RouterError. A key's request is counted first: to refuse one must cost next to nothing."""
-    if (account := _account(request)) is not None:
-        account.count_request()
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if not (media_type == "application/json" or media_type.endswith("+json")):
-        raise UnsupportedMedia("the body must be JSON: send the header `Content-Type: application/json`")
-    peer = request.client.host if request.client is not None else ""
-    return schemas.parse(GenerateRequest, await services.bodies.read(request, account or peer))
-
-
-async def _open(request: Request, body: GenerateRequest, services: Services, *, is_stream: bool) -> OpenRequest:
-    return await services.generator.open(
-        body,
-        request_id=request.state.request_id,
-        headers=request.headers,
-        is_stream=is_stream,
-        **_asked_by(request, services),
-    )
-
-
-def _asked_by(request: Request, services: Services) -> dict[str, Any]:
-    """Whose request it is, and how long it may take from now on. Raises ValidationError."""
-    timeout_s = deadline.timeout_of(request.headers.get(deadline.HEADER), services.config.request_timeout)
-    return {"account": _account(request), "timeout_s": timeout_s}
-
-
-def _account(request: Request) -> Account | None:
-    """Whose key the request came with; None where the server has no keys."""
-    account: Account | None = getattr(request.state, "account", None)
-    return account
-
-
-async def _generate(
-    request: Request, body: GenerateRequest, services: Services
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Body and headers of a plain answer."""
-    with ClientConnection.of(request.scope).needed():
-        with closing(await _open(request, body, services, is_stream=False)) as opened:
-            answers = await opened.answers()
-    headers = tgi.response_headers(body, opened, answers[0].finished, services.compute_type)
-    return tgi.response_body(body, answers), headers
-
-
-async def _stream(request: Request, body: GenerateRequest, services: Services) -> Response:
-    """A stream whose first events are there already. Raises RouterError if they are a failure."""
-    with ExitStack() as undo:
-        with ClientConnection.of(request.scope).needed():
-            opened = undo.enter_context(closing(await _open(request, body, services, is_stream=True)))
-            first = await first_events(opened)
-        if first and isinstance(first[0], Failed):
-            raise first[0].error
-        headers = tgi.stream_headers(body, services.compute_type)
-        stream = EventStream(opened, tgi.EventFrames(body, opened), first, headers)
-        undo.pop_all()  # from here on the response closes the request
-    return stream
+async def _warm_up(services: Services) -> None:
+    """Have a process ready for chats, so that the first need not wait for one."""
+    if services.chat_template.named:
+        with suppress(TaskError, OSError):  # the first chat will try again, and say
+            await services.aside.warm_up()
 
 
 # -------------------------------------------------------------------------------------------------- status
@@ -318,7 +208,7 @@ def info_body(services: Services) -> dict[str, Any]:
         "validation_workers": config.validation_workers,
         "num_shard": model.world_size,
         "quantize": model.quantize,
-        "eos_token_ids": sorted(services.eos_ids),
+        "eos_token_ids": sorted(services.tokenizer.eos_ids),
         "generation_defaults": services.generation_defaults,
         "router": "lockstep-router",
         "version": version(),
@@ -362,17 +252,17 @@ def _add_docs(app: FastAPI) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     """Every answer that is not a success has the same JSON shape, whoever raised it."""
 
-    async def refused(_: Request, error: Any) -> Response:
-        return error_response(error)
+    async def refused(request: Request, error: Any) -> Response:
+        return error_response(error, request.url.path)
 
-    async def http_error(_: Request, error: Any) -> Response:
-        return status_response(error.status_code, error.headers)
+    async def http_error(request: Request, error: Any) -> Response:
+        return status_response(error.status_code, request.url.path, error.headers)
 
     async def gone(_: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
-    async def bug(_: Request, error: Exception) -> Response:
-        return status_response(500)
+    async def bug(request: Request, error: Exception) -> Response:
+        return status_response(500, request.url.path)
 
     app.add_exception_handler(RouterError, refused)
     app.add_exception_handler(HTTPException, http_error)

@@ -224,6 +224,7 @@ class Batcher:
             for entry in plan.admitted:
                 entry.admitted_at = entry.admitted_at or self._clock()
                 self._metrics.prefix_hit_tokens.inc(plan.cached(entry))
+                entry.num_cached = entry.num_cached or plan.cached(entry)
             self._report(plan)
         return plan
 

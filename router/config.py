@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from router.chat_settings import ChatSettings
 from router.connection_settings import ConnectionSettings
 
 DEFAULT_MAX_INPUT_LENGTH = 1024
@@ -21,7 +22,7 @@ LOG_LEVELS = ("debug", "info", "warn", "error")
 
 
 @dataclass(frozen=True)
-class RouterConfig(ConnectionSettings):
+class RouterConfig(ConnectionSettings, ChatSettings):
     """One router's settings, frozen after start-up. Raises ValueError that lists every problem."""
 
     # What the launcher tells the router about this launch.
@@ -278,14 +279,6 @@ class RouterConfig(ConnectionSettings):
             "TGI's default is any.",
             "default": "none",
             "when": "Set it when browsers call the server directly.",
-        },
-    )
-    tokenizer_config_path: str | None = field(
-        default=None,
-        metadata={
-            "help": "A tokenizer_config.json to use in place of the model's: chat template and special tokens.",
-            "default": "the model's",
-            "when": "The model comes without one, or with a wrong one.",
         },
     )
     otlp_endpoint: str | None = field(

@@ -124,6 +124,19 @@ class Failed:
 Event = PromptTokens | Token | Finished | Failed
 
 
+class MergedEvents(asyncio.Queue[Event]):
+    """Puts the events of one sequence into a queue for several, with its number."""
+
+    def __init__(self, merged: asyncio.Queue[tuple[int, Event]], number: int) -> None:
+        super().__init__()
+        self._merged = merged
+        self._number = number
+
+    def put_nowait(self, item: Event) -> None:
+        """Hand it over."""
+        self._merged.put_nowait((self._number, item))
+
+
 @dataclass(slots=True, eq=False)
 class Scheduled:
     """A request as the scheduler sees it: waiting or running, and how far it has come."""
@@ -141,6 +154,7 @@ class Scheduled:
     num_prompt_scheduled: int = 0  # Prompt tokens found in the prefix cache, or computed by the steps sent so far.
     num_scheduled: int = 0  # Generated tokens that the steps sent so far yield, or yielded before they were rebuilt.
     generated_ids: list[int] = field(default_factory=list)  # The tokens that came back.
+    num_cached: int = 0  # Prompt tokens found in the prefix cache when it was first admitted.
     num_rebuilt: int = 0  # How many of them its sequence on the shards began with, behind the prompt.
     num_losses: int = 0  # Losses of the shards in a step that computed it, since its last token.
     num_preempted: int = 0  # How often it made room for another key's request.

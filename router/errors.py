@@ -6,6 +6,7 @@
     ├── UnsupportedMedia      415 validation             the body does not say that it is JSON
     ├── BodyTooLarge          413 validation
     ├── Unauthorized          401 unauthorized           no API key, or a wrong one
+    ├── NotFound              404 not_found              no such model
     ├── WrongHost             421 wrong_host             the Host is not this machine, and only this one is let in
     ├── RetryLater                                       with `Retry-After`
     │   ├── Overloaded        429 overloaded             `max_concurrent_requests`, `max_queue_tokens` or a key's limit
@@ -94,6 +95,13 @@ class Unauthorized(RouterError):
 
     def __init__(self) -> None:
         super().__init__("Missing or wrong API key: send it as `Authorization: Bearer KEY`")
+
+
+class NotFound(RouterError):
+    """What a path names is not here."""
+
+    status = 404
+    error_type = "not_found"
 
 
 class WrongHost(RouterError):
@@ -199,8 +207,12 @@ def for_clients(cause: str) -> str:
 
 def error_response(error: RouterError) -> Response:
     """The whole HTTP response for an error."""
-    headers = {"Retry-After": str(error.retry_after_s)} if isinstance(error, RetryLater) else error.headers
-    return _json(error.body(), error.status, headers)
+    return _json(error.body(), error.status, headers_of(error))
+
+
+def headers_of(error: RouterError) -> Mapping[str, str]:
+    """What an error says beside its body."""
+    return {"Retry-After": str(error.retry_after_s)} if isinstance(error, RetryLater) else error.headers
 
 
 def status_response(status: int, headers: Mapping[str, str] | None = None) -> Response:

@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from typing import Protocol
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router import tgi
 from router.entry import Event
 from router.errors import SlowClient
 from router.generation import OpenRequest
 from router.guard import ClientConnection, ClientGone
+from router.tgi import PING
 
 # Proxies cut connections that are silent for a minute or less.
 KEEP_ALIVE_S = 15.0
@@ -26,7 +27,14 @@ KEEP_ALIVE_S = 15.0
 MAX_UNREAD_BYTES = 256 * 1024
 
 
-async def first_events(opened: OpenRequest) -> list[Event]:
+class Frames(Protocol):
+    """How an API writes the events of its streams."""
+
+    def write(self, index: int, events: list[Event]) -> bytes:
+        """All frames for these events, at least one, of the sequence of this number."""
+
+
+async def first_events(opened: OpenRequest) -> list[tuple[int, list[Event]]]:
     """The events that come first, or none after KEEP_ALIVE_S: then it is time to show that the request lives."""
     try:
         async with asyncio.timeout(KEEP_ALIVE_S):
@@ -41,7 +49,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, opened: OpenRequest, frames: tgi.EventFrames, first: list[Event], headers: dict[str, str]
+        self, opened: OpenRequest, frames: Frames, first: list[tuple[int, list[Event]]], headers: dict[str, str]
     ) -> None:
         super().__init__(None, headers=headers)
         del self.headers["content-length"]
@@ -60,10 +68,12 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write_events(self, connection: ClientConnection) -> None:
-        events = self._first
+        events, write = self._first, self._frames.write
         while True:
-            num_unread = connection.write_chunk(self._frames.write(events))
-            self._num_writes += 1
+            data, num_unread = b"".join([write(*some) for some in events]) if events else PING, 0
+            if data:  # there may be nothing to show yet, and an empty chunk would be the end
+                num_unread = connection.write_chunk(data)
+                self._num_writes += 1
             if self._opened.is_over:
                 return
             if num_unread > MAX_UNREAD_BYTES:
@@ -82,6 +92,6 @@ class EventStream(Response):
 
     def _beat(self, connection: ClientConnection, num_seen: int) -> None:
         if num_seen == self._num_writes:
-            connection.write_chunk(tgi.PING)
+            connection.write_chunk(PING)
         later = asyncio.get_running_loop().call_later
         self._next_beat = later(KEEP_ALIVE_S / 2, self._beat, connection, self._num_writes)

@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from router.accounts import Account
+from router.asked import Asked
 from router.batcher import Batcher
-from router.entry import Entry, Event, Failed, Finished, PromptTokens, Token, ValidRequest
-from router.errors import DeadlinePassed, Overloaded, RouterError
-from router.fairness import may_take, most_held
+from router.entry import Entry, Event, Failed, Finished, MergedEvents, PromptTokens, Token, ValidRequest
+from router.errors import DeadlinePassed, RouterError
 from router.metrics import Metrics
-from router.schemas import GenerateRequest
+from router.permits import Permits
 from router.tracing import RequestSpan, Tracer
 from router.validation import Tokens, Validator, check_streamable
 
@@ -46,46 +46,18 @@ class Answer:
         return sum(token.logprob or 0.0 for token in self.tokens) / len(self.tokens)
 
 
-class Permits:
-    """Counts requests against `max_concurrent_requests`. Never waits.
+def likeliest_first(answers: Sequence[Answer]) -> list[Answer]:
+    """The likeliest sample, and the others in order."""
+    best = max(answers, key=lambda answer: answer.mean_logprob)
+    return [best, *(answer for answer in answers if answer is not best)]
 
-    Where several API keys are known, none takes them all: some are always left for a key that has none.
-    """
 
-    def __init__(self, total: int, seconds_until_free: Callable[[int], int]) -> None:
-        self._left = total
-        self._seconds_until_free = seconds_until_free
-
-    def take(self, count: int, account: Account | None = None) -> None:
-        """Take `count` permits, all or none. Raises Overloaded."""
-        if count > self._left:
-            raise Overloaded(retry_after_s=self._seconds_until_free(count))
-        if account is not None:
-            if account.owner and not may_take(count, held=account.num_held, free=self._left, weight=account.share):
-                account.refusals["share"] += 1
-                most = most_held(free=self._left - count, weight=account.share)
-                detail = (
-                    f"Model is overloaded: API key {account.name} has {account.num_held} requests in it; while "
-                    f"{self._left} places are free it may have {most} with this one"
-                )
-                raise Overloaded(detail, self._seconds_until_free(count))
-            account.take_permits(count)
-        self._left -= count
-
-    def give_back(self, count: int, account: Account | None = None) -> None:
-        """Return permits that `take` gave."""
-        self._left += count
-        if account is not None:
-            account.give_back_permits(count)
-
-    @contextmanager
-    def hold(self, account: Account | None = None) -> Iterator[None]:
-        """Hold one permit for the length of a block. Raises Overloaded."""
-        self.take(1, account)
-        try:
-            yield
-        finally:
-            self.give_back(1, account)
+async def _drained(queue: asyncio.Queue[Result]) -> list[Result]:
+    """All that is in a queue, once there is something."""
+    arrived = [await queue.get()]
+    while not queue.empty():
+        arrived.append(queue.get_nowait())
+    return arrived
 
 
 class OpenRequest:
@@ -110,6 +82,8 @@ class OpenRequest:
         self._timer: asyncio.TimerHandle | None = None
         self._metrics = metrics
         self._span = span
+        self._merged: asyncio.Queue[tuple[int, Event]] | None = None
+        self._num_over = 0  # samples of a stream whose last event was taken
         self._finished: Finished | None = None
         self._error: RouterError | None = None
         self._has_token = False
@@ -148,31 +122,43 @@ class OpenRequest:
             end(entry)
 
     async def answers(self) -> list[Answer]:
-        """All samples, the likeliest first and the others in order. Raises the error of the first that fails.
+        """All samples in order. Raises the error of the first that fails.
 
         They are generated together, whatever the order in which they are collected here: events wait in their queues.
         """
         answers = [await self._collect(entry) for entry in self.entries]
-        best = max(answers, key=lambda answer: answer.mean_logprob)
-        self._finished = best.finished
-        return [best, *(answer for answer in answers if answer is not best)]
+        self._finished = likeliest_first(answers)[0].finished
+        return answers
 
     @property
     def is_over(self) -> bool:
         """Whether the last event has been taken."""
         return self._finished is not None or self._error is not None
 
-    async def next_events(self) -> list[Event]:
-        """What has come of the first sample since the last call, at least one event; for streams.
+    def merge_events(self) -> None:
+        """Let the events of all samples come in one queue; for streams of several. Before any has come."""
+        self._merged = asyncio.Queue()
+        for index, entry in enumerate(self.entries):
+            entry.events = MergedEvents(self._merged, index)
 
-        The last token and the event that ends the request always come together.
+    async def next_events(self) -> list[tuple[int, list[Event]]]:
+        """What has come since the last call, at least one event, with the number of its sample; for streams.
+
+        The last token of a sample and the event that ends it always come together.
         """
-        events = self.entries[0].events
-        arrived = [await events.get()]
-        while not events.empty():
-            arrived.append(events.get_nowait())
+        if self._merged is not None:
+            return self._noted(await _drained(self._merged))
+        arrived = await _drained(self.entries[0].events)
         self._note(arrived)
-        return arrived
+        return [(0, arrived)]
+
+    def _noted(self, arrived: list[tuple[int, Event]]) -> list[tuple[int, list[Event]]]:
+        by_sample: dict[int, list[Event]] = {}
+        for index, event in arrived:
+            by_sample.setdefault(index, []).append(event)
+        for events in by_sample.values():
+            self._note(events)
+        return list(by_sample.items())
 
     def fail(self, error: RouterError) -> None:
         """Note why there will be no answer. The first reason counts."""
@@ -230,7 +216,9 @@ class OpenRequest:
             self._note_first_token()
         last = events[-1]
         if isinstance(last, Finished):
-            self._finished = last
+            self._num_over += 1
+            if self._num_over == len(self.entries):
+                self._finished = last
         elif isinstance(last, Failed):
             self.fail(last.error)
 
@@ -295,7 +283,7 @@ class Generator:
 
     async def open(
         self,
-        request: GenerateRequest,
+        asked: Sequence[Asked],
         *,
         request_id: str,
         headers: Mapping[str, str],
@@ -303,7 +291,7 @@ class Generator:
         account: Account | None = None,
         timeout_s: float | None = None,
     ) -> OpenRequest:
-        """Validate and queue. Raises the RouterError that refuses the request.
+        """Validate and queue all prompts of one request. Raises the RouterError that refuses it.
 
         Whatever it raises, it has given everything back then. account: of the key that it came with. timeout_s: from
         now on; the request ends with DeadlinePassed after it.
@@ -315,21 +303,27 @@ class Generator:
             undo.callback(opened.close)
             with opened.noting_failure():
                 if is_stream:
-                    check_streamable(request.given)
+                    for one in asked:
+                        check_streamable(one.given)
                 opened.take_permits(1)
                 began = asyncio.get_running_loop().time()
-                valid = await self._in_time(self._validator.validate(request, _owner(account)), timeout_s)
+                valid = await self._in_time(self._validate(asked, _owner(account)), timeout_s)
                 if timeout_s is not None:
                     late = DeadlinePassed(timeout_s)
                     opened.end_at(began + timeout_s, lambda entry: self._batcher.end(entry, late))
                 opened.take_permits(len(valid) - 1)
                 opened.charge(sum(one.size().tokens for one in valid))
                 self._submit(opened, valid, account)
+                if is_stream and len(valid) > 1:
+                    opened.merge_events()
                 span.event("queued")
                 self._metrics.input_length.observe(opened.input_length)
                 self._metrics.max_new_tokens.observe(valid[0].max_new_tokens)
             undo.pop_all()  # from here on the request's owner closes it
         return opened
+
+    async def _validate(self, asked: Sequence[Asked], owner: str) -> list[ValidRequest]:
+        return [valid for one in asked for valid in await self._validator.validate(one, owner)]
 
     async def tokenise(
         self,

@@ -15,7 +15,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.accounts import Account, Accounts
-from router.errors import Unauthorized, WrongHost, error_response, status_response
+from router.error_shapes import error_response, status_response
+from router.errors import Unauthorized, WrongHost
 
 SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 HOST = re.compile(r"(\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(:[0-9]*)?")
@@ -60,7 +61,7 @@ class HostMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and not all(map(self._is_own, Headers(scope=scope).getlist("host"))):
-            await error_response(WrongHost(self._hostname))(scope, receive, send)
+            await error_response(WrongHost(self._hostname), scope["path"])(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -86,7 +87,7 @@ class CrossOriginMiddleware(CORSMiddleware):
         if answer.status_code < 400:
             return answer
         headers = {name: value for name, value in answer.headers.items() if not name.startswith("content-")}
-        return status_response(answer.status_code, headers)
+        return status_response(answer.status_code, "", headers)
 
 
 class ApiKeyMiddleware:
@@ -100,7 +101,7 @@ class ApiKeyMiddleware:
         if scope["type"] == "http" and not self._is_open(scope):
             account = self._account(scope)
             if account is None:
-                await error_response(Unauthorized())(scope, receive, send)
+                await error_response(Unauthorized(), scope["path"])(scope, receive, send)
                 return
             scope.setdefault("state", {})["account"] = account
         await self._app(scope, receive, send)

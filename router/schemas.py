@@ -28,11 +28,13 @@ MOST_VALUES = 10_000
 Body = TypeVar("Body", bound=BaseModel)
 
 
-class _Strict(BaseModel):
+class Strict(BaseModel):
+    """A body or a part of one: no value is taken for another, and unknown keys are ignored."""
+
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
 
 
-class GenerateParameters(_Strict):
+class GenerateParameters(Strict):
     """How to generate. An absent field means that its default holds."""
 
     best_of: Integer | None = Field(default=None, description="Samples to draw; the likeliest is returned.")
@@ -83,7 +85,7 @@ class GenerateParameters(_Strict):
     adapter_id: str | None = Field(default=None, description="Not supported: must be absent.")
 
 
-class GenerateRequest(_Strict):
+class GenerateRequest(Strict):
     """The body of `/generate`, `/generate_stream`, `/` and `/tokenize`."""
 
     inputs: str = Field(description="The prompt.")
@@ -182,9 +184,9 @@ class ErrorResponse(BaseModel):
     error_type: str
 
 
-def parse(schema: type[Body], body: bytes) -> Body:
+def parse(schema: type[Body], body: bytes, most_values: int = MOST_VALUES) -> Body:
     """Read a body. Raises MalformedBody or ValidationError; neither repeats what was sent."""
-    refuse_many_values(body)
+    refuse_many_values(body, most_values)
     try:
         return schema.model_validate_json(body)
     except SchemaError as error:
@@ -197,18 +199,18 @@ def parse(schema: type[Body], body: bytes) -> Body:
         raise ValidationError(f"`{where}`: {message}" if where else message) from None
 
 
-def refuse_many_values(body: bytes) -> None:
-    """Raises ValidationError for a body of more than MOST_VALUES values, before any of them is built.
+def refuse_many_values(body: bytes, most: int) -> None:
+    """Raises ValidationError for a body of more than so many values, before any of them is built.
 
     Every value but the last of a list or object is followed by a comma, and the last by a bracket. Those within strings
     count for nothing: a prompt may have as many as it likes.
     """
-    if _num_ends(body) <= MOST_VALUES:
+    if _num_ends(body) <= most:
         return
     without_escapes = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    outside_strings = without_escapes.split(b'"', 4 * MOST_VALUES)[::2]  # in so many strings are commas enough
-    if _num_ends(b"".join(outside_strings)) > MOST_VALUES:
-        raise ValidationError(f"the body has more than {MOST_VALUES} values: leave out what is no field of a request")
+    outside_strings = without_escapes.split(b'"', 4 * most)[::2]  # in so many strings are commas enough
+    if _num_ends(b"".join(outside_strings)) > most:
+        raise ValidationError(f"the body has more than {most} values: leave out what is no field of a request")
 
 
 def _num_ends(data: bytes) -> int:

@@ -29,6 +29,7 @@ from tokenizers import Tokenizer
 
 from router import model_files
 from router.prompt_length import most_characters_per_token
+from router.stops import StopFilter
 
 CONTEXT_TOKENS = 5  # of the prompt, decoded along with the first tokens; enough for every decoder's joining rules
 # A character has at most 4 bytes, so 8 tokens without a whole one are bytes that will never be text.
@@ -95,10 +96,10 @@ class ModelTokenizer:
     # `Tokenizer.encode` holds the interpreter's lock for as long as it takes, and with it every stream; batches of one
     # text do not. The fast kind, which counts no offsets, takes two thirds of the time.
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids, with the special tokens that the model wants around a prompt. Raises TokenizerError."""
         with _tokenizer_errors():
-            [encoding] = self.tokenizer.encode_batch_fast([text])
+            [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return list(encoding.ids)
 
     def encode_plain(self, text: str) -> list[int]:
@@ -259,6 +260,7 @@ class Ends:
     stop_ids: frozenset[int] = frozenset()  # beside the model's end tokens
     ignores_eos: bool = False
     min_tokens: int = 0
+    shows_stop: bool = True  # whether a stop sequence is part of the text, as on TGI's routes
 
     def reason(self, token_id: int, eos_ids: frozenset[int]) -> FinishReason | None:
         """What a token ends a generation for; None for most tokens."""
@@ -287,6 +289,7 @@ class GeneratedText:
     ) -> None:
         self.num_tokens = 0
         self._ends = ends
+        self._stop_filter = None if ends.shows_stop else StopFilter(stop)
         self._tokenizer = tokenizer
         self._max_new_tokens = max_new_tokens
         self._detokeniser = Detokeniser(tokenizer, prompt_ids)
@@ -305,6 +308,8 @@ class GeneratedText:
         that ends the request inside a character leaves its bytes out of both: no token is left to show them with.
         """
         self.num_tokens += 1
+        if self._stop_filter is not None:
+            return self._push_filtered(token_id, self._stop_filter)
         if token_id in self._tokenizer.special_ids:
             shown = self._tokenizer.token_text(token_id)
             return shown, self._reason(token_id, self._stop_search.push(shown) is not None)
@@ -318,6 +323,21 @@ class GeneratedText:
             piece += self._detokeniser.flush()
         self._pieces.append(piece)
         return piece, reason
+
+    def _push_filtered(self, token_id: int, stops: StopFilter) -> tuple[str, FinishReason | None]:
+        """As `push`, but no stop sequence and no special token is shown, and a stop counts more than a length."""
+        is_special = token_id in self._tokenizer.special_ids
+        piece = self._tokenizer.token_text(token_id) if is_special else self._detokeniser.push(token_id)
+        if self.num_tokens < self._ends.min_tokens:
+            shown, has_stopped = "" if is_special else piece, False
+        else:
+            shown, has_stopped = stops.push(piece, not is_special)
+        reason = FinishReason.STOP_SEQUENCE if has_stopped else self._reason(token_id, has_stopped)
+        if reason is not None and not has_stopped:
+            more, has_stopped = stops.push("" if is_special else self._detokeniser.flush())
+            shown += more if has_stopped else more + stops.flush()
+        self._pieces.append(shown)
+        return shown, reason
 
     def _reason(self, token_id: int, has_stopped: bool) -> FinishReason | None:
         if self.num_tokens >= self._max_new_tokens:

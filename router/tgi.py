@@ -11,8 +11,9 @@ from typing import Any
 
 from orjson import dumps
 
+from router.asked import Asked
 from router.entry import Event, Failed, Finished, Token
-from router.generation import Answer, OpenRequest
+from router.generation import Answer, OpenRequest, likeliest_first
 from router.schemas import GenerateParameters, GenerateRequest
 
 # A token of a stream but for the last, without candidates: index, token id, text, log-probability, special.
@@ -23,10 +24,15 @@ PING = b": ping\n\n"  # a comment: clients ignore it, proxies see that the strea
 Json = dict[str, Any]
 
 
+def asked(request: GenerateRequest) -> Asked:
+    """What a body asks for."""
+    return Asked(request.inputs, request.given)
+
+
 def response_body(request: GenerateRequest, answers: list[Answer]) -> Json:
-    """The answer of `/generate`; the first of `answers` is the best."""
+    """The answer of `/generate`."""
     given = request.given
-    best, *others = answers
+    best, *others = likeliest_first(answers)
     body: Json = {"generated_text": _visible_text(request, best.finished.generated_text)}
     if given.details or given.decoder_input_details:
         body["details"] = _details(best, given)
@@ -67,10 +73,8 @@ class EventFrames:
         self._opened = opened
         self._index = 0
 
-    def write(self, events: list[Event]) -> bytes:
-        """All frames for these events. No events: a sign of life."""
-        if not events:
-            return PING
+    def write(self, index: int, events: list[Event]) -> bytes:
+        """All frames for these events of the one sequence."""
         if len(events) == 1 and isinstance(events[0], Token):
             return self._token_frame(events[0])  # so it nearly always is
         last = events[-1]
@@ -122,9 +126,10 @@ def stream_headers(request: GenerateRequest, compute_type: str) -> dict[str, str
 
 
 def response_headers(
-    request: GenerateRequest, opened: OpenRequest, finished: Finished, compute_type: str
+    request: GenerateRequest, opened: OpenRequest, answers: Sequence[Answer], compute_type: str
 ) -> dict[str, str]:
-    """Counts, and times in whole milliseconds."""
+    """Counts, and times in whole milliseconds, of the likeliest sample."""
+    finished = likeliest_first(answers)[0].finished
     times = finished.timings
     inference = times.finished - times.admitted
     seconds = {

@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
+from router.asked import Asked
 from router.entry import Sampling, ValidRequest
 from router.errors import ValidationError
 from router.limits import Limits
-from router.schemas import GenerateParameters, GenerateRequest
+from router.schemas import GenerateParameters
 from router.text import ModelTokenizer, TokenizerError
 from router.token_rules import banned, check_bad_words, check_ends, ending, logit_bias
 from router.turns import Turns
@@ -75,20 +76,15 @@ class Validator:
         self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenise")
         self._turns = Turns(num_workers)
 
-    async def validate(self, request: GenerateRequest, owner: str = "") -> list[ValidRequest]:
-        """The request, once per sample of `best_of`. Raises ValidationError."""
-        checked = check(request, self._limits)
-        if checked.truncate is None:
-            remedy = f"shorten the prompt or set `truncate` to {self._limits.max_input_length}"
-            self._refuse_many_characters(request.inputs, remedy)
-        else:
-            self._refuse_much_to_truncate(request.inputs)
-        token_ids = await self._in_thread(partial(self._encode, request.inputs, checked.truncate), owner)
+    async def validate(self, asked: Asked, owner: str = "") -> list[ValidRequest]:
+        """The request, once for each answer or sample that it wants. Raises ValidationError."""
+        checked = check(asked, self._limits)
+        token_ids = await self._token_ids(asked, checked.truncate, owner)
         max_new_tokens = count_tokens(token_ids, checked.max_new_tokens, self._limits)
         sampling, ends = ending(
-            checked.sampling, request.given, self._tokenizer.eos_ids, max_new_tokens, self._limits.vocab_size
+            checked.sampling, asked.given, self._tokenizer.eos_ids, max_new_tokens, self._limits.vocab_size
         )
-        if bad_words := request.given.bad_words:
+        if bad_words := asked.given.bad_words:
             ban = partial(banned, sampling, bad_words, self._tokenizer, self._limits.vocab_size)
             sampling = await self._in_thread(ban, owner)
         return [
@@ -97,12 +93,23 @@ class Validator:
                 max_new_tokens=max_new_tokens,
                 sampling=one,
                 stop=checked.stop,
-                ends=ends,
+                ends=replace(ends, shows_stop=asked.shows_stop),
                 top_n_tokens=checked.top_n_tokens,
-                prompt_logprobs=bool(request.given.decoder_input_details),
+                prompt_logprobs=bool(asked.given.decoder_input_details),
             ).read_by_encoder(self._decoder_start)
-            for one in _samplings(sampling, checked.best_of)
+            for one in _samplings(sampling, checked.best_of, asked.num_answers)
         ]
+
+    async def _token_ids(self, asked: Asked, truncate: int | None, owner: str) -> list[int]:
+        text = asked.prompt
+        if not isinstance(text, str):
+            return list(text[-truncate:] if truncate else text)
+        if truncate is None:
+            remedy = f"shorten the prompt or set `truncate` to {self._limits.max_input_length}"
+            self._refuse_many_characters(text, remedy)
+        else:
+            self._refuse_much_to_truncate(text)
+        return await self._in_thread(partial(self._encode, text, truncate, not asked.has_special_tokens), owner)
 
     async def tokenise(self, text: str, shape: Callable[[Tokens], Shaped], owner: str = "") -> Shaped:
         """What `shape` makes of the text's tokens, in a thread too. Raises ValidationError."""
@@ -134,8 +141,8 @@ class Validator:
         if not running.cancelled():
             running.exception()  # looked at: there may be nobody else any more
 
-    def _encode(self, text: str, truncate: int | None) -> list[int]:
-        token_ids = self._tokenizer.encode(text)
+    def _encode(self, text: str, truncate: int | None, add_special_tokens: bool) -> list[int]:
+        token_ids = self._tokenizer.encode(text, add_special_tokens)
         return token_ids[-truncate:] if truncate else token_ids
 
     def _encode_with_offsets(self, text: str) -> Tokens:
@@ -163,11 +170,15 @@ def _too_long(given: str, limits: Limits, remedy: str) -> ValidationError:
     return ValidationError(f"`inputs` must have less than {limits.max_input_length} tokens. Given: {given}: {remedy}")
 
 
-def _samplings(sampling: Sampling, best_of: int) -> Iterator[Sampling]:
-    """One for each sample of `best_of`, with seeds of their own."""
+def _samplings(sampling: Sampling, best_of: int, num_answers: int | None) -> Iterator[Sampling]:
+    """One for each sample of `best_of`, or for each answer, with seeds of their own; those of answers follow."""
     yield sampling
-    for _ in range(best_of - 1):
-        yield replace(sampling, seed=secrets.randbits(64))
+    if num_answers is None:
+        for _ in range(best_of - 1):
+            yield replace(sampling, seed=secrets.randbits(64))
+    else:
+        for number in range(1, num_answers):
+            yield replace(sampling, seed=(sampling.seed + number) % 2**64)
 
 
 def check_streamable(parameters: GenerateParameters) -> None:
@@ -178,9 +189,9 @@ def check_streamable(parameters: GenerateParameters) -> None:
         raise ValidationError("`decoder_input_details` == true is not supported when streaming tokens")
 
 
-def check(request: GenerateRequest, limits: Limits) -> Checked:
+def check(asked: Asked, limits: Limits) -> Checked:
     """Every rule before tokenisation, in order; the first that is broken raises ValidationError."""
-    given = request.given
+    given = asked.given
     best_of = _best_of(given, limits)
     sampling = _sampling(given)
     max_new_tokens = given.max_new_tokens
@@ -193,7 +204,7 @@ def check(request: GenerateRequest, limits: Limits) -> Checked:
     check_bad_words(given)
     check_ends(given, limits.vocab_size)
     top_n_tokens = _top_n_tokens(given, limits)
-    if not request.inputs:
+    if not asked.prompt:
         raise ValidationError("`inputs` cannot be empty")
     _refuse_unsupported(given)
     if given.decoder_input_details and not limits.prefill_logprobs:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx2
 import pytest
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from tests.running import (
     Server,
@@ -126,6 +127,22 @@ def test_a_long_beginning_is_computed_once(server: Server) -> None:
         for ending, tokens in zip((" The fox said", " The ball was", " Then the bird"), answers, strict=True):
             assert tokens_of(generate(plain, body(f"{story}{ending}", max_new_tokens=8, details=True))) == tokens
         assert 0 == plain.metrics()["tgi_request_prefix_hit_tokens"]
+
+
+def test_a_chat_is_the_prompt_that_the_template_writes(server: Server) -> None:
+    """The embedded model's own template, through the process that renders it."""
+    question = "What does --num-shard do?"
+    messages = [{"role": "user", "content": question}]
+    asked = {"messages": messages, "temperature": 0, "max_tokens": 24}
+    answer = httpx2.post(f"{server.url}/v1/chat/completions", json=asked, timeout=120).json()
+    text = answer["choices"][0]["message"]["content"]
+    tokenizer = AutoTokenizer.from_pretrained(str(DEMO))
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    expected = generate(server, body(prompt, max_new_tokens=24))
+    assert text and text == expected["generated_text"]
+    lines = httpx2.post(f"{server.url}/v1/chat/completions", json={**asked, "stream": True}, timeout=120).text
+    chunks = [json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: {")]
+    assert text == "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks)
 
 
 # ------------------------------------------------------------------------------------------------- shards and load

@@ -13,8 +13,8 @@ import pytest
 
 from router.accounts import Account, Accounts, MinuteBudget
 from router.errors import Overloaded
-from router.generation import Permits
 from router.key_file import ApiKey, digest_of, read_keys
+from router.permits import Permits
 from tests.router.test_drain_rate import Clock
 
 ALICE = {"name": "alice", "key": "alice-secret"}

@@ -300,7 +300,7 @@ def test_info_health_metrics_and_docs() -> None:
             assert (await it.http.get("/docs/swagger-ui-bundle.js")).status_code == 200
             paths = (await it.http.get("/api-doc/openapi.json")).json()["paths"]
             schema = paths["/generate"]["post"]["requestBody"]["content"]["application/json"]["schema"]
-            assert "temperature" in schema["properties"]["parameters"]["properties"]
+            assert "temperature" in schema["properties"]["parameters"]["anyOf"][0]["properties"]
 
     asyncio.run(story())
 
@@ -310,7 +310,7 @@ def test_frames_of_all_tokens_have_one_form(text: str, logprob: float | None, sp
     token = Token(7, text, logprob, special)
     event = {"index": 1, "token": {"id": 7, "text": text, "logprob": logprob, "special": special}}
     expected = tgi.frame({**event, "generated_text": None, "details": None})
-    assert expected == tgi.EventFrames(GenerateRequest(inputs="x"), cast(OpenRequest, None)).write([token])
+    assert expected == tgi.EventFrames(GenerateRequest(inputs="x"), cast(OpenRequest, None)).write(0, [token])
 
 
 # -------------------------------------------------------------------------------------------------- errors

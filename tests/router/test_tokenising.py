@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from router.schemas import GenerateRequest
+from router.tgi import asked
 from router.validation import Validator
 from tests.router.doubles import byte_tokenizer, make_limits
 from tests.router.test_accounts import ALICE, BOB
@@ -40,7 +41,7 @@ class HeldTokenizer:
 
     eos_ids: frozenset[int] = frozenset()
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         self.begun.append(str(text))
         self._turns.acquire()
         self.num_ended += 1
@@ -175,7 +176,9 @@ def test_texts_of_who_has_gone_are_gone_but_for_those_in_threads() -> None:
             text = Text(f"text {number}")
             alive.add(text)
             request = GenerateRequest.model_construct(inputs=text, parameters=None)
-            work = asyncio.ensure_future(validator.validate(request) if number % 2 else validator.tokenise(text, len))
+            work = asyncio.ensure_future(
+                validator.validate(asked(request)) if number % 2 else validator.tokenise(text, len)
+            )
             del text, request
             await until(lambda: number > 1 or len(held.begun) == number + 1)
             await asyncio.sleep(0)

@@ -19,6 +19,7 @@ from router.entry import Sampling, ValidRequest
 from router.errors import MalformedBody, ValidationError
 from router.schemas import GenerateParameters, GenerateRequest, parse
 from router.text import Ends, ModelTokenizer, TokenizerError
+from router.tgi import asked
 from router.token_rules import banned
 from router.validation import Validator, check, check_streamable
 from router.wire import new_sequence
@@ -36,7 +37,7 @@ def validate(raw: bytes, **limits: Any) -> list[ValidRequest]:
         overrides = {"max_input_length": 10, "max_total_tokens": 20, "max_best_of": 2, **limits}
         validator = Validator(byte_tokenizer(), make_limits(**overrides), num_workers=1)
         try:
-            return await validator.validate(parse(GenerateRequest, raw))
+            return await validator.validate(asked(parse(GenerateRequest, raw)))
         finally:
             validator.close()
 
@@ -188,8 +189,8 @@ def test_zero_best_of_means_one_unless_streaming() -> None:
 def test_prompt_logprobs_are_refused_where_the_server_does_not_give_them() -> None:
     limits = make_limits(prefill_logprobs=False)
     with pytest.raises(ValidationError, match="`decoder_input_details` is switched off on this server: leave it out"):
-        check(GenerateRequest(inputs="a", parameters=GenerateParameters(decoder_input_details=True)), limits)
-    check(GenerateRequest(inputs="a", parameters=GenerateParameters(details=True)), limits)
+        check(asked(GenerateRequest(inputs="a", parameters=GenerateParameters(decoder_input_details=True))), limits)
+    check(asked(GenerateRequest(inputs="a", parameters=GenerateParameters(details=True))), limits)
 
 
 def test_biases_are_of_tokens_and_words_of_one_token_are_never_generated() -> None:
@@ -366,7 +367,7 @@ def test_a_list_of_wrong_values_ends_at_the_first() -> None:
 def test_nul_and_odd_unicode_are_text_like_any_other() -> None:
     text = "a\0b \u202e \U0001f468‍\U0001f469"
     request = parse(GenerateRequest, body(text))
-    check(request, LIMITS)
+    check(asked(request), LIMITS)
     assert text == request.inputs
 
 
@@ -401,7 +402,7 @@ def test_loop_goes_on_turning_while_a_long_prompt_is_tokenised(parameters: dict[
             work = asyncio.ensure_future(validator.tokenise(LONG, lambda tokens: b""))
         else:
             request = GenerateRequest(inputs=LONG, parameters=GenerateParameters(max_new_tokens=1, **parameters))
-            work = asyncio.ensure_future(validator.validate(request))  # type: ignore[arg-type]
+            work = asyncio.ensure_future(validator.validate(asked(request)))  # type: ignore[arg-type]
         turns = 0
         while not work.done():
             await asyncio.sleep(0)
@@ -423,7 +424,7 @@ def test_text_of_too_many_characters_is_refused_before_it_is_tokenised() -> None
     async def story(validator: Validator) -> list[str]:
         text = "a" * (most * 10 + 1)
         sentences = []
-        for work in (validator.validate(GenerateRequest(inputs=text)), validator.tokenise(text, len)):
+        for work in (validator.validate(asked(GenerateRequest(inputs=text))), validator.tokenise(text, len)):
             with pytest.raises(ValidationError) as caught:
                 await work
             sentences.append(str(caught.value).removeprefix("Input validation error: "))
@@ -466,7 +467,7 @@ def test_whatever_a_tokenizer_raises_is_one_clear_refusal(error: BaseException) 
     vars(tokenizer)["most_characters_per_token"] = None
 
     async def story(validator: Validator) -> None:
-        for work in (validator.validate(GenerateRequest(inputs="a")), validator.tokenise("a", list)):
+        for work in (validator.validate(asked(GenerateRequest(inputs="a"))), validator.tokenise("a", list)):
             with pytest.raises(ValidationError, match="`inputs` cannot be tokenised") as caught:
                 await work
             assert "secret" not in str(caught.value)

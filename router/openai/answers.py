@@ -1,0 +1,181 @@
+"""The shapes of OpenAI's completions: whole answers, and chunks of streams.
+
+Pure functions from answers and events to bytes and dicts. Chunks are written by hand, because there is one for every
+token of every stream.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from orjson import dumps
+
+from router.entry import Entry, Event, Failed, Finished, Token
+from router.errors import RouterError
+from router.generation import Answer, OpenRequest
+from router.text import FinishReason
+from router.tgi import frame
+from router.version import version
+
+DONE = b"data: [DONE]\n\n"
+FINGERPRINT = f"lockstep-{version()}"
+REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS_TOKEN: "stop", FinishReason.STOP_SEQUENCE: "stop"}
+ERROR_TYPES = {
+    400: "invalid_request_error",
+    401: "invalid_request_error",
+    404: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+}
+# TGI's names in sentences about what is wrong, and what the parameters are called here.
+NAMES = {"`max_new_tokens`": "`max_tokens`", "`inputs`": "the prompt", "`top_n_tokens`": "`top_logprobs`"}
+CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
+Json = dict[str, Any]
+
+
+def now() -> int:
+    """Seconds since 1970, as `created` has them."""
+    return int(time.time())
+
+
+@dataclass(frozen=True)
+class Head:
+    """What every piece of one answer says: whose it is, and when it was made."""
+
+    id: str
+    model: str
+    created: int = field(default_factory=now)
+
+    def fields(self, object: str) -> Json:
+        """The fields before `choices`."""
+        return {
+            "id": self.id,
+            "object": object,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": FINGERPRINT,
+        }
+
+
+def renamed(sentence: str) -> str:
+    """A sentence about parameters by the names that they have here."""
+    for native, ours in NAMES.items():
+        sentence = sentence.replace(native, ours)
+    return sentence
+
+
+def usage(entries: Sequence[Entry]) -> Json:
+    """Counts of tokens; the prompt of several answers counts once for each prompt."""
+    prompts = {id(entry.request.encoder_ids or entry.request.token_ids): entry for entry in entries}.values()
+    prompt = sum(entry.request.input_length for entry in prompts)
+    generated = sum(entry.generated.num_tokens for entry in entries)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": sum(entry.num_cached for entry in prompts)},
+    }
+
+
+def chat_completion(head: Head, answers: Sequence[Answer], entries: Sequence[Entry]) -> Json:
+    """The whole answer of `/v1/chat/completions`."""
+    choices = [
+        {
+            "index": index,
+            "message": {"role": "assistant", "content": answer.finished.generated_text},
+            "logprobs": None,
+            "finish_reason": REASONS[answer.finished.reason],
+        }
+        for index, answer in enumerate(answers)
+    ]
+    return head.fields("chat.completion") | {"choices": choices, "usage": usage(entries)}
+
+
+def completion(head: Head, answers: Sequence[Answer], entries: Sequence[Entry], echoed: Sequence[str]) -> Json:
+    """The whole answer of `/v1/completions`; each text begins with what is echoed of its prompt."""
+    choices = [
+        {
+            "index": index,
+            "text": echo + answer.finished.generated_text,
+            "logprobs": None,
+            "finish_reason": REASONS[answer.finished.reason],
+        }
+        for index, (answer, echo) in enumerate(zip(answers, echoed, strict=True))
+    ]
+    return head.fields("text_completion") | {"choices": choices, "usage": usage(entries)}
+
+
+def status_of(error: RouterError) -> int:
+    """OpenAI knows no 422."""
+    return 400 if error.status == 422 else error.status
+
+
+def error_body(error: RouterError) -> Json:
+    """OpenAI's shape, and beside it the `error_type` by which Hugging Face's client chooses its exception."""
+    status = status_of(error)
+    told = {
+        "message": renamed(str(error)),
+        "type": ERROR_TYPES.get(status, "server_error"),
+        "param": None,
+        "code": CODES.get(status),
+    }
+    return {"error": told, "error_type": error.error_type}
+
+
+class ChunkFrames:
+    """Turns the events of one stream into OpenAI's chunks."""
+
+    def __init__(
+        self, head: Head, opened: OpenRequest, *, is_chat: bool, includes_usage: bool, echoed: Sequence[str]
+    ) -> None:
+        self._entries = entries = opened.entries
+        self._echoed = echoed
+        self._includes_usage = includes_usage
+        self._is_chat = is_chat
+        self._fields = head.fields("chat.completion.chunk" if is_chat else "text_completion")
+        self._tail: Json = {"usage": None} if includes_usage else {}
+        self._begun = [False for _ in entries]
+        self._num_left = len(entries)
+        # A piece of text of sequence 0, which is nearly every chunk: all but the text.
+        whole = frame(self._chunk(0, "\0", None))
+        self._before, self._after = whole.split(dumps("\0"))
+
+    def write(self, index: int, events: Sequence[Event]) -> bytes:
+        """All frames for these events of one sequence."""
+        frames = [] if self._begun[index] else self._first(index)
+        last = events[-1]
+        for event in events:
+            if isinstance(event, Token) and event.text:
+                frames.append(self._text_frame(index, event.text))
+        if isinstance(last, Finished):
+            frames.append(frame(self._chunk(index, "", REASONS[last.reason])))
+            self._num_left -= 1
+        elif isinstance(last, Failed):
+            return b"".join(frames) + frame(error_body(last.error)) + DONE
+        return b"".join(frames) + (self._end() if not self._num_left else b"")
+
+    def _first(self, index: int) -> list[bytes]:
+        """What comes before any token: who speaks, or the prompt."""
+        self._begun[index] = True
+        if self._is_chat:
+            return [frame(self._chunk(index, "", None, role="assistant"))]
+        return [self._text_frame(index, self._echoed[index])] if self._echoed[index] else []
+
+    def _text_frame(self, index: int, text: str) -> bytes:
+        if index == 0:
+            return self._before + dumps(text) + self._after
+        return frame(self._chunk(index, text, None))
+
+    def _chunk(self, index: int, text: str, reason: str | None, **delta: str) -> Json:
+        content: Json = {"delta": {**delta, "content": text}} if self._is_chat else {"text": text}
+        choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
+        return {**self._fields, "choices": [choice], **self._tail}
+
+    def _end(self) -> bytes:
+        if not self._includes_usage:
+            return DONE
+        return frame({**self._fields, "choices": [], "usage": usage(self._entries)}) + DONE

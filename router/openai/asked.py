@@ -1,0 +1,128 @@
+"""What the bodies of OpenAI's API ask for, in the words of the rest of the router, and what of them is refused.
+
+An absent temperature is 1, as OpenAI has it, so that answers differ unless there is a `seed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from router.asked import Asked
+from router.errors import ValidationError
+from router.openai.schemas import ChatRequest, CompletionRequest, Generation, Message
+from router.schemas import GenerateParameters
+
+ROLES = {"developer": "system"}  # a newer name, which templates do not know
+# Fields with a meaning that is not served yet, and values of them that mean nothing.
+NOT_SERVED: Mapping[str, Sequence[Any]] = {
+    "tools": (None, []),
+    "functions": (None, []),
+    "tool_choice": (None, "none", "auto"),
+    "function_call": (None, "none", "auto"),
+    "response_format": (None, {"type": "text"}),
+    "logprobs": (None, False, 0),
+    "top_logprobs": (None, 0),
+    "prompt_embeds": (None,),
+    "suffix": (None, ""),
+    "modalities": (None, ["text"]),
+    "audio": (None,),
+    "prediction": (None,),
+    "web_search_options": (None,),
+}
+
+
+def of_chat(body: ChatRequest, prompt: str, max_n: int) -> list[Asked]:
+    """What a chat asks for, once its messages are a prompt. Raises ValidationError."""
+    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+    return [_asked(body, prompt, most, max_n, has_special_tokens=True)]
+
+
+def of_completion(body: CompletionRequest, max_n: int, max_prompts: int) -> list[Asked]:
+    """What a completion asks for: one for each prompt. Raises ValidationError."""
+    if body.best_of is not None and body.best_of != (body.n or 1):
+        raise ValidationError(
+            f"`best_of` is {body.best_of} and `n` is {body.n or 1}: leave `best_of` out, or give both alike"
+        )
+    found = prompts(body)
+    if not 0 < len(found) <= max_prompts:
+        raise ValidationError(f"`prompt` has {len(found)} prompts: give 1 to {max_prompts} (max_client_batch_size)")
+    return [_asked(body, prompt, body.max_tokens, max_n) for prompt in found]
+
+
+def prompts(body: CompletionRequest) -> Sequence[str | Sequence[int]]:
+    """The prompts of a body: one text, several, the token ids of one, or of several."""
+    given = body.prompt
+    if isinstance(given, str):
+        return [given]
+    if given and all(isinstance(one, int) for one in given):
+        return [[int(one) for one in given if isinstance(one, int)]]
+    return [one for one in given if not isinstance(one, int)]
+
+
+def _asked(
+    body: Generation, prompt: str | Sequence[int], most: int | None, max_n: int, *, has_special_tokens: bool = False
+) -> Asked:
+    refuse_what_is_not_served(body.model_extra or {})
+    count = 1 if body.n is None else body.n
+    if not 0 < count <= max_n:
+        raise ValidationError(f"`n` must be > 0 and <= {max_n}. Given: {count}")
+    return Asked(prompt, _parameters(body, most), has_special_tokens, shows_stop=False, num_answers=count)
+
+
+def _parameters(body: Generation, most: int | None) -> GenerateParameters:
+    is_greedy = body.temperature == 0
+    return GenerateParameters(
+        temperature=None if is_greedy else body.temperature,
+        do_sample=not is_greedy,
+        top_p=None if is_greedy else body.top_p,
+        top_k=None if is_greedy or body.top_k in (-1, 0) else body.top_k,
+        seed=body.seed if body.seed is None else body.seed % 2**64,
+        stop=[body.stop] if isinstance(body.stop, str) else body.stop,
+        max_new_tokens=most,
+        min_p=None if is_greedy else body.min_p,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
+        logit_bias=body.logit_bias,
+        ignore_eos=body.ignore_eos,
+        min_tokens=body.min_tokens,
+        stop_token_ids=body.stop_token_ids,
+        repetition_penalty=body.repetition_penalty,
+    )
+
+
+def refuse_what_is_not_served(extra: Mapping[str, Any]) -> None:
+    """Raises ValidationError for a field whose meaning would be lost."""
+    for name, neutral in NOT_SERVED.items():
+        if name in extra and extra[name] not in neutral:
+            raise ValidationError(f"`{name}` is not served: leave it out")
+
+
+def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
+    """The messages as templates take them, with texts for contents. Raises ValidationError."""
+    if not body.messages:
+        raise ValidationError("`messages` is empty: give at least one")
+    found = [_message(number, message) for number, message in enumerate(body.messages)]
+    if body.continue_final_message and found[-1]["role"] != "assistant":
+        raise ValidationError("`continue_final_message` needs a last message of the role assistant")
+    return found
+
+
+def _message(number: int, message: Message) -> dict[str, Any]:
+    told: dict[str, Any] = {
+        "role": ROLES.get(message.role, message.role),
+        "content": _text(f"messages.{number}.content", message.content),
+    }
+    optional = {"name": message.name, "tool_calls": message.tool_calls, "tool_call_id": message.tool_call_id}
+    return told | {name: value for name, value in optional.items() if value is not None}
+
+
+def _text(where: str, content: str | Sequence[Mapping[str, Any]] | None) -> str:
+    """The texts of a content's parts without anything between them, as in TGI."""
+    if content is None or isinstance(content, str):
+        return content or ""
+    for number, part in enumerate(content):
+        if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
+            kind = str(part.get("type"))[:40]
+            raise ValidationError(f"`{where}.{number}` is of type {kind}, and the model reads text alone: leave it out")
+    return "".join(part["text"] for part in content)

@@ -1,0 +1,98 @@
+"""OpenAI's routes: `/v1/chat/completions`, `/v1/completions` and `/v1/models`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from router.asked import Asked
+from router.errors import NotFound
+from router.openai import answers, asked
+from router.openai.schemas import ChatRequest, CompletionRequest, Generation
+from router.schemas import MOST_VALUES
+from router.serving import Services, collect, documented, json_response, read, stream
+
+STREAM_HEADERS = {"cache-control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def add_openai_routes(app: FastAPI, services: Services) -> None:
+    """Serve what OpenAI's clients ask for."""
+    config = services.config
+    model = {"id": config.model_id, "object": "model", "created": answers.now(), "owned_by": "lockstep"}
+    # A prompt may be as many token ids as fit, and a few of them more before they are counted.
+    most_values = MOST_VALUES + config.max_client_batch_size * services.limits.max_input_length
+
+    async def chat(request: Request) -> Response:
+        body = await read(request, services, ChatRequest)
+        asked.refuse_what_is_not_served(body.model_extra or {})
+        prompt = await services.chat_template.render(
+            services.aside,
+            asked.messages_of(body),
+            variables=body.chat_template_kwargs,
+            add_generation_prompt=body.add_generation_prompt is not False,
+            continue_final_message=body.continue_final_message is True,
+        )
+        wanted = asked.of_chat(body, prompt, config.max_n)
+        head = _head(request, body, services, "chatcmpl")
+        if body.stream:
+            return await _stream(request, body, wanted, services, head, is_chat=True)
+        opened, found = await collect(request, wanted, services)
+        return json_response(answers.chat_completion(head, found, opened.entries))
+
+    async def completions(request: Request) -> Response:
+        body = await read(request, services, CompletionRequest, most_values)
+        wanted = asked.of_completion(body, config.max_n, config.max_client_batch_size)
+        echoed = [_echo(body, one, services) for one in wanted for _ in range(one.num_answers or 1)]
+        head = _head(request, body, services, "cmpl")
+        if body.stream:
+            return await _stream(request, body, wanted, services, head, echoed=echoed)
+        opened, found = await collect(request, wanted, services)
+        return json_response(answers.completion(head, found, opened.entries, echoed))
+
+    async def models() -> Response:
+        return Response(orjson.dumps({"object": "list", "data": [model]}), media_type="application/json")
+
+    async def one_model(name: str) -> Response:
+        if name != config.model_id:
+            raise NotFound(f"the model {name[:200]} is not served here: this server has {config.model_id}")
+        return Response(orjson.dumps(model), media_type="application/json")
+
+    chat_summary = "OpenAI's chat completions; server-sent events if `stream` is true"
+    app.post("/v1/chat/completions", summary=chat_summary, **_documented(ChatRequest))(chat)
+    app.post("/v1/completions", summary="OpenAI's text completions", **_documented(CompletionRequest))(completions)
+    app.get("/v1/models", summary="The model that is served", response_class=Response)(models)
+    app.get("/v1/models/{name:path}", summary="The same by its name", response_class=Response)(one_model)
+
+
+def _documented(schema: type[Generation]) -> dict[str, Any]:
+    return {"response_class": Response, **documented(schema, dict[str, Any], dict[str, Any])}
+
+
+def _head(request: Request, body: Generation, services: Services, prefix: str) -> answers.Head:
+    return answers.Head(f"{prefix}-{request.state.request_id}", body.model or services.config.model_id)
+
+
+def _echo(body: CompletionRequest, one: Asked, services: Services) -> str:
+    """The prompt that `echo` puts before the answer."""
+    if not body.echo:
+        return ""
+    return one.prompt if isinstance(one.prompt, str) else services.tokenizer.decode(one.prompt)
+
+
+async def _stream(
+    request: Request,
+    body: Generation,
+    wanted: list[Asked],
+    services: Services,
+    head: answers.Head,
+    *,
+    is_chat: bool = False,
+    echoed: list[str] | None = None,
+) -> Response:
+    includes_usage = body.stream_options is not None and body.stream_options.include_usage is True
+    frames = partial(answers.ChunkFrames, head, is_chat=is_chat, includes_usage=includes_usage, echoed=echoed or [])
+    return await stream(request, wanted, services, frames, {**STREAM_HEADERS, "x-compute-type": services.compute_type})

@@ -1,0 +1,79 @@
+"""Bodies of OpenAI's chat and text completions.
+
+As strict and as lenient as TGI's bodies (`router/schemas.py`): no value is taken for another, null means absent, and
+unknown fields are ignored. Fields with a meaning that is not served are refused, in `asked.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+
+from router.schemas import Integer, Strict
+
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**32 - 1)]], Field(fail_fast=True)]
+Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+class StreamOptions(Strict):
+    """What a stream has besides its chunks."""
+
+    include_usage: bool | None = Field(default=None, description="A last chunk with the counts of tokens.")
+
+
+class Generation(Strict):
+    """What both kinds of completions have in common. What else a body has is kept, to be looked through."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", frozen=True)
+
+    model: str | None = Field(default=None, description="Any name; the answer has it.")
+    n: Integer | None = Field(default=None, description="Answers to the same prompt.")
+    stop: str | Texts | None = Field(default=None, description="End before the first of these.")
+    stream: bool | None = Field(default=None, description="Answer with server-sent events.")
+    stream_options: StreamOptions | None = None
+    max_tokens: Integer | None = Field(default=None, description="Absent: as many as `max_total_tokens` leaves.")
+    temperature: float | None = Field(default=None, description="0: the most likely tokens. Absent: 1.")
+    top_p: float | None = None
+    top_k: Integer | None = Field(default=None, description="Not OpenAI's: keep the k likeliest; -1 or 0: all.")
+    seed: Integer | None = None
+    min_p: float | None = Field(default=None, description="Not OpenAI's.")
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    logit_bias: dict[str, float] | None = Field(default=None, description="Token id -> -100 to 100.")
+    repetition_penalty: float | None = Field(default=None, description="Not OpenAI's. 1.0 means no penalty.")
+    ignore_eos: bool | None = Field(default=None, description="Not OpenAI's: do not end at the model's end tokens.")
+    min_tokens: Integer | None = Field(default=None, description="Not OpenAI's: nothing ends the text before.")
+    stop_token_ids: TokenIds | None = Field(default=None, description="Not OpenAI's: end after these tokens too.")
+    user: str | None = Field(default=None, description="Ignored.")
+
+
+class Message(Strict):
+    """One message of a chat."""
+
+    role: str
+    content: str | Objects | None = None
+    name: str | None = None
+    tool_calls: Objects | None = None
+    tool_call_id: str | None = None
+
+
+class ChatRequest(Generation):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True)]
+    max_completion_tokens: Integer | None = Field(default=None, description="The newer name of `max_tokens`.")
+    chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = Field(
+        default=None, description="The last message, of the assistant, is the beginning of the answer."
+    )
+
+
+class CompletionRequest(Generation):
+    """The body of `/v1/completions`."""
+
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
+    echo: bool | None = None
+    best_of: Integer | None = None
