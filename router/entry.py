@@ -34,7 +34,7 @@ class Sampling:
     biases: Mapping[int, float] = field(default_factory=dict)  # of tokens; -inf: never generated
     banned_words: tuple[tuple[int, ...], ...] = ()  # of several tokens each
     min_tokens: int = 0  # before so many are generated …
-    end_ids: frozenset[int] = frozenset()  # … none of these is
+    end_ids: tuple[int, ...] = ()  # … none of these is, in order
     raw_logprobs: bool = False  # log-probabilities and candidates of the model's own logits
 
 

@@ -83,7 +83,7 @@ def banned(sampling: Sampling, words: Sequence[str], tokenizer: ModelTokenizer, 
             raise ValidationError(
                 f"`bad_words` has token {max(ids)}, but the model knows {vocab_size} tokens: leave that text out"
             )
-    if len(sampling.end_ids.union(ids[-1] for ids in tokens)) >= vocab_size:
+    if len({*sampling.end_ids, *(ids[-1] for ids in tokens)}) >= vocab_size:
         raise ValidationError(f"`bad_words` may leave none of the model's {vocab_size} tokens: send fewer texts")
     never = {ids[0]: -math.inf for ids in tokens if len(ids) == 1}
     several = tuple(ids for ids in tokens if len(ids) > 1)
@@ -117,7 +117,7 @@ def ending(
             f"`min_tokens` must be <= `max_new_tokens`, here {max_new_tokens}. Given: {min_tokens}: ask for fewer"
         )
     ends = Ends(frozenset(given.stop_token_ids or ()), bool(given.ignore_eos), min_tokens)
-    end_ids = frozenset(id for id in ends.ids(eos_ids) if id < vocab_size) if min_tokens else frozenset()
+    end_ids = tuple(sorted(id for id in ends.ids(eos_ids) if id < vocab_size)) if min_tokens else ()
     if end_ids and len(end_ids) >= vocab_size:
         raise ValidationError(f"`stop_token_ids` are all of the model's {vocab_size} tokens: send fewer")
     return replace(sampling, min_tokens=min_tokens if end_ids else 0, end_ids=end_ids), ends

@@ -48,7 +48,7 @@ def new_sequence(
             banned_word_ids=[id for word in sampling.banned_words for id in word],
             banned_word_lengths=[len(word) for word in sampling.banned_words],
             min_tokens=sampling.min_tokens,
-            end_ids=sorted(sampling.end_ids),
+            end_ids=sampling.end_ids,
             raw_logprobs=sampling.raw_logprobs,
         ),
         top_n_tokens=request.top_n_tokens,

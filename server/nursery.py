@@ -42,7 +42,7 @@ def main() -> int:
                 return 0
             if _is_grandchild():
                 break
-            for pipe in pipes:
+            for pipe in reversed(pipes):  # the launcher looks at what came of a birth when an output ends
                 os.close(pipe)
     *outputs, birth = pipes
     become_child_of(launcher)

@@ -140,7 +140,7 @@ NO_SUCH_FIELD = {
     "chat_template_kwargs": {"tokenize": True, "chat_template": "{{ cycler.__init__.__globals__.os }}"},
     "model": "../../etc/passwd",
     "logits_processor": "gASVIAAAAAAAAACMBXBvc2l4lIwGc3lzdGVtlJOU",
-    "logit_bias": {str(10**9): 1e308},
+    "logits_bias": {str(10**9): 1e308},
     "allowed_token_ids": [10**9],
     "cache_salt": [],
     "image": "http://127.0.0.1:1/",
