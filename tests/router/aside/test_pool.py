@@ -54,7 +54,7 @@ def test_a_task_is_done() -> None:
     [
         ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 4 s"),
         ("{{ 'x' * 99999999999 }}", "too much memory"),
-        ("{{ 'x' * 40000000 }}", "too much memory, or its result is too long"),
+        ("{{ 'x' * 40000000 }}", "too much memory, or its result is too long|longer than 4 s"),
         ("{{ raise_exception('no system here') }}", "the chat template refuses the messages: no system here"),
         ("{% if %}", "the chat template is not valid"),
         ("{{ messages.__class__.__mro__ }}", "the chat template does what a template may not"),
@@ -100,3 +100,27 @@ def test_who_stops_waiting_leaves_room() -> None:
         assert 1 == len(pool._workers)
 
     aside(story, seconds=100.0)
+
+
+@pytest.mark.parametrize(("had", "waits"), [(0.0, 10), (None, 1)])
+def test_who_gets_no_time_on_the_cores_is_given_more(
+    monkeypatch: pytest.MonkeyPatch, had: float | None, waits: int
+) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    asked: list[float] = []
+
+    async def wait(futures: Any, timeout: float) -> None:
+        asked.append(timeout)
+        await asyncio.sleep(timeout)
+
+    async def story(pool: Aside) -> None:
+        await pool.warm_up()
+        [worker] = pool._workers
+        used = iter([0.0] + [1.0 if had is None else had] * 20)
+        monkeypatch.setattr(worker, "cpu_seconds", lambda: next(used))
+        monkeypatch.setattr("router.aside.pool.asyncio.wait", wait)
+        with pytest.raises(TaskError, match=r"longer than 0\.05 s"):
+            await rendered(pool, endless)
+        assert [0.05] * waits == asked
+
+    aside(story, seconds=0.05)
