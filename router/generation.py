@@ -2,18 +2,17 @@
 
 `Generator.open` does everything that can refuse a request and returns an `OpenRequest`. Its owner reads the answer from
 it and must close it, whatever happens. Closing gives the permits back, tells the batching loop if nobody wants the
-answer any more, and writes the one log line. Nothing here knows HTTP shapes, so that several APIs can share it.
+answer any more, and notes what its log line says. Nothing here knows HTTP shapes, so that several APIs can share it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from router.accounts import Account
 from router.asked import Asked
@@ -24,8 +23,6 @@ from router.metrics import Metrics
 from router.permits import Permits
 from router.tracing import RequestSpan, Tracer
 from router.validation import Tokens, Validator, check_streamable
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Shaped = TypeVar("Shaped")
@@ -61,11 +58,11 @@ async def _drained(queue: asyncio.Queue[Result]) -> list[Result]:
 
 
 class OpenRequest:
-    """A request under way, from its permit to its log line."""
+    """A request under way, from its permit to what its log line says."""
 
     def __init__(
         self,
-        request_id: str,
+        log: dict[str, Any],
         received_at: float,
         permits: Permits,
         metrics: Metrics,
@@ -74,7 +71,7 @@ class OpenRequest:
     ) -> None:
         self.received_at = received_at
         self.entries: list[Entry] = []
-        self._request_id = request_id
+        self._log = log
         self._permits = permits
         self._num_permits = 0
         self._account = account
@@ -193,7 +190,7 @@ class OpenRequest:
             self._metrics.succeeded(self.received_at, self._finished)
         else:
             self._metrics.failed(self._error.failure_label if self._error else "dropped")
-        self._write_log()
+        self._note_end()
 
     async def _collect(self, entry: Entry) -> Answer:
         prompt: tuple[Token, ...] = ()
@@ -227,15 +224,18 @@ class OpenRequest:
             self._has_token = True
             self._span.event("first token")
 
-    def _write_log(self) -> None:
-        entry = self.entries[0] if self.entries else None
+    def _note_end(self) -> None:
+        """Counts and times, for the log and for traces."""
         error_type = self._error.error_type if self._error else "cancelled"
         reason = str(self._finished.reason) if self._finished else error_type
-        fields: dict[str, int | str] = {"request_id": self._request_id, "reason": reason}
-        if self._account is not None:
-            fields["key"] = self._account.name
-        if entry is not None:
-            fields |= {"prompt_tokens": self.input_length, "generated_tokens": entry.generated.num_tokens}
+        fields: dict[str, int | str] = {}
+        if self.entries:
+            prompts = one_per_prompt(self.entries)
+            fields["prompt_tokens"] = sum(entry.request.input_length for entry in prompts)
+            fields["cached_tokens"] = sum(entry.num_cached for entry in prompts)
+            fields["generated_tokens"] = sum(entry.generated.num_tokens for entry in self.entries)
+        if len(self.entries) > 1:
+            fields["answers"] = len(self.entries)
         if self._finished is not None:
             times = self._finished.timings
             fields |= {
@@ -244,8 +244,16 @@ class OpenRequest:
                 "first_token_ms": _ms(times.first_token - self.received_at),
                 "total_ms": _ms(times.finished - self.received_at),
             }
+        self._log |= {"reason": reason, **fields}
         self._span.end(reason, fields)
-        logger.info("request ended: %s", reason, extra=fields)
+
+
+def one_per_prompt(entries: Sequence[Entry]) -> list[Entry]:
+    """The first sample of each prompt: a prompt of several answers counts once."""
+    found: dict[int, Entry] = {}
+    for entry in entries:
+        found.setdefault(id(entry.request.encoder_ids or entry.request.token_ids), entry)
+    return list(found.values())
 
 
 def _visible_seed(entry: Entry) -> int | None:
@@ -285,20 +293,22 @@ class Generator:
         self,
         asked: Sequence[Asked],
         *,
-        request_id: str,
         headers: Mapping[str, str],
         is_stream: bool,
+        log: dict[str, Any] | None = None,
         account: Account | None = None,
         timeout_s: float | None = None,
     ) -> OpenRequest:
         """Validate and queue all prompts of one request. Raises the RouterError that refuses it.
 
         Whatever it raises, it has given everything back then. account: of the key that it came with. timeout_s: from
-        now on; the request ends with DeadlinePassed after it.
+        now on; the request ends with DeadlinePassed after it. log: gets what the request's log line says, at its end.
         """
         self._metrics.request_count.inc()
         span = self._tracer.start("generate_stream" if is_stream else "generate", headers)
-        opened = OpenRequest(request_id, self._clock(), self._permits, self._metrics, span, account)
+        log = {} if log is None else log
+        log["stream"] = is_stream
+        opened = OpenRequest(log, self._clock(), self._permits, self._metrics, span, account)
         with ExitStack() as undo:
             undo.callback(opened.close)
             with opened.noting_failure():

@@ -12,6 +12,7 @@ from typing import Any
 
 import orjson
 from fastapi import Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from router import deadline, schemas
@@ -33,6 +34,7 @@ from router.metrics import Metrics
 from router.permits import Permits
 from router.plain_answer import PlainAnswer
 from router.probing import SharedHealth
+from router.request_log import harmless, harmless_names
 from router.text import ModelTokenizer
 from router.validation import Validator
 
@@ -73,7 +75,17 @@ async def read(
     if not (media_type == "application/json" or media_type.endswith("+json")):
         raise UnsupportedMedia("the body must be JSON: send the header `Content-Type: application/json`")
     peer = request.client.host if request.client is not None else ""
-    return schemas.parse(schema, await services.bodies.read(request, account or peer), most_values)
+    body = schemas.parse(schema, await services.bodies.read(request, account or peer), most_values)
+    _note_names(request, body)
+    return body
+
+
+def _note_names(request: Request, body: BaseModel) -> None:
+    """For the log line: the model that the client names, and fields that nobody looks at."""
+    if isinstance(model := getattr(body, "model", None), str):
+        request.state.log["model"] = harmless(model)
+    if ignored := [name for name, value in (body.model_extra or {}).items() if value is not None]:
+        request.state.log["ignored_fields"] = harmless_names(ignored)
 
 
 async def collect(request: Request, asked: Sequence[Asked], services: Services) -> tuple[OpenRequest, list[Answer]]:
@@ -106,9 +118,9 @@ async def stream(
 async def _open(request: Request, asked: Sequence[Asked], services: Services, *, is_stream: bool) -> OpenRequest:
     return await services.generator.open(
         asked,
-        request_id=request.state.request_id,
         headers=request.headers,
         is_stream=is_stream,
+        log=request.state.log,
         **asked_by(request, services),
     )
 
