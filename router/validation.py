@@ -101,11 +101,11 @@ class Validator:
         ]
 
     async def _token_ids(self, asked: Asked, truncate: int | None, owner: str) -> list[int]:
-        text = asked.prompt
+        text = await asked.prompt(owner) if callable(asked.prompt) else asked.prompt
         if not isinstance(text, str):
             return list(text[-truncate:] if truncate else text)
         if truncate is None:
-            remedy = f"shorten the prompt or set `truncate` to {self._limits.max_input_length}"
+            remedy = f"shorten the prompt, or set `truncate` to {self._limits.max_input_length}"
             self._refuse_many_characters(text, remedy)
         else:
             self._refuse_much_to_truncate(text)
@@ -229,10 +229,10 @@ def count_tokens(token_ids: list[int], max_new_tokens: int | None, limits: Limit
     if num_inputs + new_tokens > limits.max_total_tokens:
         raise ValidationError(
             f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. Given: {num_inputs} `inputs` "
-            f"tokens and {new_tokens} `max_new_tokens`: ask for fewer, shorten the prompt or set `truncate`"
+            f"tokens and {new_tokens} `max_new_tokens`: ask for fewer or shorten the prompt, or set `truncate`"
         )
     if num_inputs > limits.max_input_length:
-        raise _too_long(f"{num_inputs}", limits, f"shorten the prompt or set `truncate` to {limits.max_input_length}")
+        raise _too_long(f"{num_inputs}", limits, f"shorten the prompt, or set `truncate` to {limits.max_input_length}")
     if max(token_ids) >= limits.vocab_size:
         raise ValidationError(
             f"`inputs` has token {max(token_ids)}, but the model knows {limits.vocab_size} tokens: this text cannot "

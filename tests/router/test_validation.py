@@ -432,7 +432,7 @@ def test_text_of_too_many_characters_is_refused_before_it_is_tokenised() -> None
 
     generate, tokenize = run_validator(story, refused, max_input_length=10)
     start = f"`inputs` must have less than 10 tokens. Given: {most * 10 + 1} characters, and {most * 10} are the most"
-    assert generate == f"{start} that so many tokens can hold: shorten the prompt or set `truncate` to 10"
+    assert generate == f"{start} that so many tokens can hold: shorten the prompt, or set `truncate` to 10"
     assert tokenize == f"{start} that so many tokens can hold: send a shorter text"
     refused.tokenizer.encode_batch_fast.assert_not_called()
 
