@@ -21,7 +21,7 @@ from router.entry import Entry, Event, Failed, Finished, MergedEvents, PromptTok
 from router.errors import DeadlinePassed, RouterError
 from router.metrics import Metrics
 from router.permits import Permits
-from router.tracing import RequestSpan, Tracer
+from router.tracing import Ended, Tracer
 from router.validation import Tokens, Validator, check_streamable
 
 Result = TypeVar("Result")
@@ -63,27 +63,31 @@ class OpenRequest:
     def __init__(
         self,
         log: dict[str, Any],
-        received_at: float,
+        clock: Callable[[], float],
         permits: Permits,
         metrics: Metrics,
-        span: RequestSpan,
+        tracer: Tracer,
+        headers: Mapping[str, str],
         account: Account | None = None,
+        *,
+        is_chat: bool = False,
     ) -> None:
-        self.received_at = received_at
+        self.received_at = clock()
         self.entries: list[Entry] = []
         self._log = log
+        self._clock = clock
+        self._is_chat = is_chat
         self._permits = permits
         self._num_permits = 0
         self._account = account
         self._num_charged = 0
         self._timer: asyncio.TimerHandle | None = None
         self._metrics = metrics
-        self._span = span
+        self._span = tracer.start("generate_stream" if log["stream"] else "generate", headers, self.received_at)
         self._merged: asyncio.Queue[tuple[int, Event]] | None = None
         self._num_over = 0  # samples of a stream whose last event was taken
         self._finished: Finished | None = None
         self._error: RouterError | None = None
-        self._has_token = False
         self._is_closed = False
 
     @property
@@ -199,7 +203,6 @@ class OpenRequest:
             event = await entry.events.get()
             if isinstance(event, Token):
                 tokens.append(event)
-                self._note_first_token()
             elif isinstance(event, PromptTokens):
                 prompt = event.tokens
             elif isinstance(event, Finished):
@@ -209,8 +212,6 @@ class OpenRequest:
                 raise event.error
 
     def _note(self, events: list[Event]) -> None:
-        if isinstance(events[0], Token):
-            self._note_first_token()
         last = events[-1]
         if isinstance(last, Finished):
             self._num_over += 1
@@ -219,16 +220,11 @@ class OpenRequest:
         elif isinstance(last, Failed):
             self.fail(last.error)
 
-    def _note_first_token(self) -> None:
-        if not self._has_token:
-            self._has_token = True
-            self._span.event("first token")
-
     def _note_end(self) -> None:
         """Counts and times, for the log and for traces."""
         error_type = self._error.error_type if self._error else "cancelled"
         reason = str(self._finished.reason) if self._finished else error_type
-        fields: dict[str, int | str] = {}
+        fields: dict[str, int] = {}
         if self.entries:
             prompts = one_per_prompt(self.entries)
             fields["prompt_tokens"] = sum(entry.request.input_length for entry in prompts)
@@ -244,8 +240,9 @@ class OpenRequest:
                 "first_token_ms": _ms(times.first_token - self.received_at),
                 "total_ms": _ms(times.finished - self.received_at),
             }
+        now, is_failure = self._clock(), self._finished is None
+        self._span.end(Ended(now, reason, is_failure, self._is_chat, self.entries, fields, self._log))
         self._log |= {"reason": reason, **fields}
-        self._span.end(reason, fields)
 
 
 def one_per_prompt(entries: Sequence[Entry]) -> list[Entry]:
@@ -305,10 +302,11 @@ class Generator:
         now on; the request ends with DeadlinePassed after it. log: gets what the request's log line says, at its end.
         """
         self._metrics.request_count.inc()
-        span = self._tracer.start("generate_stream" if is_stream else "generate", headers)
         log = {} if log is None else log
         log["stream"] = is_stream
-        opened = OpenRequest(log, self._clock(), self._permits, self._metrics, span, account)
+        is_chat = any(callable(one.prompt) for one in asked)
+        parts = (self._clock, self._permits, self._metrics, self._tracer)
+        opened = OpenRequest(log, *parts, headers, account, is_chat=is_chat)
         with ExitStack() as undo:
             undo.callback(opened.close)
             with opened.noting_failure():
@@ -326,7 +324,6 @@ class Generator:
                 self._submit(opened, valid, account)
                 if is_stream and len(valid) > 1:
                     opened.merge_events()
-                span.event("queued")
                 self._metrics.input_length.observe(opened.input_length)
                 self._metrics.max_new_tokens.observe(valid[0].max_new_tokens)
             undo.pop_all()  # from here on the request's owner closes it

@@ -55,8 +55,8 @@ class RequestLogMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        fields: dict[str, Any] = {}
-        scope.setdefault("state", {})["log"] = fields
+        fields: dict[str, Any] = {"request_id": scope["state"]["request_id"]}
+        scope["state"]["log"] = fields
         status = 500  # unless somebody says otherwise
 
         async def noting_status(message: Message) -> None:
@@ -78,8 +78,8 @@ class RequestLogMiddleware:
             self._num_left_out += 1
             return
         state = scope["state"]
-        line = {"request_id": state["request_id"], "path": harmless(scope["path"], MOST_CHARACTERS_OF_A_PATH)}
-        line |= {"status": status, "reason": _reason(status)}
+        path = harmless(scope["path"], MOST_CHARACTERS_OF_A_PATH)
+        line = {"request_id": state["request_id"], "path": path, "status": status, "reason": _reason(status)}
         if (account := state.get("account")) is not None:
             line["key"] = account.name
         if self._num_left_out:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import socket
-import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
-from unittest.mock import MagicMock
 
 import httpx2
 import pytest
@@ -32,7 +29,7 @@ from router.generation import OpenRequest
 from router.guard import GuardedHttpProtocol
 from router.metrics import Metrics
 from router.schemas import GenerateRequest
-from router.tracing import NoTracer, make_tracer
+from router.tracing import NoTracer, Tracer
 from router.transport import Connections
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.fake_shards import FakeShardedClient
@@ -65,10 +62,14 @@ class Site:
 
 @asynccontextmanager
 async def site(
-    shards: FakeShardedClient | None = None, *, config: dict[str, Any] | None = None, **limits: Any
+    shards: FakeShardedClient | None = None,
+    *,
+    config: dict[str, Any] | None = None,
+    tracer: Tracer | None = None,
+    **limits: Any,
 ) -> AsyncIterator[Site]:
     """On a loopback port, through the guarded protocol."""
-    async with unserved(shards, config=config, **limits) as it:
+    async with unserved(shards, config=config, tracer=tracer, **limits) as it:
         async with serving(it.app, it.settings) as it.port:
             async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as it.http:
                 yield it
@@ -76,7 +77,11 @@ async def site(
 
 @asynccontextmanager
 async def unserved(
-    shards: FakeShardedClient | None = None, *, config: dict[str, Any] | None = None, **limits: Any
+    shards: FakeShardedClient | None = None,
+    *,
+    config: dict[str, Any] | None = None,
+    tracer: Tracer | None = None,
+    **limits: Any,
 ) -> AsyncIterator[Site]:
     """Without a port."""
     wanted = make_limits(**limits)
@@ -93,7 +98,7 @@ async def unserved(
         shards=shards,
         batcher=batcher,
         metrics=metrics,
-        tracer=NoTracer(),
+        tracer=tracer or NoTracer(),
     )
     task = asyncio.create_task(batcher.run())
     async with in_process(app) as http:
@@ -570,23 +575,6 @@ def test_same_request_id_on_many_requests_mixes_nothing_up() -> None:
             assert len({answer.text for answer in answers}) == 1
 
     asyncio.run(story())
-
-
-def test_tracing_without_its_extra_names_the_remedy() -> None:
-    if importlib.util.find_spec("opentelemetry.sdk") is None:
-        with pytest.raises(ValueError, match=r"pip install 'lockstep\[otel\]'"):
-            make_tracer("http://collector:4317", "lockstep")
-
-
-def test_traces_carry_the_name_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenTelemetry's SDK is an extra, so a stand-in takes its place; its own reading of the name is not tested."""
-    sdk = MagicMock()
-    for name in ("sdk", "sdk.resources", "sdk.trace", "sdk.trace.export", "trace", "trace.propagation.tracecontext"):
-        monkeypatch.setitem(sys.modules, f"opentelemetry.{name}", sdk)
-    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.grpc.trace_exporter", sdk)
-    make_tracer("http://collector:4317", "my-service")
-    sdk.Resource.create.assert_called_once_with({"service.name": "my-service"})
-    sdk.TracerProvider.assert_called_once_with(resource=sdk.Resource.create.return_value)
 
 
 # --------------------------------------------------------------------------------------------- connections
