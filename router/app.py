@@ -38,12 +38,14 @@ from router.middleware import ApiKeyMiddleware, CrossOriginMiddleware, HostMiddl
 from router.model_files import generation_defaults
 from router.openai.routes import add_openai_routes
 from router.permits import Permits
+from router.platform_routes import add_platform_routes
 from router.probing import SharedHealth
 from router.request_log import CLIENT_GONE, RequestLogMiddleware
 from router.serving import Services
 from router.static_file import StaticFile
 from router.text import ModelTokenizer
 from router.tgi_routes import add_tgi_routes
+from router.token_routes import add_token_routes
 from router.tracing import Tracer
 from router.validation import Validator
 from router.version import version
@@ -106,8 +108,9 @@ def create_app(
 
     app = _bare_app(lifespan)
     app.state.services = services
-    add_tgi_routes(app, services)
-    add_openai_routes(app, services)
+    generate = add_tgi_routes(app, services)
+    add_token_routes(app, services)
+    add_platform_routes(app, services, generate, *add_openai_routes(app, services))
     _add_status_routes(app, services)
     _add_docs(app)
     _add_error_handlers(app)

@@ -334,18 +334,31 @@ class Generator:
 
     async def tokenise(
         self,
-        text: str,
-        shape: Callable[[Tokens], Shaped],
+        asked: Asked,
+        shape: Callable[[str, Tokens], Shaped],
         *,
         account: Account | None = None,
         timeout_s: float | None = None,
     ) -> Shaped:
-        """What `shape` makes of the text's tokens; a long text takes a thread as any request does. Raises RouterError.
+        """What `shape` makes of a prompt's text and its tokens; a long one takes a thread as any request does.
 
-        account and timeout_s as for `open`.
+        Raises RouterError. account and timeout_s as for `open`.
         """
         with self._permits.hold(account):
-            return await self._in_time(self._validator.tokenise(text, shape, _owner(account)), timeout_s)
+            return await self._in_time(self._validator.tokenise(asked, shape, _owner(account)), timeout_s)
+
+    async def detokenise(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool,
+        *,
+        account: Account | None = None,
+        timeout_s: float | None = None,
+    ) -> str:
+        """The text of token ids. Raises RouterError. account and timeout_s as for `open`."""
+        with self._permits.hold(account):
+            work = self._validator.detokenise(token_ids, skip_special_tokens, _owner(account))
+            return await self._in_time(work, timeout_s)
 
     async def _in_time(self, work: Awaitable[Result], timeout_s: float | None) -> Result:
         """What comes of `work`. Raises DeadlinePassed."""

@@ -5,7 +5,7 @@ A client that goes away frees its place whether it streamed or not, which no fra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
@@ -38,6 +38,8 @@ from router.request_log import harmless, harmless_names
 from router.text import ModelTokenizer
 from router.validation import Validator
 
+Handler = Callable[[Request], Awaitable[Response]]
+
 
 @dataclass(frozen=True)
 class Services:
@@ -68,16 +70,27 @@ class Services:
 async def read(
     request: Request, services: Services, schema: type[schemas.Body], most_values: int = schemas.MOST_VALUES
 ) -> schemas.Body:
-    """The body. Raises RouterError. A key's request is counted first: to refuse one must cost next to nothing."""
+    """The body. Raises RouterError."""
+    body = schemas.parse(schema, await read_bytes(request, services), most_values)
+    _note_names(request, body)
+    return body
+
+
+async def read_bytes(request: Request, services: Services) -> bytes:
+    """The body as it came, or as a route has put it back for another. Raises RouterError.
+
+    A key's request is counted first: to refuse one must cost next to nothing.
+    """
+    known: bytes | None = request.scope["state"].pop("body", None)
+    if known is not None:
+        return known
     if (account := account_of(request)) is not None:
         account.count_request()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (media_type == "application/json" or media_type.endswith("+json")):
         raise UnsupportedMedia("the body must be JSON: send the header `Content-Type: application/json`")
     peer = request.client.host if request.client is not None else ""
-    body = schemas.parse(schema, await services.bodies.read(request, account or peer), most_values)
-    _note_names(request, body)
-    return body
+    return await services.bodies.read(request, account or peer)
 
 
 def _note_names(request: Request, body: BaseModel) -> None:

@@ -326,7 +326,10 @@ def assert_is_error(answer: httpx2.Response, status: int, error_type: str) -> No
     assert answer.headers["content-type"] == "application/json"
 
 
-@pytest.mark.parametrize("path", ["/", "/generate", "/generate_stream", "/tokenize"])
+@pytest.mark.parametrize(
+    "path",
+    "/ /generate /generate_stream /tokenize /chat_tokenize /detokenize /invocations /vertex".split(),
+)
 def test_bad_bodies_have_their_status_on_every_route(path: str) -> None:
     async def story() -> None:
         async with site(config={"payload_limit": 100}) as it:
