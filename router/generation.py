@@ -74,7 +74,7 @@ class OpenRequest:
     ) -> None:
         self.received_at = received_at
         self.entries: list[Entry] = []
-        self._request_id = request_id
+        self.request_id = request_id
         self._permits = permits
         self._num_permits = 0
         self._account = account
@@ -231,7 +231,7 @@ class OpenRequest:
         entry = self.entries[0] if self.entries else None
         error_type = self._error.error_type if self._error else "cancelled"
         reason = str(self._finished.reason) if self._finished else error_type
-        fields: dict[str, int | str] = {"request_id": self._request_id, "reason": reason}
+        fields: dict[str, int | str] = {"request_id": self.request_id, "reason": reason}
         if self._account is not None:
             fields["key"] = self._account.name
         if entry is not None:
@@ -356,4 +356,6 @@ class Generator:
         owner, weight = _owner(account), account.share if account is not None else 1.0
         self._batcher.check_room(valid, owner, weight)
         for one in valid:
-            opened.entries.append(self._batcher.submit(one, owner=owner, weight=weight))
+            entry = self._batcher.submit(one, owner=owner, weight=weight)
+            entry.request_id = opened.request_id
+            opened.entries.append(entry)
