@@ -39,6 +39,7 @@ from router.model_files import generation_defaults
 from router.openai.routes import add_openai_routes
 from router.permits import Permits
 from router.platform_routes import add_platform_routes
+from router.playground.routes import add_playground_routes
 from router.probing import SharedHealth
 from router.request_log import CLIENT_GONE, RequestLogMiddleware
 from router.serving import Services
@@ -162,8 +163,10 @@ def _add_status_routes(app: FastAPI, services: Services) -> None:
     async def metrics() -> Response:
         return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    for path in ("/", "/health", "/ping"):
+    add_playground_routes(app, services, health)
+    for path in ("/health", "/ping"):
         app.get(path, summary="200 with an empty body while requests can be answered", response_class=Response)(health)
+    for path in ("/", "/health", "/ping"):
         app.head(path, include_in_schema=False)(health)  # what load balancers send
     app.get("/info", summary="The model and the limits", response_class=Response)(info)
     app.get("/metrics", summary="Prometheus metrics", response_class=Response)(metrics)
