@@ -107,7 +107,7 @@ def _asked(number: int, instance: GenerateRequest | ChatRequest, services: Servi
         raise ValidationError(f"`instances.{number}.n` is {instance.n}, and an instance has one answer: leave it out")
     if instance.tools:
         raise ValidationError(
-            f"`instances.{number}.tools` cannot be served, as /vertex answers in text: leave them out"
+            f"`tools` of `instances.{number}` are not served, as /vertex answers in text: leave them out"
         )
     [asked] = of_chat(instance, rendering_of(instance, services), max_n=1)
     return asked
