@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -51,7 +52,6 @@ class Services:
     model: ModelInfo
     tokenizer: ModelTokenizer
     chat_template: ChatTemplate
-    answer_formats: AnswerFormats
     aside: Aside
     shards: Shards
     batcher: Batcher
@@ -62,6 +62,12 @@ class Services:
     shared_health: SharedHealth
     generator: Generator
     generation_defaults: dict[str, Any]
+
+    @cached_property
+    def answer_formats(self) -> AnswerFormats:
+        """How the model writes calls of tools and reasoning."""
+        config = self.config
+        return AnswerFormats.of(config.tool_call_parser, config.reasoning_parser, self.chat_template, self.tokenizer)
 
     @property
     def compute_type(self) -> str:
