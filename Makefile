@@ -10,7 +10,7 @@ NOT_PACKED = torch triton transformers tokenizers numpy regex sympy mpmath netwo
 	pillow pyparsing python-dateutil
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
-.PHONY: install serve test soak test-gpu bench-check bench-gpu pack unpack check proto docs
+.PHONY: install serve test test-clients soak test-gpu bench-check bench-gpu pack unpack check proto docs
 
 install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
@@ -26,6 +26,19 @@ serve: install
 # Two workers or more, as there are cores; `make test ARGS=-n0` runs all in one process, as a debugger wants it.
 test: install
 	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+# What wants an environment of its own: tests/clients/NAME.py, run in .venv-clients/NAME, which NAME.txt describes.
+CLIENTS = browser
+.PRECIOUS: .venv-clients/%/installed
+test-clients: $(CLIENTS:%=test-client-%)
+
+test-client-%: install .venv-clients/%/installed
+	.venv-clients/$*/bin/python -m pytest --noconftest tests/clients/$*.py $(ARGS)
+
+.venv-clients/%/installed: tests/clients/%.txt
+	$(PYTHON) -m venv .venv-clients/$*
+	.venv-clients/$*/bin/pip install --quiet --requirement $<
+	touch $@
 
 # Half an hour of killed and stopped model processes, then an hour of streams: tokens, memory, descriptors.
 soak: install
