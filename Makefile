@@ -27,18 +27,9 @@ serve: install
 test: install
 	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
-# What wants an environment of its own: tests/clients/NAME.py, run in .venv-clients/NAME, which NAME.txt describes.
-CLIENTS = browser
-.PRECIOUS: .venv-clients/%/installed
-test-clients: $(CLIENTS:%=test-client-%)
-
-test-client-%: install .venv-clients/%/installed
-	.venv-clients/$*/bin/python -m pytest --noconftest tests/clients/$*.py $(ARGS)
-
-.venv-clients/%/installed: tests/clients/%.txt
-	$(PYTHON) -m venv .venv-clients/$*
-	.venv-clients/$*/bin/pip install --quiet --requirement $<
-	touch $@
+# Clients whose pins conflict with ours, each in an environment of its own below .venv-clients.
+test-clients: install
+	$(RUN) -m tests.clients $(ARGS)
 
 # Half an hour of killed and stopped model processes, then an hour of streams: tokens, memory, descriptors.
 soak: install

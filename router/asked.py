@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from router.schemas import GenerateParameters
 
+# A text that is yet to be made, such as a chat's by the model's template: for an owner, who waits in turn for it. It is
+# made once the request has its permit and its deadline.
+Rendering = Callable[[str], Awaitable[str]]
+
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """One prompt. Parameters have TGI's names, whatever the API calls them."""
+    """One prompt. Parameters have TGI's names, whatever the API calls them.
 
-    prompt: str | Sequence[int]  # a text, or token ids as they are
+    prompt: a text, token ids as they are, or how to make a text. has_special_tokens: whether a text has all special
+    tokens that it needs, as a chat template writes them.
+    """
+
+    prompt: str | Sequence[int] | Rendering
     given: GenerateParameters
-    has_special_tokens: bool = (
-        False  # whether a text has all special tokens that it needs, as a chat template writes them
-    )
+    has_special_tokens: bool = False
     shows_stop: bool = True  # whether a stop sequence is part of the answer's text
     num_answers: int | None = None  # how many are wanted of it, each with a seed of its own; None: by `best_of`

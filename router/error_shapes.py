@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from http import HTTPStatus
 
-import orjson
 from starlette.responses import Response
 
 from router import errors
@@ -19,7 +18,7 @@ def error_response(error: RouterError, path: str) -> Response:
     """The whole HTTP response for an error."""
     if not path.startswith(OPENAI):
         return errors.error_response(error)
-    return _json(error_body(error), status_of(error), errors.headers_of(error))
+    return errors.json_error(error_body(error), status_of(error), errors.headers_of(error))
 
 
 def status_response(status: int, path: str, headers: Mapping[str, str] | None = None) -> Response:
@@ -28,8 +27,4 @@ def status_response(status: int, path: str, headers: Mapping[str, str] | None = 
         return errors.status_response(status, headers)
     phrase = HTTPStatus(status).phrase
     told = {"message": phrase, "type": "invalid_request_error", "param": None, "code": None}
-    return _json({"error": told, "error_type": phrase.lower().replace(" ", "_")}, status, headers or {})
-
-
-def _json(body: object, status: int, headers: Mapping[str, str]) -> Response:
-    return Response(orjson.dumps(body), status, headers=dict(headers), media_type="application/json")
+    return errors.json_error({"error": told, "error_type": phrase.lower().replace(" ", "_")}, status, headers or {})

@@ -207,7 +207,7 @@ def for_clients(cause: str) -> str:
 
 def error_response(error: RouterError) -> Response:
     """The whole HTTP response for an error."""
-    return _json(error.body(), error.status, headers_of(error))
+    return json_error(error.body(), error.status, headers_of(error))
 
 
 def headers_of(error: RouterError) -> Mapping[str, str]:
@@ -218,8 +218,9 @@ def headers_of(error: RouterError) -> Mapping[str, str]:
 def status_response(status: int, headers: Mapping[str, str] | None = None) -> Response:
     """The response for an error that HTTP itself defines, such as 404 or 405."""
     phrase = HTTPStatus(status).phrase
-    return _json({"error": phrase, "error_type": phrase.lower().replace(" ", "_")}, status, headers or {})
+    return json_error({"error": phrase, "error_type": phrase.lower().replace(" ", "_")}, status, headers or {})
 
 
-def _json(body: dict[str, str], status: int, headers: Mapping[str, str]) -> Response:
+def json_error(body: object, status: int, headers: Mapping[str, str]) -> Response:
+    """A response of any shape."""
     return Response(orjson.dumps(body), status, headers=dict(headers), media_type="application/json")

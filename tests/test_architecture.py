@@ -53,7 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "router.queue",
     },
     "router.blocks": set(),
-    "router.aside": {"router.aside", "server.process"},
+    "router.aside": {"router.aside", "router.turns", "server.process"},
     "router.chat_settings": set(),
     "router.config": {"router.chat_settings", "router.connection_settings"},
     "router.connection_settings": set(),

@@ -2,7 +2,8 @@
 
 A chat template that loops for ever, or a grammar whose automaton explodes, would hold the interpreter and with it every
 stream; a thread can neither be bounded nor ended. A process can: one that exceeds its time is killed, and the next task
-starts another. Who waits does so in turn, and who stops waiting for a task that runs ends its process.
+starts another. API keys are served by turns (`router/turns.py`), and who stops waiting for a task that runs ends its
+process.
 
 Left out: which tasks there are (`tasks.py`). Nothing is started before `warm_up` or the first task.
 """
@@ -16,11 +17,13 @@ import os
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
-from contextlib import suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from router.aside import TaskError
+from router.turns import Turns
 from server.process import end_with_parent
 
 ROOT = Path(__file__).parents[2]  # where our packages are
@@ -36,20 +39,23 @@ class Aside:
     def __init__(self, num: int, seconds: float = 2.0, memory_mb: int = 1024) -> None:
         self._seconds = seconds
         self._memory_mb = memory_mb
-        self._free = asyncio.Semaphore(num)
+        self._turns = Turns(num)
         self._idle: deque[_Worker] = deque()
         self._workers: set[_Worker] = set()
         self._ends: set[asyncio.Future[None]] = set()  # of those that are being ended
 
     async def warm_up(self) -> None:
         """Have one process ready."""
-        async with self._free:
+        async with self._place(""):
             if not self._idle:
                 self._idle.append(await self._start())
 
-    async def do(self, task: str, **arguments: Any) -> Any:
-        """The task's result. Raises TaskError where it refuses, takes too long or too much, or fails."""
-        async with self._free:
+    async def do(self, task: str, owner: str = "", **arguments: Any) -> Any:
+        """The task's result. Raises TaskError where it refuses, takes too long or too much, or fails.
+
+        owner: whose task it is, where keys share the server.
+        """
+        async with self._place(owner):
             worker = self._idle.pop() if self._idle else await self._start()
             try:
                 answer = await worker.ask({"task": task, **arguments}, self._seconds)
@@ -67,6 +73,14 @@ class Aside:
         for worker in tuple(self._workers):
             self._end(worker)
         await asyncio.gather(*self._ends)
+
+    @asynccontextmanager
+    async def _place(self, owner: str) -> AsyncIterator[None]:
+        await self._turns.enter(owner)
+        try:
+            yield
+        finally:
+            self._turns.leave()
 
     async def _start(self) -> _Worker:
         process = await asyncio.create_subprocess_exec(
@@ -121,9 +135,7 @@ class _Worker:
             if not reading.done():
                 raise TaskError(f"it takes longer than {seconds:g} s")
             line = reading.result()
-        except (ConnectionError, ValueError) as error:  # a line beyond the limit is a ValueError, and so is a TaskError
-            if isinstance(error, TaskError):
-                raise
+        except (ConnectionError, ValueError):  # a line beyond the limit is a ValueError
             line = b""
         finally:
             reading.cancel()

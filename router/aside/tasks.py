@@ -20,7 +20,7 @@ Task = Callable[..., Any]
 def render_chat(
     template: str,
     messages: list[dict[str, Any]],
-    tools: list[dict[str, Any]] | None,
+    tools: list[Any] | None,
     variables: Mapping[str, Any],
     add_generation_prompt: bool,
     continue_final_message: bool,
@@ -31,9 +31,9 @@ def render_chat(
     it refuses the messages.
     """
     try:
-        prompts, _ = render_jinja_template(  # type: ignore[str-unpack]  # two lists, as its body has it
+        rendered: Any = render_jinja_template(  # a pair of lists, whatever its annotation says
             [messages],
-            tools=tools,  # type: ignore[arg-type]  # lists are invariant
+            tools=tools,
             chat_template=template,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
@@ -49,7 +49,8 @@ def render_chat(
         raise TaskError(f"the chat template refuses the messages: {error.message}") from None
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
         raise TaskError(f"the chat template fails with {type(error).__name__}: {str(error)[:200]}") from None
-    return prompts[0]
+    prompts, _ = rendered
+    return str(prompts[0])
 
 
 TASKS: Mapping[str, Task] = {"render_chat": render_chat}

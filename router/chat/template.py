@@ -74,6 +74,7 @@ class ChatTemplate:
         self,
         aside: Aside,
         messages: Messages,
+        owner: str = "",
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
@@ -82,13 +83,14 @@ class ChatTemplate:
     ) -> str:
         """The prompt for messages, with all special tokens that it needs. Raises ValidationError.
 
-        variables: `chat_template_kwargs` of the request. continue_final_message: the last message is the beginning of
-        the answer, and the prompt ends with it.
+        owner: whose request it is. variables: `chat_template_kwargs` of the request. continue_final_message: the last
+        message is the beginning of the answer, and the prompt ends with it.
         """
         check_variables(variables or {})
         try:
             prompt = await aside.do(
                 "render_chat",
+                owner,
                 template=self.choose(bool(tools)),
                 messages=list(messages),
                 tools=list(tools) if tools else None,
@@ -118,11 +120,15 @@ def check_variables(variables: Mapping[str, Any]) -> None:
             )
 
 
-def _of_file(path: Path) -> dict[str, str]:
+def _read(path: Path) -> str:
     try:
-        text = path.read_text()
+        return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"chat_template {path} cannot be read: {error}") from None
+
+
+def _of_file(path: Path) -> dict[str, str]:
+    text = _read(path)
     if path.suffix != ".json":
         return {DEFAULT: text}
     named = _of_config(model_files.read_json(path).get("chat_template"), path)
@@ -154,7 +160,7 @@ def _of_folder(folder: Path) -> dict[str, str]:
     if (main := folder / "chat_template.jinja").is_file():
         paths[DEFAULT] = main
     if paths:
-        return {name: path.read_text() for name, path in paths.items()}
+        return {name: _read(path) for name, path in paths.items()}
     return _of_config(model_files.read_json(folder / "chat_template.json").get("chat_template"), folder)
 
 

@@ -6,6 +6,7 @@ token of every stream.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,7 @@ from orjson import dumps
 
 from router.entry import Entry, Event, Failed, Finished, Token
 from router.errors import RouterError
-from router.generation import Answer, OpenRequest
+from router.generation import Answer, OpenRequest, one_per_prompt
 from router.text import FinishReason
 from router.tgi import frame
 from router.version import version
@@ -33,6 +34,7 @@ ERROR_TYPES = {
 }
 # TGI's names in sentences about what is wrong, and what the parameters are called here.
 NAMES = {"`max_new_tokens`": "`max_tokens`", "`inputs`": "the prompt", "`top_n_tokens`": "`top_logprobs`"}
+NOT_HERE = re.compile(r", or set `truncate`( to \d+)?")  # a remedy that `/v1` does not have
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 Json = dict[str, Any]
 
@@ -65,12 +67,12 @@ def renamed(sentence: str) -> str:
     """A sentence about parameters by the names that they have here."""
     for native, ours in NAMES.items():
         sentence = sentence.replace(native, ours)
-    return sentence
+    return NOT_HERE.sub("", sentence)
 
 
 def usage(entries: Sequence[Entry]) -> Json:
     """Counts of tokens; the prompt of several answers counts once for each prompt."""
-    prompts = {id(entry.request.encoder_ids or entry.request.token_ids): entry for entry in entries}.values()
+    prompts = one_per_prompt(entries)
     prompt = sum(entry.request.input_length for entry in prompts)
     generated = sum(entry.generated.num_tokens for entry in entries)
     return {
@@ -127,15 +129,16 @@ def error_body(error: RouterError) -> Json:
 
 
 class ChunkFrames:
-    """Turns the events of one stream into OpenAI's chunks."""
+    """Turns the events of one stream into OpenAI's chunks.
 
-    def __init__(
-        self, head: Head, opened: OpenRequest, *, is_chat: bool, includes_usage: bool, echoed: Sequence[str]
-    ) -> None:
+    echoed: what comes before each answer of a completion; None for a chat.
+    """
+
+    def __init__(self, head: Head, opened: OpenRequest, *, includes_usage: bool, echoed: Sequence[str] | None) -> None:
         self._entries = entries = opened.entries
         self._echoed = echoed
         self._includes_usage = includes_usage
-        self._is_chat = is_chat
+        self._is_chat = is_chat = echoed is None
         self._fields = head.fields("chat.completion.chunk" if is_chat else "text_completion")
         self._tail: Json = {"usage": None} if includes_usage else {}
         self._begun = [False for _ in entries]
@@ -161,7 +164,7 @@ class ChunkFrames:
     def _first(self, index: int) -> list[bytes]:
         """What comes before any token: who speaks, or the prompt."""
         self._begun[index] = True
-        if self._is_chat:
+        if self._echoed is None:
             return [frame(self._chunk(index, "", None, role="assistant"))]
         return [self._text_frame(index, self._echoed[index])] if self._echoed[index] else []
 

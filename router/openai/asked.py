@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from router.asked import Asked
+from router.asked import Asked, Rendering
 from router.errors import ValidationError
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation, Message
 from router.schemas import GenerateParameters
@@ -32,10 +32,10 @@ NOT_SERVED: Mapping[str, Sequence[Any]] = {
 }
 
 
-def of_chat(body: ChatRequest, prompt: str, max_n: int) -> list[Asked]:
-    """What a chat asks for, once its messages are a prompt. Raises ValidationError."""
+def of_chat(body: ChatRequest, render: Rendering, max_n: int) -> list[Asked]:
+    """What a chat asks for, of the prompt that `render` makes of its messages. Raises ValidationError."""
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return [_asked(body, prompt, most, max_n, has_special_tokens=True)]
+    return [_asked(body, render, most, max_n, has_special_tokens=True)]
 
 
 def of_completion(body: CompletionRequest, max_n: int, max_prompts: int) -> list[Asked]:
@@ -61,7 +61,12 @@ def prompts(body: CompletionRequest) -> Sequence[str | Sequence[int]]:
 
 
 def _asked(
-    body: Generation, prompt: str | Sequence[int], most: int | None, max_n: int, *, has_special_tokens: bool = False
+    body: Generation,
+    prompt: str | Sequence[int] | Rendering,
+    most: int | None,
+    max_n: int,
+    *,
+    has_special_tokens: bool = False,
 ) -> Asked:
     refuse_what_is_not_served(body.model_extra or {})
     count = 1 if body.n is None else body.n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,18 +10,19 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from router.asked import Asked
+from router.asked import Asked, Rendering
 from router.errors import NotFound
+from router.generation import OpenRequest
 from router.openai import answers, asked
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
 from router.schemas import MOST_VALUES
-from router.serving import Services, collect, documented, json_response, read, stream
+from router.serving import Handler, Services, collect, documented, json_response, read, stream
 
 STREAM_HEADERS = {"cache-control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def add_openai_routes(app: FastAPI, services: Services) -> None:
-    """Serve what OpenAI's clients ask for."""
+def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handler]:
+    """Serve what OpenAI's clients ask for. Returns what answers chats, and what answers completions."""
     config = services.config
     model = {"id": config.model_id, "object": "model", "created": answers.now(), "owned_by": "lockstep"}
     # A prompt may be as many token ids as fit, and a few of them more before they are counted.
@@ -28,30 +30,21 @@ def add_openai_routes(app: FastAPI, services: Services) -> None:
 
     async def chat(request: Request) -> Response:
         body = await read(request, services, ChatRequest)
-        asked.refuse_what_is_not_served(body.model_extra or {})
-        prompt = await services.chat_template.render(
-            services.aside,
-            asked.messages_of(body),
-            variables=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=body.continue_final_message is True,
-        )
-        wanted = asked.of_chat(body, prompt, config.max_n)
+        wanted = asked.of_chat(body, rendering_of(body, services), config.max_n)
         head = _head(request, body, services, "chatcmpl")
         if body.stream:
-            return await _stream(request, body, wanted, services, head, is_chat=True)
+            return await _stream(request, body, wanted, services, head, lambda: None)
         opened, found = await collect(request, wanted, services)
         return json_response(answers.chat_completion(head, found, opened.entries))
 
     async def completions(request: Request) -> Response:
         body = await read(request, services, CompletionRequest, most_values)
         wanted = asked.of_completion(body, config.max_n, config.max_client_batch_size)
-        echoed = [_echo(body, one, services) for one in wanted for _ in range(one.num_answers or 1)]
         head = _head(request, body, services, "cmpl")
         if body.stream:
-            return await _stream(request, body, wanted, services, head, echoed=echoed)
+            return await _stream(request, body, wanted, services, head, partial(_echoed, body, wanted, services))
         opened, found = await collect(request, wanted, services)
-        return json_response(answers.completion(head, found, opened.entries, echoed))
+        return json_response(answers.completion(head, found, opened.entries, _echoed(body, wanted, services)))
 
     async def models() -> Response:
         return Response(orjson.dumps({"object": "list", "data": [model]}), media_type="application/json")
@@ -66,6 +59,19 @@ def add_openai_routes(app: FastAPI, services: Services) -> None:
     app.post("/v1/completions", summary="OpenAI's text completions", **_documented(CompletionRequest))(completions)
     app.get("/v1/models", summary="The model that is served", response_class=Response)(models)
     app.get("/v1/models/{name:path}", summary="The same by its name", response_class=Response)(one_model)
+    return chat, completions
+
+
+def rendering_of(body: ChatRequest, services: Services) -> Rendering:
+    """How a chat's messages become a prompt. Raises ValidationError."""
+    return partial(
+        services.chat_template.render,
+        services.aside,
+        asked.messages_of(body),
+        variables=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=body.continue_final_message is True,
+    )
 
 
 def _documented(schema: type[Generation]) -> dict[str, Any]:
@@ -76,10 +82,13 @@ def _head(request: Request, body: Generation, services: Services, prefix: str) -
     return answers.Head(f"{prefix}-{request.state.request_id}", body.model or services.config.model_id)
 
 
-def _echo(body: CompletionRequest, one: Asked, services: Services) -> str:
-    """The prompt that `echo` puts before the answer."""
-    if not body.echo:
-        return ""
+def _echoed(body: CompletionRequest, wanted: Sequence[Asked], services: Services) -> list[str]:
+    """What `echo` puts before each answer: its prompt. Once the prompts are known to be valid."""
+    return [_prompt(one, services) if body.echo else "" for one in wanted for _ in range(one.num_answers or 1)]
+
+
+def _prompt(one: Asked, services: Services) -> str:
+    assert not callable(one.prompt)
     return one.prompt if isinstance(one.prompt, str) else services.tokenizer.decode(one.prompt)
 
 
@@ -89,10 +98,12 @@ async def _stream(
     wanted: list[Asked],
     services: Services,
     head: answers.Head,
-    *,
-    is_chat: bool = False,
-    echoed: list[str] | None = None,
+    echoed: Callable[[], list[str] | None],
 ) -> Response:
+    """echoed: what comes before each answer of a completion; of a chat, nothing. Called once the prompts are valid."""
     includes_usage = body.stream_options is not None and body.stream_options.include_usage is True
-    frames = partial(answers.ChunkFrames, head, is_chat=is_chat, includes_usage=includes_usage, echoed=echoed or [])
+
+    def frames(opened: OpenRequest) -> answers.ChunkFrames:
+        return answers.ChunkFrames(head, opened, includes_usage=includes_usage, echoed=echoed())
+
     return await stream(request, wanted, services, frames, {**STREAM_HEADERS, "x-compute-type": services.compute_type})

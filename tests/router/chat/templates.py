@@ -1,4 +1,3 @@
-# ruff: noqa: E501
 """Chat templates in the formats of published families, written by hand, and conversations to try them on."""
 
 from __future__ import annotations
@@ -11,17 +10,22 @@ END = "{% endfor %}"
 TEMPLATES = {
     "chatml": LOOP + "{{ '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>\n' }}" + END
     + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
-    "qwen3": "{%- for message in messages -%}\n<|im_start|>{{ message['role'] }}\n{{ message.content | trim }}<|im_end|>\n{% endfor -%}\n"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}"
+    "qwen3": "{%- for message in messages -%}\n<|im_start|>{{ message['role'] }}\n{{ message.content | trim }}"
+    "<|im_end|>\n{% endfor -%}\n"
+    "{%- if add_generation_prompt %}"
+    "<|im_start|>assistant\n{% if enable_thinking is defined and enable_thinking is false %}"
     "<think>\n\n</think>\n\n{% endif %}{% endif %}",
-    "llama-2": "{% if messages[0]['role'] == 'system' %}{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
+    "llama-2": "{% if messages[0]['role'] == 'system' %}"
+    "{% set system = '<<SYS>>\n' + messages[0]['content'] + '\n<</SYS>>\n\n' %}"
     "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
     "{% for m in rest %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
     "{{ raise_exception('user and assistant take turns') }}{% endif %}"
-    "{% if m['role'] == 'user' %}{{ bos_token + '[INST] ' + (system if loop.first else '') + m['content'].strip() + ' [/INST]' }}"
+    "{% if m['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + (system if loop.first else '') + m['content'].strip() + ' [/INST]' }}"
     "{% else %}{{ ' ' + m['content'].strip() + ' ' + eos_token }}{% endif %}{% endfor %}",
     "llama-3": "{{ bos_token }}" + LOOP
-    + "{{ '<|start_header_id|>' ~ message.role ~ '<|end_header_id|>\n\n' ~ message.content | trim ~ '<|eot_id|>' }}" + END
+    + "{{ '<|start_header_id|>' ~ message.role ~ '<|end_header_id|>\n\n' ~ message.content | trim ~ '<|eot_id|>' }}"
+    + END
     + "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
     "mistral": "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS] {{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
     + LOOP + "{% if message.role == 'user' %}[INST] {{ message.content }}[/INST]"
@@ -39,7 +43,8 @@ TEMPLATES = {
     + "{% if add_generation_prompt %}ASSISTANT:{% endif %}",
     "chatglm3": "[gMASK]sop" + LOOP + "<|{{ message.role }}|>\n {{ message.content }}" + END
     + "{% if add_generation_prompt %}<|assistant|>{% endif %}",
-    "baichuan2": LOOP + "{% if message.role == 'user' %}<reserved_106>{{ message.content }}{% elif message.role == 'assistant' %}"
+    "baichuan2": LOOP + "{% if message.role == 'user' %}<reserved_106>{{ message.content }}"
+    "{% elif message.role == 'assistant' %}"
     "<reserved_107>{{ message.content }}{% else %}{{ message.content }}{% endif %}" + END
     + "{% if add_generation_prompt %}<reserved_107>{% endif %}",
     "command-r": "{{ bos_token }}{% set ns = namespace(n=0) %}" + LOOP + "{% set ns.n = ns.n + 1 %}"

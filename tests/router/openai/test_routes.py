@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +25,16 @@ def template(tmp_path: Path) -> str:
     return str(path)
 
 
-def told(template: str, story: Callable[[Site], Awaitable[None]], answer: str = "one two", **config: Any) -> None:
+def told(
+    template: str,
+    story: Callable[[Site], Awaitable[None]],
+    answer: str = "one two",
+    limits: Mapping[str, int] | None = None,
+    **config: Any,
+) -> None:
     async def whole() -> None:
         shards = fake_shards(make_limits(), **answering(answer))
-        async with site(shards, config={"chat_template": template, **config}) as it:
+        async with site(shards, config={"chat_template": template, **config}, **(limits or {})) as it:
             it.http.timeout = 60  # the first chat waits for a process
             await story(it)
             await it.all_free()
@@ -166,6 +172,8 @@ def test_the_parts_of_a_message_are_one_text_and_the_last_may_be_continued(templ
         ("/v1/completions", {"prompt": []}, "`prompt` has 0 prompts"),
         ("/v1/completions", {"prompt": ["a"] * 5}, "`prompt` has 5 prompts: give 1 to 4"),
         ("/v1/completions", {"prompt": [999]}, "has token 999"),
+        ("/v1/completions", {"prompt": [2**32 - 1], "echo": True}, "has token 4294967295"),
+        ("/v1/completions", {"prompt": [2**32 - 1], "echo": True, "stream": True}, "has token 4294967295"),
         ("/v1/completions", {"prompt": [-1]}, "prompt"),
         ("/v1/completions", {"suffix": "x"}, "`suffix` is not served"),
         ("/v1/completions", {"best_of": 3}, "leave `best_of` out"),
@@ -181,7 +189,7 @@ def test_what_is_wrong_is_400_in_openai_s_shape(
             assert 400 == answer.status_code
             told = answer.json()
             assert ("invalid_request_error", "validation") == (told["error"]["type"], told["error_type"])
-            assert sentence in told["error"]["message"]
+            assert sentence in told["error"]["message"] and "`truncate`" not in told["error"]["message"]
 
     told(template, story, max_client_batch_size=4)
 
@@ -214,6 +222,28 @@ def test_parameters_reach_the_shards(template: str) -> None:
         assert (False, 0, 1.0) == (greedy.do_sample, greedy.top_k, greedy.top_p)
 
     told(template, story)
+
+
+@pytest.mark.parametrize("config", [{"request_timeout": 0.3}, {}])
+def test_a_chat_whose_prompt_is_being_made_has_its_permit_and_its_deadline(
+    template: str, config: dict[str, float]
+) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    Path(template).write_text(f"{{% if messages[0].content == 'endless' %}}{endless}{{% endif %}}")
+
+    async def story(it: Site) -> None:
+        body = {"messages": [{"role": "user", "content": "endless"}]}
+        waiting = asyncio.ensure_future(it.http.post("/v1/chat/completions", json=body))
+        while not it.metrics.request_count._value.get():
+            await asyncio.sleep(0.001)
+        refused = await it.http.post("/v1/chat/completions", json=body)
+        assert (429, "overloaded") == (refused.status_code, refused.json()["error_type"])
+        answer = await waiting
+        assert (504 if config else 400) == answer.status_code
+        label = "timeout" if config else "validation"
+        assert f'tgi_request_failure{{err="{label}"}} 1.0' in (await it.http.get("/metrics")).text
+
+    told(template, story, limits={"max_concurrent_requests": 1}, **config)
 
 
 def test_models_are_listed_and_found_by_name(template: str) -> None:

@@ -1,7 +1,7 @@
 """The playground in a real browser: everything that a person does there, and what goes wrong meanwhile.
 
-It needs a Chromium: Debian's, or the one that CHROMIUM names. Pictures of every state are left in
-`.venv-clients/screenshots`, to be looked at.
+It needs Debian's Chromium. Pictures of every state are left in `.venv-clients/screenshots`, to be looked at. The
+servers are its own: it stops one, locks another and fills a third.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ expect.set_options(timeout=QUICK)
 
 @pytest.fixture(scope="session")
 def browser() -> Iterator[Browser]:
-    path = os.environ.get("CHROMIUM") or shutil.which("chromium")
-    assert path, "there is no Chromium: `apt-get install chromium`, or name one by the environment variable CHROMIUM"
+    path = shutil.which("chromium")
+    assert path, "there is no Chromium: `apt-get install chromium`"
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     with sync_playwright() as playwright:
         launched = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
