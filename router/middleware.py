@@ -22,7 +22,16 @@ SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 HOST = re.compile(r"(\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(:[0-9]*)?")
 # Open without a key: probes, and the documentation page with what it loads. Everything else is closed by default.
 OPEN_PATHS = frozenset(
-    {"/", "/health", "/ping", "/docs", "/docs/swagger-ui.css", "/docs/swagger-ui-bundle.js", "/api-doc/openapi.json"}
+    {
+        "/",
+        "/health",
+        "/ping",
+        "/docs",
+        "/docs/swagger-ui.css",
+        "/docs/swagger-ui-bundle.js",
+        "/api-doc/openapi.json",
+        "/openapi.json",
+    }
 )
 
 
