@@ -42,6 +42,7 @@ from router.model_files import generation_defaults
 from router.openai.routes import add_openai_routes
 from router.permits import Permits
 from router.platform_routes import add_platform_routes
+from router.playground.routes import add_playground_routes
 from router.probing import SharedHealth
 from router.request_log import CLIENT_GONE, RequestLogMiddleware
 from router.serving import Services
@@ -173,8 +174,10 @@ def _add_status_routes(app: FastAPI, services: Services) -> None:
     async def metrics() -> Response:
         return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    add_playground_routes(app, services, health)
+    app.head("/", include_in_schema=False)(health)  # a probe, whatever it accepts
     alive: dict[str, Any] = {"response_class": Response, "responses": {503: {"model": schemas.ErrorResponse}}}
-    for path in ("/", "/health", "/ping"):
+    for path in ("/health", "/ping"):
         app.get(path, summary="200 with an empty body while requests can be answered", **alive)(health)
     of_info: dict[str, Any] = {"response_class": Response, "responses": {200: {"model": schemas.InfoBody}}}
     app.get("/info", summary="The model and the limits", **of_info)(info)
@@ -267,8 +270,10 @@ def _add_docs(app: FastAPI, document: bytes) -> None:
 
 def _add_heads(app: FastAPI) -> None:
     """Every route that answers GET answers HEAD, which load balancers send; the HTTP layer leaves the body out."""
-    for route in app.routes:
-        if isinstance(route, APIRoute) and route.methods is not None and "GET" in route.methods:
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    has_own = {route.path for route in routes if "HEAD" in (route.methods or ())}
+    for route in routes:
+        if route.methods is not None and "GET" in route.methods and route.path not in has_own:
             route.methods.add("HEAD")
 
 

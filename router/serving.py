@@ -133,6 +133,7 @@ async def _open(request: Request, asked: Sequence[Asked], services: Services, *,
         asked,
         headers=request.headers,
         is_stream=is_stream,
+        request_id=request.state.request_id,
         log=request.state.log,
         **asked_by(request, services),
     )

@@ -475,6 +475,8 @@ def test_api_key_closes_every_route_but_the_probes() -> None:
                 "/docs/swagger-ui-bundle.js",
                 "/api-doc/openapi.json",
                 "/openapi.json",
+                "/playground/app.css",
+                *map("/playground/{}.js".format, "answer app code live parameters server theme".split()),
             }
             assert {method for method, _ in open_paths} == {"GET", "HEAD"}
             by_head = {path for method, path in open_paths if method == "HEAD"}
