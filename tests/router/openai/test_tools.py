@@ -16,6 +16,7 @@ import pytest
 from tokenizers import AddedToken
 
 from router.aside.tasks import TASKS
+from router.openai.documents import ChatChunk, ChatCompletion
 from router.text import ModelTokenizer
 from tests.router.chat.templates import TOOL
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
@@ -113,9 +114,13 @@ async def both(it: Site, **changes: Any) -> tuple[dict[str, Any], str]:
     """The message of the answer and why it ended; whole and streamed must say the same."""
     answer = await it.http.post(PATH, json={**ASKED, **changes})
     assert 200 == answer.status_code, answer.text
+    ChatCompletion.model_validate_json(answer.text)
     [choice] = answer.json()["choices"]
     whole, reason = choice["message"], choice["finish_reason"]
-    streamed = gathered(chunks_of((await it.http.post(PATH, json={**ASKED, **changes, "stream": True})).text))
+    chunks = chunks_of((await it.http.post(PATH, json={**ASKED, **changes, "stream": True})).text)
+    for chunk in chunks:
+        ChatChunk.model_validate(chunk)
+    streamed = gathered(chunks)
     assert ((whole["content"] or ""), reason) == (streamed[0]["content"], streamed[1])
     assert whole.get("reasoning_content") == streamed[0].get("reasoning_content")
     assert functions(whole) == functions(streamed[0])
