@@ -277,7 +277,7 @@ class _Pieces:
         self._parts: list[str] = []
         self._blanks: list[str] = []
         self._has_text = False
-        self._ends_in_text = False  # and in no call
+        self._ends_in_text = True  # and in no call
 
     def take(self) -> list[Piece]:
         """What was gathered since the last time."""

@@ -232,3 +232,26 @@ def test_reading_costs_what_the_answer_is_long(tools: str, unit: str, step: int)
     few, many = calls(300), calls(600)
     assert many[0] < 2.5 * few[0] + 500
     assert max(few[1], many[1]) < 40  # what waits unread is shorter than a mark
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "[f(a=", ")]"),
+    *('{"name": "f", "arguments": ', '"name"', '"arguments"', ": ", ", ", "{", "}", "[", "]", '"', "\\", "f", "(", ")"),
+    *("'", "1", "None", "-", "é", "\n", " ", ";", "x" * 70, '{"a": 1}', "<", "\\u00", "<｜tool▁sep｜>"),
+]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_whatever_a_model_writes_is_read_the_same_however_it_is_split(name: str) -> None:
+    draw = random.Random(name)
+    for _ in range(300):
+        parts = draw.choices(FRAGMENTS, k=draw.randrange(1, 25))
+        text, reasoning = "".join(parts), draw.choice(["think", None])
+        told = whole(pieces(reader(name, reasoning), text))
+        assert told == whole(pieces(reader(name, reasoning), *parts))
+        assert told == whole(pieces(reader(name, reasoning), *text))
+        if not told.calls and not told.reasoning and reasoning is None:
+            kept = text
+            for mark in TOOLS[name].around:
+                kept = kept.replace(mark, "")
+            assert kept == told.text
