@@ -18,7 +18,7 @@ from typing import TypeVar
 from router.accounts import Account
 from router.asked import Asked
 from router.batcher import Batcher
-from router.entry import Entry, Event, Failed, Finished, MergedEvents, PromptTokens, Token, ValidRequest
+from router.entry import Entry, Event, Failed, Finished, MergedEvents, PromptScores, PromptTokens, Token, ValidRequest
 from router.errors import DeadlinePassed, RouterError
 from router.metrics import Metrics
 from router.permits import Permits
@@ -39,17 +39,31 @@ class Answer:
     tokens: list[Token]
     finished: Finished
     seed: int | None  # None when nothing was drawn at random
+    prompt_scores: PromptScores | None = None  # in place of `prompt`, where log-probabilities are the model's own
 
     @property
     def mean_logprob(self) -> float:
         """By this the likeliest of several samples is chosen."""
-        return sum(token.logprob or 0.0 for token in self.tokens) / len(self.tokens)
+        return sum(token.logprob or 0.0 for token in self.tokens) / max(len(self.tokens), 1)
 
 
 def likeliest_first(answers: Sequence[Answer]) -> list[Answer]:
     """The likeliest sample, and the others in order."""
     best = max(answers, key=lambda answer: answer.mean_logprob)
     return [best, *(answer for answer in answers if answer is not best)]
+
+
+def likeliest(answers: Sequence[Answer], num_prompts: int, count: int) -> list[int]:
+    """The numbers of the `count` likeliest answers to each prompt, the best first; all in order where none is left out.
+
+    answers: to each prompt as many, those to the first prompt first.
+    """
+    each = len(answers) // num_prompts
+    found: list[int] = []
+    for first in range(0, len(answers), each):
+        numbers = range(first, first + each)
+        found += sorted(numbers, key=lambda i: -answers[i].mean_logprob)[:count] if each > count else numbers
+    return found
 
 
 async def _drained(queue: asyncio.Queue[Result]) -> list[Result]:
@@ -197,6 +211,7 @@ class OpenRequest:
 
     async def _collect(self, entry: Entry) -> Answer:
         prompt: tuple[Token, ...] = ()
+        scores: PromptScores | None = None
         tokens: list[Token] = []
         while True:
             event = await entry.events.get()
@@ -205,14 +220,16 @@ class OpenRequest:
                 self._note_first_token()
             elif isinstance(event, PromptTokens):
                 prompt = event.tokens
+            elif isinstance(event, PromptScores):
+                scores = event
             elif isinstance(event, Finished):
-                return Answer(prompt, tokens, event, _visible_seed(entry))
+                return Answer(prompt, tokens, event, _visible_seed(entry), scores)
             else:
                 self.fail(event.error)
                 raise event.error
 
     def _note(self, events: list[Event]) -> None:
-        if isinstance(events[0], Token):
+        if isinstance(events[0], Token | PromptScores):
             self._note_first_token()
         last = events[-1]
         if isinstance(last, Finished):
