@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -63,7 +63,7 @@ class ChatChoice(BaseModel):
 
     index: int
     message: ChatMessage
-    logprobs: None
+    logprobs: dict[str, Any] | None
     finish_reason: ChatReason
 
 
@@ -80,7 +80,7 @@ class TextChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: None
+    logprobs: dict[str, Any] | None
     finish_reason: Reason
 
 
@@ -122,7 +122,7 @@ class ChatChunkChoice(BaseModel):
 
     index: int
     delta: Delta
-    logprobs: None
+    logprobs: dict[str, Any] | None
     finish_reason: ChatReason | None
 
 
@@ -139,7 +139,7 @@ class TextChunkChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: None
+    logprobs: dict[str, Any] | None
     finish_reason: Reason | None
 
 
