@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmark.probes": {"benchmark", "server.backends"},
     "benchmark.kernels": {"benchmark", "server.arch.spec", "server.backends"},
     "benchmark.fleet": {
-        "benchmark", "router.batcher", "router.entry", "router.limits", "router.scheduler",
+        "benchmark", "router.batcher", "router.entry", "router.limits", "router.plan", "router.scheduler",
     },
     "benchmark.simulate": {"benchmark", "router.config", "router.limits", "router.queue"},
     "benchmark.prompts": {"benchmark", "router.text"},
@@ -49,10 +49,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.chunks": set(),
     "router.fairness": set(),
     "router.scheduler": {
-        "router.blocks", "router.chunks", "router.entry", "router.fairness", "router.limits", "router.prefix",
-        "router.queue",
+        "router.blocks", "router.chunks", "router.entry", "router.fairness", "router.grammars.grammar",
+        "router.limits", "router.plan", "router.prefix", "router.queue",
     },
     "router.blocks": set(),
+    "router.plan": {"router.entry"},
+    "router.grammars": {"router.aside", "router.errors", "router.grammars", "server.process"},
+    "router.grammars.grammar": {"router.errors"},
+    "router.grammars.matcher": {"router.grammars.grammar"},
     "router.aside": {"router.aside", "router.turns", "server.process"},
     "router.chat_settings": set(),
     "router.config": {"router.chat_settings", "router.connection_settings"},
@@ -122,9 +126,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.backends.reference.logits", "server.stepping.sampling", "server.stepping.vocabulary",
     },
     "server.symmetric": set(),
+    "server.stepping.history": {"server.backends.protocol", "server.stepping.vocabulary"},
+    "server.stepping.masks": {"server.backends.protocol", "server.stepping.vocabulary"},
     "server.stepping.sampling": {
         "server.backends.protocol", "server.backends.reference.logits", "server.stepping.biases",
-        "server.stepping.vocabulary",
+        "server.stepping.history", "server.stepping.masks", "server.stepping.vocabulary",
     },
     "server.stepping.vocabulary": {"server.backends.protocol", "server.distributed"},
 }  # fmt: skip

@@ -1,0 +1,47 @@
+"""Finds out whether a grammar is good, and what it allows first, beside the router: see `router/aside/pool.py`.
+
+A grammar can be written so that its automaton explodes. It is compiled where that ends nothing but a process that has
+no text to follow; only what has passed there comes to those that have (`follower.py`).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from router.aside import TaskError
+from router.aside.pool import Aside
+from router.errors import ValidationError
+from router.grammars.grammar import CompiledGrammar, Continuation, Grammar
+
+MOST_KEPT = 128  # grammars that are known to be good
+MOST_BYTES = 2**16  # of a grammar's text: what takes so many is a program, and compiling it takes tens of milliseconds
+
+
+class Compiler:
+    """aside: with the tasks of `tasks.py`."""
+
+    def __init__(self, aside: Aside) -> None:
+        self._aside = aside
+        self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+
+    async def compile(self, grammar: Grammar, owner: str = "") -> CompiledGrammar:
+        """The grammar with what it allows first. Raises ValidationError. owner: whose request it is."""
+        size = len(grammar.text.encode(errors="replace"))
+        if size > MOST_BYTES:
+            raise ValidationError(f"`grammar` has {size} bytes: give at most {MOST_BYTES}")
+        compiled = self._kept.pop(grammar, None) or await self._compile(grammar, owner)
+        self._kept[grammar] = compiled
+        if len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return compiled
+
+    async def _compile(self, grammar: Grammar, owner: str) -> CompiledGrammar:
+        try:
+            answer = await self._aside.do("compile_grammar", owner, kind=str(grammar.kind), text=grammar.text)
+        except TaskError as error:
+            raise ValidationError(f"grammar is not valid: {error}") from None
+        return CompiledGrammar(grammar, Continuation.read(answer))
+
+    async def close(self) -> None:
+        """End the processes."""
+        await self._aside.close()
