@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from router.batch_view import BatchView
 from router.client import ShardError, Shards, StepReply, StepRequest
 from router.delivery import Delivery
 from router.drain_rate import DrainRate
@@ -91,6 +92,7 @@ class Batcher:
         self._delivery = Delivery(self._scheduler, tokenizer, metrics)
         self._held = Held(matching, self._scheduler.allow, self.end, self.wake)
         metrics.watch(self._scheduler)
+        self.view = BatchView(self._scheduler, metrics)
         self._drain_rate = DrainRate(clock)
         self._live: dict[int, Entry] = {}  # entries that still owe their reader a last event
         self._under_way: deque[_SentStep] = deque()

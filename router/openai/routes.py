@@ -10,19 +10,19 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from router.asked import Asked
+from router.asked import Asked, Rendering
 from router.errors import NotFound
 from router.generation import OpenRequest
 from router.openai import answers, asked
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
 from router.schemas import MOST_VALUES
-from router.serving import Services, collect, documented, json_response, read, stream
+from router.serving import Handler, Services, collect, documented, json_response, read, stream
 
 STREAM_HEADERS = {"cache-control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def add_openai_routes(app: FastAPI, services: Services) -> None:
-    """Serve what OpenAI's clients ask for."""
+def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handler]:
+    """Serve what OpenAI's clients ask for. Returns what answers chats, and what answers completions."""
     config = services.config
     model = {"id": config.model_id, "object": "model", "created": answers.now(), "owned_by": "lockstep"}
     # A prompt may be as many token ids as fit, and a few of them more before they are counted.
@@ -30,15 +30,7 @@ def add_openai_routes(app: FastAPI, services: Services) -> None:
 
     async def chat(request: Request) -> Response:
         body = await read(request, services, ChatRequest)
-        render = partial(
-            services.chat_template.render,
-            services.aside,
-            asked.messages_of(body),
-            variables=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=body.continue_final_message is True,
-        )
-        wanted = asked.of_chat(body, render, config.max_n)
+        wanted = asked.of_chat(body, rendering_of(body, services), config.max_n)
         head = _head(request, body, services, "chatcmpl")
         if body.stream:
             return await _stream(request, body, wanted, services, head, lambda: None)
@@ -67,6 +59,19 @@ def add_openai_routes(app: FastAPI, services: Services) -> None:
     app.post("/v1/completions", summary="OpenAI's text completions", **_documented(CompletionRequest))(completions)
     app.get("/v1/models", summary="The model that is served", response_class=Response)(models)
     app.get("/v1/models/{name:path}", summary="The same by its name", response_class=Response)(one_model)
+    return chat, completions
+
+
+def rendering_of(body: ChatRequest, services: Services) -> Rendering:
+    """How a chat's messages become a prompt. Raises ValidationError."""
+    return partial(
+        services.chat_template.render,
+        services.aside,
+        asked.messages_of(body),
+        variables=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=body.continue_final_message is True,
+    )
 
 
 def _documented(schema: type[Generation]) -> dict[str, Any]:
