@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 
 from router.batch_view import BatchView
 from router.client import ShardError, Shards, StepReply, StepRequest
-from router.delivery import Delivery
+from router.delivery import Candidates, Delivery
 from router.drain_rate import DrainRate
 from router.entry import Entry, Failed, Finished, Timings, ValidRequest
 from router.errors import GenerationError, IncompleteGeneration, Overloaded, RouterError, Unavailable
@@ -221,7 +221,7 @@ class Batcher:
             if mistake := mistake_in(reply, self._under_way[0].plan.number, self.limits.vocab_size):
                 raise ShardError(0, mistake)
             self._deliver(self._under_way.popleft(), reply)
-        elif self._is_draining:
+        elif self._is_draining and not self._held.asked:
             return False
         else:
             self._work.clear()
@@ -319,9 +319,7 @@ class Batcher:
             step.method, received_at - step.sent_at, reply.forward_ns / 1e9, self._clock() - received_at
         )
 
-    def _deliver_tokens(
-        self, entry: Entry, token_id: int, logprob: float, top_tokens: list[tuple[int, float]], now: float
-    ) -> None:
+    def _deliver_tokens(self, entry: Entry, token_id: int, logprob: float, top: Candidates, now: float) -> None:
         """Turn a token, and those that were forced before it, into text and events.
 
         Whatever goes wrong here is this request's alone.
@@ -329,19 +327,17 @@ class Batcher:
         try:
             for known in self._delivery.take_forced(entry):
                 self._deliver_token(entry, *known, now)
-            self._deliver_token(entry, token_id, logprob, top_tokens, now)
+            self._deliver_token(entry, token_id, logprob, top, now)
         except Exception:
             logger.exception("a token of sequence %d could not be delivered", entry.id)
             self._fail(entry, IncompleteGeneration())
         else:
             self._held.ask(entry, token_id)
 
-    def _deliver_token(
-        self, entry: Entry, token_id: int, logprob: float, top_tokens: list[tuple[int, float]], now: float
-    ) -> None:
+    def _deliver_token(self, entry: Entry, token_id: int, logprob: float, top: Candidates, now: float) -> None:
         if entry.is_over:  # a forced token before this one has ended it
             self._metrics.surplus_tokens.inc()
-        elif (reason := self._delivery.deliver(entry, token_id, logprob, top_tokens, now)) is not None:
+        elif (reason := self._delivery.deliver(entry, token_id, logprob, top, now)) is not None:
             self._finish(entry, reason)
 
     # ------------------------------------------------------------------------------------------------- end

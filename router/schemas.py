@@ -10,7 +10,7 @@ are counted before any is built (`refuse_many_values`), and a list ends at its f
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic import ValidationError as SchemaError
@@ -32,6 +32,17 @@ class Strict(BaseModel):
     """A body or a part of one: no value is taken for another, and unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
+
+
+class GrammarParameters(Strict):
+    """What a text must be: JSON by a schema, or what a regular expression or a Lark grammar matches."""
+
+    type: Literal["json", "json_object", "json_schema", "regex", "lark"] = Field(
+        description="`json_object` is another name of `json`; `lark` is not TGI's."
+    )
+    value: str | dict[str, Any] = Field(
+        description="For `json` a JSON schema, also as a string; for `json_schema` {name, schema}; else the expression."
+    )
 
 
 class GenerateParameters(Strict):
@@ -81,7 +92,7 @@ class GenerateParameters(Strict):
     )
     seed: Integer | None = Field(default=None, description="0 to 2^64 - 1. The same seed gives the same text.")
     top_n_tokens: Integer | None = Field(default=None, description="Candidates to return with each token.")
-    grammar: dict[str, Any] | None = Field(default=None, description="Not supported: must be absent.")
+    grammar: GrammarParameters | None = Field(default=None, description="What the text is held to.")
     adapter_id: str | None = Field(default=None, description="Not supported: must be absent.")
 
 

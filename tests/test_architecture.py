@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.blocks": set(),
     "router.plan": {"router.entry"},
     "router.grammars": {"router.aside", "router.errors", "router.grammars", "server.process"},
+    "router.grammars.asked": {"router.errors", "router.grammars.grammar", "router.schemas"},
     "router.grammars.grammar": {"router.errors"},
     "router.grammars.matcher": {"router.grammars.grammar"},
     "router.aside": {"router.aside", "router.turns", "server.process"},
