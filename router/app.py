@@ -33,6 +33,7 @@ from router.error_shapes import error_response, status_response
 from router.errors import RouterError, Unhealthy, for_clients
 from router.generation import Generator
 from router.grammars.compiler import Compiler
+from router.grammars.grammar import Matching
 from router.guard import ClientGone
 from router.limits import Limits
 from router.metrics import Metrics
@@ -76,7 +77,7 @@ def create_app(
 
     accounts and chat_template: None stands for those of `config`, which may raise ValueError.
     """
-    compiler = compiler_of(config, limits, tokenizer)
+    compiler = compiler_of(config, limits, tokenizer, batcher.matching)
     validator = Validator(tokenizer, limits, config.validation_workers, model.decoder_start, compiler)
     permits = Permits(limits.max_concurrent_requests, batcher.seconds_until_free)
     accounts = accounts if accounts is not None else accounts_of(config)
@@ -138,13 +139,16 @@ def accounts_of(config: RouterConfig) -> Accounts:
     return Accounts(config.api_key, Path(config.api_keys_file) if config.api_keys_file is not None else None)
 
 
-def compiler_of(config: RouterConfig, limits: Limits, tokenizer: ModelTokenizer) -> Compiler:
+def compiler_of(config: RouterConfig, limits: Limits, tokenizer: ModelTokenizer, matching: Matching | None) -> Compiler:
     """What compiles grammars, or refuses them where they are not served."""
     if config.disable_grammar_support:
         return Compiler(refusal="leave `grammar` out, or start the server without --disable-grammar-support")
+    if matching is None:
+        return Compiler()
     if not tokenizer.eos_ids:
         return Compiler(refusal="the model has no end token, so leave `grammar` out")
-    return Compiler(Aside(1, tasks=("router.grammars.tasks", matchers_of(config, limits, tokenizer))))
+    tasks = "router.grammars.tasks", matchers_of(config, limits, tokenizer)
+    return Compiler(Aside(1, tasks=tasks), on_grammar=matching.start)
 
 
 def matchers_of(config: RouterConfig, limits: Limits, tokenizer: ModelTokenizer) -> str:

@@ -82,6 +82,7 @@ class Batcher:
         self.is_leaving = False  # about to drain: whoever asks for health should go elsewhere
         self.outage: ShardError | None = None  # why nothing runs at the moment
         self.failure: ShardError | None = None  # why nothing will run again
+        self.matching = matching  # None: no request has a grammar
         self._shards = shards
         self._tokenizer = tokenizer
         self._metrics = metrics

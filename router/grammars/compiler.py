@@ -7,6 +7,7 @@ no text to follow; only what has passed there comes to those that have (`followe
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 
 from router.aside import TaskError
 from router.aside.pool import Aside
@@ -17,10 +18,19 @@ MOST_KEPT = 128  # grammars that are known to be good
 
 
 class Compiler:
-    """aside: with the tasks of `tasks.py`; without it all grammars are refused, and `refusal` says what to do."""
+    """aside: with the tasks of `tasks.py`; without it all grammars are refused, and `refusal` says what to do.
 
-    def __init__(self, aside: Aside | None = None, refusal: str = "leave `grammar` out") -> None:
+    on_grammar: called when one comes.
+    """
+
+    def __init__(
+        self,
+        aside: Aside | None = None,
+        refusal: str = "leave `grammar` out",
+        on_grammar: Callable[[], None] = lambda: None,
+    ) -> None:
         self._aside = aside
+        self._on_grammar = on_grammar
         self._refusal = refusal
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
 
@@ -35,6 +45,7 @@ class Compiler:
     async def _compile(self, grammar: Grammar, owner: str) -> CompiledGrammar:
         if self._aside is None:
             raise ValidationError(f"grammar is not supported: {self._refusal}")
+        self._on_grammar()
         try:
             answer = await self._aside.do("compile_grammar", owner, kind=str(grammar.kind), text=grammar.text)
         except TaskError as error:

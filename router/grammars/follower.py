@@ -61,9 +61,9 @@ class _Text:
 
 
 class Follower:
-    """Follows texts in a process, which is there from the first one on. matchers: the arguments of `Matchers`, as JSON.
+    """Follows texts in a process, which is there from the first one, or from `start`, on.
 
-    seconds: for what comes behind one token.
+    matchers: the arguments of `Matchers`, as JSON; seconds: for what comes behind one token.
     """
 
     def __init__(self, matchers: str, *, seconds: float = SECONDS, memory_mb: int = MEMORY_MB) -> None:
@@ -77,12 +77,16 @@ class Follower:
         self._is_ready = False
         self._late: _Text | None = None  # whose process was ended for it
 
+    def start(self) -> None:
+        """Have the process started, so that the first text need not wait for it."""
+        if self._running is None:
+            self._running = asyncio.ensure_future(self._run())
+
     def begin(self, grammar: CompiledGrammar, on_answer: OnAnswer) -> Match:
         """Follow a text from its beginning. What its grammar forces there is taken for said."""
         text = _Text(self, next(self._keys), grammar, on_answer)
         self._texts[text.key] = text
-        if self._running is None:
-            self._running = asyncio.ensure_future(self._run())
+        self.start()
         self._order(text.begin_order())
         return text
 
@@ -125,7 +129,9 @@ class Follower:
                 self._process = None
                 with suppress(ProcessLookupError):
                     process.kill()
-            await process.wait()
+                assert process.stdin is not None
+                process.stdin.close()
+                await process.wait()
             self._blame()
             logger.warning("the process that follows grammars ended; texts that go on in another: %d", len(self._texts))
             if not self._is_ready:

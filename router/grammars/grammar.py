@@ -93,5 +93,8 @@ class Match(Protocol):
 class Matching(Protocol):
     """What follows texts, real or fake."""
 
+    def start(self) -> None:
+        """A text is about to come."""
+
     def begin(self, grammar: CompiledGrammar, on_answer: OnAnswer) -> Match:
         """Follow a text from its beginning. What its grammar forces there is taken for said."""

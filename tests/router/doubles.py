@@ -141,6 +141,8 @@ class FakeMatching:
     num_followed: int = 0  # texts
     num_answers: int = 0
 
+    def start(self) -> None: ...
+
     def begin(self, grammar: CompiledGrammar, on_answer: OnAnswer) -> Match:
         self.num_followed += 1
         return _FakeMatch(self, list(grammar.first.forced), on_answer)
