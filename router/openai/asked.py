@@ -11,6 +11,7 @@ from typing import Any
 
 from router.asked import Asked, Rendering
 from router.errors import ValidationError
+from router.openai.response_format import grammar_of_format
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation, Message
 from router.schemas import GenerateParameters
 
@@ -21,7 +22,6 @@ NOT_SERVED: Mapping[str, Sequence[Any]] = {
     "functions": (None, []),
     "tool_choice": (None, "none", "auto"),
     "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "prompt_embeds": (None,),
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
@@ -132,6 +132,7 @@ def _parameters(body: Generation, most: int | None) -> GenerateParameters:
         min_tokens=body.min_tokens,
         stop_token_ids=body.stop_token_ids,
         repetition_penalty=body.repetition_penalty,
+        grammar=grammar_of_format(body.response_format),
     )
 
 
