@@ -133,7 +133,9 @@ async function runCompletion(body, run) {
 }
 
 function nativePiece(token, top) {
-  const alternatives = Array.isArray(top) ? top.map(({ id, text, logprob }) => ({ id, text: String(text), logprob })) : [];
+  const alternatives = Array.isArray(top)
+    ? top.map(({ id, text, logprob }) => ({ id, text: String(text), logprob: logprob ?? -Infinity })) // JSON has no infinity
+    : [];
   const { id, logprob, special } = token;
   const text = String(token.text);
   return { text, tokens: [{ id, text, logprob, special: special === true, alternatives }] };
@@ -227,7 +229,7 @@ function chatPieces(content, logprobs) {
   const tokens = (logprobs?.content ?? []).map(({ token, logprob, top_logprobs: top }) => ({
     text: String(token),
     logprob,
-    alternatives: (top ?? []).map((one) => ({ text: String(one.token), logprob: one.logprob })),
+    alternatives: (top ?? []).map((one) => ({ text: String(one.token), logprob: one.logprob ?? -Infinity })),
   }));
   if (tokens.map((token) => token.text).join("") === text) return tokens.map((token) => ({ text: token.text, tokens: [token] }));
   return text || tokens.length ? [{ text, tokens }] : [];

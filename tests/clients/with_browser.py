@@ -219,6 +219,49 @@ def test_probabilities_are_the_servers(browser: Browser, server: Server) -> None
         )
 
 
+def test_probabilities_are_those_after_sampling_has_ruled_tokens_out(browser: Browser, server: Server) -> None:
+    with opened(browser, server.url) as page:
+        generate(page, max_new_tokens="2", top_k="2", seed="1")
+        done(page)
+        page.locator("#answer .token").first.hover()
+        shares = page.locator("#card li span:nth-child(3)").all_inner_texts()
+        assert 2 == len(shares)
+        assert 100 == pytest.approx(sum(float(share.removesuffix(" %")) for share in shares), abs=0.2)
+
+
+def test_a_grammar_is_asked_for_in_the_words_of_each_api(browser: Browser, server: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    with opened(browser, server.url) as page:
+        page.locator("#parameter-grammar").select_option("JSON")
+        text = page.locator("#parameter-grammar-text")
+        generate(page)
+        expect(page.locator("#error")).to_contain_text("Write the grammar first")
+        expect(text).to_be_focused()
+        text.fill("{")
+        generate(page)
+        expect(page.locator("#error")).to_contain_text("The schema is no JSON")
+        text.fill(json.dumps(schema))
+        asked = asked_by(page, "**/generate_stream")
+        assert {"type": "json", "value": schema} == asked["parameters"]["grammar"]
+        page.locator("input[value=chat]").check()
+        page.locator("#prompt").fill("Hello")
+        asked = asked_by(page, "**/v1/chat/completions")
+        assert {"name": "answer", "schema": schema} == asked["response_format"]["json_schema"]
+        page.locator("input[value=completion]").check()
+        page.locator("#parameter-grammar").select_option("a regex match")
+        text.fill(r"\d+")
+        assert {"type": "regex", "value": r"\d+"} == asked_by(page, "**/generate_stream")["parameters"]["grammar"]
+
+
+def asked_by(page: Page, address: str) -> dict[str, Any]:
+    """What the page asks the server for, if asked to generate."""
+    with page.expect_request(address) as request:
+        page.locator("#generate").click()
+    done(page)
+    found: dict[str, Any] = json.loads(request.value.post_data or "")
+    return found
+
+
 def test_everything_can_be_done_by_keyboard(browser: Browser, server: Server) -> None:
     with opened(browser, server.url) as page:
         expect(page.locator("#model")).to_have_text("server/demo")
