@@ -223,15 +223,19 @@ function chatBody({ top_logprobs: top, ...body }) {
   return givesChatProbabilities ? { ...body, logprobs: true, ...(top ? { top_logprobs: top } : {}) } : body;
 }
 
-/** A text with what is known of its tokens; where that does not add up to the text, the text counts. */
+/** A text with what is known of its tokens, some of which are parts of a character; where it does not add up, the text counts. */
 function chatPieces(content, logprobs) {
   const text = typeof content === "string" ? content : "";
-  const tokens = (logprobs?.content ?? []).map(({ token, logprob, top_logprobs: top }) => ({
+  const given = logprobs?.content ?? [];
+  const tokens = given.map(({ token, logprob, top_logprobs: top }) => ({
     text: String(token),
     logprob,
     alternatives: (top ?? []).map((one) => ({ text: String(one.token), logprob: one.logprob ?? -Infinity })),
   }));
-  if (tokens.map((token) => token.text).join("") === text) return tokens.map((token) => ({ text: token.text, tokens: [token] }));
+  const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+  const texts = given.map(({ token, bytes }) =>
+    Array.isArray(bytes) ? decoder.decode(Uint8Array.from(bytes), { stream: true }) : String(token));
+  if (texts.join("") === text) return tokens.map((token, at) => ({ text: texts[at], tokens: [token] }));
   return text || tokens.length ? [{ text, tokens }] : [];
 }
 
