@@ -74,7 +74,6 @@ class OpenRequest:
     ) -> None:
         self.received_at = clock()
         self.entries: list[Entry] = []
-        self.request_id: str = log["request_id"]
         self._log = log
         self._clock = clock
         self._is_chat = is_chat
@@ -293,6 +292,7 @@ class Generator:
         *,
         headers: Mapping[str, str],
         is_stream: bool,
+        request_id: str = "",
         log: dict[str, Any] | None = None,
         account: Account | None = None,
         timeout_s: float | None = None,
@@ -322,7 +322,7 @@ class Generator:
                     opened.end_at(began + timeout_s, lambda entry: self._batcher.end(entry, late))
                 opened.take_permits(len(valid) - 1)
                 opened.charge(sum(one.size().tokens for one in valid))
-                self._submit(opened, valid, account)
+                self._submit(opened, valid, account, request_id)
                 if is_stream and len(valid) > 1:
                     opened.merge_events()
                 self._metrics.input_length.observe(opened.input_length)
@@ -372,11 +372,13 @@ class Generator:
             self._metrics.timeouts.labels("validation").inc()
             raise DeadlinePassed(timeout_s) from None
 
-    def _submit(self, opened: OpenRequest, valid: Sequence[ValidRequest], account: Account | None) -> None:
+    def _submit(
+        self, opened: OpenRequest, valid: Sequence[ValidRequest], account: Account | None, request_id: str
+    ) -> None:
         """Queue the samples of one request. Raises Overloaded and Unavailable; `opened` then knows those queued."""
         owner, weight = _owner(account), account.share if account is not None else 1.0
         self._batcher.check_room(valid, owner, weight)
         for one in valid:
             entry = self._batcher.submit(one, owner=owner, weight=weight)
-            entry.request_id = opened.request_id
+            entry.request_id = request_id
             opened.entries.append(entry)
