@@ -18,6 +18,7 @@ const ownIds = new Set();
 const live = new LiveBatch(ownIds, () => info ?? loadInfo());
 
 let info = null; // what the server says of itself
+let isLoadingInfo = false;
 let running = null; // the AbortController of the request under way
 let lastRequest = null;
 let givesChatProbabilities = true; // until the server says that it does not
@@ -372,14 +373,16 @@ async function copyCode() {
 
 // ---------------------------------------------------------------------------------------------------------- key
 
+/** What the server says of itself. Where that fails, the next look at the batch, a second later, tries again. */
 async function loadInfo() {
+  if (isLoadingInfo) return;
+  isLoadingInfo = true;
   try {
     showInfo(await (await ask("info")).json());
-    live.start();
   } catch (error) {
-    live.start(); // it looks again, and so does this
     if (error.status === 401) askForKey(error.message);
   }
+  isLoadingInfo = false;
 }
 
 function showInfo(found) {
@@ -489,6 +492,7 @@ byId("key-forget").addEventListener("click", () => {
   info = null;
   byId("key-dialog").close();
   loadInfo();
+  live.start();
 });
 card.serve(byId("answer"));
 card.serve(byId("others"));
@@ -496,3 +500,4 @@ card.serve(byId("messages"));
 if (matchMedia("(max-width: 820px)").matches) byId("parameters").removeAttribute("open");
 showMode();
 loadInfo();
+live.start();

@@ -503,6 +503,22 @@ def wait_until_healthy(url: str) -> None:
     raise AssertionError("the server did not come back")
 
 
+def test_a_server_that_does_not_say_what_it_is_is_asked_again_in_peace(browser: Browser, server: Server) -> None:
+    asked: list[float] = []
+
+    def fail(route: Route) -> None:
+        asked.append(time.monotonic())
+        route.fulfill(status=500, body="no")
+
+    with opened(browser, server.url) as page:
+        page.route("**/info", fail)
+        page.reload()
+        page.wait_for_timeout(3500)
+        assert 2 <= len(asked) <= 6
+        page.unroute("**/info")
+        expect(page.locator("#model")).to_have_text("server/demo")
+
+
 def test_a_stream_that_ends_early_is_told(browser: Browser, server: Server) -> None:
     token = {"index": 1, "token": {"id": 5, "text": " half", "logprob": -0.5, "special": False}, "generated_text": None}
     body = f"data: {json.dumps(token)}\n\n"
