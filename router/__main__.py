@@ -113,6 +113,7 @@ async def run(config: RouterConfig) -> int:
         )
         assert config.listen_fd is not None, "the launcher binds"
         listener = socket.socket(fileno=config.listen_fd)  # does not listen yet, so that clients are refused until then
+        listener.set_inheritable(False)  # or what this process starts would keep the port when it is gone
         address = _address(config, listener)
         logger.info("%s", table(config, started, address), extra={"raw": True})
         gc.set_threshold(*GC_THRESHOLDS)
