@@ -39,7 +39,7 @@ ASKED: dict[str, Any] = {
 NAMED = {"type": "function", "function": {"name": "weather"}}
 
 
-@pytest.fixture(scope="module", params=["json", "hermes", "deepseek"])
+@pytest.fixture(scope="module", params=["json", "hermes", "mistral"])
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     with Server("--dtype", "float32", "--tool-call-parser", request.param) as running:
         yield running
