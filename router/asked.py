@@ -24,4 +24,5 @@ class Asked:
     given: GenerateParameters
     has_special_tokens: bool = False
     shows_stop: bool = True  # whether a stop sequence is part of the answer's text
+    shown_marks: frozenset[int] = frozenset()  # special tokens that are part of the answer's text: marks to read it by
     num_answers: int | None = None  # how many are wanted of it, each with a seed of its own; None: by `best_of`

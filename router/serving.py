@@ -20,6 +20,7 @@ from router.aside.pool import Aside
 from router.asked import Asked
 from router.batcher import Batcher
 from router.bodies import Bodies
+from router.chat.reading import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.client import ModelInfo, Shards
 from router.config import RouterConfig
@@ -46,6 +47,7 @@ class Services:
     model: ModelInfo
     tokenizer: ModelTokenizer
     chat_template: ChatTemplate
+    answer_formats: AnswerFormats
     aside: Aside
     shards: Shards
     batcher: Batcher

@@ -93,7 +93,7 @@ class Validator:
                 max_new_tokens=max_new_tokens,
                 sampling=one,
                 stop=checked.stop,
-                ends=replace(ends, shows_stop=asked.shows_stop),
+                ends=replace(ends, shows_stop=asked.shows_stop, shown_ids=asked.shown_marks),
                 top_n_tokens=checked.top_n_tokens,
                 prompt_logprobs=bool(asked.given.decoder_input_details),
             ).read_by_encoder(self._decoder_start)

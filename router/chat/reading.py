@@ -1,0 +1,88 @@
+"""How a served model's answers are read, and those to one request.
+
+The marks of a format may be special tokens, which are no part of a text. Those of a model's formats are made part of it
+(`Asked.shown_marks`), and its reader takes them out again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from router.chat.formats import (
+    NONE,
+    REASONING,
+    TOOLS,
+    ReasoningFormat,
+    ToolFormat,
+    reasoning_format_name,
+    tool_format_name,
+)
+from router.chat.pieces import AnswerReader
+from router.chat.reader import Manner, Reader
+from router.chat.template import ChatTemplate
+from router.chat.tools import Offer
+from router.text import ModelTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the answers to one request are read: `reader` for each of them.
+
+    shown_marks: special tokens that the readers need to see in the text (`Asked.shown_marks`).
+    """
+
+    manner: Manner
+    shown_marks: frozenset[int]
+
+    def reader(self, prompt_end: str, begun: str = "") -> AnswerReader:
+        """A reader for one answer.
+
+        prompt_end: the last characters of the prompt (`ModelTokenizer.end_of`), which say whether the answer begins
+        within reasoning. begun: what a final message that is continued has of the answer already.
+        """
+        its = self.manner.reasoning
+        if its is None:
+            return Reader(self.manner)
+        is_within = begun.rfind(its.begin) > begun.rfind(its.end) if begun else prompt_end.rstrip().endswith(its.begin)
+        return Reader(self.manner, is_within)
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerFormats:
+    """The formats of the served model. tools_name and reasoning_name: in the tables; the latter may be `none`."""
+
+    tools_name: str
+    reasoning_name: str
+    mark_ids: frozenset[int]  # of their marks, those that are special tokens
+
+    @classmethod
+    def of(
+        cls, tools_asked: str, reasoning_asked: str, template: ChatTemplate, tokenizer: ModelTokenizer
+    ) -> AnswerFormats:
+        """By the settings `tool_call_parser` and `reasoning_parser`, and where they are `auto`, by the template."""
+        texts = "\n".join(template.named.values())
+        tools = tool_format_name(tools_asked, texts)
+        reasoning = reasoning_format_name(reasoning_asked, texts)
+        found = cls(tools, reasoning, frozenset())
+        marks = [*(found.tools.marks if found.tools else ()), *(found.reasoning.marks if found.reasoning else ())]
+        ids = {tokenizer.tokenizer.token_to_id(mark) for mark in marks}
+        return cls(tools, reasoning, frozenset(id for id in ids if id is not None) & tokenizer.special_ids)
+
+    @property
+    def tools(self) -> ToolFormat | None:
+        """The format of calls; None: none are read."""
+        return None if self.tools_name == NONE else TOOLS[self.tools_name]
+
+    @property
+    def reasoning(self) -> ReasoningFormat | None:
+        """The format of reasoning; None: none is read."""
+        return None if self.reasoning_name == NONE else REASONING[self.reasoning_name]
+
+    def reading(self, offered: Offer) -> Reading | None:
+        """How answers to a request with these tools are read; None where they are text alone."""
+        tools = self.tools if offered.tools else None
+        if tools is None and self.reasoning is None:
+            return None
+        names = frozenset(tool.name for tool in offered.callable_tools)
+        manner = Manner(tools, names, offered.choice.is_parallel, self.reasoning)
+        return Reading(manner, self.mark_ids)
