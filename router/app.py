@@ -21,6 +21,7 @@ from starlette.responses import Response
 
 from router import deadline
 from router.accounts import AccountMetrics, Accounts
+from router.anthropic.routes import add_anthropic_routes
 from router.aside import TaskError
 from router.aside.pool import Aside
 from router.batcher import Batcher
@@ -35,8 +36,15 @@ from router.generation import Generator
 from router.guard import ClientGone
 from router.limits import Limits
 from router.metrics import Metrics
-from router.middleware import ApiKeyMiddleware, CrossOriginMiddleware, HostMiddleware, RequestIdMiddleware
+from router.middleware import (
+    HEADERS_OF_CLIENTS,
+    ApiKeyMiddleware,
+    CrossOriginMiddleware,
+    HostMiddleware,
+    RequestIdMiddleware,
+)
 from router.model_files import generation_defaults
+from router.openai.responses.routes import add_responses_routes
 from router.openai.routes import add_openai_routes
 from router.permits import Permits
 from router.probing import SharedHealth
@@ -108,13 +116,17 @@ def create_app(
 
     app = _bare_app(lifespan)
     app.state.services = services
-    add_tgi_routes(app, services)
-    add_openai_routes(app, services)
+    _add_apis(app, services)
     _add_status_routes(app, services)
     _add_docs(app)
     _add_error_handlers(app)
     _add_middleware(app, config, accounts)
     return app
+
+
+def _add_apis(app: FastAPI, services: Services) -> None:
+    for add_routes in (add_tgi_routes, add_openai_routes, add_responses_routes, add_anthropic_routes):
+        add_routes(app, services)
 
 
 def _bare_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
@@ -282,7 +294,7 @@ def _add_middleware(app: FastAPI, config: RouterConfig, accounts: Accounts) -> N
             CrossOriginMiddleware,
             allow_origins=config.cors_allow_origin,
             allow_methods=("GET", "POST"),
-            allow_headers=("content-type", "authorization", "x-request-id", deadline.HEADER),
+            allow_headers=(*HEADERS_OF_CLIENTS, deadline.HEADER),
         )
     if config.is_on_loopback:
         app.add_middleware(HostMiddleware, hostname=config.hostname)

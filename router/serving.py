@@ -35,6 +35,7 @@ from router.permits import Permits
 from router.plain_answer import PlainAnswer
 from router.probing import SharedHealth
 from router.text import ModelTokenizer
+from router.tgi import PING
 from router.validation import Validator
 
 
@@ -91,8 +92,12 @@ async def stream(
     services: Services,
     frames_of: Callable[[OpenRequest], Frames],
     headers: dict[str, str],
+    ping: bytes = PING,
 ) -> Response:
-    """A stream whose first events are there already. Raises RouterError if they are a failure."""
+    """A stream whose first events are there already. Raises RouterError if they are a failure.
+
+    ping: the API's sign of life.
+    """
     with ExitStack() as undo:
         with ClientConnection.of(request.scope).needed():
             opened = undo.enter_context(closing(await _open(request, asked, services, is_stream=True)))
@@ -100,7 +105,7 @@ async def stream(
         for _, events in first:
             if isinstance(events[0], Failed):
                 raise events[0].error
-        answer = EventStream(opened, frames_of(opened), first, headers)
+        answer = EventStream(opened, frames_of(opened), first, headers, ping)
         undo.pop_all()  # from here on the response closes the request
     return answer
 

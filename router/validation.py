@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from router.asked import Asked
+from router.asked import Asked, Rendering
 from router.entry import Sampling, ValidRequest
 from router.errors import ValidationError
 from router.limits import Limits
@@ -115,6 +115,12 @@ class Validator:
         """What `shape` makes of the text's tokens, in a thread too. Raises ValidationError."""
         self._refuse_many_characters(text, SHORTEN)
         return await self._in_thread(lambda: shape(self._encode_with_offsets(text)), owner)
+
+    async def count(self, prompt: Rendering, owner: str = "") -> int:
+        """How many tokens a chat's prompt has, more than fit or not. Raises ValidationError."""
+        text = await prompt(owner)
+        self._refuse_many_characters(text, SHORTEN)
+        return await self._in_thread(lambda: len(self._encode(text, None, add_special_tokens=False)), owner)
 
     def close(self) -> None:
         """Let the tokenising threads end."""

@@ -1,0 +1,146 @@
+"""The events of OpenAI's streamed responses, numbered from 0. Deltas of text are written by hand.
+
+Left out: the shapes of responses and their items (`answers.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from orjson import dumps
+
+from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
+from router.entry import Event, Failed, Finished, Token
+from router.errors import RouterError
+from router.generation import OpenRequest
+from router.openai.responses import answers
+from router.openai.responses.answers import CountingReader, Head
+
+Json = dict[str, Any]
+# What the text of an item's part, or of its arguments, is called in events.
+TEXT, REASONING, ARGUMENTS = "output_text", "reasoning_text", "function_call_arguments"
+
+
+class ResponseFrames:
+    """Turns the events of one stream into OpenAI's."""
+
+    def __init__(self, head: Head, reader: CountingReader, opened: OpenRequest) -> None:
+        self._head = head
+        self._reader = reader
+        self._entry = opened.entries[0]
+        self._sequence = 0  # number of the next event
+        self._output: list[Json] = []  # items that are complete
+        self._item: _Item | None = None  # the one that is being written
+
+    def write(self, index: int, events: Sequence[Event]) -> bytes:
+        """All frames for these events of the one sequence."""
+        frames = [] if self._sequence else self._start()
+        for event in events:
+            if isinstance(event, Token) and event.text:
+                for piece in self._reader.feed(event.text):
+                    self._add(piece, frames)
+        last = events[-1]
+        if isinstance(last, Finished):
+            self._end(last, frames)
+        elif isinstance(last, Failed):
+            self._fail(last.error, frames)
+        return b"".join(frames)
+
+    def _start(self) -> list[bytes]:
+        begun = self._head.response("in_progress", [], None)
+        return [self._frame("response.created", response=begun), self._frame("response.in_progress", response=begun)]
+
+    def _frame(self, kind: str, **fields: Any) -> bytes:
+        event = {"type": kind, **fields, "sequence_number": self._sequence}
+        self._sequence += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), dumps(event))
+
+    def _add(self, piece: Piece, frames: list[bytes]) -> None:
+        match piece:
+            case Text(text):
+                self._show(TEXT, text, frames)
+            case Reasoning(text):
+                self._show(REASONING, text, frames)
+            case CallBegun(_, call_id, name):
+                self._begin(ARGUMENTS, frames, call_id, name)
+            case CallArguments(_, text):
+                self._show(ARGUMENTS, text, frames)
+
+    def _show(self, kind: str, text: str, frames: list[bytes]) -> None:
+        if self._item is None or self._item.kind != kind:
+            self._begin(kind, frames)
+        assert self._item is not None
+        self._item.texts.append(text)
+        frames.append(self._item.before % dumps(text) + self._item.after % self._sequence)
+        self._sequence += 1
+
+    def _begin(self, kind: str, frames: list[bytes], call_id: str = "", name: str = "") -> None:
+        self._complete("completed", frames)
+        index = len(self._output)
+        item = self._item = _Item(kind, self._head, index, call_id, name)
+        frames.append(
+            self._frame("response.output_item.added", output_index=index, item=item.told("in_progress", None))
+        )
+        if kind != ARGUMENTS:
+            frames.append(self._frame("response.content_part.added", **item.place, part=item.part("")))
+
+    def _complete(self, status: str, frames: list[bytes]) -> None:
+        """End the item that is being written, if one is."""
+        if (item := self._item) is None:
+            return
+        text, self._item = "".join(item.texts), None
+        if item.kind == ARGUMENTS:
+            done = {**item.place, "arguments": text}
+        else:
+            done = {**item.place, "text": text} | ({"logprobs": []} if item.kind == TEXT else {})
+        frames.append(self._frame(f"response.{item.kind}.done", **done))
+        if item.kind != ARGUMENTS:
+            frames.append(self._frame("response.content_part.done", **item.place, part=item.part(text)))
+        told = item.told(status, text)
+        frames.append(self._frame("response.output_item.done", output_index=len(self._output), item=told))
+        self._output.append(told)
+
+    def _end(self, finished: Finished, frames: list[bytes]) -> None:
+        for piece in self._reader.end():
+            self._add(piece, frames)
+        if self._item is None and not self._output:
+            self._begin(TEXT, frames)  # clients read the text of the first message: there is always one
+        status, details = answers.ending(finished.reason)
+        self._complete(status, frames)
+        usage = answers.usage(self._entry, finished.generated_tokens, self._reader.num_reasoning)
+        whole = self._head.response(status, self._output, usage, **details)
+        frames.append(self._frame(f"response.{status}", response=whole))
+
+    def _fail(self, error: RouterError, frames: list[bytes]) -> None:
+        body = answers.error_body(error)
+        told = {"code": body["error"]["code"] or "server_error", "message": body["error"]["message"]}
+        frames.append(self._frame("error", **told, param=None, error_type=body["error_type"]))
+        failed = self._head.response("failed", self._output, None, error=told)
+        frames.append(self._frame("response.failed", response=failed))
+
+
+class _Item:
+    """An item that is being written."""
+
+    def __init__(self, kind: str, head: Head, index: int, call_id: str, name: str) -> None:
+        self.kind = kind
+        self.texts: list[str] = []
+        self.told: Callable[[str, str | None], Json]
+        id = head.item_id({TEXT: "msg", REASONING: "rs", ARGUMENTS: "fc"}[kind], index)
+        self.place: Json = {"item_id": id, "output_index": index}
+        if kind == ARGUMENTS:
+            self.told = lambda status, text: answers.call_item(id, status, call_id, name, text or "")
+        else:
+            item_of = answers.message_item if kind == TEXT else answers.reasoning_item
+            self.told = lambda status, text: item_of(id, status, text)
+            self.place["content_index"] = 0
+        # Of a delta, all but its text and its number. An id has neither a percent sign nor what JSON escapes.
+        event = f"response.{kind}.delta"
+        place = dumps({"type": event, **self.place})[:-1]
+        self.before = b'event: %b\ndata: %b,"delta":%%b' % (event.encode(), place)
+        self.after = (b',"logprobs":[]' if kind == TEXT else b"") + b',"sequence_number":%d}\n\n'
+
+    def part(self, text: str) -> Json:
+        """The one part of its content."""
+        return answers.text_part(text) if self.kind == TEXT else {"type": "reasoning_text", "text": text}
