@@ -98,5 +98,6 @@ def decoded(text: str) -> str:
     with suppress(ValueError):
         value = json.loads(text)
         if isinstance(value, str):
+            value.encode()  # a lone half of a surrogate pair is no text
             return value
     raise NotThis

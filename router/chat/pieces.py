@@ -55,6 +55,10 @@ class AnswerReader(Protocol):
     def end(self) -> list[Piece]:
         """What is left: nothing more will come. Called once."""
 
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call has begun whose arguments are not complete."""
+
 
 @dataclass(slots=True)
 class Call:

@@ -42,6 +42,7 @@ class Reader:
         self._manner = manner
         self._is_reasoning = is_reasoning
         self._make_id = make_id
+        self.is_in_call = False
         self._source = Source()
         self._pieces = _Pieces(manner.is_parallel)
         self._calls_format = manner.tool_format or ToolFormat("")
@@ -188,6 +189,7 @@ class Reader:
                 if has_arguments or not is_bare:
                     self._begin(name)
                     self._pieces.arguments("".join(early))
+                    self.is_in_call = not has_arguments
             elif key in ARGUMENTS and not has_arguments:
                 has_arguments = True
                 if name is None:
@@ -210,9 +212,11 @@ class Reader:
             raise NotThis
         if not has_arguments:
             self._pieces.arguments(NOTHING)
+        self.is_in_call = False
 
     def _arguments(self) -> Steps[None]:
         yield from self._value(self._pieces.arguments)
+        self.is_in_call = False
 
     def _value(self, sink: Callable[[str], None]) -> Steps[None]:
         """Arguments, as a value of JSON or as a text that has one; an absent one is no arguments."""
@@ -237,6 +241,7 @@ class Reader:
         """From here on it is a call."""
         self._pieces.begin(self._make_id(), self._known(name))
         self._source.recorded()
+        self.is_in_call = True
 
 
 def _nowhere(text: str) -> None:

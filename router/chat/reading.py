@@ -21,6 +21,7 @@ from router.chat.pieces import AnswerReader
 from router.chat.reader import Manner, Reader
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
+from router.errors import ValidationError
 from router.text import ModelTokenizer
 
 
@@ -79,8 +80,12 @@ class AnswerFormats:
         return None if self.reasoning_name == NONE else REASONING[self.reasoning_name]
 
     def reading(self, offered: Offer) -> Reading | None:
-        """How answers to a request with these tools are read; None where they are text alone."""
+        """How answers to a request with these tools are read; None: as text alone. Raises ValidationError."""
         tools = self.tools if offered.tools else None
+        if offered.tools and tools is None:
+            raise ValidationError(
+                "`tools` are not served by this server: leave them out, or start it without --tool-call-parser none"
+            )
         if tools is None and self.reasoning is None:
             return None
         names = frozenset(tool.name for tool in offered.callable_tools)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,12 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from router.asked import Asked
+from router.chat.pieces import AnswerReader
+from router.chat.prompting import rendering
+from router.chat.reading import Reading
 from router.errors import NotFound
 from router.generation import OpenRequest
-from router.openai import answers, asked
+from router.openai import answers, asked, read_answers, tools
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
 from router.schemas import MOST_VALUES
 from router.serving import Services, collect, documented, json_response, read, stream
@@ -30,16 +34,25 @@ def add_openai_routes(app: FastAPI, services: Services) -> None:
 
     async def chat(request: Request) -> Response:
         body = await read(request, services, ChatRequest)
-        render = partial(
-            services.chat_template.render,
+        offered = tools.offered(body)
+        reading = services.answer_formats.reading(offered)
+        messages = asked.messages_of(body)
+        render = rendering(
+            services.chat_template,
             services.aside,
-            asked.messages_of(body),
+            messages,
+            offered,
+            services.answer_formats.tools,
+            instruction=body.tool_prompt,
             variables=body.chat_template_kwargs,
             add_generation_prompt=body.add_generation_prompt is not False,
             continue_final_message=body.continue_final_message is True,
         )
         wanted = asked.of_chat(body, render, config.max_n)
         head = _head(request, body, services, "chatcmpl")
+        if reading is not None:
+            begun = messages[-1]["content"] if body.continue_final_message else ""
+            return await _read_chat(request, body, wanted, services, head, reading, begun)
         if body.stream:
             return await _stream(request, body, wanted, services, head, lambda: None)
         opened, found = await collect(request, wanted, services)
@@ -87,6 +100,39 @@ def _prompt(one: Asked, services: Services) -> str:
     return one.prompt if isinstance(one.prompt, str) else services.tokenizer.decode(one.prompt)
 
 
+async def _read_chat(
+    request: Request,
+    body: ChatRequest,
+    wanted: list[Asked],
+    services: Services,
+    head: answers.Head,
+    reading: Reading,
+    begun: str,
+) -> Response:
+    """A chat whose answers may have reasoning or calls of tools. begun: what is continued of a final message."""
+    wanted = [replace(one, shown_marks=reading.shown_marks) for one in wanted]
+
+    def readers(opened: OpenRequest) -> list[AnswerReader]:
+        ends = [services.tokenizer.end_of(entry.request.token_ids) for entry in opened.entries]
+        return [reading.reader(end, begun) for end in ends]
+
+    def frames(opened: OpenRequest) -> read_answers.ReadChunkFrames:
+        return read_answers.ReadChunkFrames(head, opened, readers(opened), includes_usage=_includes_usage(body))
+
+    if body.stream:
+        return await stream(request, wanted, services, frames, _stream_headers(services))
+    opened, found = await collect(request, wanted, services)
+    return json_response(read_answers.chat_completion(head, found, opened.entries, readers(opened)))
+
+
+def _includes_usage(body: Generation) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage is True
+
+
+def _stream_headers(services: Services) -> dict[str, str]:
+    return {**STREAM_HEADERS, "x-compute-type": services.compute_type}
+
+
 async def _stream(
     request: Request,
     body: Generation,
@@ -96,9 +142,8 @@ async def _stream(
     echoed: Callable[[], list[str] | None],
 ) -> Response:
     """echoed: what comes before each answer of a completion; of a chat, nothing. Called once the prompts are valid."""
-    includes_usage = body.stream_options is not None and body.stream_options.include_usage is True
 
     def frames(opened: OpenRequest) -> answers.ChunkFrames:
-        return answers.ChunkFrames(head, opened, includes_usage=includes_usage, echoed=echoed())
+        return answers.ChunkFrames(head, opened, includes_usage=_includes_usage(body), echoed=echoed())
 
-    return await stream(request, wanted, services, frames, {**STREAM_HEADERS, "x-compute-type": services.compute_type})
+    return await stream(request, wanted, services, frames, _stream_headers(services))
