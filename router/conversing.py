@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from router.asked import Asked, Rendering
-from router.chat.pieces import AnswerReader, Piece, Text
+from router.chat.parts import PlainReader
+from router.chat.pieces import AnswerReader
+from router.chat.prompting import rendering
 from router.chat.reading import Reading
 from router.chat.tools import Offer
 from router.chat.transcript import Transcript
 from router.entry import Entry
-from router.errors import ValidationError
 from router.schemas import GenerateParameters
 from router.serving import Services
 
@@ -39,18 +39,6 @@ class Turn:
         return self.reading.reader(services.tokenizer.end_of(prompt), self.begun)
 
 
-class PlainReader:
-    """Takes all of an answer for text."""
-
-    def feed(self, text: str) -> list[Piece]:
-        """The same text."""
-        return [Text(text)] if text else []
-
-    def end(self) -> list[Piece]:
-        """Nothing is held back."""
-        return []
-
-
 def turn_of(
     services: Services,
     transcript: Transcript,
@@ -63,18 +51,16 @@ def turn_of(
 
     variables: of the chat template. continues: whether a last message of the assistant is the beginning of the answer.
     """
-    formats, template = services.answer_formats, services.chat_template
-    if offered.tools and formats.tools is None:
-        raise ValidationError(
-            "`tools` are not served, since the server was started with --tool-call-parser none: leave them out"
-        )
+    formats = services.answer_formats
+    reading = formats.reading(offered)
     begun = transcript.begun if continues else None
-    render = partial(
-        template.render,
+    render = rendering(
+        services.chat_template,
         services.aside,
         transcript.messages(),
-        tools=offered.for_template() or None,
+        offered,
+        formats.tools,
         variables=variables,
         continue_final_message=begun is not None,
     )
-    return Turn(render, formats.reading(offered), begun or "")
+    return Turn(render, reading, begun or "")

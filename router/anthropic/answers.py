@@ -14,7 +14,8 @@ from typing import Any
 import orjson
 from orjson import dumps
 
-from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Content, Piece, Reasoning, Text, whole
+from router.chat.parts import Part, parts_of
+from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Piece, Reasoning, Text
 from router.entry import Entry, Event, Failed, Finished, Token
 from router.errors import RouterError
 from router.generation import Answer, OpenRequest
@@ -77,27 +78,30 @@ def usage(entry: Entry, num_generated: int) -> Json:
     }
 
 
-def ending(entry: Entry, reason: FinishReason, *, has_calls: bool) -> tuple[str, str | None]:
-    """Why an answer ended, and the stop sequence that ended it."""
+def ending(entry: Entry, reason: FinishReason, *, is_call: bool) -> tuple[str, str | None]:
+    """Why an answer ended, and the stop sequence that ended it. is_call: whether it calls tools, in full."""
     if reason is FinishReason.STOP_SEQUENCE and (stop := entry.generated.stop_sequence) is not None:
         return "stop_sequence", stop
     told = REASONS.get(reason, "end_turn")
-    return ("tool_use" if has_calls and told == "end_turn" else told), None
+    return ("tool_use" if is_call and told == "end_turn" else told), None
 
 
 def message(head: Head, answer: Answer, entry: Entry, reader: AnswerReader) -> Json:
     """The whole answer of `/v1/messages`."""
-    content = whole([*reader.feed(answer.finished.generated_text), *reader.end()])
-    reason, stop = ending(entry, answer.finished.reason, has_calls=bool(content.calls))
-    return head.message(_blocks(content), reason, stop, usage(entry, answer.finished.generated_tokens))
+    parts = parts_of([*reader.feed(answer.finished.generated_text), *reader.end()])
+    is_call = not reader.is_in_call and any(part.kind == "call" for part in parts)
+    reason, stop = ending(entry, answer.finished.reason, is_call=is_call)
+    return head.message([_block(part) for part in parts], reason, stop, usage(entry, answer.finished.generated_tokens))
 
 
-def _blocks(content: Content) -> list[Json]:
-    thinking = [{"type": "thinking", "thinking": content.reasoning, "signature": ""}] if content.reasoning else []
-    calls = [{"type": "tool_use", "id": c.id, "name": c.name, "input": _arguments(c.arguments)} for c in content.calls]
-    # Clients read the text of the first block: there is always one.
-    text = [{"type": "text", "text": content.text}] if content.text or not (thinking or calls) else []
-    return [*thinking, *text, *calls]
+def _block(part: Part) -> Json:
+    match part.kind:
+        case "text":
+            return {"type": "text", "text": part.text}
+        case "reasoning":
+            return {"type": "thinking", "thinking": part.text, "signature": ""}
+        case "call":
+            return {"type": "tool_use", "id": part.id, "name": part.name, "input": _arguments(part.text)}
 
 
 def _arguments(written: str) -> Json:
@@ -202,7 +206,7 @@ class MessageFrames:
         if self._block < 0:
             frames.append(self._open("text", EMPTY["text"]))
         frames.append(self._close())
-        reason, stop = ending(self._entry, finished.reason, has_calls=self._has_calls)
+        reason, stop = ending(self._entry, finished.reason, is_call=self._has_calls and not self._reader.is_in_call)
         delta = {"stop_reason": reason, "stop_sequence": stop}
         told = usage(self._entry, finished.generated_tokens)
         frames.append(frame({"type": "message_delta", "delta": delta, "usage": told}))

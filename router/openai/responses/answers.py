@@ -11,7 +11,8 @@ from typing import Any
 
 from orjson import dumps
 
-from router.chat.pieces import AnswerReader, Piece, Reasoning, whole
+from router.chat.parts import Part, parts_of
+from router.chat.pieces import AnswerReader, Piece, Reasoning
 from router.entry import Entry
 from router.errors import RouterError
 from router.generation import Answer
@@ -20,6 +21,7 @@ from router.openai.responses.schemas import ResponsesRequest
 from router.text import FinishReason
 
 MOST_ECHOED = 16_384  # bytes of a field of the body that are told again
+PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}  # of ids, by the kind of part that an item is
 Json = dict[str, Any]
 
 
@@ -55,7 +57,7 @@ class Head:
 
     def item_id(self, kind: str, index: int) -> str:
         """Of an item of the output."""
-        return f"{kind}_{self.number}_{index}"
+        return f"{PREFIXES[kind]}_{self.number}_{index}"
 
 
 def echo_of(body: ResponsesRequest) -> Json:
@@ -80,7 +82,7 @@ def _if_short(value: Any, otherwise: Any) -> Any:
 
 
 class CountingReader:
-    """A reader that knows how many tokens were reasoning: those that completed some."""
+    """A reader that knows how many tokens were reasoning: those up to the last one that completed some."""
 
     def __init__(self, reader: AnswerReader) -> None:
         self.num_reasoning = 0
@@ -95,6 +97,11 @@ class CountingReader:
                 self.num_reasoning += self._num_waiting
             self._num_waiting = 0
         return pieces
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call has begun whose arguments are not complete."""
+        return self._reader.is_in_call
 
     def end(self) -> list[Piece]:
         """What is left."""
@@ -123,16 +130,10 @@ def ending(reason: FinishReason) -> tuple[str, Json]:
 def response(head: Head, answer: Answer, entry: Entry, reader: CountingReader) -> Json:
     """The whole answer of `/v1/responses`."""
     pieces = [piece for token in answer.tokens if token.text for piece in reader.feed(token.text)]
-    content = whole([*pieces, *reader.end()])
+    parts = parts_of([*pieces, *reader.end()])
     status, details = ending(answer.finished.reason)
-    items: list[Json] = []
-    if content.reasoning:
-        items.append(reasoning_item(head.item_id("rs", 0), "completed", content.reasoning))
-    if content.text or not (content.calls or items):
-        items.append(message_item(head.item_id("msg", len(items)), "completed", content.text))
-    for call in content.calls:
-        items.append(call_item(head.item_id("fc", len(items)), "completed", call.id, call.name, call.arguments))
-    items[-1]["status"] = status
+    items = [item_of(part, head.item_id(part.kind, index), "completed") for index, part in enumerate(parts)]
+    items[-1]["status"] = "incomplete" if reader.is_in_call else status
     told = usage(entry, answer.finished.generated_tokens, reader.num_reasoning)
     return head.response(status, items, told, **details)
 
@@ -142,22 +143,24 @@ def text_part(text: str) -> Json:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
 
 
-def message_item(id: str, status: str, text: str | None) -> Json:
-    """A message; text: None where none has come yet."""
-    content = [] if text is None else [text_part(text)]
-    return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
+def reasoning_part(text: str) -> Json:
+    """The one part of reasoning."""
+    return {"type": "reasoning_text", "text": text}
 
 
-def reasoning_item(id: str, status: str, text: str | None) -> Json:
-    """What the model thought; text: None where none has come yet."""
-    content = [] if text is None else [{"type": "reasoning_text", "text": text}]
-    return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": content}
-
-
-def call_item(id: str, status: str, call_id: str, name: str, arguments: str) -> Json:
-    """A call of a function."""
-    told = {"call_id": call_id, "name": name, "arguments": arguments}
-    return {"id": id, "type": "function_call", "status": status, **told}
+def item_of(part: Part, id: str, status: str) -> Json:
+    """An item of the output. While it is in progress, it has no text yet."""
+    is_empty = status == "in_progress"
+    match part.kind:
+        case "text":
+            content = [] if is_empty else [text_part(part.text)]
+            return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
+        case "reasoning":
+            content = [] if is_empty else [reasoning_part(part.text)]
+            return {"id": id, "type": "reasoning", "status": status, "summary": [], "content": content}
+        case "call":
+            told = {"call_id": part.id, "name": part.name, "arguments": part.text}
+            return {"id": id, "type": "function_call", "status": status, **told}
 
 
 def error_body(error: RouterError) -> Json:

@@ -5,11 +5,12 @@ Left out: the shapes of responses and their items (`answers.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from orjson import dumps
 
+from router.chat.parts import Kind, Part
 from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 from router.entry import Event, Failed, Finished, Token
 from router.errors import RouterError
@@ -18,8 +19,8 @@ from router.openai.responses import answers
 from router.openai.responses.answers import CountingReader, Head
 
 Json = dict[str, Any]
-# What the text of an item's part, or of its arguments, is called in events.
-TEXT, REASONING, ARGUMENTS = "output_text", "reasoning_text", "function_call_arguments"
+# What the text of each kind of part is called in events.
+NAMES = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
 
 
 class ResponseFrames:
@@ -59,45 +60,40 @@ class ResponseFrames:
     def _add(self, piece: Piece, frames: list[bytes]) -> None:
         match piece:
             case Text(text):
-                self._show(TEXT, text, frames)
+                self._show("text", text, frames)
             case Reasoning(text):
-                self._show(REASONING, text, frames)
+                self._show("reasoning", text, frames)
             case CallBegun(_, call_id, name):
-                self._begin(ARGUMENTS, frames, call_id, name)
+                self._begin(Part("call", [], call_id, name), frames)
             case CallArguments(_, text):
-                self._show(ARGUMENTS, text, frames)
+                self._show("call", text, frames)
 
-    def _show(self, kind: str, text: str, frames: list[bytes]) -> None:
-        if self._item is None or self._item.kind != kind:
-            self._begin(kind, frames)
+    def _show(self, kind: Kind, text: str, frames: list[bytes]) -> None:
+        if self._item is None or self._item.part.kind != kind:
+            self._begin(Part(kind), frames)
         assert self._item is not None
-        self._item.texts.append(text)
+        self._item.part.texts.append(text)
         frames.append(self._item.before % dumps(text) + self._item.after % self._sequence)
         self._sequence += 1
 
-    def _begin(self, kind: str, frames: list[bytes], call_id: str = "", name: str = "") -> None:
+    def _begin(self, part: Part, frames: list[bytes]) -> None:
         self._complete("completed", frames)
         index = len(self._output)
-        item = self._item = _Item(kind, self._head, index, call_id, name)
-        frames.append(
-            self._frame("response.output_item.added", output_index=index, item=item.told("in_progress", None))
-        )
-        if kind != ARGUMENTS:
-            frames.append(self._frame("response.content_part.added", **item.place, part=item.part("")))
+        item = self._item = _Item(part, self._head.item_id(part.kind, index), index)
+        told = answers.item_of(part, item.id, "in_progress")
+        frames.append(self._frame("response.output_item.added", output_index=index, item=told))
+        if part.kind != "call":
+            frames.append(self._frame("response.content_part.added", **item.place, part=item.shown("")))
 
     def _complete(self, status: str, frames: list[bytes]) -> None:
         """End the item that is being written, if one is."""
         if (item := self._item) is None:
             return
-        text, self._item = "".join(item.texts), None
-        if item.kind == ARGUMENTS:
-            done = {**item.place, "arguments": text}
-        else:
-            done = {**item.place, "text": text} | ({"logprobs": []} if item.kind == TEXT else {})
-        frames.append(self._frame(f"response.{item.kind}.done", **done))
-        if item.kind != ARGUMENTS:
-            frames.append(self._frame("response.content_part.done", **item.place, part=item.part(text)))
-        told = item.told(status, text)
+        self._item, text = None, item.part.text
+        frames.append(self._frame(f"response.{item.name}.done", **item.place, **item.ended(text)))
+        if item.part.kind != "call":
+            frames.append(self._frame("response.content_part.done", **item.place, part=item.shown(text)))
+        told = answers.item_of(item.part, item.id, status)
         frames.append(self._frame("response.output_item.done", output_index=len(self._output), item=told))
         self._output.append(told)
 
@@ -105,9 +101,9 @@ class ResponseFrames:
         for piece in self._reader.end():
             self._add(piece, frames)
         if self._item is None and not self._output:
-            self._begin(TEXT, frames)  # clients read the text of the first message: there is always one
+            self._begin(Part("text"), frames)  # clients read the text of the first message: there is always one
         status, details = answers.ending(finished.reason)
-        self._complete(status, frames)
+        self._complete("incomplete" if self._reader.is_in_call else status, frames)
         usage = answers.usage(self._entry, finished.generated_tokens, self._reader.num_reasoning)
         whole = self._head.response(status, self._output, usage, **details)
         frames.append(self._frame(f"response.{status}", response=whole))
@@ -123,24 +119,25 @@ class ResponseFrames:
 class _Item:
     """An item that is being written."""
 
-    def __init__(self, kind: str, head: Head, index: int, call_id: str, name: str) -> None:
-        self.kind = kind
-        self.texts: list[str] = []
-        self.told: Callable[[str, str | None], Json]
-        id = head.item_id({TEXT: "msg", REASONING: "rs", ARGUMENTS: "fc"}[kind], index)
+    def __init__(self, part: Part, id: str, index: int) -> None:
+        self.part = part
+        self.id = id
+        self.name = NAMES[part.kind]
         self.place: Json = {"item_id": id, "output_index": index}
-        if kind == ARGUMENTS:
-            self.told = lambda status, text: answers.call_item(id, status, call_id, name, text or "")
-        else:
-            item_of = answers.message_item if kind == TEXT else answers.reasoning_item
-            self.told = lambda status, text: item_of(id, status, text)
+        if part.kind != "call":
             self.place["content_index"] = 0
         # Of a delta, all but its text and its number. An id has neither a percent sign nor what JSON escapes.
-        event = f"response.{kind}.delta"
+        event = f"response.{self.name}.delta"
         place = dumps({"type": event, **self.place})[:-1]
         self.before = b'event: %b\ndata: %b,"delta":%%b' % (event.encode(), place)
-        self.after = (b',"logprobs":[]' if kind == TEXT else b"") + b',"sequence_number":%d}\n\n'
+        self.after = (b',"logprobs":[]' if part.kind == "text" else b"") + b',"sequence_number":%d}\n\n'
 
-    def part(self, text: str) -> Json:
+    def shown(self, text: str) -> Json:
         """The one part of its content."""
-        return answers.text_part(text) if self.kind == TEXT else {"type": "reasoning_text", "text": text}
+        return answers.text_part(text) if self.part.kind == "text" else answers.reasoning_part(text)
+
+    def ended(self, text: str) -> Json:
+        """What the event behind its last delta says."""
+        if self.part.kind == "call":
+            return {"name": self.part.name, "arguments": text}
+        return {"text": text, "logprobs": []} if self.part.kind == "text" else {"text": text}

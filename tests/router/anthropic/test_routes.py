@@ -17,7 +17,10 @@ from tests.router.test_app import PROMPT, Site, answering, site
 
 URL = "/v1/messages"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 20}
-TELLING = "{{ messages | tojson }}{{ enable_thinking | default('') }}{{ add_generation_prompt }}\x01"
+TELLING = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages | tojson }}"
+    "{{ enable_thinking | default('') }}{{ add_generation_prompt }}\x01"
+)
 PLAIN = "{{ messages[-1]['content'] }}\x01"
 
 
