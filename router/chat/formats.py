@@ -26,12 +26,32 @@ class ReasoningFormat:
 
 
 @dataclass(frozen=True, slots=True)
+class Writing:
+    """How calls are to be written, exactly.
+
+    Each call is `mark`, `begin`, its name, `middle`, its arguments, `end`; all of them are `open_mark`, `open`, the
+    calls with `between` between them, `close`. needs: a mark that only the tokenizers of models that write so have.
+    """
+
+    mark: str = ""
+    begin: str = '{"name": "'
+    middle: str = '", "arguments": '
+    end: str = "}"
+    open_mark: str = ""
+    open: str = ""
+    between: str = ""
+    close: str = ""
+    needs: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a call is written: `begin`, JSON with the name and the arguments, `end`.
+    """How models write a call: `begin`, JSON with the name and the arguments, `end`.
 
     An answer may also begin with the JSON itself where `is_bare`, and the JSON of several calls may be a list, or have
     `separators` between them. With `before_arguments`, a call may also be its name, this mark, and its arguments.
-    `around` are marks around all calls, or within one, that say nothing.
+    `around` are marks around all calls that say nothing. writings: how a grammar has a model write it; the first whose
+    needs are met.
     """
 
     begin: str
@@ -40,7 +60,7 @@ class ToolFormat:
     separators: str = ""
     before_arguments: str = ""
     around: tuple[str, ...] = ()
-    arguments_key: str = "arguments"  # which the model was taught; the other one is read too
+    writings: tuple[Writing, ...] = (Writing(between="\n"),)
     ids_of_nine: bool = False  # its templates want ids of calls that are 9 letters or digits
 
     @property
@@ -61,14 +81,41 @@ REASONING: Mapping[str, ReasoningFormat] = {
 }
 
 TOOLS: Mapping[str, ToolFormat] = {
-    "hermes": ToolFormat("<tool_call>", "</tool_call>"),
-    "llama3": ToolFormat("<|python_tag|>", is_bare=True, separators=";", arguments_key="parameters"),
-    "mistral": ToolFormat("[TOOL_CALLS]", before_arguments="[ARGS]", ids_of_nine=True),
+    "hermes": ToolFormat(
+        "<tool_call>",
+        "</tool_call>",
+        writings=(Writing("<tool_call>", begin='\n{"name": "', end="}\n</tool_call>", between="\n"),),
+    ),
+    "llama3": ToolFormat(
+        "<|python_tag|>",
+        is_bare=True,
+        separators=";",
+        writings=(Writing(middle='", "parameters": ', between="; "),),
+    ),
+    "mistral": ToolFormat(
+        "[TOOL_CALLS]",
+        before_arguments="[ARGS]",
+        writings=(
+            Writing("[TOOL_CALLS]", begin="", middle="[ARGS]", end="", needs="[ARGS]"),
+            Writing(open_mark="[TOOL_CALLS]", open="[", between=", ", close="]"),
+        ),
+        ids_of_nine=True,
+    ),
     "deepseek": ToolFormat(
         "<｜tool▁call▁begin｜>",
         "<｜tool▁call▁end｜>",
         before_arguments="<｜tool▁sep｜>",
         around=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+        writings=(
+            Writing(
+                "<｜tool▁call▁begin｜>",
+                begin="",
+                middle="<｜tool▁sep｜>",
+                end="<｜tool▁call▁end｜>",
+                open_mark="<｜tool▁calls▁begin｜>",
+                close="<｜tool▁calls▁end｜>",
+            ),
+        ),
     ),
     "json": ToolFormat("", is_bare=True, separators=";,"),
 }

@@ -6,8 +6,10 @@ The marks of a format may be special tokens, which are no part of a text. Those 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
+from router.chat.call_grammar import CallGrammar
 from router.chat.formats import (
     NONE,
     REASONING,
@@ -54,7 +56,8 @@ class AnswerFormats:
 
     tools_name: str
     reasoning_name: str
-    mark_ids: frozenset[int]  # of their marks, those that are special tokens
+    mark_ids: frozenset[int] = frozenset()  # of their marks, those that are special tokens
+    token_ids: Mapping[str, int] = field(default_factory=dict)  # mark -> id, of those that are a token of their own
 
     @classmethod
     def of(
@@ -64,10 +67,11 @@ class AnswerFormats:
         texts = "\n".join(template.named.values())
         tools = tool_format_name(tools_asked, texts)
         reasoning = reasoning_format_name(reasoning_asked, texts)
-        found = cls(tools, reasoning, frozenset())
+        found = cls(tools, reasoning)
         marks = [*(found.tools.marks if found.tools else ()), *(found.reasoning.marks if found.reasoning else ())]
-        ids = {tokenizer.tokenizer.token_to_id(mark) for mark in marks}
-        return cls(tools, reasoning, frozenset(id for id in ids if id is not None) & tokenizer.special_ids)
+        added = {token.content: id for id, token in tokenizer.tokenizer.get_added_tokens_decoder().items()}
+        ids = {mark: added[mark] for mark in marks if mark in added}
+        return cls(tools, reasoning, tokenizer.special_ids.intersection(ids.values()), ids)
 
     @property
     def tools(self) -> ToolFormat | None:
@@ -78,6 +82,15 @@ class AnswerFormats:
     def reasoning(self) -> ReasoningFormat | None:
         """The format of reasoning; None: none is read."""
         return None if self.reasoning_name == NONE else REASONING[self.reasoning_name]
+
+    def grammar(self, offered: Offer, *, is_within: bool = False) -> str | None:
+        """What holds an answer to its calls, in Lark's notation; None where nothing does.
+
+        is_within: whether the prompt ends within reasoning.
+        """
+        if self.tools is None:
+            return None
+        return CallGrammar(self.tools, self.reasoning, self.token_ids, self.mark_ids).text(offered, is_within=is_within)
 
     def reading(self, offered: Offer) -> Reading | None:
         """How answers to a request with these tools are read; None: as text alone. Raises ValidationError."""
