@@ -122,7 +122,7 @@ async def _read_chat(
     if body.stream:
         return await stream(request, wanted, services, frames, _stream_headers(services))
     opened, found = await collect(request, wanted, services)
-    return json_response(read_answers.chat_completion(head, found, opened.entries, readers(opened)))
+    return json_response(await read_answers.chat_completion(head, found, opened.entries, readers(opened)))
 
 
 def _includes_usage(body: Generation) -> bool:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
+import sys
 
 import pytest
 
 from router.chat.formats import REASONING, TOOLS
-from router.chat.pieces import Call, Content, Piece, whole
+from router.chat.pieces import Call, CallArguments, CallBegun, Content, Piece, Text, whole
 from router.chat.reader import Manner, Reader
 
 NAMES = ("f", "get_weather")
@@ -111,3 +112,107 @@ def test_an_answer_is_read_the_same_however_it_is_split(tools: str, text: str, e
         cuts = sorted(draw.choices(range(len(text) + 1), k=draw.randrange(8)))
         parts = [text[start:stop] for start, stop in itertools.pairwise([0, *cuts, len(text)])]
         assert expected == whole(pieces(reader(tools), *parts))
+
+
+# reasoning format, whether the answer begins within it, what the model writes, what that is
+THOUGHT: list[tuple[str, bool, str, Content]] = [
+    ("think", False, "<think>\nWhy?\n\n</think>\n\nSo.\n", content("So.\n", reasoning="Why?")),
+    ("think", False, "\n<think>Why? </thin </think>So", content("So", reasoning="Why? </thin")),
+    ("think", False, "So <think>no</think>", content("So <think>no</think>")),
+    ("think", False, " So</think>", content(" So</think>")),
+    ("think", False, "<thin", content("<thin")),
+    ("think", False, "<think>Why", content(reasoning="Why")),
+    ("think", False, "<think>Why</thi", content(reasoning="Why</thi")),
+    ("think", False, "<think></think>So", content("So")),
+    ("think", False, "", content()),
+    ("think", True, "\nWhy?\n</think>\nSo", content("So", reasoning="Why?")),
+    ("think", True, "</think>\n\nSo", content("So")),
+    ("think", True, f"{HERMES}</think>{HERMES}", content("", F, reasoning=HERMES)),
+    ("mistral", False, "[THINK]Why?[/THINK]So", content("So", reasoning="Why?")),
+    ("granite", False, "Here is my thought process: Why? Here is my response: So", content("So", reasoning="Why?")),
+]
+
+
+@pytest.mark.parametrize(("name", "inside", "text", "expected"), THOUGHT)
+def test_reasoning_is_read_the_same_however_it_is_split(name: str, inside: bool, text: str, expected: Content) -> None:
+    for step in (1, 2, 3, 5, 7, 1000):
+        parts = [text[start : start + step] for start in range(0, len(text), step)]
+        assert expected == whole(pieces(reader("hermes", name, inside=inside), *parts))
+    assert expected.reasoning == whole(pieces(reader(None, name, inside=inside), text)).reasoning
+
+
+def test_arguments_come_as_they_are_written() -> None:
+    it = reader("hermes")
+    assert [] == it.feed(' <tool_call>{"name": "f')
+    assert [CallBegun(0, "id0", "f")] == it.feed('"')
+    assert not it.feed(', "argum') and it.is_in_call
+    assert [CallArguments(0, '{"a": "</to')] == it.feed('ents": {"a": "</to')
+    assert [CallArguments(0, "ol_call> ü")] == it.feed("ol_call> ü")
+    assert [CallArguments(0, '"}')] == it.feed('"}} ')
+    assert [CallBegun(1, "id1", "f"), CallArguments(1, "{")] == it.feed(
+        '</tool_call><tool_call>{"name": "f", "arguments": {'
+    )
+    assert it.is_in_call
+    assert [CallArguments(1, "}")] == it.feed("}}</tool_call>")
+    assert ([Text("x")], [], [Text(" ")]) == (it.feed("x"), it.feed(" "), it.end())
+    assert not it.is_in_call
+
+
+def test_text_is_not_held_back_longer_than_it_must() -> None:
+    it = reader("hermes", "think")
+    shown = [[piece.text for piece in it.feed(part) if isinstance(piece, Text)] for part in "Hi <toy <x"]
+    assert [["H"], ["i"], [], [], [], [], [" <toy"], [], [], [" <x"]] == shown
+
+
+def test_with_one_call_at_most_later_ones_are_dropped() -> None:
+    text = f"{HERMES}\n{HERMES} So {HERMES}."
+    assert content("So.", F) == whole(pieces(reader("hermes", one=True), text))
+    assert content("So.", F) == whole(pieces(reader("hermes", one=True), *text))
+
+
+def test_a_text_in_place_of_arguments_is_one_that_can_be_sent() -> None:
+    text = '<tool_call>{"name": "f", "arguments": "\\ud800"}</tool_call>'
+    assert '"\\ud800"' == whole(pieces(reader("hermes"), text)).calls[0].arguments
+
+
+HOSTILE = [
+    ("hermes", "<tool_call>"),
+    ("hermes", "<tool_call>{"),
+    ("hermes", '<tool_call>{"type": '),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {'),
+    ("hermes", f"{HERMES}"),
+    ("hermes", " "),
+    ("hermes", "<"),
+    ("llama3", '{"type": {'),
+    ("llama3", CALL),
+    ("mistral", "[TOOL_CALLS]"),
+    ("mistral", "[TOOL_CALLS]f"),
+    ("mistral", "[TOOL_CALLS][{"),
+    ("json", '[{"arguments": "'),
+]
+
+
+@pytest.mark.parametrize(("tools", "unit"), HOSTILE)
+@pytest.mark.parametrize("step", [3, 10**9])
+def test_reading_costs_what_the_answer_is_long(tools: str, unit: str, step: int) -> None:
+    def calls(count: int) -> tuple[int, int]:
+        it, text, most = reader(tools, "think"), unit * count, 0
+        num = 0
+
+        def count_call(frame: object, event: str, argument: object) -> None:
+            nonlocal num
+            num += event in ("call", "c_call")
+
+        sys.setprofile(count_call)
+        try:
+            for start in range(0, len(text), step):
+                it.feed(text[start : start + step])
+                most = max(most, len(it._source._text) - it._source._at)
+            it.end()
+        finally:
+            sys.setprofile(None)
+        return num, most
+
+    few, many = calls(300), calls(600)
+    assert many[0] < 2.5 * few[0] + 500
+    assert max(few[1], many[1]) < 40  # what waits unread is shorter than a mark
