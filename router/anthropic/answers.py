@@ -14,7 +14,7 @@ from typing import Any
 import orjson
 from orjson import dumps
 
-from router.chat.parts import Part, parts_of
+from router.chat.parts import Part, PlainReader, parts_of
 from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Piece, Reasoning, Text
 from router.entry import Entry, Event, Failed, Finished, Token
 from router.errors import RouterError
@@ -34,6 +34,7 @@ ERROR_TYPES = {
 }
 # Of sentences about what is wrong: what parameters are called elsewhere, and here.
 NAMES = {"`stop`": "`stop_sequences`", "`Authorization: Bearer KEY`": "`x-api-key: KEY` or `Authorization: Bearer KEY`"}
+AFTER_TEXT = b"}}\n\n"
 Json = dict[str, Any]
 EMPTY: dict[str, Json] = {
     "text": {"type": "text", "text": ""},
@@ -138,6 +139,7 @@ class MessageFrames:
     def __init__(self, head: Head, reader: AnswerReader, opened: OpenRequest) -> None:
         self._head = head
         self._reader = reader
+        self._is_plain = isinstance(reader, PlainReader)
         self._entry = opened.entries[0]
         self._has_begun = self._has_calls = False
         self._block = -1  # number of the block that is open, if any is
@@ -147,10 +149,12 @@ class MessageFrames:
     def write(self, index: int, events: Sequence[Event]) -> bytes:
         """All frames for these events of the one sequence."""
         frames = [] if self._has_begun else [self._start()]
-        feed = self._reader.feed
         for event in events:
             if isinstance(event, Token) and event.text:
-                frames.extend([self._piece(piece) for piece in feed(event.text)])
+                if self._is_plain and self._kind:  # so most tokens are
+                    frames.append(self._before_text + dumps(event.text) + AFTER_TEXT)
+                else:
+                    frames.extend([self._piece(piece) for piece in self._reader.feed(event.text)])
         last = events[-1]
         if isinstance(last, Finished):
             frames.append(self._end(last))
@@ -180,7 +184,7 @@ class MessageFrames:
         return begin + self._delta(text)
 
     def _delta(self, text: str) -> bytes:
-        return self._before_text + dumps(text) + b"}}\n\n"
+        return self._before_text + dumps(text) + AFTER_TEXT
 
     def _open(self, kind: str, block: Json) -> bytes:
         """What begins a block of this kind, behind the end of another."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from orjson import dumps
 
-from router.chat.parts import Part, parts_of
+from router.chat.parts import Part, PlainReader, parts_of
 from router.chat.pieces import AnswerReader, Piece, Reasoning
 from router.entry import Entry
 from router.errors import RouterError
@@ -86,6 +86,7 @@ class CountingReader:
 
     def __init__(self, reader: AnswerReader) -> None:
         self.num_reasoning = 0
+        self.is_plain = isinstance(reader, PlainReader)
         self._reader = reader
         self._num_waiting = 0  # tokens whose text the reader holds back
 

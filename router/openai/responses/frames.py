@@ -29,6 +29,7 @@ class ResponseFrames:
     def __init__(self, head: Head, reader: CountingReader, opened: OpenRequest) -> None:
         self._head = head
         self._reader = reader
+        self._is_plain = reader.is_plain
         self._entry = opened.entries[0]
         self._sequence = 0  # number of the next event
         self._output: list[Json] = []  # items that are complete
@@ -39,6 +40,9 @@ class ResponseFrames:
         frames = [] if self._sequence else self._start()
         for event in events:
             if isinstance(event, Token) and event.text:
+                if self._is_plain:  # so most are
+                    self._show("text", event.text, frames)
+                    continue
                 for piece in self._reader.feed(event.text):
                     self._add(piece, frames)
         last = events[-1]
