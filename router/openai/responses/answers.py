@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from orjson import dumps
+from orjson import JSONEncodeError, dumps
 
 from router.chat.parts import Part, PlainReader, parts_of
 from router.chat.pieces import AnswerReader, Piece, Reasoning
@@ -78,7 +78,10 @@ def echo_of(body: ResponsesRequest) -> Json:
 
 
 def _if_short(value: Any, otherwise: Any) -> Any:
-    return value if len(dumps(value)) <= MOST_ECHOED else otherwise
+    try:
+        return value if len(dumps(value)) <= MOST_ECHOED else otherwise
+    except JSONEncodeError:  # it has a number of more than 64 bits
+        return otherwise
 
 
 class CountingReader:
