@@ -47,16 +47,19 @@ from router.model_files import generation_defaults
 from router.openai.responses.routes import add_responses_routes
 from router.openai.routes import add_openai_routes
 from router.permits import Permits
+from router.platform_routes import add_platform_routes
+from router.playground.routes import add_playground_routes
 from router.probing import SharedHealth
+from router.request_log import CLIENT_GONE, RequestLogMiddleware
 from router.serving import Services
 from router.static_file import StaticFile
 from router.text import ModelTokenizer
 from router.tgi_routes import add_tgi_routes
+from router.token_routes import add_token_routes
 from router.tracing import Tracer
 from router.validation import Validator
 from router.version import version
 
-CLIENT_GONE = 499  # nginx's; nobody reads it
 # The longest step that is still believed to make progress: a full prompt step of a large model on a slow CPU.
 STUCK_STEP_MS = 60_000
 STATIC = Path(__file__).parent / "static"
@@ -125,8 +128,11 @@ def create_app(
 
 
 def _add_apis(app: FastAPI, services: Services) -> None:
-    for add_routes in (add_tgi_routes, add_openai_routes, add_responses_routes, add_anthropic_routes):
-        add_routes(app, services)
+    generate = add_tgi_routes(app, services)
+    add_token_routes(app, services)
+    add_platform_routes(app, services, generate, *add_openai_routes(app, services))
+    add_responses_routes(app, services)
+    add_anthropic_routes(app, services)
 
 
 def _bare_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
@@ -173,8 +179,10 @@ def _add_status_routes(app: FastAPI, services: Services) -> None:
     async def metrics() -> Response:
         return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    for path in ("/", "/health", "/ping"):
+    add_playground_routes(app, services, health)
+    for path in ("/health", "/ping"):
         app.get(path, summary="200 with an empty body while requests can be answered", response_class=Response)(health)
+    for path in ("/", "/health", "/ping"):
         app.head(path, include_in_schema=False)(health)  # what load balancers send
     app.get("/info", summary="The model and the limits", response_class=Response)(info)
     app.get("/metrics", summary="Prometheus metrics", response_class=Response)(metrics)
@@ -267,6 +275,7 @@ def _add_error_handlers(app: FastAPI) -> None:
     """Every answer that is not a success has the same JSON shape, whoever raised it."""
 
     async def refused(request: Request, error: Any) -> Response:
+        request.state.log.setdefault("reason", error.error_type)
         return error_response(error, request.url.path)
 
     async def http_error(request: Request, error: Any) -> Response:
@@ -275,8 +284,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def gone(_: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
 
-    async def bug(request: Request, error: Exception) -> Response:
-        return status_response(500, request.url.path)
+    async def bug(request: Request, error: Exception) -> Response:  # outside of all layers, whose headers are lost
+        return status_response(500, request.url.path, {"x-request-id": request.state.request_id})
 
     app.add_exception_handler(RouterError, refused)
     app.add_exception_handler(HTTPException, http_error)
@@ -286,7 +295,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _add_middleware(app: FastAPI, config: RouterConfig, accounts: Accounts) -> None:
-    """Outermost last: an id on every answer, then the Host, then CORS (preflights carry no key), then the key."""
+    """Outermost last: an id on every answer, the log, then the Host, then CORS (preflights carry no key), the key."""
     if config.api_key is not None or config.api_keys_file is not None:
         app.add_middleware(ApiKeyMiddleware, accounts=accounts)
     if config.cors_allow_origin:
@@ -298,4 +307,5 @@ def _add_middleware(app: FastAPI, config: RouterConfig, accounts: Accounts) -> N
         )
     if config.is_on_loopback:
         app.add_middleware(HostMiddleware, hostname=config.hostname)
+    app.add_middleware(RequestLogMiddleware)
     app.add_middleware(RequestIdMiddleware)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from router.batch_view import BatchView
 from router.client import ShardError, Shards, StepReply, StepRequest
 from router.drain_rate import DrainRate
 from router.entry import Entry, Failed, Finished, PromptTokens, Timings, Token, ValidRequest
@@ -78,6 +79,7 @@ class Batcher:
         self._trace = trace
         self._scheduler: Scheduler[Entry] = Scheduler(limits)
         metrics.watch(self._scheduler)
+        self.view = BatchView(self._scheduler, metrics)
         self._drain_rate = DrainRate(clock)
         self._live: dict[int, Entry] = {}  # entries that still owe their reader a last event
         self._under_way: deque[_SentStep] = deque()

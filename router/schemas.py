@@ -98,6 +98,15 @@ class GenerateRequest(Strict):
         return self.parameters or GenerateParameters()
 
 
+class DetokenizeRequest(Strict):
+    """The body of `/detokenize`."""
+
+    ids: Annotated[list[Annotated[int, Field(ge=0, le=2**32 - 1)]], Field(fail_fast=True)] = Field(
+        description="Token ids, at most `max_total_tokens`."
+    )
+    skip_special_tokens: bool | None = Field(default=None, description="Leave special tokens out. Absent: true.")
+
+
 # The answers, for the API documentation alone: the routes write them by hand, which is several times faster.
 
 
@@ -175,6 +184,19 @@ class TokenizedBody(BaseModel):
     text: str
     start: int = Field(description="First byte in `inputs`.")
     stop: int = Field(description="The byte after the last.")
+
+
+class ChatTokenizedBody(BaseModel):
+    """A chat's prompt and its tokens."""
+
+    tokenize_response: list[TokenizedBody]
+    templated_text: str
+
+
+class DetokenizedBody(BaseModel):
+    """The text of token ids."""
+
+    text: str
 
 
 class ErrorResponse(BaseModel):

@@ -5,13 +5,14 @@ A client that goes away frees its place whether it streamed or not, which no fra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from fastapi import Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from router import deadline, schemas
@@ -34,9 +35,12 @@ from router.metrics import Metrics
 from router.permits import Permits
 from router.plain_answer import PlainAnswer
 from router.probing import SharedHealth
+from router.request_log import harmless, harmless_names
 from router.text import ModelTokenizer
 from router.tgi import PING
 from router.validation import Validator
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
@@ -69,14 +73,35 @@ class Services:
 async def read(
     request: Request, services: Services, schema: type[schemas.Body], most_values: int = schemas.MOST_VALUES
 ) -> schemas.Body:
-    """The body. Raises RouterError. A key's request is counted first: to refuse one must cost next to nothing."""
+    """The body. Raises RouterError."""
+    body = schemas.parse(schema, await read_bytes(request, services), most_values)
+    _note_names(request, body)
+    return body
+
+
+async def read_bytes(request: Request, services: Services) -> bytes:
+    """The body as it came, or as a route has put it back for another. Raises RouterError.
+
+    A key's request is counted first: to refuse one must cost next to nothing.
+    """
+    known: bytes | None = request.scope["state"].pop("body", None)
+    if known is not None:
+        return known
     if (account := account_of(request)) is not None:
         account.count_request()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (media_type == "application/json" or media_type.endswith("+json")):
         raise UnsupportedMedia("the body must be JSON: send the header `Content-Type: application/json`")
     peer = request.client.host if request.client is not None else ""
-    return schemas.parse(schema, await services.bodies.read(request, account or peer), most_values)
+    return await services.bodies.read(request, account or peer)
+
+
+def _note_names(request: Request, body: BaseModel) -> None:
+    """For the log line: the model that the client names, and fields that nobody looks at."""
+    if isinstance(model := getattr(body, "model", None), str):
+        request.state.log["model"] = harmless(model)
+    if ignored := [name for name, value in (body.model_extra or {}).items() if value is not None]:
+        request.state.log["ignored_fields"] = harmless_names(ignored)
 
 
 async def collect(request: Request, asked: Sequence[Asked], services: Services) -> tuple[OpenRequest, list[Answer]]:
@@ -113,9 +138,10 @@ async def stream(
 async def _open(request: Request, asked: Sequence[Asked], services: Services, *, is_stream: bool) -> OpenRequest:
     return await services.generator.open(
         asked,
-        request_id=request.state.request_id,
         headers=request.headers,
         is_stream=is_stream,
+        request_id=request.state.request_id,
+        log=request.state.log,
         **asked_by(request, services),
     )
 

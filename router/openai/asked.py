@@ -116,6 +116,11 @@ def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
     return found
 
 
+def begun(body: ChatRequest) -> str:
+    """What a final message that is continued has of the answer already."""
+    return _text("messages", body.messages[-1].content) if body.continue_final_message else ""
+
+
 def _message(number: int, message: Message) -> dict[str, Any]:
     told: dict[str, Any] = {
         "role": ROLES.get(message.role, message.role),

@@ -11,22 +11,23 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from router.asked import Asked
+from router.asked import Asked, Rendering
 from router.chat.pieces import AnswerReader
 from router.chat.prompting import rendering
 from router.chat.reading import Reading
+from router.chat.tools import Offer
 from router.errors import NotFound
 from router.generation import OpenRequest
 from router.openai import answers, asked, read_answers, tools
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
 from router.schemas import MOST_VALUES
-from router.serving import Services, collect, documented, json_response, read, stream
+from router.serving import Handler, Services, collect, documented, json_response, read, stream
 
 STREAM_HEADERS = {"cache-control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def add_openai_routes(app: FastAPI, services: Services) -> None:
-    """Serve what OpenAI's clients ask for."""
+def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handler]:
+    """Serve what OpenAI's clients ask for. Returns what answers chats, and what answers completions."""
     config = services.config
     model = {"id": config.model_id, "object": "model", "created": answers.now(), "owned_by": "lockstep"}
     # A prompt may be as many token ids as fit, and a few of them more before they are counted.
@@ -36,23 +37,10 @@ def add_openai_routes(app: FastAPI, services: Services) -> None:
         body = await read(request, services, ChatRequest)
         offered = tools.offered(body)
         reading = services.answer_formats.reading(offered)
-        messages = asked.messages_of(body)
-        render = rendering(
-            services.chat_template,
-            services.aside,
-            messages,
-            offered,
-            services.answer_formats.tools,
-            instruction=body.tool_prompt,
-            variables=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=body.continue_final_message is True,
-        )
-        wanted = asked.of_chat(body, render, config.max_n)
+        wanted = asked.of_chat(body, rendering_of(body, services, offered), config.max_n)
         head = _head(request, body, services, "chatcmpl")
         if reading is not None:
-            begun = messages[-1]["content"] if body.continue_final_message else ""
-            return await _read_chat(request, body, wanted, services, head, reading, begun)
+            return await _read_chat(request, body, wanted, services, head, reading)
         if body.stream:
             return await _stream(request, body, wanted, services, head, lambda: None)
         opened, found = await collect(request, wanted, services)
@@ -80,6 +68,22 @@ def add_openai_routes(app: FastAPI, services: Services) -> None:
     app.post("/v1/completions", summary="OpenAI's text completions", **_documented(CompletionRequest))(completions)
     app.get("/v1/models", summary="The model that is served", response_class=Response)(models)
     app.get("/v1/models/{name:path}", summary="The same by its name", response_class=Response)(one_model)
+    return chat, completions
+
+
+def rendering_of(body: ChatRequest, services: Services, offered: Offer | None = None) -> Rendering:
+    """How a chat's messages become a prompt. Raises ValidationError. offered: its tools, where they are known."""
+    return rendering(
+        services.chat_template,
+        services.aside,
+        asked.messages_of(body),
+        offered if offered is not None else tools.offered(body),
+        services.answer_formats.tools,
+        instruction=body.tool_prompt,
+        variables=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=body.continue_final_message is True,
+    )
 
 
 def _documented(schema: type[Generation]) -> dict[str, Any]:
@@ -107,9 +111,9 @@ async def _read_chat(
     services: Services,
     head: answers.Head,
     reading: Reading,
-    begun: str,
 ) -> Response:
-    """A chat whose answers may have reasoning or calls of tools. begun: what is continued of a final message."""
+    """A chat whose answers may have reasoning or calls of tools."""
+    begun = asked.begun(body)
     wanted = [replace(one, shown_marks=reading.shown_marks) for one in wanted]
 
     def readers(opened: OpenRequest) -> list[AnswerReader]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import anthropic
@@ -18,13 +19,9 @@ TOOLS: Any = [WEATHER, TIME]
 
 
 @pytest.fixture
-def client(it: Served) -> anthropic.Anthropic:
-    return anthropic.Anthropic(base_url=it.url, api_key="open-secret", max_retries=0)
-
-
-@pytest.fixture
-def async_client(it: Served) -> anthropic.AsyncAnthropic:
-    return anthropic.AsyncAnthropic(base_url=it.url, api_key="open-secret", max_retries=0)
+def client(it: Served) -> Iterator[anthropic.Anthropic]:
+    with anthropic.Anthropic(base_url=it.url, api_key="open-secret", max_retries=0) as client:
+        yield client
 
 
 def test_a_message(client: anthropic.Anthropic) -> None:
@@ -47,12 +44,12 @@ def test_a_stream_and_its_raw_events(client: anthropic.Anthropic) -> None:
     assert ("message_start", "message_stop") == (kinds[0], kinds[-1])
 
 
-def test_async_messages_and_streams(async_client: anthropic.AsyncAnthropic) -> None:
+def test_async_messages_and_streams(it: Served) -> None:
     async def story() -> None:
-        async with async_client:
-            answers = await asyncio.gather(*(async_client.messages.create(**ASKED) for _ in range(8)))
+        async with anthropic.AsyncAnthropic(base_url=it.url, api_key="open-secret", max_retries=0) as client:
+            answers = await asyncio.gather(*(client.messages.create(**ASKED) for _ in range(8)))
             assert {"No tools here."} == {block.text for answer in answers for block in answer.content}  # type: ignore[union-attr]
-            async with async_client.messages.stream(**ASKED) as stream:
+            async with client.messages.stream(**ASKED) as stream:
                 assert "No tools here." == await stream.get_final_text()
 
     asyncio.run(story())
@@ -137,5 +134,5 @@ def test_errors_are_of_their_types(it: Served, client: anthropic.Anthropic) -> N
 
 
 def test_a_key_may_also_be_a_token(it: Served) -> None:
-    client = anthropic.Anthropic(base_url=it.url, auth_token="open-secret", api_key=None, max_retries=0)
-    assert "end_turn" == client.messages.create(**ASKED).stop_reason
+    with anthropic.Anthropic(base_url=it.url, auth_token="open-secret", api_key=None, max_retries=0) as client:
+        assert "end_turn" == client.messages.create(**ASKED).stop_reason

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -22,8 +23,9 @@ TOOLS: Any = [{"type": "function", "strict": False, **function} for function in 
 
 
 @pytest.fixture
-def client(it: Served) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{it.url}/v1", api_key="open-secret", max_retries=0)
+def client(it: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{it.url}/v1", api_key="open-secret", max_retries=0) as client:
+        yield client
 
 
 def test_chats_whole_and_streamed(client: openai.OpenAI) -> None:
