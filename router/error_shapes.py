@@ -38,5 +38,7 @@ def status_response(status: int, path: str, headers: Mapping[str, str] | None = 
     error_type = phrase.lower().replace(" ", "_")
     if path.startswith(ANTHROPIC):
         return errors.json_error(anthropic.error_of(status, phrase, error_type), status, headers or {})
-    told = {"message": phrase, "type": "invalid_request_error", "param": None, "code": None}
+    is_stored = status == 404 and path.startswith(RESPONSES + "/")  # what clients would find there
+    sentence = responses.NOT_STORED if is_stored else phrase
+    told = {"message": sentence, "type": "invalid_request_error", "param": None, "code": None}
     return errors.json_error({"error": told, "error_type": error_type}, status, headers or {})

@@ -24,7 +24,8 @@ HOST = re.compile(r"(\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(:[0-9]*)?
 # Open without a key: probes, and the documentation and the playground with what they load, which is the same for all.
 # Everything else is closed by default.
 OPEN_PATHS = playground.OPEN_PATHS | {
-    "/", "/health", "/ping", "/docs", "/docs/swagger-ui.css", "/docs/swagger-ui-bundle.js", "/api-doc/openapi.json"
+    "/", "/health", "/ping", "/docs", "/docs/swagger-ui.css", "/docs/swagger-ui-bundle.js", "/api-doc/openapi.json",
+    "/openapi.json",
 }  # fmt: skip
 # What a page of an allowed origin may send: OpenAI's and Anthropic's clients for browsers send all of these.
 HEADERS_OF_CLIENTS = (

@@ -7,13 +7,14 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from router.anthropic import answers, asked
+from router.anthropic import answers, asked, documents
 from router.anthropic.schemas import CountRequest, MessagesRequest
+from router.api_document import ERROR_STATUSES, documented
 from router.conversing import Turn, turn_of
 from router.generation import OpenRequest
 from router.guard import ClientConnection
 from router.openai.routes import STREAM_HEADERS
-from router.serving import Services, asked_by, collect, documented, json_response, read, stream
+from router.serving import Services, asked_by, collect, json_response, read, stream
 
 
 def add_anthropic_routes(app: FastAPI, services: Services) -> None:
@@ -40,13 +41,14 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
             count = await services.generator.count(turn.render, **asked_by(request, services))
         return json_response({"input_tokens": count})
 
-    routes = (
-        ("/v1/messages", messages, MessagesRequest, "Anthropic's messages; server-sent events if `stream` is true"),
-        ("/v1/messages/count_tokens", count_tokens, CountRequest, "How many tokens the prompt of such a message has"),
-    )
-    for path, handler, schema, summary in routes:
-        described = documented(schema, dict[str, Any], dict[str, Any])
-        app.post(path, summary=summary, response_class=Response, **described)(handler)
+    statuses = [status for status in ERROR_STATUSES if status != 422]  # answers.py makes it a 400
+    common: dict[str, Any] = {"errors": documents.MessageError, "statuses": statuses}
+    said = documented(MessagesRequest, documents.MessageAnswer, events=documents.MessageEvent, **common)
+    summary = "Anthropic's messages; server-sent events if `stream` is true"
+    app.post("/v1/messages", summary=summary, response_class=Response, **said)(messages)
+    said = documented(CountRequest, documents.TokenCount, **common)
+    summary = "How many tokens the prompt of such a message has"
+    app.post("/v1/messages/count_tokens", summary=summary, response_class=Response, **said)(count_tokens)
 
 
 def turn_in(body: CountRequest, services: Services) -> Turn:

@@ -91,9 +91,11 @@ class Run {
 
   summary() {
     if (!this.first) return this.reason === "stopped" ? "Stopped before the first token" : "";
-    const seconds = (this.last - this.first) / 1000;
     const facts = [`${this.numTokens} ${this.numTokens === 1 ? "token" : "tokens"}`];
-    if (seconds > 0 && this.numTokens > 1) facts.push(`${((this.numTokens - 1) / seconds).toFixed(1)} tokens/s`);
+    const [seconds, count] = this.isStream
+      ? [(this.last - this.first) / 1000, this.numTokens - 1]
+      : [(this.last - this.began) / 1000, this.numTokens];
+    if (seconds > 0 && count > 0) facts.push(`${(count / seconds).toFixed(1)} tokens/s`);
     if (this.isStream) facts.push(`first token after ${Math.round(this.first - this.began)} ms`);
     const endings = { stopped: "stopped here", length: "ended by length", stop: "ended by the model or a stop sequence", eos_token: "ended by the model", stop_sequence: "ended by a stop sequence" };
     if (this.reason) facts.push(endings[this.reason] ?? `ended: ${this.reason}`);
@@ -310,7 +312,7 @@ function showFailure(error, run) {
   const isOurs = error instanceof ServerError;
   if (!isOurs) console.error(error);
   let sentence = isOurs ? error.message : "The server sent an answer of an unknown shape.";
-  if (run.numTokens && run.first) sentence += ` The ${run.numTokens} tokens that came are kept.`;
+  if (run.first) sentence += run.numTokens === 1 ? " The one token that came is kept." : ` The ${run.numTokens} tokens that came are kept.`;
   showError(sentence);
   if (error.status === 401) askForKey(error.message);
 }
@@ -369,8 +371,8 @@ async function loadInfo() {
     showInfo(await (await ask("info")).json());
     live.start();
   } catch (error) {
+    live.start(); // it looks again, and so does this
     if (error.status === 401) askForKey(error.message);
-    else live.start(); // it looks again, and so does this
   }
 }
 
@@ -385,7 +387,8 @@ function showInfo(found) {
 
 function askForKey(why) {
   const dialog = byId("key-dialog");
-  showKeyError(why);
+  byId("key-why").textContent = `${why && !key() ? `${why} ` : ""}Every request of this tab then carries it, and it is forgotten when the tab is closed.`;
+  showKeyError(key() ? why : null);
   byId("key-forget").hidden = !key();
   byId("key-text").value = "";
   if (!dialog.open) dialog.showModal();

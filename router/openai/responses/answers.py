@@ -20,6 +20,7 @@ from router.openai import answers
 from router.openai.responses.schemas import ResponsesRequest
 from router.text import FinishReason
 
+NOT_STORED = "responses are not stored here: keep what `/v1/responses` answers, and send its items with the next input"
 MOST_ECHOED = 16_384  # bytes of a field of the body that are told again
 PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}  # of ids, by the kind of part that an item is
 Json = dict[str, Any]

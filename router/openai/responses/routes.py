@@ -7,15 +7,16 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from router.api_document import ERROR_STATUSES, documented
 from router.conversing import Turn, turn_of
-from router.errors import NotFound
 from router.generation import OpenRequest
 from router.guard import ClientConnection
-from router.openai.responses import answers, asked
+from router.openai.documents import ErrorAnswer
+from router.openai.responses import answers, asked, documents
 from router.openai.responses.frames import ResponseFrames
 from router.openai.responses.schemas import InputRequest, ResponsesRequest
 from router.openai.routes import STREAM_HEADERS
-from router.serving import Services, asked_by, collect, documented, json_response, read, stream
+from router.serving import Services, asked_by, collect, json_response, read, stream
 
 URL = "/v1/responses"
 
@@ -47,20 +48,14 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
             count = await services.generator.count(turn.render, **asked_by(request, services))
         return json_response({"object": "response.input_tokens", "input_tokens": count})
 
-    async def nothing_stored(name: str) -> Response:
-        raise NotFound(
-            "responses are not stored here: keep what `/v1/responses` answers, and send its items with the next input"
-        )
-
-    routes = (
-        (URL, responses, ResponsesRequest, "OpenAI's responses; server-sent events if `stream` is true"),
-        (f"{URL}/input_tokens", input_tokens, InputRequest, "How many tokens the prompt of a response has"),
-    )
-    for path, handler, schema, summary in routes:
-        described = documented(schema, dict[str, Any], dict[str, Any])
-        app.post(path, summary=summary, response_class=Response, **described)(handler)
-    methods = ["GET", "POST", "DELETE"]
-    app.api_route(URL + "/{name:path}", methods=methods, include_in_schema=False)(nothing_stored)
+    statuses = [status for status in ERROR_STATUSES if status != 422]  # answers.py makes it a 400
+    common: dict[str, Any] = {"errors": ErrorAnswer, "statuses": statuses}
+    said = documented(ResponsesRequest, documents.ResponseAnswer, events=documents.ResponseEvent, **common)
+    summary = "OpenAI's responses; server-sent events if `stream` is true"
+    app.post(URL, summary=summary, response_class=Response, **said)(responses)
+    said = documented(InputRequest, documents.InputTokens, **common)
+    summary = "How many tokens the prompt of a response has"
+    app.post(f"{URL}/input_tokens", summary=summary, response_class=Response, **said)(input_tokens)
 
 
 def turn_in(body: InputRequest, services: Services) -> Turn:
