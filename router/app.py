@@ -29,7 +29,6 @@ from router.aside import TaskError
 from router.aside.pool import Aside
 from router.batcher import Batcher
 from router.bodies import Bodies
-from router.chat.reading import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.client import ModelInfo, ShardError, Shards
 from router.config import RouterConfig
@@ -99,7 +98,6 @@ def create_app(
         model=model,
         tokenizer=tokenizer,
         chat_template=chat_template,
-        answer_formats=AnswerFormats.of(config.tool_call_parser, config.reasoning_parser, chat_template, tokenizer),
         aside=Aside(NUM_ASIDE),
         shards=shards,
         batcher=batcher,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 # The names in the tables of `chat/formats.py`, which a test compares.
-TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "deepseek", "json")
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "deepseek", "pythonic", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "thought", "granite")
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -28,7 +29,7 @@ from router.config import RouterConfig
 from router.entry import Failed
 from router.errors import UnsupportedMedia
 from router.event_stream import EventStream, Frames, first_events
-from router.generation import Answer, Generator, OpenRequest
+from router.generation import Generator, OpenRequest
 from router.guard import ClientConnection
 from router.limits import Limits
 from router.metrics import Metrics
@@ -36,6 +37,7 @@ from router.permits import Permits
 from router.plain_answer import PlainAnswer
 from router.probing import SharedHealth
 from router.request_log import harmless, harmless_names
+from router.samples import Answer
 from router.text import ModelTokenizer
 from router.tgi import PING
 from router.validation import Validator
@@ -52,7 +54,6 @@ class Services:
     model: ModelInfo
     tokenizer: ModelTokenizer
     chat_template: ChatTemplate
-    answer_formats: AnswerFormats
     aside: Aside
     shards: Shards
     batcher: Batcher
@@ -63,6 +64,12 @@ class Services:
     shared_health: SharedHealth
     generator: Generator
     generation_defaults: dict[str, Any]
+
+    @cached_property
+    def answer_formats(self) -> AnswerFormats:
+        """How the model writes calls of tools and reasoning."""
+        config = self.config
+        return AnswerFormats.of(config.tool_call_parser, config.reasoning_parser, self.chat_template, self.tokenizer)
 
     @property
     def compute_type(self) -> str:

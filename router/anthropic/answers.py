@@ -18,8 +18,9 @@ from router.chat.parts import Part, PlainReader, parts_of
 from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Piece, Reasoning, Text
 from router.entry import Entry, Event, Failed, Finished, Token
 from router.errors import RouterError
-from router.generation import Answer, OpenRequest
+from router.generation import OpenRequest
 from router.openai.answers import renamed, status_of
+from router.samples import Answer
 from router.text import FinishReason
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'

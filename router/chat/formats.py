@@ -49,14 +49,16 @@ class ToolFormat:
     """How models write a call: `begin`, JSON with the name and the arguments, `end`.
 
     An answer may also begin with the JSON itself where `is_bare`, and the JSON of several calls may be a list, or have
-    `separators` between them. With `before_arguments`, a call may also be its name, this mark, and its arguments.
-    `around` are marks around all calls that say nothing. writings: how a grammar has a model write it; the first whose
+    `separators` between them. With `is_python`, a list may have calls in Python's notation. With `before_arguments`, a
+    call may also be its name, this mark, and its arguments. `around` are marks around all calls that say nothing.
+    writings: how a grammar has a model write it; the first whose
     needs are met.
     """
 
     begin: str
     end: str = ""
     is_bare: bool = False
+    is_python: bool = False
     separators: str = ""
     before_arguments: str = ""
     around: tuple[str, ...] = ()
@@ -117,6 +119,7 @@ TOOLS: Mapping[str, ToolFormat] = {
             ),
         ),
     ),
+    "pythonic": ToolFormat("<|python_start|>", "<|python_end|>", is_bare=True, is_python=True),
     "json": ToolFormat("", is_bare=True, separators=";,"),
 }
 
@@ -125,6 +128,7 @@ SIGNS: Mapping[str, Callable[[str], bool]] = {
     "hermes": lambda template: "<tool_call>" in template and "<function=" not in template,
     "mistral": lambda template: "[TOOL_CALLS]" in template,
     "deepseek": lambda template: "<｜tool▁sep｜>" in template and "```json" not in template,
+    "pythonic": lambda template: "<|python_start|>" in template or "[func_name1(" in template,
     "llama3": lambda template: (
         "<|python_tag|>" in template or ('"parameters"' in template and "<|start_header_id|>" in template)
     ),

@@ -6,13 +6,14 @@ however it goes on: its arguments are given out as the model writes them. Blanks
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Container
 from contextlib import suppress
 from dataclasses import dataclass
 
 from router.chat.formats import ReasoningFormat, ToolFormat
 from router.chat.json_reader import JsonReader, NotThis, decoded
 from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text, new_call_id
+from router.chat.python_reader import PythonReader
 from router.chat.source import Ended, Marks, Source, Steps
 
 MOST_CHARACTERS_OF_A_NAME = 64
@@ -121,7 +122,7 @@ class Reader:
         with suppress(NotThis):
             first = yield from self._source.skip_blanks()
             if first == "[":
-                yield from self._list_of_calls(is_bare)
+                yield from self._list_of_calls(its, is_bare)
             elif first == "{":
                 yield from self._objects(its, is_bare)
             elif its.before_arguments:
@@ -144,15 +145,24 @@ class Reader:
         if is_there:
             self._source.recorded()
 
-    def _list_of_calls(self, is_bare: bool) -> Steps[None]:
+    def _list_of_calls(self, its: ToolFormat, is_bare: bool) -> Steps[None]:
         self._source.take(1)
         while (following := (yield from self._source.skip_blanks(others=","))) != "]":
-            if following != "{":
-                raise NotThis
             if not self._source.is_recording:
                 self._source.record()
-            yield from self._object(is_bare)
+            if following == "{":
+                yield from self._object(is_bare)
+            elif its.is_python:
+                yield from self._python_call()
+            else:
+                raise NotThis
         self._source.take(1)
+
+    def _python_call(self) -> Steps[None]:
+        name, _ = yield from self._text_before(Marks((), "("), MOST_CHARACTERS_OF_A_NAME)
+        self._begin(name.strip())
+        yield from PythonReader(self._source).arguments(self._pieces.arguments)
+        self.is_in_call = False
 
     def _objects(self, its: ToolFormat, is_bare: bool) -> Steps[None]:
         while True:
@@ -163,16 +173,24 @@ class Reader:
 
     def _named_call(self, its: ToolFormat) -> Steps[None]:
         """A name, a mark, and arguments."""
-        written: list[str] = []
-        marks, mark = Marks((its.before_arguments, its.begin), "{"), ""
-        while not mark:
-            text, mark = yield from self._source.until(marks, keeps=(its.begin, "{"))
-            written.append(text)
-            if mark == its.begin or sum(map(len, written)) > MOST_CHARACTERS_BEFORE_ARGUMENTS:
-                raise NotThis
-        name, _, _ = "".join(written).partition("[")  # an id in a mark of its own may follow
+        marks = Marks((its.before_arguments, its.begin), "{")
+        written, mark = yield from self._text_before(marks, MOST_CHARACTERS_BEFORE_ARGUMENTS, (its.begin, "{"))
+        if mark == its.begin:
+            raise NotThis
+        name, _, _ = written.partition("[")  # an id in a mark of its own may follow
         self._begin(name.strip())
         yield from self._arguments()
+
+    def _text_before(self, marks: Marks, most: int, keeps: Container[str] = ()) -> Steps[tuple[str, str]]:
+        """(a text of at most so many characters, the mark behind it). Raises NotThis, and Ended."""
+        written: list[str] = []
+        while True:
+            text, mark = yield from self._source.until(marks, keeps)
+            written.append(text)
+            if len(text) > most or sum(map(len, written)) > most:
+                raise NotThis
+            if mark:
+                return "".join(written), mark
 
     def _object(self, is_bare: bool) -> Steps[None]:
         """A call as an object of JSON. Without a mark in front of it, it has a name and arguments."""
@@ -259,7 +277,7 @@ class _Pieces:
         self._parts: list[str] = []
         self._blanks: list[str] = []
         self._has_text = False
-        self._ends_in_text = False  # and in no call
+        self._ends_in_text = True  # and in no call
 
     def take(self) -> list[Piece]:
         """What was gathered since the last time."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from router.chat.call_grammar import CallGrammar
 from router.chat.formats import (
+    AUTO,
     NONE,
     REASONING,
     TOOLS,
@@ -82,6 +83,11 @@ class AnswerFormats:
     def reasoning(self) -> ReasoningFormat | None:
         """The format of reasoning; None: none is read."""
         return None if self.reasoning_name == NONE else REASONING[self.reasoning_name]
+
+    def facts(self, tools_asked: str, reasoning_asked: str) -> list[tuple[str, str, str]]:
+        """Rows of the start-up table: what, which, and why."""
+        sources = ["the chat template" if asked == AUTO else "" for asked in (tools_asked, reasoning_asked)]
+        return [("tool calls", self.tools_name, sources[0]), ("reasoning", self.reasoning_name, sources[1])]
 
     def grammar(self, offered: Offer, *, is_within: bool = False) -> str | None:
         """What holds an answer to its calls, in Lark's notation; None where nothing does.

@@ -1,5 +1,8 @@
 """OpenAI's shapes of chats whose answers have reasoning and calls of tools: whole, and in chunks.
 
+Their log-probabilities are those of all that the model wrote, marks and reasoning and calls: together they are its
+text as it was before it was taken apart.
+
 Left out: chats that are text alone (`answers.py`), which cost less.
 """
 
@@ -7,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Content, Piece, Reasoning, Text, read_whole
+from router.chat.pieces import AnswerReader, CallBegun, Content, Piece, Reasoning, Text, read_whole
 from router.entry import Entry, Event, Failed, Finished, Token
-from router.generation import Answer, OpenRequest
+from router.generation import OpenRequest
 from router.openai.answers import DONE, REASONS, ChunkFrames, Head, Json, error_body, usage
+from router.openai.scored import ChatScores, Scoring
+from router.samples import Answer
 from router.text import FinishReason
 from router.tgi import frame
 
@@ -55,10 +60,17 @@ class ReadChunkFrames(ChunkFrames):
     """Turns the events of one stream into OpenAI's chunks, as the readers of its answers take them apart."""
 
     def __init__(
-        self, head: Head, opened: OpenRequest, readers: Sequence[AnswerReader], *, includes_usage: bool
+        self,
+        head: Head,
+        opened: OpenRequest,
+        readers: Sequence[AnswerReader],
+        scoring: Scoring | None,
+        *,
+        includes_usage: bool,
     ) -> None:
         super().__init__(head, opened, includes_usage=includes_usage, echoed=None)
         self._readers = readers
+        self._scores = [None if scoring is None else ChatScores(scoring) for _ in readers]
         self._has_calls = [False for _ in readers]
 
     def write(self, index: int, events: Sequence[Event]) -> bytes:
@@ -68,7 +80,11 @@ class ReadChunkFrames(ChunkFrames):
         pieces = reader.feed("".join([event.text for event in events if isinstance(event, Token)]))
         if isinstance(last, Finished):
             pieces += reader.end()
-        frames += [self._piece_frame(index, piece) for piece in pieces]
+        scores = self._scores[index]
+        if scores is None:
+            frames += [self._piece_frame(index, piece) for piece in pieces]
+        else:
+            frames += self._scored_frames(index, pieces, scores.of(events))
         if isinstance(last, Failed):
             return b"".join(frames) + frame(error_body(last.error)) + DONE
         if isinstance(last, Finished):
@@ -77,19 +93,29 @@ class ReadChunkFrames(ChunkFrames):
             self._num_left -= 1
         return b"".join(frames) + (self._end() if not self._num_left else b"")
 
+    def _scored_frames(self, index: int, pieces: Sequence[Piece], scores: Json | None) -> list[bytes]:
+        """The same with log-probabilities in the first, which may have nothing else."""
+        deltas = [self._delta(index, piece) for piece in pieces] or ([{}] if scores else [])
+        return [self._delta_frame(index, told, None, None if at else scores) for at, told in enumerate(deltas)]
+
     def _piece_frame(self, index: int, piece: Piece) -> bytes:
         if isinstance(piece, Text):
             return self._text_frame(index, piece.text)
-        self._has_calls[index] |= isinstance(piece, CallBegun)
-        return self._delta_frame(index, delta(piece))
+        return self._delta_frame(index, self._delta(index, piece))
 
-    def _delta_frame(self, index: int, told: Json, reason: str | None = None) -> bytes:
-        choice = {"index": index, "delta": told, "logprobs": None, "finish_reason": reason}
+    def _delta(self, index: int, piece: Piece) -> Json:
+        self._has_calls[index] |= isinstance(piece, CallBegun)
+        return delta(piece)
+
+    def _delta_frame(self, index: int, told: Json, reason: str | None = None, scores: Json | None = None) -> bytes:
+        choice = {"index": index, "delta": told, "logprobs": scores, "finish_reason": reason}
         return frame({**self._fields, "choices": [choice], **self._tail})
 
 
-def delta(piece: Reasoning | CallBegun | CallArguments) -> Json:
-    """What a chunk says of a piece that is no text."""
+def delta(piece: Piece) -> Json:
+    """What a chunk says of a piece."""
+    if isinstance(piece, Text):
+        return {"content": piece.text}
     if isinstance(piece, Reasoning):
         return {"reasoning_content": piece.text}
     if isinstance(piece, CallBegun):

@@ -15,9 +15,9 @@ from router.chat.parts import Part, PlainReader, parts_of
 from router.chat.pieces import AnswerReader, Piece, Reasoning
 from router.entry import Entry
 from router.errors import RouterError
-from router.generation import Answer
 from router.openai import answers
 from router.openai.responses.schemas import ResponsesRequest
+from router.samples import Answer
 from router.text import FinishReason
 
 NOT_STORED = "responses are not stored here: keep what `/v1/responses` answers, and send its items with the next input"

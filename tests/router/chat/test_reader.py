@@ -96,6 +96,19 @@ WRITTEN: list[tuple[str, str, Content]] = [
     ("deepseek", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{\"a\": 1}" + END
      + "<｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>" + PLACE + END + "<｜tool▁calls▁end｜>",
      content("", F, WEATHER)),
+    ("pythonic", "[f(a=1)]", content("", F)),
+    ("pythonic", " [ f( a = 1 , ) , get_weather(place = 'Zürich', n=[1, (2,), {'x': None}, -.5e1, True,])]\n",
+     content("", F, ("get_weather", '{"place": "Zürich", "n": [1, [2], {"x": null}, -5.0, true]}'))),
+    ("pythonic", "So:<|python_start|>[f()]<|python_end|>.", content("So:.", ("f", "{}"))),
+    ("pythonic", r"""[f(a='it\'s "\u00fc\x41\n\q\ud800', b="')")]""",
+     content("", ("f", '{"a": "it\'s \\"üA\\n\\\\q\ufffd", "b": "\')"}'))),
+    ("pythonic", "[f(a=1), f(a=", content("", F, ("f", '{"a": '))),
+    ("pythonic", "[f(a=g())]", content("g())]", ("f", '{"a": '))),
+    ("pythonic", "[f(1)]", content("1)]", ("f", "{"))),
+    ("pythonic", f"[f(a={'[' * 3000}", content("", ("f", '{"a": ' + "[" * 3000))),
+    ("pythonic", "[1] and (2)", content("[1] and (2)")),
+    ("pythonic", "[print(1)]", content("[print(1)]")),
+    ("pythonic", CALL, content("", F)),
     ("json", CALL, content("", F)),
     ("json", f"[{CALL}, {CALL}]", content("", F, F)),
     ("json", "none", content("none")),
@@ -189,6 +202,9 @@ HOSTILE = [
     ("mistral", "[TOOL_CALLS]f"),
     ("mistral", "[TOOL_CALLS][{"),
     ("json", '[{"arguments": "'),
+    ("pythonic", "[f(a=1),"),
+    ("pythonic", "[f(a=[[{'"),
+    ("pythonic", "[f"),
 ]
 
 
@@ -216,3 +232,26 @@ def test_reading_costs_what_the_answer_is_long(tools: str, unit: str, step: int)
     few, many = calls(300), calls(600)
     assert many[0] < 2.5 * few[0] + 500
     assert max(few[1], many[1]) < 40  # what waits unread is shorter than a mark
+
+
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<think>", "</think>", "[f(a=", ")]"),
+    *('{"name": "f", "arguments": ', '"name"', '"arguments"', ": ", ", ", "{", "}", "[", "]", '"', "\\", "f", "(", ")"),
+    *("'", "1", "None", "-", "é", "\n", " ", ";", "x" * 70, '{"a": 1}', "<", "\\u00", "<｜tool▁sep｜>"),
+]
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_whatever_a_model_writes_is_read_the_same_however_it_is_split(name: str) -> None:
+    draw = random.Random(name)
+    for _ in range(300):
+        parts = draw.choices(FRAGMENTS, k=draw.randrange(1, 25))
+        text, reasoning = "".join(parts), draw.choice(["think", None])
+        told = whole(pieces(reader(name, reasoning), text))
+        assert told == whole(pieces(reader(name, reasoning), *parts))
+        assert told == whole(pieces(reader(name, reasoning), *text))
+        if not told.calls and not told.reasoning and reasoning is None:
+            kept = text
+            for mark in TOOLS[name].around:
+                kept = kept.replace(mark, "")
+            assert kept == told.text

@@ -16,6 +16,7 @@ import pytest
 from tokenizers import AddedToken
 
 from router.aside.tasks import TASKS
+from router.openai.documents import ChatChunk, ChatCompletion
 from router.text import ModelTokenizer
 from tests.router.chat.templates import TOOL
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
@@ -113,9 +114,13 @@ async def both(it: Site, **changes: Any) -> tuple[dict[str, Any], str]:
     """The message of the answer and why it ended; whole and streamed must say the same."""
     answer = await it.http.post(PATH, json={**ASKED, **changes})
     assert 200 == answer.status_code, answer.text
+    ChatCompletion.model_validate_json(answer.text)
     [choice] = answer.json()["choices"]
     whole, reason = choice["message"], choice["finish_reason"]
-    streamed = gathered(chunks_of((await it.http.post(PATH, json={**ASKED, **changes, "stream": True})).text))
+    chunks = chunks_of((await it.http.post(PATH, json={**ASKED, **changes, "stream": True})).text)
+    for chunk in chunks:
+        ChatChunk.model_validate(chunk)
+    streamed = gathered(chunks)
     assert ((whole["content"] or ""), reason) == (streamed[0]["content"], streamed[1])
     assert whole.get("reasoning_content") == streamed[0].get("reasoning_content")
     assert functions(whole) == functions(streamed[0])
@@ -269,6 +274,34 @@ def test_marks_that_are_special_tokens_are_read_and_not_shown(tmp_path: Path) ->
         assert [("weather", ARGUMENTS)] == functions(message)
         message, _ = await both(it, tool_choice="none")
         assert f"And:weather{ARGUMENTS}" == message["content"]
+
+    template = "{# tools [TOOL_CALLS] #}{{ messages[-1]['content'] }}"
+    told(tmp_path, story, ids, template, tokenizer=ModelTokenizer.of(marked, frozenset({EOS})))
+
+
+@pytest.mark.parametrize("is_cut", [False, True])
+def test_log_probabilities_are_those_of_all_that_was_written(tmp_path: Path, is_cut: bool) -> None:
+    tokenizer = byte_tokenizer().tokenizer
+    marked = type(tokenizer).from_str(tokenizer.to_str())
+    marked.add_special_tokens([AddedToken("[TOOL_CALLS]", special=True)])
+    mark = marked.token_to_id("[TOOL_CALLS]")
+    ids = [*"Ü: ".encode(), mark, *f"weather{ARGUMENTS}".encode(), EOS]
+    written = f"Ü: [TOOL_CALLS]weather{ARGUMENTS}"
+
+    def told_of(choices: list[dict[str, Any]]) -> str:
+        scores = [choice["logprobs"]["content"] for choice in choices if choice["logprobs"]]
+        assert all(token["logprob"] <= 0 for some in scores for token in some)
+        return bytes(byte for some in scores for token in some for byte in token["bytes"]).decode()
+
+    async def story(it: Site) -> None:
+        asked = {"logprobs": True, "top_logprobs": 1, "max_tokens": 12 if is_cut else len(ids)}
+        expected = "Ü: [TOOL_CALLS]weather" if is_cut else written
+        message, _ = await both(it, **asked)
+        assert message["content"] == (expected if is_cut else "Ü:")  # a call without its name is none
+        whole = (await it.http.post(PATH, json={**ASKED, **asked})).json()
+        chunks = chunks_of((await it.http.post(PATH, json={**ASKED, **asked, "stream": True})).text)
+        assert told_of(whole["choices"]) == told_of([chunk["choices"][0] for chunk in chunks])
+        assert expected == told_of(whole["choices"])
 
     template = "{# tools [TOOL_CALLS] #}{{ messages[-1]['content'] }}"
     told(tmp_path, story, ids, template, tokenizer=ModelTokenizer.of(marked, frozenset({EOS})))
