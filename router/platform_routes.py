@@ -109,6 +109,10 @@ def _asked(number: int, instance: GenerateRequest | ChatRequest, services: Servi
         raise ValidationError(f"`instances.{number}.logprobs` is not served on /vertex: leave it out")
     if instance.n not in (None, 1):
         raise ValidationError(f"`instances.{number}.n` is {instance.n}, and an instance has one answer: leave it out")
+    if instance.tools:
+        raise ValidationError(
+            f"`tools` of `instances.{number}` are not served, as /vertex answers in text: leave them out"
+        )
     [asked] = of_chat(instance, rendering_of(instance, services), max_n=1, candidates=None)
     return asked
 

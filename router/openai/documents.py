@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
 Reason = Literal["stop", "length"]
+ChatReason = Literal["stop", "length", "tool_calls"]
 
 
 class CachedTokens(BaseModel):
@@ -33,11 +34,28 @@ class Answered(BaseModel):
     system_fingerprint: str
 
 
+class CalledFunction(BaseModel):
+    """A function that the model calls. arguments: JSON, as far as the model keeps to it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """One call of an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
-    """What the model says."""
+    """What the model says. Without text beside its calls, its content is null."""
 
     role: Literal["assistant"]
-    content: str
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -45,8 +63,8 @@ class ChatChoice(BaseModel):
 
     index: int
     message: ChatMessage
-    logprobs: None
-    finish_reason: Reason
+    logprobs: dict[str, Any] | None
+    finish_reason: ChatReason
 
 
 class ChatCompletion(Answered):
@@ -62,7 +80,7 @@ class TextChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: None
+    logprobs: dict[str, Any] | None
     finish_reason: Reason
 
 
@@ -74,11 +92,29 @@ class TextCompletion(Answered):
     usage: Usage
 
 
+class FunctionDelta(BaseModel):
+    """What a chunk adds to a call: with the first, its name."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """The call of this index. What its first chunk says besides, no later one does."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class Delta(BaseModel):
     """What a chunk adds."""
 
     role: Literal["assistant"] | None = None
-    content: str
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -86,8 +122,8 @@ class ChatChunkChoice(BaseModel):
 
     index: int
     delta: Delta
-    logprobs: None
-    finish_reason: Reason | None
+    logprobs: dict[str, Any] | None
+    finish_reason: ChatReason | None
 
 
 class ChatChunk(Answered):
@@ -103,7 +139,7 @@ class TextChunkChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: None
+    logprobs: dict[str, Any] | None
     finish_reason: Reason | None
 
 

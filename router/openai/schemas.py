@@ -60,6 +60,7 @@ class Message(Strict):
     name: str | None = None
     tool_calls: Objects | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(default=None, description="What the model thought before this answer.")
 
 
 class ChatRequest(Generation):
@@ -69,6 +70,12 @@ class ChatRequest(Generation):
     logprobs: bool | None = Field(default=None, description="Tell the log-probability of each token of the text.")
     top_logprobs: Integer | None = Field(default=None, description="Likeliest tokens told beside each of them.")
     max_completion_tokens: Integer | None = Field(default=None, description="The newer name of `max_tokens`.")
+    tools: Objects | None = Field(default=None, description="Functions that the model may call. At most 128.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None, description='"auto", "none", "required", or a function that must be called.'
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call in an answer.")
+    tool_prompt: str | None = Field(default=None, description="TGI's: how to call tools, in place of our words.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(
