@@ -14,6 +14,7 @@ import pytest
 from router.aside import TaskError
 from router.aside.pool import Aside
 
+pytestmark = pytest.mark.aside
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
