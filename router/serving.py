@@ -27,7 +27,7 @@ from router.config import RouterConfig
 from router.entry import Failed
 from router.errors import UnsupportedMedia
 from router.event_stream import EventStream, Frames, first_events
-from router.generation import Answer, Generator, OpenRequest
+from router.generation import Generator, OpenRequest
 from router.guard import ClientConnection
 from router.limits import Limits
 from router.metrics import Metrics
@@ -35,6 +35,7 @@ from router.permits import Permits
 from router.plain_answer import PlainAnswer
 from router.probing import SharedHealth
 from router.request_log import harmless, harmless_names
+from router.samples import Answer
 from router.text import ModelTokenizer
 from router.validation import Validator
 
@@ -133,6 +134,7 @@ async def _open(request: Request, asked: Sequence[Asked], services: Services, *,
         asked,
         headers=request.headers,
         is_stream=is_stream,
+        request_id=request.state.request_id,
         log=request.state.log,
         **asked_by(request, services),
     )
@@ -153,30 +155,3 @@ def account_of(request: Request) -> Account | None:
 def json_response(body: Any, headers: dict[str, str] | None = None) -> Response:
     """A JSON response; several times faster than the framework's own."""
     return PlainAnswer(orjson.dumps(body), headers)
-
-
-def documented(schema: type[schemas.Strict], answer: Any, errors: Any = schemas.ErrorResponse) -> dict[str, Any]:
-    """What FastAPI would find out if the routes let it parse the body."""
-    statuses = (400, 401, 413, 415, 421, 422, 424, 429, 500, 503, 504)
-    content = {"application/json": {"schema": inlined(schema.model_json_schema())}}
-    return {
-        "responses": {200: {"model": answer}, **{status: {"model": errors} for status in statuses}},
-        "openapi_extra": {"requestBody": {"required": True, "content": content}},
-    }
-
-
-def inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema with its definitions where they are used: the document has no place for them."""
-    definitions = schema.pop("$defs", {})
-
-    def resolve(part: Any) -> Any:
-        if isinstance(part, list):
-            return [resolve(one) for one in part]
-        if not isinstance(part, dict):
-            return part
-        if "$ref" in part:
-            return resolve(definitions[part["$ref"].rpartition("/")[2]])
-        return {name: resolve(value) for name, value in part.items()}
-
-    found: dict[str, Any] = resolve(schema)
-    return found
