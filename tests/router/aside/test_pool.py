@@ -14,7 +14,6 @@ import pytest
 from router.aside import TaskError
 from router.aside.pool import Aside
 
-pytestmark = pytest.mark.aside
 HELLO = [{"role": "user", "content": "Hello"}]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 

@@ -16,7 +16,6 @@ from router.chat.template import ChatTemplate, check_variables
 from router.errors import ValidationError
 from tests.router.chat.templates import LONG, SHORT, TEMPLATES, TOOL
 
-pytestmark = pytest.mark.aside
 DEMO = Path(__file__).parents[3] / "server" / "demo"
 
 

@@ -1,4 +1,4 @@
-"""What the tests of the router share."""
+"""What the tests of OpenAI's routes share."""
 
 from __future__ import annotations
 
