@@ -6,7 +6,6 @@ takes says nothing on a busy machine.
 
 from __future__ import annotations
 
-import gc
 import os
 import signal
 
@@ -18,9 +17,3 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "small"))
 
 # SIGTERM interrupts as Ctrl-C does, so that fixtures end the processes that they started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
-def pytest_collection_finish() -> None:
-    """No collection of garbage looks again at what the imports of all tests have made."""
-    gc.collect()
-    gc.freeze()
