@@ -224,6 +224,7 @@ def test_parameters_reach_the_shards(template: str) -> None:
     told(template, story)
 
 
+@pytest.mark.aside
 @pytest.mark.parametrize("config", [{"request_timeout": 0.3}, {}])
 def test_a_chat_whose_prompt_is_being_made_has_its_permit_and_its_deadline(
     template: str, config: dict[str, float]
