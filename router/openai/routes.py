@@ -11,10 +11,11 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from router import tgi
 from router.api_document import ERROR_STATUSES, documented
 from router.asked import Asked, Rendering
 from router.errors import NotFound
-from router.generation import OpenRequest
+from router.generation import Answer, OpenRequest
 from router.openai import answers, asked
 from router.openai.documents import (
     ChatChunk,
@@ -46,7 +47,7 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
         if body.stream:
             return await _stream(request, body, wanted, services, head, lambda: None)
         opened, found = await collect(request, wanted, services)
-        return json_response(answers.chat_completion(head, found, opened.entries))
+        return json_response(answers.chat_completion(head, found, opened.entries), _counts(opened, found, services))
 
     async def completions(request: Request) -> Response:
         body = await read(request, services, CompletionRequest, most_values)
@@ -55,7 +56,8 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
         if body.stream:
             return await _stream(request, body, wanted, services, head, partial(_echoed, body, wanted, services))
         opened, found = await collect(request, wanted, services)
-        return json_response(answers.completion(head, found, opened.entries, _echoed(body, wanted, services)))
+        whole = answers.completion(head, found, opened.entries, _echoed(body, wanted, services))
+        return json_response(whole, _counts(opened, found, services))
 
     async def models() -> Response:
         return Response(orjson.dumps({"object": "list", "data": [model]}), media_type="application/json")
@@ -101,6 +103,11 @@ def rendering_of(body: ChatRequest, services: Services) -> Rendering:
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message is True,
     )
+
+
+def _counts(opened: OpenRequest, found: Sequence[Answer], services: Services) -> dict[str, str]:
+    """TGI's headers, which it has here too."""
+    return tgi.response_headers(None, opened, [answer.finished for answer in found], services.compute_type)
 
 
 def _head(request: Request, body: Generation, services: Services, prefix: str) -> answers.Head:
