@@ -47,10 +47,10 @@ class HeldTokenizer:
         self.num_ended += 1
         return list(text.encode())
 
-    def count(self, text: str) -> int:
+    def count(self, text: str, add_special_tokens: bool = True) -> int:
         return len(self.encode(text))
 
-    def encode_with_offsets(self, text: str) -> list[tuple[int, tuple[int, int]]]:
+    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, tuple[int, int]]]:
         return byte_tokenizer().encode_with_offsets(text)
 
 
