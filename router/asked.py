@@ -25,3 +25,6 @@ class Asked:
     has_special_tokens: bool = False
     shows_stop: bool = True  # whether a stop sequence is part of the answer's text
     num_answers: int | None = None  # how many are wanted of it, each with a seed of its own; None: by `best_of`
+    raw_logprobs: bool = False  # whether log-probabilities and candidates are the model's own, before any parameter
+    prompt_logprobs: bool = False  # whether those of the prompt's tokens are wanted too
+    generates: bool = True  # else the prompt is computed and nothing follows it; `max_new_tokens` is 1 then

@@ -31,12 +31,13 @@ from dataclasses import asdict, dataclass
 from router.batch_view import BatchView
 from router.client import ShardError, Shards, StepReply, StepRequest
 from router.drain_rate import DrainRate
-from router.entry import Entry, Failed, Finished, PromptTokens, Timings, Token, ValidRequest
+from router.entry import Entry, Failed, Finished, Timings, ValidRequest
 from router.errors import GenerationError, IncompleteGeneration, Overloaded, RouterError, Unavailable
 from router.limits import Limits
 from router.metrics import Metrics, StepTrace
 from router.scheduler import Scheduler, StepPlan
 from router.text import FinishReason, GeneratedText, ModelTokenizer
+from router.token_events import TokenEvents
 from router.wire import mistake_in, new_sequence, step_request
 
 MAX_STEPS_UNDER_WAY = 2  # one computing, one waiting in the shards' queue; more would only delay finishes
@@ -74,6 +75,7 @@ class Batcher:
         self.failure: ShardError | None = None  # why nothing will run again
         self._shards = shards
         self._tokenizer = tokenizer
+        self._events = TokenEvents(tokenizer)
         self._metrics = metrics
         self._clock = clock
         self._trace = trace
@@ -234,7 +236,7 @@ class Batcher:
         """The sequence `id` has left the shards before its end, and waits again as `entry`."""
         self._live[entry.id] = self._live.pop(id)
         if not entry.generated_ids:
-            entry.prompt_logprobs.clear()
+            entry.prompt_scores.clear()
         self._metrics.preempted.inc()
 
     def _request(self, plan: StepPlan[Entry]) -> StepRequest:
@@ -291,7 +293,7 @@ class Batcher:
         self._scheduler.timed(step.plan, received_at - began_at)
         for prompt in reply.prompt:
             if (entry := self._live.get(prompt.id)) is not None:
-                entry.prompt_logprobs.extend(prompt.logprobs)
+                entry.prompt_scores.extend(prompt.logprobs, prompt.top_ids, prompt.top_logprobs)
         top_ids, top_logprobs, top_start = reply.top_ids, reply.top_logprobs, 0
         for id, token_id, logprob, top_count in zip(
             reply.ids, reply.token_ids, reply.logprobs, reply.top_counts, strict=True
@@ -315,12 +317,13 @@ class Batcher:
     ) -> None:
         """Turn a token into text and events. Whatever goes wrong here is this request's alone."""
         try:
+            if not entry.request.generates:  # nothing is wanted of the token but that the prompt is computed
+                self._note_time(entry, now)
+                return self._finish(entry, FinishReason.LENGTH)
             text, reason = entry.generated.push(token_id)
             self._scheduler.delivered(entry, token_id)
             self._note_time(entry, now)
-            is_special = token_id in self._tokenizer.special_ids
-            top = tuple(self._lone_token(id, logprob) for id, logprob in top_tokens)
-            entry.events.put_nowait(Token(token_id, text, logprob, is_special, top))
+            entry.events.put_nowait(self._events.of_token(entry, token_id, text, logprob, top_tokens))
             if reason is not None:
                 self._finish(entry, reason)
         except Exception:
@@ -334,13 +337,8 @@ class Batcher:
             entry.first_token_at = now
             self._metrics.time_to_first_token.observe(now - entry.queued_at)
             if entry.request.prompt_logprobs:
-                logprobs = [None, *entry.prompt_logprobs]
-                prompt = zip(entry.request.token_ids, logprobs, strict=True)
-                entry.events.put_nowait(PromptTokens(tuple(self._lone_token(id, logprob) for id, logprob in prompt)))
+                entry.events.put_nowait(self._events.of_prompt(entry))
         entry.last_token_at = now
-
-    def _lone_token(self, id: int, logprob: float | None) -> Token:
-        return Token(id, self._tokenizer.token_text(id), logprob, id in self._tokenizer.special_ids)
 
     # ------------------------------------------------------------------------------------------------- end
 
@@ -389,7 +387,7 @@ class Batcher:
             else:
                 entry.num_losses += entry in computed
                 if not entry.generated_ids:
-                    entry.prompt_logprobs.clear()
+                    entry.prompt_scores.clear()
                 again.append(entry)
         self._scheduler.add_again(again)
         return len(again)

@@ -16,7 +16,6 @@ end: they are never shown.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,12 +29,12 @@ from tokenizers import Tokenizer
 from router import model_files
 from router.prompt_length import most_characters_per_token
 from router.stops import StopFilter
+from router.token_bytes import LONE_BYTE, TokenBytes
 
 CONTEXT_TOKENS = 5  # of the prompt, decoded along with the first tokens; enough for every decoder's joining rules
 # A character has at most 4 bytes, so 8 tokens without a whole one are bytes that will never be text.
 MAX_HELD_TOKENS = 8
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
-LONE_BYTE = re.compile("<0x[0-9A-F]{2}>")  # how sentencepiece names a token that stands for one byte
 
 
 class FinishReason(StrEnum):
@@ -87,6 +86,11 @@ class ModelTokenizer:
     def lone_pieces(self) -> LonePieces:
         """The tokens' texts that do not depend on neighbours, filled as tokens come."""
         return LonePieces(self.tokenizer)
+
+    @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each token adds to a text in bytes, filled as tokens come."""
+        return TokenBytes(self)
 
     @cached_property
     def most_characters_per_token(self) -> int | None:
@@ -294,6 +298,7 @@ class GeneratedText:
         ends: Ends = ENDS_OF_THE_MODEL,
     ) -> None:
         self.num_tokens = 0
+        self.piece = ""  # what the last token added to the text, of which less may be shown by now
         self._ends = ends
         self._stop_filter = None if ends.shows_stop else StopFilter(stop)
         self._tokenizer = tokenizer
@@ -317,7 +322,7 @@ class GeneratedText:
         if self._stop_filter is not None:
             return self._push_filtered(token_id, self._stop_filter)
         if token_id in self._tokenizer.special_ids:
-            shown = self._tokenizer.token_text(token_id)
+            self.piece = shown = self._tokenizer.token_text(token_id)
             return shown, self._reason(token_id, self._stop_search.push(shown) is not None)
         piece = self._detokeniser.push(token_id)
         cut = self._stop_search.push(piece)
@@ -327,6 +332,7 @@ class GeneratedText:
         piece = piece[:cut]
         if reason is not None and cut is None:
             piece += self._detokeniser.flush()
+        self.piece = piece
         self._pieces.append(piece)
         return piece, reason
 
@@ -334,13 +340,16 @@ class GeneratedText:
         """As `push`, but no stop sequence and no special token is shown, and a stop counts more than a length."""
         is_special = token_id in self._tokenizer.special_ids
         piece = self._tokenizer.token_text(token_id) if is_special else self._detokeniser.push(token_id)
+        self.piece = "" if is_special else piece
         if self.num_tokens < self._ends.min_tokens:
             shown, has_stopped = "" if is_special else piece, False
         else:
             shown, has_stopped = stops.push(piece, not is_special)
         reason = FinishReason.STOP_SEQUENCE if has_stopped else self._reason(token_id, has_stopped)
         if reason is not None and not has_stopped:
-            more, has_stopped = stops.push("" if is_special else self._detokeniser.flush())
+            rest = "" if is_special else self._detokeniser.flush()
+            self.piece += rest
+            more, has_stopped = stops.push(rest)
             shown += more if has_stopped else more + stops.flush()
         self._pieces.append(shown)
         return shown, reason

@@ -79,11 +79,16 @@ class Validator:
     async def validate(self, asked: Asked, owner: str = "") -> list[ValidRequest]:
         """The request, once for each answer or sample that it wants. Raises ValidationError."""
         checked = check(asked, self._limits)
+        if asked.prompt_logprobs and self._decoder_start is not None:
+            raise ValidationError(
+                "this model's encoder reads the prompt, so it has no log-probabilities: leave out `echo` or `logprobs`"
+            )
         token_ids = await self._token_ids(asked, checked.truncate, owner)
         max_new_tokens = count_tokens(token_ids, checked.max_new_tokens, self._limits)
         sampling, ends = ending(
             checked.sampling, asked.given, self._tokenizer.eos_ids, max_new_tokens, self._limits.vocab_size
         )
+        sampling = replace(sampling, raw_logprobs=asked.raw_logprobs)
         if bad_words := asked.given.bad_words:
             ban = partial(banned, sampling, bad_words, self._tokenizer, self._limits.vocab_size)
             sampling = await self._in_thread(ban, owner)
@@ -95,7 +100,8 @@ class Validator:
                 stop=checked.stop,
                 ends=replace(ends, shows_stop=asked.shows_stop),
                 top_n_tokens=checked.top_n_tokens,
-                prompt_logprobs=bool(asked.given.decoder_input_details),
+                prompt_logprobs=asked.prompt_logprobs or bool(asked.given.decoder_input_details),
+                generates=asked.generates,
             ).read_by_encoder(self._decoder_start)
             for one in _samplings(sampling, checked.best_of, asked.num_answers)
         ]
@@ -225,7 +231,7 @@ def check(asked: Asked, limits: Limits) -> Checked:
     if not asked.prompt:
         raise ValidationError("`inputs` cannot be empty")
     _refuse_unsupported(given)
-    if given.decoder_input_details and not limits.prefill_logprobs:
+    if (given.decoder_input_details or asked.prompt_logprobs) and not limits.prefill_logprobs:
         raise ValidationError(
             "`decoder_input_details` is switched off on this server: leave it out, or start the server with "
             "--enable-prefill-logprobs true"

@@ -36,6 +36,7 @@ class _Sequence:
     id: int
     top_n_tokens: int
     prompt_logprobs: bool
+    raw_logprobs: bool
     prompt_left: int
     given: int = 0  # tokens so far
 
@@ -59,7 +60,8 @@ class NullEngine:
             self._sequences.pop(id, None)
         for new in request.add:
             left = len(new.token_ids) - new.computed
-            self._sequences[new.id] = _Sequence(new.id, new.top_n_tokens, new.prompt_logprobs, left, new.generated)
+            wanted = (new.top_n_tokens, new.prompt_logprobs, new.sampling.raw_logprobs)
+            self._sequences[new.id] = _Sequence(new.id, *wanted, left, new.generated)
         reply = pb.StepReply(step=request.step)
         decoding = [s for s in self._sequences.values() if not s.prompt_left] if request.decode else []
         completed = self._advance_prompts(request, reply)
@@ -76,7 +78,14 @@ class NullEngine:
             if not sequence.prompt_left:
                 completed.append(sequence)
             if sequence.prompt_logprobs:  # the last token of a prompt predicts none of it
-                reply.prompt.add(id=id, logprobs=[LOGPROB] * (num_tokens - (not sequence.prompt_left)))
+                reported = num_tokens - (not sequence.prompt_left)
+                n = sequence.top_n_tokens if sequence.raw_logprobs else 0
+                reply.prompt.add(
+                    id=id,
+                    logprobs=[LOGPROB] * reported,
+                    top_ids=[SENTENCE[rank % len(SENTENCE)] for rank in range(n)] * reported,
+                    top_logprobs=[LOGPROB - rank for rank in range(n)] * reported,
+                )
         return completed
 
 

@@ -212,8 +212,8 @@ def to_reply(step: int, result: StepResult) -> pb.StepReply:
         top_logprobs=[value for values in result.top_logprobs for value in values],
         forward_ns=result.forward_ns,
     )
-    for id, logprobs in result.prompt_logprobs.items():
-        reply.prompt.add(id=id, logprobs=logprobs)
+    for id, known in result.prompt.items():
+        reply.prompt.add(id=id, logprobs=known.logprobs, top_ids=known.top_ids, top_logprobs=known.top_logprobs)
     return reply
 
 

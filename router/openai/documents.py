@@ -33,6 +33,36 @@ class Answered(BaseModel):
     system_fingerprint: str
 
 
+class TokenLogprob(BaseModel):
+    """A token, or one that the model could have chosen in its place."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ShownTokenLogprob(TokenLogprob):
+    """A token of the text, and its candidates."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """What `logprobs` of a chat asks for."""
+
+    content: list[ShownTokenLogprob]
+    refusal: None
+
+
+class TextLogprobs(BaseModel):
+    """What `logprobs` of a completion asks for. The first token of a prompt has none: nothing predicted it."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
 class ChatMessage(BaseModel):
     """What the model says."""
 
@@ -45,7 +75,7 @@ class ChatChoice(BaseModel):
 
     index: int
     message: ChatMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: Reason
 
 
@@ -62,7 +92,7 @@ class TextChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: None
+    logprobs: TextLogprobs | None
     finish_reason: Reason
 
 
@@ -86,7 +116,7 @@ class ChatChunkChoice(BaseModel):
 
     index: int
     delta: Delta
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: Reason | None
 
 
@@ -103,7 +133,7 @@ class TextChunkChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: None
+    logprobs: TextLogprobs | None
     finish_reason: Reason | None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -15,8 +16,8 @@ from router import tgi
 from router.api_document import ERROR_STATUSES, documented
 from router.asked import Asked, Rendering
 from router.errors import NotFound
-from router.generation import Answer, OpenRequest
-from router.openai import answers, asked
+from router.generation import OpenRequest
+from router.openai import answers, asked, logprobs
 from router.openai.documents import (
     ChatChunk,
     ChatCompletion,
@@ -27,6 +28,8 @@ from router.openai.documents import (
     TextCompletion,
 )
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
+from router.openai.scored import ScoredFrames, Scoring, add_to_chat, add_to_completion
+from router.samples import Answer, likeliest
 from router.schemas import MOST_VALUES
 from router.serving import Handler, Services, collect, json_response, read, stream
 
@@ -42,21 +45,34 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
 
     async def chat(request: Request) -> Response:
         body = await read(request, services, ChatRequest)
-        wanted = asked.of_chat(body, rendering_of(body, services), config.max_n)
+        candidates = logprobs.candidates_of_chat(body.logprobs, body.top_logprobs, config.max_top_n_tokens)
+        wanted = asked.of_chat(body, rendering_of(body, services), config.max_n, candidates)
+        scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
         head = _head(request, body, services, "chatcmpl")
         if body.stream:
-            return await _stream(request, body, wanted, services, head, lambda: None)
+            return await _stream(request, body, wanted, services, head, lambda: None, scoring)
         opened, found = await collect(request, wanted, services)
-        return json_response(answers.chat_completion(head, found, opened.entries), _counts(opened, found, services))
+        whole = answers.chat_completion(head, found, opened.entries)
+        if scoring is not None:
+            whole = add_to_chat(whole, found, scoring)
+        return json_response(whole, _counts(opened, found, services))
 
     async def completions(request: Request) -> Response:
         body = await read(request, services, CompletionRequest, most_values)
-        wanted = asked.of_completion(body, config.max_n, config.max_client_batch_size)
+        candidates = logprobs.candidates_of_completion(body.logprobs, config.max_top_n_tokens)
+        wanted = asked.of_completion(body, config.max_n, config.max_client_batch_size, candidates)
+        scoring = None if candidates is None else Scoring(candidates, services.tokenizer, _scored_prompts(body, wanted))
         head = _head(request, body, services, "cmpl")
+        echoed = partial(_echoed, body, wanted, services)
         if body.stream:
-            return await _stream(request, body, wanted, services, head, partial(_echoed, body, wanted, services))
+            return await _stream(request, body, wanted, services, head, echoed, scoring)
         opened, found = await collect(request, wanted, services)
-        whole = answers.completion(head, found, opened.entries, _echoed(body, wanted, services))
+        chosen = likeliest(found, len(wanted), body.n or 1)
+        whole = answers.completion(head, [found[i] for i in chosen], opened.entries, echoed())
+        if scoring is not None:
+            token_ids = [opened.entries[i].request.token_ids for i in chosen]
+            # A long prompt has many log-probabilities, and streams go on meanwhile.
+            whole = await asyncio.to_thread(add_to_completion, whole, [found[i] for i in chosen], token_ids, scoring)
         return json_response(whole, _counts(opened, found, services))
 
     async def models() -> Response:
@@ -116,7 +132,13 @@ def _head(request: Request, body: Generation, services: Services, prefix: str) -
 
 def _echoed(body: CompletionRequest, wanted: Sequence[Asked], services: Services) -> list[str]:
     """What `echo` puts before each answer: its prompt. Once the prompts are known to be valid."""
-    return [_prompt(one, services) if body.echo else "" for one in wanted for _ in range(one.num_answers or 1)]
+    return [_prompt(one, services) if body.echo else "" for one in wanted for _ in range(body.n or 1)]
+
+
+def _scored_prompts(body: CompletionRequest, wanted: Sequence[Asked]) -> list[str | Sequence[int]]:
+    """The prompt of each answer, where its log-probabilities are echoed with it."""
+    prompts = [one.prompt for one in wanted if not callable(one.prompt)]
+    return [prompt for prompt in prompts for _ in range(body.n or 1)] if body.echo else []
 
 
 def _prompt(one: Asked, services: Services) -> str:
@@ -131,11 +153,15 @@ async def _stream(
     services: Services,
     head: answers.Head,
     echoed: Callable[[], list[str] | None],
+    scoring: Scoring | None,
 ) -> Response:
     """echoed: what comes before each answer of a completion; of a chat, nothing. Called once the prompts are valid."""
     includes_usage = body.stream_options is not None and body.stream_options.include_usage is True
 
     def frames(opened: OpenRequest) -> answers.ChunkFrames:
+        if scoring is not None:
+            is_chat = isinstance(body, ChatRequest)
+            return ScoredFrames(head, opened, scoring, includes_usage=includes_usage, is_chat=is_chat)
         return answers.ChunkFrames(head, opened, includes_usage=includes_usage, echoed=echoed())
 
     return await stream(request, wanted, services, frames, {**STREAM_HEADERS, "x-compute-type": services.compute_type})

@@ -63,6 +63,8 @@ class ChatRequest(Generation):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)]
+    logprobs: bool | None = Field(default=None, description="Tell the log-probability of each token of the text.")
+    top_logprobs: Integer | None = Field(default=None, description="Likeliest tokens told beside each of them.")
     max_completion_tokens: Integer | None = Field(default=None, description="The newer name of `max_tokens`.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
     add_generation_prompt: bool | None = None
@@ -75,5 +77,11 @@ class CompletionRequest(Generation):
     """The body of `/v1/completions`."""
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    echo: bool | None = None
-    best_of: Integer | None = None
+    echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
+    logprobs: Integer | None = Field(
+        default=None,
+        description="Tell the log-probability of each token of the text, beside so many of the likeliest tokens.",
+    )
+    best_of: Integer | None = Field(
+        default=None, description="Generate so many answers and give the `n` likeliest, by their mean log-probability."
+    )

@@ -30,6 +30,7 @@ from server.stepping.captured_sampling import choose
 from server.stepping.choosing import LOGIT_ROWS, Chooser
 from server.stepping.decode_graphs import DecodeGraphs, Form
 from server.stepping.mixed_graphs import MixedGraphs
+from server.stepping.reporting import KnownLogprobs, Reported, counted, reported_tokens
 from server.stepping.sampling import Chosen, Watermark
 from server.stepping.sequences import SequenceState, SequenceTable, StepRuns, TokenRun
 from server.stepping.vocabulary import Vocabulary
@@ -47,7 +48,7 @@ class StepResult:
     logprobs: list[float]
     top_ids: list[list[int]]
     top_logprobs: list[list[float]]
-    prompt_logprobs: dict[int, list[float]]
+    prompt: dict[int, KnownLogprobs]  # of tokens that were known, by sequence
     forward_ns: int
 
 
@@ -72,13 +73,13 @@ class Launched:
         self,
         sampled: list[SequenceState],
         chosen: Sequence[Chosen],
-        prompt: dict[int, Tensor],
+        prompt: dict[int, Reported],
         started: Clock,
         device: Device,
     ):
         self._sampled = sampled
         self._chosen = [part.downloaded(device) for part in chosen]
-        self._prompt = {id: device.download(logprobs) for id, logprobs in prompt.items()}
+        self._prompt = {id: reported.downloaded(device) for id, reported in prompt.items()}
         self._started = started
         self._done = device.event()
 
@@ -98,7 +99,7 @@ class Launched:
             logprobs=[logprob for part in self._chosen for logprob in part.logprobs.tolist()],
             top_ids=top_ids,
             top_logprobs=top_logprobs,
-            prompt_logprobs={id: logprobs.tolist() for id, logprobs in self._prompt.items()},
+            prompt={id: reported.read() for id, reported in self._prompt.items()},
             forward_ns=self._started.ns_until(self._done),
         )
 
@@ -116,11 +117,6 @@ class Launched:
 def _rows(candidates: Tensor | None, part: Chosen) -> list[list[Any]]:
     """A list for each sequence of the part, empty where it has no candidates."""
     return [[] for _ in range(len(part.token_ids))] if candidates is None else candidates.tolist()
-
-
-def counted(logprobs: Sequence[float], wanted: int) -> int:
-    """How many candidates, most likely first, are reported: those wanted, but for tokens that a warper removed."""
-    return sum(logprob > float("-inf") for logprob in logprobs[:wanted])
 
 
 class Model(Protocol):
@@ -284,7 +280,7 @@ class Engine:
                 return self._run_mixed(plan, tables, self._graphs.mixed, started)
         step = tables.lay_out(plan, self.device, has_encoder=self.has_encoder)
         hidden = self.hidden(step)
-        prompt = {r.sequence.id: self._prompt_logprobs(hidden, step, i) for i, r in _reported_prompts(step)}
+        prompt = reported_tokens(step.forward, hidden, self.model.logits, self._vocabulary, self.device)
         at = step.sample_at
         chosen = self._choose(
             step.sampled,
@@ -343,23 +339,3 @@ class Engine:
             )
         ]
         return parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
-
-    def _prompt_logprobs(self, hidden: Tensor, step: StepInput, index: int) -> Tensor:
-        """Log-probabilities of the prompt tokens that follow those of one chunk."""
-        run, start = step.forward.runs[index], step.forward.meta.query_starts[index]
-        targets = run.sequence.prompt[run.start + 1 : run.start + run.length + 1]
-        rows = hidden[start : start + len(targets)]
-        parts = [
-            self._vocabulary.logprobs(self.model.logits(r), ids)
-            for r, ids in zip(rows.split(LOGIT_ROWS), self.device.upload(targets).split(LOGIT_ROWS), strict=True)
-        ]
-        return torch.cat(parts)
-
-
-def _reported_prompts(step: StepInput) -> Sequence[tuple[int, TokenRun]]:
-    """Runs of prompts whose log-probabilities are asked for, with their index in the step."""
-    return [
-        (i, run)
-        for i, run in enumerate(step.forward.runs)
-        if run.sequence.prompt_logprobs and run.start < len(run.sequence.prompt)
-    ]

@@ -27,6 +27,11 @@ def fake_next_token(token_ids: Sequence[int], seed: int, vocab_size: int) -> int
     return zlib.crc32(array("I", token_ids).tobytes(), seed & 0xFFFFFFFF) % vocab_size
 
 
+def fake_raw_logprob(token_id: int) -> float:
+    """What FakeShardedClient says of a prompt's token where raw log-probabilities are wanted: exact in float32."""
+    return -(token_id + 1) / 256
+
+
 @dataclass(slots=True)
 class _FakeSequence:
     id: int
@@ -38,6 +43,7 @@ class _FakeSequence:
     encoded: tuple[int, ...]
     top_n_tokens: int
     prompt_logprobs: bool
+    raw_logprobs: bool
     computed: int
     digest: int  # of the tokens computed
 
@@ -248,6 +254,7 @@ class FakeShardedClient:
             encoded=tuple(sequence.encoder_token_ids),
             top_n_tokens=sequence.top_n_tokens,
             prompt_logprobs=sequence.prompt_logprobs,
+            raw_logprobs=sequence.sampling.raw_logprobs,
             computed=sequence.computed,
             digest=[0, *_digests(list(sequence.token_ids)[: sequence.computed])][-1],
         )
@@ -295,10 +302,19 @@ class FakeShardedClient:
         _require(0 < num_tokens and end <= sequence.prompt_length, f"chunk of {id} reaches {end}, beyond its prompt")
         self._write(sequence, end)
         if sequence.prompt_logprobs:
-            num_logprobs = min(end, sequence.prompt_length - 1) - start
-            reply.prompt.append(PromptLogprobs(id=id, logprobs=[-1.0] * num_logprobs))
+            reply.prompt.append(self._prompt_logprobs(sequence, start, min(end, sequence.prompt_length - 1)))
         if end == sequence.prompt_length:
             self._give_token(id, reply)
+
+    def _prompt_logprobs(self, sequence: _FakeSequence, start: int, end: int) -> PromptLogprobs:
+        """Raw ones tell of which token they are, and have candidates from the token itself on."""
+        known = PromptLogprobs(id=sequence.id)
+        for token_id in sequence.token_ids[start + 1 : end + 1]:
+            known.logprobs.append(fake_raw_logprob(token_id) if sequence.raw_logprobs else -1.0)
+            for rank in range(sequence.top_n_tokens if sequence.raw_logprobs else 0):
+                known.top_ids.append((token_id + rank) % self.vocab_size)
+                known.top_logprobs.append(fake_raw_logprob(token_id) - rank)
+        return known
 
     def _give_token(self, id: int, reply: StepReply) -> None:
         sequence = self._sequences[id]

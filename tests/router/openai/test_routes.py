@@ -178,7 +178,6 @@ def test_the_parts_of_a_message_are_one_text_and_the_last_may_be_continued(templ
         ("/v1/completions", {"prompt": [2**32 - 1], "echo": True, "stream": True}, "has token 4294967295"),
         ("/v1/completions", {"prompt": [-1]}, "prompt"),
         ("/v1/completions", {"suffix": "x"}, "`suffix` is not served"),
-        ("/v1/completions", {"best_of": 3}, "leave `best_of` out"),
     ],
 )
 def test_what_is_wrong_is_400_in_openai_s_shape(

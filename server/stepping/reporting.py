@@ -1,0 +1,93 @@
+"""What a step reports of tokens that were known before it: log-probabilities of a prompt's tokens, and candidates.
+
+These come from the logits at each token's predecessor, a few rows at a time, so that a long prompt takes no more memory
+than a batch does. They are the model's own: nothing that tokens are chosen by changes them.
+
+Shapes: k tokens of one chunk, n candidates of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from server.backends.protocol import Device
+from server.stepping.batch import Forward
+from server.stepping.choosing import LOGIT_ROWS
+from server.stepping.sequences import TokenRun
+from server.stepping.vocabulary import Vocabulary
+
+
+class KnownLogprobs(NamedTuple):
+    """On the host: of each token, and of its candidates where these are wanted, n for each token."""
+
+    logprobs: list[float]
+    top_ids: list[int]
+    top_logprobs: list[float]
+
+
+class Reported(NamedTuple):
+    """The same where it was computed: [k], and candidates [k, n]."""
+
+    logprobs: Tensor
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
+
+    def downloaded(self, device: Device) -> Reported:
+        """A copy on the host, complete once an event that is made afterwards has been reached."""
+        logprobs = device.download(self.logprobs)
+        if self.top_ids is None or self.top_logprobs is None:
+            return Reported(logprobs)
+        return Reported(logprobs, device.download(self.top_ids), device.download(self.top_logprobs))
+
+    def read(self) -> KnownLogprobs:
+        """The numbers, once they are there."""
+        logprobs = self.logprobs.tolist()
+        if self.top_ids is None or self.top_logprobs is None:
+            return KnownLogprobs(logprobs, [], [])
+        return KnownLogprobs(logprobs, self.top_ids.flatten().tolist(), self.top_logprobs.flatten().tolist())
+
+
+def counted(logprobs: Sequence[float], wanted: int) -> int:
+    """How many candidates, most likely first, are reported: those wanted, but for tokens that a warper removed."""
+    return sum(logprob > float("-inf") for logprob in logprobs[:wanted])
+
+
+def reported_tokens(
+    forward: Forward, hidden: Tensor, logits: Callable[[Tensor], Tensor], vocabulary: Vocabulary, device: Device
+) -> dict[int, Reported]:
+    """By sequence. hidden: [T, D] of the step; logits: of some rows of it."""
+    found = {}
+    for run, start in zip(forward.runs, forward.meta.query_starts, strict=False):
+        targets = run.sequence.prompt[run.start + 1 : run.start + run.length + 1]
+        if run.sequence.prompt_logprobs and targets:
+            rows = hidden[start : start + len(targets)].split(LOGIT_ROWS)
+            ids = device.upload(targets).split(LOGIT_ROWS)
+            n = candidates_of(run)
+            parts = [_report(logits(some), of, n, vocabulary) for some, of in zip(rows, ids, strict=True)]
+            found[run.sequence.id] = parts[0] if len(parts) == 1 else _joined(parts)
+    return found
+
+
+def candidates_of(run: TokenRun) -> int:
+    """How many candidates are reported with each known token: those of /v1, whose log-probabilities are the model's."""
+    choice = run.sequence.choice
+    return choice.top_n_tokens if choice.raw_logprobs else 0
+
+
+def _report(logits: Tensor, token_ids: Tensor, n: int, vocabulary: Vocabulary) -> Reported:
+    if not n:
+        return Reported(vocabulary.logprobs(logits, token_ids))
+    best = vocabulary.summarise(logits, n)
+    logprobs = vocabulary.logprobs(logits, token_ids, best.log_totals)
+    return Reported(logprobs, best.top_ids, best.top_logits - best.log_totals)
+
+
+def _joined(parts: Sequence[Reported]) -> Reported:
+    ids = [part.top_ids for part in parts if part.top_ids is not None]
+    values = [part.top_logprobs for part in parts if part.top_logprobs is not None]
+    logprobs = torch.cat([part.logprobs for part in parts])
+    return Reported(logprobs, torch.cat(ids), torch.cat(values)) if ids else Reported(logprobs)
