@@ -123,6 +123,9 @@ def test_answers_and_events_are_as_it_says(template: str) -> None:  # noqa: F811
                 await check(where, body)
                 await check(where, {**body, "stream": True})
                 await check(where, {**body, **usage})
+            scored = {**body, "logprobs": True, "top_logprobs": 2} if "chat" in path else {**body, "logprobs": 2}
+            await check(path, scored)
+            await check(path, {**scored, "stream": True})
             await check(path, {**body, "n": 0}, 400)
         for path, count, body in NEWER:
             await check(path, body)
