@@ -1,4 +1,4 @@
-"""Log-probabilities of a real server on two shards, judged by transformers: as evaluation harnesses ask, and OpenAI's."""
+"""Log-probabilities of a real server on two shards, judged by transformers, as evaluation harnesses read them."""
 
 from __future__ import annotations
 
