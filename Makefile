@@ -10,7 +10,7 @@ NOT_PACKED = torch triton transformers tokenizers numpy regex sympy mpmath netwo
 	pillow pyparsing python-dateutil
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
-.PHONY: install serve test soak test-gpu bench-check bench-gpu pack unpack check proto docs
+.PHONY: install serve test test-clients soak test-gpu bench-check bench-gpu pack unpack check proto docs
 
 install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
@@ -26,6 +26,10 @@ serve: install
 # Two workers or more, as there are cores; `make test ARGS=-n0` runs all in one process, as a debugger wants it.
 test: install
 	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+# Clients whose pins conflict with ours, each in an environment of its own below .venv-clients.
+test-clients: install
+	$(RUN) -m tests.clients $(ARGS)
 
 # Half an hour of killed and stopped model processes, then an hour of streams: tokens, memory, descriptors.
 soak: install

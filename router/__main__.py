@@ -87,7 +87,7 @@ async def run(config: RouterConfig) -> int:
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop)
     accounts = accounts_of(config)  # first of all: a file that cannot be used is found before a model is loaded
     chat_template = chat_template_of(config)
-    tracer = make_tracer(config.otlp_endpoint, config.otlp_service_name)
+    tracer = make_tracer(config.otlp_endpoint, config.otlp_service_name, config.model_id)
     tokenizer = ModelTokenizer.load(config.model_path, config.tokenizer_path, config.tokenizer_config_path)
     news = None if config.control_fd is None else NextGroup(config.group)
     shards = ShardGroup(config.shard_sockets, news)

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 
+from router.batch_view import BatchView
 from router.client import ShardError, Shards, StepReply, StepRequest
 from router.drain_rate import DrainRate
 from router.entry import Entry, Failed, Finished, Timings, ValidRequest
@@ -80,6 +81,7 @@ class Batcher:
         self._trace = trace
         self._scheduler: Scheduler[Entry] = Scheduler(limits)
         metrics.watch(self._scheduler)
+        self.view = BatchView(self._scheduler, metrics)
         self._drain_rate = DrainRate(clock)
         self._live: dict[int, Entry] = {}  # entries that still owe their reader a last event
         self._under_way: deque[_SentStep] = deque()
@@ -315,8 +317,9 @@ class Batcher:
     ) -> None:
         """Turn a token into text and events. Whatever goes wrong here is this request's alone."""
         try:
-            if not entry.request.generates:
-                return self._deliver_prompt(entry, now)
+            if not entry.request.generates:  # nothing is wanted of the token but that the prompt is computed
+                self._note_time(entry, now)
+                return self._finish(entry, FinishReason.LENGTH)
             text, reason = entry.generated.push(token_id)
             self._scheduler.delivered(entry, token_id)
             self._note_time(entry, now)
@@ -326,11 +329,6 @@ class Batcher:
         except Exception:
             logger.exception("a token of sequence %d could not be delivered", entry.id)
             self._fail(entry, IncompleteGeneration())
-
-    def _deliver_prompt(self, entry: Entry, now: float) -> None:
-        """Nothing is wanted of the token but that the prompt is computed."""
-        self._note_time(entry, now)
-        self._finish(entry, FinishReason.LENGTH)
 
     def _note_time(self, entry: Entry, now: float) -> None:
         if entry.first_token_at:

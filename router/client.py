@@ -204,7 +204,7 @@ class ShardClient:
         if reply is grpc.aio.EOF:
             raise ShardError(self.rank, "it ended its stream of steps", is_known=False)
         if reply.HasField("failed_rank"):
-            raise ShardError(reply.failed_rank, reply.error)
+            raise ShardError(reply.failed_rank, reply.error, is_known=not reply.lost_peer)
         return reply
 
     def abandon(self) -> None:

@@ -237,6 +237,7 @@ class Entry(Scheduled):
 
     generated: GeneratedText
     queued_at: float
+    request_id: str = ""  # As logs and the client have it; of no meaning to anything here.
     events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
     admitted_at: float = 0.0
     last_token_at: float = 0.0

@@ -2,18 +2,17 @@
 
 `Generator.open` does everything that can refuse a request and returns an `OpenRequest`. Its owner reads the answer from
 it and must close it, whatever happens. Closing gives the permits back, tells the batching loop if nobody wants the
-answer any more, and writes the one log line. Nothing here knows HTTP shapes, so that several APIs can share it.
+answer any more, and notes what its log line says. Nothing here knows HTTP shapes, so that several APIs can share it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from router.accounts import Account
 from router.asked import Asked
@@ -22,10 +21,8 @@ from router.entry import Entry, Event, Failed, Finished, MergedEvents, PromptSco
 from router.errors import DeadlinePassed, RouterError
 from router.metrics import Metrics
 from router.permits import Permits
-from router.tracing import RequestSpan, Tracer
+from router.tracing import Ended, Tracer
 from router.validation import Tokens, Validator, check_streamable
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 Shaped = TypeVar("Shaped")
@@ -53,19 +50,6 @@ def likeliest_first(answers: Sequence[Answer]) -> list[Answer]:
     return [best, *(answer for answer in answers if answer is not best)]
 
 
-def likeliest(answers: Sequence[Answer], num_prompts: int, count: int) -> list[int]:
-    """The numbers of the `count` likeliest answers to each prompt, the best first; all in order where none is left out.
-
-    answers: to each prompt as many, those to the first prompt first.
-    """
-    each = len(answers) // num_prompts
-    found: list[int] = []
-    for first in range(0, len(answers), each):
-        numbers = range(first, first + each)
-        found += sorted(numbers, key=lambda i: -answers[i].mean_logprob)[:count] if each > count else numbers
-    return found
-
-
 async def _drained(queue: asyncio.Queue[Result]) -> list[Result]:
     """All that is in a queue, once there is something."""
     arrived = [await queue.get()]
@@ -75,32 +59,36 @@ async def _drained(queue: asyncio.Queue[Result]) -> list[Result]:
 
 
 class OpenRequest:
-    """A request under way, from its permit to its log line."""
+    """A request under way, from its permit to what its log line says."""
 
     def __init__(
         self,
-        request_id: str,
-        received_at: float,
+        log: dict[str, Any],
+        clock: Callable[[], float],
         permits: Permits,
         metrics: Metrics,
-        span: RequestSpan,
+        tracer: Tracer,
+        headers: Mapping[str, str],
         account: Account | None = None,
+        *,
+        is_chat: bool = False,
     ) -> None:
-        self.received_at = received_at
+        self.received_at = clock()
         self.entries: list[Entry] = []
-        self._request_id = request_id
+        self._log = log
+        self._clock = clock
+        self._is_chat = is_chat
         self._permits = permits
         self._num_permits = 0
         self._account = account
         self._num_charged = 0
         self._timer: asyncio.TimerHandle | None = None
         self._metrics = metrics
-        self._span = span
+        self._span = tracer.start("generate_stream" if log["stream"] else "generate", headers, self.received_at)
         self._merged: asyncio.Queue[tuple[int, Event]] | None = None
         self._num_over = 0  # samples of a stream whose last event was taken
         self._finished: Finished | None = None
         self._error: RouterError | None = None
-        self._has_token = False
         self._is_closed = False
 
     @property
@@ -207,7 +195,7 @@ class OpenRequest:
             self._metrics.succeeded(self.received_at, self._finished)
         else:
             self._metrics.failed(self._error.failure_label if self._error else "dropped")
-        self._write_log()
+        self._note_end()
 
     async def _collect(self, entry: Entry) -> Answer:
         prompt: tuple[Token, ...] = ()
@@ -217,7 +205,6 @@ class OpenRequest:
             event = await entry.events.get()
             if isinstance(event, Token):
                 tokens.append(event)
-                self._note_first_token()
             elif isinstance(event, PromptTokens):
                 prompt = event.tokens
             elif isinstance(event, PromptScores):
@@ -229,8 +216,6 @@ class OpenRequest:
                 raise event.error
 
     def _note(self, events: list[Event]) -> None:
-        if isinstance(events[0], Token | PromptScores):
-            self._note_first_token()
         last = events[-1]
         if isinstance(last, Finished):
             self._num_over += 1
@@ -239,20 +224,18 @@ class OpenRequest:
         elif isinstance(last, Failed):
             self.fail(last.error)
 
-    def _note_first_token(self) -> None:
-        if not self._has_token:
-            self._has_token = True
-            self._span.event("first token")
-
-    def _write_log(self) -> None:
-        entry = self.entries[0] if self.entries else None
+    def _note_end(self) -> None:
+        """Counts and times, for the log and for traces."""
         error_type = self._error.error_type if self._error else "cancelled"
         reason = str(self._finished.reason) if self._finished else error_type
-        fields: dict[str, int | str] = {"request_id": self._request_id, "reason": reason}
-        if self._account is not None:
-            fields["key"] = self._account.name
-        if entry is not None:
-            fields |= {"prompt_tokens": self.input_length, "generated_tokens": entry.generated.num_tokens}
+        fields: dict[str, int] = {}
+        if self.entries:
+            prompts = one_per_prompt(self.entries)
+            fields["prompt_tokens"] = sum(entry.request.input_length for entry in prompts)
+            fields["cached_tokens"] = sum(entry.num_cached for entry in prompts)
+            fields["generated_tokens"] = sum(entry.generated.num_tokens for entry in self.entries)
+        if len(self.entries) > 1:
+            fields["answers"] = len(self.entries)
         if self._finished is not None:
             times = self._finished.timings
             fields |= {
@@ -261,8 +244,17 @@ class OpenRequest:
                 "first_token_ms": _ms(times.first_token - self.received_at),
                 "total_ms": _ms(times.finished - self.received_at),
             }
-        self._span.end(reason, fields)
-        logger.info("request ended: %s", reason, extra=fields)
+        now, is_failure = self._clock(), self._finished is None
+        self._span.end(Ended(now, reason, is_failure, self._is_chat, self.entries, fields, self._log))
+        self._log |= {"reason": reason, **fields}
+
+
+def one_per_prompt(entries: Sequence[Entry]) -> list[Entry]:
+    """The first sample of each prompt: a prompt of several answers counts once."""
+    found: dict[int, Entry] = {}
+    for entry in entries:
+        found.setdefault(id(entry.request.encoder_ids or entry.request.token_ids), entry)
+    return list(found.values())
 
 
 def _visible_seed(entry: Entry) -> int | None:
@@ -302,20 +294,24 @@ class Generator:
         self,
         asked: Sequence[Asked],
         *,
-        request_id: str,
         headers: Mapping[str, str],
         is_stream: bool,
+        request_id: str = "",
+        log: dict[str, Any] | None = None,
         account: Account | None = None,
         timeout_s: float | None = None,
     ) -> OpenRequest:
         """Validate and queue all prompts of one request. Raises the RouterError that refuses it.
 
         Whatever it raises, it has given everything back then. account: of the key that it came with. timeout_s: from
-        now on; the request ends with DeadlinePassed after it.
+        now on; the request ends with DeadlinePassed after it. log: gets what the request's log line says, at its end.
         """
         self._metrics.request_count.inc()
-        span = self._tracer.start("generate_stream" if is_stream else "generate", headers)
-        opened = OpenRequest(request_id, self._clock(), self._permits, self._metrics, span, account)
+        log = {} if log is None else log
+        log["stream"] = is_stream
+        is_chat = any(callable(one.prompt) for one in asked)
+        parts = (self._clock, self._permits, self._metrics, self._tracer)
+        opened = OpenRequest(log, *parts, headers, account, is_chat=is_chat)
         with ExitStack() as undo:
             undo.callback(opened.close)
             with opened.noting_failure():
@@ -330,10 +326,9 @@ class Generator:
                     opened.end_at(began + timeout_s, lambda entry: self._batcher.end(entry, late))
                 opened.take_permits(len(valid) - 1)
                 opened.charge(sum(one.size().tokens for one in valid))
-                self._submit(opened, valid, account)
+                self._submit(opened, valid, account, request_id)
                 if is_stream and len(valid) > 1:
                     opened.merge_events()
-                span.event("queued")
                 self._metrics.input_length.observe(opened.input_length)
                 self._metrics.max_new_tokens.observe(valid[0].max_new_tokens)
             undo.pop_all()  # from here on the request's owner closes it
@@ -344,18 +339,31 @@ class Generator:
 
     async def tokenise(
         self,
-        text: str,
-        shape: Callable[[Tokens], Shaped],
+        asked: Asked,
+        shape: Callable[[str, Tokens], Shaped],
         *,
         account: Account | None = None,
         timeout_s: float | None = None,
     ) -> Shaped:
-        """What `shape` makes of the text's tokens; a long text takes a thread as any request does. Raises RouterError.
+        """What `shape` makes of a prompt's text and its tokens; a long one takes a thread as any request does.
 
-        account and timeout_s as for `open`.
+        Raises RouterError. account and timeout_s as for `open`.
         """
         with self._permits.hold(account):
-            return await self._in_time(self._validator.tokenise(text, shape, _owner(account)), timeout_s)
+            return await self._in_time(self._validator.tokenise(asked, shape, _owner(account)), timeout_s)
+
+    async def detokenise(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool,
+        *,
+        account: Account | None = None,
+        timeout_s: float | None = None,
+    ) -> str:
+        """The text of token ids. Raises RouterError. account and timeout_s as for `open`."""
+        with self._permits.hold(account):
+            work = self._validator.detokenise(token_ids, skip_special_tokens, _owner(account))
+            return await self._in_time(work, timeout_s)
 
     async def _in_time(self, work: Awaitable[Result], timeout_s: float | None) -> Result:
         """What comes of `work`. Raises DeadlinePassed."""
@@ -368,9 +376,13 @@ class Generator:
             self._metrics.timeouts.labels("validation").inc()
             raise DeadlinePassed(timeout_s) from None
 
-    def _submit(self, opened: OpenRequest, valid: Sequence[ValidRequest], account: Account | None) -> None:
+    def _submit(
+        self, opened: OpenRequest, valid: Sequence[ValidRequest], account: Account | None, request_id: str
+    ) -> None:
         """Queue the samples of one request. Raises Overloaded and Unavailable; `opened` then knows those queued."""
         owner, weight = _owner(account), account.share if account is not None else 1.0
         self._batcher.check_room(valid, owner, weight)
         for one in valid:
-            opened.entries.append(self._batcher.submit(one, owner=owner, weight=weight))
+            entry = self._batcher.submit(one, owner=owner, weight=weight)
+            entry.request_id = request_id
+            opened.entries.append(entry)

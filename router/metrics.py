@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any, TypeVar
@@ -61,6 +61,7 @@ class Metrics:
     def __init__(self, limits: Limits) -> None:
         self._registry = CollectorRegistry()
         self._counter_names: list[str] = []
+        self.on_step: Callable[[StepTrace], None] | None = None  # told of each planned step, while somebody looks
         self._define_request_metrics(limits)
         self._define_batch_metrics(limits)
         self._define_peaks()
@@ -93,6 +94,8 @@ class Metrics:
         self._raise_peak("prefill_tokens", trace.prefill_tokens)
         if trace.num_admitted:
             self.next_size.observe(trace.num_admitted)
+        if self.on_step is not None:
+            self.on_step(trace)
 
     def joined(self, reason: str) -> None:
         """Requests join a batch that runs already."""

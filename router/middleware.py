@@ -17,13 +17,16 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from router.accounts import Account, Accounts
 from router.error_shapes import error_response, status_response
 from router.errors import Unauthorized, WrongHost
+from router.playground import files as playground
 
 SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 HOST = re.compile(r"(\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(:[0-9]*)?")
-# Open without a key: probes, and the documentation page with what it loads. Everything else is closed by default.
-OPEN_PATHS = frozenset(
-    {"/", "/health", "/ping", "/docs", "/docs/swagger-ui.css", "/docs/swagger-ui-bundle.js", "/api-doc/openapi.json"}
-)
+# Open without a key: probes, and the documentation and the playground with what they load, which is the same for all.
+# Everything else is closed by default.
+OPEN_PATHS = playground.OPEN_PATHS | {
+    "/", "/health", "/ping", "/docs", "/docs/swagger-ui.css", "/docs/swagger-ui-bundle.js", "/api-doc/openapi.json",
+    "/openapi.json",
+}  # fmt: skip
 
 
 class RequestIdMiddleware:

@@ -10,7 +10,7 @@ are counted before any is built (`refuse_many_values`), and a list ends at its f
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic import ValidationError as SchemaError
@@ -98,6 +98,15 @@ class GenerateRequest(Strict):
         return self.parameters or GenerateParameters()
 
 
+class DetokenizeRequest(Strict):
+    """The body of `/detokenize`."""
+
+    ids: Annotated[list[Annotated[int, Field(ge=0, le=2**32 - 1)]], Field(fail_fast=True)] = Field(
+        description="Token ids, at most `max_total_tokens`."
+    )
+    skip_special_tokens: bool | None = Field(default=None, description="Leave special tokens out. Absent: true.")
+
+
 # The answers, for the API documentation alone: the routes write them by hand, which is several times faster.
 
 
@@ -175,6 +184,51 @@ class TokenizedBody(BaseModel):
     text: str
     start: int = Field(description="First byte in `inputs`.")
     stop: int = Field(description="The byte after the last.")
+
+
+class ChatTokenizedBody(BaseModel):
+    """A chat's prompt and its tokens."""
+
+    tokenize_response: list[TokenizedBody]
+    templated_text: str
+
+
+class DetokenizedBody(BaseModel):
+    """The text of token ids."""
+
+    text: str
+
+
+class InfoBody(BaseModel):
+    """The answer of `/info`: the fields of all TGI versions, and our own."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    model_device_type: Literal["cpu", "cuda"]
+    model_pipeline_tag: str | None
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_top_n_tokens: int
+    max_input_length: int
+    max_input_tokens: int
+    max_total_tokens: int
+    waiting_served_ratio: float
+    max_batch_prefill_tokens: int
+    max_batch_total_tokens: int
+    max_waiting_tokens: int
+    max_batch_size: int | None
+    max_client_batch_size: int
+    validation_workers: int
+    num_shard: int
+    quantize: str | None
+    eos_token_ids: list[int]
+    generation_defaults: dict[str, Any] = Field(description="What the model's publisher says; it is not applied.")
+    router: str
+    version: str
+    sha: str | None
+    docker_label: str | None
 
 
 class ErrorResponse(BaseModel):

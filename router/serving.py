@@ -5,13 +5,14 @@ A client that goes away frees its place whether it streamed or not, which no fra
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 from fastapi import Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
 from router import deadline, schemas
@@ -33,8 +34,11 @@ from router.metrics import Metrics
 from router.permits import Permits
 from router.plain_answer import PlainAnswer
 from router.probing import SharedHealth
+from router.request_log import harmless, harmless_names
 from router.text import ModelTokenizer
 from router.validation import Validator
+
+Handler = Callable[[Request], Awaitable[Response]]
 
 
 @dataclass(frozen=True)
@@ -66,14 +70,35 @@ class Services:
 async def read(
     request: Request, services: Services, schema: type[schemas.Body], most_values: int = schemas.MOST_VALUES
 ) -> schemas.Body:
-    """The body. Raises RouterError. A key's request is counted first: to refuse one must cost next to nothing."""
+    """The body. Raises RouterError."""
+    body = schemas.parse(schema, await read_bytes(request, services), most_values)
+    _note_names(request, body)
+    return body
+
+
+async def read_bytes(request: Request, services: Services) -> bytes:
+    """The body as it came, or as a route has put it back for another. Raises RouterError.
+
+    A key's request is counted first: to refuse one must cost next to nothing.
+    """
+    known: bytes | None = request.scope["state"].pop("body", None)
+    if known is not None:
+        return known
     if (account := account_of(request)) is not None:
         account.count_request()
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (media_type == "application/json" or media_type.endswith("+json")):
         raise UnsupportedMedia("the body must be JSON: send the header `Content-Type: application/json`")
     peer = request.client.host if request.client is not None else ""
-    return schemas.parse(schema, await services.bodies.read(request, account or peer), most_values)
+    return await services.bodies.read(request, account or peer)
+
+
+def _note_names(request: Request, body: BaseModel) -> None:
+    """For the log line: the model that the client names, and fields that nobody looks at."""
+    if isinstance(model := getattr(body, "model", None), str):
+        request.state.log["model"] = harmless(model)
+    if ignored := [name for name, value in (body.model_extra or {}).items() if value is not None]:
+        request.state.log["ignored_fields"] = harmless_names(ignored)
 
 
 async def collect(request: Request, asked: Sequence[Asked], services: Services) -> tuple[OpenRequest, list[Answer]]:
@@ -106,9 +131,10 @@ async def stream(
 async def _open(request: Request, asked: Sequence[Asked], services: Services, *, is_stream: bool) -> OpenRequest:
     return await services.generator.open(
         asked,
-        request_id=request.state.request_id,
         headers=request.headers,
         is_stream=is_stream,
+        request_id=request.state.request_id,
+        log=request.state.log,
         **asked_by(request, services),
     )
 
@@ -128,30 +154,3 @@ def account_of(request: Request) -> Account | None:
 def json_response(body: Any, headers: dict[str, str] | None = None) -> Response:
     """A JSON response; several times faster than the framework's own."""
     return PlainAnswer(orjson.dumps(body), headers)
-
-
-def documented(schema: type[schemas.Strict], answer: Any, errors: Any = schemas.ErrorResponse) -> dict[str, Any]:
-    """What FastAPI would find out if the routes let it parse the body."""
-    statuses = (400, 401, 413, 415, 421, 422, 424, 429, 500, 503, 504)
-    content = {"application/json": {"schema": inlined(schema.model_json_schema())}}
-    return {
-        "responses": {200: {"model": answer}, **{status: {"model": errors} for status in statuses}},
-        "openapi_extra": {"requestBody": {"required": True, "content": content}},
-    }
-
-
-def inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema with its definitions where they are used: the document has no place for them."""
-    definitions = schema.pop("$defs", {})
-
-    def resolve(part: Any) -> Any:
-        if isinstance(part, list):
-            return [resolve(one) for one in part]
-        if not isinstance(part, dict):
-            return part
-        if "$ref" in part:
-            return resolve(definitions[part["$ref"].rpartition("/")[2]])
-        return {name: resolve(value) for name, value in part.items()}
-
-    found: dict[str, Any] = resolve(schema)
-    return found

@@ -112,22 +112,28 @@ class ModelTokenizer:
             [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
             return list(encoding.ids)
 
-    def count(self, text: str) -> int:
+    def count(self, text: str, add_special_tokens: bool = True) -> int:
         """How many token ids `encode` gives. Raises TokenizerError."""
         with _tokenizer_errors():
-            [encoding] = self.tokenizer.encode_batch_fast([text])
+            [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
             return len(encoding)
 
-    def encode_with_offsets(self, text: str) -> list[tuple[int, tuple[int, int]]]:
+    def encode_with_offsets(self, text: str, add_special_tokens: bool = True) -> list[tuple[int, tuple[int, int]]]:
         """Token ids with their [start, stop) in characters; special tokens have (0, 0). Raises TokenizerError."""
         with _tokenizer_errors():
-            [encoding] = self.tokenizer.encode_batch([text])
+            [encoding] = self.tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
             return list(zip(encoding.ids, encoding.offsets, strict=True))
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids without special tokens. Raises TokenizerError."""
         with _tokenizer_errors():
             return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def decode_long(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Text of many ids; it leaves the interpreter to others meanwhile. Raises TokenizerError."""
+        with _tokenizer_errors():
+            [text] = self.tokenizer.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)
+            return text
 
     def token_text(self, id: int) -> str:
         """One token on its own, special or not. Raises TokenizerError."""

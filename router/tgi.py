@@ -13,7 +13,7 @@ from orjson import dumps
 
 from router.asked import Asked
 from router.entry import Event, Failed, Finished, Token
-from router.generation import Answer, OpenRequest, likeliest_first
+from router.generation import Answer, OpenRequest, likeliest_first, one_per_prompt
 from router.schemas import GenerateParameters, GenerateRequest
 
 # A token of a stream but for the last, without candidates: index, token id, text, log-probability, special.
@@ -21,6 +21,11 @@ TOKEN_FRAME = (
     b'data: {"index":%d,"token":{"id":%d,"text":%b,"logprob":%b,"special":%b},"generated_text":null,"details":null}\n\n'
 )
 PING = b": ping\n\n"  # a comment: clients ignore it, proxies see that the stream lives
+# What `response_headers` gives, for pages of other origins to read.
+COUNT_HEADERS = (
+    "x-compute-type", "x-compute-characters", "x-prompt-tokens", "x-generated-tokens", "x-compute-time", "x-total-time",
+    "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token",
+)  # fmt: skip
 Json = dict[str, Any]
 
 
@@ -126,38 +131,46 @@ def stream_headers(request: GenerateRequest, compute_type: str) -> dict[str, str
 
 
 def response_headers(
-    request: GenerateRequest, opened: OpenRequest, answers: Sequence[Answer], compute_type: str
+    num_characters: int, opened: OpenRequest, finished: Sequence[Finished], compute_type: str
 ) -> dict[str, str]:
-    """Counts, and times in whole milliseconds, of the likeliest sample."""
-    finished = likeliest_first(answers)[0].finished
-    times = finished.timings
+    """Counts of all answers that are given, and times in whole milliseconds of the one that took longest."""
+    times = max((one.timings for one in finished), key=lambda timings: timings.finished)
     inference = times.finished - times.admitted
+    generated = sum(one.generated_tokens for one in finished)
     seconds = {
         "x-compute-time": times.finished - opened.received_at,
         "x-total-time": times.finished - opened.received_at,
         "x-validation-time": times.queued - opened.received_at,
         "x-queue-time": times.admitted - times.queued,
         "x-inference-time": inference,
-        "x-time-per-token": inference / finished.generated_tokens,
+        "x-time-per-token": inference / generated,
     }
     return {
         "x-compute-type": compute_type,
-        "x-compute-characters": str(len(request.inputs)),
-        "x-prompt-tokens": str(opened.input_length),
-        "x-generated-tokens": str(finished.generated_tokens),
+        "x-compute-characters": str(num_characters),
+        "x-prompt-tokens": str(sum(entry.request.input_length for entry in one_per_prompt(opened.entries))),
+        "x-generated-tokens": str(generated),
         **{name: str(round(value * 1000)) for name, value in seconds.items()},
     }
 
 
 def tokenized_body(text: str, tokens: Sequence[tuple[int, tuple[int, int]]]) -> bytes:
-    """The answer of `/tokenize`: character offsets become byte offsets, as TGI's are."""
+    """The answer of `/tokenize`."""
+    return dumps(_tokens_in(text, tokens))
+
+
+def chat_tokenized_body(text: str, tokens: Sequence[tuple[int, tuple[int, int]]]) -> bytes:
+    """The answer of `/chat_tokenize`."""
+    return dumps({"tokenize_response": _tokens_in(text, tokens), "templated_text": text})
+
+
+def _tokens_in(text: str, tokens: Sequence[tuple[int, tuple[int, int]]]) -> list[Json]:
+    """Character offsets become byte offsets, as TGI's are."""
     byte_at = _byte_offsets(text, {offset for _, span in tokens for offset in span})
-    return dumps(
-        [
-            {"id": id, "text": text[start:stop], "start": byte_at[start], "stop": byte_at[stop]}
-            for id, (start, stop) in tokens
-        ]
-    )
+    return [
+        {"id": id, "text": text[start:stop], "start": byte_at[start], "stop": byte_at[stop]}
+        for id, (start, stop) in tokens
+    ]
 
 
 def _byte_offsets(text: str, offsets: Iterable[int]) -> dict[int, int]:

@@ -1,8 +1,7 @@
-"""TGI's own routes: `/`, `/generate`, `/generate_stream` and `/tokenize`."""
+"""TGI's own routes: `/`, `/generate` and `/generate_stream`."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -10,16 +9,14 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from router import schemas, tgi
-from router.guard import ClientConnection
-from router.plain_answer import PlainAnswer
+from router.api_document import documented
+from router.generation import likeliest_first
 from router.schemas import GenerateRequest
-from router.serving import Services, asked_by, collect, documented, json_response, read, stream
-
-Handler = Callable[[Request], Awaitable[Response]]
+from router.serving import Handler, Services, collect, json_response, read, stream
 
 
-def add_tgi_routes(app: FastAPI, services: Services) -> None:
-    """Serve what asks the model for tokens as TGI's clients do."""
+def add_tgi_routes(app: FastAPI, services: Services) -> Handler:
+    """Serve what asks the model for tokens as TGI's clients do. Returns what answers `/`."""
 
     async def generate(request: Request) -> Response:
         body = await read(request, services, GenerateRequest)
@@ -35,21 +32,21 @@ def add_tgi_routes(app: FastAPI, services: Services) -> None:
         answer, headers = await _generate(request, body, services)
         return json_response([answer], headers)
 
-    async def tokenize(request: Request) -> Response:
-        body = await read(request, services, GenerateRequest)
-        shape = partial(tgi.tokenized_body, body.inputs)
-        with ClientConnection.of(request.scope).needed():
-            answer = await services.generator.tokenise(body.inputs, shape, **asked_by(request, services))
-        return PlainAnswer(answer)
-
-    routes: list[tuple[str, Handler, Any, str]] = [
-        ("/", compatible, list[schemas.GenerateResponse], "A list with one answer, or a stream if `stream` is true"),
-        ("/generate", generate, schemas.GenerateResponse, "The whole text at once"),
-        ("/generate_stream", generate_stream, schemas.StreamResponse, "Server-sent events, one for each token"),
-        ("/tokenize", tokenize, list[schemas.TokenizedBody], "The tokens of the prompt"),
+    events, answer = schemas.StreamResponse, schemas.GenerateResponse
+    listed = list[schemas.GenerateResponse]
+    routes: list[tuple[str, Handler, dict[str, Any], str]] = [
+        (
+            "/",
+            compatible,
+            documented(GenerateRequest, listed, events=events),
+            "A list of one answer, or a stream",
+        ),
+        ("/generate", generate, documented(GenerateRequest, answer), "The whole text at once"),
+        ("/generate_stream", generate_stream, documented(GenerateRequest, events=events), "An event for each token"),
     ]
-    for path, handler, answer, summary in routes:
-        app.post(path, summary=summary, response_class=Response, **documented(GenerateRequest, answer))(handler)
+    for path, handler, said, summary in routes:
+        app.post(path, summary=summary, response_class=Response, **said)(handler)
+    return compatible
 
 
 async def _generate(
@@ -57,7 +54,8 @@ async def _generate(
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Body and headers of a plain answer."""
     opened, answers = await collect(request, [tgi.asked(body)], services)
-    headers = tgi.response_headers(body, opened, answers, services.compute_type)
+    best = likeliest_first(answers)[0].finished
+    headers = tgi.response_headers(len(body.inputs), opened, [best], services.compute_type)
     return tgi.response_body(body, answers), headers
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -117,10 +117,28 @@ class Validator:
             self._refuse_much_to_truncate(text)
         return await self._in_thread(partial(self._encode, text, truncate, not asked.has_special_tokens), owner)
 
-    async def tokenise(self, text: str, shape: Callable[[Tokens], Shaped], owner: str = "") -> Shaped:
-        """What `shape` makes of the text's tokens, in a thread too. Raises ValidationError."""
+    async def tokenise(self, asked: Asked, shape: Callable[[str, Tokens], Shaped], owner: str = "") -> Shaped:
+        """What `shape` makes of a prompt's text and its tokens, in a thread too. Raises ValidationError."""
+        text = await asked.prompt(owner) if callable(asked.prompt) else asked.prompt
+        assert isinstance(text, str)
         self._refuse_many_characters(text, SHORTEN)
-        return await self._in_thread(lambda: shape(self._encode_with_offsets(text)), owner)
+        return await self._in_thread(
+            lambda: shape(text, self._encode_with_offsets(text, not asked.has_special_tokens)), owner
+        )
+
+    async def detokenise(self, token_ids: Sequence[int], skip_special_tokens: bool, owner: str = "") -> str:
+        """The text of token ids, in a thread too. Raises ValidationError."""
+        limits = self._limits
+        if len(token_ids) > limits.max_total_tokens:
+            raise ValidationError(
+                f"`ids` must have at most {limits.max_total_tokens} token ids (max_total_tokens). Given: "
+                f"{len(token_ids)}: send them in parts"
+            )
+        if token_ids and max(token_ids) >= limits.vocab_size:
+            raise ValidationError(
+                f"`ids` has token {max(token_ids)}, but the model knows {limits.vocab_size} tokens: leave it out"
+            )
+        return await self._in_thread(partial(self._tokenizer.decode_long, token_ids, skip_special_tokens), owner)
 
     def close(self) -> None:
         """Let the tokenising threads end."""
@@ -151,11 +169,11 @@ class Validator:
         token_ids = self._tokenizer.encode(text, add_special_tokens)
         return token_ids[-truncate:] if truncate else token_ids
 
-    def _encode_with_offsets(self, text: str) -> Tokens:
+    def _encode_with_offsets(self, text: str, add_special_tokens: bool) -> Tokens:
         """Counted first: offsets of many tokens are dear, and too many are refused."""
-        if (count := self._tokenizer.count(text)) > self._limits.max_input_length:
+        if (count := self._tokenizer.count(text, add_special_tokens)) > self._limits.max_input_length:
             raise _too_long(f"{count}", self._limits, SHORTEN)
-        return self._tokenizer.encode_with_offsets(text)
+        return self._tokenizer.encode_with_offsets(text, add_special_tokens)
 
     def _refuse_many_characters(self, text: str, remedy: str) -> None:
         """Before tokenising, which takes seconds for megabytes. No text that would fit is refused."""

@@ -315,12 +315,12 @@ class StepStream:
         others = [other for other in self._others if not other.is_victim]
         for other in others:
             if other.is_lost:
-                return _failure_of(other.rank, "it has ended")
+                return _failure_of(other.rank, "its connection ended", lost_peer=True)
         if late := min(others, key=lambda other: other.answered, default=None):
             if late.answered < number:
                 return _failure_of(late.rank, f"it has not answered its last {number - late.answered} steps")
         _, rank, report = reports[0]
-        return _failure_of(rank, report.error)
+        return _failure_of(rank, report.error, lost_peer=True)
 
 
 async def _dial(other: _Other, seconds: float) -> None:
@@ -332,5 +332,5 @@ async def _dial(other: _Other, seconds: float) -> None:
             await asyncio.sleep(POLL_S)
 
 
-def _failure_of(rank: int, cause: str) -> pb.StepReply:
-    return pb.StepReply(error=cause, failed_rank=rank)
+def _failure_of(rank: int, cause: str, *, lost_peer: bool = False) -> pb.StepReply:
+    return pb.StepReply(error=cause, failed_rank=rank, lost_peer=lost_peer)

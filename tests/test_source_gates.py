@@ -23,8 +23,8 @@ CLIENTS = {"aiohttp", "ftplib", "http.client", "httpx", "httpx2", "requests", "s
 OPENERS = {"connect", "connect_ex", "create_connection", "open_connection", "sock_connect", "urlopen"}
 
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.datetime.now"}
-# Log lines carry the time of day. How old a file is, only its file system's clock can say.
-MAY_READ_WALL_CLOCKS = {"router.launch.logs", "router.openai.answers", "server.checkpoint.download"}
+# Log lines and traces carry the time of day. How old a file is, only its file system's clock can say.
+MAY_READ_WALL_CLOCKS = {"router.launch.logs", "router.openai.answers", "router.tracing", "server.checkpoint.download"}
 
 
 def shipped() -> Iterator[tuple[str, ast.Module]]:

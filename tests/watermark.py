@@ -26,17 +26,20 @@ from tests.running import Server, body, generate_all, tokens_of
 LEAST, MOST = 6.0, 2.0  # mean z with the watermark, and without
 
 
-def requests(count: int, tokens: int, prompt: str, *, watermark: bool) -> list[dict[str, Any]]:
+def requests(
+    count: int, tokens: int, prompt: str, *, watermark: bool, temperature: float = 1.0
+) -> list[dict[str, Any]]:
     """The requests of texts that differ by their seeds."""
-    wanted = {"max_new_tokens": tokens, "do_sample": True, "temperature": 1.0, "ignore_eos": True, "details": True}
-    return [body(prompt, seed=seed, watermark=watermark, **wanted) for seed in range(count)]
+    wanted = {"max_new_tokens": tokens, "do_sample": True, "ignore_eos": True, "details": True}
+    wanted |= {"temperature": temperature, "watermark": watermark}
+    return [body(prompt, seed=seed, **wanted) for seed in range(count)]
 
 
-def measured(server: Server, count: int, tokens: int, prompt: str, gamma: float) -> dict[str, list[float]]:
-    """z of each text, with the watermark and without."""
+def measured(server: Server, gamma: float, *given: Any, **wanted: Any) -> dict[str, list[float]]:
+    """z of each text, with the watermark and without. given and wanted: as for `requests`."""
     found = {}
     for name, watermark in (("watermarked", True), ("plain", False)):
-        answers = asyncio.run(generate_all(server, requests(count, tokens, prompt, watermark=watermark)))
+        answers = asyncio.run(generate_all(server, requests(*given, watermark=watermark, **wanted)))
         assert all(answer.status_code == 200 for answer in answers), answers[0].text
         found[name] = [detect(tokens_of(answer.json()), gamma).z for answer in answers]
     return found
@@ -49,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=200, help="of each text")
     parser.add_argument("--gamma", type=float, default=0.5)
     parser.add_argument("--delta", type=float, default=2.0)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--prompt", default="t5 t7")
     parser.add_argument("--model", help="folder; default: BLOOM-560m's shape with random weights")
     args, flags = parser.parse_known_args(argv)
     mark = ("--watermark-gamma", str(args.gamma), "--watermark-delta", str(args.delta))
@@ -57,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             make_model_folder(find("bloom-560m").config, Path(folder))
             flags = ["--random-weights", *flags]
         with Server("--model-id", args.model or folder, *mark, *flags) as server:
-            found = measured(server, args.texts, args.tokens, "t5 t7", args.gamma)
+            wanted = (args.texts, args.tokens, args.prompt)
+            found = measured(server, args.gamma, *wanted, temperature=args.temperature)
     means = {name: round(statistics.mean(values), 2) for name, values in found.items()}
     rounded = {name: [round(z, 1) for z in values] for name, values in found.items()}
     print(json.dumps({"mean_z": means, "tokens": args.tokens, "gamma": args.gamma, "delta": args.delta, "z": rounded}))

@@ -84,7 +84,7 @@ class Fork:
         """Wait for the end."""
         while self.pid is None and self.poll() is None:
             self._look(patience=1)
-            if self._is_stillborn:
+            if self._is_stillborn and self.returncode is None:
                 self._nursery.wait()
         if self.returncode is None:
             assert self.pid is not None

@@ -246,8 +246,7 @@ class Supervisor:
 
     def _end_group(self) -> None:
         """End what is left of the group and, unless it has died too often, start the next."""
-        ended = [shard for shard in self._shards if shard not in self._failed and shard.process.poll() is not None]
-        sentence = cause_of_loss([*self._failed, *ended], self._report)  # they say why themselves
+        sentence = cause_of_loss(self._failed, self._report)
         self._timers.cancel("blame", "load")
         self._failed, self._report = [], None
         for shard in self._shards:

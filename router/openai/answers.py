@@ -16,7 +16,7 @@ from orjson import dumps
 
 from router.entry import Entry, Event, Failed, Finished, Token
 from router.errors import RouterError
-from router.generation import Answer, OpenRequest
+from router.generation import Answer, OpenRequest, one_per_prompt
 from router.text import FinishReason
 from router.tgi import frame
 from router.version import version
@@ -77,7 +77,7 @@ def renamed(sentence: str) -> str:
 
 def usage(entries: Sequence[Entry]) -> Json:
     """Counts of tokens; the prompt of several answers counts once for each prompt."""
-    prompts = {id(entry.request.encoder_ids or entry.request.token_ids): entry for entry in entries}.values()
+    prompts = one_per_prompt(entries)
     prompt = sum(entry.request.input_length for entry in prompts)
     generated = sum(entry.generated.num_tokens for entry in entries)
     return {

@@ -9,22 +9,33 @@ from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
-from router.asked import Asked
+from router.api_document import ERROR_STATUSES, documented
+from router.asked import Asked, Rendering
 from router.errors import NotFound
-from router.generation import OpenRequest, likeliest
+from router.generation import OpenRequest
 from router.openai import answers, asked, logprobs
+from router.openai.documents import (
+    ChatChunk,
+    ChatCompletion,
+    ErrorAnswer,
+    ServedModel,
+    ServedModels,
+    TextChunk,
+    TextCompletion,
+)
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
-from router.openai.scored import ScoredFrames, Scoring, add_to_chat, add_to_completion
+from router.openai.scored import ScoredFrames, Scoring, add_to_chat, add_to_completion, likeliest
 from router.schemas import MOST_VALUES
-from router.serving import Services, collect, documented, json_response, read, stream
+from router.serving import Handler, Services, collect, json_response, read, stream
 
 STREAM_HEADERS = {"cache-control": "no-cache", "X-Accel-Buffering": "no"}
 
 
-def add_openai_routes(app: FastAPI, services: Services) -> None:
-    """Serve what OpenAI's clients ask for."""
+def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handler]:
+    """Serve what OpenAI's clients ask for. Returns what answers chats, and what answers completions."""
     config = services.config
     model = {"id": config.model_id, "object": "model", "created": answers.now(), "owned_by": "lockstep"}
     # A prompt may be as many token ids as fit, and a few of them more before they are counted.
@@ -32,16 +43,8 @@ def add_openai_routes(app: FastAPI, services: Services) -> None:
 
     async def chat(request: Request) -> Response:
         body = await read(request, services, ChatRequest)
-        render = partial(
-            services.chat_template.render,
-            services.aside,
-            asked.messages_of(body),
-            variables=body.chat_template_kwargs,
-            add_generation_prompt=body.add_generation_prompt is not False,
-            continue_final_message=body.continue_final_message is True,
-        )
         candidates = logprobs.candidates_of_chat(body.logprobs, body.top_logprobs, config.max_top_n_tokens)
-        wanted = asked.of_chat(body, render, config.max_n, candidates)
+        wanted = asked.of_chat(body, rendering_of(body, services), config.max_n, candidates)
         scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
         head = _head(request, body, services, "chatcmpl")
         if body.stream:
@@ -77,15 +80,42 @@ def add_openai_routes(app: FastAPI, services: Services) -> None:
             raise NotFound(f"the model {name[:200]} is not served here: this server has {config.model_id}")
         return Response(orjson.dumps(model), media_type="application/json")
 
-    chat_summary = "OpenAI's chat completions; server-sent events if `stream` is true"
-    app.post("/v1/chat/completions", summary=chat_summary, **_documented(ChatRequest))(chat)
-    app.post("/v1/completions", summary="OpenAI's text completions", **_documented(CompletionRequest))(completions)
-    app.get("/v1/models", summary="The model that is served", response_class=Response)(models)
-    app.get("/v1/models/{name:path}", summary="The same by its name", response_class=Response)(one_model)
+    _add(app, "/v1/chat/completions", "OpenAI's chat completions", ChatRequest, ChatCompletion, ChatChunk, chat)
+    of_text = (CompletionRequest, TextCompletion, TextChunk)
+    _add(app, "/v1/completions", "OpenAI's text completions", *of_text, completions)
+    found: dict[str, Any] = {"response_class": Response, "responses": {200: {"model": ServedModels}}}
+    app.get("/v1/models", summary="The model that is served", **found)(models)
+    found["responses"] = {200: {"model": ServedModel}, 404: {"model": ErrorAnswer}}
+    app.get("/v1/models/{name:path}", summary="The same by its name", **found)(one_model)
+    return chat, completions
 
 
-def _documented(schema: type[Generation]) -> dict[str, Any]:
-    return {"response_class": Response, **documented(schema, dict[str, Any], dict[str, Any])}
+def _add(
+    app: FastAPI,
+    path: str,
+    summary: str,
+    body: type[Generation],
+    answer: type[BaseModel],
+    event: type[BaseModel],
+    handler: Handler,
+) -> None:
+    statuses = [status for status in ERROR_STATUSES if status != 422]  # answers.py makes it a 400
+    said = documented(body, answer, events=event, errors=ErrorAnswer, statuses=statuses)
+    app.post(path, summary=f"{summary}; server-sent events if `stream` is true", response_class=Response, **said)(
+        handler
+    )
+
+
+def rendering_of(body: ChatRequest, services: Services) -> Rendering:
+    """How a chat's messages become a prompt. Raises ValidationError."""
+    return partial(
+        services.chat_template.render,
+        services.aside,
+        asked.messages_of(body),
+        variables=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt is not False,
+        continue_final_message=body.continue_final_message is True,
+    )
 
 
 def _head(request: Request, body: Generation, services: Services, prefix: str) -> answers.Head:

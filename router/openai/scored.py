@@ -1,4 +1,4 @@
-"""Answers of OpenAI's completions that tell the log-probabilities of their tokens, whole and as streams."""
+"""Answers of OpenAI's completions by the log-probabilities of their tokens: those that tell them, and the likeliest."""
 
 from __future__ import annotations
 
@@ -52,6 +52,19 @@ def add_to_completion(
             choice["text"] = _text(tokens)
         choice["logprobs"] = CompletionLogprobs(scoring.count, scoring.tokenizer).of(tokens)
     return body
+
+
+def likeliest(answers: Sequence[Answer], num_prompts: int, count: int) -> list[int]:
+    """The numbers of the `count` likeliest answers to each prompt, the best first; all in order where none is left out.
+
+    answers: to each prompt as many, those to the first prompt first.
+    """
+    each = len(answers) // num_prompts
+    found: list[int] = []
+    for first in range(0, len(answers), each):
+        numbers = range(first, first + each)
+        found += sorted(numbers, key=lambda i: -answers[i].mean_logprob)[:count] if each > count else numbers
+    return found
 
 
 def _text(tokens: Iterable[ShownToken]) -> str:

@@ -399,7 +399,9 @@ def test_loop_goes_on_turning_while_a_long_prompt_is_tokenised(parameters: dict[
 
     async def story(validator: Validator) -> int:
         if parameters is None:
-            work = asyncio.ensure_future(validator.tokenise(LONG, lambda tokens: b""))
+            work = asyncio.ensure_future(
+                validator.tokenise(asked(GenerateRequest(inputs=LONG)), lambda text, tokens: b"")
+            )
         else:
             request = GenerateRequest(inputs=LONG, parameters=GenerateParameters(max_new_tokens=1, **parameters))
             work = asyncio.ensure_future(validator.validate(asked(request)))  # type: ignore[arg-type]
@@ -424,7 +426,10 @@ def test_text_of_too_many_characters_is_refused_before_it_is_tokenised() -> None
     async def story(validator: Validator) -> list[str]:
         text = "a" * (most * 10 + 1)
         sentences = []
-        for work in (validator.validate(asked(GenerateRequest(inputs=text))), validator.tokenise(text, len)):
+        for work in (
+            validator.validate(asked(GenerateRequest(inputs=text))),
+            validator.tokenise(asked(GenerateRequest(inputs=text)), shaped),
+        ):
             with pytest.raises(ValidationError) as caught:
                 await work
             sentences.append(str(caught.value).removeprefix("Input validation error: "))
@@ -447,11 +452,15 @@ def test_prompt_that_will_be_truncated_may_be_four_times_too_long() -> None:
     )
 
 
+def shaped(text: str, tokens: list[Any]) -> list[Any]:
+    return tokens
+
+
 def test_tokenize_has_the_limit_of_a_prompt() -> None:
     async def story(validator: Validator) -> Any:
-        assert len(await validator.tokenise("x" * 10, list)) == 10
+        assert len(await validator.tokenise(asked(GenerateRequest(inputs="x" * 10)), shaped)) == 10
         with pytest.raises(ValidationError, match=r"must have less than 10 tokens\. Given: 11.* send a shorter text"):
-            await validator.tokenise("x" * 11, list)
+            await validator.tokenise(asked(GenerateRequest(inputs="x" * 11)), shaped)
 
     run_validator(story, byte_tokenizer(), max_input_length=10)
 
@@ -467,7 +476,10 @@ def test_whatever_a_tokenizer_raises_is_one_clear_refusal(error: BaseException) 
     vars(tokenizer)["most_characters_per_token"] = None
 
     async def story(validator: Validator) -> None:
-        for work in (validator.validate(asked(GenerateRequest(inputs="a"))), validator.tokenise("a", list)):
+        for work in (
+            validator.validate(asked(GenerateRequest(inputs="a"))),
+            validator.tokenise(asked(GenerateRequest(inputs="a")), shaped),
+        ):
             with pytest.raises(ValidationError, match="`inputs` cannot be tokenised") as caught:
                 await work
             assert "secret" not in str(caught.value)

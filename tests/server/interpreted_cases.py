@@ -2,16 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
+from triton.language import core
 from triton.runtime import interpreter
 
 
 @pytest.fixture(autouse=True, scope="module")
 def quick_calls() -> Iterator[None]:
+    """The tests of a module interpret as quickly as they can."""
+    with quick_interpreter():
+        yield
+
+
+@contextmanager
+def quick_interpreter() -> Iterator[None]:
+    """Nothing is computed twice: most of the interpreter's time goes into what it has found out before.
+
+    It also follows every sum and product of integers by the same in 64 bits, and compares; but the result would only be
+    looked at in its `debug` mode.
+    """
+    builder = interpreter.interpreter_builder
+    with (
+        patch.object(interpreter.InterpretedFunction, "__call__", _caller()),
+        patch.object(interpreter, "_get_np_dtype", _cached_numpy_dtype()),
+        patch.object(core.block_type, "__init__", _cached_block_type()),
+        patch.object(core.tensor, "__init__", _cached_tensor()),
+        patch.object(builder, "options", replace(builder.options, sanitize_overflow=False)),
+    ):
+        yield
+
+
+def _caller() -> Callable[..., object]:
     """A function that a kernel calls finds the language as the kernel's launch has left it.
 
     The interpreter replaces the whole language again at every such call, which takes longer than most functions.
@@ -26,5 +53,44 @@ def quick_calls() -> Iterator[None]:
             patched.add(is_own)
         return function.rewrite()(*args, **kwargs)
 
-    with patch.object(interpreter.InterpretedFunction, "__call__", call):
-        yield
+    return call
+
+
+def _cached_numpy_dtype() -> Callable[[Any], object]:
+    find, found = interpreter._get_np_dtype, dict[str, object]()
+
+    def numpy_dtype(dtype: Any) -> object:
+        name = str(dtype.scalar)
+        if name not in found:
+            found[name] = find(dtype)
+        return found[name]
+
+    return numpy_dtype
+
+
+def _cached_block_type() -> Callable[..., None]:
+    make, made = core.block_type.__init__, dict[tuple[object, ...], dict[str, object]]()
+
+    def init(block: Any, element: Any, shape: Any) -> None:
+        sizes = (size.value if isinstance(size, core.constexpr) else size for size in shape)
+        key = (element.name, getattr(element, "const", None), getattr(element, "address_space", None), *sizes)
+        if key not in made:
+            make(block, element, shape)
+            made[key] = vars(block)
+        else:
+            vars(block).update(made[key])
+
+    return init
+
+
+def _cached_tensor() -> Callable[..., None]:
+    make, made = core.tensor.__init__, dict[tuple[int, ...], dict[str, object]]()
+
+    def init(tensor: Any, handle: object, type: Any) -> None:
+        sizes = tuple(type.shape.values) if type.is_block() else ()
+        if sizes not in made:
+            make(tensor, handle, type)
+            made[sizes] = {"shape": tensor.shape, "numel": tensor.numel}
+        vars(tensor).update(made[sizes], handle=handle, type=type, dtype=type.scalar)
+
+    return init

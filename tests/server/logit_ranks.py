@@ -16,6 +16,7 @@ from server.blocks import ceil_divide
 from server.distributed import Shard, connect, disconnect
 from server.stepping.sampling import History, Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary
+from tests.server.interpreted_cases import quick_interpreter
 
 SIZE = 9001  # several parts on each of two ranks, and a column of padding
 CHOICES = [
@@ -59,13 +60,16 @@ def run_rank(arguments: tuple[int, int, str]) -> Sampled:
     search.TILE = search.PART  # the interpreter takes as long for each
     shard = connect(rank, world_size, rendezvous, torch.device("cpu"))
     try:
-        return sample(KernelLogits(), shard)
+        with quick_interpreter():
+            return sample(KernelLogits(), shard)
     finally:
         disconnect()
 
 
 def on_ranks(world_size: int, rendezvous: Path) -> list[Sampled]:
-    """What each rank has chosen."""
+    """What each rank has chosen. One process imports what they work with, and forks them."""
     given = [(rank, world_size, f"file://{rendezvous}") for rank in range(world_size)]
-    with multiprocessing.get_context("spawn").Pool(world_size) as pool:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    with context.Pool(world_size) as pool:
         return pool.map(run_rank, given, chunksize=1)

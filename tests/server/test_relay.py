@@ -18,7 +18,7 @@ from server.pb import generate_pb2 as pb
 from server.relay import LENGTH_BYTES, MAX_UNANSWERED, Deadlines, StepStream
 
 HOLD = "hold"  # a step that is never done
-ENDED = "it has ended"
+ENDED = "its connection ended"
 SHORT = Deadlines(connect=0.2, agreement=0.2, cause=0.1, lag=0.2)
 PATIENT = Deadlines(connect=5, agreement=5, cause=5, lag=5)  # longer than a test that passes
 

@@ -1,0 +1,177 @@
+"""What OpenAI's routes answer, for the API's document alone: `answers.py` writes it by hand, several times faster."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+Reason = Literal["stop", "length"]
+
+
+class CachedTokens(BaseModel):
+    """Of the prompt."""
+
+    cached_tokens: int
+
+
+class Usage(BaseModel):
+    """Counts of tokens, of all answers together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+
+
+class Answered(BaseModel):
+    """What whole answers and chunks begin with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class ChatMessage(BaseModel):
+    """What the model says."""
+
+    role: Literal["assistant"]
+    content: str
+
+
+class LikelyToken(BaseModel):
+    """A token and what the model itself thought of it; `token` names the bytes of a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatToken(LikelyToken):
+    """A token of the text."""
+
+    top_logprobs: list[LikelyToken]
+
+
+class ChatLogprobs(BaseModel):
+    """Where `logprobs` asks for them: the tokens that the text is made of."""
+
+    content: list[ChatToken]
+    refusal: None
+
+
+class TextLogprobs(BaseModel):
+    """Where `logprobs` asks for them: the tokens that the text is made of; nothing predicted a prompt's first one."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class ChatChoice(BaseModel):
+    """One answer of a chat."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Reason
+
+
+class ChatCompletion(Answered):
+    """The whole answer of `/v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class TextChoice(BaseModel):
+    """One answer of a completion."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Reason
+
+
+class TextCompletion(Answered):
+    """The whole answer of `/v1/completions`."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class Delta(BaseModel):
+    """What a chunk adds."""
+
+    role: Literal["assistant"] | None = None
+    content: str
+
+
+class ChatChunkChoice(BaseModel):
+    """A piece of one answer of a chat."""
+
+    index: int
+    delta: Delta
+    logprobs: ChatLogprobs | None
+    finish_reason: Reason | None
+
+
+class ChatChunk(Answered):
+    """One event of a stream of `/v1/chat/completions`. After the last comes `data: [DONE]`."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    usage: Usage | None = None
+
+
+class TextChunkChoice(BaseModel):
+    """A piece of one answer of a completion."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Reason | None
+
+
+class TextChunk(Answered):
+    """One event of a stream of `/v1/completions`. After the last comes `data: [DONE]`."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChunkChoice]
+    usage: Usage | None = None
+
+
+class ServedModel(BaseModel):
+    """The model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+
+
+class ServedModels(BaseModel):
+    """The answer of `/v1/models`."""
+
+    object: Literal["list"]
+    data: list[ServedModel]
+
+
+class ErrorDetail(BaseModel):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """Every answer of `/v1` that is not a success, and the last event of a stream that fails."""
+
+    error: ErrorDetail
+    error_type: str

@@ -1,0 +1,123 @@
+"""How hosting platforms call a server: SageMaker's `/invocations` and Vertex AI's `/vertex`.
+
+Translations of shapes alone: what they ask for goes the way of the routes that people call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import orjson
+from fastapi import FastAPI, Request
+from pydantic import BaseModel, Discriminator, Field, RootModel, Tag
+from starlette.responses import Response
+
+from router import schemas, tgi
+from router.api_document import documented
+from router.asked import Asked
+from router.errors import ValidationError
+from router.generation import Answer, likeliest_first
+from router.openai.asked import of_chat
+from router.openai.documents import ChatChunk, ChatCompletion, ErrorAnswer, TextChunk, TextCompletion
+from router.openai.routes import rendering_of
+from router.openai.schemas import ChatRequest, CompletionRequest
+from router.schemas import GenerateRequest, Strict
+from router.serving import Handler, Services, collect, json_response, read, read_bytes
+
+
+def _kind(instance: Any) -> str:
+    return "chat" if isinstance(instance, dict) and "messages" in instance else "generate"
+
+
+Instance = Annotated[
+    Annotated[GenerateRequest, Tag("generate")] | Annotated[ChatRequest, Tag("chat")], Discriminator(_kind)
+]
+
+
+class VertexRequest(Strict):
+    """The body of `/vertex`."""
+
+    instances: Annotated[list[Instance], Field(fail_fast=True)] = Field(
+        description="Bodies of `/generate` or of `/v1/chat/completions`, at most `max_client_batch_size`."
+    )
+
+
+class VertexResponse(BaseModel):
+    """The answer of `/vertex`."""
+
+    predictions: list[str] = Field(description="A text for each instance.")
+
+
+class Event(RootModel[schemas.StreamResponse | ChatChunk | TextChunk | ErrorAnswer]):
+    """One event of a stream of `/invocations`."""
+
+
+def add_platform_routes(app: FastAPI, services: Services, generate: Handler, chat: Handler, complete: Handler) -> None:
+    """Serve what SageMaker and Vertex AI send. The handlers are those of `/` and of OpenAI's completions."""
+    most = services.config.max_client_batch_size
+    most_values = schemas.MOST_VALUES + most * services.limits.max_input_length
+
+    async def meant(request: Request) -> Handler:
+        """Who answers this body, which is put back."""
+        body = request.state.body = await read_bytes(request, services)
+        schemas.refuse_many_values(body, most_values)
+        fields = _fields_of(body)
+        if "inputs" in fields:
+            return generate
+        return chat if "messages" in fields else complete if "prompt" in fields else generate
+
+    async def invocations(request: Request) -> Response:
+        return await (await meant(request))(request)
+
+    async def vertex(request: Request) -> Response:
+        body = await read(request, services, VertexRequest)
+        if not 0 < len(body.instances) <= most:
+            raise ValidationError(
+                f"`instances` has {len(body.instances)} instances: give 1 to {most} (max_client_batch_size)"
+            )
+        asked = [_asked(number, instance, services) for number, instance in enumerate(body.instances)]
+        opened, answers = await collect(request, asked, services)
+        best = [likeliest_first(some)[0].finished for some in _by_prompt(asked, answers)]
+        num_characters = sum(len(one.prompt) for one in asked if isinstance(one.prompt, str))
+        headers = tgi.response_headers(num_characters, opened, best, services.compute_type)
+        return json_response({"predictions": [finished.generated_text for finished in best]}, headers)
+
+    summary = "SageMaker's: a body of `/`, `/v1/chat/completions` or `/v1/completions`, answered as there"
+    bodies = (GenerateRequest, ChatRequest, CompletionRequest)
+    said = documented(bodies, list[schemas.GenerateResponse] | ChatCompletion | TextCompletion, events=Event)
+    app.post("/invocations", summary=summary, response_class=Response, **said)(invocations)
+    of_vertex = documented(VertexRequest, VertexResponse)
+    app.post("/vertex", summary="Vertex AI's: several prompts at once", response_class=Response, **of_vertex)(vertex)
+
+
+def _fields_of(body: bytes) -> Any:
+    """The names at the top of a body; of one that is broken none, for its parser to say why."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return ()
+    return value if isinstance(value, dict) else ()
+
+
+def _asked(number: int, instance: GenerateRequest | ChatRequest, services: Services) -> Asked:
+    if instance.stream:
+        raise ValidationError(f"`instances.{number}.stream` is true, and /vertex answers at once: leave it out")
+    if isinstance(instance, GenerateRequest):
+        return tgi.asked(instance)
+    if instance.n not in (None, 1):
+        raise ValidationError(f"`instances.{number}.n` is {instance.n}, and an instance has one answer: leave it out")
+    if instance.logprobs:
+        raise ValidationError(f"`instances.{number}.logprobs` is true, and /vertex answers with texts: leave it out")
+    [asked] = of_chat(instance, rendering_of(instance, services), max_n=1)
+    return asked
+
+
+def _by_prompt(asked: Sequence[Asked], answers: Sequence[Answer]) -> list[Sequence[Answer]]:
+    """The samples of each prompt."""
+    found, start = [], 0
+    for one in asked:
+        stop = start + (one.num_answers or one.given.best_of or 1)
+        found.append(answers[start:stop])
+        start = stop
+    return found

@@ -1,0 +1,1 @@
+"""A page for people who look at the server with a browser: what is on it, and the routes that serve it."""

@@ -1,0 +1,33 @@
+"""The launcher's side of forks: what becomes of one that is never born."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+import pytest
+
+from router.launch.nursery import Fork
+from router.launch.processes import OwnProcess
+
+LIVES = "import time; time.sleep(600)"
+ENDS = "raise SystemExit(7)"
+
+
+@pytest.mark.parametrize(("program", "code"), [(LIVES, 1), (ENDS, 7)])
+def test_a_fork_that_is_never_born_has_ended_whether_its_nursery_lives_or_not(program: str, code: int) -> None:
+    nursery = OwnProcess((sys.executable, "-c", program), dict(os.environ))
+    pipes = [os.pipe() for _ in range(3)]
+    fork = Fork(nursery, *(reader for reader, _ in pipes))
+    letting_go = threading.Timer(0.2, lambda: [os.close(writer) for _, writer in pipes])  # while it is waited for
+    letting_go.start()
+    try:
+        assert code == fork.wait() == fork.poll()
+    finally:
+        letting_go.join()
+        nursery.kill_group()
+        nursery.wait()
+        for file in (fork.stdout, fork.stderr, nursery.stdout, nursery.stderr):
+            assert file is not None
+            file.close()
