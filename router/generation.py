@@ -11,7 +11,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from router.accounts import Account
@@ -21,33 +20,12 @@ from router.entry import Entry, Event, Failed, Finished, MergedEvents, PromptSco
 from router.errors import DeadlinePassed, RouterError
 from router.metrics import Metrics
 from router.permits import Permits
+from router.samples import Answer, likeliest_first, one_per_prompt
 from router.tracing import Ended, Tracer
 from router.validation import Tokens, Validator, check_streamable
 
 Result = TypeVar("Result")
 Shaped = TypeVar("Shaped")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One complete sample."""
-
-    prompt: tuple[Token, ...]
-    tokens: list[Token]
-    finished: Finished
-    seed: int | None  # None when nothing was drawn at random
-    prompt_scores: PromptScores | None = None  # in place of `prompt`, where log-probabilities are the model's own
-
-    @property
-    def mean_logprob(self) -> float:
-        """By this the likeliest of several samples is chosen."""
-        return sum(token.logprob or 0.0 for token in self.tokens) / max(len(self.tokens), 1)
-
-
-def likeliest_first(answers: Sequence[Answer]) -> list[Answer]:
-    """The likeliest sample, and the others in order."""
-    best = max(answers, key=lambda answer: answer.mean_logprob)
-    return [best, *(answer for answer in answers if answer is not best)]
 
 
 async def _drained(queue: asyncio.Queue[Result]) -> list[Result]:
@@ -247,14 +225,6 @@ class OpenRequest:
         now, is_failure = self._clock(), self._finished is None
         self._span.end(Ended(now, reason, is_failure, self._is_chat, self.entries, fields, self._log))
         self._log |= {"reason": reason, **fields}
-
-
-def one_per_prompt(entries: Sequence[Entry]) -> list[Entry]:
-    """The first sample of each prompt: a prompt of several answers counts once."""
-    found: dict[int, Entry] = {}
-    for entry in entries:
-        found.setdefault(id(entry.request.encoder_ids or entry.request.token_ids), entry)
-    return list(found.values())
 
 
 def _visible_seed(entry: Entry) -> int | None:

@@ -17,11 +17,11 @@ from router import schemas, tgi
 from router.api_document import documented
 from router.asked import Asked
 from router.errors import ValidationError
-from router.generation import Answer, likeliest_first
 from router.openai.asked import of_chat
 from router.openai.documents import ChatChunk, ChatCompletion, ErrorAnswer, TextChunk, TextCompletion
 from router.openai.routes import rendering_of
 from router.openai.schemas import ChatRequest, CompletionRequest
+from router.samples import Answer, likeliest_first
 from router.schemas import GenerateRequest, Strict
 from router.serving import Handler, Services, collect, json_response, read, read_bytes
 
@@ -105,11 +105,11 @@ def _asked(number: int, instance: GenerateRequest | ChatRequest, services: Servi
         raise ValidationError(f"`instances.{number}.stream` is true, and /vertex answers at once: leave it out")
     if isinstance(instance, GenerateRequest):
         return tgi.asked(instance)
+    if instance.logprobs or instance.top_logprobs:
+        raise ValidationError(f"`instances.{number}.logprobs` is not served on /vertex: leave it out")
     if instance.n not in (None, 1):
         raise ValidationError(f"`instances.{number}.n` is {instance.n}, and an instance has one answer: leave it out")
-    if instance.logprobs:
-        raise ValidationError(f"`instances.{number}.logprobs` is true, and /vertex answers with texts: leave it out")
-    [asked] = of_chat(instance, rendering_of(instance, services), max_n=1)
+    [asked] = of_chat(instance, rendering_of(instance, services), max_n=1, candidates=None)
     return asked
 
 

@@ -27,7 +27,7 @@ from router.config import RouterConfig
 from router.entry import Failed
 from router.errors import UnsupportedMedia
 from router.event_stream import EventStream, Frames, first_events
-from router.generation import Answer, Generator, OpenRequest
+from router.generation import Generator, OpenRequest
 from router.guard import ClientConnection
 from router.limits import Limits
 from router.metrics import Metrics
@@ -35,6 +35,7 @@ from router.permits import Permits
 from router.plain_answer import PlainAnswer
 from router.probing import SharedHealth
 from router.request_log import harmless, harmless_names
+from router.samples import Answer
 from router.text import ModelTokenizer
 from router.validation import Validator
 

@@ -13,7 +13,8 @@ from orjson import dumps
 
 from router.asked import Asked
 from router.entry import Event, Failed, Finished, Token
-from router.generation import Answer, OpenRequest, likeliest_first, one_per_prompt
+from router.generation import OpenRequest
+from router.samples import Answer, likeliest_first, one_per_prompt
 from router.schemas import GenerateParameters, GenerateRequest
 
 # A token of a stream but for the last, without candidates: index, token id, text, log-probability, special.

@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from router import schemas, tgi
 from router.api_document import documented
-from router.generation import likeliest_first
+from router.samples import likeliest_first
 from router.schemas import GenerateRequest
 from router.serving import Handler, Services, collect, json_response, read, stream
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of a real server on two shards, judged by transformers, as evaluation harnesses read them."""
+"""Log-probabilities of a real server on two shards, judged by transformers, as harnesses and OpenAI's client ask."""
 
 from __future__ import annotations
 

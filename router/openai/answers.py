@@ -16,7 +16,8 @@ from orjson import dumps
 
 from router.entry import Entry, Event, Failed, Finished, Token
 from router.errors import RouterError
-from router.generation import Answer, OpenRequest, one_per_prompt
+from router.generation import OpenRequest
+from router.samples import Answer, one_per_prompt
 from router.text import FinishReason
 from router.tgi import frame
 from router.version import version

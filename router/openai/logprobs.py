@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from router.entry import PromptScores, ScoredToken, Token
 from router.errors import ValidationError
-from router.generation import Answer
+from router.samples import Answer
 from router.text import Detokeniser, ModelTokenizer
 from router.token_bytes import TokenShare, TokenShares
 

@@ -27,7 +27,8 @@ from router.openai.documents import (
     TextCompletion,
 )
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
-from router.openai.scored import ScoredFrames, Scoring, add_to_chat, add_to_completion, likeliest
+from router.openai.scored import ScoredFrames, Scoring, add_to_chat, add_to_completion
+from router.samples import likeliest
 from router.schemas import MOST_VALUES
 from router.serving import Handler, Services, collect, json_response, read, stream
 

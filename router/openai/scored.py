@@ -1,4 +1,4 @@
-"""Answers of OpenAI's completions by the log-probabilities of their tokens: those that tell them, and the likeliest."""
+"""Answers of OpenAI's completions that tell the log-probabilities of their tokens, whole and as streams."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from router.entry import Event, Finished, PromptScores, Token
-from router.generation import Answer, OpenRequest
+from router.generation import OpenRequest
 from router.openai.answers import ChunkFrames, Head
 from router.openai.logprobs import (
     CompletionLogprobs,
@@ -17,6 +17,7 @@ from router.openai.logprobs import (
     prompt_tokens,
     shown_tokens,
 )
+from router.samples import Answer
 from router.text import ModelTokenizer
 from router.tgi import frame
 
@@ -52,19 +53,6 @@ def add_to_completion(
             choice["text"] = _text(tokens)
         choice["logprobs"] = CompletionLogprobs(scoring.count, scoring.tokenizer).of(tokens)
     return body
-
-
-def likeliest(answers: Sequence[Answer], num_prompts: int, count: int) -> list[int]:
-    """The numbers of the `count` likeliest answers to each prompt, the best first; all in order where none is left out.
-
-    answers: to each prompt as many, those to the first prompt first.
-    """
-    each = len(answers) // num_prompts
-    found: list[int] = []
-    for first in range(0, len(answers), each):
-        numbers = range(first, first + each)
-        found += sorted(numbers, key=lambda i: -answers[i].mean_logprob)[:count] if each > count else numbers
-    return found
 
 
 def _text(tokens: Iterable[ShownToken]) -> str:

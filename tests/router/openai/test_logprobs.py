@@ -11,9 +11,8 @@ import pytest
 from router.asked import Asked
 from router.entry import Finished, PromptScores, ScoredToken, Timings
 from router.errors import ValidationError
-from router.generation import Answer
 from router.openai.logprobs import CompletionLogprobs, ShownTokens, chat_logprobs, prompt_tokens
-from router.openai.scored import likeliest
+from router.samples import Answer, likeliest
 from router.schemas import GenerateParameters
 from router.text import Ends, FinishReason, GeneratedText, ModelTokenizer
 from router.validation import Validator
