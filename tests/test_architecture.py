@@ -45,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.launch": {
         "router.config", "router.launch", "router.version", "server.config", "server.output", "server.process",
     },
+    "router.launch.watermark": {"router.launch", "router.text", "router.watermark"},
     "router.queue": set(),
     "router.prefix": set(),
     "router.chunks": set(),
@@ -68,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.text": {"router", "router.model_files"},
     "router.turns": set(),
     "router.version": set(),
+    "router.watermark": set(),
     "server.__main__": {
         "server.config", "server.distributed", "server.loading", "server.logs", "server.null", "server.process",
         "server.service",

@@ -50,7 +50,7 @@ class ToolCall(BaseModel):
 
 
 class TokenLogprob(BaseModel):
-    """A token, or one that the model could have chosen in its place."""
+    """A token and what the model itself thought of it; `token` names the bytes of a part of a character."""
 
     token: str
     logprob: float

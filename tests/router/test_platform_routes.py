@@ -81,6 +81,7 @@ def test_vertex_answers_a_text_for_each_instance(template: str) -> None:  # noqa
         ({"instances": [3]}, "`instances.0"),
         ({"instances": [{**GENERATE, "stream": True}]}, "`instances.0.stream` is true"),
         ({"instances": [{**CHAT, "n": 2}]}, "`instances.0.n` is 2"),
+        ({"instances": [{**CHAT, "logprobs": True}]}, "`instances.0.logprobs` is not served on /vertex"),
         ({"instances": [GENERATE, {**GENERATE, "parameters": {"top_p": 3.0}}]}, "`top_p`"),
         ({"instances": [{**CHAT, "tools": [{"type": "function"}]}]}, "`tools`"),
         ({}, "`instances`"),
