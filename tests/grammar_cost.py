@@ -116,7 +116,7 @@ async def beside(url: str, requests: Sequence[dict[str, Any]], others: Sequence[
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Nearest rank."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else 0.0
 
 
 def told(seen: Seen) -> dict[str, float]:
