@@ -113,8 +113,10 @@ async def run(config: RouterConfig) -> int:
         )
         assert config.listen_fd is not None, "the launcher binds"
         listener = socket.socket(fileno=config.listen_fd)  # does not listen yet, so that clients are refused until then
+        listener.set_inheritable(False)  # or what this process starts would keep the port when it is gone
         address = _address(config, listener)
-        logger.info("%s", table(config, started, address), extra={"raw": True})
+        formats = app.state.services.answer_formats.facts(config.tool_call_parser, config.reasoning_parser)
+        logger.info("%s", table(config, started, address, formats), extra={"raw": True})
         gc.set_threshold(*GC_THRESHOLDS)
         listeners = doors(listener)
         gc.freeze()  # what start-up made stays: a full collection would stop every stream for 20 ms to look at it again

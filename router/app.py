@@ -16,12 +16,16 @@ from typing import Any
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.responses import Response
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Match
 
-from router import deadline
+from router import deadline, schemas
 from router.accounts import AccountMetrics, Accounts
+from router.anthropic.routes import add_anthropic_routes
+from router.api_document import api_document
 from router.aside import TaskError
 from router.aside.pool import Aside
 from router.batcher import Batcher
@@ -37,8 +41,15 @@ from router.grammars.grammar import Matching
 from router.guard import ClientGone
 from router.limits import Limits
 from router.metrics import Metrics
-from router.middleware import ApiKeyMiddleware, CrossOriginMiddleware, HostMiddleware, RequestIdMiddleware
+from router.middleware import (
+    HEADERS_OF_CLIENTS,
+    ApiKeyMiddleware,
+    CrossOriginMiddleware,
+    HostMiddleware,
+    RequestIdMiddleware,
+)
 from router.model_files import generation_defaults
+from router.openai.responses.routes import add_responses_routes
 from router.openai.routes import add_openai_routes
 from router.permits import Permits
 from router.platform_routes import add_platform_routes
@@ -48,6 +59,7 @@ from router.request_log import CLIENT_GONE, RequestLogMiddleware
 from router.serving import Services
 from router.static_file import StaticFile
 from router.text import ModelTokenizer
+from router.tgi import COUNT_HEADERS
 from router.tgi_routes import add_tgi_routes
 from router.token_routes import add_token_routes
 from router.tracing import Tracer
@@ -112,14 +124,23 @@ def create_app(
 
     app = _bare_app(lifespan)
     app.state.services = services
-    generate = add_tgi_routes(app, services)
-    add_token_routes(app, services)
-    add_platform_routes(app, services, generate, *add_openai_routes(app, services))
-    _add_status_routes(app, services)
-    _add_docs(app)
+    _add_routes(app, services)
     _add_error_handlers(app)
     _add_middleware(app, config, accounts)
     return app
+
+
+def _add_routes(app: FastAPI, services: Services) -> None:
+    """Every API's, and what describes them."""
+    config = services.config
+    generate = add_tgi_routes(app, services)
+    add_token_routes(app, services)
+    add_platform_routes(app, services, generate, *add_openai_routes(app, services))
+    add_responses_routes(app, services)
+    add_anthropic_routes(app, services)
+    _add_status_routes(app, services)
+    _add_docs(app, api_document(app, has_keys=_has_keys(config), is_on_loopback=config.is_on_loopback))
+    _add_heads(app)
 
 
 def _bare_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) -> FastAPI:
@@ -128,7 +149,7 @@ def _bare_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) 
         version=version(),
         docs_url=None,
         redoc_url=None,
-        openapi_url="/api-doc/openapi.json",
+        openapi_url=None,
         lifespan=lifespan,
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},  # tracing.py does it
     )
@@ -191,12 +212,13 @@ def _add_status_routes(app: FastAPI, services: Services) -> None:
         return Response(services.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     add_playground_routes(app, services, health)
+    app.head("/", include_in_schema=False)(health)  # a probe, whatever it accepts
+    alive: dict[str, Any] = {"response_class": Response, "responses": {503: {"model": schemas.ErrorResponse}}}
     for path in ("/health", "/ping"):
-        app.get(path, summary="200 with an empty body while requests can be answered", response_class=Response)(health)
-    for path in ("/", "/health", "/ping"):
-        app.head(path, include_in_schema=False)(health)  # what load balancers send
-    app.get("/info", summary="The model and the limits", response_class=Response)(info)
-    app.get("/metrics", summary="Prometheus metrics", response_class=Response)(metrics)
+        app.get(path, summary="200 with an empty body while requests can be answered", **alive)(health)
+    of_info: dict[str, Any] = {"response_class": Response, "responses": {200: {"model": schemas.InfoBody}}}
+    app.get("/info", summary="The model and the limits", **of_info)(info)
+    app.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)(metrics)
 
 
 async def check_health(services: Services) -> None:
@@ -253,15 +275,16 @@ def info_body(services: Services) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------- around the routes
 
 
-def _add_docs(app: FastAPI) -> None:
-    """The API page with its own copy of Swagger UI: no browser of ours calls a third party.
+def _add_docs(app: FastAPI, document: bytes) -> None:
+    """The API's document at TGI's path and at the usual one, and its page with a copy of Swagger UI: no browser of ours
+    calls a third party.
 
     The files are kept in memory, once: a client that does not read one holds no descriptor and no copy of it.
     """
 
     async def docs() -> Response:
         return get_swagger_ui_html(
-            openapi_url="/api-doc/openapi.json",
+            openapi_url="/openapi.json",
             title="Lockstep API",
             swagger_js_url="/docs/swagger-ui-bundle.js",
             swagger_css_url="/docs/swagger-ui.css",
@@ -269,17 +292,26 @@ def _add_docs(app: FastAPI) -> None:
             swagger_ui_parameters={"validatorUrl": None},  # its default is a service on the internet
         )
 
-    def static(name: str, media_type: str) -> None:
-        content = (STATIC / name).read_bytes()
-
+    def static(path: str, content: bytes, media_type: str) -> None:
         async def file() -> Response:
             return StaticFile(content, media_type=media_type)
 
-        app.get(f"/docs/{name}", include_in_schema=False)(file)
+        app.get(path, include_in_schema=False)(file)
 
     app.get("/docs", include_in_schema=False)(docs)
-    static("swagger-ui-bundle.js", "text/javascript")
-    static("swagger-ui.css", "text/css")
+    for path in ("/openapi.json", "/api-doc/openapi.json"):
+        static(path, document, "application/json")
+    for name, media_type in (("swagger-ui-bundle.js", "text/javascript"), ("swagger-ui.css", "text/css")):
+        static(f"/docs/{name}", (STATIC / name).read_bytes(), media_type)
+
+
+def _add_heads(app: FastAPI) -> None:
+    """Every route that answers GET answers HEAD, which load balancers send; the HTTP layer leaves the body out."""
+    routes = [route for route in app.routes if isinstance(route, APIRoute)]
+    has_own = {route.path for route in routes if "HEAD" in (route.methods or ())}
+    for route in routes:
+        if route.methods is not None and "GET" in route.methods and route.path not in has_own:
+            route.methods.add("HEAD")
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -290,7 +322,8 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error_response(error, request.url.path)
 
     async def http_error(request: Request, error: Any) -> Response:
-        return status_response(error.status_code, request.url.path, error.headers)
+        headers = {"Allow": _allowed(request)} if error.status_code == 405 else error.headers
+        return status_response(error.status_code, request.url.path, headers)
 
     async def gone(_: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_GONE)
@@ -305,16 +338,30 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, bug)
 
 
+def _allowed(request: Request) -> str:
+    """Methods of all routes of a path; the framework names those of the first."""
+    found: set[str] = set()
+    for route in request.app.routes:
+        if isinstance(route, APIRoute) and route.matches(request.scope)[0] is not Match.NONE:
+            found |= route.methods or set()
+    return ", ".join(sorted(found))
+
+
+def _has_keys(config: RouterConfig) -> bool:
+    return config.api_key is not None or config.api_keys_file is not None
+
+
 def _add_middleware(app: FastAPI, config: RouterConfig, accounts: Accounts) -> None:
     """Outermost last: an id on every answer, the log, then the Host, then CORS (preflights carry no key), the key."""
-    if config.api_key is not None or config.api_keys_file is not None:
+    if _has_keys(config):
         app.add_middleware(ApiKeyMiddleware, accounts=accounts)
     if config.cors_allow_origin:
         app.add_middleware(
             CrossOriginMiddleware,
             allow_origins=config.cors_allow_origin,
             allow_methods=("GET", "POST"),
-            allow_headers=("content-type", "authorization", "x-request-id", deadline.HEADER),
+            allow_headers=(*HEADERS_OF_CLIENTS, deadline.HEADER),
+            expose_headers=("x-request-id", "retry-after", *COUNT_HEADERS),
         )
     if config.is_on_loopback:
         app.add_middleware(HostMiddleware, hostname=config.hostname)

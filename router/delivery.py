@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from router.entry import Entry, PromptTokens, Token
+from router.entry import Entry, PromptScores
 from router.metrics import Metrics
 from router.scheduler import Scheduler
 from router.text import FinishReason, ModelTokenizer
+from router.token_events import TokenEvents
 
 Candidates = list[tuple[int, float]]
 
@@ -20,19 +21,20 @@ class Delivery:
 
     def __init__(self, scheduler: Scheduler[Entry], tokenizer: ModelTokenizer, metrics: Metrics) -> None:
         self._scheduler = scheduler
-        self._tokenizer = tokenizer
+        self._events = TokenEvents(tokenizer)
         self._metrics = metrics
 
     def deliver(
         self, entry: Entry, token_id: int, logprob: float, top_tokens: Candidates, now: float
     ) -> FinishReason | None:
         """Give a token to its reader; why it is the last, if it is."""
+        if not entry.request.generates:  # nothing is wanted of the token but that the prompt is computed
+            self._note_time(entry, now)
+            return FinishReason.LENGTH
         text, reason = entry.generated.push(token_id)
         self._scheduler.delivered(entry, token_id)
         self._note_time(entry, now)
-        is_special = token_id in self._tokenizer.special_ids
-        top = tuple(self._lone_token(id, logprob) for id, logprob in top_tokens)
-        entry.events.put_nowait(Token(token_id, text, logprob, is_special, top))
+        entry.events.put_nowait(self._events.of_token(entry, token_id, text, logprob, top_tokens))
         return reason
 
     def take_forced(self, entry: Entry) -> Iterator[tuple[int, float, Candidates]]:
@@ -46,21 +48,15 @@ class Delivery:
             entry.first_token_at = now
             self._metrics.time_to_first_token.observe(now - entry.queued_at)
             if entry.request.prompt_logprobs:
-                logprobs = [None, *entry.prompt_logprobs]
-                prompt = zip(entry.request.token_ids, logprobs, strict=True)
-                entry.events.put_nowait(PromptTokens(tuple(self._lone_token(id, logprob) for id, logprob in prompt)))
+                entry.events.put_nowait(self._events.of_prompt(entry))
         entry.last_token_at = now
-
-    def _lone_token(self, id: int, logprob: float | None) -> Token:
-        return Token(id, self._tokenizer.token_text(id), logprob, id in self._tokenizer.special_ids)
 
 
 def _forced(entry: Entry, token_ids: Sequence[int]) -> Iterator[tuple[int, float, Candidates]]:
     """The model's own log-probabilities where these are asked for; else no other token was possible."""
-    logprobs, tops, n = entry.forced_logprobs, entry.forced_tops, entry.request.top_n_tokens
-    entry.forced_logprobs, entry.forced_tops = [], []
+    scores, entry.forced_scores = entry.forced_scores, PromptScores()
     for place, token_id in enumerate(token_ids):
         if entry.request.sampling.raw_logprobs:
-            yield token_id, logprobs[place], tops[place * n : (place + 1) * n]
+            yield token_id, scores.logprobs[place], list(scores.candidates(place))
         else:
-            yield token_id, 0.0, [(token_id, 0.0)] if n else []
+            yield token_id, 0.0, [(token_id, 0.0)] if entry.request.top_n_tokens else []

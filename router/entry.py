@@ -6,7 +6,8 @@ Plain data shared by validation, the batching loop and the HTTP layer, so that n
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from router.errors import RouterError
@@ -51,6 +52,7 @@ class ValidRequest:
     top_n_tokens: int = 0
     prompt_logprobs: bool = False
     encoder_ids: Sequence[int] = ()  # the prompt, where an encoder reads it
+    generates: bool = True  # else the token behind the prompt is nobody's: the prompt's log-probabilities are wanted
     grammar: CompiledGrammar | None = None  # what the text is held to
 
     @property
@@ -90,6 +92,46 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoredToken(Token):
+    """A token whose log-probability is the model's own, with what it takes to say which tokens a text is made of.
+
+    piece: what it adds to the text, of which `text` may show less by now and the rest later.
+    """
+
+    piece: str = ""
+    candidates: Sequence[tuple[int, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of a prompt's tokens from the second on, and candidates of each, as compact as they came.
+
+    Where they are the model's own, the event before the first generated token, for those who asked for them.
+    """
+
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    top_ids: array[int] = field(default_factory=lambda: array("I"))
+    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
+
+    def extend(self, logprobs: Iterable[float], top_ids: Iterable[int], top_logprobs: Iterable[float]) -> None:
+        """Those of the next chunk."""
+        self.logprobs.extend(logprobs)
+        self.top_ids.extend(top_ids)
+        self.top_logprobs.extend(top_logprobs)
+
+    def clear(self) -> None:
+        """The prompt will be computed again."""
+        for column in (self.logprobs, self.top_ids, self.top_logprobs):
+            del column[:]
+
+    def candidates(self, place: int) -> Iterable[tuple[int, float]]:
+        """Of the token whose log-probability is `logprobs[place]`, most likely first."""
+        count = len(self.top_ids) // len(self.logprobs)
+        some = slice(place * count, (place + 1) * count)
+        return zip(self.top_ids[some], self.top_logprobs[some], strict=True)
+
+
+@dataclass(frozen=True, slots=True)
 class PromptTokens:
     """The event before the first generated token, for requests that asked for their prompt's log-probabilities."""
 
@@ -123,7 +165,7 @@ class Failed:
     error: RouterError
 
 
-Event = PromptTokens | Token | Finished | Failed
+Event = PromptTokens | PromptScores | Token | Finished | Failed
 
 
 class MergedEvents(asyncio.Queue[Event]):
@@ -219,22 +261,20 @@ class Entry(Scheduled):
     admitted_at: float = 0.0
     last_token_at: float = 0.0
     first_token_at: float = 0.0
-    prompt_logprobs: list[float] = field(default_factory=list)
-    forced_logprobs: list[float] = field(default_factory=list)  # of `forced`, the model's own, where they are asked for
-    forced_tops: list[tuple[int, float]] = field(default_factory=list)  # their candidates, `top_n_tokens` of each
+    prompt_scores: PromptScores = field(default_factory=PromptScores)
+    forced_scores: PromptScores = field(default_factory=PromptScores)  # the model's own, where they are asked for
     match: Match | None = None  # what finds out what its grammar allows
 
     def note_logprobs(self, logprobs: Sequence[float], top_ids: Sequence[int], top_logprobs: Sequence[float]) -> None:
         """Keep what a step found of tokens that are known: first those of the prompt, then those that are forced."""
         wants_prompt = self.request.prompt_logprobs and not self.generated_ids
-        missing = len(self.request.token_ids) - 1 - len(self.prompt_logprobs) if wants_prompt else 0
-        self.prompt_logprobs += logprobs[:missing]
-        self.forced_logprobs += logprobs[missing:]
-        self.forced_tops += zip(top_ids, top_logprobs, strict=True)
+        missing = len(self.request.token_ids) - 1 - len(self.prompt_scores.logprobs) if wants_prompt else 0
+        cut = missing * (len(top_ids) // max(len(logprobs), 1))
+        self.prompt_scores.extend(logprobs[:missing], top_ids[:cut], top_logprobs[:cut])
+        self.forced_scores.extend(logprobs[missing:], top_ids[cut:], top_logprobs[cut:])
 
     def forget_logprobs(self) -> None:
         """Its sequence is computed again, and what was found of tokens that are known is found again."""
         if not self.generated_ids:
-            self.prompt_logprobs.clear()
-        self.forced_logprobs.clear()
-        self.forced_tops.clear()
+            self.prompt_scores.clear()
+        self.forced_scores.clear()

@@ -11,42 +11,21 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from router.accounts import Account
-from router.asked import Asked
+from router.asked import Asked, Rendering
 from router.batcher import Batcher
-from router.entry import Entry, Event, Failed, Finished, MergedEvents, PromptTokens, Token, ValidRequest
+from router.entry import Entry, Event, Failed, Finished, MergedEvents, PromptScores, PromptTokens, Token, ValidRequest
 from router.errors import DeadlinePassed, RouterError
 from router.metrics import Metrics
 from router.permits import Permits
+from router.samples import Answer, likeliest_first, one_per_prompt
 from router.tracing import Ended, Tracer
 from router.validation import Tokens, Validator, check_streamable
 
 Result = TypeVar("Result")
 Shaped = TypeVar("Shaped")
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One complete sample."""
-
-    prompt: tuple[Token, ...]
-    tokens: list[Token]
-    finished: Finished
-    seed: int | None  # None when nothing was drawn at random
-
-    @property
-    def mean_logprob(self) -> float:
-        """By this the likeliest of several samples is chosen."""
-        return sum(token.logprob or 0.0 for token in self.tokens) / len(self.tokens)
-
-
-def likeliest_first(answers: Sequence[Answer]) -> list[Answer]:
-    """The likeliest sample, and the others in order."""
-    best = max(answers, key=lambda answer: answer.mean_logprob)
-    return [best, *(answer for answer in answers if answer is not best)]
 
 
 async def _drained(queue: asyncio.Queue[Result]) -> list[Result]:
@@ -198,6 +177,7 @@ class OpenRequest:
 
     async def _collect(self, entry: Entry) -> Answer:
         prompt: tuple[Token, ...] = ()
+        scores: PromptScores | None = None
         tokens: list[Token] = []
         while True:
             event = await entry.events.get()
@@ -205,8 +185,10 @@ class OpenRequest:
                 tokens.append(event)
             elif isinstance(event, PromptTokens):
                 prompt = event.tokens
+            elif isinstance(event, PromptScores):
+                scores = event
             elif isinstance(event, Finished):
-                return Answer(prompt, tokens, event, _visible_seed(entry))
+                return Answer(prompt, tokens, event, _visible_seed(entry), scores)
             else:
                 self.fail(event.error)
                 raise event.error
@@ -243,14 +225,6 @@ class OpenRequest:
         now, is_failure = self._clock(), self._finished is None
         self._span.end(Ended(now, reason, is_failure, self._is_chat, self.entries, fields, self._log))
         self._log |= {"reason": reason, **fields}
-
-
-def one_per_prompt(entries: Sequence[Entry]) -> list[Entry]:
-    """The first sample of each prompt: a prompt of several answers counts once."""
-    found: dict[int, Entry] = {}
-    for entry in entries:
-        found.setdefault(id(entry.request.encoder_ids or entry.request.token_ids), entry)
-    return list(found.values())
 
 
 def _visible_seed(entry: Entry) -> int | None:
@@ -360,6 +334,11 @@ class Generator:
         with self._permits.hold(account):
             work = self._validator.detokenise(token_ids, skip_special_tokens, _owner(account))
             return await self._in_time(work, timeout_s)
+
+    async def count(self, prompt: Rendering, *, account: Account | None = None, timeout_s: float | None = None) -> int:
+        """How many tokens a chat's prompt has. Raises RouterError. account and timeout_s as for `open`."""
+        with self._permits.hold(account):
+            return await self._in_time(self._validator.count(prompt, _owner(account)), timeout_s)
 
     async def _in_time(self, work: Awaitable[Result], timeout_s: float | None) -> Result:
         """What comes of `work`. Raises DeadlinePassed."""

@@ -145,7 +145,8 @@ class Metrics:
         self.validation_duration.observe(timings.queued - received_at)
         self.queue_duration.observe(timings.admitted - timings.queued)
         self.inference_duration.observe(inference)
-        self.time_per_token.observe(inference / finished.generated_tokens)
+        if finished.generated_tokens:
+            self.time_per_token.observe(inference / finished.generated_tokens)
         self.generated_tokens.observe(finished.generated_tokens)
 
     def failed(self, reason: str) -> None:

@@ -10,18 +10,20 @@ from typing import Annotated, Any
 
 import orjson
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, Discriminator, Field, Tag
+from pydantic import BaseModel, Discriminator, Field, RootModel, Tag
 from starlette.responses import Response
 
 from router import schemas, tgi
+from router.api_document import documented
 from router.asked import Asked
 from router.errors import ValidationError
-from router.generation import Answer, likeliest_first
 from router.openai.asked import of_chat
+from router.openai.documents import ChatChunk, ChatCompletion, ErrorAnswer, TextChunk, TextCompletion
 from router.openai.routes import rendering_of
-from router.openai.schemas import ChatRequest
+from router.openai.schemas import ChatRequest, CompletionRequest
+from router.samples import Answer, likeliest_first
 from router.schemas import GenerateRequest, Strict
-from router.serving import Handler, Services, collect, documented, json_response, read, read_bytes
+from router.serving import Handler, Services, collect, json_response, read, read_bytes
 
 
 def _kind(instance: Any) -> str:
@@ -47,8 +49,8 @@ class VertexResponse(BaseModel):
     predictions: list[str] = Field(description="A text for each instance.")
 
 
-class InvocationRequest(Strict):
-    """The body of `/invocations`, for the documentation alone."""
+class Event(RootModel[schemas.StreamResponse | ChatChunk | TextChunk | ErrorAnswer]):
+    """One event of a stream of `/invocations`."""
 
 
 def add_platform_routes(app: FastAPI, services: Services, generate: Handler, chat: Handler, complete: Handler) -> None:
@@ -82,9 +84,9 @@ def add_platform_routes(app: FastAPI, services: Services, generate: Handler, cha
         return json_response({"predictions": [finished.generated_text for finished in best]}, headers)
 
     summary = "SageMaker's: a body of `/`, `/v1/chat/completions` or `/v1/completions`, answered as there"
-    app.post("/invocations", summary=summary, response_class=Response, **documented(InvocationRequest, Any))(
-        invocations
-    )
+    bodies = (GenerateRequest, ChatRequest, CompletionRequest)
+    said = documented(bodies, list[schemas.GenerateResponse] | ChatCompletion | TextCompletion, events=Event)
+    app.post("/invocations", summary=summary, response_class=Response, **said)(invocations)
     of_vertex = documented(VertexRequest, VertexResponse)
     app.post("/vertex", summary="Vertex AI's: several prompts at once", response_class=Response, **of_vertex)(vertex)
 
@@ -103,9 +105,15 @@ def _asked(number: int, instance: GenerateRequest | ChatRequest, services: Servi
         raise ValidationError(f"`instances.{number}.stream` is true, and /vertex answers at once: leave it out")
     if isinstance(instance, GenerateRequest):
         return tgi.asked(instance)
+    if instance.logprobs or instance.top_logprobs:
+        raise ValidationError(f"`instances.{number}.logprobs` is not served on /vertex: leave it out")
     if instance.n not in (None, 1):
         raise ValidationError(f"`instances.{number}.n` is {instance.n}, and an instance has one answer: leave it out")
-    [asked] = of_chat(instance, rendering_of(instance, services), max_n=1)
+    if instance.tools:
+        raise ValidationError(
+            f"`tools` of `instances.{number}` are not served, as /vertex answers in text: leave them out"
+        )
+    [asked] = of_chat(instance, rendering_of(instance, services), max_n=1, candidates=None)
     return asked
 
 

@@ -210,6 +210,38 @@ class DetokenizedBody(BaseModel):
     text: str
 
 
+class InfoBody(BaseModel):
+    """The answer of `/info`: the fields of all TGI versions, and our own."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    model_device_type: Literal["cpu", "cuda"]
+    model_pipeline_tag: str | None
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_top_n_tokens: int
+    max_input_length: int
+    max_input_tokens: int
+    max_total_tokens: int
+    waiting_served_ratio: float
+    max_batch_prefill_tokens: int
+    max_batch_total_tokens: int
+    max_waiting_tokens: int
+    max_batch_size: int | None
+    max_client_batch_size: int
+    validation_workers: int
+    num_shard: int
+    quantize: str | None
+    eos_token_ids: list[int]
+    generation_defaults: dict[str, Any] = Field(description="What the model's publisher says; it is not applied.")
+    router: str
+    version: str
+    sha: str | None
+    docker_label: str | None
+
+
 class ErrorResponse(BaseModel):
     """Every answer that is not a success."""
 

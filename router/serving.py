@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -21,13 +22,14 @@ from router.aside.pool import Aside
 from router.asked import Asked
 from router.batcher import Batcher
 from router.bodies import Bodies
+from router.chat.reading import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.client import ModelInfo, Shards
 from router.config import RouterConfig
 from router.entry import Failed
 from router.errors import UnsupportedMedia
 from router.event_stream import EventStream, Frames, first_events
-from router.generation import Answer, Generator, OpenRequest
+from router.generation import Generator, OpenRequest
 from router.guard import ClientConnection
 from router.limits import Limits
 from router.metrics import Metrics
@@ -35,7 +37,9 @@ from router.permits import Permits
 from router.plain_answer import PlainAnswer
 from router.probing import SharedHealth
 from router.request_log import harmless, harmless_names
+from router.samples import Answer
 from router.text import ModelTokenizer
+from router.tgi import PING
 from router.validation import Validator
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -60,6 +64,12 @@ class Services:
     shared_health: SharedHealth
     generator: Generator
     generation_defaults: dict[str, Any]
+
+    @cached_property
+    def answer_formats(self) -> AnswerFormats:
+        """How the model writes calls of tools and reasoning."""
+        config = self.config
+        return AnswerFormats.of(config.tool_call_parser, config.reasoning_parser, self.chat_template, self.tokenizer)
 
     @property
     def compute_type(self) -> str:
@@ -114,8 +124,12 @@ async def stream(
     services: Services,
     frames_of: Callable[[OpenRequest], Frames],
     headers: dict[str, str],
+    ping: bytes = PING,
 ) -> Response:
-    """A stream whose first events are there already. Raises RouterError if they are a failure."""
+    """A stream whose first events are there already. Raises RouterError if they are a failure.
+
+    ping: the API's sign of life.
+    """
     with ExitStack() as undo:
         with ClientConnection.of(request.scope).needed():
             opened = undo.enter_context(closing(await _open(request, asked, services, is_stream=True)))
@@ -123,7 +137,7 @@ async def stream(
         for _, events in first:
             if isinstance(events[0], Failed):
                 raise events[0].error
-        answer = EventStream(opened, frames_of(opened), first, headers)
+        answer = EventStream(opened, frames_of(opened), first, headers, ping)
         undo.pop_all()  # from here on the response closes the request
     return answer
 
@@ -154,30 +168,3 @@ def account_of(request: Request) -> Account | None:
 def json_response(body: Any, headers: dict[str, str] | None = None) -> Response:
     """A JSON response; several times faster than the framework's own."""
     return PlainAnswer(orjson.dumps(body), headers)
-
-
-def documented(schema: type[schemas.Strict], answer: Any, errors: Any = schemas.ErrorResponse) -> dict[str, Any]:
-    """What FastAPI would find out if the routes let it parse the body."""
-    statuses = (400, 401, 413, 415, 421, 422, 424, 429, 500, 503, 504)
-    content = {"application/json": {"schema": inlined(schema.model_json_schema())}}
-    return {
-        "responses": {200: {"model": answer}, **{status: {"model": errors} for status in statuses}},
-        "openapi_extra": {"requestBody": {"required": True, "content": content}},
-    }
-
-
-def inlined(schema: dict[str, Any]) -> dict[str, Any]:
-    """A JSON schema with its definitions where they are used: the document has no place for them."""
-    definitions = schema.pop("$defs", {})
-
-    def resolve(part: Any) -> Any:
-        if isinstance(part, list):
-            return [resolve(one) for one in part]
-        if not isinstance(part, dict):
-            return part
-        if "$ref" in part:
-            return resolve(definitions[part["$ref"].rpartition("/")[2]])
-        return {name: resolve(value) for name, value in part.items()}
-
-    found: dict[str, Any] = resolve(schema)
-    return found

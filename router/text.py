@@ -16,7 +16,6 @@ end: they are never shown.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,12 +29,13 @@ from tokenizers import Tokenizer
 from router import model_files
 from router.prompt_length import most_characters_per_token
 from router.stops import StopFilter
+from router.token_bytes import LONE_BYTE, TokenBytes
 
 CONTEXT_TOKENS = 5  # of the prompt, decoded along with the first tokens; enough for every decoder's joining rules
+END_TOKENS = 16  # enough for any mark with blanks behind it, in letters if need be
 # A character has at most 4 bytes, so 8 tokens without a whole one are bytes that will never be text.
 MAX_HELD_TOKENS = 8
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
-LONE_BYTE = re.compile("<0x[0-9A-F]{2}>")  # how sentencepiece names a token that stands for one byte
 
 
 class FinishReason(StrEnum):
@@ -89,6 +89,11 @@ class ModelTokenizer:
         return LonePieces(self.tokenizer)
 
     @cached_property
+    def token_bytes(self) -> TokenBytes:
+        """What each token adds to a text in bytes, filled as tokens come."""
+        return TokenBytes(self)
+
+    @cached_property
     def most_characters_per_token(self) -> int | None:
         """No token of a prompt stands for more characters than this; None where that is not known."""
         return most_characters_per_token(self.tokenizer)
@@ -124,6 +129,11 @@ class ModelTokenizer:
         """Text of the ids without special tokens. Raises TokenizerError."""
         with _tokenizer_errors():
             return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def end_of(self, ids: Sequence[int]) -> str:
+        """Text of the last few ids, special tokens and all. Raises TokenizerError."""
+        with _tokenizer_errors():
+            return self.tokenizer.decode(list(ids[-END_TOKENS:]), skip_special_tokens=False)
 
     def decode_long(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of many ids; it leaves the interpreter to others meanwhile. Raises TokenizerError."""
@@ -268,6 +278,7 @@ class Ends:
     min_tokens: int = 0
     shows_stop: bool = True  # whether a stop sequence is part of the text, as on TGI's routes
     has_grammar: bool = False  # then an end token is the grammar's word, which counts more than `min_tokens`
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are part of the text where stop sequences are not
 
     def reason(self, token_id: int, eos_ids: frozenset[int]) -> FinishReason | None:
         """What a token ends a generation for; None for most tokens."""
@@ -295,6 +306,7 @@ class GeneratedText:
         ends: Ends = ENDS_OF_THE_MODEL,
     ) -> None:
         self.num_tokens = 0
+        self.piece = ""  # what the last token added to the text, of which less may be shown by now
         self._ends = ends
         self._stop_filter = None if ends.shows_stop else StopFilter(stop)
         self._tokenizer = tokenizer
@@ -308,6 +320,11 @@ class GeneratedText:
         """The generated text: without special tokens, up to and including a stop sequence."""
         return "".join(self._pieces)
 
+    @property
+    def stop_sequence(self) -> str | None:
+        """Which stop sequence ended the text; None where none did, or where it is part of the text."""
+        return self._stop_filter.found if self._stop_filter is not None else None
+
     def push(self, token_id: int) -> tuple[str, FinishReason | None]:
         """Take one token: the text to show for it, and the reason if it is the last.
 
@@ -318,7 +335,7 @@ class GeneratedText:
         if self._stop_filter is not None:
             return self._push_filtered(token_id, self._stop_filter)
         if token_id in self._tokenizer.special_ids:
-            shown = self._tokenizer.token_text(token_id)
+            self.piece = shown = self._tokenizer.token_text(token_id)
             return shown, self._reason(token_id, self._stop_search.push(shown) is not None)
         piece = self._detokeniser.push(token_id)
         cut = self._stop_search.push(piece)
@@ -328,6 +345,7 @@ class GeneratedText:
         piece = piece[:cut]
         if reason is not None and cut is None:
             piece += self._detokeniser.flush()
+        self.piece = piece
         self._pieces.append(piece)
         return piece, reason
 
@@ -335,13 +353,18 @@ class GeneratedText:
         """As `push`, but no stop sequence and no special token is shown, and a stop counts more than a length."""
         is_special = token_id in self._tokenizer.special_ids
         piece = self._tokenizer.token_text(token_id) if is_special else self._detokeniser.push(token_id)
+        if is_special and token_id in self._ends.shown_ids:
+            piece, is_special = self._detokeniser.flush() + piece, False
+        self.piece = "" if is_special else piece
         if self.num_tokens < self._ends.min_tokens:
             shown, has_stopped = "" if is_special else piece, False
         else:
             shown, has_stopped = stops.push(piece, not is_special)
         reason = FinishReason.STOP_SEQUENCE if has_stopped else self._reason(token_id, has_stopped)
         if reason is not None and not has_stopped:
-            more, has_stopped = stops.push("" if is_special else self._detokeniser.flush())
+            rest = "" if is_special else self._detokeniser.flush()
+            self.piece += rest
+            more, has_stopped = stops.push(rest)
             shown += more if has_stopped else more + stops.flush()
         self._pieces.append(shown)
         return shown, reason

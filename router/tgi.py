@@ -13,7 +13,8 @@ from orjson import dumps
 
 from router.asked import Asked
 from router.entry import Event, Failed, Finished, Token
-from router.generation import Answer, OpenRequest, likeliest_first, one_per_prompt
+from router.generation import OpenRequest
+from router.samples import Answer, likeliest_first, one_per_prompt
 from router.schemas import GenerateParameters, GenerateRequest
 
 # A token of a stream but for the last, without candidates: index, token id, text, log-probability, special.
@@ -21,6 +22,11 @@ TOKEN_FRAME = (
     b'data: {"index":%d,"token":{"id":%d,"text":%b,"logprob":%b,"special":%b},"generated_text":null,"details":null}\n\n'
 )
 PING = b": ping\n\n"  # a comment: clients ignore it, proxies see that the stream lives
+# What `response_headers` gives, for pages of other origins to read.
+COUNT_HEADERS = (
+    "x-compute-type", "x-compute-characters", "x-prompt-tokens", "x-generated-tokens", "x-compute-time", "x-total-time",
+    "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token",
+)  # fmt: skip
 Json = dict[str, Any]
 
 

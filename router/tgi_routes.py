@@ -9,9 +9,10 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from router import schemas, tgi
-from router.generation import likeliest_first
+from router.api_document import documented
+from router.samples import likeliest_first
 from router.schemas import GenerateRequest
-from router.serving import Handler, Services, collect, documented, json_response, read, stream
+from router.serving import Handler, Services, collect, json_response, read, stream
 
 
 def add_tgi_routes(app: FastAPI, services: Services) -> Handler:
@@ -31,13 +32,20 @@ def add_tgi_routes(app: FastAPI, services: Services) -> Handler:
         answer, headers = await _generate(request, body, services)
         return json_response([answer], headers)
 
-    routes: list[tuple[str, Handler, Any, str]] = [
-        ("/", compatible, list[schemas.GenerateResponse], "A list with one answer, or a stream if `stream` is true"),
-        ("/generate", generate, schemas.GenerateResponse, "The whole text at once"),
-        ("/generate_stream", generate_stream, schemas.StreamResponse, "Server-sent events, one for each token"),
+    events, answer = schemas.StreamResponse, schemas.GenerateResponse
+    listed = list[schemas.GenerateResponse]
+    routes: list[tuple[str, Handler, dict[str, Any], str]] = [
+        (
+            "/",
+            compatible,
+            documented(GenerateRequest, listed, events=events),
+            "A list of one answer, or a stream",
+        ),
+        ("/generate", generate, documented(GenerateRequest, answer), "The whole text at once"),
+        ("/generate_stream", generate_stream, documented(GenerateRequest, events=events), "An event for each token"),
     ]
-    for path, handler, answer, summary in routes:
-        app.post(path, summary=summary, response_class=Response, **documented(GenerateRequest, answer))(handler)
+    for path, handler, said, summary in routes:
+        app.post(path, summary=summary, response_class=Response, **said)(handler)
     return compatible
 
 

@@ -6,13 +6,14 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from router import schemas, tgi
+from router.api_document import documented
 from router.asked import Asked
 from router.guard import ClientConnection
 from router.openai.routes import rendering_of
 from router.openai.schemas import ChatRequest
 from router.plain_answer import PlainAnswer
 from router.schemas import DetokenizeRequest, GenerateParameters, GenerateRequest
-from router.serving import Services, asked_by, documented, json_response, read
+from router.serving import Services, asked_by, json_response, read
 
 
 def add_token_routes(app: FastAPI, services: Services) -> None:

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from router.asked import Asked
+from router.asked import Asked, Rendering
 from router.entry import Sampling, ValidRequest
 from router.errors import ValidationError
 from router.grammars.asked import grammar_of
@@ -89,11 +89,16 @@ class Validator:
     async def validate(self, asked: Asked, owner: str = "") -> list[ValidRequest]:
         """The request, once for each answer or sample that it wants. Raises ValidationError."""
         checked = check(asked, self._limits)
+        if asked.prompt_logprobs and self._decoder_start is not None:
+            raise ValidationError(
+                "this model's encoder reads the prompt, so it has no log-probabilities: leave out `echo` or `logprobs`"
+            )
         token_ids = await self._token_ids(asked, checked.truncate, owner)
         max_new_tokens = count_tokens(token_ids, checked.max_new_tokens, self._limits)
         sampling, ends = ending(
             checked.sampling, asked.given, self._tokenizer.eos_ids, max_new_tokens, self._limits.vocab_size
         )
+        sampling = replace(sampling, raw_logprobs=asked.raw_logprobs)
         if bad_words := asked.given.bad_words:
             ban = partial(banned, sampling, bad_words, self._tokenizer, self._limits.vocab_size)
             sampling = await self._in_thread(ban, owner)
@@ -104,9 +109,15 @@ class Validator:
                 max_new_tokens=max_new_tokens,
                 sampling=one,
                 stop=checked.stop,
-                ends=replace(ends, shows_stop=asked.shows_stop, has_grammar=grammar is not None),
+                ends=replace(
+                    ends,
+                    shows_stop=asked.shows_stop,
+                    shown_ids=asked.shown_marks,
+                    has_grammar=grammar is not None,
+                ),
                 top_n_tokens=checked.top_n_tokens,
-                prompt_logprobs=bool(asked.given.decoder_input_details),
+                prompt_logprobs=asked.prompt_logprobs or bool(asked.given.decoder_input_details),
+                generates=asked.generates,
                 grammar=grammar,
             ).read_by_encoder(self._decoder_start)
             for one in _samplings(sampling, checked.best_of, asked.num_answers)
@@ -145,6 +156,12 @@ class Validator:
                 f"`ids` has token {max(token_ids)}, but the model knows {limits.vocab_size} tokens: leave it out"
             )
         return await self._in_thread(partial(self._tokenizer.decode_long, token_ids, skip_special_tokens), owner)
+
+    async def count(self, prompt: Rendering, owner: str = "") -> int:
+        """How many tokens a chat's prompt has, more than fit or not. Raises ValidationError."""
+        text = await prompt(owner)
+        self._refuse_many_characters(text, SHORTEN)
+        return await self._in_thread(lambda: len(self._encode(text, None, add_special_tokens=False)), owner)
 
     def close(self) -> None:
         """Let the tokenising threads end."""
@@ -237,7 +254,7 @@ def check(asked: Asked, limits: Limits) -> Checked:
     if not asked.prompt:
         raise ValidationError("`inputs` cannot be empty")
     _refuse_unsupported(given)
-    if given.decoder_input_details and not limits.prefill_logprobs:
+    if (given.decoder_input_details or asked.prompt_logprobs) and not limits.prefill_logprobs:
         raise ValidationError(
             "`decoder_input_details` is switched off on this server: leave it out, or start the server with "
             "--enable-prefill-logprobs true"

@@ -126,4 +126,8 @@ def mistake_in(reply: StepReply, step: int, vocab_size: int) -> str | None:
         return f"answered step {reply.step} with columns of different lengths"
     if num_tokens and max(reply.token_ids) >= vocab_size:
         return f"generated token {max(reply.token_ids)} of a vocabulary of {vocab_size}"
+    for prompt in reply.prompt:
+        num_top = len(prompt.top_ids)
+        if num_top != len(prompt.top_logprobs) or num_top % (len(prompt.logprobs) or num_top or 1):
+            return f"answered step {reply.step} with candidates of a prompt that are not as many for each token"
     return None

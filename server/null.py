@@ -41,17 +41,15 @@ class _Sequence:
     known: int  # tokens of the prompt, with those that a grammar forced
     computed: int
     reported_from: int  # position of the first token whose log-probability is reported
-    forced_from: int  # position of the first token that a grammar forced
     given: int  # tokens so far
 
     @classmethod
     def of(cls, new: pb.NewSequence) -> _Sequence:
         """A sequence that nothing has been computed of here."""
         known = len(new.token_ids)
-        forced_from = known - new.forced
-        reported_from = 1 if new.prompt_logprobs else forced_from if new.sampling.raw_logprobs else sys.maxsize
         raw = new.sampling.raw_logprobs
-        return cls(new.id, new.top_n_tokens, raw, known, new.computed, reported_from, forced_from, new.generated)
+        reported_from = 1 if new.prompt_logprobs else known - new.forced if raw else sys.maxsize
+        return cls(new.id, new.top_n_tokens, raw, known, new.computed, reported_from, new.generated)
 
     @property
     def is_complete(self) -> bool:
@@ -60,8 +58,8 @@ class _Sequence:
 
     def extend(self, num_forced: int) -> None:
         """Go on with tokens that a grammar forces."""
-        self.known, self.forced_from = self.computed + 1 + num_forced, self.computed + 1
-        self.reported_from = self.forced_from if self.raw_logprobs else sys.maxsize
+        self.known = self.computed + 1 + num_forced
+        self.reported_from = self.computed + 1 if self.raw_logprobs else sys.maxsize
         self.given += num_forced
 
     def report(self, num_tokens: int, reply: pb.StepReply) -> None:
@@ -70,13 +68,12 @@ class _Sequence:
         num_reported = min(self.computed + num_tokens + 1, self.known) - first
         if num_reported <= 0:
             return
-        forced = min(num_reported, max(0, first + num_reported - self.forced_from)) if self.raw_logprobs else 0
-        tops = [LOGPROB - rank for rank in range(self.top_n_tokens)] * forced
+        n = self.top_n_tokens if self.raw_logprobs else 0
         reply.prompt.add(
             id=self.id,
             logprobs=[LOGPROB] * num_reported,
-            top_ids=[*SENTENCE[: self.top_n_tokens]] * forced,
-            top_logprobs=tops,
+            top_ids=[SENTENCE[rank % len(SENTENCE)] for rank in range(n)] * num_reported,
+            top_logprobs=[LOGPROB - rank for rank in range(n)] * num_reported,
         )
 
     def next_token(self, mask: pb.TokenMask | None, end_ids: Sequence[int]) -> int:

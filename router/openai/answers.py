@@ -16,7 +16,8 @@ from orjson import dumps
 
 from router.entry import Entry, Event, Failed, Finished, Token
 from router.errors import RouterError
-from router.generation import Answer, OpenRequest, one_per_prompt
+from router.generation import OpenRequest
+from router.samples import Answer, one_per_prompt
 from router.text import FinishReason
 from router.tgi import frame
 from router.version import version
@@ -33,7 +34,12 @@ ERROR_TYPES = {
     429: "rate_limit_error",
 }
 # TGI's names in sentences about what is wrong, and what the parameters are called here.
-NAMES = {"`max_new_tokens`": "`max_tokens`", "`inputs`": "the prompt", "`top_n_tokens`": "`top_logprobs`"}
+NAMES = {
+    "`max_new_tokens`": "`max_tokens`",
+    "`inputs`": "the prompt",
+    "`top_n_tokens`": "`top_logprobs`",
+    "`decoder_input_details`": "`echo` with `logprobs`",
+}
 NOT_HERE = re.compile(r", or set `truncate`( to \d+)?")  # a remedy that `/v1` does not have
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 Json = dict[str, Any]
@@ -150,16 +156,18 @@ class ChunkFrames:
     def write(self, index: int, events: Sequence[Event]) -> bytes:
         """All frames for these events of one sequence."""
         frames = [] if self._begun[index] else self._first(index)
+        frames += self._content(index, events)
         last = events[-1]
-        for event in events:
-            if isinstance(event, Token) and event.text:
-                frames.append(self._text_frame(index, event.text))
         if isinstance(last, Finished):
             frames.append(frame(self._chunk(index, "", REASONS[last.reason])))
             self._num_left -= 1
         elif isinstance(last, Failed):
             return b"".join(frames) + frame(error_body(last.error)) + DONE
         return b"".join(frames) + (self._end() if not self._num_left else b"")
+
+    def _content(self, index: int, events: Sequence[Event]) -> list[bytes]:
+        """The text that came with them."""
+        return [self._text_frame(index, event.text) for event in events if isinstance(event, Token) and event.text]
 
     def _first(self, index: int) -> list[bytes]:
         """What comes before any token: who speaks, or the prompt."""

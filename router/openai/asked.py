@@ -6,23 +6,21 @@ An absent temperature is 1, as OpenAI has it, so that answers differ unless ther
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from router.asked import Asked, Rendering
 from router.errors import ValidationError
 from router.openai.response_format import grammar_of_format
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation, Message
+from router.openai.tools import calls_of, refuse_many_values_of_calls
 from router.schemas import GenerateParameters
 
 ROLES = {"developer": "system"}  # a newer name, which templates do not know
+# Older names, and what to send in their place.
+OLDER = {"functions": "tools", "function_call": "tool_choice"}
 # Fields with a meaning that is not served yet, and values of them that mean nothing.
 NOT_SERVED: Mapping[str, Sequence[Any]] = {
-    "tools": (None, []),
-    "functions": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "function_call": (None, "none", "auto"),
-    "logprobs": (None, False, 0),
-    "top_logprobs": (None, 0),
     "prompt_embeds": (None,),
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
@@ -32,22 +30,62 @@ NOT_SERVED: Mapping[str, Sequence[Any]] = {
 }
 
 
-def of_chat(body: ChatRequest, render: Rendering, max_n: int) -> list[Asked]:
-    """What a chat asks for, of the prompt that `render` makes of its messages. Raises ValidationError."""
+def of_chat(body: ChatRequest, render: Rendering, max_n: int, candidates: int | None) -> list[Asked]:
+    """What a chat asks for, of the prompt that `render` makes of its messages. Raises ValidationError.
+
+    candidates: wanted with the log-probability of each token; None: no log-probabilities.
+    """
     most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    return [_asked(body, render, most, max_n, has_special_tokens=True)]
+    asked = _asked(body, render, most, max_n, has_special_tokens=True)
+    return [scored(asked, candidates, of_prompt=False)]
 
 
-def of_completion(body: CompletionRequest, max_n: int, max_prompts: int) -> list[Asked]:
-    """What a completion asks for: one for each prompt. Raises ValidationError."""
-    if body.best_of is not None and body.best_of != (body.n or 1):
+def scored(asked: Asked, candidates: int | None, *, of_prompt: bool) -> Asked:
+    """The same with log-probabilities, and with those of its prompt."""
+    if candidates is None:
+        return asked
+    given = asked.given.model_copy(update={"top_n_tokens": candidates})
+    return replace(asked, given=given, raw_logprobs=True, prompt_logprobs=of_prompt)
+
+
+def of_completion(body: CompletionRequest, max_n: int, max_prompts: int, candidates: int | None) -> list[Asked]:
+    """What a completion asks for: one for each prompt. Raises ValidationError. candidates: as in `of_chat`."""
+    num_answers = _num_answers(body, max_n)
+    most, generates = body.max_tokens, body.max_tokens != 0
+    if not generates and not body.echo:
         raise ValidationError(
-            f"`best_of` is {body.best_of} and `n` is {body.n or 1}: leave `best_of` out, or give both alike"
+            "`max_tokens` is 0, so that nothing would be answered: ask for 1 or more, or set `echo` to be given the "
+            "prompt, with its log-probabilities if `logprobs` is set"
         )
     found = prompts(body)
     if not 0 < len(found) <= max_prompts:
         raise ValidationError(f"`prompt` has {len(found)} prompts: give 1 to {max_prompts} (max_client_batch_size)")
-    return [_asked(body, prompt, body.max_tokens, max_n) for prompt in found]
+    asked = (
+        replace(_asked(body, prompt, most if generates else 1, max_n), num_answers=num_answers, generates=generates)
+        for prompt in found
+    )
+    # Samples are compared by what the model thinks of them, whatever they were drawn by.
+    asked = (replace(one, raw_logprobs=num_answers > (body.n or 1)) for one in asked)
+    return [scored(one, candidates, of_prompt=bool(body.echo)) for one in asked]
+
+
+def _num_answers(body: CompletionRequest, max_n: int) -> int:
+    """How many answers are generated to each prompt, of which `n` are given. Raises ValidationError."""
+    wanted = 1 if body.n is None else body.n
+    if body.best_of is None:
+        return wanted
+    if body.best_of < wanted:
+        raise ValidationError(
+            f"`best_of` must be >= `n`, here {wanted}. Given: {body.best_of}: raise it or leave it out"
+        )
+    if body.best_of > max_n:
+        raise ValidationError(f"`best_of` must be <= {max_n} (max_n). Given: {body.best_of}")
+    if body.best_of > wanted and body.stream:
+        raise ValidationError(
+            f"`best_of` is {body.best_of} and `n` is {wanted}: which answers are the likeliest is known only at their "
+            "end, so they cannot be streamed: leave `best_of` or `stream` out"
+        )
+    return body.best_of
 
 
 def prompts(body: CompletionRequest) -> Sequence[str | Sequence[int]]:
@@ -99,6 +137,9 @@ def _parameters(body: Generation, most: int | None) -> GenerateParameters:
 
 def refuse_what_is_not_served(extra: Mapping[str, Any]) -> None:
     """Raises ValidationError for a field whose meaning would be lost."""
+    for name, newer in OLDER.items():
+        if extra.get(name) not in (None, [], "auto", "none"):
+            raise ValidationError(f"`{name}` is not served: send its successor, `{newer}`")
     for name, neutral in NOT_SERVED.items():
         if name in extra and extra[name] not in neutral:
             raise ValidationError(f"`{name}` is not served: leave it out")
@@ -108,10 +149,16 @@ def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
     """The messages as templates take them, with texts for contents. Raises ValidationError."""
     if not body.messages:
         raise ValidationError("`messages` is empty: give at least one")
+    refuse_many_values_of_calls(call for message in body.messages for call in message.tool_calls or ())
     found = [_message(number, message) for number, message in enumerate(body.messages)]
     if body.continue_final_message and found[-1]["role"] != "assistant":
         raise ValidationError("`continue_final_message` needs a last message of the role assistant")
     return found
+
+
+def begun(body: ChatRequest) -> str:
+    """What a final message that is continued has of the answer already."""
+    return _text("messages", body.messages[-1].content) if body.continue_final_message else ""
 
 
 def _message(number: int, message: Message) -> dict[str, Any]:
@@ -119,7 +166,12 @@ def _message(number: int, message: Message) -> dict[str, Any]:
         "role": ROLES.get(message.role, message.role),
         "content": _text(f"messages.{number}.content", message.content),
     }
-    optional = {"name": message.name, "tool_calls": message.tool_calls, "tool_call_id": message.tool_call_id}
+    optional = {
+        "name": message.name,
+        "tool_calls": calls_of(f"messages.{number}.tool_calls", message.tool_calls or ()) or None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content,
+    }
     return told | {name: value for name, value in optional.items() if value is not None}
 
 

@@ -2,21 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import orjson
 from fastapi import FastAPI, Request
+from pydantic import BaseModel
 from starlette.responses import Response
 
+from router.api_document import ERROR_STATUSES, documented
 from router.asked import Asked, Rendering
+from router.chat.pieces import AnswerReader
+from router.chat.prompting import rendering
+from router.chat.reading import Reading
+from router.chat.tools import Offer
 from router.errors import NotFound
 from router.generation import OpenRequest
-from router.openai import answers, asked
+from router.openai import answers, asked, logprobs, read_answers, tools
+from router.openai.documents import (
+    ChatChunk,
+    ChatCompletion,
+    ErrorAnswer,
+    ServedModel,
+    ServedModels,
+    TextChunk,
+    TextCompletion,
+)
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
+from router.openai.scored import ScoredFrames, Scoring, add_to_chat, add_to_completion
+from router.samples import likeliest
 from router.schemas import MOST_VALUES
-from router.serving import Handler, Services, collect, documented, json_response, read, stream
+from router.serving import Handler, Services, collect, json_response, read, stream
 
 STREAM_HEADERS = {"cache-control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -30,21 +49,38 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
 
     async def chat(request: Request) -> Response:
         body = await read(request, services, ChatRequest)
-        wanted = asked.of_chat(body, rendering_of(body, services), config.max_n)
+        offered = tools.offered(body)
+        reading = services.answer_formats.reading(offered)
+        candidates = logprobs.candidates_of_chat(body.logprobs, body.top_logprobs, config.max_top_n_tokens)
+        wanted = asked.of_chat(body, rendering_of(body, services, offered), config.max_n, candidates)
+        scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
         head = _head(request, body, services, "chatcmpl")
+        if reading is not None:
+            return await _read_chat(request, body, wanted, services, head, reading, scoring)
         if body.stream:
-            return await _stream(request, body, wanted, services, head, lambda: None)
+            return await _stream(request, body, wanted, services, head, lambda: None, scoring)
         opened, found = await collect(request, wanted, services)
-        return json_response(answers.chat_completion(head, found, opened.entries))
+        whole = answers.chat_completion(head, found, opened.entries)
+        return json_response(whole if scoring is None else add_to_chat(whole, found, scoring))
 
     async def completions(request: Request) -> Response:
         body = await read(request, services, CompletionRequest, most_values)
-        wanted = asked.of_completion(body, config.max_n, config.max_client_batch_size)
+        candidates = logprobs.candidates_of_completion(body.logprobs, config.max_top_n_tokens)
+        wanted = asked.of_completion(body, config.max_n, config.max_client_batch_size, candidates)
+        scoring = None if candidates is None else Scoring(candidates, services.tokenizer, _scored_prompts(body, wanted))
         head = _head(request, body, services, "cmpl")
+        echoed = partial(_echoed, body, wanted, services)
         if body.stream:
-            return await _stream(request, body, wanted, services, head, partial(_echoed, body, wanted, services))
+            return await _stream(request, body, wanted, services, head, echoed, scoring)
         opened, found = await collect(request, wanted, services)
-        return json_response(answers.completion(head, found, opened.entries, _echoed(body, wanted, services)))
+        chosen = likeliest(found, len(wanted), body.n or 1)
+        whole = answers.completion(head, [found[i] for i in chosen], opened.entries, echoed())
+        if scoring is None:
+            return json_response(whole)
+        token_ids = [opened.entries[i].request.token_ids for i in chosen]
+        # A long prompt has many log-probabilities, and streams go on meanwhile.
+        scored = asyncio.to_thread(add_to_completion, whole, [found[i] for i in chosen], token_ids, scoring)
+        return json_response(await scored)
 
     async def models() -> Response:
         return Response(orjson.dumps({"object": "list", "data": [model]}), media_type="application/json")
@@ -54,28 +90,45 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
             raise NotFound(f"the model {name[:200]} is not served here: this server has {config.model_id}")
         return Response(orjson.dumps(model), media_type="application/json")
 
-    chat_summary = "OpenAI's chat completions; server-sent events if `stream` is true"
-    app.post("/v1/chat/completions", summary=chat_summary, **_documented(ChatRequest))(chat)
-    app.post("/v1/completions", summary="OpenAI's text completions", **_documented(CompletionRequest))(completions)
-    app.get("/v1/models", summary="The model that is served", response_class=Response)(models)
-    app.get("/v1/models/{name:path}", summary="The same by its name", response_class=Response)(one_model)
+    _add(app, "/v1/chat/completions", "OpenAI's chat completions", ChatRequest, ChatCompletion, ChatChunk, chat)
+    of_text = (CompletionRequest, TextCompletion, TextChunk)
+    _add(app, "/v1/completions", "OpenAI's text completions", *of_text, completions)
+    found: dict[str, Any] = {"response_class": Response, "responses": {200: {"model": ServedModels}}}
+    app.get("/v1/models", summary="The model that is served", **found)(models)
+    found["responses"] = {200: {"model": ServedModel}, 404: {"model": ErrorAnswer}}
+    app.get("/v1/models/{name:path}", summary="The same by its name", **found)(one_model)
     return chat, completions
 
 
-def rendering_of(body: ChatRequest, services: Services) -> Rendering:
-    """How a chat's messages become a prompt. Raises ValidationError."""
-    return partial(
-        services.chat_template.render,
+def _add(
+    app: FastAPI,
+    path: str,
+    summary: str,
+    body: type[Generation],
+    answer: type[BaseModel],
+    event: type[BaseModel],
+    handler: Handler,
+) -> None:
+    statuses = [status for status in ERROR_STATUSES if status != 422]  # answers.py makes it a 400
+    said = documented(body, answer, events=event, errors=ErrorAnswer, statuses=statuses)
+    app.post(path, summary=f"{summary}; server-sent events if `stream` is true", response_class=Response, **said)(
+        handler
+    )
+
+
+def rendering_of(body: ChatRequest, services: Services, offered: Offer | None = None) -> Rendering:
+    """How a chat's messages become a prompt. Raises ValidationError. offered: its tools, where they are known."""
+    return rendering(
+        services.chat_template,
         services.aside,
         asked.messages_of(body),
+        offered if offered is not None else tools.offered(body),
+        services.answer_formats.tools,
+        instruction=body.tool_prompt,
         variables=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message is True,
     )
-
-
-def _documented(schema: type[Generation]) -> dict[str, Any]:
-    return {"response_class": Response, **documented(schema, dict[str, Any], dict[str, Any])}
 
 
 def _head(request: Request, body: Generation, services: Services, prefix: str) -> answers.Head:
@@ -84,12 +137,54 @@ def _head(request: Request, body: Generation, services: Services, prefix: str) -
 
 def _echoed(body: CompletionRequest, wanted: Sequence[Asked], services: Services) -> list[str]:
     """What `echo` puts before each answer: its prompt. Once the prompts are known to be valid."""
-    return [_prompt(one, services) if body.echo else "" for one in wanted for _ in range(one.num_answers or 1)]
+    return [_prompt(one, services) if body.echo else "" for one in wanted for _ in range(body.n or 1)]
+
+
+def _scored_prompts(body: CompletionRequest, wanted: Sequence[Asked]) -> list[str | Sequence[int]]:
+    """The prompt of each answer, where its log-probabilities are echoed with it."""
+    prompts = [one.prompt for one in wanted if not callable(one.prompt)]
+    return [prompt for prompt in prompts for _ in range(body.n or 1)] if body.echo else []
 
 
 def _prompt(one: Asked, services: Services) -> str:
     assert not callable(one.prompt)
     return one.prompt if isinstance(one.prompt, str) else services.tokenizer.decode(one.prompt)
+
+
+async def _read_chat(
+    request: Request,
+    body: ChatRequest,
+    wanted: list[Asked],
+    services: Services,
+    head: answers.Head,
+    reading: Reading,
+    scoring: Scoring | None,
+) -> Response:
+    """A chat whose answers may have reasoning or calls of tools."""
+    begun = asked.begun(body)
+    wanted = [replace(one, shown_marks=reading.shown_marks) for one in wanted]
+
+    def readers(opened: OpenRequest) -> list[AnswerReader]:
+        ends = [services.tokenizer.end_of(entry.request.token_ids) for entry in opened.entries]
+        return [reading.reader(end, begun) for end in ends]
+
+    def frames(opened: OpenRequest) -> read_answers.ReadChunkFrames:
+        usage = _includes_usage(body)
+        return read_answers.ReadChunkFrames(head, opened, readers(opened), scoring, includes_usage=usage)
+
+    if body.stream:
+        return await stream(request, wanted, services, frames, _stream_headers(services))
+    opened, found = await collect(request, wanted, services)
+    whole = await read_answers.chat_completion(head, found, opened.entries, readers(opened))
+    return json_response(whole if scoring is None else add_to_chat(whole, found, scoring))
+
+
+def _includes_usage(body: Generation) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage is True
+
+
+def _stream_headers(services: Services) -> dict[str, str]:
+    return {**STREAM_HEADERS, "x-compute-type": services.compute_type}
 
 
 async def _stream(
@@ -99,11 +194,15 @@ async def _stream(
     services: Services,
     head: answers.Head,
     echoed: Callable[[], list[str] | None],
+    scoring: Scoring | None,
 ) -> Response:
     """echoed: what comes before each answer of a completion; of a chat, nothing. Called once the prompts are valid."""
-    includes_usage = body.stream_options is not None and body.stream_options.include_usage is True
 
     def frames(opened: OpenRequest) -> answers.ChunkFrames:
+        includes_usage = _includes_usage(body)
+        if scoring is not None:
+            is_chat = isinstance(body, ChatRequest)
+            return ScoredFrames(head, opened, scoring, includes_usage=includes_usage, is_chat=is_chat)
         return answers.ChunkFrames(head, opened, includes_usage=includes_usage, echoed=echoed())
 
-    return await stream(request, wanted, services, frames, {**STREAM_HEADERS, "x-compute-type": services.compute_type})
+    return await stream(request, wanted, services, frames, _stream_headers(services))

@@ -60,13 +60,22 @@ class Message(Strict):
     name: str | None = None
     tool_calls: Objects | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(default=None, description="What the model thought before this answer.")
 
 
 class ChatRequest(Generation):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(fail_fast=True)]
+    logprobs: bool | None = Field(default=None, description="Tell the log-probability of each token of the text.")
+    top_logprobs: Integer | None = Field(default=None, description="Likeliest tokens told beside each of them.")
     max_completion_tokens: Integer | None = Field(default=None, description="The newer name of `max_tokens`.")
+    tools: Objects | None = Field(default=None, description="Functions that the model may call. At most 128.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None, description='"auto", "none", "required", or a function that must be called.'
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call in an answer.")
+    tool_prompt: str | None = Field(default=None, description="TGI's: how to call tools, in place of our words.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(
@@ -78,5 +87,11 @@ class CompletionRequest(Generation):
     """The body of `/v1/completions`."""
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True)]
-    echo: bool | None = None
-    best_of: Integer | None = None
+    echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
+    logprobs: Integer | None = Field(
+        default=None,
+        description="Tell the log-probability of each token of the text, beside so many of the likeliest tokens.",
+    )
+    best_of: Integer | None = Field(
+        default=None, description="Generate so many answers and give the `n` likeliest, by their mean log-probability."
+    )

@@ -10,6 +10,7 @@ export class TokenView {
   #pieces = [];
   #frame = 0;
   #before = []; // tokens without text of their own yet
+  #card;
 
   constructor(element, card) {
     this.element = element;
@@ -17,8 +18,6 @@ export class TokenView {
     this.#card = card;
     element.tokenView = this;
   }
-
-  #card;
 
   clear() {
     this.#card.hide();
@@ -72,6 +71,8 @@ export class TokenView {
 
 /** The card that says what is known of a token. One for the page; it follows the pointer, the arrow keys and taps. */
 export class TokenCard {
+  #shown = null;
+
   constructor(element) {
     this.element = element;
     this.span = null;
@@ -133,7 +134,8 @@ export class TokenCard {
   }
 
   show(span) {
-    if (this.span === span && !this.element.hidden) return;
+    if (this.#shown === span && !this.element.hidden) return;
+    this.#shown = span;
     this.#mark(span);
     this.element.replaceChildren(...span.tokens.slice(0, 8).map(described));
     this.element.hidden = false;
@@ -194,6 +196,7 @@ export function visible(text) {
 
 function percent(logprob) {
   const share = 100 * Math.exp(Math.min(0, logprob));
+  if (share === 0) return "0 %";
   return share >= 99.95 ? "100 %" : share < 0.01 ? "< 0.01 %" : `${share < 1 ? share.toFixed(2) : share.toFixed(1)} %`;
 }
 

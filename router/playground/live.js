@@ -97,6 +97,7 @@ export class LiveBatch {
     const hidden = running.count + waiting.count - rows.length;
     if (hidden > 0) rows.push(made("li", `and ${count(hidden)} more`, "more"));
     byId("requests").replaceChildren(...rows);
+    byId("nobody").textContent = "No requests in the server";
     byId("nobody").hidden = rows.length > 0;
   }
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from router.playground.files import NAMES, PAGE, LoadedFile, wants_page
+from router.schemas import ErrorResponse
 from router.serving import Services, account_of, json_response
 
 Health = Callable[[], Awaitable[Response]]
@@ -30,7 +32,8 @@ def add_playground_routes(app: FastAPI, services: Services, health: Health) -> N
         return json_response({"state": _state(services)} | look, {"cache-control": "no-store"})
 
     summary = "200 with an empty body while requests can be answered; for browsers, the playground"
-    app.get("/", summary=summary, response_class=Response)(root)
+    unhealthy: dict[int | str, dict[str, Any]] = {503: {"model": ErrorResponse}}
+    app.get("/", summary=summary, response_class=Response, responses=unhealthy)(root)
     app.get("/playground/batch", include_in_schema=False)(batch)
     for name in NAMES:
         _add_file(app, name)

@@ -39,13 +39,13 @@ export function keep(given) {
 /** Why a text can be no key, or null. */
 export function whyNoKey(text) {
   if (!text) return "Enter a key.";
-  return /^[\x21-\xff]+$/.test(text) ? null : "A key has no spaces and no characters beyond Latin letters: check it.";
+  return /\p{Cc}/u.test(text) ? "A key has no control characters: enter it again." : null;
 }
 
 /** The answer to a request, which is a success. Throws ServerError, or AbortError once `signal` says so. */
 export async function ask(path, { json, signal, requestId, withKey = key() } = {}) {
   const headers = {};
-  if (withKey) headers.authorization = `Bearer ${withKey}`;
+  if (withKey) headers.authorization = `Bearer ${bytesOf(withKey)}`;
   if (requestId) headers["x-request-id"] = requestId;
   if (json !== undefined) headers["content-type"] = "application/json";
   const options = { method: json === undefined ? "GET" : "POST", headers, body: json, signal, cache: "no-store" };
@@ -58,6 +58,11 @@ export async function ask(path, { json, signal, requestId, withKey = key() } = {
   }
   if (!answer.ok) throw new ServerError(await sentence(answer, Boolean(withKey)), answer.status);
   return answer;
+}
+
+/** A key as a header carries it: the bytes of its UTF-8, each as one character. */
+function bytesOf(text) {
+  return Array.from(new TextEncoder().encode(text), (byte) => String.fromCharCode(byte)).join("");
 }
 
 /** A name for a request, by which the running batch shows that it is ours. */

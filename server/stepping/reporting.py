@@ -2,6 +2,8 @@
 
 These come from the logits at each token's predecessor, a few rows at a time, so that a long prompt takes no more memory
 than a batch does. They are the model's own: nothing that tokens are chosen by changes them.
+
+Shapes: k tokens of one chunk, n candidates of each.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from server.stepping.vocabulary import Vocabulary
 
 
 class KnownLogprobs(NamedTuple):
-    """On the host: of each token, and of its candidates where it is one that was forced, n for each token."""
+    """On the host: of each token, and of its candidates where these are wanted, n for each token."""
 
     logprobs: list[float]
     top_ids: list[int]
@@ -28,20 +30,25 @@ class KnownLogprobs(NamedTuple):
 
 
 class Reported(NamedTuple):
-    """The same where it was computed: [k], and candidates [m, n] of the last m tokens."""
+    """The same where it was computed: [k], and candidates [k, n]."""
 
     logprobs: Tensor
-    top_ids: Tensor | None
-    top_logprobs: Tensor | None
+    top_ids: Tensor | None = None
+    top_logprobs: Tensor | None = None
 
     def downloaded(self, device: Device) -> Reported:
         """A copy on the host, complete once an event that is made afterwards has been reached."""
-        return Reported(*(None if part is None else device.download(part) for part in self))  # type: ignore[arg-type]
+        logprobs = device.download(self.logprobs)
+        if self.top_ids is None or self.top_logprobs is None:
+            return Reported(logprobs)
+        return Reported(logprobs, device.download(self.top_ids), device.download(self.top_logprobs))
 
     def read(self) -> KnownLogprobs:
         """The numbers, once they are there."""
-        ids, values = (() if part is None else part.flatten().tolist() for part in (self.top_ids, self.top_logprobs))
-        return KnownLogprobs(self.logprobs.tolist(), list(ids), list(values))
+        logprobs = self.logprobs.tolist()
+        if self.top_ids is None or self.top_logprobs is None:
+            return KnownLogprobs(logprobs, [], [])
+        return KnownLogprobs(logprobs, self.top_ids.flatten().tolist(), self.top_logprobs.flatten().tolist())
 
 
 def counted(logprobs: Sequence[float], wanted: int) -> int:
@@ -53,37 +60,34 @@ def reported_tokens(
     forward: Forward, hidden: Tensor, logits: Callable[[Tensor], Tensor], vocabulary: Vocabulary, device: Device
 ) -> dict[int, Reported]:
     """By sequence. hidden: [T, D] of the step; logits: of some rows of it."""
-    find = _Finder(hidden, logits, vocabulary, device)
-    return {
-        run.sequence.id: find(run, start)
-        for run, start in zip(forward.runs, forward.meta.query_starts, strict=False)
-        if run.reported
-    }
+    found = {}
+    for run, start in zip(forward.runs, forward.meta.query_starts, strict=False):
+        if wanted := run.reported:
+            first = start + wanted.start - 1 - run.start  # the row before the first token
+            rows = hidden[first : first + len(wanted)].split(LOGIT_ROWS)
+            ids = device.upload(run.sequence.prompt[wanted.start : wanted.stop]).split(LOGIT_ROWS)
+            n = candidates_of(run)
+            parts = [_report(logits(some), of, n, vocabulary) for some, of in zip(rows, ids, strict=True)]
+            found[run.sequence.id] = parts[0] if len(parts) == 1 else _joined(parts)
+    return found
 
 
-class _Finder:
-    def __init__(self, hidden: Tensor, logits: Callable[[Tensor], Tensor], vocabulary: Vocabulary, device: Device):
-        self._hidden, self._logits, self._vocabulary, self._device = hidden, logits, vocabulary, device
+def candidates_of(run: TokenRun) -> int:
+    """How many candidates are reported with each known token: those of /v1, whose log-probabilities are the model's."""
+    choice = run.sequence.choice
+    return choice.top_n_tokens if choice.raw_logprobs else 0
 
-    def __call__(self, run: TokenRun, start: int) -> Reported:
-        """Of one run, whose first token is the step's token `start`."""
-        sequence, wanted = run.sequence, run.reported
-        first = start + wanted.start - 1 - run.start  # the row before the first token
-        rows = self._hidden[first : first + len(wanted)]
-        targets = self._device.upload(sequence.prompt[wanted.start : wanted.stop])
-        found = [
-            self._one(part, ids) for part, ids in zip(rows.split(LOGIT_ROWS), targets.split(LOGIT_ROWS), strict=True)
-        ]
-        logprobs = torch.cat(found)
-        forced = rows[max(0, sequence.forced_from - wanted.start) :]
-        if not (sequence.choice.top_n_tokens and sequence.choice.raw_logprobs and len(forced)):
-            return Reported(logprobs, None, None)
-        best = [self._best(part, sequence.choice.top_n_tokens) for part in forced.split(LOGIT_ROWS)]
-        return Reported(logprobs, torch.cat([ids for ids, _ in best]), torch.cat([values for _, values in best]))
 
-    def _one(self, rows: Tensor, token_ids: Tensor) -> Tensor:
-        return self._vocabulary.logprobs(self._logits(rows), token_ids)
+def _report(logits: Tensor, token_ids: Tensor, n: int, vocabulary: Vocabulary) -> Reported:
+    if not n:
+        return Reported(vocabulary.logprobs(logits, token_ids))
+    best = vocabulary.summarise(logits, n)
+    logprobs = vocabulary.logprobs(logits, token_ids, best.log_totals)
+    return Reported(logprobs, best.top_ids, best.top_logits - best.log_totals)
 
-    def _best(self, rows: Tensor, n: int) -> tuple[Tensor, Tensor]:
-        best = self._vocabulary.summarise(self._logits(rows), n)
-        return best.top_ids, best.top_logits - best.log_totals
+
+def _joined(parts: Sequence[Reported]) -> Reported:
+    ids = [part.top_ids for part in parts if part.top_ids is not None]
+    values = [part.top_logprobs for part in parts if part.top_logprobs is not None]
+    logprobs = torch.cat([part.logprobs for part in parts])
+    return Reported(logprobs, torch.cat(ids), torch.cat(values)) if ids else Reported(logprobs)

@@ -274,12 +274,14 @@ class _RawLogprobs:
 
     def report(self, chosen: Chosen, raw: Tensor) -> Chosen:
         """The same tokens with what `raw` says of them."""
-        logprobs = self._vocabulary.logprobs(raw, self._rows.take(chosen.token_ids))
-        chosen = chosen._replace(logprobs=self._rows.put(chosen.logprobs, logprobs))
+        token_ids = self._rows.take(chosen.token_ids)
         if chosen.top_ids is None or chosen.top_logprobs is None:
-            return chosen
+            logprobs = self._vocabulary.logprobs(raw, token_ids)
+            return chosen._replace(logprobs=self._rows.put(chosen.logprobs, logprobs))
         best = self._vocabulary.summarise(raw, chosen.top_ids.shape[1])
+        logprobs = self._vocabulary.logprobs(raw, token_ids, best.log_totals)
         return chosen._replace(
+            logprobs=self._rows.put(chosen.logprobs, logprobs),
             top_ids=self._rows.put(chosen.top_ids.clone(), best.top_ids),  # the tokens may be its first column
             top_logprobs=self._rows.put(chosen.top_logprobs, best.top_logits - best.log_totals),
         )

@@ -42,7 +42,6 @@ class SequenceState:
     history: History | None
     recent: RecentTokens | None
     reported_from: int  # position of the first token of `prompt` whose log-probability is reported
-    forced_from: int  # position of the first token of `prompt` that a grammar forced the last time
     encoder_tokens: list[int]  # of an encoder-decoder: what its encoder reads
     encoder_blocks: Sequence[int]
     encoder_row: int  # of the device's tables, where the encoder's blocks are; without an encoder the same as `row`
@@ -62,8 +61,7 @@ class SequenceState:
         """Go on with these tokens, the first of which it got in the step before."""
         unknown = self.computed - len(self.prompt)  # the device knew them, and nobody reads them again
         self.prompt += [0] * unknown + token_ids
-        self.forced_from = self.computed + 1
-        self.reported_from = self.forced_from if self.choice.raw_logprobs else NOTHING
+        self.reported_from = self.computed + 1 if self.choice.raw_logprobs else NOTHING
         if self.history is not None:
             self.history.add(token_ids[1:])
         if self.recent is not None:
@@ -249,7 +247,6 @@ class SequenceTable:
             if choice.biases.banned_words
             else None,
             reported_from=_reported_from(new),
-            forced_from=len(prompt) - new.forced,
             encoder_tokens=list(new.encoder_token_ids),
             encoder_blocks=list(new.encoder_blocks),
             encoder_row=self.free_rows.pop() if self.has_encoder else row,

@@ -72,16 +72,31 @@ class Vocabulary:
         winner = scores.argmax(dim=-1, keepdim=True)
         return Draw(ids.gather(1, winner).squeeze(1), values.gather(1, winner).squeeze(1))
 
-    def logprobs(self, logits: Tensor, token_ids: Tensor) -> Tensor:
-        """The log-probability [R] of one token [R] of each row of logits [R, Vl]."""
+    def logprobs(self, logits: Tensor, token_ids: Tensor, log_totals: Tensor | None = None) -> Tensor:
+        """The log-probability [R] of one token [R] of each row of logits [R, Vl].
+
+        log_totals: [R, 1] of all ranks' logits, where `summarise` has found them: then a token among its candidates has
+        the very same number.
+        """
+        if log_totals is not None:
+            return self._values(logits, token_ids) - log_totals.squeeze(1)
         totals = self._logits.summarise(logits, 1).log_totals
         if self.is_whole:
-            return (logits.gather(1, token_ids.unsqueeze(1)) - totals).squeeze(1)
+            return self._values(logits, token_ids) - totals.squeeze(1)
+        values, totals = self._gather(self._own_values(logits, token_ids), totals)
+        return values.amax(dim=-1) - totals.logsumexp(dim=-1)
+
+    def _values(self, logits: Tensor, token_ids: Tensor) -> Tensor:
+        """The logit [R] of one token [R] of each row, float32."""
+        if self.is_whole:
+            return logits.gather(1, token_ids.unsqueeze(1)).squeeze(1).float()
+        return self._gather(self._own_values(logits, token_ids))[0].amax(dim=-1)
+
+    def _own_values(self, logits: Tensor, token_ids: Tensor) -> Tensor:
+        """The same [R, 1] where this rank has the token, else minus infinity."""
         columns = (token_ids - self.start).unsqueeze(1)
         is_mine = (columns >= 0) & (columns < self.width)
-        mine = logits.gather(1, columns.clamp(0, self.width - 1)).float().masked_fill(~is_mine, float("-inf"))
-        values, totals = self._gather(mine, totals)
-        return values.amax(dim=-1) - totals.logsumexp(dim=-1)
+        return logits.gather(1, columns.clamp(0, self.width - 1)).float().masked_fill(~is_mine, float("-inf"))
 
     def best(self, logits: Tensor) -> Tensor:
         """The largest logit [R, 1] of each row of all ranks' float32 logits [R, Vl]."""

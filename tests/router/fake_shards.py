@@ -27,6 +27,11 @@ def fake_next_token(token_ids: Sequence[int], seed: int, vocab_size: int) -> int
     return zlib.crc32(array("I", token_ids).tobytes(), seed & 0xFFFFFFFF) % vocab_size
 
 
+def fake_raw_logprob(token_id: int) -> float:
+    """What FakeShardedClient says of a prompt's token where raw log-probabilities are wanted: exact in float32."""
+    return -(token_id + 1) / 256
+
+
 @dataclass(slots=True)
 class _FakeSequence:
     id: int
@@ -332,12 +337,19 @@ class FakeShardedClient:
         self._write(sequence, end)
         if sequence.reported_from is not None:
             reported = sequence.token_ids[max(start + 1, sequence.reported_from) : end + 1]
-            reply.prompt.append(PromptLogprobs(id=id, logprobs=[-1.0 - token / 8 for token in reported]))
-            for token in reported if sequence.raw_logprobs else ():
-                reply.prompt[-1].top_ids.extend(range(token, token + sequence.top_n_tokens))
-                reply.prompt[-1].top_logprobs.extend([-1.0] * sequence.top_n_tokens)
+            reply.prompt.append(self._known_logprobs(sequence, reported))
         if end == sequence.prompt_length:
             self._give_token(id, masks, reply)
+
+    def _known_logprobs(self, sequence: _FakeSequence, token_ids: Sequence[int]) -> PromptLogprobs:
+        """Raw ones tell of which token they are, and have candidates from the token itself on."""
+        known = PromptLogprobs(id=sequence.id)
+        for token_id in token_ids:
+            known.logprobs.append(fake_raw_logprob(token_id) if sequence.raw_logprobs else -1.0)
+            for rank in range(sequence.top_n_tokens if sequence.raw_logprobs else 0):
+                known.top_ids.append((token_id + rank) % self.vocab_size)
+                known.top_logprobs.append(fake_raw_logprob(token_id) - rank)
+        return known
 
     def _give_token(self, id: int, masks: Mapping[int, TokenMask], reply: StepReply) -> None:
         sequence = self._sequences[id]

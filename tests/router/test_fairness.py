@@ -191,7 +191,7 @@ def test_prompt_logprobs_survive_being_sent_away_in_the_middle_of_the_prompt() -
         async with running(max_batch_size=2, max_batch_prefill_tokens=8, prefill_chunk=8) as at_work:
             older = at_work.batcher.submit(request_of(1, 60), owner="a")
             greedy = at_work.batcher.submit(request_of(60, 3, prompt_logprobs=True), owner="a")
-            while len(greedy.prompt_logprobs) < 16:
+            while len(greedy.prompt_scores.logprobs) < 16:
                 await asyncio.sleep(0)
             other = at_work.batcher.submit(request_of(5, 4), owner="b")
             assert tokens_alone(other.request) == await token_ids_of(other)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.entry import Failed, Finished, PromptTokens, Sampling, Token, ValidRequest
+from router.entry import Failed, Finished, PromptScores, PromptTokens, Sampling, ScoredToken, Token, ValidRequest
 from router.errors import GenerationError
 from router.grammars.grammar import Continuation, Mask
 from router.text import FinishReason
@@ -25,6 +25,7 @@ from tests.router.doubles import (
     token_ids_of,
     tokens_alone,
 )
+from tests.router.fake_shards import fake_raw_logprob
 from tests.router.test_batcher import is_clean
 
 MIX = [constrained(request_of(5, 40, 3)), request_of(9, 30, 1), constrained(request_of(20, 33)), request_of(3, 40)]
@@ -103,14 +104,20 @@ def test_forced_tokens_have_log_probabilities_and_candidates_of_their_own(
         async with running(shards, **limits) as at_work:
             for asked in (request, raw):
                 first, *events = await events_of(at_work.batcher.submit(asked))
-                assert isinstance(first, PromptTokens)
-                assert [None] + [-1.0 - id / 8 for id in range(2, 7)] == [token.logprob for token in first.tokens]
+                if asked is raw:
+                    assert isinstance(first, PromptScores)
+                    assert [fake_raw_logprob(id) for id in range(2, 7)] == list(first.logprobs)
+                    assert [2, 3] == [id for id, _ in first.candidates(0)]
+                else:
+                    assert isinstance(first, PromptTokens)
+                    assert [None] + [-1.0] * 5 == [token.logprob for token in first.tokens]
                 for token in events[:-1]:
                     assert isinstance(token, Token) and token.logprob is not None
                     is_chosen = token.logprob == -0.5
                     if asked is raw and not is_chosen:
-                        assert -1.0 - token.id / 8 == token.logprob
-                        assert [token.id, token.id + 1] == [top.id for top in token.top_tokens]
+                        assert isinstance(token, ScoredToken)
+                        assert fake_raw_logprob(token.id) == token.logprob
+                        assert [token.id, token.id + 1] == [id for id, _ in token.candidates]
                     elif not is_chosen:
                         assert [(token.id, 0.0)] == [(top.id, top.logprob) for top in token.top_tokens]
                 forced = sum(token.logprob != -0.5 for token in events[:-1] if isinstance(token, Token))

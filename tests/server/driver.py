@@ -108,7 +108,7 @@ class Prompt:
     logprobs: list[float] = field(default_factory=list)
     top_ids: list[list[int]] = field(default_factory=list)
     prompt_values: list[float] = field(default_factory=list)
-    forced_tops: list[int] = field(default_factory=list)
+    prompt_top: list[tuple[int, float]] = field(default_factory=list)
 
 
 def generate(engine: Engine, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
@@ -195,7 +195,7 @@ def _collect(engine: Engine, request: pb.StepRequest, prompts: Sequence[Prompt])
     result = launched.finish()
     for id, known in result.prompt.items():
         prompts[id].prompt_values += known.logprobs
-        prompts[id].forced_tops += known.top_ids
+        prompts[id].prompt_top += zip(known.top_ids, known.top_logprobs, strict=True)
     for i, id in enumerate(result.ids):
         prompts[id].tokens.append(result.token_ids[i])
         prompts[id].logprobs.append(result.logprobs[i])

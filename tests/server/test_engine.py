@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
-from server.backends.cpu import OneDnnBackend
+from server.backends.cpu import Kernels, OneDnnBackend
 from server.backends.cpu.onednn import can_pack
 from server.pb import generate_pb2 as pb
 from server.stepping.engine import Engine
 from server.stepping.sequences import StepError
 from server.stepping.warmup import warm_up
+from tests.server.conftest import DEMO
 from tests.server.driver import GREEDY, Prompt, all_logits, generate, greedy, load_engine, sampled
 
 
@@ -26,7 +28,7 @@ def engine(tiny_bloom: Path) -> Engine:
 
 def fresh(prompt: Prompt) -> Prompt:
     """The same prompt, not yet run."""
-    return replace(prompt, tokens=[], logprobs=[], top_ids=[], prompt_values=[])
+    return replace(prompt, tokens=[], logprobs=[], top_ids=[], prompt_values=[], prompt_top=[])
 
 
 def every_pair() -> dict[str, list[int]]:
@@ -126,6 +128,61 @@ def test_raw_logprobs_are_those_of_the_full_forward(engine: Engine) -> None:
         raw.logprobs, abs=1e-4
     )
     assert logprobs.topk(2).indices.tolist() == raw.top_ids
+
+
+@pytest.mark.parametrize("chunk", [4, 1000])
+@pytest.mark.parametrize("count", [9, 300])  # 300: more rows than are looked at together
+def test_a_prompt_s_candidates_are_those_of_the_full_forward(engine: Engine, chunk: int, count: int) -> None:
+    token_ids = random.Random(count).choices(range(103), k=count)
+    sampling = sampled(3, temperature=2.0, raw_logprobs=True, bias_ids=[5], biases=[50.0])
+    wanted = Prompt(token_ids, 2, sampling, top_n_tokens=3, prompt_logprobs=True, chunk=chunk)
+    (prompt,) = generate(engine, [wanted])
+    logprobs = all_logits(engine, token_ids).log_softmax(dim=-1)[:-1]
+    best = logprobs.sort(dim=-1, descending=True, stable=True)
+    assert best.indices[:, :3].flatten().tolist() == [id for id, _ in prompt.prompt_top]
+    assert best.values[:, :3].flatten().tolist() == pytest.approx([value for _, value in prompt.prompt_top], abs=1e-4)
+    for place, (token, value) in enumerate(zip(token_ids[1:], prompt.prompt_values, strict=True)):
+        candidates = dict(prompt.prompt_top[3 * place : 3 * place + 3])
+        assert value == candidates.get(token, value), "the same token has the very same number"
+
+
+def test_a_prompt_has_candidates_only_where_raw_ones_are_wanted(engine: Engine) -> None:
+    plain, raw = (
+        replace(Prompt([1, 2, 3, 4], 1, top_n_tokens=2, prompt_logprobs=True), sampling=greedy(raw_logprobs=is_raw))
+        for is_raw in (False, True)
+    )
+    generate(engine, [plain, raw])
+    assert (3, 3, 0, 6) == (
+        *(len(prompt.prompt_values) for prompt in (plain, raw)),
+        *(len(prompt.prompt_top) for prompt in (plain, raw)),
+    )
+
+
+@pytest.mark.parametrize("is_captured", [False, True])
+def test_raw_logprobs_of_every_path_are_the_oracle_s(is_captured: bool, kernels: Kernels) -> None:
+    """Plain, drawn and changed scores, alone and together, in captured decode steps and others."""
+    engine = load_engine(DEMO, kernels=kernels, captured=is_captured)
+    assert is_captured == (engine.graphs is not None)
+    oracle = AutoModelForCausalLM.from_pretrained(DEMO, local_files_only=True).eval()
+    samplings = [
+        greedy(raw_logprobs=True),
+        greedy(raw_logprobs=True, presence_penalty=1.5, repetition_penalty=1.3),
+        greedy(raw_logprobs=True, bias_ids=[300], biases=[100.0]),  # a forced token
+        sampled(1, raw_logprobs=True),
+        sampled(2, raw_logprobs=True, temperature=1.7, top_k=40, top_p=0.9),
+        sampled(3, raw_logprobs=True, min_p=0.02, watermark=True, typical_p=0.9),
+    ]
+    prompts = [Prompt([17, 300 + i, 40], 6, sampling, top_n_tokens=i % 3) for i, sampling in enumerate(samplings)]
+    alone = [generate(engine, [fresh(prompt)])[0] for prompt in prompts]
+    for prompt, other in zip(generate(engine, prompts), alone, strict=True):
+        assert prompt.tokens == other.tokens
+        with torch.inference_mode():
+            logits = oracle(torch.tensor([prompt.token_ids + prompt.tokens])).logits[0]
+        logprobs = logits.log_softmax(dim=-1)[len(prompt.token_ids) - 1 : -1]
+        expected = logprobs.gather(1, torch.tensor(prompt.tokens).unsqueeze(1)).flatten().tolist()
+        assert expected == pytest.approx(prompt.logprobs, abs=1e-3) == other.logprobs
+        n = prompt.top_n_tokens
+        assert not n or logprobs.topk(n).indices.tolist() == prompt.top_ids
 
 
 def test_candidates_are_the_most_likely_tokens(engine: Engine) -> None:

@@ -117,7 +117,7 @@ def test_raw_logprobs_are_those_of_the_model_for_forced_tokens_too(engine: Engin
     torch.testing.assert_close(own[3:5], torch.tensor(prompt.prompt_values), atol=1e-4, rtol=0)
     chosen = [i for i in range(len(prompt.tokens)) if i not in (3, 4)]
     torch.testing.assert_close(own[chosen], torch.tensor(prompt.logprobs), atol=1e-4, rtol=0)
-    assert logprobs.topk(2).indices[3:5].flatten().tolist() == prompt.forced_tops
+    assert logprobs.topk(2).indices[3:5].flatten().tolist() == [id for id, _ in prompt.prompt_top]
     assert logprobs.topk(2).indices[chosen].tolist() == prompt.top_ids
 
 

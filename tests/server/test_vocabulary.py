@@ -177,6 +177,30 @@ def test_log_probabilities_of_a_prompt_are_the_whole_vocabularys(world_size: int
         torch.testing.assert_close(expected, rank.logprobs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_token_among_the_candidates_has_their_very_number(
+    make_logits: Callable[[], Logits], world_size: int, dtype: torch.dtype
+) -> None:
+    """Clients compare the two to see whether a token was the likeliest."""
+    logits = torch.randn(40, 100, generator=torch.Generator().manual_seed(6)).mul(5).to(dtype)
+    best = logits.float().sort(dim=-1, descending=True, stable=True).indices[:, :4]
+
+    def known(part: Tensor, vocabulary: Vocabulary) -> Chosen:
+        found = vocabulary.summarise(part, 4)
+        values = torch.stack([vocabulary.logprobs(part, best[:, n], found.log_totals) for n in range(4)], dim=1)
+        return Chosen(best[:, 0], values[:, 0], found.top_ids, values - (found.top_logits - found.log_totals))
+
+    if world_size == 1:
+        ranks = [known(logits, Vocabulary(make_logits(), Shard(), 100))]
+    else:
+        ranks, _ = on_ranks(logits, world_size, make_logits, known)
+    for rank in ranks:
+        assert rank.top_ids is not None and best.tolist() == rank.top_ids.tolist()
+        assert rank.top_logprobs is not None and {0.0} == set(rank.top_logprobs.flatten().tolist())
+        torch.testing.assert_close(logits.float().log_softmax(-1).amax(-1), rank.logprobs, atol=1e-5, rtol=1e-5)
+
+
 def test_a_nucleus_keeps_ties_however_many_ranks_there_are() -> None:
     logits = torch.zeros(1, 8)
     logits[0, [1, 6]] = 3.0  # equally likely, and in the parts of different ranks

@@ -1,13 +1,10 @@
-"""Traces by OpenTelemetry's own SDK, from a whole server to a collector: one that works, a mute one, and none.
-
-`python -m tests.clients.traces`, in an environment with the extra `otel`. Exit status 0 if all holds.
-"""
+"""Traces by OpenTelemetry's own SDK, from a whole server to a collector: one that works, a mute one, and none."""
 
 from __future__ import annotations
 
 import signal
 import socket
-import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,13 +16,18 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as service
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as rpc
 from opentelemetry.proto.trace.v1.trace_pb2 import Span
 
-from tests.running import Server, body, free_port
+from tests.running import ROOT, Server, body, free_port
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
 # Five spans each, of which so many wait at most that a second's worth of them do not find room.
 MANY = 1000
 GIVES_UP_S = 20  # for the end of a server whose collector does not answer; left to itself the SDK waits for minutes
+
+
+# The project's own interpreter, which finds the SDK in this environment.
+PYTHON = str(ROOT / ".venv" / "bin" / "python")
+SDK = {"PYTHONPATH": sysconfig.get_path("purelib")}
 
 
 class Collector(rpc.TraceServiceServicer):  # type: ignore[misc]
@@ -57,7 +59,8 @@ def collecting() -> Iterator[tuple[str, Collector]]:
 
 
 def traced(endpoint: str) -> Server:
-    return Server("--model-id", "null", "--otlp-endpoint", endpoint, "--otlp-service-name", "checked")
+    flags = ("--model-id", "null", "--otlp-endpoint", endpoint, "--otlp-service-name", "checked")
+    return Server(*flags, env=SDK, command=(PYTHON, "launcher.py"))
 
 
 def ended(server: Server) -> str:
@@ -70,7 +73,7 @@ def ended(server: Server) -> str:
     return output
 
 
-def check_a_collector_that_works() -> None:
+def test_a_collector_that_works() -> None:
     with collecting() as (endpoint, collector), traced(endpoint) as server:
         for path in ("/generate", "/generate_stream"):
             asked = body("Once upon a time", max_new_tokens=5)
@@ -98,7 +101,7 @@ def ask_many(server: Server) -> float:
     return time.monotonic() - began
 
 
-def check_a_collector_that_never_answers() -> None:
+def test_a_collector_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as mute:
         with traced(f"http://127.0.0.1:{mute.getsockname()[1]}") as server:
             seconds = ask_many(server)
@@ -107,21 +110,9 @@ def check_a_collector_that_never_answers() -> None:
     print(f"{MANY} requests beside a mute collector: {seconds:.1f} s")
 
 
-def check_no_collector_at_all() -> None:
+def test_no_collector_at_all() -> None:
     with traced(f"http://127.0.0.1:{free_port()}") as server:
         seconds = ask_many(server)
         output = ended(server)
     assert output.count("Failed to export") < 60, output
     print(f"{MANY} requests beside none: {seconds:.1f} s")
-
-
-def main() -> int:
-    """Run every check."""
-    for check in (check_a_collector_that_works, check_a_collector_that_never_answers, check_no_collector_at_all):
-        check()
-        print(f"{check.__name__}: holds")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,121 @@
+"""The OpenAPI document: what FastAPI would find out if the routes let it parse bodies and write answers.
+
+`documented` is what a route says of itself; `api_document` adds what holds for all: keys, ids, and errors from around
+the routes. It is made once, at start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import orjson
+from fastapi import FastAPI
+from pydantic import BaseModel
+
+from router import deadline, schemas
+from router.anthropic.documents import MessageError
+from router.error_shapes import ANTHROPIC
+from router.middleware import OPEN_PATHS
+from router.openai.documents import ErrorAnswer
+
+Json = dict[str, Any]
+SECURITY = "ApiKey"
+# Of requests with a body. 408 and 431 are the HTTP layer's: they come in TGI's shape on every route.
+ERROR_STATUSES = (400, 413, 415, 422, 424, 429, 500, 503, 504)
+DEADLINE = {
+    "name": deadline.HEADER,
+    "in": "header",
+    "required": False,
+    "description": "What the request may take, waiting included, in milliseconds.",
+    "schema": {"type": "integer", "minimum": 1, "maximum": deadline.MOST_MS},
+}
+REQUEST_ID = {
+    "x-request-id": {
+        "description": "The request's own, if it sent a harmless one.",
+        "required": True,
+        "schema": {"type": "string", "pattern": "^[A-Za-z0-9_-]{1,64}$"},
+    }
+}
+
+
+def documented(
+    bodies: type[schemas.Strict] | Sequence[type[schemas.Strict]],
+    answer: Any = None,
+    *,
+    events: Any = None,
+    errors: Any = schemas.ErrorResponse,
+    statuses: Sequence[int] = ERROR_STATUSES,
+) -> Json:
+    """What a route that takes JSON says of itself, as arguments of `app.post`.
+
+    bodies: one of these. answer: the JSON that answers; events: what a stream's events are, if there may be one.
+    """
+    every = [inlined(body.model_json_schema()) for body in ([bodies] if isinstance(bodies, type) else bodies)]
+    content = {"application/json": {"schema": every[0] if len(every) == 1 else {"anyOf": every}}}
+    good: Json = {}
+    if answer is not None:
+        good["model"] = answer
+    if events is not None:
+        both = [inlined(kind.model_json_schema(mode="serialization")) for kind in (events, errors)]
+        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": both}}
+        event = {"type": "object", "required": ["data"], "properties": {"data": data}}
+        good["content"] = {"text/event-stream": {"itemSchema": event}}
+    return {
+        "responses": {200: good, **{status: {"model": errors} for status in statuses}},
+        "openapi_extra": {"requestBody": {"required": True, "content": content}, "parameters": [DEADLINE]},
+    }
+
+
+def inlined(schema: Json) -> Json:
+    """A JSON schema with its definitions where they are used: the document has no place for them."""
+    definitions = schema.pop("$defs", {})
+
+    def resolve(part: Any) -> Any:
+        if isinstance(part, list):
+            return [resolve(one) for one in part]
+        if not isinstance(part, dict):
+            return part
+        if "$ref" in part:
+            return resolve(definitions[part["$ref"].rpartition("/")[2]])
+        return {name: resolve(value) for name, value in part.items() if name != "discriminator"}
+
+    found: Json = resolve(schema)
+    return found
+
+
+def api_document(app: FastAPI, *, has_keys: bool, is_on_loopback: bool) -> bytes:
+    """The whole document, of the routes that the application has now."""
+    document = app.openapi()
+    components = document.setdefault("components", {})
+    components.setdefault("schemas", {}).update(_schemas_of(schemas.ErrorResponse, ErrorAnswer, MessageError))
+    if has_keys:
+        components["securitySchemes"] = {SECURITY: {"type": "http", "scheme": "bearer"}}
+    for name in ("HTTPValidationError", "ValidationError"):  # the framework's, which no route of ours answers with
+        components["schemas"].pop(name, None)
+    around = [500, *([421] if is_on_loopback else [])]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            if "requestBody" not in operation:
+                operation["responses"].pop("422", None)
+            is_closed = has_keys and not (method == "get" and path in OPEN_PATHS)
+            if is_closed:
+                operation["security"] = [{SECURITY: []}]
+            for status in [*around, *([401] if is_closed else [])]:
+                operation["responses"].setdefault(str(status), _error(path))
+            for response in operation["responses"].values():
+                response["headers"] = REQUEST_ID
+    return orjson.dumps(document)
+
+
+def _schemas_of(*models: type[BaseModel]) -> Json:
+    return {model.__name__: inlined(model.model_json_schema(mode="serialization")) for model in models}
+
+
+def _error(path: str) -> Json:
+    """What the layers around the routes answer, in the shape of the path's API."""
+    model: type[BaseModel] = ErrorAnswer if path.startswith("/v1/") else schemas.ErrorResponse
+    if path.startswith(ANTHROPIC):
+        model = MessageError
+    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+    return {"description": "Refused before a route has seen it", "content": {"application/json": {"schema": schema}}}

@@ -1,0 +1,120 @@
+"""Answers of OpenAI's completions that tell the log-probabilities of their tokens, whole and as streams."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from router.entry import Event, Finished, PromptScores, Token
+from router.generation import OpenRequest
+from router.openai.answers import ChunkFrames, Head
+from router.openai.logprobs import (
+    CompletionLogprobs,
+    Json,
+    ShownToken,
+    ShownTokens,
+    chat_logprobs,
+    prompt_tokens,
+    shown_tokens,
+)
+from router.samples import Answer
+from router.text import ModelTokenizer
+from router.tgi import frame
+
+Prompt = str | Sequence[int]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What an answer tells of its tokens."""
+
+    count: int  # candidates of each token
+    tokenizer: ModelTokenizer
+    prompts: Sequence[Prompt] = ()  # what is echoed before each answer, with log-probabilities; none of a chat
+
+
+def add_to_chat(body: Json, answers: Sequence[Answer], scoring: Scoring) -> Json:
+    """The same answer of `/v1/chat/completions` with the log-probabilities of its choices."""
+    for choice, answer in zip(body["choices"], answers, strict=True):
+        tokens = shown_tokens(answer, scoring.tokenizer)
+        choice["logprobs"] = chat_logprobs(tokens, scoring.count, scoring.tokenizer)
+    return body
+
+
+def add_to_completion(
+    body: Json, answers: Sequence[Answer], token_ids: Sequence[Sequence[int]], scoring: Scoring
+) -> Json:
+    """The same answer of `/v1/completions`. token_ids: of each answer's prompt."""
+    for number, (choice, answer) in enumerate(zip(body["choices"], answers, strict=True)):
+        tokens = shown_tokens(answer, scoring.tokenizer)
+        if scoring.prompts:
+            scores = answer.prompt_scores or PromptScores()
+            tokens = prompt_tokens(scoring.prompts[number], token_ids[number], scores, scoring.tokenizer) + tokens
+            choice["text"] = _text(tokens)
+        choice["logprobs"] = CompletionLogprobs(scoring.count, scoring.tokenizer).of(tokens)
+    return body
+
+
+def _text(tokens: Iterable[ShownToken]) -> str:
+    return "".join(token.text for token in tokens)
+
+
+class ChatScores:
+    """The log-probabilities of one answer of a chat, as its tokens come."""
+
+    def __init__(self, scoring: Scoring) -> None:
+        self._scoring = scoring
+        self._shown = ShownTokens(scoring.tokenizer)
+
+    def of(self, events: Sequence[Event]) -> Json | None:
+        """Those of the tokens that are shown with these events; None where there are none."""
+        tokens = [one for event in events if isinstance(event, Token) for one in self._shown.push(event)]
+        if isinstance(events[-1], Finished):
+            tokens += self._shown.end()
+        return chat_logprobs(tokens, self._scoring.count, self._scoring.tokenizer) if tokens else None
+
+
+@dataclass
+class _Choice:
+    """How far one answer of a stream has come."""
+
+    shown: ShownTokens
+    shape: Callable[[Iterable[ShownToken]], Json]
+    token_ids: Sequence[int]
+
+
+class ScoredFrames(ChunkFrames):
+    """Turns the events of one stream into chunks of whole tokens, each chunk with the log-probabilities of its own."""
+
+    def __init__(
+        self, head: Head, opened: OpenRequest, scoring: Scoring, *, includes_usage: bool, is_chat: bool
+    ) -> None:
+        echoed = None if is_chat else [""] * len(opened.entries)
+        super().__init__(head, opened, includes_usage=includes_usage, echoed=echoed)
+        self._scoring = scoring
+        self._choices = [
+            _Choice(ShownTokens(scoring.tokenizer), self._shape(is_chat), entry.request.token_ids)
+            for entry in opened.entries
+        ]
+
+    def _shape(self, is_chat: bool) -> Callable[[Iterable[ShownToken]], Json]:
+        count, tokenizer = self._scoring.count, self._scoring.tokenizer
+        if is_chat:
+            return lambda tokens: chat_logprobs(tokens, count, tokenizer)
+        return CompletionLogprobs(count, tokenizer).of
+
+    def _content(self, index: int, events: Sequence[Event]) -> list[bytes]:
+        choice, tokens = self._choices[index], []
+        for event in events:
+            if isinstance(event, PromptScores):
+                prompt = self._scoring.prompts[index]
+                tokens += prompt_tokens(prompt, choice.token_ids, event, self._scoring.tokenizer)
+            elif isinstance(event, Token):
+                tokens += choice.shown.push(event)
+            elif isinstance(event, Finished):
+                tokens += choice.shown.end()
+        if not tokens:
+            return []
+        chunk = self._chunk(index, _text(tokens), None)
+        chunk["choices"][0]["logprobs"] = choice.shape(tokens)
+        return [frame(chunk)]
