@@ -49,6 +49,10 @@ class CallGrammar:
         rules = [*self._start(is_within), *answer, *self._calls(offered)]
         return "\n".join(["%llguidance {}", *rules, f"TEXT: {ANYTHING}", ""])
 
+    def behind_reasoning(self, answer: str) -> str:
+        """What holds the answer to a rule of Lark's behind the reasoning that it begins within."""
+        return "\n".join(["%llguidance {}", *self._start(is_within=True), f"answer: {answer}", f"TEXT: {ANYTHING}", ""])
+
     def _start(self, is_within: bool) -> list[str]:
         """The answer, and reasoning before it."""
         its = self.reasoning

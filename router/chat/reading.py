@@ -7,8 +7,10 @@ The marks of a format may be special tokens, which are no part of a text. Those 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
+from router.asked import Asked
 from router.chat.call_grammar import CallGrammar
 from router.chat.formats import (
     AUTO,
@@ -30,25 +32,50 @@ from router.text import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the answers to one request are read: `reader` for each of them.
+    """How the answers to one request are read, and what holds them to it: `asked`, then `reader` for each answer.
 
-    shown_marks: special tokens that the readers need to see in the text (`Asked.shown_marks`).
+    shown_marks: special tokens that the readers need to see in the text. grammar: None where no calls are read.
     """
 
     manner: Manner
     shown_marks: frozenset[int]
+    offered: Offer
+    grammar: CallGrammar | None = None
+
+    def asked(self, one: Asked, begun: str = "") -> Asked:
+        """The same request with what its readers need. Raises ValidationError.
+
+        begun: what a final message that is continued has of the answer already.
+        """
+        if one.given.grammar is not None and self.offered.tools:
+            raise ValidationError("`response_format` and `tools` exclude each other: leave one of them out")
+        is_held = self.held("", begun) is not None
+        if is_held and one.given.ignore_eos:
+            raise ValidationError(
+                "`ignore_eos` is not served where a call of `tools` is required or strict: leave it out"
+            )
+        held = partial(self.held, begun=begun) if is_held else None
+        return replace(one, shown_marks=self.shown_marks, held=held)
+
+    def held(self, prompt_end: str, begun: str = "") -> str | None:
+        """What holds an answer to its calls, in Lark's notation; None: nothing does. As for `reader`."""
+        if self.grammar is None:
+            return None
+        return self.grammar.text(self.offered, is_within=self._is_within(prompt_end, begun))
 
     def reader(self, prompt_end: str, begun: str = "") -> AnswerReader:
         """A reader for one answer.
 
         prompt_end: the last characters of the prompt (`ModelTokenizer.end_of`), which say whether the answer begins
-        within reasoning. begun: what a final message that is continued has of the answer already.
+        within reasoning.
         """
+        return Reader(self.manner, self._is_within(prompt_end, begun))
+
+    def _is_within(self, prompt_end: str, begun: str) -> bool:
         its = self.manner.reasoning
         if its is None:
-            return Reader(self.manner)
-        is_within = begun.rfind(its.begin) > begun.rfind(its.end) if begun else prompt_end.rstrip().endswith(its.begin)
-        return Reader(self.manner, is_within)
+            return False
+        return begun.rfind(its.begin) > begun.rfind(its.end) if begun else prompt_end.rstrip().endswith(its.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +116,6 @@ class AnswerFormats:
         sources = ["the chat template" if asked == AUTO else "" for asked in (tools_asked, reasoning_asked)]
         return [("tool calls", self.tools_name, sources[0]), ("reasoning", self.reasoning_name, sources[1])]
 
-    def grammar(self, offered: Offer, *, is_within: bool = False) -> str | None:
-        """What holds an answer to its calls, in Lark's notation; None where nothing does.
-
-        is_within: whether the prompt ends within reasoning.
-        """
-        if self.tools is None:
-            return None
-        return CallGrammar(self.tools, self.reasoning, self.token_ids, self.mark_ids).text(offered, is_within=is_within)
-
     def reading(self, offered: Offer) -> Reading | None:
         """How answers to a request with these tools are read; None: as text alone. Raises ValidationError."""
         tools = self.tools if offered.tools else None
@@ -109,4 +127,5 @@ class AnswerFormats:
             return None
         names = frozenset(tool.name for tool in offered.callable_tools)
         manner = Manner(tools, names, offered.choice.is_parallel, self.reasoning)
-        return Reading(manner, self.mark_ids)
+        grammar = CallGrammar(tools, self.reasoning, self.token_ids, self.mark_ids) if tools is not None else None
+        return Reading(manner, self.mark_ids, offered, grammar)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -162,7 +161,7 @@ async def _read_chat(
 ) -> Response:
     """A chat whose answers may have reasoning or calls of tools."""
     begun = asked.begun(body)
-    wanted = [replace(one, shown_marks=reading.shown_marks) for one in wanted]
+    wanted = [reading.asked(one, begun) for one in wanted]
 
     def readers(opened: OpenRequest) -> list[AnswerReader]:
         ends = [services.tokenizer.end_of(entry.request.token_ids) for entry in opened.entries]

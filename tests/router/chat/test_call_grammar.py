@@ -38,6 +38,12 @@ def formats(name: str, reasoning: str = "none", *more: str) -> AnswerFormats:
     return AnswerFormats.of(name, reasoning, ChatTemplate({}, {}), tokenizer)
 
 
+def held(its: AnswerFormats, offered: Offer, prompt_end: str = "") -> str | None:
+    reading = its.reading(offered)
+    assert reading is not None
+    return reading.held(prompt_end)
+
+
 def accepts(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
     """Whether the text is all of an answer."""
     table = LLTokenizer(tokenizer.to_str(), n_vocab=300, eos_token=[EOS])
@@ -74,13 +80,13 @@ def required(name: str | None = None, *, is_parallel: bool = True, tools: tuple[
 def test_a_required_call_is_all_of_the_answer(name: str, more: tuple[str, ...], one: str, two: str) -> None:
     its = formats(name, "none", *more)
     tokenizer = marked(*more)
-    grammar = its.grammar(required()) or ""
+    grammar = held(its, required()) or ""
     assert accepts(tokenizer, grammar, one) and accepts(tokenizer, grammar, two)
     for other in ("", "No.", one[:-1], f"{one} So.", one.replace("weather", "whether"), one.replace("place", "plaice")):
         assert not accepts(tokenizer, grammar, other), other
     for offered in (required(is_parallel=False), required("weather"), required("weather", is_parallel=False)):
-        held = its.grammar(offered) or ""
-        assert accepts(tokenizer, held, one) and not accepts(tokenizer, held, two)
+        single = held(its, offered) or ""
+        assert accepts(tokenizer, single, one) and not accepts(tokenizer, single, two)
     reading = its.reading(required())
     assert reading is not None
     for text, expected in ((one, [ONE]), (two, [ONE, TWO])):
@@ -93,7 +99,7 @@ def test_a_required_call_is_all_of_the_answer(name: str, more: tuple[str, ...], 
 def test_a_strict_function_is_held_where_it_is_called(name: str, more: tuple[str, ...], one: str, two: str) -> None:
     its = formats(name, "none", *more)
     tokenizer = marked(*more)
-    grammar = its.grammar(offer((STRICT, TIME), ToolChoice())) or ""
+    grammar = held(its, offer((STRICT, TIME), ToolChoice())) or ""
     for text in ("", "No.", "Both: 1 < 2 [3] {4}", one, two):
         assert accepts(tokenizer, grammar, text), text
     assert not accepts(tokenizer, grammar, one.replace("place", "plaice"))
@@ -101,8 +107,8 @@ def test_a_strict_function_is_held_where_it_is_called(name: str, more: tuple[str
     if not its.tools or not its.tools.is_bare:
         assert accepts(tokenizer, grammar, f"Let me see.\n{one}\nSo.")
         assert not accepts(tokenizer, grammar, f"Let me see. {one.replace('place', 'plaice')}")
-    assert None is its.grammar(offer((WEATHER, TIME), ToolChoice()))
-    assert None is its.grammar(offer((STRICT,), ToolChoice("none")))
+    assert None is held(its, offer((WEATHER, TIME), ToolChoice()))
+    assert None is its.reading(offer((STRICT,), ToolChoice("none")))
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
@@ -111,10 +117,10 @@ def test_reasoning_may_come_first(reasoning: str, mode: str) -> None:
     its, tokenizer, marks = formats("hermes", reasoning), marked(), REASONING[reasoning]
     offered = offer((STRICT,), ToolChoice("required" if mode == "required" else "auto"))
     call = f"<tool_call>\n{CALL}\n</tool_call>"
-    grammar = its.grammar(offered) or ""
+    grammar = held(its, offered) or ""
     assert accepts(tokenizer, grammar, call)
     assert accepts(tokenizer, grammar, f"{marks.begin}\nWell, {{so}}\n{marks.end}\n\n{call}")
-    within = its.grammar(offered, is_within=True) or ""
+    within = held(its, offered, REASONING[reasoning].begin) or ""
     assert accepts(tokenizer, within, f"Well, so\n{marks.end}\n\n{call}")
     assert not accepts(tokenizer, within, f"Well, so\n{marks.end}\n\n{call.replace('place', 'plaice')}")
     assert not accepts(tokenizer, within, call) or mode == "auto"
