@@ -170,6 +170,7 @@ def test_the_parts_of_a_message_are_one_text_and_the_last_may_be_continued(templ
         ("/v1/chat/completions", {"response_format": {"type": "xml"}}, "`response_format.type` must be one of text,"),
         ("/v1/completions", {"response_format": {"type": "json_schema"}}, "must have a `schema`, an object"),
         ("/v1/completions", {"response_format": {"type": "regex"}}, "`response_format.value` is missing"),
+        ("/v1/chat/completions", {"model": "x" * 257}, "`model`: string should have at most 256 characters"),
         ("/v1/chat/completions", {"chat_template_kwargs": {"messages": 1}}, "not the template's own"),
         ("/v1/chat/completions", {"continue_final_message": True}, "last message of the role assistant"),
         ("/v1/completions", {"prompt": []}, "`prompt` has 0 prompts"),
