@@ -24,6 +24,7 @@ from starlette.routing import Match
 
 from router import deadline, schemas
 from router.accounts import AccountMetrics, Accounts
+from router.anthropic.routes import add_anthropic_routes
 from router.api_document import api_document
 from router.aside import TaskError
 from router.aside.pool import Aside
@@ -40,8 +41,15 @@ from router.grammars.grammar import Matching
 from router.guard import ClientGone
 from router.limits import Limits
 from router.metrics import Metrics
-from router.middleware import ApiKeyMiddleware, CrossOriginMiddleware, HostMiddleware, RequestIdMiddleware
+from router.middleware import (
+    HEADERS_OF_CLIENTS,
+    ApiKeyMiddleware,
+    CrossOriginMiddleware,
+    HostMiddleware,
+    RequestIdMiddleware,
+)
 from router.model_files import generation_defaults
+from router.openai.responses.routes import add_responses_routes
 from router.openai.routes import add_openai_routes
 from router.permits import Permits
 from router.platform_routes import add_platform_routes
@@ -128,6 +136,8 @@ def _add_routes(app: FastAPI, services: Services) -> None:
     generate = add_tgi_routes(app, services)
     add_token_routes(app, services)
     add_platform_routes(app, services, generate, *add_openai_routes(app, services))
+    add_responses_routes(app, services)
+    add_anthropic_routes(app, services)
     _add_status_routes(app, services)
     _add_docs(app, api_document(app, has_keys=_has_keys(config), is_on_loopback=config.is_on_loopback))
     _add_heads(app)
@@ -350,7 +360,7 @@ def _add_middleware(app: FastAPI, config: RouterConfig, accounts: Accounts) -> N
             CrossOriginMiddleware,
             allow_origins=config.cors_allow_origin,
             allow_methods=("GET", "POST"),
-            allow_headers=("content-type", "authorization", "x-request-id", deadline.HEADER),
+            allow_headers=(*HEADERS_OF_CLIENTS, deadline.HEADER),
             expose_headers=("x-request-id", "retry-after", *COUNT_HEADERS),
         )
     if config.is_on_loopback:

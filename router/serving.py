@@ -39,6 +39,7 @@ from router.probing import SharedHealth
 from router.request_log import harmless, harmless_names
 from router.samples import Answer
 from router.text import ModelTokenizer
+from router.tgi import PING
 from router.validation import Validator
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -123,8 +124,12 @@ async def stream(
     services: Services,
     frames_of: Callable[[OpenRequest], Frames],
     headers: dict[str, str],
+    ping: bytes = PING,
 ) -> Response:
-    """A stream whose first events are there already. Raises RouterError if they are a failure."""
+    """A stream whose first events are there already. Raises RouterError if they are a failure.
+
+    ping: the API's sign of life.
+    """
     with ExitStack() as undo:
         with ClientConnection.of(request.scope).needed():
             opened = undo.enter_context(closing(await _open(request, asked, services, is_stream=True)))
@@ -132,7 +137,7 @@ async def stream(
         for _, events in first:
             if isinstance(events[0], Failed):
                 raise events[0].error
-        answer = EventStream(opened, frames_of(opened), first, headers)
+        answer = EventStream(opened, frames_of(opened), first, headers, ping)
         undo.pop_all()  # from here on the response closes the request
     return answer
 

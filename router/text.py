@@ -320,6 +320,11 @@ class GeneratedText:
         """The generated text: without special tokens, up to and including a stop sequence."""
         return "".join(self._pieces)
 
+    @property
+    def stop_sequence(self) -> str | None:
+        """Which stop sequence ended the text; None where none did, or where it is part of the text."""
+        return self._stop_filter.found if self._stop_filter is not None else None
+
     def push(self, token_id: int) -> tuple[str, FinishReason | None]:
         """Take one token: the text to show for it, and the reason if it is the last.
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from router.asked import Asked
+from router.asked import Asked, Rendering
 from router.entry import Sampling, ValidRequest
 from router.errors import ValidationError
 from router.grammars.asked import grammar_of, held_by, renaming_errors
@@ -166,6 +166,12 @@ class Validator:
                 f"`ids` has token {max(token_ids)}, but the model knows {limits.vocab_size} tokens: leave it out"
             )
         return await self._in_thread(partial(self._tokenizer.decode_long, token_ids, skip_special_tokens), owner)
+
+    async def count(self, prompt: Rendering, owner: str = "") -> int:
+        """How many tokens a chat's prompt has, more than fit or not. Raises ValidationError."""
+        text = await prompt(owner)
+        self._refuse_many_characters(text, SHORTEN)
+        return await self._in_thread(lambda: len(self._encode(text, None, add_special_tokens=False)), owner)
 
     def close(self) -> None:
         """Let the tokenising threads end."""

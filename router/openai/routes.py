@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from router import tgi
 from router.api_document import ERROR_STATUSES, documented
 from router.asked import Asked, Rendering
 from router.chat.pieces import AnswerReader
@@ -32,7 +33,7 @@ from router.openai.documents import (
 )
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
 from router.openai.scored import ScoredFrames, Scoring, add_to_chat, add_to_completion
-from router.samples import likeliest
+from router.samples import Answer, likeliest
 from router.schemas import MOST_VALUES
 from router.serving import Handler, Services, collect, json_response, read, stream
 
@@ -60,7 +61,9 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
             return await _stream(request, body, wanted, services, head, lambda: None, scoring)
         opened, found = await collect(request, wanted, services)
         whole = answers.chat_completion(head, found, opened.entries)
-        return json_response(whole if scoring is None else add_to_chat(whole, found, scoring))
+        if scoring is not None:
+            whole = add_to_chat(whole, found, scoring)
+        return json_response(whole, _counts(opened, found, services))
 
     async def completions(request: Request) -> Response:
         body = await read(request, services, CompletionRequest, most_values)
@@ -74,12 +77,11 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
         opened, found = await collect(request, wanted, services)
         chosen = likeliest(found, len(wanted), body.n or 1)
         whole = answers.completion(head, [found[i] for i in chosen], opened.entries, echoed())
-        if scoring is None:
-            return json_response(whole)
-        token_ids = [opened.entries[i].request.token_ids for i in chosen]
-        # A long prompt has many log-probabilities, and streams go on meanwhile.
-        scored = asyncio.to_thread(add_to_completion, whole, [found[i] for i in chosen], token_ids, scoring)
-        return json_response(await scored)
+        if scoring is not None:
+            token_ids = [opened.entries[i].request.token_ids for i in chosen]
+            # A long prompt has many log-probabilities, and streams go on meanwhile.
+            whole = await asyncio.to_thread(add_to_completion, whole, [found[i] for i in chosen], token_ids, scoring)
+        return json_response(whole, _counts(opened, found, services))
 
     async def models() -> Response:
         return Response(orjson.dumps({"object": "list", "data": [model]}), media_type="application/json")
@@ -128,6 +130,11 @@ def rendering_of(body: ChatRequest, services: Services, offered: Offer | None = 
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message is True,
     )
+
+
+def _counts(opened: OpenRequest, found: Sequence[Answer], services: Services) -> dict[str, str]:
+    """TGI's headers, which it has here too."""
+    return tgi.response_headers(None, opened, [answer.finished for answer in found], services.compute_type)
 
 
 def _head(request: Request, body: Generation, services: Services, prefix: str) -> answers.Head:
