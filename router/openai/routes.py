@@ -20,8 +20,9 @@ from router.chat.prompting import rendering
 from router.chat.reading import Reading
 from router.chat.tools import Offer
 from router.errors import NotFound
+from router.event_stream import Frames
 from router.generation import OpenRequest
-from router.openai import answers, asked, logprobs, read_answers, tools
+from router.openai import answers, asked, logprobs, read_answers, tgi_client, tools
 from router.openai.documents import (
     ChatChunk,
     ChatCompletion,
@@ -174,15 +175,22 @@ async def _read_chat(
         ends = [services.tokenizer.end_of(entry.request.token_ids) for entry in opened.entries]
         return [reading.reader(end, begun) for end in ends]
 
-    def frames(opened: OpenRequest) -> read_answers.ReadChunkFrames:
+    def frames(opened: OpenRequest) -> Frames:
         usage = _includes_usage(body)
-        return read_answers.ReadChunkFrames(head, opened, readers(opened), scoring, includes_usage=usage)
+        return _for_client(
+            body, read_answers.ReadChunkFrames(head, opened, readers(opened), scoring, includes_usage=usage)
+        )
 
     if body.stream:
         return await stream(request, wanted, services, frames, _stream_headers(services))
     opened, found = await collect(request, wanted, services)
     whole = await read_answers.chat_completion(head, found, opened.entries, readers(opened))
     return json_response(whole if scoring is None else add_to_chat(whole, found, scoring))
+
+
+def _for_client(body: Generation, frames: Frames) -> Frames:
+    is_tgi_s = isinstance(body, ChatRequest) and tgi_client.asks(body)
+    return tgi_client.TgiClientFrames(frames) if is_tgi_s else frames
 
 
 def _includes_usage(body: Generation) -> bool:
@@ -204,11 +212,12 @@ async def _stream(
 ) -> Response:
     """echoed: what comes before each answer of a completion; of a chat, nothing. Called once the prompts are valid."""
 
-    def frames(opened: OpenRequest) -> answers.ChunkFrames:
+    def frames(opened: OpenRequest) -> Frames:
         includes_usage = _includes_usage(body)
         if scoring is not None:
             is_chat = isinstance(body, ChatRequest)
-            return ScoredFrames(head, opened, scoring, includes_usage=includes_usage, is_chat=is_chat)
-        return answers.ChunkFrames(head, opened, includes_usage=includes_usage, echoed=echoed())
+            scored = ScoredFrames(head, opened, scoring, includes_usage=includes_usage, is_chat=is_chat)
+            return _for_client(body, scored)
+        return _for_client(body, answers.ChunkFrames(head, opened, includes_usage=includes_usage, echoed=echoed()))
 
     return await stream(request, wanted, services, frames, _stream_headers(services))
