@@ -278,6 +278,7 @@ class Ends:
     min_tokens: int = 0
     shows_stop: bool = True  # whether a stop sequence is part of the text, as on TGI's routes
     shown_ids: frozenset[int] = frozenset()  # special tokens that are part of the text where stop sequences are not
+    has_grammar: bool = False  # then an end token is the grammar's word, which counts more than `min_tokens`
 
     def reason(self, token_id: int, eos_ids: frozenset[int]) -> FinishReason | None:
         """What a token ends a generation for; None for most tokens."""
@@ -372,6 +373,7 @@ class GeneratedText:
         if self.num_tokens >= self._max_new_tokens:
             return FinishReason.LENGTH
         if self.num_tokens < self._ends.min_tokens:
-            return None
+            is_end = self._ends.has_grammar and token_id in self._tokenizer.eos_ids
+            return FinishReason.EOS_TOKEN if is_end else None
         stopped = FinishReason.STOP_SEQUENCE if has_stopped else None
         return self._ends.reason(token_id, self._tokenizer.eos_ids) or stopped

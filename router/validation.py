@@ -24,6 +24,9 @@ from typing import Any, TypeVar
 from router.asked import Asked, Rendering
 from router.entry import Sampling, ValidRequest
 from router.errors import ValidationError
+from router.grammars.asked import grammar_of, held_by, renaming_errors
+from router.grammars.compiler import Compiler
+from router.grammars.grammar import CompiledGrammar, Grammar
 from router.limits import Limits
 from router.schemas import GenerateParameters
 from router.text import ModelTokenizer, TokenizerError
@@ -57,18 +60,25 @@ class Checked:
     sampling: Sampling
     stop: tuple[str, ...]
     top_n_tokens: int
+    grammar: Grammar | None = None
 
 
 class Validator:
     """Checks requests against the limits and tokenises their prompts, at most `num_workers` at a time.
 
-    Where keys share the server, `owner` is whose request it is.
+    Where keys share the server, `owner` is whose request it is. compiler: None: no grammars.
     """
 
     def __init__(
-        self, tokenizer: ModelTokenizer, limits: Limits, num_workers: int, decoder_start: int | None = None
+        self,
+        tokenizer: ModelTokenizer,
+        limits: Limits,
+        num_workers: int,
+        decoder_start: int | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._compiler = compiler or Compiler()
         self._decoder_start = decoder_start
         self._limits = limits
         per_token = tokenizer.most_characters_per_token
@@ -92,19 +102,36 @@ class Validator:
         if bad_words := asked.given.bad_words:
             ban = partial(banned, sampling, bad_words, self._tokenizer, self._limits.vocab_size)
             sampling = await self._in_thread(ban, owner)
+        grammar = await self._grammar(asked, checked.grammar, token_ids, owner)
         return [
             ValidRequest(
                 token_ids=token_ids,
                 max_new_tokens=max_new_tokens,
                 sampling=one,
                 stop=checked.stop,
-                ends=replace(ends, shows_stop=asked.shows_stop, shown_ids=asked.shown_marks),
+                ends=replace(
+                    ends,
+                    shows_stop=asked.shows_stop,
+                    shown_ids=asked.shown_marks,
+                    has_grammar=grammar is not None,
+                ),
                 top_n_tokens=checked.top_n_tokens,
                 prompt_logprobs=asked.prompt_logprobs or bool(asked.given.decoder_input_details),
                 generates=asked.generates,
+                grammar=grammar,
             ).read_by_encoder(self._decoder_start)
             for one in _samplings(sampling, checked.best_of, asked.num_answers)
         ]
+
+    async def _grammar(
+        self, asked: Asked, given: Grammar | None, token_ids: Sequence[int], owner: str
+    ) -> CompiledGrammar | None:
+        held = None if asked.held is None else held_by(asked.held(self._tokenizer.end_of(token_ids)))
+        wanted = held or given
+        if wanted is None:
+            return None
+        with renaming_errors(is_held=held is not None):
+            return await self._compiler.compile(wanted, owner)
 
     async def _token_ids(self, asked: Asked, truncate: int | None, owner: str) -> list[int]:
         text = await asked.prompt(owner) if callable(asked.prompt) else asked.prompt
@@ -247,7 +274,7 @@ def check(asked: Asked, limits: Limits) -> Checked:
         raise ValidationError(
             f"`truncate` must be strictly positive and less than {limits.max_input_length}. Given: {truncate}"
         )
-    return Checked(best_of, max_new_tokens, truncate, sampling, stop, top_n_tokens)
+    return Checked(best_of, max_new_tokens, truncate, sampling, stop, top_n_tokens, grammar_of(given))
 
 
 def count_tokens(token_ids: list[int], max_new_tokens: int | None, limits: Limits) -> int:
@@ -365,7 +392,5 @@ def _top_n_tokens(given: GenerateParameters, limits: Limits) -> int:
 
 
 def _refuse_unsupported(given: GenerateParameters) -> None:
-    if given.grammar is not None:
-        raise ValidationError("grammar is not supported: leave `grammar` out")
     if given.adapter_id is not None:
         raise ValidationError("no adapters are loaded: leave `adapter_id` out")

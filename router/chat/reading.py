@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from router.asked import Asked
-from router.chat.call_grammar import CallGrammar
+from router.chat.answer_grammar import AnswerGrammar
 from router.chat.formats import (
     AUTO,
     NONE,
@@ -27,41 +27,58 @@ from router.chat.reader import Manner, Reader
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
 from router.errors import ValidationError
+from router.grammars.asked import grammar_of
+from router.grammars.grammar import Grammar
 from router.text import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the answers to one request are read, and what holds them to it: `asked`, then `reader` for each answer.
+    """How the answers to one request are read, and what holds them to it: `asked`, then `reader` for each answer."""
 
-    shown_marks: special tokens that the readers need to see in the text. grammar: None where no calls are read.
-    """
-
+    formats: AnswerFormats
     manner: Manner
-    shown_marks: frozenset[int]
     offered: Offer
-    grammar: CallGrammar | None = None
+
+    @property
+    def shown_marks(self) -> frozenset[int]:
+        """Special tokens that the readers need to see in the text."""
+        return self.formats.mark_ids
 
     def asked(self, one: Asked, begun: str = "") -> Asked:
         """The same request with what its readers need. Raises ValidationError.
 
         begun: what a final message that is continued has of the answer already.
         """
-        if one.given.grammar is not None and self.offered.tools:
-            raise ValidationError("`response_format` and `tools` exclude each other: leave one of them out")
-        is_held = self.held("", begun) is not None
-        if is_held and one.given.ignore_eos:
+        if (wanted := grammar_of(one.given)) is not None:
+            if self.offered.tools:
+                raise ValidationError("`response_format` and `tools` exclude each other: leave one of them out")
+            held = partial(self._behind_reasoning, wanted, begun)
+            return replace(one, shown_marks=self.shown_marks, held=held)
+        if self.held("", begun) is None:
+            return replace(one, shown_marks=self.shown_marks)
+        if one.given.ignore_eos:
             raise ValidationError(
                 "`ignore_eos` is not served where a call of `tools` is required or strict: leave it out"
             )
-        held = partial(self.held, begun=begun) if is_held else None
-        return replace(one, shown_marks=self.shown_marks, held=held)
+        return replace(one, shown_marks=self.shown_marks, held=partial(self.held, begun=begun))
 
     def held(self, prompt_end: str, begun: str = "") -> str | None:
         """What holds an answer to its calls, in Lark's notation; None: nothing does. As for `reader`."""
-        if self.grammar is None:
-            return None
-        return self.grammar.text(self.offered, is_within=self._is_within(prompt_end, begun))
+        its = self.manner.tool_format
+        return (
+            None
+            if its is None
+            else self._grammar.calls(its, self.offered, is_within=self._is_within(prompt_end, begun))
+        )
+
+    def _behind_reasoning(self, wanted: Grammar, begun: str, prompt_end: str) -> str | None:
+        """What the client wants the answer held to, where it begins within reasoning, which is free."""
+        return self._grammar.behind_reasoning(wanted) if self._is_within(prompt_end, begun) else None
+
+    @property
+    def _grammar(self) -> AnswerGrammar:
+        return AnswerGrammar(self.manner.reasoning, self.formats.token_ids, self.formats.mark_ids)
 
     def reader(self, prompt_end: str, begun: str = "") -> AnswerReader:
         """A reader for one answer.
@@ -127,5 +144,4 @@ class AnswerFormats:
             return None
         names = frozenset(tool.name for tool in offered.callable_tools)
         manner = Manner(tools, names, offered.choice.is_parallel, self.reasoning)
-        grammar = CallGrammar(tools, self.reasoning, self.token_ids, self.mark_ids) if tools is not None else None
-        return Reading(manner, self.mark_ids, offered, grammar)
+        return Reading(self, manner, offered)

@@ -11,6 +11,7 @@ from typing import Any
 
 from router.asked import Asked, Rendering
 from router.errors import ValidationError
+from router.openai.response_format import grammar_of_format
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation, Message
 from router.openai.tools import calls_of, refuse_many_values_of_calls
 from router.schemas import GenerateParameters
@@ -20,7 +21,6 @@ ROLES = {"developer": "system"}  # a newer name, which templates do not know
 OLDER = {"functions": "tools", "function_call": "tool_choice"}
 # Fields with a meaning that is not served yet, and values of them that mean nothing.
 NOT_SERVED: Mapping[str, Sequence[Any]] = {
-    "response_format": (None, {"type": "text"}),
     "prompt_embeds": (None,),
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
@@ -131,6 +131,7 @@ def _parameters(body: Generation, most: int | None) -> GenerateParameters:
         min_tokens=body.min_tokens,
         stop_token_ids=body.stop_token_ids,
         repetition_penalty=body.repetition_penalty,
+        grammar=grammar_of_format(body.response_format),
     )
 
 

@@ -47,6 +47,9 @@ class Generation(Strict):
     ignore_eos: bool | None = Field(default=None, description="Not OpenAI's: do not end at the model's end tokens.")
     min_tokens: Integer | None = Field(default=None, description="Not OpenAI's: nothing ends the text before.")
     stop_token_ids: TokenIds | None = Field(default=None, description="Not OpenAI's: end after these tokens too.")
+    response_format: dict[str, Any] | None = Field(
+        default=None, description="text, json_object or json_schema; TGI's {type, value} too."
+    )
     user: str | None = Field(default=None, description="Ignored.")
 
 

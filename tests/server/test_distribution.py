@@ -19,7 +19,8 @@ from server.distributed import Shard
 from server.stepping.biases import RecentTokens, TokenBiases
 from server.stepping.captured_sampling import choose as captured_choose
 from server.stepping.captured_sampling import settings_of
-from server.stepping.sampling import Chosen, History, Sampler, TokenChoice, Watermark, greenlist
+from server.stepping.history import History
+from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark, greenlist
 from server.stepping.vocabulary import Vocabulary
 from tests.server.exact_sampling import NEVER, distribution, fit
 from tests.server.test_vocabulary import on_ranks
