@@ -74,15 +74,16 @@ class EventStream(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write_events(self, connection: ClientConnection) -> None:
-        events, write = self._first, self._frames.write
+        events, write, most_unread = self._first, self._frames.write, MAX_UNREAD_BYTES
         while True:
             data, num_unread = b"".join([write(*some) for some in events]) if events else self._ping, 0
             if data:  # there may be nothing to show yet, and an empty chunk would be the end
                 num_unread = connection.write_chunk(data)
                 self._num_writes += 1
+                most_unread = max(most_unread, 2 * len(data))  # what was written at once, nobody could have read
             if self._opened.is_over:
                 return
-            if num_unread > MAX_UNREAD_BYTES:
+            if num_unread > most_unread:
                 self._opened.fail(SlowClient(num_unread))
                 return connection.cut()
             events = await self._opened.next_events()
