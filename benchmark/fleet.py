@@ -23,7 +23,8 @@ from benchmark.traffic import NEVER, Request, Traffic
 from router.batcher import MAX_STEPS_UNDER_WAY
 from router.entry import Scheduled, ValidRequest
 from router.limits import Limits
-from router.scheduler import Scheduler, StepPlan
+from router.plan import StepPlan
+from router.scheduler import Scheduler
 
 
 @dataclass(slots=True, eq=False, kw_only=True)

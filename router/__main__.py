@@ -25,10 +25,11 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from router.app import accounts_of, chat_template_of, create_app
+from router.app import accounts_of, chat_template_of, create_app, matchers_of
 from router.batcher import Batcher
 from router.client import ShardError
 from router.config import RouterConfig
+from router.grammars.follower import Follower
 from router.group import NextGroup, ShardGroup
 from router.guard import GuardedHttpProtocol
 from router.metrics import Metrics
@@ -96,7 +97,8 @@ async def run(config: RouterConfig) -> int:
         if started is None:
             return 0
         metrics = Metrics(started.limits)
-        batcher = Batcher(shards, tokenizer, started.limits, metrics)
+        follower = Follower(matchers_of(config, started.limits, tokenizer))  # it starts with the first grammar
+        batcher = Batcher(shards, tokenizer, started.limits, metrics, matching=follower)
         app = create_app(
             config,
             limits=started.limits,
@@ -111,15 +113,20 @@ async def run(config: RouterConfig) -> int:
         )
         assert config.listen_fd is not None, "the launcher binds"
         listener = socket.socket(fileno=config.listen_fd)  # does not listen yet, so that clients are refused until then
+        listener.set_inheritable(False)  # or what this process starts would keep the port when it is gone
         address = _address(config, listener)
-        logger.info("%s", table(config, started, address), extra={"raw": True})
+        formats = app.state.services.answer_formats.facts(config.tool_call_parser, config.reasoning_parser)
+        logger.info("%s", table(config, started, address, formats), extra={"raw": True})
         gc.set_threshold(*GC_THRESHOLDS)
         listeners = doors(listener)
         gc.freeze()  # what start-up made stays: a full collection would stop every stream for 20 ms to look at it again
         connections = Connections(config, max_connections())
         server = HttpServer(app, connections, lambda: lifecycle.info("ready at %s", address, extra={"event": "ready"}))
         watching = asyncio.create_task(_watch(shards, news, config.control_fd, batcher))
-        return await _serve(server, listeners, batcher, watching, stop, config)
+        try:
+            return await _serve(server, listeners, batcher, watching, stop, config)
+        finally:
+            await follower.close()
     finally:
         await shards.close()
 

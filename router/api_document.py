@@ -14,6 +14,8 @@ from fastapi import FastAPI
 from pydantic import BaseModel
 
 from router import deadline, schemas
+from router.anthropic.documents import MessageError
+from router.error_shapes import ANTHROPIC
 from router.middleware import OPEN_PATHS
 from router.openai.documents import ErrorAnswer
 
@@ -86,7 +88,7 @@ def api_document(app: FastAPI, *, has_keys: bool, is_on_loopback: bool) -> bytes
     """The whole document, of the routes that the application has now."""
     document = app.openapi()
     components = document.setdefault("components", {})
-    components.setdefault("schemas", {}).update(_schemas_of(schemas.ErrorResponse, ErrorAnswer))
+    components.setdefault("schemas", {}).update(_schemas_of(schemas.ErrorResponse, ErrorAnswer, MessageError))
     if has_keys:
         components["securitySchemes"] = {SECURITY: {"type": "http", "scheme": "bearer"}}
     for name in ("HTTPValidationError", "ValidationError"):  # the framework's, which no route of ours answers with
@@ -112,6 +114,8 @@ def _schemas_of(*models: type[BaseModel]) -> Json:
 
 def _error(path: str) -> Json:
     """What the layers around the routes answer, in the shape of the path's API."""
-    model = ErrorAnswer if path.startswith("/v1/") else schemas.ErrorResponse
+    model: type[BaseModel] = ErrorAnswer if path.startswith("/v1/") else schemas.ErrorResponse
+    if path.startswith(ANTHROPIC):
+        model = MessageError
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     return {"description": "Refused before a route has seen it", "content": {"application/json": {"schema": schema}}}

@@ -7,6 +7,7 @@ Left out: what the routes of an API do (`tgi_routes.py`, `openai/routes.py`, `se
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ from starlette.routing import Match
 
 from router import deadline, schemas
 from router.accounts import AccountMetrics, Accounts
+from router.anthropic.routes import add_anthropic_routes
 from router.api_document import api_document
 from router.aside import TaskError
 from router.aside.pool import Aside
@@ -34,11 +36,20 @@ from router.config import RouterConfig
 from router.error_shapes import error_response, status_response
 from router.errors import RouterError, Unhealthy, for_clients
 from router.generation import Generator
+from router.grammars.compiler import Compiler
+from router.grammars.grammar import Matching
 from router.guard import ClientGone
 from router.limits import Limits
 from router.metrics import Metrics
-from router.middleware import ApiKeyMiddleware, CrossOriginMiddleware, HostMiddleware, RequestIdMiddleware
+from router.middleware import (
+    HEADERS_OF_CLIENTS,
+    ApiKeyMiddleware,
+    CrossOriginMiddleware,
+    HostMiddleware,
+    RequestIdMiddleware,
+)
 from router.model_files import generation_defaults
+from router.openai.responses.routes import add_responses_routes
 from router.openai.routes import add_openai_routes
 from router.permits import Permits
 from router.platform_routes import add_platform_routes
@@ -78,18 +89,18 @@ def create_app(
 
     accounts and chat_template: None stands for those of `config`, which may raise ValueError.
     """
-    validator = Validator(tokenizer, limits, config.validation_workers, model.decoder_start)
+    compiler = compiler_of(config, limits, tokenizer, batcher.matching)
+    validator = Validator(tokenizer, limits, config.validation_workers, model.decoder_start, compiler)
     permits = Permits(limits.max_concurrent_requests, batcher.seconds_until_free)
     accounts = accounts if accounts is not None else accounts_of(config)
     metrics.add(AccountMetrics(accounts), *AccountMetrics.COUNTERS)
     generator = Generator(validator, batcher, metrics, tracer, permits)
-    chat_template = chat_template if chat_template is not None else chat_template_of(config)
     services = Services(
         config=config,
         limits=limits,
         model=model,
         tokenizer=tokenizer,
-        chat_template=chat_template,
+        chat_template=chat_template if chat_template is not None else chat_template_of(config),
         aside=Aside(NUM_ASIDE),
         shards=shards,
         batcher=batcher,
@@ -107,7 +118,7 @@ def create_app(
         warming = asyncio.create_task(_warm_up(services))
         yield
         warming.cancel()
-        await services.aside.close()
+        await asyncio.gather(services.aside.close(), compiler.close())
         validator.close()
         tracer.close()
 
@@ -125,6 +136,8 @@ def _add_routes(app: FastAPI, services: Services) -> None:
     generate = add_tgi_routes(app, services)
     add_token_routes(app, services)
     add_platform_routes(app, services, generate, *add_openai_routes(app, services))
+    add_responses_routes(app, services)
+    add_anthropic_routes(app, services)
     _add_status_routes(app, services)
     _add_docs(app, api_document(app, has_keys=_has_keys(config), is_on_loopback=config.is_on_loopback))
     _add_heads(app)
@@ -145,6 +158,30 @@ def _bare_app(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]]) 
 def accounts_of(config: RouterConfig) -> Accounts:
     """All API keys. Raises ValueError for a file that cannot be used."""
     return Accounts(config.api_key, Path(config.api_keys_file) if config.api_keys_file is not None else None)
+
+
+def compiler_of(config: RouterConfig, limits: Limits, tokenizer: ModelTokenizer, matching: Matching | None) -> Compiler:
+    """What compiles grammars, or refuses them where they are not served."""
+    if config.disable_grammar_support:
+        return Compiler(refusal="leave `grammar` out, or start the server without --disable-grammar-support")
+    if matching is None:
+        return Compiler()
+    if not tokenizer.eos_ids:
+        return Compiler(refusal="the model has no end token, so leave `grammar` out")
+    tasks = "router.grammars.tasks", matchers_of(config, limits, tokenizer)
+    return Compiler(Aside(1, tasks=tasks), on_grammar=matching.start)
+
+
+def matchers_of(config: RouterConfig, limits: Limits, tokenizer: ModelTokenizer) -> str:
+    """The arguments of `router.grammars.matcher.Matchers`, as JSON."""
+    path = Path(config.tokenizer_path or config.model_path) / "tokenizer.json"
+    return json.dumps(
+        {
+            "tokenizer_path": str(path.absolute()),
+            "vocab_size": limits.vocab_size,
+            "eos_ids": sorted(tokenizer.eos_ids),
+        }
+    )
 
 
 def chat_template_of(config: RouterConfig) -> ChatTemplate:
@@ -323,7 +360,7 @@ def _add_middleware(app: FastAPI, config: RouterConfig, accounts: Accounts) -> N
             CrossOriginMiddleware,
             allow_origins=config.cors_allow_origin,
             allow_methods=("GET", "POST"),
-            allow_headers=("content-type", "authorization", "x-request-id", deadline.HEADER),
+            allow_headers=(*HEADERS_OF_CLIENTS, deadline.HEADER),
             expose_headers=("x-request-id", "retry-after", *COUNT_HEADERS),
         )
     if config.is_on_loopback:

@@ -15,7 +15,11 @@ What was in such a step twice without getting a token between runs alone, and fa
 API key's request makes room for another's, it leaves the shards and waits to be rebuilt in the same way; the tokens of
 steps that are under way then belong to nobody, and come again.
 
-What this module leaves out: who runs when (`scheduler.py`), text (`text.py`), HTTP, the wire (`client.py`).
+A sequence with a grammar is held from each token until it is known what may come next, which is found out beside this
+process. Steps go on without it meanwhile, two under way as ever. Tokens that its grammar forces come with the next one
+that it gets.
+
+What this module leaves out: who runs when (`scheduler.py`), text (`text.py`), HTTP, the wire (`client.py`), grammars.
 """
 
 from __future__ import annotations
@@ -30,14 +34,18 @@ from dataclasses import asdict, dataclass
 
 from router.batch_view import BatchView
 from router.client import ShardError, Shards, StepReply, StepRequest
+from router.delivery import Candidates, Delivery
 from router.drain_rate import DrainRate
 from router.entry import Entry, Failed, Finished, Timings, ValidRequest
 from router.errors import GenerationError, IncompleteGeneration, Overloaded, RouterError, Unavailable
+from router.grammars.grammar import Matching
+from router.held import Held
 from router.limits import Limits
 from router.metrics import Metrics, StepTrace
-from router.scheduler import Scheduler, StepPlan
+from router.plan import StepPlan
+from router.replies import Replies
+from router.scheduler import Scheduler
 from router.text import FinishReason, GeneratedText, ModelTokenizer
-from router.token_events import TokenEvents
 from router.wire import mistake_in, new_sequence, step_request
 
 MAX_STEPS_UNDER_WAY = 2  # one computing, one waiting in the shards' queue; more would only delay finishes
@@ -67,19 +75,23 @@ class Batcher:
         limits: Limits,
         metrics: Metrics,
         *,
+        matching: Matching | None = None,
         clock: Callable[[], float] = time.perf_counter,
         trace: Callable[[StepTrace], None] | None = None,
     ) -> None:
         self.is_leaving = False  # about to drain: whoever asks for health should go elsewhere
         self.outage: ShardError | None = None  # why nothing runs at the moment
         self.failure: ShardError | None = None  # why nothing will run again
+        self.matching = matching  # None: no request has a grammar
         self._shards = shards
         self._tokenizer = tokenizer
-        self._events = TokenEvents(tokenizer)
         self._metrics = metrics
+        self._replies = Replies(shards)
         self._clock = clock
         self._trace = trace
         self._scheduler: Scheduler[Entry] = Scheduler(limits)
+        self._delivery = Delivery(self._scheduler, tokenizer, metrics)
+        self._held = Held(matching, self._scheduler.allow, self.end, self.wake)
         metrics.watch(self._scheduler)
         self.view = BatchView(self._scheduler, metrics)
         self._drain_rate = DrainRate(clock)
@@ -127,6 +139,7 @@ class Batcher:
         )
         id, now = self._scheduler.new_id(), self._clock()
         entry = Entry(id, request, owner=owner, weight=weight, generated=generated, queued_at=now)
+        self._held.begin(entry)
         self._live[entry.id] = entry
         self._drain_rate.began()
         self._scheduler.add(entry)
@@ -174,6 +187,7 @@ class Batcher:
             self.failure = error
             logger.error("gave up: %s", error)
         finally:
+            self._replies.forget()
             self._ended.set()
             self._fail_all(GenerationError(str(self.failure or "the batching loop ended")))
 
@@ -186,6 +200,7 @@ class Batcher:
         self.outage = error
         since = self._clock()
         logger.warning("lost the model shards: %s", error)
+        self._replies.forget()
         num_running = self._requeue_all(error)
         cache = await self._shards.renew(error)
         self._scheduler.resize(cache.max_batch_total_tokens, cache.num_blocks)
@@ -201,11 +216,13 @@ class Batcher:
             self._shards.send(self._request(plan))
             self._under_way.append(_SentStep(plan, self._clock()))
         elif self._under_way:
-            reply = await self._shards.receive()
+            may_send = bool(self._held.asked) and len(self._under_way) < MAX_STEPS_UNDER_WAY
+            if (reply := await self._replies.next(self._work if may_send else None)) is None:
+                return True  # a sequence that was held may go on before it comes
             if mistake := mistake_in(reply, self._under_way[0].plan.number, self.limits.vocab_size):
                 raise ShardError(0, mistake)
             self._deliver(self._under_way.popleft(), reply)
-        elif self._is_draining:
+        elif self._is_draining and not self._held.asked:
             return False
         else:
             self._work.clear()
@@ -235,8 +252,7 @@ class Batcher:
     def _renumber(self, id: int, entry: Entry) -> None:
         """The sequence `id` has left the shards before its end, and waits again as `entry`."""
         self._live[entry.id] = self._live.pop(id)
-        if not entry.generated_ids:
-            entry.prompt_scores.clear()
+        entry.forget_logprobs()
         self._metrics.preempted.inc()
 
     def _request(self, plan: StepPlan[Entry]) -> StepRequest:
@@ -251,27 +267,19 @@ class Batcher:
                     self.limits.block_size,
                     computed=plan.cached(entry),
                     generated=entry.generated_ids,
+                    forced=entry.forced,
                 )
                 for entry in plan.admitted
             ],
             chunks=list(plan.chunks.items()),
             decode=bool(plan.decoding),
+            held=plan.held if plan.decoding else (),
+            extended=plan.extended,
+            masks={e.id: e.continuation.mask for e in plan.constrained if e.continuation is not None},
         )
 
     def _report(self, plan: StepPlan[Entry]) -> None:
-        scheduler = self._scheduler
-        trace = StepTrace(
-            step=plan.number,
-            batch_size=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            waiting_tokens=scheduler.ledger.waiting_tokens,
-            num_admitted=len(plan.admitted),
-            num_retired=len(plan.retired),
-            num_decoding=len(plan.decoding),
-            prefill_tokens=plan.prefill_tokens,
-            reserved_tokens=scheduler.reserved_tokens,
-            free_blocks=scheduler.num_free_blocks,
-        )
+        trace = StepTrace.of(plan, self._scheduler)
         self._metrics.planned(trace)
         if plan.join_reason is not None:
             self._metrics.joined(plan.join_reason)
@@ -293,7 +301,7 @@ class Batcher:
         self._scheduler.timed(step.plan, received_at - began_at)
         for prompt in reply.prompt:
             if (entry := self._live.get(prompt.id)) is not None:
-                entry.prompt_scores.extend(prompt.logprobs, prompt.top_ids, prompt.top_logprobs)
+                entry.note_logprobs(prompt.logprobs, prompt.top_ids, prompt.top_logprobs)
         top_ids, top_logprobs, top_start = reply.top_ids, reply.top_logprobs, 0
         for id, token_id, logprob, top_count in zip(
             reply.ids, reply.token_ids, reply.logprobs, reply.top_counts, strict=True
@@ -307,38 +315,31 @@ class Batcher:
                 self._metrics.surplus_tokens.inc()
             else:
                 top_tokens = list(zip(top_ids[top], top_logprobs[top], strict=True)) if top_count else []
-                self._deliver_token(entry, token_id, logprob, top_tokens, received_at)
+                self._deliver_tokens(entry, token_id, logprob, top_tokens, received_at)
         self._metrics.delivered(
             step.method, received_at - step.sent_at, reply.forward_ns / 1e9, self._clock() - received_at
         )
 
-    def _deliver_token(
-        self, entry: Entry, token_id: int, logprob: float, top_tokens: list[tuple[int, float]], now: float
-    ) -> None:
-        """Turn a token into text and events. Whatever goes wrong here is this request's alone."""
+    def _deliver_tokens(self, entry: Entry, token_id: int, logprob: float, top: Candidates, now: float) -> None:
+        """Turn a token, and those that were forced before it, into text and events.
+
+        Whatever goes wrong here is this request's alone.
+        """
         try:
-            if not entry.request.generates:  # nothing is wanted of the token but that the prompt is computed
-                self._note_time(entry, now)
-                return self._finish(entry, FinishReason.LENGTH)
-            text, reason = entry.generated.push(token_id)
-            self._scheduler.delivered(entry, token_id)
-            self._note_time(entry, now)
-            entry.events.put_nowait(self._events.of_token(entry, token_id, text, logprob, top_tokens))
-            if reason is not None:
-                self._finish(entry, reason)
+            for known in self._delivery.take_forced(entry):
+                self._deliver_token(entry, *known, now)
+            self._deliver_token(entry, token_id, logprob, top, now)
         except Exception:
             logger.exception("a token of sequence %d could not be delivered", entry.id)
             self._fail(entry, IncompleteGeneration())
-
-    def _note_time(self, entry: Entry, now: float) -> None:
-        if entry.first_token_at:
-            self._metrics.inter_token.observe(now - entry.last_token_at)
         else:
-            entry.first_token_at = now
-            self._metrics.time_to_first_token.observe(now - entry.queued_at)
-            if entry.request.prompt_logprobs:
-                entry.events.put_nowait(self._events.of_prompt(entry))
-        entry.last_token_at = now
+            self._held.ask(entry, token_id)
+
+    def _deliver_token(self, entry: Entry, token_id: int, logprob: float, top: Candidates, now: float) -> None:
+        if entry.is_over:  # a forced token before this one has ended it
+            self._metrics.surplus_tokens.inc()
+        elif (reason := self._delivery.deliver(entry, token_id, logprob, top, now)) is not None:
+            self._finish(entry, reason)
 
     # ------------------------------------------------------------------------------------------------- end
 
@@ -358,6 +359,7 @@ class Batcher:
 
     def _end(self, entry: Entry) -> None:
         entry.is_over = True
+        self._held.end(entry)
         del self._live[entry.id]
         self._drain_rate.ended(entry.max_tokens)
 
@@ -386,8 +388,7 @@ class Batcher:
                 self._fail(entry, GenerationError(cause))
             else:
                 entry.num_losses += entry in computed
-                if not entry.generated_ids:
-                    entry.prompt_scores.clear()
+                entry.forget_logprobs()
                 again.append(entry)
         self._scheduler.add_again(again)
         return len(again)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+# The names in the tables of `chat/formats.py`, which a test compares.
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "deepseek", "pythonic", "json")
+REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "thought", "granite")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSettings:
@@ -24,6 +28,23 @@ class ChatSettings:
             "`chat_template`.",
             "default": "the model's",
             "when": "The model comes without a template, or you want another format.",
+        },
+    )
+    tool_call_parser: str = field(
+        default="auto",
+        metadata={
+            "help": "How the model writes calls of tools (docs/chat.md). auto: as its chat template says.",
+            "choices": TOOL_CALL_PARSERS,
+            "when": "The template says nothing or the wrong thing. none: tools are refused.",
+        },
+    )
+    reasoning_parser: str = field(
+        default="auto",
+        metadata={
+            "help": "Between which marks the model writes what it thinks; chats get that as `reasoning_content`. "
+            "auto: as its chat template says.",
+            "choices": REASONING_PARSERS,
+            "when": "The template says nothing or the wrong thing. none: it stays in the text.",
         },
     )
     max_n: int = field(

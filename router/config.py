@@ -186,6 +186,13 @@ class RouterConfig(ConnectionSettings, ChatSettings):
             "when": "To measure prefill, or if whoever times answers must not learn which prompts others sent.",
         },
     )
+    disable_grammar_support: bool = field(
+        default=False,
+        metadata={
+            "help": "Refuse requests with a grammar, and never start the two processes that grammars need.",
+            "when": "Where nobody needs them and memory is short: each process has a table of the whole vocabulary.",
+        },
+    )
     max_batch_total_tokens: int | None = field(
         default=None,
         metadata={

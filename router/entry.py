@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from router.errors import RouterError
 from router.fairness import MIN_ADVANCE
+from router.grammars.grammar import CompiledGrammar, Continuation, Match
 from router.prefix import PrefixKeys
 from router.queue import RequestSize
 from router.text import ENDS_OF_THE_MODEL, Ends, FinishReason, GeneratedText
@@ -52,6 +53,7 @@ class ValidRequest:
     prompt_logprobs: bool = False
     encoder_ids: Sequence[int] = ()  # the prompt, where an encoder reads it
     generates: bool = True  # else the token behind the prompt is nobody's: the prompt's log-probabilities are wanted
+    grammar: CompiledGrammar | None = None  # what the text is held to
 
     @property
     def input_length(self) -> int:
@@ -70,7 +72,7 @@ class ValidRequest:
     def size(self, cached: int = 0, rebuilt: int = 0) -> RequestSize:
         """What admission counts, if the KV cache holds the first `cached` tokens of its prompt already.
 
-        rebuilt: generated tokens that are computed again behind the prompt.
+        rebuilt: tokens behind the prompt that are computed with it: generated before, or forced by a grammar.
         """
         return RequestSize(self.input_length, self.max_new_tokens, bool(self.encoder_ids), cached, rebuilt)
 
@@ -196,6 +198,11 @@ class Scheduled:
     num_prompt_scheduled: int = 0  # Prompt tokens found in the prefix cache, or computed by the steps sent so far.
     num_scheduled: int = 0  # Generated tokens that the steps sent so far yield, or yielded before they were rebuilt.
     generated_ids: list[int] = field(default_factory=list)  # The tokens that came back.
+    continuation: Continuation | None = (
+        None  # What its grammar allows behind them. None: not known yet, or it has none.
+    )
+    num_known: int = 0  # Tokens behind the prompt that the shards are told: generated before, or forced by its grammar.
+    unsent: list[int] = field(default_factory=list)  # Its last token and forced ones, which the shards do not know yet.
     num_cached: int = 0  # Prompt tokens found in the prefix cache when it was first admitted.
     num_rebuilt: int = 0  # How many of them its sequence on the shards began with, behind the prompt.
     num_losses: int = 0  # Losses of the shards in a step that computed it, since its last token.
@@ -203,8 +210,20 @@ class Scheduled:
 
     @property
     def num_prompt_left(self) -> int:
-        """Tokens of the prompt, and of what is rebuilt behind it, that no step sent so far computes."""
-        return len(self.request.token_ids) + self.num_rebuilt - self.num_prompt_scheduled
+        """Tokens of the prompt, and of what is known behind it, that no step sent so far computes."""
+        return len(self.request.token_ids) + self.num_known - self.num_prompt_scheduled
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that its grammar has come next in any case."""
+        return () if self.continuation is None else self.continuation.forced
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it takes part in no step, because what it may get is not known, or that token is under way."""
+        return self.request.grammar is not None and (
+            self.continuation is None or self.num_scheduled > len(self.generated_ids)
+        )
 
     @property
     def is_suspect(self) -> bool:
@@ -243,3 +262,19 @@ class Entry(Scheduled):
     last_token_at: float = 0.0
     first_token_at: float = 0.0
     prompt_scores: PromptScores = field(default_factory=PromptScores)
+    forced_scores: PromptScores = field(default_factory=PromptScores)  # the model's own, where they are asked for
+    match: Match | None = None  # what finds out what its grammar allows
+
+    def note_logprobs(self, logprobs: Sequence[float], top_ids: Sequence[int], top_logprobs: Sequence[float]) -> None:
+        """Keep what a step found of tokens that are known: first those of the prompt, then those that are forced."""
+        wants_prompt = self.request.prompt_logprobs and not self.generated_ids
+        missing = len(self.request.token_ids) - 1 - len(self.prompt_scores.logprobs) if wants_prompt else 0
+        cut = missing * (len(top_ids) // max(len(logprobs), 1))
+        self.prompt_scores.extend(logprobs[:missing], top_ids[:cut], top_logprobs[:cut])
+        self.forced_scores.extend(logprobs[missing:], top_ids[cut:], top_logprobs[cut:])
+
+    def forget_logprobs(self) -> None:
+        """Its sequence is computed again, and what was found of tokens that are known is found again."""
+        if not self.generated_ids:
+            self.prompt_scores.clear()
+        self.forced_scores.clear()

@@ -8,17 +8,26 @@ from http import HTTPStatus
 from starlette.responses import Response
 
 from router import errors
+from router.anthropic import answers as anthropic
 from router.errors import RouterError
-from router.openai.answers import error_body, status_of
+from router.openai import answers as openai
+from router.openai.responses import answers as responses
 
 OPENAI = "/v1/"  # what its paths begin with
+ANTHROPIC = "/v1/messages"
+RESPONSES = "/v1/responses"
 
 
 def error_response(error: RouterError, path: str) -> Response:
     """The whole HTTP response for an error."""
     if not path.startswith(OPENAI):
         return errors.error_response(error)
-    return errors.json_error(error_body(error), status_of(error), errors.headers_of(error))
+    body_of = openai.error_body
+    if path.startswith(ANTHROPIC):
+        body_of = anthropic.error_body
+    elif path.startswith(RESPONSES):
+        body_of = responses.error_body
+    return errors.json_error(body_of(error), openai.status_of(error), errors.headers_of(error))
 
 
 def status_response(status: int, path: str, headers: Mapping[str, str] | None = None) -> Response:
@@ -26,5 +35,10 @@ def status_response(status: int, path: str, headers: Mapping[str, str] | None = 
     if not path.startswith(OPENAI):
         return errors.status_response(status, headers)
     phrase = HTTPStatus(status).phrase
-    told = {"message": phrase, "type": "invalid_request_error", "param": None, "code": None}
-    return errors.json_error({"error": told, "error_type": phrase.lower().replace(" ", "_")}, status, headers or {})
+    error_type = phrase.lower().replace(" ", "_")
+    if path.startswith(ANTHROPIC):
+        return errors.json_error(anthropic.error_of(status, phrase, error_type), status, headers or {})
+    is_stored = status == 404 and path.startswith(RESPONSES + "/")  # what clients would find there
+    sentence = responses.NOT_STORED if is_stored else phrase
+    told = {"message": sentence, "type": "invalid_request_error", "param": None, "code": None}
+    return errors.json_error({"error": told, "error_type": error_type}, status, headers or {})

@@ -53,7 +53,12 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, opened: OpenRequest, frames: Frames, first: list[tuple[int, list[Event]]], headers: dict[str, str]
+        self,
+        opened: OpenRequest,
+        frames: Frames,
+        first: list[tuple[int, list[Event]]],
+        headers: dict[str, str],
+        ping: bytes = PING,
     ) -> None:
         super().__init__(None, headers=headers)
         del self.headers["content-length"]
@@ -61,6 +66,7 @@ class EventStream(Response):
         self._frames = frames
         self._prepare: Prepare | None = getattr(frames, "prepare", None)
         self._first = first
+        self._ping = ping
         self._num_writes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -77,7 +83,7 @@ class EventStream(Response):
         while True:
             if self._prepare is not None:
                 await self._prepare(events)
-            data, num_unread = b"".join([write(*some) for some in events]) if events else PING, 0
+            data, num_unread = b"".join([write(*some) for some in events]) if events else self._ping, 0
             if data:  # there may be nothing to show yet, and an empty chunk would be the end
                 num_unread = connection.write_chunk(data)
                 self._num_writes += 1
@@ -99,6 +105,6 @@ class EventStream(Response):
 
     def _beat(self, connection: ClientConnection, num_seen: int) -> None:
         if num_seen == self._num_writes:
-            connection.write_chunk(PING)
+            connection.write_chunk(self._ping)
         later = asyncio.get_running_loop().call_later
         self._next_beat = later(KEEP_ALIVE_S / 2, self._beat, connection, self._num_writes)

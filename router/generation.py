@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from router.accounts import Account
-from router.asked import Asked
+from router.asked import Asked, Rendering
 from router.batcher import Batcher
 from router.entry import Entry, Event, Failed, Finished, MergedEvents, PromptScores, PromptTokens, Token, ValidRequest
 from router.errors import DeadlinePassed, RouterError
@@ -334,6 +334,11 @@ class Generator:
         with self._permits.hold(account):
             work = self._validator.detokenise(token_ids, skip_special_tokens, _owner(account))
             return await self._in_time(work, timeout_s)
+
+    async def count(self, prompt: Rendering, *, account: Account | None = None, timeout_s: float | None = None) -> int:
+        """How many tokens a chat's prompt has. Raises RouterError. account and timeout_s as for `open`."""
+        with self._permits.hold(account):
+            return await self._in_time(self._validator.count(prompt, _owner(account)), timeout_s)
 
     async def _in_time(self, work: Awaitable[Result], timeout_s: float | None) -> Result:
         """What comes of `work`. Raises DeadlinePassed."""

@@ -136,7 +136,7 @@ class ShardGroup:
         encoded = sum(len(new.encoder_token_ids) for new in request.add)
         self._live.difference_update(request.retire)
         self._live.update(new.id for new in request.add)
-        decoding = len(self._live) if request.decode else 0
+        decoding = len(self._live) - len(request.held) if request.decode else 0
         self._watch.sent(encoded + sum(request.chunk_tokens) + decoding, self._clock())
         self._client.send(request)
 

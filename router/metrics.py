@@ -22,6 +22,7 @@ from prometheus_client.registry import Collector
 
 from router.entry import Finished
 from router.limits import Limits
+from router.plan import StepPlan
 from router.scheduler import Scheduler
 
 M = TypeVar("M", Counter, Histogram)
@@ -53,6 +54,22 @@ class StepTrace:
     prefill_tokens: int
     reserved_tokens: int
     free_blocks: int
+
+    @classmethod
+    def of(cls, plan: StepPlan[Any], scheduler: Scheduler[Any]) -> StepTrace:
+        """Of a plan that the scheduler has just made."""
+        return cls(
+            step=plan.number,
+            batch_size=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            waiting_tokens=scheduler.ledger.waiting_tokens,
+            num_admitted=len(plan.admitted),
+            num_retired=len(plan.retired),
+            num_decoding=len(plan.decoding),
+            prefill_tokens=plan.prefill_tokens,
+            reserved_tokens=scheduler.reserved_tokens,
+            free_blocks=scheduler.num_free_blocks,
+        )
 
 
 class Metrics:

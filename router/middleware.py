@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.accounts import Account, Accounts
-from router.error_shapes import error_response, status_response
+from router.error_shapes import ANTHROPIC, error_response, status_response
 from router.errors import Unauthorized, WrongHost
 from router.playground import files as playground
 
@@ -27,6 +27,16 @@ OPEN_PATHS = playground.OPEN_PATHS | {
     "/", "/health", "/ping", "/docs", "/docs/swagger-ui.css", "/docs/swagger-ui-bundle.js", "/api-doc/openapi.json",
     "/openapi.json",
 }  # fmt: skip
+# What a page of an allowed origin may send: OpenAI's and Anthropic's clients for browsers send all of these.
+HEADERS_OF_CLIENTS = (
+    *("content-type", "authorization", "x-request-id", "x-api-key", "idempotency-key"),
+    *("anthropic-version", "anthropic-beta", "anthropic-dangerous-direct-browser-access"),
+    *("openai-organization", "openai-project", "openai-beta"),
+    *(
+        f"x-stainless-{name}"
+        for name in "lang package-version os arch runtime runtime-version retry-count timeout helper-method".split()
+    ),
+)
 
 
 class RequestIdMiddleware:
@@ -45,7 +55,10 @@ class RequestIdMiddleware:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                headers = MutableHeaders(scope=message)
+                headers["x-request-id"] = request_id
+                if scope["path"].startswith(ANTHROPIC):
+                    headers["request-id"] = request_id  # what Anthropic's clients report
             await send(message)
 
         await self._app(scope, receive, send_with_id)
@@ -94,7 +107,10 @@ class CrossOriginMiddleware(CORSMiddleware):
 
 
 class ApiKeyMiddleware:
-    """Asks for `Authorization: Bearer KEY` but on GET and HEAD of OPEN_PATHS, and notes whose key it is."""
+    """Asks for `Authorization: Bearer KEY` but on GET and HEAD of OPEN_PATHS, and notes whose key it is.
+
+    On Anthropic's paths `x-api-key: KEY` will do.
+    """
 
     def __init__(self, app: ASGIApp, accounts: Accounts) -> None:
         self._app = app
@@ -113,7 +129,15 @@ class ApiKeyMiddleware:
         return scope["method"] in ("GET", "HEAD") and scope["path"] in OPEN_PATHS
 
     def _account(self, scope: Scope) -> Account | None:
-        given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-        scheme, _, key = given.partition(b" ")
+        scheme, _, key = _header(scope, b"authorization").partition(b" ")
         account = self._accounts.find(key.strip())
-        return account if scheme.lower() == b"bearer" else None
+        if account is not None and scheme.lower() == b"bearer":
+            return account
+        if scope["path"].startswith(ANTHROPIC):
+            return self._accounts.find(_header(scope, b"x-api-key").strip())
+        return None
+
+
+def _header(scope: Scope, name: bytes) -> bytes:
+    """The first one of this name; empty where there is none."""
+    return next((value for key, value in scope["headers"] if key == name), b"")

@@ -3,7 +3,8 @@
 State and arithmetic alone, without clock, asyncio, text, wire or metrics: the batching loop (`batcher.py`) and
 `lockstep-bench simulate` share every decision. `plan` assumes that each plan is sent, in order; `computed` and `failed`
 then say what became of it. What the shards lost is queued again as a new sequence: its prompt, and behind it the tokens
-that it has got. So is one that made room for another API key's. Left out: the rules of admission themselves
+that it has got. So is one that made room for another API key's. A sequence with a grammar is held until it is known
+what it may get; tokens that come in any case join it as a chunk. Left out: the rules of admission themselves
 (`queue.py`), and those between keys (`fairness.py`), which are not asked while all requests are of one key.
 """
 
@@ -13,48 +14,18 @@ import itertools
 import operator
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic
 
 from router.blocks import BlockPool
 from router.chunks import ChunkSize
-from router.entry import Scheduled
 from router.fairness import Ledger, divide, fair_order, preempted_for
+from router.grammars.grammar import Continuation
 from router.limits import Limits
+from router.plan import FilledBlock, S, StepPlan
 from router.prefix import PrefixKeys
 from router.queue import Budget, RequestSize, min_size, next_batch
-
-S = TypeVar("S", bound=Scheduled)
-
-
-class FilledBlock(NamedTuple):
-    """A block that a step completes. Its owner's `entry.id` differs from `id` once the shards lost that sequence."""
-
-    entry: Scheduled
-    id: int
-    key: bytes
-    block: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepPlan(Generic[S]):
-    """What one step does."""
-
-    number: int
-    retired: list[S]  # They leave the batch before the step is computed.
-    preempted: dict[int, S]  # So do these, which wait again under new ids, by the ids that they had.
-    admitted: list[S]  # They join it with this step.
-    chunks: dict[int, int]  # For each sequence whose prompt is computed, how many of its tokens are.
-    decoding: list[S]  # Each of them gets one token.
-    prefill_tokens: int  # All tokens of chunks, or of the prompts that an encoder reads.
-    join_reason: str | None  # Why others were admitted to a batch that runs already; None where neither is so.
-    filled: list[FilledBlock]  # The blocks that this step completes.
-    concerned: dict[int, S]  # All with a chunk or a token in this step, by id. If it fails, the shards drop them.
-
-    def cached(self, entry: S) -> int:
-        """How many prompt tokens of `entry`, which this step admits, were found in the prefix cache."""
-        return entry.num_prompt_scheduled - self.chunks[entry.id]
 
 
 class Scheduler(Generic[S]):
@@ -85,6 +56,8 @@ class Scheduler(Generic[S]):
     def add(self, entry: S) -> None:
         """Queue a request."""
         self.ledger.weigh(entry.owner, entry.weight)
+        if (grammar := entry.request.grammar) is not None:
+            entry.continuation = grammar.first.at_most(entry.request.max_new_tokens - 1)
         self._prepare(entry)
         self.waiting.append(entry)
 
@@ -95,15 +68,32 @@ class Scheduler(Generic[S]):
             entry.num_rebuilt = len(entry.generated_ids)
             entry.num_prompt_scheduled = 0
             entry.num_scheduled = entry.num_rebuilt
+            entry.unsent = []
             self._prepare(entry)
             self.waiting.appendleft(entry)
 
     def _prepare(self, entry: S) -> None:
         self.ledger.queued(entry)
         request = entry.request
+        entry.num_known = len(entry.generated_ids) + len(entry.forced)
         # Prompt log-probabilities need every prompt token computed; an encoder's prompt is no sequence's beginning.
         if self.limits.prefix_caching and not request.prompt_logprobs and not request.encoder_ids:
             entry.keys = PrefixKeys([*request.token_ids, *entry.generated_ids], self.limits.block_size)
+
+    def allow(self, entry: S, found: Continuation) -> None:
+        """Its grammar allows this behind the tokens that have come back. It may go on."""
+        num_generated = len(entry.generated_ids)
+        entry.continuation = found.at_most(entry.request.max_new_tokens - num_generated - 1)
+        if entry.forced:
+            entry.num_known = num_generated + len(entry.forced)
+        if entry.forced and entry.id in self.running:
+            entry.unsent = [entry.generated_ids[-1], *entry.forced]
+            entry.num_prompt_scheduled = len(entry.request.token_ids) + num_generated - 1
+
+    def taken(self, entry: S) -> tuple[int, ...]:
+        """A token of what its grammar allowed has come back; returns those before it, which it forced."""
+        forced, entry.continuation = entry.forced, None
+        return forced
 
     def plan(self) -> StepPlan[S] | None:
         """The next step, or None when there is nothing to compute and nobody to retire."""
@@ -114,7 +104,7 @@ class Scheduler(Generic[S]):
         join_reason = None
         fresh = self._admit_suspect()
         if self._suspect is None:
-            decoding = [entry for entry in self.running.values() if not entry.num_prompt_left]
+            decoding = [entry for entry in self.running.values() if not (entry.num_prompt_left or entry.is_held)]
             budget = self._prefill_budget(len(decoding))
             if self.ledger.is_contested:
                 chunks = self._divide_prompts(budget)
@@ -127,6 +117,8 @@ class Scheduler(Generic[S]):
             return None
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
         chunks |= {entry.id: self._first_chunk(entry, num_tokens) for entry, num_tokens in fresh}
+        concerned = {entry.id: entry for entry in decoding} | {id: self.running[id] for id in chunks}
+        filled = self._schedule(decoding, chunks)
         return StepPlan(
             number=next(self._numbers),
             retired=retired,
@@ -134,11 +126,22 @@ class Scheduler(Generic[S]):
             admitted=[entry for entry, _ in fresh],
             chunks=chunks,
             decoding=decoding,
+            held=[e.id for e in self.running.values() if e.request.grammar is not None and e.id not in concerned],
+            extended=self._extend(chunks),
+            constrained=[e for e in concerned.values() if e.is_held],
             prefill_tokens=prefill_tokens,
             join_reason=join_reason,
-            filled=self._schedule(decoding, chunks),
-            concerned={entry.id: entry for entry in decoding} | {id: self.running[id] for id in chunks},
+            filled=filled,
+            concerned=concerned,
         )
+
+    def _extend(self, chunks: Iterable[int]) -> dict[int, list[int]]:
+        """What the shards are told of tokens that grammars force, with the first chunk of them."""
+        extended = {}
+        for entry in map(self.running.__getitem__, chunks):
+            if entry.unsent:
+                extended[entry.id], entry.unsent = entry.unsent, []
+        return extended
 
     @staticmethod
     def _first_chunk(entry: S, num_tokens: int) -> int:
@@ -245,7 +248,7 @@ class Scheduler(Generic[S]):
             wanted[entry.owner] += entry.num_prompt_left
         head = self._next_in_turn()
         if head is not None and self._has_room(head):
-            wanted[head.owner] += head.request.size(rebuilt=head.num_rebuilt).prefill
+            wanted[head.owner] += head.request.size(rebuilt=head.num_known).prefill
         chunks: dict[int, int] = {}
         for owner, part in divide(budget, wanted, self.ledger.weights).items():
             chunks |= self._continue_prompts((entry for entry in self.running.values() if entry.owner == owner), part)
@@ -278,8 +281,9 @@ class Scheduler(Generic[S]):
         return next(fair_order(self._unsuspected(), self.ledger), None)
 
     def _unsuspected(self) -> Iterator[S]:
-        """The waiting requests before the first that runs alone."""
-        return itertools.takewhile(lambda entry: not entry.is_suspect, self.waiting)
+        """The waiting requests before the first that runs alone, but for those that are held."""
+        before = itertools.takewhile(lambda entry: not entry.is_suspect, self.waiting)
+        return (entry for entry in before if not entry.is_held)
 
     def _take_from_queue(self, entries: Sequence[S]) -> None:
         """Remove waiting requests from the queue; mostly they are its first."""
@@ -292,9 +296,10 @@ class Scheduler(Generic[S]):
 
     def _admit_suspect(self) -> list[tuple[S, int]]:
         """Admit the head of the queue alone if it may be what kills the shards: it, with its first prompt chunk."""
-        if self._suspect is not None or not self.waiting or not self.waiting[0].is_suspect:
+        head = self.waiting[0] if self.waiting else None
+        if self._suspect is not None or head is None or not head.is_suspect or head.is_held:
             return []
-        fresh = self._admit([self.waiting[0]], self.limits.max_batch_prefill_tokens, None)
+        fresh = self._admit([head], self.limits.max_batch_prefill_tokens, None)
         self._suspect = fresh[0][0] if fresh else None
         return fresh
 
@@ -342,11 +347,11 @@ class Scheduler(Generic[S]):
         """What each of `entries` needs; it is appended to `seen`, and the blocks that hold its beginning to `found`."""
         block_size = self.limits.block_size
         for entry in entries:
-            # The last token is computed in any case: it yields the next logits.
+            # The last token before forced ones is computed in any case: it yields the next logits.
             seen.append(entry)
-            most = (entry.num_prompt_left - 1) // block_size
+            most = (entry.num_prompt_left - len(entry.forced) - 1) // block_size
             found.append(self._pool.find(entry.keys.keys[:most]) if entry.keys is not None else [])
-            yield entry.request.size(cached=len(found[-1]) * block_size, rebuilt=entry.num_rebuilt)
+            yield entry.request.size(cached=len(found[-1]) * block_size, rebuilt=entry.num_known)
 
     def _reserve(self, entry: S, found: list[int]) -> None:
         size = entry.request.size()
@@ -374,9 +379,10 @@ class Scheduler(Generic[S]):
             entry = self.running[id]
             first = entry.num_prompt_scheduled // self.limits.block_size
             entry.num_prompt_scheduled += num_tokens
-            entry.num_scheduled += not entry.num_prompt_left  # the last chunk yields a token
+            if not entry.num_prompt_left:
+                entry.num_scheduled += len(entry.forced) + 1  # the last chunk yields a token
             if entry.keys is not None:
-                last = entry.num_prompt_scheduled // self.limits.block_size
+                last = min(entry.num_prompt_scheduled // self.limits.block_size, len(entry.keys.keys))
                 filled += [FilledBlock(entry, id, entry.keys.keys[i], entry.blocks[i]) for i in range(first, last)]
         for block in filled:
             self._pool.announce(block.key, block.block)

@@ -34,6 +34,17 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
 
 
+class GrammarParameters(Strict):
+    """What a text must be: JSON by a schema, or what a regular expression or a Lark grammar matches."""
+
+    type: Literal["json", "json_object", "json_schema", "regex", "lark"] = Field(
+        description="`json_object` is another name of `json`; `lark` is not TGI's."
+    )
+    value: str | dict[str, Any] = Field(
+        description="For `json` a JSON schema, also as a string; for `json_schema` {name, schema}; else the expression."
+    )
+
+
 class GenerateParameters(Strict):
     """How to generate. An absent field means that its default holds."""
 
@@ -81,7 +92,7 @@ class GenerateParameters(Strict):
     )
     seed: Integer | None = Field(default=None, description="0 to 2^64 - 1. The same seed gives the same text.")
     top_n_tokens: Integer | None = Field(default=None, description="Candidates to return with each token.")
-    grammar: dict[str, Any] | None = Field(default=None, description="Not supported: must be absent.")
+    grammar: GrammarParameters | None = Field(default=None, description="What the text is held to.")
     adapter_id: str | None = Field(default=None, description="Not supported: must be absent.")
 
 

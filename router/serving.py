@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -21,6 +22,7 @@ from router.aside.pool import Aside
 from router.asked import Asked
 from router.batcher import Batcher
 from router.bodies import Bodies
+from router.chat.reading import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.client import ModelInfo, Shards
 from router.config import RouterConfig
@@ -37,6 +39,7 @@ from router.probing import SharedHealth
 from router.request_log import harmless, harmless_names
 from router.samples import Answer
 from router.text import ModelTokenizer
+from router.tgi import PING
 from router.validation import Validator
 
 Handler = Callable[[Request], Awaitable[Response]]
@@ -61,6 +64,12 @@ class Services:
     shared_health: SharedHealth
     generator: Generator
     generation_defaults: dict[str, Any]
+
+    @cached_property
+    def answer_formats(self) -> AnswerFormats:
+        """How the model writes calls of tools and reasoning."""
+        config = self.config
+        return AnswerFormats.of(config.tool_call_parser, config.reasoning_parser, self.chat_template, self.tokenizer)
 
     @property
     def compute_type(self) -> str:
@@ -115,8 +124,12 @@ async def stream(
     services: Services,
     frames_of: Callable[[OpenRequest], Frames],
     headers: dict[str, str],
+    ping: bytes = PING,
 ) -> Response:
-    """A stream whose first events are there already. Raises RouterError if they are a failure."""
+    """A stream whose first events are there already. Raises RouterError if they are a failure.
+
+    ping: the API's sign of life.
+    """
     with ExitStack() as undo:
         with ClientConnection.of(request.scope).needed():
             opened = undo.enter_context(closing(await _open(request, asked, services, is_stream=True)))
@@ -124,7 +137,7 @@ async def stream(
         for _, events in first:
             if isinstance(events[0], Failed):
                 raise events[0].error
-        answer = EventStream(opened, frames_of(opened), first, headers)
+        answer = EventStream(opened, frames_of(opened), first, headers, ping)
         undo.pop_all()  # from here on the response closes the request
     return answer
 

@@ -62,8 +62,8 @@ async def start(config: RouterConfig, shards: Shards) -> Started:
     return Started(model, cache, limits)
 
 
-def table(config: RouterConfig, started: Started, address: str) -> str:
-    """What runs, with which limits, and where each limit came from."""
+def table(config: RouterConfig, started: Started, address: str, more_facts: Iterable[tuple[str, str, str]] = ()) -> str:
+    """What runs, with which limits, and where each limit came from. more_facts: rows of others, in front of limits."""
     model, cache, limits = started.model, started.cache, started.limits
     weights = ", ".join(sorted({_size(num_bytes) for num_bytes in model.weight_bytes}))
     facts = [
@@ -78,6 +78,7 @@ def table(config: RouterConfig, started: Started, address: str) -> str:
         ("decode graphs", cache.captured, f"{_size(cache.graph_bytes)} per shard" if cache.graph_bytes else ""),
         ("memory left", f"{_size(cache.free_bytes)} per shard", _largest_step(cache)),
         ("prefix cache", "on" if limits.prefix_caching else "off", _why_no_prefixes(config, started)),
+        *more_facts,
     ]
     shown = [name for name in TABLE_LIMITS if name not in _left_open(limits)]
     settings = [(name, _value(getattr(limits, name)), limits.sources.get(name, "default")) for name in shown]

@@ -15,6 +15,7 @@ class StopFilter:
     """Takes a text in pieces; gives out what is no stop sequence and not the beginning of one."""
 
     def __init__(self, stop: Sequence[str]) -> None:
+        self.found: str | None = None  # the sequence that was complete first; of several the longest
         self._automata = [_Automaton(sequence) for sequence in stop]
         self._held: list[tuple[str, bool]] = []  # characters, and whether each is to be shown
 
@@ -27,12 +28,10 @@ class StopFilter:
             return (piece if is_shown else ""), False
         for character in piece:
             self._held.append((character, is_shown))
-            found = 0
-            for automaton in self._automata:
-                if automaton.push(character):
-                    found = max(found, automaton.length)
+            found = [automaton.sequence for automaton in self._automata if automaton.push(character)]
             if found:
-                return self._release(found), True
+                self.found = max(found, key=len)
+                return self._release(len(self.found)), True
         return self._release(max(automaton.matched for automaton in self._automata)), False
 
     def flush(self) -> str:
@@ -50,18 +49,17 @@ class _Automaton:
     """Finds one sequence: `matched` is the length of its longest beginning with which the text ends."""
 
     def __init__(self, sequence: str) -> None:
-        self.length = len(sequence)
+        self.sequence = sequence
         self.matched = 0
-        self._sequence = sequence
         self._shorter = _shorter_beginnings(sequence)
 
     def push(self, character: str) -> bool:
         """Whether the sequence is complete with this character."""
-        while self.matched and self._sequence[self.matched] != character:
+        while self.matched and self.sequence[self.matched] != character:
             self.matched = self._shorter[self.matched - 1]
-        if self._sequence[self.matched] == character:
+        if self.sequence[self.matched] == character:
             self.matched += 1
-        return self.matched == self.length
+        return self.matched == len(self.sequence)
 
 
 def _shorter_beginnings(sequence: str) -> list[int]:

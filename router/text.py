@@ -32,6 +32,7 @@ from router.stops import StopFilter
 from router.token_bytes import LONE_BYTE, TokenBytes
 
 CONTEXT_TOKENS = 5  # of the prompt, decoded along with the first tokens; enough for every decoder's joining rules
+END_TOKENS = 16  # enough for any mark with blanks behind it, in letters if need be
 # A character has at most 4 bytes, so 8 tokens without a whole one are bytes that will never be text.
 MAX_HELD_TOKENS = 8
 REPLACEMENT = "\ufffd"  # what decoders write for bytes that are not (yet) a character
@@ -128,6 +129,11 @@ class ModelTokenizer:
         """Text of the ids without special tokens. Raises TokenizerError."""
         with _tokenizer_errors():
             return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+    def end_of(self, ids: Sequence[int]) -> str:
+        """Text of the last few ids, special tokens and all. Raises TokenizerError."""
+        with _tokenizer_errors():
+            return self.tokenizer.decode(list(ids[-END_TOKENS:]), skip_special_tokens=False)
 
     def decode_long(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of many ids; it leaves the interpreter to others meanwhile. Raises TokenizerError."""
@@ -271,6 +277,8 @@ class Ends:
     ignores_eos: bool = False
     min_tokens: int = 0
     shows_stop: bool = True  # whether a stop sequence is part of the text, as on TGI's routes
+    has_grammar: bool = False  # then an end token is the grammar's word, which counts more than `min_tokens`
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are part of the text where stop sequences are not
 
     def reason(self, token_id: int, eos_ids: frozenset[int]) -> FinishReason | None:
         """What a token ends a generation for; None for most tokens."""
@@ -312,6 +320,11 @@ class GeneratedText:
         """The generated text: without special tokens, up to and including a stop sequence."""
         return "".join(self._pieces)
 
+    @property
+    def stop_sequence(self) -> str | None:
+        """Which stop sequence ended the text; None where none did, or where it is part of the text."""
+        return self._stop_filter.found if self._stop_filter is not None else None
+
     def push(self, token_id: int) -> tuple[str, FinishReason | None]:
         """Take one token: the text to show for it, and the reason if it is the last.
 
@@ -340,6 +353,8 @@ class GeneratedText:
         """As `push`, but no stop sequence and no special token is shown, and a stop counts more than a length."""
         is_special = token_id in self._tokenizer.special_ids
         piece = self._tokenizer.token_text(token_id) if is_special else self._detokeniser.push(token_id)
+        if is_special and token_id in self._ends.shown_ids:
+            piece, is_special = self._detokeniser.flush() + piece, False
         self.piece = "" if is_special else piece
         if self.num_tokens < self._ends.min_tokens:
             shown, has_stopped = "" if is_special else piece, False
@@ -358,6 +373,7 @@ class GeneratedText:
         if self.num_tokens >= self._max_new_tokens:
             return FinishReason.LENGTH
         if self.num_tokens < self._ends.min_tokens:
-            return None
+            is_end = self._ends.has_grammar and token_id in self._tokenizer.eos_ids
+            return FinishReason.EOS_TOKEN if is_end else None
         stopped = FinishReason.STOP_SEQUENCE if has_stopped else None
         return self._ends.reason(token_id, self._tokenizer.eos_ids) or stopped

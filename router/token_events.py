@@ -22,7 +22,7 @@ class TokenEvents:
         self, entry: Entry, token_id: int, text: str, logprob: float, candidates: Sequence[tuple[int, float]]
     ) -> Token:
         """A token that was generated, and whose text has just been found. Raises TokenizerError."""
-        is_special = token_id in self._tokenizer.special_ids
+        is_special = token_id in self._tokenizer.special_ids and token_id not in entry.request.ends.shown_ids
         if entry.request.sampling.raw_logprobs:
             return ScoredToken(token_id, text, logprob, is_special, (), entry.generated.piece, candidates)
         return Token(token_id, text, logprob, is_special, tuple(self._lone(id, value) for id, value in candidates))

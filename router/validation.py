@@ -21,9 +21,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
-from router.asked import Asked
+from router.asked import Asked, Rendering
 from router.entry import Sampling, ValidRequest
 from router.errors import ValidationError
+from router.grammars.asked import grammar_of
+from router.grammars.compiler import Compiler
+from router.grammars.grammar import Grammar
 from router.limits import Limits
 from router.schemas import GenerateParameters
 from router.text import ModelTokenizer, TokenizerError
@@ -57,18 +60,25 @@ class Checked:
     sampling: Sampling
     stop: tuple[str, ...]
     top_n_tokens: int
+    grammar: Grammar | None = None
 
 
 class Validator:
     """Checks requests against the limits and tokenises their prompts, at most `num_workers` at a time.
 
-    Where keys share the server, `owner` is whose request it is.
+    Where keys share the server, `owner` is whose request it is. compiler: None: no grammars.
     """
 
     def __init__(
-        self, tokenizer: ModelTokenizer, limits: Limits, num_workers: int, decoder_start: int | None = None
+        self,
+        tokenizer: ModelTokenizer,
+        limits: Limits,
+        num_workers: int,
+        decoder_start: int | None = None,
+        compiler: Compiler | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._compiler = compiler or Compiler()
         self._decoder_start = decoder_start
         self._limits = limits
         per_token = tokenizer.most_characters_per_token
@@ -92,16 +102,23 @@ class Validator:
         if bad_words := asked.given.bad_words:
             ban = partial(banned, sampling, bad_words, self._tokenizer, self._limits.vocab_size)
             sampling = await self._in_thread(ban, owner)
+        grammar = None if checked.grammar is None else await self._compiler.compile(checked.grammar, owner)
         return [
             ValidRequest(
                 token_ids=token_ids,
                 max_new_tokens=max_new_tokens,
                 sampling=one,
                 stop=checked.stop,
-                ends=replace(ends, shows_stop=asked.shows_stop),
+                ends=replace(
+                    ends,
+                    shows_stop=asked.shows_stop,
+                    shown_ids=asked.shown_marks,
+                    has_grammar=grammar is not None,
+                ),
                 top_n_tokens=checked.top_n_tokens,
                 prompt_logprobs=asked.prompt_logprobs or bool(asked.given.decoder_input_details),
                 generates=asked.generates,
+                grammar=grammar,
             ).read_by_encoder(self._decoder_start)
             for one in _samplings(sampling, checked.best_of, asked.num_answers)
         ]
@@ -139,6 +156,12 @@ class Validator:
                 f"`ids` has token {max(token_ids)}, but the model knows {limits.vocab_size} tokens: leave it out"
             )
         return await self._in_thread(partial(self._tokenizer.decode_long, token_ids, skip_special_tokens), owner)
+
+    async def count(self, prompt: Rendering, owner: str = "") -> int:
+        """How many tokens a chat's prompt has, more than fit or not. Raises ValidationError."""
+        text = await prompt(owner)
+        self._refuse_many_characters(text, SHORTEN)
+        return await self._in_thread(lambda: len(self._encode(text, None, add_special_tokens=False)), owner)
 
     def close(self) -> None:
         """Let the tokenising threads end."""
@@ -241,7 +264,7 @@ def check(asked: Asked, limits: Limits) -> Checked:
         raise ValidationError(
             f"`truncate` must be strictly positive and less than {limits.max_input_length}. Given: {truncate}"
         )
-    return Checked(best_of, max_new_tokens, truncate, sampling, stop, top_n_tokens)
+    return Checked(best_of, max_new_tokens, truncate, sampling, stop, top_n_tokens, grammar_of(given))
 
 
 def count_tokens(token_ids: list[int], max_new_tokens: int | None, limits: Limits) -> int:
@@ -359,7 +382,5 @@ def _top_n_tokens(given: GenerateParameters, limits: Limits) -> int:
 
 
 def _refuse_unsupported(given: GenerateParameters) -> None:
-    if given.grammar is not None:
-        raise ValidationError("grammar is not supported: leave `grammar` out")
     if given.adapter_id is not None:
         raise ValidationError("no adapters are loaded: leave `adapter_id` out")

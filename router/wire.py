@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from router.entry import ValidRequest
+from router.grammars.grammar import Mask
 from router.queue import blocks_for
-from server.pb.generate_pb2 import NewSequence, SamplingParameters, StepReply, StepRequest
+from server.pb.generate_pb2 import (
+    Extension,
+    NewSequence,
+    SamplingParameters,
+    StepReply,
+    StepRequest,
+    TokenIds,
+    TokenMask,
+)
 
 
 def new_sequence(
@@ -17,18 +26,20 @@ def new_sequence(
     *,
     computed: int = 0,
     generated: Sequence[int] = (),
+    forced: Sequence[int] = (),
 ) -> NewSequence:
     """A sequence in wire form, whose blocks hold the first `computed` of its tokens already.
 
     blocks: where an encoder reads the prompt, first the encoder's blocks and then the decoder's.
-    generated: the tokens that it has got, where it is rebuilt.
+    generated: the tokens that it has got, where it is rebuilt; forced: those that its grammar has come next.
     """
     sampling = request.sampling
     first = blocks_for(len(request.encoder_ids), block_size)
     return NewSequence(
         id=id,
-        token_ids=[*request.token_ids, *generated],
-        generated=len(generated),
+        token_ids=[*request.token_ids, *generated, *forced],
+        generated=len(generated) + len(forced),
+        forced=len(forced),
         computed=computed,
         blocks=blocks[first:],
         sampling=SamplingParameters(
@@ -50,6 +61,7 @@ def new_sequence(
             min_tokens=sampling.min_tokens,
             end_ids=sampling.end_ids,
             raw_logprobs=sampling.raw_logprobs,
+            is_constrained=request.grammar is not None,
         ),
         top_n_tokens=request.top_n_tokens,
         prompt_logprobs=request.prompt_logprobs and not generated,  # else the client has them
@@ -65,8 +77,14 @@ def step_request(
     add: Sequence[NewSequence] = (),
     chunks: Sequence[tuple[int, int]] = (),
     decode: bool = False,
+    held: Sequence[int] = (),
+    extended: Mapping[int, Sequence[int]] | None = None,
+    masks: Mapping[int, Mask] | None = None,
 ) -> StepRequest:
-    """One step, in wire form; chunks are (sequence, prompt tokens)."""
+    """One step, in wire form; chunks are (sequence, prompt tokens).
+
+    held: sequences that do not decode; extended: what joins running sequences; masks: what sequences may get.
+    """
     return StepRequest(
         step=step,
         retire=retire,
@@ -74,7 +92,28 @@ def step_request(
         chunk_ids=[id for id, _ in chunks],
         chunk_tokens=[tokens for _, tokens in chunks],
         decode=decode,
+        held=held,
+        extend=[Extension(id=id, token_ids=token_ids) for id, token_ids in (extended or {}).items()],
+        masks=_token_masks(masks) if masks else (),
     )
+
+
+def _token_masks(masks: Mapping[int, Mask]) -> list[TokenMask]:
+    """Each mask once, with all sequences that it is for."""
+    by_mask: dict[Mask, list[int]] = {}
+    for id, mask in masks.items():
+        by_mask.setdefault(mask, []).append(id)
+    return [token_mask(mask, ids) for mask, ids in by_mask.items()]
+
+
+def token_mask(mask: Mask, ids: Sequence[int]) -> TokenMask:
+    """A mask in wire form, for these sequences."""
+    if mask.allowed is not None:
+        return TokenMask(ids=ids, allowed=TokenIds(ids=mask.allowed))
+    if mask.forbidden is not None:
+        return TokenMask(ids=ids, forbidden=TokenIds(ids=mask.forbidden))
+    assert mask.bits is not None
+    return TokenMask(ids=ids, bits=mask.bits)
 
 
 def mistake_in(reply: StepReply, step: int, vocab_size: int) -> str | None:

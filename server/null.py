@@ -1,16 +1,18 @@
 """The null model: a shard that answers every step at once, with the next word of one sentence. It measures the router.
 
 What a client sees of `--model-id null` is HTTP, validation, batching, the wire, text and delivery, and nothing of a
-model: no weights, no arithmetic, no torch. It keeps the wire contract (retire, add, chunks, decode, in this order) and
-believes what it is sent; the tests' double that checks the protocol is `tests/router/fake_shards.py`.
+model: no weights, no arithmetic, no torch. It keeps the wire contract (retire, add, extend, chunks, decode, in this
+order) and believes what it is sent; the tests' double that checks the protocol is `tests/router/fake_shards.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,23 +37,69 @@ MOST_TOKENS = 2**24  # of a cache that takes no memory: the router's lists of it
 class _Sequence:
     id: int
     top_n_tokens: int
-    prompt_logprobs: bool
     raw_logprobs: bool
-    prompt_left: int
-    given: int = 0  # tokens so far
+    known: int  # tokens of the prompt, with those that a grammar forced
+    computed: int
+    reported_from: int  # position of the first token whose log-probability is reported
+    given: int  # tokens so far
 
-    def next_token(self) -> int:
-        """The next word of the sentence."""
+    @classmethod
+    def of(cls, new: pb.NewSequence) -> _Sequence:
+        """A sequence that nothing has been computed of here."""
+        known = len(new.token_ids)
+        raw = new.sampling.raw_logprobs
+        reported_from = 1 if new.prompt_logprobs else known - new.forced if raw else sys.maxsize
+        return cls(new.id, new.top_n_tokens, raw, known, new.computed, reported_from, new.generated)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether its prompt is computed."""
+        return self.computed >= self.known
+
+    def extend(self, num_forced: int) -> None:
+        """Go on with tokens that a grammar forces."""
+        self.known = self.computed + 1 + num_forced
+        self.reported_from = self.computed + 1 if self.raw_logprobs else sys.maxsize
+        self.given += num_forced
+
+    def report(self, num_tokens: int, reply: pb.StepReply) -> None:
+        """What a chunk of so many tokens, the next ones, finds of tokens that are known."""
+        first = max(self.reported_from, self.computed + 1)
+        num_reported = min(self.computed + num_tokens + 1, self.known) - first
+        if num_reported <= 0:
+            return
+        n = self.top_n_tokens if self.raw_logprobs else 0
+        reply.prompt.add(
+            id=self.id,
+            logprobs=[LOGPROB] * num_reported,
+            top_ids=[SENTENCE[rank % len(SENTENCE)] for rank in range(n)] * num_reported,
+            top_logprobs=[LOGPROB - rank for rank in range(n)] * num_reported,
+        )
+
+    def next_token(self, mask: pb.TokenMask | None, end_ids: Sequence[int]) -> int:
+        """The next word of the sentence. Where a grammar forbids that, the end; and where that too, its first token."""
         token_id = SENTENCE[self.given % len(SENTENCE)]
         self.given += 1
-        return token_id
+        if mask is None or _allows(mask, token_id):
+            return token_id
+        return next(id for id in itertools.chain(end_ids, range(MOST_TOKENS)) if _allows(mask, id))
+
+
+def _allows(mask: pb.TokenMask, token_id: int) -> bool:
+    match mask.WhichOneof("tokens"):
+        case "allowed":
+            return token_id in mask.allowed.ids
+        case "forbidden":
+            return token_id not in mask.forbidden.ids
+    return token_id < 8 * len(mask.bits) and bool(mask.bits[token_id // 8] >> token_id % 8 & 1)
 
 
 class NullEngine:
-    """Sequences by name and length alone."""
+    """Sequences by name and length alone. end_ids: the model's end tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, end_ids: Sequence[int] = ()) -> None:
         self._sequences: dict[int, _Sequence] = {}
+        self._end_ids = end_ids
 
     def step(self, request: pb.StepRequest) -> pb.StepReply:
         """Apply one step; the reply of rank 0."""
@@ -59,13 +107,17 @@ class NullEngine:
         for id in [*self._sequences] if request.reset else request.retire:
             self._sequences.pop(id, None)
         for new in request.add:
-            left = len(new.token_ids) - new.computed
-            wanted = (new.top_n_tokens, new.prompt_logprobs, new.sampling.raw_logprobs)
-            self._sequences[new.id] = _Sequence(new.id, *wanted, left, new.generated)
+            self._sequences[new.id] = _Sequence.of(new)
+        for extension in request.extend:
+            self._sequences[extension.id].extend(len(extension.token_ids) - 1)
         reply = pb.StepReply(step=request.step)
-        decoding = [s for s in self._sequences.values() if not s.prompt_left] if request.decode else []
+        held = frozenset(request.held)
+        decoding = [s for s in self._sequences.values() if s.is_complete and s.id not in held] if request.decode else []
+        for sequence in decoding:
+            sequence.computed += 1
         completed = self._advance_prompts(request, reply)
-        _give_tokens([*decoding, *completed], reply)
+        masks = {id: mask for mask in request.masks for id in mask.ids}
+        self._give_tokens([*decoding, *completed], masks, reply)
         reply.forward_ns = time.perf_counter_ns() - started
         return reply
 
@@ -74,32 +126,24 @@ class NullEngine:
         completed = []
         for id, num_tokens in zip(request.chunk_ids, request.chunk_tokens, strict=True):
             sequence = self._sequences[id]
-            sequence.prompt_left -= num_tokens
-            if not sequence.prompt_left:
+            sequence.report(num_tokens, reply)
+            sequence.computed += num_tokens
+            if sequence.is_complete:
                 completed.append(sequence)
-            if sequence.prompt_logprobs:  # the last token of a prompt predicts none of it
-                reported = num_tokens - (not sequence.prompt_left)
-                n = sequence.top_n_tokens if sequence.raw_logprobs else 0
-                reply.prompt.add(
-                    id=id,
-                    logprobs=[LOGPROB] * reported,
-                    top_ids=[SENTENCE[rank % len(SENTENCE)] for rank in range(n)] * reported,
-                    top_logprobs=[LOGPROB - rank for rank in range(n)] * reported,
-                )
         return completed
 
-
-def _give_tokens(sequences: list[_Sequence], reply: pb.StepReply) -> None:
-    token_ids = [sequence.next_token() for sequence in sequences]
-    top_counts = [sequence.top_n_tokens for sequence in sequences]
-    reply.ids.extend([sequence.id for sequence in sequences])
-    reply.token_ids.extend(token_ids)
-    reply.logprobs.extend([LOGPROB] * len(sequences))
-    reply.top_counts.extend(top_counts)
-    for token_id, count in zip(token_ids, top_counts, strict=True):
-        first = SENTENCE.index(token_id)  # the candidates are the words from the chosen one on
-        reply.top_ids.extend(SENTENCE[(first + rank) % len(SENTENCE)] for rank in range(count))
-        reply.top_logprobs.extend(LOGPROB - rank for rank in range(count))
+    def _give_tokens(self, sequences: list[_Sequence], masks: Mapping[int, pb.TokenMask], reply: pb.StepReply) -> None:
+        token_ids = [sequence.next_token(masks.get(sequence.id), self._end_ids) for sequence in sequences]
+        top_counts = [sequence.top_n_tokens for sequence in sequences]
+        reply.ids.extend([sequence.id for sequence in sequences])
+        reply.token_ids.extend(token_ids)
+        reply.logprobs.extend([LOGPROB] * len(sequences))
+        reply.top_counts.extend(top_counts)
+        for token_id, count in zip(token_ids, top_counts, strict=True):
+            # The candidates are the words from the chosen one on.
+            first = SENTENCE.index(token_id) if token_id in SENTENCE else 0
+            reply.top_ids.extend(SENTENCE[(first + rank) % len(SENTENCE)] for rank in range(count))
+            reply.top_logprobs.extend(LOGPROB - rank for rank in range(count))
 
 
 class NullService(pb_grpc.ShardServicer):
@@ -108,8 +152,10 @@ class NullService(pb_grpc.ShardServicer):
     def __init__(self, config: ShardConfig) -> None:
         self._rank = config.rank
         self._world_size = config.world_size
-        self._vocab_size: int = json.loads((Path(config.model_path) / "config.json").read_bytes())["vocab_size"]
-        self._engine = NullEngine()
+        model = json.loads((Path(config.model_path) / "config.json").read_bytes())
+        self._vocab_size: int = model["vocab_size"]
+        end_ids = model.get("eos_token_id")
+        self._engine = NullEngine(end_ids if isinstance(end_ids, list) else [] if end_ids is None else [end_ids])
         self._num_blocks = 0
         self._num_steps = 0
         self.steps = StepStream(config.rank, config.step_sockets, self._start)

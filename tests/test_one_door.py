@@ -73,3 +73,17 @@ def test_one_port_listens_and_no_secret_is_written() -> None:
 def test_a_server_that_computes_nothing_has_one_listener() -> None:
     with Server("--model-id", "null", "--num-shard", "2") as server:
         assert {("tcp", "127.0.0.1", urlsplit(server.url).port)} == set(listeners(tree_of(server.process.pid)))
+
+
+def test_what_the_router_starts_does_not_hold_its_port() -> None:
+    """Else a router that is killed could not be started again while such a process takes its time to end."""
+    asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    with Server("--model-id", "null") as server:
+        assert httpx2.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).status_code == 200
+        router = server.router()
+        beside = children_of(router)
+        assert beside, "messages become a prompt in a process of its own"
+        port, table = f":{urlsplit(server.url).port:04X}", Path("/proc/net/tcp").read_text().splitlines()[1:]
+        doors = {fields[9] for line in table if (fields := line.split())[1].endswith(port) and fields[3] == LISTENS}
+        assert doors & inodes_of([router])
+        assert set() == doors & inodes_of(beside)

@@ -1,5 +1,12 @@
 """Work that a client's text can make expensive, done beside the router: see `pool.py`."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Task = Callable[..., Any]
+
 
 class TaskError(Exception):
     """A task cannot be done; the sentence is for whoever asked."""

@@ -1,4 +1,4 @@
-"""One process that does tasks aside: `python -m router.aside MEMORY_MB`, started by `pool.py`.
+"""One process that does tasks aside: `python -m router.aside MEMORY_MB MODULE ARGUMENT`, started by `pool.py`.
 
 It says {} once it is ready. Then it reads one line of JSON for each task and answers with one: {"result": …}, or
 {"error": "…"}. It runs at the lowest priority and may take no more memory than it is told.
@@ -6,13 +6,14 @@ It says {} once it is ready. Then it reads one line of JSON for each task and an
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import resource
 import sys
+from collections.abc import Mapping
 
-from router.aside import TaskError
-from router.aside.tasks import TASKS
+from router.aside import Task, TaskError
 
 MEGABYTE = 2**20
 
@@ -20,17 +21,19 @@ MEGABYTE = 2**20
 def main() -> int:
     """Do tasks until standard input ends. Returns the exit code."""
     os.nice(19)  # at the same priority as the shards it would make their steps twice as long
-    most = int(sys.argv[1]) * MEGABYTE
+    memory_mb, module, argument = sys.argv[1:]
+    most = int(memory_mb) * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer
+    tasks = importlib.import_module(module).tasks(argument)
     print("{}", file=answers, flush=True)
     for line in sys.stdin:
-        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
+        print(json.dumps(_answer(tasks, json.loads(line))), file=answers, flush=True)
     return 0
 
 
-def _answer(order: dict[str, object]) -> dict[str, object]:
-    task = TASKS[str(order.pop("task"))]
+def _answer(tasks: Mapping[str, Task], order: dict[str, object]) -> dict[str, object]:
+    task = tasks[str(order.pop("task"))]
     try:
         return {"result": task(**order)}
     except TaskError as error:

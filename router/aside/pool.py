@@ -5,7 +5,7 @@ stream; a thread can neither be bounded nor ended. A process can: one that excee
 starts another. API keys are served by turns (`router/turns.py`), and who stops waiting for a task that runs ends its
 process.
 
-Left out: which tasks there are (`tasks.py`). Nothing is started before `warm_up` or the first task.
+Left out: which tasks there are (such as those of `tasks.py`). Nothing is started before `warm_up` or the first task.
 """
 
 from __future__ import annotations
@@ -34,9 +34,15 @@ START_S = 60.0  # for a process to import what it works with, at the lowest prio
 
 
 class Aside:
-    """num: processes at most. seconds: for one task. memory_mb: for one process."""
+    """num: processes at most. seconds: for one task. memory_mb: for one process.
 
-    def __init__(self, num: int, seconds: float = 2.0, memory_mb: int = 1024) -> None:
+    tasks: the module of the tasks, and what is said to it.
+    """
+
+    def __init__(
+        self, num: int, seconds: float = 2.0, memory_mb: int = 1024, tasks: tuple[str, str] = ("router.aside.tasks", "")
+    ) -> None:
+        self._tasks = tasks
         self._seconds = seconds
         self._memory_mb = memory_mb
         self._turns = Turns(num)
@@ -84,7 +90,7 @@ class Aside:
 
     async def _start(self) -> _Worker:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "router.aside", str(self._memory_mb)),
+            *(sys.executable, "-m", "router.aside", str(self._memory_mb), *self._tasks),
             cwd=ROOT,
             stdin=PIPE,
             stdout=PIPE,
@@ -145,12 +151,8 @@ class _Worker:
         return answer
 
     def cpu_seconds(self) -> float:
-        """What it has had of the cores; infinity where that is not known."""
-        try:
-            fields = Path(f"/proc/{self._process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        except OSError:
-            return math.inf
-        return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+        """What it has had of the cores."""
+        return cpu_seconds(self._process.pid)
 
     async def end(self) -> None:
         """Kill the process, and wait until it is gone."""
@@ -158,3 +160,12 @@ class _Worker:
             self._process.kill()
         self._orders.close()
         await self._process.wait()
+
+
+def cpu_seconds(pid: int) -> float:
+    """What a process has had of the cores; infinity where that is not known."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return math.inf
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND

@@ -1,20 +1,18 @@
-"""What is done aside, by name. Each task takes and returns what JSON holds, and refuses with TaskError.
+"""What is done aside with chat templates, by name. A task takes and returns JSON, and refuses with TaskError.
 
 Imported by the processes of `__main__.py` alone: what does the work is large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError, UndefinedError
 from jinja2.exceptions import SecurityError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from router.aside import TaskError
-
-Task = Callable[..., Any]
+from router.aside import Task, TaskError
 
 
 def render_chat(
@@ -53,4 +51,6 @@ def render_chat(
     return str(prompts[0])
 
 
-TASKS: Mapping[str, Task] = {"render_chat": render_chat}
+def tasks(argument: str) -> Mapping[str, Task]:
+    """All of them; nothing is to be said about them."""
+    return {"render_chat": render_chat}

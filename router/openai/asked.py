@@ -11,17 +11,16 @@ from typing import Any
 
 from router.asked import Asked, Rendering
 from router.errors import ValidationError
+from router.openai.response_format import grammar_of_format
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation, Message
+from router.openai.tools import calls_of, refuse_many_values_of_calls
 from router.schemas import GenerateParameters
 
 ROLES = {"developer": "system"}  # a newer name, which templates do not know
+# Older names, and what to send in their place.
+OLDER = {"functions": "tools", "function_call": "tool_choice"}
 # Fields with a meaning that is not served yet, and values of them that mean nothing.
 NOT_SERVED: Mapping[str, Sequence[Any]] = {
-    "tools": (None, []),
-    "functions": (None, []),
-    "tool_choice": (None, "none", "auto"),
-    "function_call": (None, "none", "auto"),
-    "response_format": (None, {"type": "text"}),
     "prompt_embeds": (None,),
     "suffix": (None, ""),
     "modalities": (None, ["text"]),
@@ -132,11 +131,15 @@ def _parameters(body: Generation, most: int | None) -> GenerateParameters:
         min_tokens=body.min_tokens,
         stop_token_ids=body.stop_token_ids,
         repetition_penalty=body.repetition_penalty,
+        grammar=grammar_of_format(body.response_format),
     )
 
 
 def refuse_what_is_not_served(extra: Mapping[str, Any]) -> None:
     """Raises ValidationError for a field whose meaning would be lost."""
+    for name, newer in OLDER.items():
+        if extra.get(name) not in (None, [], "auto", "none"):
+            raise ValidationError(f"`{name}` is not served: send its successor, `{newer}`")
     for name, neutral in NOT_SERVED.items():
         if name in extra and extra[name] not in neutral:
             raise ValidationError(f"`{name}` is not served: leave it out")
@@ -146,10 +149,16 @@ def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
     """The messages as templates take them, with texts for contents. Raises ValidationError."""
     if not body.messages:
         raise ValidationError("`messages` is empty: give at least one")
+    refuse_many_values_of_calls(call for message in body.messages for call in message.tool_calls or ())
     found = [_message(number, message) for number, message in enumerate(body.messages)]
     if body.continue_final_message and found[-1]["role"] != "assistant":
         raise ValidationError("`continue_final_message` needs a last message of the role assistant")
     return found
+
+
+def begun(body: ChatRequest) -> str:
+    """What a final message that is continued has of the answer already."""
+    return _text("messages", body.messages[-1].content) if body.continue_final_message else ""
 
 
 def _message(number: int, message: Message) -> dict[str, Any]:
@@ -157,7 +166,12 @@ def _message(number: int, message: Message) -> dict[str, Any]:
         "role": ROLES.get(message.role, message.role),
         "content": _text(f"messages.{number}.content", message.content),
     }
-    optional = {"name": message.name, "tool_calls": message.tool_calls, "tool_call_id": message.tool_call_id}
+    optional = {
+        "name": message.name,
+        "tool_calls": calls_of(f"messages.{number}.tool_calls", message.tool_calls or ()) or None,
+        "tool_call_id": message.tool_call_id,
+        "reasoning_content": message.reasoning_content,
+    }
     return told | {name: value for name, value in optional.items() if value is not None}
 
 

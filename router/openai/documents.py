@@ -7,6 +7,7 @@ from typing import Literal
 from pydantic import BaseModel
 
 Reason = Literal["stop", "length"]
+ChatReason = Literal["stop", "length", "tool_calls"]
 
 
 class CachedTokens(BaseModel):
@@ -33,14 +34,22 @@ class Answered(BaseModel):
     system_fingerprint: str
 
 
-class ChatMessage(BaseModel):
-    """What the model says."""
+class CalledFunction(BaseModel):
+    """A function that the model calls. arguments: JSON, as far as the model keeps to it."""
 
-    role: Literal["assistant"]
-    content: str
+    name: str
+    arguments: str
 
 
-class LikelyToken(BaseModel):
+class ToolCall(BaseModel):
+    """One call of an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class TokenLogprob(BaseModel):
     """A token and what the model itself thought of it; `token` names the bytes of a part of a character."""
 
     token: str
@@ -48,26 +57,35 @@ class LikelyToken(BaseModel):
     bytes: list[int]
 
 
-class ChatToken(LikelyToken):
-    """A token of the text."""
+class ShownTokenLogprob(TokenLogprob):
+    """A token of the text, and its candidates."""
 
-    top_logprobs: list[LikelyToken]
+    top_logprobs: list[TokenLogprob]
 
 
 class ChatLogprobs(BaseModel):
-    """Where `logprobs` asks for them: the tokens that the text is made of."""
+    """What `logprobs` of a chat asks for."""
 
-    content: list[ChatToken]
+    content: list[ShownTokenLogprob]
     refusal: None
 
 
 class TextLogprobs(BaseModel):
-    """Where `logprobs` asks for them: the tokens that the text is made of; nothing predicted a prompt's first one."""
+    """What `logprobs` of a completion asks for. The first token of a prompt has none: nothing predicted it."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
+
+
+class ChatMessage(BaseModel):
+    """What the model says. Without text beside its calls, its content is null."""
+
+    role: Literal["assistant"]
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -76,7 +94,7 @@ class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Reason
+    finish_reason: ChatReason
 
 
 class ChatCompletion(Answered):
@@ -104,11 +122,29 @@ class TextCompletion(Answered):
     usage: Usage
 
 
+class FunctionDelta(BaseModel):
+    """What a chunk adds to a call: with the first, its name."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """The call of this index. What its first chunk says besides, no later one does."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
+
+
 class Delta(BaseModel):
     """What a chunk adds."""
 
     role: Literal["assistant"] | None = None
-    content: str
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -117,7 +153,7 @@ class ChatChunkChoice(BaseModel):
     index: int
     delta: Delta
     logprobs: ChatLogprobs | None
-    finish_reason: Reason | None
+    finish_reason: ChatReason | None
 
 
 class ChatChunk(Answered):

@@ -12,11 +12,16 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from router import tgi
 from router.api_document import ERROR_STATUSES, documented
 from router.asked import Asked, Rendering
+from router.chat.pieces import AnswerReader
+from router.chat.prompting import rendering
+from router.chat.reading import Reading
+from router.chat.tools import Offer
 from router.errors import NotFound
 from router.generation import OpenRequest
-from router.openai import answers, asked, logprobs
+from router.openai import answers, asked, logprobs, read_answers, tools
 from router.openai.documents import (
     ChatChunk,
     ChatCompletion,
@@ -28,7 +33,7 @@ from router.openai.documents import (
 )
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
 from router.openai.scored import ScoredFrames, Scoring, add_to_chat, add_to_completion
-from router.samples import likeliest
+from router.samples import Answer, likeliest
 from router.schemas import MOST_VALUES
 from router.serving import Handler, Services, collect, json_response, read, stream
 
@@ -44,15 +49,21 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
 
     async def chat(request: Request) -> Response:
         body = await read(request, services, ChatRequest)
+        offered = tools.offered(body)
+        reading = services.answer_formats.reading(offered)
         candidates = logprobs.candidates_of_chat(body.logprobs, body.top_logprobs, config.max_top_n_tokens)
-        wanted = asked.of_chat(body, rendering_of(body, services), config.max_n, candidates)
+        wanted = asked.of_chat(body, rendering_of(body, services, offered), config.max_n, candidates)
         scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
         head = _head(request, body, services, "chatcmpl")
+        if reading is not None:
+            return await _read_chat(request, body, wanted, services, head, reading, scoring)
         if body.stream:
             return await _stream(request, body, wanted, services, head, lambda: None, scoring)
         opened, found = await collect(request, wanted, services)
         whole = answers.chat_completion(head, found, opened.entries)
-        return json_response(whole if scoring is None else add_to_chat(whole, found, scoring))
+        if scoring is not None:
+            whole = add_to_chat(whole, found, scoring)
+        return json_response(whole, _counts(opened, found, services))
 
     async def completions(request: Request) -> Response:
         body = await read(request, services, CompletionRequest, most_values)
@@ -66,12 +77,11 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
         opened, found = await collect(request, wanted, services)
         chosen = likeliest(found, len(wanted), body.n or 1)
         whole = answers.completion(head, [found[i] for i in chosen], opened.entries, echoed())
-        if scoring is None:
-            return json_response(whole)
-        token_ids = [opened.entries[i].request.token_ids for i in chosen]
-        # A long prompt has many log-probabilities, and streams go on meanwhile.
-        scored = asyncio.to_thread(add_to_completion, whole, [found[i] for i in chosen], token_ids, scoring)
-        return json_response(await scored)
+        if scoring is not None:
+            token_ids = [opened.entries[i].request.token_ids for i in chosen]
+            # A long prompt has many log-probabilities, and streams go on meanwhile.
+            whole = await asyncio.to_thread(add_to_completion, whole, [found[i] for i in chosen], token_ids, scoring)
+        return json_response(whole, _counts(opened, found, services))
 
     async def models() -> Response:
         return Response(orjson.dumps({"object": "list", "data": [model]}), media_type="application/json")
@@ -107,16 +117,24 @@ def _add(
     )
 
 
-def rendering_of(body: ChatRequest, services: Services) -> Rendering:
-    """How a chat's messages become a prompt. Raises ValidationError."""
-    return partial(
-        services.chat_template.render,
+def rendering_of(body: ChatRequest, services: Services, offered: Offer | None = None) -> Rendering:
+    """How a chat's messages become a prompt. Raises ValidationError. offered: its tools, where they are known."""
+    return rendering(
+        services.chat_template,
         services.aside,
         asked.messages_of(body),
+        offered if offered is not None else tools.offered(body),
+        services.answer_formats.tools,
+        instruction=body.tool_prompt,
         variables=body.chat_template_kwargs,
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message is True,
     )
+
+
+def _counts(opened: OpenRequest, found: Sequence[Answer], services: Services) -> dict[str, str]:
+    """TGI's headers, which it has here too."""
+    return tgi.response_headers(None, opened, [answer.finished for answer in found], services.compute_type)
 
 
 def _head(request: Request, body: Generation, services: Services, prefix: str) -> answers.Head:
@@ -139,6 +157,42 @@ def _prompt(one: Asked, services: Services) -> str:
     return one.prompt if isinstance(one.prompt, str) else services.tokenizer.decode(one.prompt)
 
 
+async def _read_chat(
+    request: Request,
+    body: ChatRequest,
+    wanted: list[Asked],
+    services: Services,
+    head: answers.Head,
+    reading: Reading,
+    scoring: Scoring | None,
+) -> Response:
+    """A chat whose answers may have reasoning or calls of tools."""
+    begun = asked.begun(body)
+    wanted = [reading.asked(one, begun) for one in wanted]
+
+    def readers(opened: OpenRequest) -> list[AnswerReader]:
+        ends = [services.tokenizer.end_of(entry.request.token_ids) for entry in opened.entries]
+        return [reading.reader(end, begun) for end in ends]
+
+    def frames(opened: OpenRequest) -> read_answers.ReadChunkFrames:
+        usage = _includes_usage(body)
+        return read_answers.ReadChunkFrames(head, opened, readers(opened), scoring, includes_usage=usage)
+
+    if body.stream:
+        return await stream(request, wanted, services, frames, _stream_headers(services))
+    opened, found = await collect(request, wanted, services)
+    whole = await read_answers.chat_completion(head, found, opened.entries, readers(opened))
+    return json_response(whole if scoring is None else add_to_chat(whole, found, scoring))
+
+
+def _includes_usage(body: Generation) -> bool:
+    return body.stream_options is not None and body.stream_options.include_usage is True
+
+
+def _stream_headers(services: Services) -> dict[str, str]:
+    return {**STREAM_HEADERS, "x-compute-type": services.compute_type}
+
+
 async def _stream(
     request: Request,
     body: Generation,
@@ -149,12 +203,12 @@ async def _stream(
     scoring: Scoring | None,
 ) -> Response:
     """echoed: what comes before each answer of a completion; of a chat, nothing. Called once the prompts are valid."""
-    includes_usage = body.stream_options is not None and body.stream_options.include_usage is True
 
     def frames(opened: OpenRequest) -> answers.ChunkFrames:
+        includes_usage = _includes_usage(body)
         if scoring is not None:
             is_chat = isinstance(body, ChatRequest)
             return ScoredFrames(head, opened, scoring, includes_usage=includes_usage, is_chat=is_chat)
         return answers.ChunkFrames(head, opened, includes_usage=includes_usage, echoed=echoed())
 
-    return await stream(request, wanted, services, frames, {**STREAM_HEADERS, "x-compute-type": services.compute_type})
+    return await stream(request, wanted, services, frames, _stream_headers(services))

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field
 
 from router.schemas import Integer, Strict
 
+ModelName = Annotated[str, Field(max_length=256)]  # each chunk of a stream has it
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**32 - 1)]], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -28,7 +29,7 @@ class Generation(Strict):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", frozen=True)
 
-    model: str | None = Field(default=None, description="Any name; the answer has it.")
+    model: ModelName | None = Field(default=None, description="Any name; the answer has it.")
     n: Integer | None = Field(default=None, description="Answers to the same prompt.")
     stop: str | Texts | None = Field(default=None, description="End before the first of these.")
     stream: bool | None = Field(default=None, description="Answer with server-sent events.")
@@ -46,6 +47,9 @@ class Generation(Strict):
     ignore_eos: bool | None = Field(default=None, description="Not OpenAI's: do not end at the model's end tokens.")
     min_tokens: Integer | None = Field(default=None, description="Not OpenAI's: nothing ends the text before.")
     stop_token_ids: TokenIds | None = Field(default=None, description="Not OpenAI's: end after these tokens too.")
+    response_format: dict[str, Any] | None = Field(
+        default=None, description="text, json_object or json_schema; TGI's {type, value} too."
+    )
     user: str | None = Field(default=None, description="Ignored.")
 
 
@@ -57,6 +61,7 @@ class Message(Strict):
     name: str | None = None
     tool_calls: Objects | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = Field(default=None, description="What the model thought before this answer.")
 
 
 class ChatRequest(Generation):
@@ -66,6 +71,12 @@ class ChatRequest(Generation):
     logprobs: bool | None = Field(default=None, description="Tell the log-probability of each token of the text.")
     top_logprobs: Integer | None = Field(default=None, description="Likeliest tokens told beside each of them.")
     max_completion_tokens: Integer | None = Field(default=None, description="The newer name of `max_tokens`.")
+    tools: Objects | None = Field(default=None, description="Functions that the model may call. At most 128.")
+    tool_choice: str | dict[str, Any] | None = Field(
+        default=None, description='"auto", "none", "required", or a function that must be called.'
+    )
+    parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call in an answer.")
+    tool_prompt: str | None = Field(default=None, description="TGI's: how to call tools, in place of our words.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(

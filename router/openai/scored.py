@@ -60,6 +60,21 @@ def _text(tokens: Iterable[ShownToken]) -> str:
     return "".join(token.text for token in tokens)
 
 
+class ChatScores:
+    """The log-probabilities of one answer of a chat, as its tokens come."""
+
+    def __init__(self, scoring: Scoring) -> None:
+        self._scoring = scoring
+        self._shown = ShownTokens(scoring.tokenizer)
+
+    def of(self, events: Sequence[Event]) -> Json | None:
+        """Those of the tokens that are shown with these events; None where there are none."""
+        tokens = [one for event in events if isinstance(event, Token) for one in self._shown.push(event)]
+        if isinstance(events[-1], Finished):
+            tokens += self._shown.end()
+        return chat_logprobs(tokens, self._scoring.count, self._scoring.tokenizer) if tokens else None
+
+
 @dataclass
 class _Choice:
     """How far one answer of a stream has come."""

@@ -196,6 +196,7 @@ export function visible(text) {
 
 function percent(logprob) {
   const share = 100 * Math.exp(Math.min(0, logprob));
+  if (share === 0) return "0 %";
   return share >= 99.95 ? "100 %" : share < 0.01 ? "< 0.01 %" : `${share < 1 ? share.toFixed(2) : share.toFixed(1)} %`;
 }
 

@@ -18,6 +18,7 @@ const ownIds = new Set();
 const live = new LiveBatch(ownIds, () => info ?? loadInfo());
 
 let info = null; // what the server says of itself
+let isLoadingInfo = false;
 let running = null; // the AbortController of the request under way
 let lastRequest = null;
 let givesChatProbabilities = true; // until the server says that it does not
@@ -133,7 +134,9 @@ async function runCompletion(body, run) {
 }
 
 function nativePiece(token, top) {
-  const alternatives = Array.isArray(top) ? top.map(({ id, text, logprob }) => ({ id, text: String(text), logprob })) : [];
+  const alternatives = Array.isArray(top)
+    ? top.map(({ id, text, logprob }) => ({ id, text: String(text), logprob: logprob ?? -Infinity })) // JSON has no infinity
+    : [];
   const { id, logprob, special } = token;
   const text = String(token.text);
   return { text, tokens: [{ id, text, logprob, special: special === true, alternatives }] };
@@ -221,15 +224,19 @@ function chatBody({ top_logprobs: top, ...body }) {
   return givesChatProbabilities ? { ...body, logprobs: true, ...(top ? { top_logprobs: top } : {}) } : body;
 }
 
-/** A text with what is known of its tokens; where that does not add up to the text, the text counts. */
+/** A text with what is known of its tokens, some of which are parts of a character; where it does not add up, the text counts. */
 function chatPieces(content, logprobs) {
   const text = typeof content === "string" ? content : "";
-  const tokens = (logprobs?.content ?? []).map(({ token, logprob, top_logprobs: top }) => ({
+  const given = logprobs?.content ?? [];
+  const tokens = given.map(({ token, logprob, top_logprobs: top }) => ({
     text: String(token),
     logprob,
-    alternatives: (top ?? []).map((one) => ({ text: String(one.token), logprob: one.logprob })),
+    alternatives: (top ?? []).map((one) => ({ text: String(one.token), logprob: one.logprob ?? -Infinity })),
   }));
-  if (tokens.map((token) => token.text).join("") === text) return tokens.map((token) => ({ text: token.text, tokens: [token] }));
+  const decoder = new TextDecoder("utf-8", { ignoreBOM: true });
+  const texts = given.map(({ token, bytes }) =>
+    Array.isArray(bytes) ? decoder.decode(Uint8Array.from(bytes), { stream: true }) : String(token));
+  if (texts.join("") === text) return tokens.map((token, at) => ({ text: texts[at], tokens: [token] }));
   return text || tokens.length ? [{ text, tokens }] : [];
 }
 
@@ -366,14 +373,16 @@ async function copyCode() {
 
 // ---------------------------------------------------------------------------------------------------------- key
 
+/** What the server says of itself. Where that fails, the next look at the batch, a second later, tries again. */
 async function loadInfo() {
+  if (isLoadingInfo) return;
+  isLoadingInfo = true;
   try {
     showInfo(await (await ask("info")).json());
-    live.start();
   } catch (error) {
-    live.start(); // it looks again, and so does this
     if (error.status === 401) askForKey(error.message);
   }
+  isLoadingInfo = false;
 }
 
 function showInfo(found) {
@@ -483,6 +492,7 @@ byId("key-forget").addEventListener("click", () => {
   info = null;
   byId("key-dialog").close();
   loadInfo();
+  live.start();
 });
 card.serve(byId("answer"));
 card.serve(byId("others"));
@@ -490,3 +500,4 @@ card.serve(byId("messages"));
 if (matchMedia("(max-width: 820px)").matches) byId("parameters").removeAttribute("open");
 showMode();
 loadInfo();
+live.start();

@@ -69,7 +69,7 @@ const STREAMED = [
 // What OpenAI's library takes by name; the rest goes along as `extra_body`.
 const OPENAI_NAMES = new Set([
   "model", "messages", "stream", "max_tokens", "temperature", "top_p", "seed", "stop", "frequency_penalty",
-  "presence_penalty", "logit_bias", "logprobs", "top_logprobs", "stream_options",
+  "presence_penalty", "logit_bias", "logprobs", "top_logprobs", "stream_options", "response_format",
 ]);
 
 function chatProgram({ url, body, isStream, hasKey }) {

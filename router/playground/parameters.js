@@ -37,7 +37,17 @@ const GROUPS = [
     { native: "top_n_tokens", chat: "top_logprobs", label: "Alternatives", kind: "integer", min: 0, max: 5, value: "5", unset: "0" },
     { native: "decoder_input_details", label: "Prompt probabilities", kind: "switch", note: STREAMED },
   ]],
+  ["Grammar", [
+    { native: "grammar", chat: "response_format", label: "Text must be", kind: "grammar" },
+  ]],
 ];
+
+const GRAMMARS = {
+  "": { label: "anything" },
+  json: { label: "JSON", hint: 'A JSON schema, such as {"type": "object"}' },
+  regex: { label: "a regex match", hint: "A regular expression, such as \\d{4}-\\d\\d" },
+  lark: { label: "in a language", hint: 'A Lark grammar, such as start: "yes" | "no"' },
+};
 
 /** Fields for all parameters inside `form`. */
 export class Parameters {
@@ -56,18 +66,19 @@ export class Parameters {
     const row = document.createElement("div");
     row.className = `field ${spec.kind}`;
     const label = document.createElement("label");
-    const input = document.createElement(["lines", "biases"].includes(spec.kind) ? "textarea" : "input");
+    const input = document.createElement({ lines: "textarea", biases: "textarea", grammar: "select" }[spec.kind] ?? "input");
     input.id = `parameter-${spec.native}`;
     label.htmlFor = input.id;
     label.textContent = spec.label;
     if (spec.title) label.title = spec.title;
     if (input.localName === "textarea") input.rows = 2;
-    else input.type = spec.kind === "switch" ? "checkbox" : "text";
+    else if (input.localName === "input") input.type = spec.kind === "switch" ? "checkbox" : "text";
     if (["integer", "number"].includes(spec.kind)) input.inputMode = spec.min < 0 ? "text" : "decimal";
     input.autocomplete = "off";
     input.spellcheck = false;
     row.append(label, input);
     const field = { spec, row, input };
+    if (spec.kind === "grammar") row.append((field.text = grammarText(input)));
     if (spec.note) {
       field.note = document.createElement("small");
       field.note.id = `${input.id}-note`;
@@ -81,7 +92,8 @@ export class Parameters {
     return row;
   }
 
-  #fill({ spec, input }) {
+  #fill({ spec, input, text }) {
+    if (text) text.hidden = true;
     if (spec.kind === "switch") input.checked = false;
     else input.value = spec.value ?? "";
     input.removeAttribute("aria-invalid");
@@ -113,21 +125,55 @@ export class Parameters {
   /** The parameters that are set, by the names of this API. Throws an Error with a sentence, at the field it is about. */
   read(isChat) {
     const found = {};
-    for (const { spec, input } of this.fields) {
+    for (const { spec, input, text } of this.fields) {
       const name = isChat ? spec.chat : spec.native;
       if (!name || input.disabled) continue;
       try {
-        const value = spec.kind === "switch" ? input.checked || undefined : READERS[spec.kind](input.value, spec);
+        let value;
+        if (spec.kind === "switch") value = input.checked || undefined;
+        else if (spec.kind === "grammar") value = grammarOf(input.value, text.value, isChat);
+        else value = READERS[spec.kind](input.value, spec);
         if (value !== undefined) found[name] = value;
       } catch (error) {
-        input.setAttribute("aria-invalid", "true");
-        input.closest("details")?.setAttribute("open", "");
-        input.focus();
+        const wrong = text ?? input;
+        wrong.setAttribute("aria-invalid", "true");
+        wrong.closest("details")?.setAttribute("open", "");
+        wrong.focus();
         throw error;
       }
     }
     return found;
   }
+}
+
+/** Where the grammar of the kind that `choice` says is written. */
+function grammarText(choice) {
+  for (const [value, { label }] of Object.entries(GRAMMARS)) choice.append(new Option(label, value));
+  const text = document.createElement("textarea");
+  text.rows = 4;
+  text.id = `${choice.id}-text`;
+  text.spellcheck = false;
+  text.setAttribute("aria-label", "Grammar");
+  text.addEventListener("input", () => text.removeAttribute("aria-invalid"));
+  choice.addEventListener("input", () => {
+    text.hidden = !choice.value;
+    text.placeholder = GRAMMARS[choice.value].hint ?? "";
+  });
+  return text;
+}
+
+/** A grammar in TGI's words or, for a schema of a chat, in OpenAI's. */
+function grammarOf(kind, text, isChat) {
+  if (!kind) return undefined;
+  if (!text.trim()) throw new Error(`Write the grammar first: ${GRAMMARS[kind].hint}.`);
+  if (kind !== "json") return { type: kind, value: text };
+  let schema;
+  try {
+    schema = JSON.parse(text);
+  } catch {
+    throw new Error("The schema is no JSON: check its quotes, commas and brackets.");
+  }
+  return isChat ? { type: "json_schema", json_schema: { name: "answer", schema } } : { type: "json", value: schema };
 }
 
 /** Arrow keys change a number, as in a number field; those fields would not let 64-bit seeds or half-typed text be read. */

@@ -78,7 +78,7 @@ class FallbackModel:
     def _one(self, run: TokenRun, token_ids: Tensor) -> Tensor:
         """One sequence's next tokens [n] → [n, V]."""
         wanted: dict[str, Any] = {"use_cache": True}
-        if self._keeps_last and not run.sequence.prompt_logprobs:
+        if self._keeps_last and not run.reported:
             wanted["logits_to_keep"] = 1
         encoded, cache = run.sequence.own_cache or (self._encode(run.sequence.encoder_tokens), None)
         ids = {"decoder_input_ids" if self._has_encoder else "input_ids": token_ids.unsqueeze(0)}

@@ -42,6 +42,11 @@ class RecentTokens:
     def __init__(self, generated: Sequence[int], device: Device):
         last = generated[-(MOST_WORD_TOKENS - 1) :]
         self.tokens = device.upload([NONE] * (MOST_WORD_TOKENS - 1 - len(last)) + [*last])
+        self._device = device
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Note tokens that were generated, but not chosen here."""
+        self.tokens = torch.cat([self.tokens, self._device.upload(token_ids)])[-(MOST_WORD_TOKENS - 1) :]
 
     @staticmethod
     def append(sequences: Sequence[RecentTokens], recent: Tensor, token_ids: Tensor) -> None:

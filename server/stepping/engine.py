@@ -32,7 +32,7 @@ from server.stepping.decode_graphs import DecodeGraphs, Form
 from server.stepping.mixed_graphs import MixedGraphs
 from server.stepping.reporting import KnownLogprobs, Reported, counted, reported_tokens
 from server.stepping.sampling import Chosen, Watermark
-from server.stepping.sequences import SequenceState, SequenceTable, StepRuns, TokenRun
+from server.stepping.sequences import SequenceState, SequenceTable, StepRuns
 from server.stepping.vocabulary import Vocabulary
 
 # Sequences that there is always room for, and as many are expected where nobody says how many there can be.
@@ -275,7 +275,7 @@ class Engine:
     def _run(self, plan: StepRuns, tables: Tables, started: Clock) -> Launched:
         if self._graphs is not None:
             if not plan.chunks and self._graphs.decodes.takes(len(plan.decodes)):
-                return self._run_graph(plan.decodes, tables, self._graphs.decodes, started)
+                return self._run_graph(plan, tables, self._graphs.decodes, started)
             if self._graphs.mixed is not None and self._graphs.mixed.takes(plan):
                 return self._run_mixed(plan, tables, self._graphs.mixed, started)
         step = tables.lay_out(plan, self.device, has_encoder=self.has_encoder)
@@ -287,29 +287,40 @@ class Engine:
             lambda rows: self.model.logits(hidden[at[rows]]),
             positions=step.forward.meta.positions[at] + 1,
             previous=step.forward.token_ids[at],
+            allowed=plan.allowed,
         )
         if chosen:
             tables.keep(step.sample_rows, torch.cat([part.token_ids for part in chosen]))
         return Launched(step.sampled, chosen, prompt, started, self.device)
 
-    def _run_graph(self, runs: list[TokenRun], tables: Tables, graphs: DecodeGraphs, started: Clock) -> Launched:
+    def _run_graph(self, plan: StepRuns, tables: Tables, graphs: DecodeGraphs, started: Clock) -> Launched:
+        runs = plan.decodes
         sequences = [run.sequence for run in runs]
         if (form := graphs.form_of(runs)) is not Form.HIDDEN:
             token_ids, logprobs, _ = graphs.run(runs, form)
             return Launched(sequences, [Chosen(token_ids, logprobs)], {}, started, self.device)
-        return self._sample(sequences, graphs.run(runs, form), tables, started)
+        return self._sample(sequences, graphs.run(runs, form), plan, tables, started)
 
     def _run_mixed(self, plan: StepRuns, tables: Tables, graphs: MixedGraphs, started: Clock) -> Launched:
         sampled = [run.sequence for run in plan.decodes + plan.chunks if run.yields_token]
-        return self._sample(sampled, graphs.run(plan), tables, started)
+        return self._sample(sampled, graphs.run(plan), plan, tables, started)
 
     def _sample(
-        self, sequences: list[SequenceState], found: tuple[Tensor, ...], tables: Tables, started: Clock
+        self,
+        sequences: list[SequenceState],
+        found: tuple[Tensor, ...],
+        plan: StepRuns,
+        tables: Tables,
+        started: Clock,
     ) -> Launched:
         """Choose the tokens of these sequences from what a graph found for them."""
         hidden, positions, previous, rows = found
         chosen = self._choose(
-            sequences, lambda part: self.model.logits(hidden[part]), positions=positions, previous=previous
+            sequences,
+            lambda part: self.model.logits(hidden[part]),
+            positions=positions,
+            previous=previous,
+            allowed=plan.allowed,
         )
         if chosen:
             tables.keep(rows, torch.cat([part.token_ids for part in chosen]))

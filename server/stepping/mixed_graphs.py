@@ -94,7 +94,7 @@ class MixedGraphs:
             and 0 < len(plan.chunks) <= PROMPTS
             and len(plan.decodes) <= self._decodes[-1]
             and sum(run.length for run in plan.chunks) <= self._tokens[-1]
-            and not any(run.sequence.prompt_logprobs for run in plan.chunks)
+            and not any(run.reported for run in plan.chunks)
         )
 
     def captures(self) -> list[Callable[[], None]]:

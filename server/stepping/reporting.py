@@ -1,4 +1,4 @@
-"""What a step reports of tokens that were known before it: log-probabilities of a prompt's tokens, and candidates.
+"""What a step reports of tokens that were known before it: log-probabilities of a prompt, and of forced tokens.
 
 These come from the logits at each token's predecessor, a few rows at a time, so that a long prompt takes no more memory
 than a batch does. They are the model's own: nothing that tokens are chosen by changes them.
@@ -62,10 +62,10 @@ def reported_tokens(
     """By sequence. hidden: [T, D] of the step; logits: of some rows of it."""
     found = {}
     for run, start in zip(forward.runs, forward.meta.query_starts, strict=False):
-        targets = run.sequence.prompt[run.start + 1 : run.start + run.length + 1]
-        if run.sequence.prompt_logprobs and targets:
-            rows = hidden[start : start + len(targets)].split(LOGIT_ROWS)
-            ids = device.upload(targets).split(LOGIT_ROWS)
+        if wanted := run.reported:
+            first = start + wanted.start - 1 - run.start  # the row before the first token
+            rows = hidden[first : first + len(wanted)].split(LOGIT_ROWS)
+            ids = device.upload(run.sequence.prompt[wanted.start : wanted.stop]).split(LOGIT_ROWS)
             n = candidates_of(run)
             parts = [_report(logits(some), of, n, vocabulary) for some, of in zip(rows, ids, strict=True)]
             found[run.sequence.id] = parts[0] if len(parts) == 1 else _joined(parts)

@@ -1,8 +1,8 @@
 """From logits to token ids: vectorised over the rows of a step, and the same on every rank.
 
-First come the biases of single tokens (`biases.py`), then penalties and warpers in TGI's order: watermark, repetition
-penalty, frequency and presence penalty, temperature, top-k, top-p, min-p, typical-p. Each touches only the rows that
-ask for it, so a request's tokens do not depend on its neighbours.
+First come the biases of single tokens (`biases.py`) and what grammars allow (`masks.py`), then penalties and warpers in
+TGI's order: watermark, repetition penalty, frequency and presence penalty, temperature, top-k, top-p, min-p, typical-p.
+Each touches only the rows that ask for it, so a request's tokens do not depend on its neighbours.
 
 A token is drawn by the exponential race argmax(p / E) with E exponential noise, which needs no normalised
 probabilities; the noise is a pure function of (seed, position, token id). Every rank works on its own part of the
@@ -28,6 +28,8 @@ from torch import Tensor
 from server.backends.protocol import Device
 from server.backends.reference.logits import MASK32, mix
 from server.stepping.biases import Biases, RecentTokens, TokenBiases
+from server.stepping.history import History, HistoryTable
+from server.stepping.masks import Allowed, Masks
 from server.stepping.vocabulary import Vocabulary
 
 # Bounds beyond which nothing changes but overflows begin: logits (up to 2^10) that are penalised by one of these and
@@ -58,6 +60,7 @@ class TokenChoice:
     top_n_tokens: int = 0
     biases: TokenBiases = NO_BIASES
     raw_logprobs: bool = False
+    is_constrained: bool = False  # each step says which tokens it may get
 
     @property
     def needs_history(self) -> bool:
@@ -78,7 +81,7 @@ class TokenChoice:
     @cached_property
     def changes_scores(self) -> bool:
         """Whether logits change before they are warped."""
-        return self.needs_history or self.watermark or bool(self.biases)
+        return self.needs_history or self.watermark or self.is_constrained or bool(self.biases)
 
     @cached_property
     def wants_raw(self) -> bool:
@@ -110,71 +113,6 @@ class Chosen(NamedTuple):
         if self.top_ids is None or self.top_logprobs is None:
             return Chosen(token_ids, logprobs)
         return Chosen(token_ids, logprobs, device.download(self.top_ids), device.download(self.top_logprobs))
-
-
-class History:
-    """Which of this rank's tokens one sequence holds already; kept only for sequences whose penalties ask."""
-
-    def __init__(self, prompt: Sequence[int], num_generated: int, vocabulary: Vocabulary, device: Device):
-        ids = device.upload(prompt)
-        self._table = _HistoryTable.empty(1, vocabulary, ids.device)
-        self._row = 0
-        self._table.see(ids.unsqueeze(0))
-        self._table.count(ids[len(ids) - num_generated :].unsqueeze(0))
-
-
-class _HistoryTable:
-    """The histories of sequences that step together: a row of each, in one tensor, so that no step gathers them.
-
-    Rows move to a table of their own when others join them; what was there before is not read again.
-    """
-
-    def __init__(self, seen: Tensor, counts: Tensor, start: int):
-        self._seen = seen  # [S, Vl + 1] bool; one place more than this rank has tokens: there go the other ranks'
-        self._counts = counts  # [S, Vl + 1] float32
-        self._start = start
-
-    @classmethod
-    def empty(cls, rows: int, vocabulary: Vocabulary, device: torch.device) -> _HistoryTable:
-        """Of sequences without tokens."""
-        seen = torch.zeros(rows, vocabulary.width + 1, dtype=torch.bool, device=device)
-        return cls(seen, torch.zeros_like(seen, dtype=torch.float32), vocabulary.start)
-
-    @classmethod
-    def of(cls, histories: Sequence[History]) -> _HistoryTable:
-        """The table whose rows are these histories, made if they do not stand together yet."""
-        table = histories[0]._table
-        rows = [(history._table, history._row) for history in histories]
-        if rows == [(table, row) for row in range(len(table._seen))]:
-            return table
-        seen = torch.stack([table._seen[row] for table, row in rows])
-        table = cls(seen, torch.stack([table._counts[row] for table, row in rows]), table._start)
-        for row, history in enumerate(histories):
-            history._table, history._row = table, row
-        return table
-
-    @property
-    def seen(self) -> Tensor:
-        """Whether each of this rank's tokens is in the sequence, [S, Vl]."""
-        return self._seen[:, :-1]
-
-    @property
-    def counts(self) -> Tensor:
-        """How often each of this rank's tokens was generated, [S, Vl] float32."""
-        return self._counts[:, :-1]
-
-    def see(self, token_ids: Tensor) -> None:
-        """Note that row s has the tokens token_ids[s], [S, n]."""
-        self._seen.scatter_(1, self._places(token_ids), True)
-
-    def count(self, token_ids: Tensor) -> None:
-        """Count tokens that were generated, [S, n]."""
-        ones = torch.ones_like(token_ids, dtype=torch.float32)
-        self._counts.scatter_add_(1, self._places(token_ids), ones)
-
-    def _places(self, token_ids: Tensor) -> Tensor:
-        places, width = token_ids - self._start, self._seen.shape[1] - 1
-        return places.masked_fill((places < 0) | (places >= width), width)
 
 
 class _Rows:
@@ -234,15 +172,18 @@ class Sampler:
         previous: Tensor,
         histories: Sequence[History | None],
         recents: Sequence[RecentTokens | None] = (),
+        allowed: Sequence[Allowed | None] = (),
     ) -> Chosen:
         """Choose one token for each row.
 
         logits: [R, Vl], used up; positions: [R] index that the new token will have in its sequence; previous: [R] the
         token before it; histories: of each row, None where no penalty asks for one; recents: of each row, None where
-        no word of several tokens is banned. The new token is added to both.
+        no word of several tokens is banned. The new token is added to both. allowed: of each row, what its grammar
+        allows, None where it has none.
         """
         raw = self._raw.keep(logits) if self._raw is not None else None
-        chosen = self._choose_biased(logits, positions, previous, histories, recents)
+        masks = Masks(allowed, self._device, self._vocabulary) if any(one is not None for one in allowed) else None
+        chosen = self._choose_biased(logits, positions, previous, histories, recents, masks)
         return chosen if self._raw is None or raw is None else self._raw.report(chosen, raw)
 
     def _choose_biased(
@@ -252,11 +193,14 @@ class Sampler:
         previous: Tensor,
         histories: Sequence[History | None],
         recents: Sequence[RecentTokens | None],
+        masks: Masks | None,
     ) -> Chosen:
         if self._biases is None:
+            logits = logits if masks is None else masks.apply(logits.float())
             return self._choose(logits, positions, previous, histories)
         logits, recent = logits.float(), self._biases.recent(recents)
         self._biases.add(logits, positions, recent)
+        logits = logits if masks is None else masks.apply(logits, wins=True)
         chosen = self._choose(logits, positions, previous, histories)
         self._biases.append(recents, recent, chosen.token_ids)
         return chosen
@@ -267,7 +211,7 @@ class Sampler:
         if self._watermarked.any or self._penalised.any or self._sampled.any or self.top_n:
             logits = logits.float()
         own = [history for history in histories if history is not None]
-        history = _HistoryTable.of(own) if own else None
+        history = HistoryTable.of(own) if own else None
         logits = self._penalise(self._add_watermark(logits, previous), history)
         rows = self._warp(self._sampled.take(logits)) if self._sampled.any else logits
         logits = self._sampled.put(logits, rows) if self._sampled.any else logits
@@ -293,7 +237,7 @@ class Sampler:
         rows = self._watermarked.take(logits) + green * self._watermark.delta
         return self._watermarked.put(logits, rows)
 
-    def _penalise(self, logits: Tensor, history: _HistoryTable | None) -> Tensor:
+    def _penalise(self, logits: Tensor, history: HistoryTable | None) -> Tensor:
         if history is None:
             return logits
         rows = self._penalised.take(logits)

@@ -6,7 +6,8 @@ changes. What a step computes is decided by the router; what the device knows of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -15,8 +16,12 @@ from server.backends.protocol import Device
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
 from server.stepping.biases import MOST_WORD_TOKENS, RecentTokens, TokenBiases
-from server.stepping.sampling import History, TokenChoice
+from server.stepping.history import History
+from server.stepping.masks import Allowed
+from server.stepping.sampling import TokenChoice
 from server.stepping.vocabulary import Vocabulary
+
+NOTHING = sys.maxsize  # a position that no token has
 
 
 class StepError(ValueError):
@@ -29,14 +34,14 @@ class SequenceState:
 
     id: int
     row: int  # of the device's tables, never 0
-    prompt: list[int]
+    prompt: list[int]  # and later the tokens that a grammar forced, at their positions
     prompt_length: int  # tokens of the client's prompt; what `prompt` holds beyond them was generated before
     computed: int  # tokens whose keys and values are in the cache
     blocks: Sequence[int]
     choice: TokenChoice
     history: History | None
     recent: RecentTokens | None
-    prompt_logprobs: bool
+    reported_from: int  # position of the first token of `prompt` whose log-probability is reported
     encoder_tokens: list[int]  # of an encoder-decoder: what its encoder reads
     encoder_blocks: Sequence[int]
     encoder_row: int  # of the device's tables, where the encoder's blocks are; without an encoder the same as `row`
@@ -52,6 +57,16 @@ class SequenceState:
         """Prompt tokens not yet computed."""
         return max(0, len(self.prompt) - self.computed)
 
+    def extend(self, token_ids: list[int]) -> None:
+        """Go on with these tokens, the first of which it got in the step before."""
+        unknown = self.computed - len(self.prompt)  # the device knew them, and nobody reads them again
+        self.prompt += [0] * unknown + token_ids
+        self.reported_from = self.computed + 1 if self.choice.raw_logprobs else NOTHING
+        if self.history is not None:
+            self.history.add(token_ids[1:])
+        if self.recent is not None:
+            self.recent.extend(token_ids[1:])
+
 
 class TokenRun(NamedTuple):
     """The tokens [start, start + length) of one sequence, which a step computes."""
@@ -65,6 +80,12 @@ class TokenRun(NamedTuple):
         """Whether the whole prompt is computed after this run, so that the next token is sampled."""
         return self.start + self.length >= len(self.sequence.prompt)
 
+    @property
+    def reported(self) -> range:
+        """Positions of the tokens that are known, whose log-probabilities it finds and that somebody asked for."""
+        first = max(self.sequence.reported_from, self.start + 1)
+        return range(first, min(self.start + self.length + 1, len(self.sequence.prompt)))
+
 
 class StepRuns(NamedTuple):
     """Whose tokens a step computes, and who is new. One that has no runs computes nothing."""
@@ -72,6 +93,7 @@ class StepRuns(NamedTuple):
     decodes: list[TokenRun]
     chunks: list[TokenRun]
     added: list[SequenceState]
+    allowed: Mapping[int, Allowed] = {}  # sequence -> what it may get in this step, where that is not everything
 
     @property
     def computes(self) -> bool:
@@ -108,7 +130,10 @@ class SequenceTable:
         if request.add or request.chunk_ids:
             self._check(request)
         added = [self._add(new) for new in request.add]
-        decodes = self._decodes() if request.decode else []
+        for extension in request.extend:
+            if extension.id in self.sequences:
+                self.sequences[extension.id].extend(list(extension.token_ids))
+        decodes = self._decodes(request.held) if request.decode else []
         chunks = [
             TokenRun(self.sequences[id], self.sequences[id].computed, count)
             for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True)
@@ -116,17 +141,27 @@ class SequenceTable:
         ]
         for sequence, _, count in decodes + chunks:
             sequence.computed += count
-        return StepRuns(decodes, chunks, added)
+        return StepRuns(decodes, chunks, added, self._allowed(request.masks) if request.masks else {})
 
     def drop(self, request: pb.StepRequest) -> None:
         """Forget every sequence that a failed step touched."""
         if request.decode:
-            self._forget([run.sequence.id for run in self._decodes()])
+            self._forget([run.sequence.id for run in self._decodes(request.held)])
         self._forget([*request.chunk_ids, *(new.id for new in request.add)])
 
-    def _decodes(self) -> list[TokenRun]:
-        """The next token of every sequence whose prompt is computed."""
-        return [TokenRun(s, s.computed, 1) for s in self.sequences.values() if s.computed >= len(s.prompt)]
+    def _decodes(self, held: Sequence[int]) -> list[TokenRun]:
+        """The next token of every sequence whose prompt is computed, but for those that are held."""
+        sequences = [s for s in self.sequences.values() if s.computed >= len(s.prompt)]
+        if held:
+            waiting = frozenset(held)
+            sequences = [s for s in sequences if s.id not in waiting]
+        return [TokenRun(s, s.computed, 1) for s in sequences]
+
+    def _allowed(self, masks: Iterable[pb.TokenMask]) -> dict[int, Allowed]:
+        found: dict[int, Allowed] = {}
+        for mask in masks:
+            found |= dict.fromkeys(mask.ids, allowed_tokens(mask, self.vocabulary.size))
+        return found
 
     def _forget(self, ids: Iterable[int]) -> None:
         # Ids that a failed step dropped may still be named by the request that was in flight behind it.
@@ -142,8 +177,13 @@ class SequenceTable:
             )
         for new in request.add:
             self._check_new(new)
+        for extension in request.extend:
+            self._check_extension(extension)
         remaining = {id: s.remaining for id, s in self.sequences.items()}
         remaining |= {new.id: len(new.token_ids) - new.computed for new in request.add}
+        remaining |= {
+            extension.id: len(extension.token_ids) for extension in request.extend if extension.id in remaining
+        }
         for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True):
             if id in remaining and not 0 < count <= remaining[id]:
                 raise StepError(f"sequence {id} has {remaining[id]} prompt tokens left, not {count}")
@@ -165,6 +205,21 @@ class SequenceTable:
             )
         if num_blocks(len(new.encoder_token_ids)) > len(new.encoder_blocks):
             raise StepError(f"sequence {new.id} needs {num_blocks(len(new.encoder_token_ids))} encoder blocks")
+
+    def _check_extension(self, extension: pb.Extension) -> None:
+        sequence, token_ids = self.sequences.get(extension.id), extension.token_ids
+        if sequence is None:
+            return  # a failed step dropped it
+        if sequence.remaining:
+            raise StepError(
+                f"sequence {extension.id} has {sequence.remaining} prompt tokens left: it cannot be extended"
+            )
+        if not token_ids or max(token_ids) >= self.vocabulary.size:
+            raise StepError(
+                f"sequence {extension.id} needs token ids below the vocabulary size, {self.vocabulary.size}"
+            )
+        if num_blocks(sequence.computed + len(token_ids)) > len(sequence.blocks):
+            raise StepError(f"sequence {extension.id} has no room for {len(token_ids)} more tokens")
 
     def _check_sampling(self, id: int, sampling: pb.SamplingParameters) -> None:
         if max([*sampling.bias_ids, *sampling.banned_word_ids, *sampling.end_ids], default=0) >= self.vocabulary.size:
@@ -191,12 +246,28 @@ class SequenceTable:
             recent=RecentTokens(prompt[len(prompt) - new.generated :], self.device)
             if choice.biases.banned_words
             else None,
-            prompt_logprobs=new.prompt_logprobs,
+            reported_from=_reported_from(new),
             encoder_tokens=list(new.encoder_token_ids),
             encoder_blocks=list(new.encoder_blocks),
             encoder_row=self.free_rows.pop() if self.has_encoder else row,
         )
         return self.sequences[new.id]
+
+
+def allowed_tokens(mask: pb.TokenMask, size: int) -> Allowed:
+    """What a mask of the wire means in a vocabulary of `size` tokens."""
+    form = mask.WhichOneof("tokens")
+    if form == "bits":
+        return Allowed.of_bits(mask.bits, size)
+    if form == "allowed":
+        return Allowed(ids=tuple(id for id in mask.allowed.ids if id < size))
+    return Allowed.but(mask.forbidden.ids, size)
+
+
+def _reported_from(new: pb.NewSequence) -> int:
+    if new.prompt_logprobs:
+        return 1
+    return len(new.token_ids) - new.forced if new.forced and new.sampling.raw_logprobs else NOTHING
 
 
 def _choice(new: pb.NewSequence) -> TokenChoice:
@@ -215,6 +286,7 @@ def _choice(new: pb.NewSequence) -> TokenChoice:
         seed=sampling.seed,
         top_n_tokens=new.top_n_tokens,
         raw_logprobs=sampling.raw_logprobs,
+        is_constrained=sampling.is_constrained,
         biases=_biases(sampling, len(new.token_ids) - new.generated),
     )
 

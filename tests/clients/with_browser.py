@@ -34,6 +34,7 @@ WIDTHS = {"wide": (1280, 900), "narrow": (390, 844)}
 HOSTILE = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>\u202e\x1b[31m&lt;b&gt;"
 # Lines of Chromium's console: for every answer that is an error, which the page shows, and for what one test tries.
 EXPECTED = ("Failed to load resource", "This document requires 'TrustedHTML'")
+TOP = [{"token": token, "logprob": -1.0} for token in ("Hi", "other")]
 QUICK = 10_000  # milliseconds; a liveness bound, as is the next
 SLOW = 60_000
 
@@ -219,6 +220,49 @@ def test_probabilities_are_the_servers(browser: Browser, server: Server) -> None
         )
 
 
+def test_probabilities_are_those_after_sampling_has_ruled_tokens_out(browser: Browser, server: Server) -> None:
+    with opened(browser, server.url) as page:
+        generate(page, max_new_tokens="2", top_k="2", seed="1")
+        done(page)
+        page.locator("#answer .token").first.hover()
+        shares = page.locator("#card li span:nth-child(3)").all_inner_texts()
+        assert 2 == len(shares)
+        assert 100 == pytest.approx(sum(float(share.removesuffix(" %")) for share in shares), abs=0.2)
+
+
+def test_a_grammar_is_asked_for_in_the_words_of_each_api(browser: Browser, server: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    with opened(browser, server.url) as page:
+        page.locator("#parameter-grammar").select_option("JSON")
+        text = page.locator("#parameter-grammar-text")
+        generate(page)
+        expect(page.locator("#error")).to_contain_text("Write the grammar first")
+        expect(text).to_be_focused()
+        text.fill("{")
+        generate(page)
+        expect(page.locator("#error")).to_contain_text("The schema is no JSON")
+        text.fill(json.dumps(schema))
+        asked = asked_by(page, "**/generate_stream")
+        assert {"type": "json", "value": schema} == asked["parameters"]["grammar"]
+        page.locator("input[value=chat]").check()
+        page.locator("#prompt").fill("Hello")
+        asked = asked_by(page, "**/v1/chat/completions")
+        assert {"name": "answer", "schema": schema} == asked["response_format"]["json_schema"]
+        page.locator("input[value=completion]").check()
+        page.locator("#parameter-grammar").select_option("a regex match")
+        text.fill(r"\d+")
+        assert {"type": "regex", "value": r"\d+"} == asked_by(page, "**/generate_stream")["parameters"]["grammar"]
+
+
+def asked_by(page: Page, address: str) -> dict[str, Any]:
+    """What the page asks the server for, if asked to generate."""
+    with page.expect_request(address) as request:
+        page.locator("#generate").click()
+    done(page)
+    found: dict[str, Any] = json.loads(request.value.post_data or "")
+    return found
+
+
 def test_everything_can_be_done_by_keyboard(browser: Browser, server: Server) -> None:
     with opened(browser, server.url) as page:
         expect(page.locator("#model")).to_have_text("server/demo")
@@ -294,6 +338,50 @@ def test_a_conversation_goes_on_and_begins_anew(browser: Browser, server: Server
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
+def test_probabilities_of_a_chat_are_shown_where_a_server_gives_them(
+    browser: Browser, server: Server, is_streamed: bool
+) -> None:
+    """In OpenAI's shape; among them, two tokens that are parts of one character."""
+    pieces = [("Hi", [b"Hi"]), (" 🙂", [b" ", b"\xf0\x9f", b"\x99\x82"]), ("!", [b"!"])]
+    content = [
+        {"token": token.decode(errors="replace"), "bytes": list(token), "logprob": -0.5, "top_logprobs": TOP}
+        for _, tokens in pieces
+        for token in tokens
+    ]
+
+    def answer(route: Route) -> None:
+        assert (True, 5) == tuple(
+            json.loads(route.request.post_data or "")[name] for name in ("logprobs", "top_logprobs")
+        )
+        if not is_streamed:
+            message = {"role": "assistant", "content": "".join(text for text, _ in pieces)}
+            choice = {"index": 0, "message": message, "logprobs": {"content": content}, "finish_reason": "stop"}
+            return route.fulfill(json={"choices": [choice]})
+        left = list(content)
+        frames = []
+        for text, tokens in pieces:
+            told, left = left[: len(tokens)], left[len(tokens) :]
+            choice = {"index": 0, "delta": {"content": text}, "logprobs": {"content": told}, "finish_reason": None}
+            frames.append({"choices": [choice]})
+        frames.append({"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]})
+        body = "".join(f"data: {json.dumps(frame)}\n\n" for frame in frames) + "data: [DONE]\n\n"
+        return route.fulfill(content_type="text/event-stream", body=body)
+
+    with opened(browser, server.url) as page:
+        page.locator("#stream").set_checked(is_streamed)
+        page.route("**/v1/chat/completions", answer)
+        chat(page, "Hello")
+        done(page)
+        expect(page.locator(".message.assistant .said")).to_have_text("Hi 🙂!")
+        page.locator(".message.assistant .token").first.hover()
+        assert "60.7 %" in page.locator("#card").inner_text()
+        assert 4 == page.locator(".message.assistant .token").count()
+        assert ["Hi", "other"] == page.locator("#card li span:nth-child(2)").all_inner_texts()
+        page.locator(".message.assistant .token").nth(2).hover()
+        assert 2 == page.locator("#card > div").count()
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
 @pytest.mark.parametrize("mode", ["completion", "chat"])
 def test_the_code_that_is_shown_does_what_was_done(
     browser: Browser, server: Server, tmp_path: Path, mode: str, is_streamed: bool
@@ -337,6 +425,20 @@ def spoken(answer: str, is_streamed: bool) -> str:
         return piece(json.loads(answer))
     data = [line[5:].strip() for line in answer.splitlines() if line.startswith("data:")]
     return "".join(piece(json.loads(one)) for one in data if one != "[DONE]")
+
+
+def test_the_page_works_below_a_path_of_a_proxy(browser: Browser, server: Server) -> None:
+    def forward(route: Route) -> None:
+        route.fulfill(response=route.fetch(url=route.request.url.replace("/below/a/path/", "/")))
+
+    with opened(browser, server.url) as page:
+        page.route("**/*", lambda route: forward(route) if "/below/a/path/" in route.request.url else route.abort())
+        page.goto(f"{server.url}/below/a/path/")
+        expect(page.locator("#state")).to_have_text("Serving")
+        generate(page, max_new_tokens="3")
+        done(page)
+        assert page.locator("#error").is_hidden(), page.locator("#error").inner_text()
+        expect(page.locator("#program")).to_contain_text("/below/a/path/generate_stream")
 
 
 def test_the_code_can_be_copied(browser: Browser, server: Server) -> None:
@@ -399,6 +501,22 @@ def wait_until_healthy(url: str) -> None:
                 return
         time.sleep(0.1)
     raise AssertionError("the server did not come back")
+
+
+def test_a_server_that_does_not_say_what_it_is_is_asked_again_in_peace(browser: Browser, server: Server) -> None:
+    asked: list[float] = []
+
+    def fail(route: Route) -> None:
+        asked.append(time.monotonic())
+        route.fulfill(status=500, body="no")
+
+    with opened(browser, server.url) as page:
+        page.route("**/info", fail)
+        page.reload()
+        page.wait_for_timeout(3500)
+        assert 2 <= len(asked) <= 6
+        page.unroute("**/info")
+        expect(page.locator("#model")).to_have_text("server/demo")
 
 
 def test_a_stream_that_ends_early_is_told(browser: Browser, server: Server) -> None:

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from functools import cache
+import importlib
+import json
+import signal
+import zlib
+from array import array
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from router.aside import TaskError
+from router.aside.pool import Aside
 from router.batcher import Batcher
 from router.entry import Entry, Event, Failed, Finished, Sampling, Token, ValidRequest
+from router.errors import GenerationError
+from router.grammars.grammar import CompiledGrammar, Continuation, Grammar, GrammarKind, Mask, Match, OnAnswer
 from router.limits import Limits
 from router.metrics import Metrics, StepTrace
 from router.text import ModelTokenizer
-from tests.router.fake_shards import FakeShardedClient, fake_next_token
+from router.wire import token_mask
+from tests.router.fake_shards import FakeShardedClient, allowed_ids, fake_next_token
 
 EOS = 256  # in byte_tokenizer
+NextToken = Callable[[Sequence[int], int, int], int]
 
 
 @cache
@@ -88,12 +100,91 @@ def request_of(prompt: Sequence[int] | int, max_new_tokens: int = 4, seed: int =
     return ValidRequest(token_ids, max_new_tokens, Sampling(do_sample=seed != 0, seed=seed), **fields)
 
 
-def tokens_alone(request: ValidRequest, vocab_size: int = 256) -> list[int]:
+def tokens_alone(request: ValidRequest, vocab_size: int = 256, next_token: NextToken = fake_next_token) -> list[int]:
     """What fake shards generate for the request when nothing else runs and no EOS comes."""
-    token_ids = [*request.encoder_ids, *request.token_ids]
-    for _ in range(request.max_new_tokens):
-        token_ids.append(fake_next_token(token_ids, request.sampling.seed, vocab_size))
-    return token_ids[-request.max_new_tokens :]
+    prompt = [*request.encoder_ids, *request.token_ids]
+    token_ids: list[int] = []
+    while len(token_ids) < request.max_new_tokens:
+        if request.grammar is None:
+            token_ids.append(next_token([*prompt, *token_ids], request.sampling.seed, vocab_size))
+        else:
+            found = fake_rule(token_ids)
+            token_ids += found.forced
+            allowed = allowed_ids(token_mask(found.mask, []), vocab_size)
+            given = next_token([*prompt, *token_ids], request.sampling.seed, vocab_size)
+            token_ids.append(allowed[given % len(allowed)])
+    return token_ids[: request.max_new_tokens]
+
+
+def fake_rule(token_ids: Sequence[int]) -> Continuation:
+    """What the only grammar of FakeMatching allows behind these tokens: a mask of any form, and often forced tokens."""
+    digest = zlib.crc32(array("I", token_ids).tobytes())
+    forced = tuple((digest >> place) % 250 for place in range(digest % 7)) if digest % 3 == 0 else ()
+    allowed = tuple(range(digest % 5, 250, 5))
+    match digest % 4:
+        case 0:
+            return Continuation(forced, Mask(allowed=allowed))
+        case 1:
+            return Continuation(forced, Mask(forbidden=allowed))
+        case 2:
+            return Continuation(forced, Mask(allowed=allowed[:1]))
+    return Continuation(forced, Mask(bits=sum(1 << id for id in allowed).to_bytes(32, "little")))
+
+
+def constrained(request: ValidRequest) -> ValidRequest:
+    """The same, held to the grammar of FakeMatching."""
+    grammar = CompiledGrammar(Grammar(GrammarKind.REGEX, "what fake_rule says"), fake_rule([]))
+    return replace(request, grammar=grammar)
+
+
+@dataclass
+class FakeMatching:
+    """Follows texts by `fake_rule`; an answer comes after so many turns of the event loop, in turn of `delays`."""
+
+    delays: Sequence[int] = (0,)
+    failing_at: int | None = None  # tokens of a text that cannot go on
+    rule: Callable[[Sequence[int]], Continuation] = fake_rule
+    num_followed: int = 0  # texts
+    num_answers: int = 0
+
+    def start(self) -> None: ...
+
+    def begin(self, grammar: CompiledGrammar, on_answer: OnAnswer) -> Match:
+        self.num_followed += 1
+        return _FakeMatch(self, list(grammar.first.forced), on_answer)
+
+
+@dataclass
+class _FakeMatch:
+    matching: FakeMatching
+    token_ids: list[int]
+    on_answer: OnAnswer
+    has_ended: bool = False
+
+    def advance(self, token_id: int) -> None:
+        assert not self.has_ended
+        self.token_ids.append(token_id)
+        delays = self.matching.delays
+        self._after(delays[self.matching.num_answers % len(delays)])
+        self.matching.num_answers += 1
+
+    def _after(self, turns: int) -> None:
+        asyncio.get_running_loop().call_soon(self._answer if turns <= 0 else partial(self._after, turns - 1))
+
+    def _answer(self) -> None:
+        if self.has_ended:
+            return
+        if len(self.token_ids) == self.matching.failing_at:
+            self.on_answer(GenerationError("the grammar cannot be followed"))
+            return
+        found = self.matching.rule(self.token_ids)
+        self.token_ids += found.forced
+        self.on_answer(found)
+
+    def end(self) -> None:
+        assert not self.has_ended
+        self.has_ended = True
+        self.matching.num_followed -= 1
 
 
 @dataclass
@@ -107,17 +198,21 @@ class Running:
 
 
 @asynccontextmanager
-async def running(shards: FakeShardedClient | None = None, **overrides: Any) -> AsyncIterator[Running]:
+async def running(
+    shards: FakeShardedClient | None = None, matching: FakeMatching | None = None, **overrides: Any
+) -> AsyncIterator[Running]:
     """Drained at the end, so that every invariant of a clean end can be checked after the block."""
     limits = make_limits(**overrides)
     shards = shards or fake_shards(limits)
     traces: list[StepTrace] = []
-    batcher = Batcher(shards, byte_tokenizer(), limits, Metrics(limits), trace=traces.append)
+    matching = matching or FakeMatching()
+    batcher = Batcher(shards, byte_tokenizer(), limits, Metrics(limits), matching=matching, trace=traces.append)
     task = asyncio.create_task(batcher.run())
     try:
         yield Running(batcher, shards, limits, traces)
         await batcher.drain(5)
         assert batcher._ended.is_set(), "the loop did not end by itself"
+        assert not matching.num_followed, "texts that nobody wants are followed"
     finally:
         task.cancel()
         await asyncio.wait({task})
@@ -135,3 +230,49 @@ async def events_of(entry: Entry) -> list[Event]:
 
 async def token_ids_of(entry: Entry) -> list[int]:
     return [event.id for event in await events_of(entry) if isinstance(event, Token)]
+
+
+class TasksInProcess:
+    """Does tasks aside as a process for them does, but in this one."""
+
+    def __init__(self, module: str, argument: str) -> None:
+        self._tasks = importlib.import_module(module).tasks(argument)
+
+    async def ask(self, order: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Its answer, through JSON like that of a process."""
+        from router.aside.__main__ import _answer  # what does the work is large
+
+        with ended_after(seconds):
+            answer = _answer(self._tasks, json.loads(json.dumps(order)))
+        told: dict[str, Any] = json.loads(json.dumps(answer))
+        return told
+
+    async def end(self) -> None:
+        """There is nothing to end."""
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """A block in the main thread that takes longer, waiting aside, ends with a TaskError."""
+
+    def end(*_: object) -> None:
+        raise TaskError(f"it takes longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def tasks_in_process() -> Iterator[None]:
+    """Servers in this block start no process for tasks aside, which takes longer than most tests."""
+
+    async def start(pool: Aside) -> TasksInProcess:
+        return TasksInProcess(*pool._tasks)
+
+    with patch.object(Aside, "_start", start):
+        yield

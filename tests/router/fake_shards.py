@@ -10,12 +10,12 @@ import time
 import zlib
 from array import array
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from router.client import KvCache, ModelInfo, OperatorTime, ShardError, ShardHealth, StepReply, StepRequest
 from router.queue import blocks_for
-from server.pb.generate_pb2 import NewSequence, PromptLogprobs
+from server.pb.generate_pb2 import Extension, NewSequence, PromptLogprobs, TokenMask
 
 
 def fake_next_token(token_ids: Sequence[int], seed: int, vocab_size: int) -> int:
@@ -42,7 +42,8 @@ class _FakeSequence:
     reach: int  # tokens that its own blocks hold
     encoded: tuple[int, ...]
     top_n_tokens: int
-    prompt_logprobs: bool
+    reported_from: int | None  # the first known token whose log-probability is reported
+    is_constrained: bool
     raw_logprobs: bool
     computed: int
     digest: int  # of the tokens computed
@@ -53,6 +54,21 @@ def _digests(token_ids: Sequence[int], digest: int = 0) -> Iterator[int]:
     for token_id in token_ids:
         digest = hash((digest, token_id))
         yield digest
+
+
+def allowed_ids(mask: TokenMask, vocab_size: int) -> list[int]:
+    """The tokens that a mask of the wire allows."""
+    if mask.WhichOneof("tokens") == "bits":
+        return [id for id in range(min(vocab_size, 8 * len(mask.bits))) if mask.bits[id // 8] >> id % 8 & 1]
+    if mask.WhichOneof("tokens") == "allowed":
+        return list(mask.allowed.ids)
+    return [id for id in range(vocab_size) if id not in mask.forbidden.ids]
+
+
+def _reported_from(new: NewSequence) -> int | None:
+    if new.prompt_logprobs:
+        return 1
+    return len(new.token_ids) - new.forced if new.forced and new.sampling.raw_logprobs else None
 
 
 class ProtocolViolation(AssertionError):
@@ -200,11 +216,14 @@ class FakeShardedClient:
             self._sequences.pop(id, None)
         for sequence in request.add:
             self._add(sequence)
+        for extension in request.extend:
+            self._extend(extension)
         self._check_limits(request)
+        masks = {id: mask for mask in request.masks for id in mask.ids}
         decoding = [
             id
             for id, sequence in self._sequences.items()
-            if request.decode and sequence.computed >= sequence.prompt_length
+            if request.decode and sequence.computed >= sequence.prompt_length and id not in request.held
         ]
         chunks = [
             (id, n) for id, n in zip(request.chunk_ids, request.chunk_tokens, strict=True) if id not in self._gone
@@ -219,11 +238,25 @@ class FakeShardedClient:
         if self._total_steps in self.deaths:
             self.die("killed from outside")
         for id, num_tokens in chunks:
-            self._prefill(id, num_tokens, reply)
+            self._prefill(id, num_tokens, masks, reply)
         for id in decoding:
             self._write(self._sequences[id], self._sequences[id].computed + 1)
-            self._give_token(id, reply)
+            self._give_token(id, masks, reply)
+        _require(set(masks) <= {*reply.ids, *self._gone}, "a mask for a sequence that gets no token")
         return reply
+
+    def _extend(self, extension: Extension) -> None:
+        if extension.id in self._gone:
+            return
+        sequence = self._sequences[extension.id]
+        last, *forced = extension.token_ids
+        _require(sequence.computed >= sequence.prompt_length, f"sequence {extension.id} is extended within its prompt")
+        _require(last == sequence.token_ids[-1], f"sequence {extension.id} is extended behind a token it did not get")
+        _require(len(forced) > 0, f"sequence {extension.id} is extended by nothing")
+        _require(sequence.is_constrained, f"sequence {extension.id} is extended without a grammar")
+        sequence.reported_from = len(sequence.token_ids) if sequence.raw_logprobs else None
+        sequence.token_ids += forced
+        sequence.prompt_length = len(sequence.token_ids)
 
     def _fail(self, reply: StepReply, ids: Sequence[int], error: str) -> StepReply:
         for id in ids:
@@ -253,7 +286,8 @@ class FakeShardedClient:
             reach=len(sequence.blocks) * self.block_size,
             encoded=tuple(sequence.encoder_token_ids),
             top_n_tokens=sequence.top_n_tokens,
-            prompt_logprobs=sequence.prompt_logprobs,
+            reported_from=_reported_from(sequence),
+            is_constrained=sequence.sampling.is_constrained,
             raw_logprobs=sequence.sampling.raw_logprobs,
             computed=sequence.computed,
             digest=[0, *_digests(list(sequence.token_ids)[: sequence.computed])][-1],
@@ -295,30 +329,35 @@ class FakeShardedClient:
             f"{prefill} prompt tokens in a step",
         )
 
-    def _prefill(self, id: int, num_tokens: int, reply: StepReply) -> None:
+    def _prefill(self, id: int, num_tokens: int, masks: Mapping[int, TokenMask], reply: StepReply) -> None:
         _require(id in self._sequences, f"chunk of unknown sequence {id}")
         sequence = self._sequences[id]
         start, end = sequence.computed, sequence.computed + num_tokens
         _require(0 < num_tokens and end <= sequence.prompt_length, f"chunk of {id} reaches {end}, beyond its prompt")
         self._write(sequence, end)
-        if sequence.prompt_logprobs:
-            reply.prompt.append(self._prompt_logprobs(sequence, start, min(end, sequence.prompt_length - 1)))
+        if sequence.reported_from is not None:
+            reported = sequence.token_ids[max(start + 1, sequence.reported_from) : end + 1]
+            reply.prompt.append(self._known_logprobs(sequence, reported))
         if end == sequence.prompt_length:
-            self._give_token(id, reply)
+            self._give_token(id, masks, reply)
 
-    def _prompt_logprobs(self, sequence: _FakeSequence, start: int, end: int) -> PromptLogprobs:
+    def _known_logprobs(self, sequence: _FakeSequence, token_ids: Sequence[int]) -> PromptLogprobs:
         """Raw ones tell of which token they are, and have candidates from the token itself on."""
         known = PromptLogprobs(id=sequence.id)
-        for token_id in sequence.token_ids[start + 1 : end + 1]:
+        for token_id in token_ids:
             known.logprobs.append(fake_raw_logprob(token_id) if sequence.raw_logprobs else -1.0)
             for rank in range(sequence.top_n_tokens if sequence.raw_logprobs else 0):
                 known.top_ids.append((token_id + rank) % self.vocab_size)
                 known.top_logprobs.append(fake_raw_logprob(token_id) - rank)
         return known
 
-    def _give_token(self, id: int, reply: StepReply) -> None:
+    def _give_token(self, id: int, masks: Mapping[int, TokenMask], reply: StepReply) -> None:
         sequence = self._sequences[id]
         token_id = self.next_token([*sequence.encoded, *sequence.token_ids], sequence.seed, self.vocab_size)
+        _require(sequence.is_constrained == (id in masks), f"sequence {id} has a grammar and no mask, or neither")
+        if id in masks:
+            allowed = allowed_ids(masks[id], self.vocab_size)
+            token_id = allowed[token_id % len(allowed)]
         sequence.token_ids.append(token_id)
         reply.ids.append(id)
         reply.token_ids.append(token_id)

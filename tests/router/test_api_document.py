@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import jsonschema
@@ -14,6 +15,21 @@ from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, templat
 from tests.router.test_app import PROMPT, Site, assert_is_error, events_in, site
 
 Json = dict[str, Any]
+
+
+NEWER: list[tuple[str, str, Json]] = [
+    ("/v1/messages", "/v1/messages/count_tokens", {"messages": CHAT["messages"], "temperature": 0}),
+    ("/v1/responses", "/v1/responses/input_tokens", {"input": PROMPT, "temperature": 0}),
+]
+
+
+def events_of(text: str) -> list[Json]:
+    """Of a stream of any API."""
+    if "[DONE]" in text:
+        return chunks_of(text)
+    if "event: " in text:
+        return [json.loads(line.removeprefix("data: ")) for line in text.split("\n") if line.startswith("data: ")]
+    return events_in(text)
 
 
 def document_of(**config: Any) -> Json:
@@ -51,6 +67,7 @@ def test_it_names_every_route_and_every_error_of_it() -> None:
                 if status != "200":
                     [reference] = response["content"]["application/json"]["schema"].values()
                     expected = "ErrorAnswer" if path.startswith("/v1/") else "ErrorResponse"
+                    expected = "MessageError" if path.startswith("/v1/messages") else expected
                     assert f"#/components/schemas/{expected}" == reference
     assert "security" not in str(document)
 
@@ -89,7 +106,7 @@ def test_answers_and_events_are_as_it_says(template: str) -> None:  # noqa: F811
                 return
             schema = schema_of(document, known, 200, "text/event-stream")
             text = answer.text
-            for event in chunks_of(text) if "[DONE]" in text else events_in(text):
+            for event in events_of(text):
                 jsonschema.validate(event, schema)
 
         details = {"details": True, "top_n_tokens": 2, "max_new_tokens": 3}
@@ -107,12 +124,16 @@ def test_answers_and_events_are_as_it_says(template: str) -> None:  # noqa: F811
                 await check(where, body)
                 await check(where, {**body, "stream": True})
                 await check(where, {**body, **usage})
+            scored = {**body, "logprobs": True, "top_logprobs": 2} if "chat" in path else {**body, "logprobs": 2}
+            await check(path, scored)
+            await check(path, {**scored, "stream": True})
             await check(path, {**body, "n": 0}, 400)
-        scored = {**COMPLETION, "logprobs": 2, "echo": True}
-        for path, body in (("/v1/chat/completions", {**CHAT, "logprobs": True, "top_logprobs": 2}), (of_text, scored)):
+        for path, count, body in NEWER:
             await check(path, body)
             await check(path, {**body, "stream": True})
-        await check(of_text, {**scored, "max_tokens": 0, "best_of": 2})
+            await check(count, body)
+            await check(path, {**body, "temperature": -1}, 400)
+        await check(of_text, {**COMPLETION, "logprobs": 2, "echo": True, "max_tokens": 0, "best_of": 2})
         await check("/tokenize", {"inputs": PROMPT})
         await check("/chat_tokenize", CHAT)
         await check("/detokenize", {"ids": [97]})

@@ -29,6 +29,7 @@ from router.generation import OpenRequest
 from router.guard import GuardedHttpProtocol
 from router.metrics import Metrics
 from router.schemas import GenerateRequest
+from router.text import ModelTokenizer
 from router.tracing import NoTracer, Tracer
 from router.transport import Connections
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
@@ -65,11 +66,12 @@ async def site(
     shards: FakeShardedClient | None = None,
     *,
     config: dict[str, Any] | None = None,
+    tokenizer: ModelTokenizer | None = None,
     tracer: Tracer | None = None,
     **limits: Any,
 ) -> AsyncIterator[Site]:
     """On a loopback port, through the guarded protocol."""
-    async with unserved(shards, config=config, tracer=tracer, **limits) as it:
+    async with unserved(shards, config=config, tokenizer=tokenizer, tracer=tracer, **limits) as it:
         async with serving(it.app, it.settings) as it.port:
             async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as it.http:
                 yield it
@@ -80,21 +82,23 @@ async def unserved(
     shards: FakeShardedClient | None = None,
     *,
     config: dict[str, Any] | None = None,
+    tokenizer: ModelTokenizer | None = None,
     tracer: Tracer | None = None,
     **limits: Any,
 ) -> AsyncIterator[Site]:
-    """Without a port."""
+    """Without a port. tokenizer: None stands for one token for each byte."""
+    tokenizer = tokenizer or byte_tokenizer()
     wanted = make_limits(**limits)
     shards = shards or fake_shards(wanted)
     given = {"model_id": "a/model", "model_path": "/nowhere", "shard_sockets": ("x",), **(config or {})}
     settings = RouterConfig(**given)
     metrics = Metrics(wanted)
-    batcher = Batcher(shards, byte_tokenizer(), wanted, metrics)
+    batcher = Batcher(shards, tokenizer, wanted, metrics)
     app = create_app(
         settings,
         limits=wanted,
         model=await shards.info(),
-        tokenizer=byte_tokenizer(),
+        tokenizer=tokenizer,
         shards=shards,
         batcher=batcher,
         metrics=metrics,

@@ -17,7 +17,9 @@ from router.errors import Unavailable
 from router.text import Ends, FinishReason
 from tests.router.doubles import (
     EOS,
+    FakeMatching,
     Running,
+    constrained,
     events_of,
     fake_shards,
     make_limits,
@@ -374,6 +376,7 @@ class Visit:
     max_new_tokens: int
     seed: int
     leaves_after: int | None
+    has_grammar: bool
 
     @property
     def prompt(self) -> list[int]:
@@ -388,6 +391,7 @@ visits = st.builds(
     max_new_tokens=st.integers(1, 20),
     seed=st.integers(0, 3),
     leaves_after=st.none() | st.integers(0, 6),
+    has_grammar=st.sampled_from([False, False, True]),
 )
 
 
@@ -397,6 +401,8 @@ def with_eos(token_ids: Sequence[int], seed: int, vocab_size: int) -> int:
 
 
 def alone_with_eos(request: ValidRequest) -> list[int]:
+    if request.grammar is not None:
+        return tokens_alone(request, next_token=with_eos)
     token_ids = [*request.encoder_ids, *request.token_ids]
     num_given = len(token_ids)
     for _ in range(request.max_new_tokens):
@@ -410,6 +416,7 @@ async def pay(visit: Visit, at_work: Running) -> None:
     for _ in range(visit.comes_after_turns):
         await asyncio.sleep(0)
     request = request_of(visit.prompt, visit.max_new_tokens, visit.seed)
+    request = constrained(request) if visit.has_grammar else request
     request = request.read_by_encoder(at_work.shards.decoder_start)
     entry = at_work.batcher.submit(request)
     if visit.leaves_after is None:
@@ -444,6 +451,7 @@ async def leave_after(entry: Entry, num_events: int) -> None:
     st.none() | st.just(7),
     st.none() | st.integers(1, 40),
     st.booleans(),
+    st.lists(st.integers(0, 12), min_size=1, max_size=4),
 )
 def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
     schedule: list[Visit],
@@ -458,6 +466,7 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
     decoder_start: int | None,
     prefill_chunk: int | None,
     prefix_caching: bool,
+    matching_delays: list[int],
 ) -> None:
     prefill = prefill if decoder_start is None else max(prefill, 60)  # an encoder takes the longest prompt whole
 
@@ -482,7 +491,7 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
             decoder_start=decoder_start,
         )
         overrides["num_blocks"] = shards.num_blocks
-        async with running(shards, **overrides) as at_work:
+        async with running(shards, FakeMatching(matching_delays), **overrides) as at_work:
             await asyncio.gather(*(pay(visit, at_work) for visit in schedule))
         assert is_clean(at_work)
         assert all(trace.reserved_tokens <= capacity for trace in at_work.traces)

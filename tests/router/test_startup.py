@@ -77,7 +77,9 @@ def test_useful_tokens_are_what_the_limits_can_fill() -> None:
 def test_table_says_what_takes_memory() -> None:
     cache = KvCache(4096, 16, 256, 2 * 10**9, 7 * 10**9, 5 * 10**8, 3 * 10**8, "24 batch sizes up to 256")
     started = asyncio.run(start(make_config(), FakeShardedClient()))
-    text = table(make_config(), replace(started, cache=cache), "http://127.0.0.1:3000")
+    more = [("tool calls", "hermes", "the chat template")]
+    text = table(make_config(), replace(started, cache=cache), "http://127.0.0.1:3000", more)
+    assert "tool calls" in text and "hermes" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "KV cache 4096 tokens 2.00 GB per shard" in lines
     assert "decode graphs 24 batch sizes up to 256 300 MB per shard" in lines

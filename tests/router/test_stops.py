@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 from router.stops import StopFilter
 
 
-def shown(pieces: Sequence[str], stop: Sequence[str]) -> tuple[str, bool]:
-    """The whole text and whether it was stopped."""
+def shown(pieces: Sequence[str], stop: Sequence[str]) -> tuple[str, str | None]:
+    """The whole text and by what it was stopped."""
     search, text = StopFilter(stop), ""
     for piece in pieces:
         more, has_stopped = search.push(piece)
         text += more
+        assert has_stopped == (search.found is not None)
         if has_stopped:
-            return text, True
-    return text + search.flush(), False
+            return text, search.found
+    return text + search.flush(), None
 
 
 @given(st.lists(st.text("ab", max_size=4), max_size=20), st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
@@ -29,10 +30,10 @@ def test_the_text_ends_before_the_stop_sequence_that_is_complete_first(pieces: l
     complete = [(end, s) for end, is_there, s in ends if is_there]
     if complete:
         first = min(end for end, _ in complete)
-        longest = max(len(s) for end, s in complete if end == first)
-        assert (whole[: first - longest], True) == shown(pieces, stop)
+        longest = max((s for end, s in complete if end == first), key=len)
+        assert (whole[: first - len(longest)], longest) == shown(pieces, stop)
     else:
-        assert (whole, False) == shown(pieces, stop)
+        assert (whole, None) == shown(pieces, stop)
 
 
 @given(st.lists(st.text("ab", max_size=4), max_size=20), st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
@@ -59,4 +60,4 @@ def test_special_tokens_are_searched_and_not_shown() -> None:
 @pytest.mark.parametrize("length", [1, 1000])
 def test_long_stop_sequences_cost_no_more_time_than_short_ones(length: int) -> None:
     """The worst text for a search that starts again: no assertion on time, but this would take minutes."""
-    assert ("a" * 200_000, False) == shown(["a" * 100] * 2000, ["a" * length + "b"])
+    assert ("a" * 200_000, None) == shown(["a" * 100] * 2000, ["a" * length + "b"])

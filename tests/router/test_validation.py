@@ -97,7 +97,20 @@ def refusal(raw: bytes, **limits: Any) -> str:
         ({"truncate": 0}, "`truncate` must be strictly positive and less than 10. Given: 0"),
         ({"truncate": 11}, "`truncate` must be strictly positive and less than 10. Given: 11"),
         ({"max_new_tokens": 16}, "`inputs` tokens + `max_new_tokens` must be <= 20. Given: 5 `inputs` tokens and 16"),
-        ({"grammar": {"type": "json"}}, "grammar is not supported"),
+        ({"grammar": {"type": "json", "value": {}}}, "grammar is not supported"),
+        ({"grammar": {"type": "regex", "value": {}}}, "`grammar.value` must be a string for the type regex"),
+        ({"grammar": {"type": "lark", "value": "a" * 70000}}, "`grammar.value` has 70000 bytes: give at most 65536"),
+        ({"grammar": {"type": "json", "value": "a" * 70000}}, "`grammar.value` has 70000 bytes: give at most 65536"),
+        ({"grammar": {"type": "json", "value": "[]"}}, "grammar is not valid: `value` must be a JSON schema"),
+        ({"grammar": {"type": "json", "value": "[" * 60000}}, "grammar is not valid: `value` must be a JSON schema"),
+        (
+            {"grammar": {"type": "json_schema", "value": {"type": "object"}}},
+            "`grammar.value` must have a `schema`, an object",
+        ),
+        (
+            {"grammar": {"type": "regex", "value": "a"}, "ignore_eos": True},
+            "`ignore_eos` and `grammar` exclude each other",
+        ),
         ({"adapter_id": "x"}, "no adapters are loaded"),
     ],
 )

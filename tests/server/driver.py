@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,6 +85,10 @@ def load_engine(
     return engine
 
 
+# The tokens so far → those that come next in any case, and then those one of which may come.
+Rule = Callable[[Sequence[int]], tuple[list[int], list[int]]]
+
+
 @dataclass
 class Prompt:
     """One sequence to generate, and what became of it. An encoder-decoder reads the prompt with its encoder."""
@@ -97,6 +101,8 @@ class Prompt:
     joins_at: int = 0  # step at which it is added
     chunk: int = 10**9  # prompt tokens per step
     generated: int = 0  # of token_ids, how many at the end were generated before
+    rule: Rule | None = None  # of `is_constrained` sampling
+    holds: bool = False  # whether it sits every third step out
     cached: tuple[int, int] = (0, 0)  # a prompt whose blocks hold the first tokens of this one already, and how many
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -123,11 +129,28 @@ def generate(engine: Engine, prompts: Sequence[Prompt]) -> Sequence[Prompt]:
                 request.chunk_ids.append(id)
                 request.chunk_tokens.append(min(prompt.chunk, left[id]))
                 left[id] -= request.chunk_tokens[-1]
+            if prompt.rule is not None and prompt.joins_at <= step and id not in done and not left[id]:
+                _constrain(request, id, prompt, prompt.rule)
         retire = _collect(engine, request, prompts)
         done |= set(retire)
         step += 1
     engine.launch(pb.StepRequest(step=step + 1, retire=retire))
     return prompts
+
+
+def _constrain(request: pb.StepRequest, id: int, prompt: Prompt, rule: Rule) -> None:
+    """Hold it, or say what it may get, and what comes before that in any case."""
+    is_running = id not in request.chunk_ids
+    if is_running and prompt.holds and request.step % 3 == 0:
+        request.held.append(id)
+        return
+    forced, allowed = rule(prompt.tokens)
+    request.masks.add(ids=[id], allowed=pb.TokenIds(ids=allowed))
+    if is_running and forced:
+        request.extend.add(id=id, token_ids=[prompt.tokens[-1], *forced])
+        request.chunk_ids.append(id)
+        request.chunk_tokens.append(1 + len(forced))
+        prompt.tokens += forced
 
 
 def _add(

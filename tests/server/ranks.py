@@ -24,6 +24,7 @@ SAMPLINGS = [
     GREEDY,
     sampled(2, min_p=0.05, presence_penalty=1.0, bias_ids=[5, 70], biases=[3.0, 3.0]),
     greedy(bias_ids=[5], biases=[5.0], banned_word_ids=[5, 5], banned_word_lengths=[2], min_tokens=3, end_ids=[5]),
+    sampled(4, temperature=1.2, repetition_penalty=1.2, is_constrained=True),
 ]
 
 
@@ -37,9 +38,16 @@ def prompts() -> list[Prompt]:
             sampling=SAMPLINGS[i],
             joins_at=i % 3,
             chunk=16,
+            rule=rule if SAMPLINGS[i].is_constrained else None,
+            holds=True,
         )
-        for i in range(4)
+        for i in range(len(SAMPLINGS))
     ]
+
+
+def rule(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Odd tokens alone, two certain ones behind the second."""
+    return [8, 50] if len(tokens) == 2 else [], list(range(1, 103, 2))
 
 
 def tokens(folder: Path, shard: Shard) -> list[list[int]]:

@@ -22,7 +22,8 @@ from server.blocks import ceil_divide
 from server.distributed import Shard
 from server.layers.embedding import Head
 from server.stepping.biases import RecentTokens, TokenBiases
-from server.stepping.sampling import Chosen, History, Sampler, TokenChoice, Watermark
+from server.stepping.history import History
+from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary
 
 CPU = CpuDevice()

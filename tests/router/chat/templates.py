@@ -61,6 +61,42 @@ TOOL: dict[str, Any] = {
         "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
     },
 }
+# Formats of calls: how a template writes tools, calls and their results.
+TOOL_TEMPLATES = {
+    "hermes": "{% if tools %}<|im_start|>system\n# Tools\n<tools>{% for one in tools %}\n{{ one | tojson }}{% endfor %}"
+    "\n</tools>\nAnswer with <tool_call>\n{\"name\": …, \"arguments\": …}\n</tool_call><|im_end|>\n{% endif %}"
+    + LOOP + "<|im_start|>{{ 'user' if message.role == 'tool' else message.role }}\n"
+    "{% if message.reasoning_content %}<think>\n{{ message.reasoning_content }}\n</think>\n\n{% endif %}"
+    "{% if message.role == 'tool' %}<tool_response>\n{{ message.content }}\n</tool_response>"
+    "{% else %}{{ message.content }}{% endif %}"
+    "{% for call in message.tool_calls %}\n<tool_call>\n{\"name\": \"{{ call.function.name }}\", \"arguments\": "
+    "{{ call.function.arguments | tojson }}}\n</tool_call>{% endfor %}<|im_end|>\n" + END
+    + "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+    "llama3": "{{ bos_token }}{% if tools is not none and tools %}<|start_header_id|>system<|end_header_id|>\n\n"
+    'Respond in the format {"name": function name, "parameters": dictionary}.\n\n'
+    "{% for t in tools %}{{ t | tojson(indent=4) }}\n\n{% endfor %}<|eot_id|>{% endif %}" + LOOP
+    + "{% if message.tool_calls %}{% if message.tool_calls | length != 1 %}"
+    "{{ raise_exception('This model only supports single tool-calls at once!') }}{% endif %}"
+    "{% set call = message.tool_calls[0].function %}<|start_header_id|>assistant<|end_header_id|>\n\n"
+    "{{ '{\"name\": \"' + call.name + '\", \"parameters\": ' }}{{ call.arguments | tojson }}}<|eot_id|>"
+    "{% elif message.role in ('tool', 'ipython') %}<|start_header_id|>ipython<|end_header_id|>\n\n"
+    "{{ message.content if message.content is string else message.content | tojson }}<|eot_id|>"
+    "{% else %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n{{ message.content | trim }}<|eot_id|>"
+    "{% endif %}" + END
+    + "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+    "mistral": "{{ bos_token }}{% if tools %}[AVAILABLE_TOOLS]{{ tools | map(attribute='function') | list | tojson }}"
+    "[/AVAILABLE_TOOLS]{% endif %}" + LOOP
+    + "{% if message.role == 'tool' %}{% if message.tool_call_id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    '[TOOL_RESULTS]{"content": {{ message.content | tojson }}, "call_id": "{{ message.tool_call_id }}"}[/TOOL_RESULTS]'
+    "{% elif message.tool_calls %}[TOOL_CALLS][{% for call in message.tool_calls %}{% if call.id | length != 9 %}"
+    "{{ raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{% endif %}"
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}, "id": "{{ call.id }}"}'
+    "{{ ', ' if not loop.last }}{% endfor %}]{{ eos_token }}"
+    "{% elif message.role == 'user' %}[INST] {{ message.content }}[/INST]"
+    "{% else %} {{ message.content }}{{ eos_token }}{% endif %}" + END,
+}  # fmt: skip
+
 SHORT = [{"role": "user", "content": "How are you?"}]
 LONG = [
     {"role": "system", "content": " Be brief.\n"},

@@ -371,8 +371,8 @@ def test_best_of_compares_by_mean_log_probability(template: str) -> None:
     async def story(it: Site) -> None:
         give, places = it.shards._give_token, iter(range(99))
 
-        def with_logprob(id: int, reply: Any) -> None:
-            give(id, reply)
+        def with_logprob(id: int, masks: Any, reply: Any) -> None:
+            give(id, masks, reply)
             reply.logprobs[-1] = [-5.0, -1.0, -3.0][next(places) % 3]
 
         it.shards._give_token = with_logprob  # type: ignore[method-assign]
@@ -386,8 +386,8 @@ def test_what_json_has_no_number_for_is_told_as_openai_does(template: str) -> No
     async def story(it: Site) -> None:
         give = it.shards._give_token
 
-        def with_logprob(id: int, reply: Any) -> None:
-            give(id, reply)
+        def with_logprob(id: int, masks: Any, reply: Any) -> None:
+            give(id, masks, reply)
             reply.logprobs[-1] = float("-inf")
 
         it.shards._give_token = with_logprob  # type: ignore[method-assign]

@@ -65,6 +65,8 @@ def test_a_chat_is_answered_in_openai_s_shape(template: str) -> None:
         assert [{"index": 0, "message": expected, "logprobs": None, "finish_reason": "stop"}] == body["choices"]
         usage = {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
         assert {**usage, "prompt_tokens_details": {"cached_tokens": 0}} == body["usage"]
+        assert ("5", "8") == (answer.headers["x-prompt-tokens"], answer.headers["x-generated-tokens"])
+        assert answer.headers["x-total-time"].isdigit() and answer.headers["x-compute-type"]
 
     told(template, story)
 
@@ -165,8 +167,10 @@ def test_the_parts_of_a_message_are_one_text_and_the_last_may_be_continued(templ
         ("/v1/chat/completions", {"max_tokens": 1000}, "the prompt tokens + `max_tokens` must be <= 128"),
         ("/v1/chat/completions", {"temperature": -1}, "`temperature` must be strictly positive"),
         ("/v1/chat/completions", {"n": 17}, "`n` must be > 0 and <= 16. Given: 17"),
-        ("/v1/chat/completions", {"tools": [{"type": "function"}]}, "`tools` is not served"),
-        ("/v1/chat/completions", {"response_format": {"type": "json_object"}}, "`response_format` is not served"),
+        ("/v1/chat/completions", {"response_format": {"type": "xml"}}, "`response_format.type` must be one of text,"),
+        ("/v1/completions", {"response_format": {"type": "json_schema"}}, "must have a `schema`, an object"),
+        ("/v1/completions", {"response_format": {"type": "regex"}}, "`response_format.value` is missing"),
+        ("/v1/chat/completions", {"model": "x" * 257}, "`model`: string should have at most 256 characters"),
         ("/v1/chat/completions", {"chat_template_kwargs": {"messages": 1}}, "not the template's own"),
         ("/v1/chat/completions", {"continue_final_message": True}, "last message of the role assistant"),
         ("/v1/completions", {"prompt": []}, "`prompt` has 0 prompts"),
@@ -223,6 +227,7 @@ def test_parameters_reach_the_shards(template: str) -> None:
     told(template, story)
 
 
+@pytest.mark.aside
 @pytest.mark.parametrize("config", [{"request_timeout": 0.3}, {}])
 def test_a_chat_whose_prompt_is_being_made_has_its_permit_and_its_deadline(
     template: str, config: dict[str, float]

@@ -1,0 +1,58 @@
+"""Anthropic's routes: `/v1/messages` and `/v1/messages/count_tokens`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from router.anthropic import answers, asked, documents
+from router.anthropic.schemas import CountRequest, MessagesRequest
+from router.api_document import ERROR_STATUSES, documented
+from router.conversing import Turn, turn_of
+from router.generation import OpenRequest
+from router.guard import ClientConnection
+from router.openai.routes import STREAM_HEADERS
+from router.serving import Services, asked_by, collect, json_response, read, stream
+
+
+def add_anthropic_routes(app: FastAPI, services: Services) -> None:
+    """Serve what Anthropic's clients ask for."""
+
+    async def messages(request: Request) -> Response:
+        body = await read(request, services, MessagesRequest)
+        turn, given = turn_in(body, services), asked.parameters_of(body)
+        head = answers.Head(f"msg_{request.state.request_id}", body.model or services.config.model_id)
+
+        def frames(opened: OpenRequest) -> answers.MessageFrames:
+            return answers.MessageFrames(head, turn.reader(services, opened.entries[0]), opened)
+
+        if body.stream:
+            headers = {**STREAM_HEADERS, "x-compute-type": services.compute_type}
+            return await stream(request, [turn.asked(given)], services, frames, headers, ping=answers.PING)
+        opened, [answer] = await collect(request, [turn.asked(given)], services)
+        [entry] = opened.entries
+        return json_response(answers.message(head, answer, entry, turn.reader(services, entry)))
+
+    async def count_tokens(request: Request) -> Response:
+        turn = turn_in(await read(request, services, CountRequest), services)
+        with ClientConnection.of(request.scope).needed():
+            count = await services.generator.count(turn.render, **asked_by(request, services))
+        return json_response({"input_tokens": count})
+
+    statuses = [status for status in ERROR_STATUSES if status != 422]  # answers.py makes it a 400
+    common: dict[str, Any] = {"errors": documents.MessageError, "statuses": statuses}
+    said = documented(MessagesRequest, documents.MessageAnswer, events=documents.MessageEvent, **common)
+    summary = "Anthropic's messages; server-sent events if `stream` is true"
+    app.post("/v1/messages", summary=summary, response_class=Response, **said)(messages)
+    said = documented(CountRequest, documents.TokenCount, **common)
+    summary = "How many tokens the prompt of such a message has"
+    app.post("/v1/messages/count_tokens", summary=summary, response_class=Response, **said)(count_tokens)
+
+
+def turn_in(body: CountRequest, services: Services) -> Turn:
+    """What a body waits for. Raises ValidationError."""
+    asked.refuse_what_is_not_served(body)
+    transcript, offered = asked.transcript_of(body), asked.offer_of(body)
+    return turn_of(services, transcript, offered, asked.variables_of(body), continues=True)

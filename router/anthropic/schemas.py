@@ -1,0 +1,65 @@
+"""Bodies of Anthropic's `/v1/messages` and `/v1/messages/count_tokens`.
+
+As strict and as lenient as the other APIs' bodies: no value is taken for another, null means absent, and unknown
+fields are ignored. Fields and blocks with a meaning that is not served are refused, in `asked.py`. More lenient than
+Anthropic's own API: `max_tokens` may be absent.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+
+from router.openai.schemas import ModelName
+from router.schemas import Integer, Strict
+
+Blocks = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+
+
+class Message(Strict):
+    """One turn of a conversation."""
+
+    role: str = Field(description="`user`, `assistant` or `system`.")
+    content: str | Blocks = Field(description="A text, or blocks: `text`, `tool_use`, `tool_result`, `thinking`.")
+
+
+class Thinking(Strict):
+    """Whether the model thinks before it answers, where its chat template lets one choose."""
+
+    type: str = Field(description="`enabled`, `adaptive` or `disabled`.")
+    budget_tokens: Integer | None = Field(default=None, description="Ignored: `max_tokens` bounds everything.")
+
+
+class OutputConfig(Strict):
+    """How the answer looks."""
+
+    format: dict[str, Any] | None = Field(default=None, description="A `json_schema` that the answer keeps to.")
+
+
+class CountRequest(Strict):
+    """The body of `/v1/messages/count_tokens`. What else a body has is kept, to be looked through."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", frozen=True)
+
+    messages: Annotated[list[Message], Field(fail_fast=True)]
+    model: ModelName | None = Field(default=None, description="Any name; the answer has it.")
+    system: str | Blocks | None = Field(default=None, description="What comes before all messages.")
+    thinking: Thinking | None = None
+    tools: Blocks | None = Field(default=None, description="Functions that the model may call.")
+    tool_choice: dict[str, Any] | None = Field(default=None, description="`auto`, `any`, `tool` or `none`.")
+    output_config: OutputConfig | None = None
+
+
+class MessagesRequest(CountRequest):
+    """The body of `/v1/messages`."""
+
+    max_tokens: Integer | None = Field(default=None, description="Absent: as many as `max_total_tokens` leaves.")
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = Field(
+        default=None, description="End before the first of these."
+    )
+    stream: bool | None = Field(default=None, description="Answer with server-sent events.")
+    temperature: float | None = Field(default=None, description="0 to 1; 0: the most likely tokens. Absent: 1.")
+    top_p: float | None = None
+    top_k: Integer | None = Field(default=None, description="Keep the k likeliest tokens; 0: all.")
+    metadata: dict[str, Any] | None = Field(default=None, description="Ignored.")

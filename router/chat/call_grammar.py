@@ -1,0 +1,123 @@
+"""Grammars that hold an answer to calls of tools, in Lark's notation as llguidance has it.
+
+A required call is held from the beginning of the answer, or from the end of its reasoning. A call that is the model's
+own choice is held where a function is strict: the text before it is free until the mark that calls begin with, or, in a
+format that begins without a mark, until its first character.
+
+Left out: who compiles grammars and follows texts (`router/grammars`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from router.chat.formats import ReasoningFormat, ToolFormat, Writing
+from router.chat.tools import NO_PARAMETERS, Offer, Tool
+
+# JSON as Python writes it, which models have read most.
+STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+ANYTHING = "/(?s:.*)/"
+NO_CALL = r"/(\s*[^\s{\[](?s:.*))?/"  # a text that does not begin as JSON
+BLANKS = r"/\s{0,4}/"
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """Makes the grammars of one model. token_ids: of marks that are a token; special: those that are special tokens."""
+
+    its: ToolFormat
+    reasoning: ReasoningFormat | None
+    token_ids: Mapping[str, int]
+    special: frozenset[int]
+
+    @property
+    def _writing(self) -> Writing:
+        return next(one for one in self.its.writings if not one.needs or one.needs in self.token_ids)
+
+    def text(self, offered: Offer, *, is_within: bool = False) -> str | None:
+        """What holds the answer; None where it is free. is_within: whether the answer begins within reasoning."""
+        if offered.choice.mode == "required":
+            answer = ["answer: calls"]
+        elif any(tool.strict for tool in offered.tools):
+            answer = self._optional_calls(offered)
+        else:
+            return None
+        rules = [*self._start(is_within), *answer, *self._calls(offered)]
+        return "\n".join(["%llguidance {}", *rules, f"TEXT: {ANYTHING}", ""])
+
+    def behind_reasoning(self, answer: str) -> str:
+        """What holds the answer to a rule of Lark's behind the reasoning that it begins within."""
+        return "\n".join(["%llguidance {}", *self._start(is_within=True), f"answer: {answer}", f"TEXT: {ANYTHING}", ""])
+
+    def _start(self, is_within: bool) -> list[str]:
+        """The answer, and reasoning before it."""
+        its = self.reasoning
+        if its is None:
+            return ["start: answer"]
+        thoughts = [*self._up_to("thoughts", its.end), f"thinking: {self._written(its.begin)} thoughts"]
+        return [f"start: {'thoughts' if is_within else '(thinking)?'} {BLANKS} answer", *thoughts]
+
+    def _optional_calls(self, offered: Offer) -> list[str]:
+        writing = self._writing
+        mark = writing.open_mark or writing.mark
+        if not mark:
+            return ["answer: NO_CALL | calls", f"NO_CALL: {NO_CALL}"]
+        held = f"{self._written(writing.open)} {self._sequence(offered)}" if writing.open_mark else "unmarked"
+        several = "called* TEXT" if offered.choice.is_parallel else "TEXT | called"
+        return [f"answer: {several}", f"called: up_to {held}", *self._up_to("up_to", mark)]
+
+    def _calls(self, offered: Offer) -> list[str]:
+        """All calls as they are written, and one: with its mark, and without."""
+        writing, tools = self._writing, offered.callable_tools
+        opened = self._written(writing.open_mark + writing.open)
+        numbers = " | ".join(f"call_{number}" for number in range(len(tools)))
+        return [
+            f"calls: {opened} {self._sequence(offered)}",
+            f"call: {self._written(writing.mark)} unmarked",
+            f"unmarked: {numbers}",
+            *(f"call_{number}: {self._call(tool)}" for number, tool in enumerate(tools)),
+        ]
+
+    def _sequence(self, offered: Offer) -> str:
+        writing = self._writing
+        more = f" ({self._written(writing.between)} call)*" if offered.choice.is_parallel else ""
+        return f"call{more} {self._written(writing.close)}"
+
+    def _call(self, tool: Tool) -> str:
+        writing = self._writing
+        before, behind = self._written(writing.begin + tool.name + writing.middle), self._written(writing.end)
+        return f"{before} %json {json.dumps(schema_of(tool), ensure_ascii=False)} {behind}"
+
+    def _up_to(self, name: str, mark: str) -> list[str]:
+        """The rule for a text up to and including the first of these marks."""
+        id = self.token_ids.get(mark)
+        as_text = [f"{name}_text[lazy]: TEXT {_quoted(mark)}"]
+        if id is None:
+            return [f"{name}: {name}_text", *as_text]
+        as_token = f"TEXT <[{id}]>"
+        return [f"{name}: {as_token}"] if id in self.special else [f"{name}: {as_token} | {name}_text", *as_text]
+
+    def _written(self, text: str) -> str:
+        """A text with the marks in it, each of which may be a token."""
+        marks = "|".join(map(re.escape, self.token_ids)) or "(?!)"
+        return " ".join(self._part(part) for part in re.split(f"({marks})", text) if part)
+
+    def _part(self, part: str) -> str:
+        id = self.token_ids.get(part)
+        if id is None:
+            return _quoted(part)
+        return f"<[{id}]>" if id in self.special else f"(<[{id}]> | {_quoted(part)})"
+
+
+def schema_of(tool: Tool) -> dict[str, Any]:
+    """What a function's arguments keep to. Of a function that is not strict, what a grammar cannot say is left out."""
+    parameters = {**NO_PARAMETERS, "additionalProperties": False} if tool.parameters is None else tool.parameters
+    return {**parameters, "type": "object", "x-guidance": {**STYLE, "lenient": not tool.strict}}
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)

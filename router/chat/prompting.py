@@ -1,0 +1,120 @@
+"""From messages and tools to the rendering of a prompt, by the model's template and in its own format.
+
+Templates get what transformers gives them: tools in OpenAI's shape, calls with their arguments as objects, results in
+messages of the role `tool`. A template that knows no tools gets messages in plain text that say the same, and the model
+is told to answer with a call in JSON; that is TGI's way for all models, and its `tool_prompt` is the sentence for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from router.aside.pool import Aside
+from router.asked import Rendering
+from router.chat.formats import ToolFormat
+from router.chat.template import ChatTemplate
+from router.chat.tools import Offer
+from router.errors import ValidationError
+
+Message = dict[str, Any]
+KNOWS_TOOLS = re.compile(r"\btools\b")
+NINE = re.compile(r"[A-Za-z0-9]{9}")
+INSTRUCTION = (
+    "You can call functions. To call one, answer with nothing but JSON in the format "
+    '{"name": the name of the function, "arguments": an object with its arguments}. Where no function helps, answer in '
+    "words."
+)
+
+
+def rendering(
+    template: ChatTemplate,
+    aside: Aside,
+    messages: Sequence[Message],
+    offered: Offer,
+    its: ToolFormat | None,
+    *,
+    instruction: str | None = None,
+    **options: Any,
+) -> Rendering:
+    """How to make the prompt: `ChatTemplate.render` with these `options`. Raises ValidationError.
+
+    messages: in the shape that templates take, with arguments as objects. its: the format in which the model calls
+    tools. instruction: to use in place of ours; where the template says itself how tools are called, it is added.
+    """
+    if offered.tools or any(message["role"] == "tool" or "tool_calls" in message for message in messages):
+        chosen = template.choose(bool(offered.tools))
+        messages, options["tools"] = for_template(messages, offered, chosen, its, instruction)
+    return partial(template.render, aside, messages, **options)
+
+
+def for_template(
+    messages: Sequence[Message], offered: Offer, template: str, its: ToolFormat | None, instruction: str | None = None
+) -> tuple[list[Message], list[dict[str, Any]] | None]:
+    """(messages, tools) to render the text of a template with. Raises ValidationError. As for `rendering`."""
+    tools = offered.for_template() or None
+    if KNOWS_TOOLS.search(template):
+        told = [_with_short_ids(message) for message in messages] if its and its.ids_of_nine else list(messages)
+        return (_with_words(told, instruction) if tools and instruction else told), tools
+    told = _in_words(messages)
+    if tools:
+        listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+        told = _with_words(told, f"{listed}\n{instruction or INSTRUCTION}")
+    return told, None
+
+
+def call(id: str | None, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A call of an earlier answer, as templates take it in the `tool_calls` of a message."""
+    told: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return told if id is None else {"id": id, **told}
+
+
+def _with_words(messages: list[Message], words: str) -> list[Message]:
+    """The same with these words at the end of the last message that is not the model's own."""
+    at = next((at for at in reversed(range(len(messages))) if messages[at]["role"] != "assistant"), None)
+    if at is None:
+        raise ValidationError("`messages` has nothing but answers, so that no tools can be told: give a question first")
+    told = {**messages[at], "content": f"{messages[at]['content']}\n---\n{words}"}
+    return [*messages[:at], told, *messages[at + 1 :]]
+
+
+def _with_short_ids(message: Message) -> Message:
+    """Ids of calls as templates of some families insist on: others are replaced, alike wherever they are."""
+    told = dict(message)
+    if "tool_call_id" in told:
+        told["tool_call_id"] = _short(told["tool_call_id"])
+    if "tool_calls" in told:
+        told["tool_calls"] = [{**one, "id": _short(one.get("id", ""))} for one in told["tool_calls"]]
+    return told
+
+
+def _short(id: str) -> str:
+    return id if NINE.fullmatch(id) else hashlib.sha256(id.encode()).hexdigest()[:9]
+
+
+def _in_words(messages: Sequence[Message]) -> list[Message]:
+    """Calls and their results as texts of the assistant and of the user, who still take turns."""
+    told: list[Message] = []
+    words: list[list[str]] = []
+    names: dict[str, str] = {}  # of the functions by the ids of their calls
+    follows_result = False
+    for message in messages:
+        calls = [one["function"] for one in message.get("tool_calls", ())]
+        names |= {one.get("id", ""): one["function"]["name"] for one in message.get("tool_calls", ())}
+        is_result = message["role"] == "tool"
+        said = [message["content"]] if message["content"] else []
+        said += [json.dumps({"name": one["name"], "arguments": one["arguments"]}, ensure_ascii=False) for one in calls]
+        if is_result:
+            name = message.get("name") or names.get(message.get("tool_call_id", ""), "")
+            said = [f"The function {name} returned: {message['content']}"]
+        if told and told[-1]["role"] == "user" and (is_result or (follows_result and message["role"] == "user")):
+            words[-1] += said
+        else:
+            told.append({"role": "user"} if is_result else {k: v for k, v in message.items() if k != "tool_calls"})
+            words.append(said)
+        follows_result = is_result
+    return [{**one, "content": "\n".join(said)} for one, said in zip(told, words, strict=True)]

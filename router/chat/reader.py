@@ -1,0 +1,350 @@
+"""Reads an answer as the model writes it: reasoning, text, and calls of tools in one of the formats of `formats.py`.
+
+Whatever was taken for a call and turns out to be none is text, with its marks. A call whose name is known is a call,
+however it goes on: its arguments are given out as the model writes them. Blanks around reasoning and calls are dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container
+from contextlib import suppress
+from dataclasses import dataclass
+
+from router.chat.formats import ReasoningFormat, ToolFormat
+from router.chat.json_reader import JsonReader, NotThis, decoded
+from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text, new_call_id
+from router.chat.python_reader import PythonReader
+from router.chat.source import Ended, Marks, Source, Steps
+
+MOST_CHARACTERS_OF_A_NAME = 64
+MOST_CHARACTERS_BEFORE_ARGUMENTS = 200  # a name, and what some formats write beside it
+ARGUMENTS = ("arguments", "parameters")
+BESIDE = ("type", "id")  # keys of a call that may come before its name
+NOTHING = "{}"
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How to read an answer.
+
+    names: of the tools that it may call. is_parallel: whether it may have more than one call; later ones are dropped.
+    """
+
+    tool_format: ToolFormat | None = None
+    names: Collection[str] = ()
+    is_parallel: bool = True
+    reasoning: ReasoningFormat | None = None
+
+
+class Reader:
+    """An AnswerReader. is_reasoning: whether the prompt ends within reasoning."""
+
+    def __init__(self, manner: Manner, is_reasoning: bool = False, make_id: Callable[[], str] = new_call_id) -> None:
+        self._manner = manner
+        self._is_reasoning = is_reasoning
+        self._make_id = make_id
+        self.is_in_call = False
+        self._source = Source()
+        self._pieces = _Pieces(manner.is_parallel)
+        self._calls_format = manner.tool_format or ToolFormat("")
+        self._json = JsonReader(self._source, self._calls_format.end)
+        self._steps = self._answer()
+        next(self._steps)
+
+    def feed(self, text: str) -> list[Piece]:
+        """What is known with this text."""
+        self._source.add(text)
+        next(self._steps)
+        return self._pieces.take()
+
+    def end(self) -> list[Piece]:
+        """What is left."""
+        self._source.close()
+        with suppress(StopIteration):
+            next(self._steps)
+        return self._pieces.take()
+
+    def _answer(self) -> Steps[None]:
+        yield
+        with suppress(Ended):
+            yield from self._reasoning()
+            if self._manner.tool_format is None:
+                yield from self._rest()
+            yield from self._text_and_calls(self._manner.tool_format or self._calls_format)
+        self._pieces.text(self._source.recorded())
+        self._pieces.end()
+
+    def _reasoning(self) -> Steps[None]:
+        """What the answer begins with, if that is reasoning."""
+        its = self._manner.reasoning
+        if its is None:
+            return
+        if not self._is_reasoning:
+            self._source.record()
+            yield from self._source.skip_blanks()
+            if not (yield from self._source.accept(its.begin)):
+                self._pieces.text(self._source.recorded())
+                return
+            self._source.recorded()
+        yield from self._source.skip_blanks()
+        marks, mark = Marks((its.end,)), ""
+        while not mark:
+            text, mark = yield from self._source.until(marks)
+            self._pieces.reasoning(text)
+        self._pieces.drop_blanks()
+        yield from self._source.skip_blanks()
+
+    def _rest(self) -> Steps[None]:
+        nothing = Marks(())
+        while True:
+            text, _ = yield from self._source.until(nothing)
+            self._pieces.text(text)
+
+    def _text_and_calls(self, its: ToolFormat) -> Steps[None]:
+        if its.is_bare:
+            self._source.record()
+            if (yield from self._source.skip_blanks()) in "{[":
+                yield from self._calls(its, is_bare=True)
+            else:
+                self._pieces.text(self._source.recorded())
+        begins = Marks([mark for mark in (its.begin, *its.around) if mark])
+        while True:
+            text, mark = yield from self._source.until(begins)
+            self._pieces.text(text)
+            if mark and mark == its.begin:
+                self._source.record(self._pieces.drop_blanks(), mark)
+                yield from self._calls(its, is_bare=False)
+            elif mark:
+                self._pieces.drop_blanks()
+
+    def _calls(self, its: ToolFormat, *, is_bare: bool) -> Steps[None]:
+        """The calls behind a mark. What was recorded and is none, is text."""
+        with suppress(NotThis):
+            first = yield from self._source.skip_blanks()
+            if first == "[":
+                yield from self._list_of_calls(its, is_bare)
+            elif first == "{":
+                yield from self._objects(its, is_bare)
+            elif its.before_arguments:
+                yield from self._named_call(its)
+            else:
+                raise NotThis
+            if its.end:
+                yield from self._end(its.end)
+        self._pieces.text(self._source.recorded())
+
+    def _end(self, mark: str) -> Steps[None]:
+        """The mark behind a call, also behind brackets too many."""
+        self._source.record()
+        try:
+            yield from self._source.skip_blanks(others="}]")
+            is_there = yield from self._source.accept(mark)
+        except Ended:
+            self._source.recorded()
+            raise
+        if is_there:
+            self._source.recorded()
+
+    def _list_of_calls(self, its: ToolFormat, is_bare: bool) -> Steps[None]:
+        self._source.take(1)
+        while (following := (yield from self._source.skip_blanks(others=","))) != "]":
+            if not self._source.is_recording:
+                self._source.record()
+            if following == "{":
+                yield from self._object(is_bare)
+            elif its.is_python:
+                yield from self._python_call()
+            else:
+                raise NotThis
+        self._source.take(1)
+
+    def _python_call(self) -> Steps[None]:
+        name, _ = yield from self._text_before(Marks((), "("), MOST_CHARACTERS_OF_A_NAME)
+        self._begin(name.strip())
+        yield from PythonReader(self._source).arguments(self._pieces.arguments)
+        self.is_in_call = False
+
+    def _objects(self, its: ToolFormat, is_bare: bool) -> Steps[None]:
+        while True:
+            yield from self._object(is_bare)
+            if not its.separators or (yield from self._source.skip_blanks(others=its.separators)) != "{":
+                return
+            self._source.record()
+
+    def _named_call(self, its: ToolFormat) -> Steps[None]:
+        """A name, a mark, and arguments."""
+        marks = Marks((its.before_arguments, its.begin), "{")
+        written, mark = yield from self._text_before(marks, MOST_CHARACTERS_BEFORE_ARGUMENTS, (its.begin, "{"))
+        if mark == its.begin:
+            raise NotThis
+        name, _, _ = written.partition("[")  # an id in a mark of its own may follow
+        self._begin(name.strip())
+        yield from self._arguments()
+
+    def _text_before(self, marks: Marks, most: int, keeps: Container[str] = ()) -> Steps[tuple[str, str]]:
+        """(a text of at most so many characters, the mark behind it). Raises NotThis, and Ended."""
+        written: list[str] = []
+        while True:
+            text, mark = yield from self._source.until(marks, keeps)
+            written.append(text)
+            if len(text) > most or sum(map(len, written)) > most:
+                raise NotThis
+            if mark:
+                return "".join(written), mark
+
+    def _object(self, is_bare: bool) -> Steps[None]:
+        """A call as an object of JSON. Without a mark in front of it, it has a name and arguments."""
+        yield from self._json.expect("{")
+        name: str | None = None
+        early: list[str] = []  # arguments in front of the name
+        has_arguments = False
+        while (following := (yield from self._source.skip_blanks(others=","))) == '"':
+            key = yield from self._json.short_string(MOST_CHARACTERS_OF_A_NAME)
+            yield from self._json.expect(":")
+            if key == "name" and name is None:
+                yield from self._source.skip_blanks()
+                name = self._known((yield from self._json.short_string(MOST_CHARACTERS_OF_A_NAME)))
+                if has_arguments or not is_bare:
+                    self._begin(name)
+                    self._pieces.arguments("".join(early))
+                    self.is_in_call = not has_arguments
+            elif key in ARGUMENTS and not has_arguments:
+                has_arguments = True
+                if name is None:
+                    yield from self._value(early.append)
+                    continue
+                if is_bare:
+                    self._begin(name)
+                yield from self._arguments()
+            elif name is None and key not in BESIDE:
+                raise NotThis
+            else:
+                yield from self._json.value(_nowhere)
+        self._close_object(following, name, has_arguments, is_bare)
+
+    def _close_object(self, following: str, name: str | None, has_arguments: bool, is_bare: bool) -> None:
+        """What an object of a call ends with, and the arguments of a call that has none."""
+        if following == "}":
+            self._source.take(1)
+        if name is None or (is_bare and not has_arguments):
+            raise NotThis
+        if not has_arguments:
+            self._pieces.arguments(NOTHING)
+        self.is_in_call = False
+
+    def _arguments(self) -> Steps[None]:
+        yield from self._value(self._pieces.arguments)
+        self.is_in_call = False
+
+    def _value(self, sink: Callable[[str], None]) -> Steps[None]:
+        """Arguments, as a value of JSON or as a text that has one; an absent one is no arguments."""
+        first = yield from self._source.skip_blanks()
+        if first in "{[":
+            yield from self._json.value(sink)
+            return
+        written: list[str] = []
+        yield from self._json.value(written.append)
+        text = "".join(written)
+        with suppress(NotThis):
+            text = decoded(text)
+        sink(NOTHING if text in ("null", "") else text)
+
+    def _known(self, name: str) -> str:
+        """The name of a tool. Raises NotThis for another: a client gets no calls of what it does not have."""
+        if name not in self._manner.names:
+            raise NotThis
+        return name
+
+    def _begin(self, name: str) -> None:
+        """From here on it is a call."""
+        self._pieces.begin(self._make_id(), self._known(name))
+        self._source.recorded()
+        self.is_in_call = True
+
+
+def _nowhere(text: str) -> None:
+    pass
+
+
+class _Pieces:
+    """Gathers what is read, as few pieces as possible. Blanks are held until it is known what follows them."""
+
+    def __init__(self, is_parallel: bool) -> None:
+        self._is_parallel = is_parallel
+        self._num_calls = 0
+        self._found: list[Piece] = []
+        self._kind: type[Text] | type[Reasoning] | type[CallArguments] = Text
+        self._parts: list[str] = []
+        self._blanks: list[str] = []
+        self._has_text = False
+        self._ends_in_text = True  # and in no call
+
+    def take(self) -> list[Piece]:
+        """What was gathered since the last time."""
+        self._settle()
+        found, self._found = self._found, []
+        return found
+
+    def text(self, text: str) -> None:
+        """More of the answer."""
+        self._visible(Text, text)
+
+    def reasoning(self, text: str) -> None:
+        """More of what comes before it."""
+        self._visible(Reasoning, text)
+
+    def drop_blanks(self) -> str:
+        """Take back the blanks at the end."""
+        blanks, self._blanks = "".join(self._blanks), []
+        return blanks
+
+    def end(self) -> None:
+        """Nothing more will come: blanks that end a text are part of it."""
+        if self._ends_in_text:
+            self._add(Text, self.drop_blanks())
+
+    def begin(self, id: str, name: str) -> None:
+        """A call begins."""
+        self._settle()
+        self._ends_in_text = False
+        self._num_calls += 1
+        if self._is_shown:
+            self._found.append(CallBegun(self._num_calls - 1, id, name))
+
+    def arguments(self, text: str) -> None:
+        """More of the call's arguments."""
+        if self._is_shown:
+            self._add(CallArguments, text)
+
+    @property
+    def _is_shown(self) -> bool:
+        """Whether the last call is one of those that there may be."""
+        return self._is_parallel or self._num_calls == 1
+
+    def _visible(self, kind: type[Text] | type[Reasoning], text: str) -> None:
+        shown = text.rstrip()
+        if shown:
+            blanks = self.drop_blanks()
+            follows_calls = self._num_calls and not self._has_text
+            self._has_text = self._ends_in_text = kind is Text
+            self._add(kind, shown.lstrip() if follows_calls else blanks + shown)
+        if len(shown) < len(text):
+            self._blanks.append(text[len(shown) :])
+
+    def _add(self, kind: type[Text] | type[Reasoning] | type[CallArguments], text: str) -> None:
+        if kind is not self._kind:
+            self._settle()
+            self._kind = kind
+        if text:
+            self._parts.append(text)
+
+    def _settle(self) -> None:
+        if not self._parts:
+            return
+        text, self._parts = "".join(self._parts), []
+        if self._kind is Text:
+            self._found.append(Text(text))
+        elif self._kind is Reasoning:
+            self._found.append(Reasoning(text))
+        else:
+            self._found.append(CallArguments(self._num_calls - 1, text))

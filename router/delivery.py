@@ -1,0 +1,62 @@
+"""From a token to what its request's reader gets: text, events, and the times that are measured.
+
+Left out: whose token it is, and how a request ends (`batcher.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from router.entry import Entry, PromptScores
+from router.metrics import Metrics
+from router.scheduler import Scheduler
+from router.text import FinishReason, ModelTokenizer
+from router.token_events import TokenEvents
+
+Candidates = list[tuple[int, float]]
+
+
+class Delivery:
+    """Delivers the tokens of all requests."""
+
+    def __init__(self, scheduler: Scheduler[Entry], tokenizer: ModelTokenizer, metrics: Metrics) -> None:
+        self._scheduler = scheduler
+        self._events = TokenEvents(tokenizer)
+        self._metrics = metrics
+
+    def deliver(
+        self, entry: Entry, token_id: int, logprob: float, top_tokens: Candidates, now: float
+    ) -> FinishReason | None:
+        """Give a token to its reader; why it is the last, if it is."""
+        if not entry.request.generates:  # nothing is wanted of the token but that the prompt is computed
+            self._note_time(entry, now)
+            return FinishReason.LENGTH
+        text, reason = entry.generated.push(token_id)
+        self._scheduler.delivered(entry, token_id)
+        self._note_time(entry, now)
+        entry.events.put_nowait(self._events.of_token(entry, token_id, text, logprob, top_tokens))
+        return reason
+
+    def take_forced(self, entry: Entry) -> Iterator[tuple[int, float, Candidates]]:
+        """What its grammar had come before the token that has come, with log-probabilities: none for most requests."""
+        return iter(()) if entry.match is None else _forced(entry, self._scheduler.taken(entry))
+
+    def _note_time(self, entry: Entry, now: float) -> None:
+        if entry.first_token_at:
+            self._metrics.inter_token.observe(now - entry.last_token_at)
+        else:
+            entry.first_token_at = now
+            self._metrics.time_to_first_token.observe(now - entry.queued_at)
+            if entry.request.prompt_logprobs:
+                entry.events.put_nowait(self._events.of_prompt(entry))
+        entry.last_token_at = now
+
+
+def _forced(entry: Entry, token_ids: Sequence[int]) -> Iterator[tuple[int, float, Candidates]]:
+    """The model's own log-probabilities where these are asked for; else no other token was possible."""
+    scores, entry.forced_scores = entry.forced_scores, PromptScores()
+    for place, token_id in enumerate(token_ids):
+        if entry.request.sampling.raw_logprobs:
+            yield token_id, scores.logprobs[place], list(scores.candidates(place))
+        else:
+            yield token_id, 0.0, [(token_id, 0.0)] if entry.request.top_n_tokens else []

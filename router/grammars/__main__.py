@@ -1,0 +1,77 @@
+"""The process that follows texts: `python -m router.grammars MEMORY_MB MATCHERS`, started by `follower.py`.
+
+It says {} once it is ready. Then it reads orders, one line of JSON each, and follows every text by its number: `begin`
+with a grammar and the tokens so far, `advance` with the next one, `end`. What may come next is answered in one line for
+each `advance`, and for a `begin` that asks for it, by whichever is known first: two threads work, so that one grammar
+that takes long holds nobody up (llguidance lets go of the interpreter meanwhile).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sys
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from router.grammars.grammar import Grammar, GrammarKind
+from router.grammars.matcher import GrammarError, Matchers, TextMatcher
+
+MEGABYTE = 2**20
+THREADS = 2
+
+
+class Follower:
+    """All texts of one process."""
+
+    def __init__(self, matchers: Matchers) -> None:
+        self._matchers = matchers
+        self._texts: dict[int, Future[TextMatcher]] = {}
+        self._pool = ThreadPoolExecutor(THREADS)
+
+    def take(self, order: dict[str, Any]) -> None:
+        """Do as told; what is answered is printed."""
+        key = order["key"]
+        if "end" in order:
+            self._texts.pop(key, None)
+        elif "token" in order:
+            self._pool.submit(self._advance, key, self._texts[key], order["token"])
+        else:
+            grammar = Grammar(GrammarKind(order["kind"]), order["text"])
+            self._texts[key] = self._pool.submit(self._begin, grammar, order["tokens"])
+            if order["asks"]:
+                self._pool.submit(self._advance, key, self._texts[key], None)
+
+    def _begin(self, grammar: Grammar, tokens: Sequence[int]) -> TextMatcher:
+        text = self._matchers.begin(grammar)
+        text.take(tokens)
+        return text
+
+    def _advance(self, key: int, begun: Future[TextMatcher], token: int | None) -> None:
+        """Answer what comes behind the token. It was begun by an earlier task, so that waiting for that ends."""
+        try:
+            text = begun.result()
+            text.take(() if token is None else (token,))
+            answer = text.go_on()
+        except GrammarError as error:
+            answer = {"error": str(error)}
+        sys.stdout.write(json.dumps({"key": key, **answer}) + "\n")  # one call, so that lines stay whole
+        sys.stdout.flush()
+
+
+def main() -> int:
+    """Follow texts until standard input ends. Returns the exit code."""
+    os.nice(19)  # at the same priority as the shards it would make their steps twice as long
+    most = int(sys.argv[1]) * MEGABYTE
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    follower = Follower(Matchers(**json.loads(sys.argv[2])))
+    print("{}", flush=True)
+    for line in sys.stdin:
+        follower.take(json.loads(line))
+    os._exit(0)  # whatever its threads are at
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""What a client writes for a grammar, in TGI's shapes, as a `Grammar`."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from router.errors import ValidationError
+from router.grammars.grammar import Grammar, GrammarKind
+from router.schemas import GenerateParameters, GrammarParameters
+
+MOST_BYTES = 2**16  # of a grammar's text: what takes so many is a program, and compiling it takes a second
+
+
+def grammar_of(given: GenerateParameters) -> Grammar | None:
+    """What the text is held to, if anything. Raises ValidationError; whether it is a good one is found out later."""
+    if given.grammar is None:
+        return None
+    if given.ignore_eos:
+        raise ValidationError("`ignore_eos` and `grammar` exclude each other: a grammar says where the text may end")
+    return _bounded(_grammar(given.grammar))
+
+
+def _grammar(given: GrammarParameters) -> Grammar:
+    match given.type:
+        case "regex" | "lark":
+            if not isinstance(given.value, str):
+                raise ValidationError(f"`grammar.value` must be a string for the type {given.type}")
+            return Grammar(GrammarKind(given.type), given.value)
+        case "json_schema":
+            return Grammar(GrammarKind.JSON_SCHEMA, _text(_named(given.value)))
+    return Grammar(GrammarKind.JSON_SCHEMA, _text(given.value))
+
+
+def _named(value: str | dict[str, Any]) -> str | dict[str, Any]:
+    """The schema of TGI's `{"name", "schema"}`."""
+    schema = value.get("schema") if isinstance(value, dict) else None
+    if not isinstance(schema, dict):
+        raise ValidationError("`grammar.value` must have a `schema`, an object, for the type json_schema")
+    return schema
+
+
+def _text(schema: str | dict[str, Any]) -> str:
+    """A schema as JSON, from an object or from JSON already. Raises ValidationError for what is no object."""
+    if isinstance(schema, dict):
+        return json.dumps(schema, ensure_ascii=False)
+    _bounded(Grammar(GrammarKind.JSON_SCHEMA, schema))
+    try:
+        is_object = isinstance(json.loads(schema), dict)
+    except (ValueError, RecursionError):
+        is_object = False
+    if not is_object:
+        raise ValidationError(
+            "grammar is not valid: `value` must be a JSON schema, an object or one written as a string"
+        )
+    return schema
+
+
+def _bounded(grammar: Grammar) -> Grammar:
+    size = len(grammar.text.encode(errors="replace"))
+    if size > MOST_BYTES:
+        raise ValidationError(f"`grammar.value` has {size} bytes: give at most {MOST_BYTES}")
+    return grammar

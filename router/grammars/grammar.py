@@ -1,0 +1,100 @@
+"""A grammar as plain data, and what it allows next: shared by validation, the scheduler and the wire.
+
+Left out: who finds either (`compiler.py`, `follower.py`), and llguidance, which runs in processes of its own
+(`matcher.py`).
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Protocol
+
+from router.errors import RouterError
+
+
+class GrammarKind(StrEnum):
+    """The languages that grammars are written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    LARK = "lark"
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What a text must be. text: a JSON schema as JSON, a regular expression, or a grammar in Lark's notation."""
+
+    kind: GrammarKind
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """Tokens that may come next, in the shortest of three forms; one is given.
+
+    allowed: these and no others; forbidden: all others; bits: one for each token, from the lowest bit of the first byte
+    on, and none where they end.
+    """
+
+    allowed: tuple[int, ...] | None = None
+    forbidden: tuple[int, ...] | None = None
+    bits: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Continuation:
+    """What a grammar allows next: tokens that come in any case, and then one of these."""
+
+    forced: tuple[int, ...]
+    mask: Mask
+
+    @classmethod
+    def read(cls, answer: Mapping[str, Any]) -> Continuation:
+        """What `TextMatcher.go_on` says, as it comes out of JSON."""
+        if "bits" in answer:
+            mask = Mask(bits=b64decode(answer["bits"]))
+        elif "allowed" in answer:
+            mask = Mask(allowed=tuple(answer["allowed"]))
+        else:
+            mask = Mask(forbidden=tuple(answer["forbidden"]))
+        return cls(tuple(answer["forced"]), mask)
+
+    def at_most(self, count: int) -> Continuation:
+        """The same with so many forced tokens at most, where no more have room before the last one."""
+        if len(self.forced) <= count:
+            return self
+        return Continuation(self.forced[:count], Mask(allowed=(self.forced[count],)))
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledGrammar:
+    """A grammar that is known to be good, and what it allows first of all."""
+
+    grammar: Grammar
+    first: Continuation
+
+
+OnAnswer = Callable[[Continuation | RouterError], None]
+
+
+class Match(Protocol):
+    """One text that is followed."""
+
+    def advance(self, token_id: int) -> None:
+        """It goes on with this token: what may come behind it is told once it is known."""
+
+    def end(self) -> None:
+        """Nothing more is asked of it."""
+
+
+class Matching(Protocol):
+    """What follows texts, real or fake."""
+
+    def start(self) -> None:
+        """A text is about to come."""
+
+    def begin(self, grammar: CompiledGrammar, on_answer: OnAnswer) -> Match:
+        """Follow a text from its beginning. What its grammar forces there is taken for said."""

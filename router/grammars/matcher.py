@@ -1,0 +1,176 @@
+"""Grammars by llguidance: what a text may go on with. Runs in processes of its own, never in the router.
+
+llguidance follows a text with an Earley parser over a lexer of derivatives, and walks the tokenizer's trie for tokens
+that are possible (https://github.com/guidance-ai/llguidance). Its limits bound what a grammar may cost: in each step,
+and in lexer states, which are memory.
+
+JSON is written as Python's `json.dumps` writes it, with one space behind commas and colons: that is what models have
+read most, and leaves nothing open between one value and the next, so that whole keys are forced.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
+from tokenizers import Tokenizer
+
+from router.grammars.grammar import Grammar, GrammarKind
+
+MOST_FORCED = 4096  # tokens at once
+MOST_KEPT = 64  # compiled grammars
+MOST_CHARACTERS_OF_A_CAUSE = 200
+JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,  # 20 ms
+    step_lexer_fuel=200_000,  # 15 ms
+    step_max_items=50_000,  # 2.5 ms
+    max_lexer_states=50_000,  # 1 to 2 kB each
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+
+class GrammarError(ValueError):
+    """A grammar is not one, or costs too much; the sentence is for whoever asked."""
+
+
+class Matchers:
+    """Makes matchers for one model's tokens.
+
+    tokenizer_path: of tokenizer.json; vocab_size: of the model; eos_ids: tokens that end a text.
+    """
+
+    def __init__(self, tokenizer_path: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        self._tokenizer = load_tokenizer(tokenizer_path, vocab_size, eos_ids)
+        self._vocab_size = vocab_size
+        self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+
+    def begin(self, grammar: Grammar) -> TextMatcher:
+        """At the beginning of a text. Raises GrammarError."""
+        kept = self._kept.pop(grammar, None) or self._compile(grammar)
+        self._kept[grammar] = kept
+        if len(self._kept) > MOST_KEPT:
+            self._kept.popitem(last=False)
+        return TextMatcher(kept.deep_copy(), self._vocab_size)
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        try:
+            matcher = LLMatcher(self._tokenizer, _source(grammar), log_level=0, limits=LIMITS)
+        except ValueError as error:
+            raise GrammarError(cause(str(error))) from None
+        _check(matcher)
+        return matcher
+
+
+class TextMatcher:
+    """One text and its grammar."""
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """The text goes on with these. Raises GrammarError where it must not."""
+        if token_ids and not self._matcher.consume_tokens(list(token_ids)):
+            _check(self._matcher)
+            raise GrammarError("the text left it")
+
+    def go_on(self) -> dict[str, Any]:
+        """What is next, as JSON: `forced` tokens, which are taken, and a form of `Mask`. Raises GrammarError."""
+        forced = self._matcher.compute_ff_tokens()[:MOST_FORCED]
+        if any(token >= self._vocab_size for token in forced):
+            raise GrammarError("it needs a token that the model does not have")
+        self.take(forced)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        _check(self._matcher)
+        return {"forced": forced, **mask_of(bits, self._vocab_size)}
+
+
+def mask_of(bits: np.ndarray[Any, np.dtype[np.uint8]], vocab_size: int) -> dict[str, Any]:
+    """The shortest form, as JSON: ids take three bytes on the wire. Raises GrammarError where nothing is allowed."""
+    tokens = np.unpackbits(bits, bitorder="little", count=vocab_size)
+    num_allowed, most = int(tokens.sum()), vocab_size // 24
+    if not num_allowed:
+        raise GrammarError("no token can come next")
+    if num_allowed <= most:
+        return {"allowed": tokens.nonzero()[0].tolist()}
+    if vocab_size - num_allowed <= most:
+        return {"forbidden": (1 - tokens).nonzero()[0].tolist()}
+    return {"bits": b64encode(np.packbits(tokens, bitorder="little").tobytes()).decode()}
+
+
+def _source(grammar: Grammar) -> str:
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return LLMatcher.grammar_from_json_schema(grammar.text, defaults=JSON_STYLE)  # type: ignore[arg-type]
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.LARK:
+            return LLMatcher.grammar_from_lark(grammar.text)
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        raise GrammarError(cause(matcher.get_error()))
+
+
+def cause(message: str) -> str:
+    """llguidance's own sentence, without what it repeats of the grammar, and without its settings."""
+    lines = message.strip().splitlines() or [""]
+    if "limits." in message or "fuel" in message or "too complex" in message.lower():
+        return "it is too complex"
+    found = next((line for line in lines if line.startswith("error: ")), lines[0])
+    sentence = " ".join(found.split())
+    return sentence if len(sentence) <= MOST_CHARACTERS_OF_A_CAUSE else sentence[:MOST_CHARACTERS_OF_A_CAUSE] + " …"
+
+
+def load_tokenizer(path: str, vocab_size: int, eos_ids: Sequence[int]) -> LLTokenizer:
+    """The model's tokenizer as llguidance needs it: the bytes of every token. Raises ValueError."""
+    text = Path(path).read_text(encoding="utf-8")
+    tokenizer = Tokenizer.from_str(text)
+    size = max(vocab_size, tokenizer.get_vocab_size())
+    try:
+        return LLTokenizer(text, n_vocab=size, eos_token=list(eos_ids))
+    except ValueError:  # neither bytes nor bytes for what has no token: such as T5's
+        return LLTokenizer(
+            TokenizerWrapper(PieceTokenizer(tokenizer, eos_ids[0])), n_vocab=size, eos_token=list(eos_ids)
+        )
+
+
+class PieceTokenizer:
+    """A tokenizer of pieces of text, such as words, as llguidance asks for one."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int) -> None:
+        added = tokenizer.get_added_tokens_decoder()
+        self.eos_token_id = eos_token_id
+        self.bos_token_id = None
+        self.special_token_ids = [id for id, token in added.items() if token.special]
+        self.tokens = [_piece(tokenizer, id) for id in range(tokenizer.get_vocab_size())]
+        self._ids = {piece: id for id, piece in reversed(list(enumerate(self.tokens))) if piece}
+        self._longest = max(map(len, self._ids), default=1)
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The longest token at each place. What no token stands for is left out."""
+        found, start = [], 0
+        while start < len(text):
+            ends = range(min(len(text), start + self._longest), start, -1)
+            end = next((end for end in ends if text[start:end] in self._ids), None)
+            if end is not None:
+                found.append(self._ids[text[start:end]])
+            start = end or start + 1
+        return found
+
+
+def _piece(tokenizer: Tokenizer, id: int) -> bytes:
+    """What a token adds to a text: at the start of one it may lose its leading space."""
+    once, twice = (
+        tokenizer.decode([id], skip_special_tokens=False),
+        tokenizer.decode([id, id], skip_special_tokens=False),
+    )
+    return twice[len(once) :].encode()

@@ -1,0 +1,171 @@
+"""What the bodies of OpenAI's Responses API ask for, in the words of the rest of the router, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from router.chat.tools import Offer, Tool, ToolChoice, offer
+from router.chat.transcript import Transcript, string_of, text_of
+from router.errors import ValidationError
+from router.openai.responses.schemas import InputRequest, ResponsesRequest
+from router.schemas import MOST_VALUES, GenerateParameters, refuse_many_values
+
+ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
+TEXTS = ("text", "input_text", "output_text")
+REASONING = ("text", "reasoning_text")
+# Fields that need a store, and values of them that do not.
+STORED: Mapping[str, Sequence[Any]] = {
+    "store": (None, False),
+    "previous_response_id": (None,),
+    "conversation": (None,),
+    "background": (None, False),
+}
+# Fields with another meaning that is not served.
+NOT_SERVED: Mapping[str, Sequence[Any]] = {
+    "prompt": (None,),
+    "context_management": (None, []),
+    "moderation": (None,),
+    "top_logprobs": (None, 0),
+}
+LOGPROBS = "message.output_text.logprobs"
+MOST_METADATA, MOST_NAME, MOST_VALUE = 16, 64, 512  # OpenAI's: pairs, and their characters
+
+
+def parameters_of(body: ResponsesRequest) -> GenerateParameters:
+    """How to generate. Raises ValidationError."""
+    if LOGPROBS in (body.include or ()):
+        raise ValidationError(f"`include` has {LOGPROBS}, which is not served: leave it out")
+    _check_metadata(body.metadata or {})
+    is_greedy = body.temperature == 0
+    return GenerateParameters(
+        temperature=None if is_greedy else body.temperature,
+        do_sample=not is_greedy,
+        top_p=None if is_greedy else body.top_p,
+        max_new_tokens=body.max_output_tokens,
+    )
+
+
+def _check_metadata(given: Mapping[str, str]) -> None:
+    if len(given) > MOST_METADATA or any(len(n) > MOST_NAME or len(v) > MOST_VALUE for n, v in given.items()):
+        raise ValidationError(
+            f"`metadata` may have {MOST_METADATA} pairs of names of {MOST_NAME} and values of {MOST_VALUE} characters: "
+            "shorten it"
+        )
+
+
+def refuse_what_is_not_served(body: InputRequest) -> None:
+    """Raises ValidationError for a field whose meaning would be lost."""
+    given = {**(body.model_extra or {}), "store": getattr(body, "store", None)}
+    for name, neutral in STORED.items():
+        if name in given and given[name] not in neutral:
+            raise ValidationError(
+                f"`{name}` needs responses that are stored, and none are stored here: leave it out, and send all items "
+                "of the conversation as `input`"
+            )
+    for name, neutral in NOT_SERVED.items():
+        if name in given and given[name] not in neutral:
+            raise ValidationError(f"`{name}` is not served: leave it out")
+    if body.text is not None and (body.text.format or {"type": "text"}).get("type") != "text":
+        raise ValidationError("`text.format` is not served but for the type text: leave it out")
+
+
+def variables_of(body: InputRequest) -> Mapping[str, bool | str]:
+    """What `reasoning` means to a chat template."""
+    effort = body.reasoning.effort if body.reasoning is not None else None
+    if effort is None:
+        return {}
+    return {"enable_thinking": False} if effort == "none" else {"enable_thinking": True, "reasoning_effort": effort}
+
+
+def transcript_of(body: InputRequest) -> Transcript:
+    """The items, behind `instructions`. Raises ValidationError."""
+    found = Transcript()
+    if body.instructions:
+        found.say("system", body.instructions)
+    _check_arguments(body.input)
+    items = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input or []
+    for number, item in enumerate(items):
+        _add(found, f"input.{number}", item)
+    return found
+
+
+def _add(transcript: Transcript, where: str, item: Mapping[str, Any]) -> None:
+    match item.get("type") or "message":
+        case "message":
+            role = item.get("role")
+            if not isinstance(role, str) or role not in ROLES:
+                raise ValidationError(f"`{where}.role` is {str(role)[:40]}: give one of {', '.join(ROLES)}")
+            transcript.say(ROLES[role], _text(where, item, "content", TEXTS))
+        case "function_call":
+            name, call_id = string_of(where, item, "name"), string_of(where, item, "call_id")
+            transcript.call(f"{where}.arguments", call_id, name, _arguments(where, item))
+        case "function_call_output":
+            transcript.answer_call(string_of(where, item, "call_id"), _text(where, item, "output", TEXTS))
+        case "reasoning":
+            transcript.think(_text(where, item, "content", REASONING))
+        case "item_reference":
+            raise ValidationError(
+                f"`{where}` refers to an item that is stored, and none are stored here: send it whole"
+            )
+        case kind:
+            raise ValidationError(
+                f"`{where}` is of type {str(kind)[:40]}: the model reads message, function_call, function_call_output "
+                "and reasoning alone; leave it out"
+            )
+
+
+def _check_arguments(items: str | Sequence[Mapping[str, Any]] | None) -> None:
+    """Raises ValidationError for more values within all arguments than a body may have, before any is built."""
+    if items is None or isinstance(items, str):
+        return
+    arguments = (item.get("arguments") for item in items)
+    refuse_many_values("\n".join(one for one in arguments if isinstance(one, str)).encode(), MOST_VALUES)
+
+
+def _text(where: str, item: Mapping[str, Any], name: str, kinds: Sequence[str]) -> str:
+    content = item.get(name)
+    if not (content is None or isinstance(content, str | list)):
+        raise ValidationError(f"`{where}.{name}` must be a text or a list of parts")
+    return text_of(f"{where}.{name}", content, kinds)
+
+
+def _arguments(where: str, item: Mapping[str, Any]) -> Mapping[str, Any]:
+    try:
+        found = orjson.loads(string_of(where, item, "arguments") or "{}")
+    except orjson.JSONDecodeError:
+        found = None
+    if not isinstance(found, dict):
+        raise ValidationError(f"`{where}.arguments` must be a JSON object, as a string")
+    return found
+
+
+def offer_of(body: InputRequest) -> Offer:
+    """The tools that the model gets to see. Raises ValidationError."""
+    tools = [_tool(f"tools.{number}", tool) for number, tool in enumerate(body.tools or [])]
+    return offer(tools, _choice(body.tool_choice or "auto", body.parallel_tool_calls is not False))
+
+
+def _tool(where: str, given: Mapping[str, Any]) -> Tool:
+    if given.get("type") != "function":
+        raise ValidationError(
+            f"`{where}` is of type {str(given.get('type'))[:40]}, and only functions are served: leave it out"
+        )
+    description, parameters = given.get("description"), given.get("parameters")
+    if not (description is None or isinstance(description, str)):
+        raise ValidationError(f"`{where}.description` must be a string")
+    if not (parameters is None or isinstance(parameters, dict)):
+        raise ValidationError(f"`{where}.parameters` must be a JSON schema of the type object")
+    return Tool(string_of(where, given, "name"), description, parameters, given.get("strict") is True)
+
+
+def _choice(given: str | Mapping[str, Any], is_parallel: bool) -> ToolChoice:
+    if isinstance(given, Mapping) and given.get("type") == "function":
+        return ToolChoice("required", string_of("tool_choice", given, "name"), is_parallel)
+    match given:
+        case "auto" | "none" | "required":
+            return ToolChoice(given, is_parallel=is_parallel)
+    kind = given if isinstance(given, str) else str(given.get("type"))
+    raise ValidationError(f"`tool_choice` is {kind[:40]}: give auto, none, required, or one function by its name")

@@ -1,0 +1,64 @@
+"""OpenAI's `/v1/responses`, and that nothing is stored there."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from router.api_document import ERROR_STATUSES, documented
+from router.conversing import Turn, turn_of
+from router.generation import OpenRequest
+from router.guard import ClientConnection
+from router.openai.documents import ErrorAnswer
+from router.openai.responses import answers, asked, documents
+from router.openai.responses.frames import ResponseFrames
+from router.openai.responses.schemas import InputRequest, ResponsesRequest
+from router.openai.routes import STREAM_HEADERS
+from router.serving import Services, asked_by, collect, json_response, read, stream
+
+URL = "/v1/responses"
+
+
+def add_responses_routes(app: FastAPI, services: Services) -> None:
+    """Serve what OpenAI's newer clients ask for."""
+
+    async def responses(request: Request) -> Response:
+        body = await read(request, services, ResponsesRequest)
+        turn, given = turn_in(body, services), asked.parameters_of(body)
+        model = body.model or services.config.model_id
+        head = answers.Head(request.state.request_id, model, answers.echo_of(body))
+
+        def frames(opened: OpenRequest) -> ResponseFrames:
+            reader = answers.CountingReader(turn.reader(services, opened.entries[0]))
+            return ResponseFrames(head, reader, opened)
+
+        if body.stream:
+            headers = {**STREAM_HEADERS, "x-compute-type": services.compute_type}
+            return await stream(request, [turn.asked(given)], services, frames, headers)
+        opened, [answer] = await collect(request, [turn.asked(given)], services)
+        [entry] = opened.entries
+        reader = answers.CountingReader(turn.reader(services, entry))
+        return json_response(answers.response(head, answer, entry, reader))
+
+    async def input_tokens(request: Request) -> Response:
+        turn = turn_in(await read(request, services, InputRequest), services)
+        with ClientConnection.of(request.scope).needed():
+            count = await services.generator.count(turn.render, **asked_by(request, services))
+        return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+    statuses = [status for status in ERROR_STATUSES if status != 422]  # answers.py makes it a 400
+    common: dict[str, Any] = {"errors": ErrorAnswer, "statuses": statuses}
+    said = documented(ResponsesRequest, documents.ResponseAnswer, events=documents.ResponseEvent, **common)
+    summary = "OpenAI's responses; server-sent events if `stream` is true"
+    app.post(URL, summary=summary, response_class=Response, **said)(responses)
+    said = documented(InputRequest, documents.InputTokens, **common)
+    summary = "How many tokens the prompt of a response has"
+    app.post(f"{URL}/input_tokens", summary=summary, response_class=Response, **said)(input_tokens)
+
+
+def turn_in(body: InputRequest, services: Services) -> Turn:
+    """What a body waits for. Raises ValidationError."""
+    asked.refuse_what_is_not_served(body)
+    return turn_of(services, asked.transcript_of(body), asked.offer_of(body), asked.variables_of(body))

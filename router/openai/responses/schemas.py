@@ -1,0 +1,57 @@
+"""Bodies of OpenAI's `/v1/responses` and `/v1/responses/input_tokens`.
+
+As strict and as lenient as those of chats (`router/openai/schemas.py`). Items of `input` and fields with a meaning that
+is not served are refused, in `asked.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field
+
+from router.openai.schemas import ModelName, Objects, Texts
+from router.schemas import Integer, Strict
+
+Word = Annotated[str, Field(max_length=64)]
+
+
+class Reasoning(Strict):
+    """How the model thinks before it answers, where its chat template lets one choose."""
+
+    effort: Word | None = Field(default=None, description="`none`, or what the template knows of `reasoning_effort`.")
+    summary: Word | None = Field(default=None, description="Ignored: reasoning is shown whole.")
+
+
+class TextConfig(Strict):
+    """How the text of the answer looks."""
+
+    format: dict[str, Any] | None = Field(default=None, description="`text`.")
+
+
+class InputRequest(Strict):
+    """The body of `/v1/responses/input_tokens`. What else a body has is kept, to be looked through."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", frozen=True)
+
+    input: str | Objects | None = Field(default=None, description="A text of the user, or items of a conversation.")
+    instructions: str | None = Field(default=None, description="What comes before all items.")
+    model: ModelName | None = Field(default=None, description="Any name; the answer has it.")
+    reasoning: Reasoning | None = None
+    text: TextConfig | None = None
+    tools: Objects | None = Field(default=None, description="Functions that the model may call.")
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    truncation: Word | None = Field(default=None, description="An input that is too long is refused, also with `auto`.")
+
+
+class ResponsesRequest(InputRequest):
+    """The body of `/v1/responses`."""
+
+    include: Texts | None = Field(default=None, description="Ignored but for log-probabilities.")
+    max_output_tokens: Integer | None = Field(default=None, description="Absent: as many as `max_total_tokens` leaves.")
+    metadata: dict[str, str] | None = Field(default=None, description="The answer has it.")
+    store: bool | None = Field(default=None, description="Must not be true: nothing is stored.")
+    stream: bool | None = Field(default=None, description="Answer with server-sent events.")
+    temperature: float | None = Field(default=None, description="0: the most likely tokens. Absent: 1.")
+    top_p: float | None = None

@@ -1,0 +1,122 @@
+"""Tools and calls in the shapes of OpenAI's chats, to and from the words of `router/chat`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import orjson
+
+from router.chat import prompting
+from router.chat.tools import MOST_DEPTH, Offer, Tool, ToolChoice, is_deeper, offer
+from router.errors import ValidationError
+from router.openai.schemas import ChatRequest
+from router.schemas import MOST_VALUES, refuse_many_values
+
+Json = dict[str, Any]
+
+
+def offered(body: ChatRequest) -> Offer:
+    """The tools that a body offers. Raises ValidationError."""
+    tools = [_tool(f"tools.{number}", given) for number, given in enumerate(body.tools or ())]
+    is_parallel = body.parallel_tool_calls is not False
+    return offer(*_chosen(tools, body.tool_choice, is_parallel))
+
+
+def _tool(where: str, given: Mapping[str, Any]) -> Tool:
+    if given.get("type", "function") != "function":
+        raise ValidationError(f"`{where}` is of type {_shown(given['type'])}: functions alone are served")
+    function = given.get("function")
+    if not isinstance(function, dict):
+        raise ValidationError(f"`{where}.function` is missing: give an object with a `name`")
+    name, description = function.get("name"), function.get("description")
+    parameters = function.get("parameters", function.get("arguments"))  # TGI takes both names
+    strict = function.get("strict")
+    if not isinstance(name, str):
+        raise ValidationError(f"`{where}.function.name` must be a string")
+    if not isinstance(description, str | None):
+        raise ValidationError(f"`{where}.function.description` must be a string")
+    if not isinstance(parameters, dict | None):
+        raise ValidationError(f"`{where}.function.parameters` must be a JSON schema, an object")
+    if not isinstance(strict, bool | None):
+        raise ValidationError(f"`{where}.function.strict` must be true or false")
+    return Tool(name, description, parameters, strict is True)
+
+
+def _chosen(tools: list[Tool], given: str | Json | None, is_parallel: bool) -> tuple[list[Tool], ToolChoice]:
+    """The tools and the choice of a `tool_choice`: a mode, a name, or one of OpenAI's objects."""
+    if given is None or given == "auto":
+        return tools, ToolChoice("auto", is_parallel=is_parallel)
+    if given == "none":
+        return tools, ToolChoice("none")
+    if given == "required":
+        return tools, ToolChoice("required", is_parallel=is_parallel)
+    if isinstance(given, str):
+        return tools, ToolChoice("required", given, is_parallel=False)
+    if given.get("type") == "allowed_tools":
+        return _allowed(tools, given.get("allowed_tools"), is_parallel)
+    function = given.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    if given.get("type", "function") != "function" or not isinstance(name, str):
+        raise ValidationError(
+            '`tool_choice` must be "auto", "none", "required", or {"type": "function", "function": {"name": a name}}'
+        )
+    return tools, ToolChoice("required", name, is_parallel=False)
+
+
+def _allowed(tools: list[Tool], given: Any, is_parallel: bool) -> tuple[list[Tool], ToolChoice]:
+    """Some of the tools, each named as in `tools`."""
+    listed = given.get("tools") if isinstance(given, dict) else None
+    if not isinstance(listed, list) or given.get("mode") not in ("auto", "required"):
+        raise ValidationError('`tool_choice.allowed_tools` needs a `mode`, "auto" or "required", and a list of `tools`')
+    functions = [one.get("function") for one in listed if isinstance(one, dict)]
+    names = [one.get("name") for one in functions if isinstance(one, dict)]
+    known = [tool.name for tool in tools]
+    if strange := [name for name in names if name not in known]:
+        raise ValidationError(
+            f"`tool_choice` allows {_shown(strange[0])}, which is not among `tools`: name one of them"
+        )
+    return [tool for tool in tools if tool.name in names], ToolChoice(given["mode"], is_parallel=is_parallel)
+
+
+def refuse_many_values_of_calls(given: Iterable[Mapping[str, Any]]) -> None:
+    """Raises ValidationError where the texts of arguments have more values together than a body may have."""
+    functions = [one.get("function") for one in given]
+    texts = [one.get("arguments") for one in functions if isinstance(one, dict)]
+    refuse_many_values(",".join(text for text in texts if isinstance(text, str)).encode(), MOST_VALUES)
+
+
+def calls_of(where: str, given: Sequence[Mapping[str, Any]]) -> list[Json]:
+    """The `tool_calls` of a message, as templates take them. Raises ValidationError."""
+    return [_call(f"{where}.{number}", one) for number, one in enumerate(given)]
+
+
+def _call(where: str, given: Mapping[str, Any]) -> Json:
+    function, id = given.get("function"), given.get("id")
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str):
+        raise ValidationError(f"`{where}.function` must be an object with a `name` and `arguments`")
+    if not isinstance(id, str | None):
+        raise ValidationError(f"`{where}.id` must be a string")
+    return prompting.call(id, name, _arguments(f"{where}.function.arguments", function.get("arguments")))
+
+
+def _arguments(where: str, given: Any) -> Json:
+    """An object, or a text of JSON that has one, as OpenAI's clients send it."""
+    value = given or {}
+    if isinstance(value, str):
+        try:
+            value = orjson.loads(value)
+        except ValueError:
+            raise ValidationError(
+                f"`{where}` is not JSON: send the arguments as the model gave them, or {{}}"
+            ) from None
+    if not isinstance(value, dict):
+        raise ValidationError(f"`{where}` must be an object of JSON, as a text")
+    if is_deeper(value, MOST_DEPTH):
+        raise ValidationError(f"`{where}` is nested deeper than {MOST_DEPTH}: flatten it")
+    return value
+
+
+def _shown(value: Any) -> str:
+    return str(value)[:64]

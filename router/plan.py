@@ -1,0 +1,42 @@
+"""What one step does, as the scheduler plans it and the batching loop sends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+from router.entry import Scheduled
+
+S = TypeVar("S", bound=Scheduled)
+
+
+class FilledBlock(NamedTuple):
+    """A block that a step completes. Its owner's `entry.id` differs from `id` once the shards lost that sequence."""
+
+    entry: Scheduled
+    id: int
+    key: bytes
+    block: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan(Generic[S]):
+    """What one step does."""
+
+    number: int
+    retired: list[S]  # They leave the batch before the step is computed.
+    preempted: dict[int, S]  # So do these, which wait again under new ids, by the ids that they had.
+    admitted: list[S]  # They join it with this step.
+    chunks: dict[int, int]  # For each sequence whose prompt is computed, how many of its tokens are.
+    decoding: list[S]  # Each of them gets one token.
+    held: list[int]  # Sequences that could decode, but for what their grammars have not said yet.
+    extended: dict[int, list[int]]  # Their last tokens, and forced ones behind them, which join running sequences.
+    constrained: list[S]  # Those that get a token of what their grammars allow.
+    prefill_tokens: int  # All tokens of chunks, or of the prompts that an encoder reads.
+    join_reason: str | None  # Why others were admitted to a batch that runs already; None where neither is so.
+    filled: list[FilledBlock]  # The blocks that this step completes.
+    concerned: dict[int, S]  # All with a chunk or a token in this step, by id. If it fails, the shards drop them.
+
+    def cached(self, entry: S) -> int:
+        """How many prompt tokens of `entry`, which this step admits, were found in the prefix cache."""
+        return entry.num_prompt_scheduled - self.chunks[entry.id]

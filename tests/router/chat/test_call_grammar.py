@@ -1,0 +1,126 @@
+"""Grammars for calls, tried on texts by llguidance itself: what they let pass is read as the call that it is."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from router.chat.formats import REASONING
+from router.chat.pieces import whole
+from router.chat.reading import AnswerFormats
+from router.chat.template import ChatTemplate
+from router.chat.tools import Offer, Tool, ToolChoice, offer
+from router.text import ModelTokenizer
+from tests.router.doubles import EOS, byte_tokenizer
+
+PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
+WEATHER = Tool("weather", parameters={**PLACE, "additionalProperties": False})
+STRICT = Tool("weather", parameters={**PLACE, "additionalProperties": False}, strict=True)
+TIME = Tool("time")
+SPECIAL = ("[TOOL_CALLS]", "<|python_tag|>", "<｜tool▁sep｜>", "[THINK]", "[/THINK]")
+TOKENS = ("<tool_call>", "</tool_call>", "</think>", "<think>")
+
+
+@cache
+def marked(*more: str) -> Tokenizer:
+    plain = byte_tokenizer().tokenizer
+    tokenizer = type(plain).from_str(plain.to_str())
+    tokenizer.add_special_tokens([AddedToken(mark, special=True) for mark in (*SPECIAL, *more)])
+    tokenizer.add_tokens([AddedToken(mark, special=False) for mark in TOKENS])
+    return tokenizer
+
+
+def formats(name: str, reasoning: str = "none", *more: str) -> AnswerFormats:
+    tokenizer = ModelTokenizer.of(marked(*more), frozenset({EOS}))
+    return AnswerFormats.of(name, reasoning, ChatTemplate({}, {}), tokenizer)
+
+
+def held(its: AnswerFormats, offered: Offer, prompt_end: str = "") -> str | None:
+    reading = its.reading(offered)
+    assert reading is not None
+    return reading.held(prompt_end)
+
+
+def accepts(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
+    """Whether the text is all of an answer."""
+    table = LLTokenizer(tokenizer.to_str(), n_vocab=300, eos_token=[EOS])
+    matcher = LLMatcher(table, LLMatcher.grammar_from_lark(grammar), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    ids = tokenizer.encode(text).ids
+    return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+CALL = '{"name": "weather", "arguments": {"place": "Zürich"}}'
+NONE = '{"name": "time", "arguments": {}}'
+# format, special tokens beside the others, one call, two calls
+WRITTEN = [
+    ("hermes", (), f"<tool_call>\n{CALL}\n</tool_call>",
+     f"<tool_call>\n{CALL}\n</tool_call>\n<tool_call>\n{NONE}\n</tool_call>"),
+    ("llama3", (), CALL.replace("arguments", "parameters"), f"{CALL}; {NONE}".replace("arguments", "parameters")),
+    ("mistral", (), f"[TOOL_CALLS][{CALL}]", f"[TOOL_CALLS][{CALL}, {NONE}]"),
+    ("mistral", ("[ARGS]",), '[TOOL_CALLS]weather[ARGS]{"place": "Zürich"}',
+     '[TOOL_CALLS]weather[ARGS]{"place": "Zürich"}[TOOL_CALLS]time[ARGS]{}'),
+    ("deepseek", (), '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"place": "Zürich"}'
+     "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+     '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"place": "Zürich"}<｜tool▁call▁end｜>'
+     "<｜tool▁call▁begin｜>time<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>"),
+    ("json", (), CALL, f"{CALL}\n{NONE}"),
+]  # fmt: skip
+ONE, TWO = ("weather", '{"place": "Zürich"}'), ("time", "{}")
+
+
+def required(name: str | None = None, *, is_parallel: bool = True, tools: tuple[Tool, ...] = (WEATHER, TIME)) -> Offer:
+    return offer(tools, ToolChoice("required", name, is_parallel))
+
+
+@pytest.mark.parametrize(("name", "more", "one", "two"), WRITTEN)
+def test_a_required_call_is_all_of_the_answer(name: str, more: tuple[str, ...], one: str, two: str) -> None:
+    its = formats(name, "none", *more)
+    tokenizer = marked(*more)
+    grammar = held(its, required()) or ""
+    assert accepts(tokenizer, grammar, one) and accepts(tokenizer, grammar, two)
+    for other in ("", "No.", one[:-1], f"{one} So.", one.replace("weather", "whether"), one.replace("place", "plaice")):
+        assert not accepts(tokenizer, grammar, other), other
+    for offered in (required(is_parallel=False), required("weather"), required("weather", is_parallel=False)):
+        single = held(its, offered) or ""
+        assert accepts(tokenizer, single, one) and not accepts(tokenizer, single, two)
+    reading = its.reading(required())
+    assert reading is not None
+    for text, expected in ((one, [ONE]), (two, [ONE, TWO])):
+        reader = reading.reader("")
+        content = whole([*reader.feed(text), *reader.end()])
+        assert (expected, "") == ([(call.name, call.arguments) for call in content.calls], content.text)
+
+
+@pytest.mark.parametrize(("name", "more", "one", "two"), WRITTEN)
+def test_a_strict_function_is_held_where_it_is_called(name: str, more: tuple[str, ...], one: str, two: str) -> None:
+    its = formats(name, "none", *more)
+    tokenizer = marked(*more)
+    grammar = held(its, offer((STRICT, TIME), ToolChoice())) or ""
+    for text in ("", "No.", "Both: 1 < 2 [3] {4}", one, two):
+        assert accepts(tokenizer, grammar, text), text
+    assert not accepts(tokenizer, grammar, one.replace("place", "plaice"))
+    assert not accepts(tokenizer, grammar, one.replace("weather", "whether"))
+    if not its.tools or not its.tools.is_bare:
+        assert accepts(tokenizer, grammar, f"Let me see.\n{one}\nSo.")
+        assert not accepts(tokenizer, grammar, f"Let me see. {one.replace('place', 'plaice')}")
+    assert None is held(its, offer((WEATHER, TIME), ToolChoice()))
+    assert None is its.reading(offer((STRICT,), ToolChoice("none")))
+
+
+@pytest.mark.parametrize("mode", ["required", "auto"])
+@pytest.mark.parametrize("reasoning", ["think", "mistral", "granite", "seed"])
+def test_reasoning_may_come_first(reasoning: str, mode: str) -> None:
+    its, tokenizer, marks = formats("hermes", reasoning), marked(), REASONING[reasoning]
+    offered = offer((STRICT,), ToolChoice("required" if mode == "required" else "auto"))
+    call = f"<tool_call>\n{CALL}\n</tool_call>"
+    grammar = held(its, offered) or ""
+    assert accepts(tokenizer, grammar, call)
+    assert accepts(tokenizer, grammar, f"{marks.begin}\nWell, {{so}}\n{marks.end}\n\n{call}")
+    within = held(its, offered, REASONING[reasoning].begin) or ""
+    assert accepts(tokenizer, within, f"Well, so\n{marks.end}\n\n{call}")
+    assert not accepts(tokenizer, within, f"Well, so\n{marks.end}\n\n{call.replace('place', 'plaice')}")
+    assert not accepts(tokenizer, within, call) or mode == "auto"

@@ -1,0 +1,212 @@
+"""The process that follows texts: what it says, and that its end is the end of no text."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.aside.pool import Aside
+from router.errors import GenerationError, RouterError, ValidationError
+from router.grammars import follower as followers
+from router.grammars.compiler import MOST_KEPT, Compiler
+from router.grammars.follower import Follower
+from router.grammars.grammar import CompiledGrammar, Continuation, Grammar, GrammarKind, Match
+from router.grammars.matcher import Matchers
+
+DEMO = Path(__file__).parents[3] / "server" / "demo" / "tokenizer.json"
+ARGUMENTS = {"tokenizer_path": str(DEMO), "vocab_size": 2048, "eos_ids": [2]}
+REGEX = Grammar(GrammarKind.REGEX, "(cat|dog){40}")
+
+
+class Reader:
+    """A text that takes the first token that is allowed, and what it was told."""
+
+    def __init__(self, follower: Follower, grammar: CompiledGrammar) -> None:
+        self.tokens = list(grammar.first.forced)
+        self.answers: asyncio.Queue[Continuation | RouterError] = asyncio.Queue()
+        self.match: Match = follower.begin(grammar, self.answers.put_nowait)
+        self.last = grammar.first
+
+    def advance(self) -> None:
+        assert self.last.mask.allowed is not None
+        self.tokens.append(self.last.mask.allowed[0])
+        self.match.advance(self.tokens[-1])
+
+    async def read(self) -> Continuation:
+        answer = await asyncio.wait_for(self.answers.get(), 60)
+        assert isinstance(answer, Continuation)
+        self.tokens += answer.forced
+        self.last = answer
+        return answer
+
+
+def compiled(grammar: Grammar = REGEX) -> CompiledGrammar:
+    answer = Matchers(str(DEMO), 2048, [2]).begin(grammar).go_on()
+    return CompiledGrammar(grammar, Continuation.read(answer))
+
+
+def following(story: Callable[[Follower], Awaitable[None]], **bounds: Any) -> None:
+    async def told() -> None:
+        follower = Follower(json.dumps(ARGUMENTS), **bounds)
+        try:
+            await story(follower)
+        finally:
+            await follower.close()
+            assert follower._process is None
+
+    asyncio.run(told())
+
+
+async def running(follower: Follower, but: int | None = None) -> int:
+    """The id of its process, once that is ready and another than `but`."""
+    while follower._process is None or follower._process.pid == but:
+        await asyncio.sleep(0.01)
+    return follower._process.pid
+
+
+async def go_on(reader: Reader, steps: int) -> None:
+    for _ in range(steps):
+        reader.advance()
+        await reader.read()
+
+
+def alone(steps: int) -> list[int]:
+    """The tokens of a reader that nothing disturbs."""
+    text, tokens = Matchers(str(DEMO), 2048, [2]).begin(REGEX), []
+    for step in range(steps + 1):
+        answer = text.go_on()
+        tokens += answer["forced"]
+        if step < steps:
+            tokens.append(answer["allowed"][0])
+            text.take(tokens[-1:])
+    return tokens
+
+
+def test_texts_are_followed_each_for_itself() -> None:
+    async def story(follower: Follower) -> None:
+        readers = [Reader(follower, compiled()) for _ in range(5)]
+        await asyncio.gather(*(go_on(reader, 6 + number) for number, reader in enumerate(readers)))
+        assert [alone(6 + number) for number in range(5)] == [reader.tokens for reader in readers]
+
+    following(story)
+
+
+def test_a_process_that_dies_is_replaced_and_every_text_goes_on() -> None:
+    async def story(follower: Follower) -> None:
+        asked, idle = Reader(follower, compiled()), Reader(follower, compiled())
+        await asyncio.gather(go_on(asked, 3), go_on(idle, 5))
+        pid = await running(follower)
+        os.kill(pid, signal.SIGSTOP)
+        asked.advance()
+        os.kill(pid, signal.SIGKILL)
+        await asked.read()
+        await asyncio.gather(go_on(asked, 2), go_on(idle, 2))
+        assert (alone(6), alone(7)) == (asked.tokens, idle.tokens)
+
+    following(story)
+
+
+def test_a_text_that_is_waited_for_too_long_fails_alone() -> None:
+    async def story(follower: Follower) -> None:
+        late, idle = Reader(follower, compiled()), Reader(follower, compiled())
+        await asyncio.gather(go_on(late, 2), go_on(idle, 2))
+        pid = await running(follower)
+        os.kill(pid, signal.SIGSTOP)  # it gets no time on the cores, and after ten times its seconds that is too long
+        late.advance()
+        answer = await asyncio.wait_for(late.answers.get(), 60)
+        assert isinstance(answer, GenerationError)
+        assert "the grammar cannot be followed: it takes too much time or memory" in str(answer)
+        await running(follower, but=pid)
+        await go_on(idle, 2)
+        assert alone(4) == idle.tokens
+
+    following(story, seconds=0.1)
+
+
+def test_whose_process_keeps_dying_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(followers, "MOST_DEATHS", 1)
+
+    async def story(follower: Follower) -> None:
+        reader = Reader(follower, compiled())
+        pid = await running(follower)
+        os.kill(pid, signal.SIGSTOP)
+        reader.advance()
+        os.kill(pid, signal.SIGKILL)
+        assert isinstance(await asyncio.wait_for(reader.answers.get(), 60), GenerationError)
+
+    following(story)
+
+
+def test_a_text_that_leaves_its_grammar_fails_alone() -> None:
+    async def story(follower: Follower) -> None:
+        wrong, right = Reader(follower, compiled()), Reader(follower, compiled())
+        wrong.match.advance(94)
+        answer = await asyncio.wait_for(wrong.answers.get(), 60)
+        assert isinstance(answer, GenerationError) and "cannot be followed" in str(answer)
+        await go_on(right, 3)
+        assert alone(3) == right.tokens
+
+    following(story)
+
+
+def test_who_has_ended_is_told_nothing() -> None:
+    async def story(follower: Follower) -> None:
+        gone, there = Reader(follower, compiled()), Reader(follower, compiled())
+        gone.advance()
+        gone.match.end()
+        await go_on(there, 3)
+        assert gone.answers.empty()
+
+    following(story)
+
+
+def compiling(story: Callable[[Compiler], Awaitable[None]], **bounds: Any) -> None:
+    async def told() -> None:
+        compiler = Compiler(Aside(1, tasks=("router.grammars.tasks", json.dumps(ARGUMENTS)), **bounds))
+        try:
+            await story(compiler)
+        finally:
+            await compiler.close()
+
+    asyncio.run(told())
+
+
+def test_a_good_grammar_comes_with_what_it_allows_first() -> None:
+    async def story(compiler: Compiler) -> None:
+        assert compiled() == await compiler.compile(REGEX)
+
+    compiling(story)
+
+
+def test_a_bad_grammar_is_the_request_s_fault() -> None:
+    async def story(compiler: Compiler) -> None:
+        with pytest.raises(ValidationError, match="grammar is not valid: error: unclosed group"):
+            await compiler.compile(Grammar(GrammarKind.REGEX, "("))
+        assert compiled() == await compiler.compile(REGEX)
+
+    compiling(story)
+
+
+def test_a_known_grammar_is_not_compiled_again_and_not_all_are_kept() -> None:
+    async def story(compiler: Compiler) -> None:
+        first = await compiler.compile(REGEX)
+        assert first is await compiler.compile(REGEX)
+        for number in range(MOST_KEPT):
+            await compiler.compile(Grammar(GrammarKind.REGEX, f"a{number}"))
+        assert MOST_KEPT == len(compiler._kept)
+        again = await compiler.compile(REGEX)
+        assert first == again and first is not again
+
+    compiling(story)
+
+
+def test_without_processes_every_grammar_is_refused() -> None:
+    with pytest.raises(ValidationError, match="grammar is not supported: leave `grammar` out, or start"):
+        asyncio.run(Compiler(refusal="leave `grammar` out, or start the server otherwise").compile(REGEX))

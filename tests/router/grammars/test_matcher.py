@@ -1,0 +1,239 @@
+"""What llguidance says of texts: for tokenizers of every kind, and where grammars are wrong or cost too much."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import random
+from base64 import b64decode
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers
+
+from router.grammars.grammar import Continuation, Grammar, GrammarKind
+from router.grammars.matcher import GrammarError, Matchers, cause, mask_of
+from router.text import ModelTokenizer
+from tests.router.doubles import byte_tokenizer, word_tokenizer
+from tests.schemas import random_schema
+
+DEMO = Path(__file__).parents[3] / "server" / "demo"
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 6}, "größe": {"enum": ["日本", 'a "b"', 1]}},
+    "required": ["name", "größe"],
+    "additionalProperties": False,
+}
+
+
+def llama_tokenizer() -> ModelTokenizer:
+    """Pieces with `▁` for a space, and a token for each byte that has no piece."""
+    words = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *"abcdefghijklmnopqrstuvwxyz_", "▁", '"', "{", "}"]
+    vocab = {word: id for id, word in enumerate([*words, "▁a", '▁"', '":', "na"])}
+    merges = [("▁", "a"), ("▁", '"'), ("n", "a")]
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer.add_special_tokens(["</s>"])
+    return ModelTokenizer.of(tokenizer, frozenset({len(vocab)}))
+
+
+def metaspace_tokenizer() -> ModelTokenizer:
+    """Pieces alone, as T5 has them."""
+    characters = [*'abcdefghijklmnopqrstuvwxyz_"{}:,0123456789', "▁", "ö", "ß", "日", "本", "\\"]
+    return word_tokenizer("<unk>", *characters, '▁"', "▁a", '":', "name")
+
+
+KINDS: dict[str, Callable[[], ModelTokenizer]] = {
+    "bytes": byte_tokenizer,
+    "demo": lambda: ModelTokenizer.load(str(DEMO)),
+    "fallback": llama_tokenizer,
+    "metaspace": metaspace_tokenizer,
+}
+
+
+def made(tokenizer: ModelTokenizer, folder: Path, padding: int = 70) -> Matchers:
+    """Matchers for a model whose vocabulary is larger than the tokenizer's."""
+    tokenizer.tokenizer.save(str(folder / "tokenizer.json"))
+    size = tokenizer.tokenizer.get_vocab_size() + padding
+    return Matchers(str(folder / "tokenizer.json"), size, sorted(tokenizer.eos_ids))
+
+
+def allowed(answer: dict[str, Any], size: int) -> list[int]:
+    mask = Continuation.read(json.loads(json.dumps(answer))).mask
+    if mask.allowed is not None:
+        return list(mask.allowed)
+    if mask.forbidden is not None:
+        return [id for id in range(size) if id not in mask.forbidden]
+    assert mask.bits is not None
+    return [id for id in range(min(size, 8 * len(mask.bits))) if mask.bits[id // 8] >> id % 8 & 1]
+
+
+def drawn(matchers: Matchers, grammar: Grammar, size: int, eos: Sequence[int], seed: int) -> list[int]:
+    """A random text of the grammar with its end token, or a part of one."""
+    rng, text, tokens = random.Random(seed), matchers.begin(grammar), []
+    for _ in range(300):
+        answer = text.go_on()
+        tokens += answer["forced"]
+        tokens.append(rng.choice(allowed(answer, size)))
+        if tokens[-1] in eos:
+            break
+        text.take(tokens[-1:])
+    return tokens
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_tokenizer_keeps_to_a_schema(kind: str, tmp_path: Path) -> None:
+    tokenizer = KINDS[kind]()
+    matchers, size = made(tokenizer, tmp_path), tokenizer.tokenizer.get_vocab_size()
+    for seed in range(5):
+        tokens = drawn(
+            matchers, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)), size + 70, [*tokenizer.eos_ids], seed
+        )
+        assert tokens[-1] in tokenizer.eos_ids and max(tokens) < size  # nothing of the padding is ever allowed
+        jsonschema.validate(json.loads(tokenizer.decode(tokens[:-1])), SCHEMA)
+
+
+@pytest.mark.parametrize("kind", ["demo", "fallback"])
+def test_forced_tokens_are_those_that_the_tokenizer_would_write(kind: str, tmp_path: Path) -> None:
+    tokenizer = KINDS[kind]()
+    text = '{"name": "a banana", "other_key": "the little fox walked along the river"}'
+    grammar = Grammar(GrammarKind.LARK, f"start: {json.dumps(text)}")
+    answer = made(tokenizer, tmp_path).begin(grammar).go_on()
+    assert tokenizer.encode_plain(text) == answer["forced"]
+    assert [*tokenizer.eos_ids] == answer["allowed"]
+
+
+def test_all_end_tokens_end_a_text(tmp_path: Path) -> None:
+    tokenizer = ModelTokenizer.load(str(DEMO))
+    tokenizer.tokenizer.save(str(tmp_path / "tokenizer.json"))
+    answer = Matchers(str(tmp_path / "tokenizer.json"), 2048, [2, 1]).begin(Grammar(GrammarKind.REGEX, "a?")).go_on()
+    assert {1, 2, tokenizer.encode_plain("a")[0]} == set(answer["allowed"])
+
+
+def test_a_smaller_vocabulary_than_the_tokenizer_s_is_kept_to(tmp_path: Path) -> None:
+    matchers = made(byte_tokenizer(), tmp_path, padding=-157)  # 0 … 99 are left, and no end token
+    assert max(allowed(matchers.begin(Grammar(GrammarKind.REGEX, ".*")).go_on(), 100)) == 99
+    with pytest.raises(GrammarError, match="a token that the model does not have"):
+        matchers.begin(Grammar(GrammarKind.REGEX, "zzz")).go_on()
+    with pytest.raises(GrammarError, match="no token can come next"):
+        matchers.begin(Grammar(GrammarKind.REGEX, "[y-z]b")).go_on()
+
+
+@pytest.fixture(scope="module")
+def demo() -> Matchers:
+    return Matchers(str(DEMO / "tokenizer.json"), 2048, [2])
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "sentence"),
+    [
+        (GrammarKind.REGEX, "(", "error: unclosed group"),
+        (GrammarKind.REGEX, "a(?=b)", "look-around"),
+        (GrammarKind.REGEX, "(" * 30000 + ")" * 30000, ""),
+        (GrammarKind.REGEX, ".*" * 500, "it is too complex"),
+        (GrammarKind.JSON_SCHEMA, "{", "EOF while parsing"),
+        (GrammarKind.JSON_SCHEMA, '{"type": "frob"}', "Invalid type: frob"),
+        (GrammarKind.JSON_SCHEMA, '{"not": {}}', "Unimplemented keys"),
+        (GrammarKind.JSON_SCHEMA, '{"$ref": "http://localhost/x"}', "does not fetch"),
+        (GrammarKind.JSON_SCHEMA, '{"a":' * 500 + "1" + "}" * 500, "recursion limit"),
+        (GrammarKind.LARK, 'start: "a" b', 'unknown name: "b"'),
+        (GrammarKind.LARK, "", "Empty grammar"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_bad_grammar_is_refused_with_a_short_sentence(
+    demo: Matchers, kind: GrammarKind, text: str, sentence: str
+) -> None:
+    with pytest.raises(GrammarError) as caught:
+        demo.begin(Grammar(kind, text)).go_on()
+    assert sentence in str(caught.value)
+    assert 0 < len(str(caught.value)) < 220 and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "regex",
+    ["a{1000000000}", "(a|aa){1000}b", "(.*a){25}.{25}", "[a-z]{1,100000}", "(a*)*b", "((a{0,100}){0,100}b){0,9}"],
+)
+def test_an_explosive_expression_is_answered_or_refused(demo: Matchers, regex: str) -> None:
+    try:
+        answer = demo.begin(Grammar(GrammarKind.REGEX, regex)).go_on()
+    except GrammarError:
+        return
+    assert len(answer["forced"]) <= 4096
+
+
+def test_a_text_that_leaves_its_grammar_is_noticed(demo: Matchers) -> None:
+    text = demo.begin(Grammar(GrammarKind.REGEX, "[0-9]+"))
+    with pytest.raises(GrammarError):
+        text.take([94])
+
+
+def test_texts_of_one_grammar_do_not_disturb_each_other(demo: Matchers) -> None:
+    grammar = Grammar(GrammarKind.REGEX, "[ab]c[de]")
+    first, second = demo.begin(grammar), demo.begin(grammar)
+    first.take([68])
+    first.go_on()
+    assert {68, 69} <= set(second.go_on()["allowed"])
+
+
+def test_masks_have_their_shortest_form() -> None:
+    bits = np.zeros(300, dtype=np.uint8)
+    bits[7] = 2
+    assert {"allowed": [57]} == mask_of(bits, 2400)
+    assert {"forbidden": [57]} == mask_of(255 - bits, 2400)
+    bits[::2] = 170
+    found = mask_of(bits, 2400)
+    assert bits.tobytes() == b64decode(found["bits"])
+
+
+def test_an_error_says_nothing_of_llguidance_s_settings() -> None:
+    assert "it is too complex" == cause("lexer failed; either increase limits.initial_lexer_fuel or disable it")
+    assert 202 == len(cause("x" * 5000))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_schemas_are_kept_to(demo: Matchers, seed: int) -> None:
+    schema = random_schema(random.Random(1000 + seed))
+    tokenizer = ModelTokenizer.load(str(DEMO))
+    tokens = drawn(demo, Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), 2048, [2], seed)
+    assert 2 == tokens[-1]
+    jsonschema.validate(json.loads(tokenizer.decode(tokens)), schema)
+
+
+def published() -> list[Path]:
+    """JSON schemas that packages of the test environment carry."""
+    names = [
+        "jsonschema-specifications",
+        "jsonschema",
+        "openai",
+        "huggingface-hub",
+        "schemathesis",
+        "jupyter",
+        "nbformat",
+    ]
+    found = []
+    for name in names:
+        try:
+            files = importlib.metadata.files(name) or []
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        found += [Path(str(file.locate())) for file in files if file.suffix == ".json" or "metaschemas" in file.parts]
+    return [path for path in found if path.is_file() and b'"$schema"' in path.read_bytes()[:4000]]
+
+
+def test_published_schemas_are_compiled_or_refused_for_a_reason(demo: Matchers) -> None:
+    schemas = published()
+    assert len(schemas) > 5
+    refused = {}
+    for path in schemas:
+        try:
+            demo.begin(Grammar(GrammarKind.JSON_SCHEMA, path.read_text())).go_on()
+        except GrammarError as error:
+            refused[path.name] = str(error)
+    assert len(refused) < len(schemas)
+    assert all(reason and "panic" not in reason for reason in refused.values())

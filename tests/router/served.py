@@ -1,0 +1,86 @@
+"""An application over fake shards, served from a thread of its own, for clients that block and for many tests at once.
+
+Its chat template shows messages and tools as JSON, so that tests see what a model would read; what the model answers is
+a function of that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+
+from tests.router.doubles import EOS, fake_shards, make_limits
+from tests.router.test_app import Site, site
+
+END_OF_PROMPT = "\x01"
+TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages | tojson }}" + END_OF_PROMPT
+LIMITS = {"max_input_length": 4000, "max_total_tokens": 4500, "max_batch_total_tokens": 20_000}
+LIMITS |= {"max_batch_prefill_tokens": 4000}
+
+
+@dataclass
+class Served:
+    """The site, and a client that blocks."""
+
+    site: Site
+    http: httpx2.Client
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.site.port}"
+
+    @property
+    def prompt(self) -> str:
+        """What the shards got last."""
+        last = [new for step in self.site.shards.requests for new in step.add][-1]
+        return bytes(id for id in last.token_ids if id < EOS).decode().rstrip(END_OF_PROMPT)
+
+
+def replying(reply: Callable[[str], str]) -> dict[str, Any]:
+    """Shards that answer each prompt of TEMPLATE with what `reply` makes of it, and then EOS."""
+
+    def next_token(token_ids: Sequence[int], *_: Any) -> int:
+        given = bytes(id for id in token_ids if id < EOS)
+        prompt, end, answer = given.rpartition(END_OF_PROMPT.encode())
+        if not end:
+            return EOS  # the prompt ends with the beginning of the answer
+        ids = [*reply(prompt.decode()).encode(), EOS]
+        return ids[min(len(answer), len(ids) - 1)]
+
+    return {"vocab_size": 257, "next_token": next_token}
+
+
+@contextmanager
+def served(folder: Path, reply: Callable[[str], str], template: str = TEMPLATE, **config: Any) -> Iterator[Served]:
+    """folder: for the template's file."""
+    path = folder / "template.jinja"
+    path.write_text(template)
+    ready: Any = threading.Event()
+    found: list[Any] = []
+
+    async def serve() -> None:
+        limits = make_limits(**LIMITS)
+        shards = fake_shards(limits, **replying(reply))
+        async with site(shards, config={"chat_template": str(path), **config}, **LIMITS) as it:
+            found.extend((it, asyncio.get_running_loop(), asyncio.Event()))
+            ready.set()
+            await found[2].wait()
+            await it.all_free()
+
+    thread = threading.Thread(target=asyncio.run, args=(serve(),))
+    thread.start()
+    assert ready.wait(60)
+    it, loop, is_over = found
+    try:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{it.port}", timeout=60) as http:
+            yield Served(it, http)
+    finally:
+        loop.call_soon_threadsafe(is_over.set)
+        thread.join()
