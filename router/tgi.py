@@ -147,7 +147,7 @@ def response_headers(
         "x-validation-time": times.queued - opened.received_at,
         "x-queue-time": times.admitted - times.queued,
         "x-inference-time": inference,
-        "x-time-per-token": inference / generated,
+        "x-time-per-token": inference / max(generated, 1),
     }
     return {
         "x-compute-type": compute_type,
