@@ -25,6 +25,8 @@ class Asked:
     has_special_tokens: bool = False
     shows_stop: bool = True  # whether a stop sequence is part of the answer's text
     shown_marks: frozenset[int] = frozenset()  # special tokens that are part of the answer's text: marks to read it by
+    # What else holds the answer behind a prompt with this end (`ModelTokenizer.end_of`): a grammar in Lark's notation.
+    held: Callable[[str], str | None] | None = None
     num_answers: int | None = None  # how many are wanted of it, each with a seed of its own; None: by `best_of`
     raw_logprobs: bool = False  # whether log-probabilities and candidates are the model's own, before any parameter
     prompt_logprobs: bool = False  # whether those of the prompt's tokens are wanted too

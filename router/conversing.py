@@ -27,9 +27,9 @@ class Turn:
     begun: str
 
     def asked(self, given: GenerateParameters) -> Asked:
-        """What the router is asked for."""
-        marks = self.reading.shown_marks if self.reading is not None else frozenset()
-        return Asked(self.render, given, has_special_tokens=True, shows_stop=False, shown_marks=marks, num_answers=1)
+        """What the router is asked for. Raises ValidationError."""
+        one = Asked(self.render, given, has_special_tokens=True, shows_stop=False, num_answers=1)
+        return one if self.reading is None else self.reading.asked(one, self.begun)
 
     def reader(self, services: Services, entry: Entry) -> AnswerReader:
         """What takes the answer apart."""

@@ -277,8 +277,8 @@ class Ends:
     ignores_eos: bool = False
     min_tokens: int = 0
     shows_stop: bool = True  # whether a stop sequence is part of the text, as on TGI's routes
-    has_grammar: bool = False  # then an end token is the grammar's word, which counts more than `min_tokens`
     shown_ids: frozenset[int] = frozenset()  # special tokens that are part of the text where stop sequences are not
+    has_grammar: bool = False  # then an end token is the grammar's word, which counts more than `min_tokens`
 
     def reason(self, token_id: int, eos_ids: frozenset[int]) -> FinishReason | None:
         """What a token ends a generation for; None for most tokens."""

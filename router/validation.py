@@ -24,9 +24,9 @@ from typing import Any, TypeVar
 from router.asked import Asked, Rendering
 from router.entry import Sampling, ValidRequest
 from router.errors import ValidationError
-from router.grammars.asked import grammar_of
+from router.grammars.asked import grammar_of, held_by, renaming_errors
 from router.grammars.compiler import Compiler
-from router.grammars.grammar import Grammar
+from router.grammars.grammar import CompiledGrammar, Grammar
 from router.limits import Limits
 from router.schemas import GenerateParameters
 from router.text import ModelTokenizer, TokenizerError
@@ -102,7 +102,7 @@ class Validator:
         if bad_words := asked.given.bad_words:
             ban = partial(banned, sampling, bad_words, self._tokenizer, self._limits.vocab_size)
             sampling = await self._in_thread(ban, owner)
-        grammar = None if checked.grammar is None else await self._compiler.compile(checked.grammar, owner)
+        grammar = await self._grammar(asked, checked.grammar, token_ids, owner)
         return [
             ValidRequest(
                 token_ids=token_ids,
@@ -122,6 +122,16 @@ class Validator:
             ).read_by_encoder(self._decoder_start)
             for one in _samplings(sampling, checked.best_of, asked.num_answers)
         ]
+
+    async def _grammar(
+        self, asked: Asked, given: Grammar | None, token_ids: Sequence[int], owner: str
+    ) -> CompiledGrammar | None:
+        held = None if asked.held is None else held_by(asked.held(self._tokenizer.end_of(token_ids)))
+        wanted = held or given
+        if wanted is None:
+            return None
+        with renaming_errors(is_held=held is not None):
+            return await self._compiler.compile(wanted, owner)
 
     async def _token_ids(self, asked: Asked, truncate: int | None, owner: str) -> list[int]:
         text = await asked.prompt(owner) if callable(asked.prompt) else asked.prompt

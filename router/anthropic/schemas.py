@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
+from router.openai.schemas import ModelName
 from router.schemas import Integer, Strict
 
 Blocks = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -42,7 +43,7 @@ class CountRequest(Strict):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", frozen=True)
 
     messages: Annotated[list[Message], Field(fail_fast=True)]
-    model: str | None = Field(default=None, description="Any name; the answer has it.")
+    model: ModelName | None = Field(default=None, description="Any name; the answer has it.")
     system: str | Blocks | None = Field(default=None, description="What comes before all messages.")
     thinking: Thinking | None = None
     tools: Blocks | None = Field(default=None, description="Functions that the model may call.")

@@ -7,9 +7,11 @@ The marks of a format may be special tokens, which are no part of a text. Those 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from router.chat.call_grammar import CallGrammar
+from router.asked import Asked
+from router.chat.answer_grammar import AnswerGrammar
 from router.chat.formats import (
     AUTO,
     NONE,
@@ -25,30 +27,72 @@ from router.chat.reader import Manner, Reader
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
 from router.errors import ValidationError
+from router.grammars.asked import grammar_of
+from router.grammars.grammar import Grammar
 from router.text import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the answers to one request are read: `reader` for each of them.
+    """How the answers to one request are read, and what holds them to it: `asked`, then `reader` for each answer."""
 
-    shown_marks: special tokens that the readers need to see in the text (`Asked.shown_marks`).
-    """
-
+    formats: AnswerFormats
     manner: Manner
-    shown_marks: frozenset[int]
+    offered: Offer
+
+    @property
+    def shown_marks(self) -> frozenset[int]:
+        """Special tokens that the readers need to see in the text."""
+        return self.formats.mark_ids
+
+    def asked(self, one: Asked, begun: str = "") -> Asked:
+        """The same request with what its readers need. Raises ValidationError.
+
+        begun: what a final message that is continued has of the answer already.
+        """
+        if (wanted := grammar_of(one.given)) is not None:
+            if self.offered.tools:
+                raise ValidationError("`response_format` and `tools` exclude each other: leave one of them out")
+            held = partial(self._behind_reasoning, wanted, begun)
+            return replace(one, shown_marks=self.shown_marks, held=held)
+        if self.held("", begun) is None:
+            return replace(one, shown_marks=self.shown_marks)
+        if one.given.ignore_eos:
+            raise ValidationError(
+                "`ignore_eos` is not served where a call of `tools` is required or strict: leave it out"
+            )
+        return replace(one, shown_marks=self.shown_marks, held=partial(self.held, begun=begun))
+
+    def held(self, prompt_end: str, begun: str = "") -> str | None:
+        """What holds an answer to its calls, in Lark's notation; None: nothing does. As for `reader`."""
+        its = self.manner.tool_format
+        return (
+            None
+            if its is None
+            else self._grammar.calls(its, self.offered, is_within=self._is_within(prompt_end, begun))
+        )
+
+    def _behind_reasoning(self, wanted: Grammar, begun: str, prompt_end: str) -> str | None:
+        """What the client wants the answer held to, where it begins within reasoning, which is free."""
+        return self._grammar.behind_reasoning(wanted) if self._is_within(prompt_end, begun) else None
+
+    @property
+    def _grammar(self) -> AnswerGrammar:
+        return AnswerGrammar(self.manner.reasoning, self.formats.token_ids, self.formats.mark_ids)
 
     def reader(self, prompt_end: str, begun: str = "") -> AnswerReader:
         """A reader for one answer.
 
         prompt_end: the last characters of the prompt (`ModelTokenizer.end_of`), which say whether the answer begins
-        within reasoning. begun: what a final message that is continued has of the answer already.
+        within reasoning.
         """
+        return Reader(self.manner, self._is_within(prompt_end, begun))
+
+    def _is_within(self, prompt_end: str, begun: str) -> bool:
         its = self.manner.reasoning
         if its is None:
-            return Reader(self.manner)
-        is_within = begun.rfind(its.begin) > begun.rfind(its.end) if begun else prompt_end.rstrip().endswith(its.begin)
-        return Reader(self.manner, is_within)
+            return False
+        return begun.rfind(its.begin) > begun.rfind(its.end) if begun else prompt_end.rstrip().endswith(its.begin)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,15 +133,6 @@ class AnswerFormats:
         sources = ["the chat template" if asked == AUTO else "" for asked in (tools_asked, reasoning_asked)]
         return [("tool calls", self.tools_name, sources[0]), ("reasoning", self.reasoning_name, sources[1])]
 
-    def grammar(self, offered: Offer, *, is_within: bool = False) -> str | None:
-        """What holds an answer to its calls, in Lark's notation; None where nothing does.
-
-        is_within: whether the prompt ends within reasoning.
-        """
-        if self.tools is None:
-            return None
-        return CallGrammar(self.tools, self.reasoning, self.token_ids, self.mark_ids).text(offered, is_within=is_within)
-
     def reading(self, offered: Offer) -> Reading | None:
         """How answers to a request with these tools are read; None: as text alone. Raises ValidationError."""
         tools = self.tools if offered.tools else None
@@ -109,4 +144,4 @@ class AnswerFormats:
             return None
         names = frozenset(tool.name for tool in offered.callable_tools)
         manner = Manner(tools, names, offered.choice.is_parallel, self.reasoning)
-        return Reading(manner, self.mark_ids)
+        return Reading(self, manner, offered)

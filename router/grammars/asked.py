@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from router.errors import ValidationError
@@ -10,6 +12,13 @@ from router.grammars.grammar import Grammar, GrammarKind
 from router.schemas import GenerateParameters, GrammarParameters
 
 MOST_BYTES = 2**16  # of a grammar's text: what takes so many is a program, and compiling it takes a second
+
+# What the compiler says, where the grammar is one that tools or a response format need behind reasoning.
+OF_TOOLS = {
+    "grammar is not valid": "the answer cannot be held to the schemas of `tools` or `response_format`",
+    "grammar is not supported": "an answer cannot be held to `tools`",
+    "leave `grammar` out": "leave `tool_choice` and `strict` out",
+}
 
 
 def grammar_of(given: GenerateParameters) -> Grammar | None:
@@ -19,6 +28,32 @@ def grammar_of(given: GenerateParameters) -> Grammar | None:
     if given.ignore_eos:
         raise ValidationError("`ignore_eos` and `grammar` exclude each other: a grammar says where the text may end")
     return _bounded(_grammar(given.grammar))
+
+
+def held_by(text: str | None) -> Grammar | None:
+    """What holds an answer beside what the client gives as its grammar. Raises ValidationError."""
+    if text is None:
+        return None
+    if (size := len(text.encode())) > MOST_BYTES:
+        raise ValidationError(
+            f"the schemas of `tools` make a grammar of {size} bytes, and {MOST_BYTES} are allowed: offer fewer "
+            "functions, or leave `tool_choice` and `strict` out"
+        )
+    return Grammar(GrammarKind.LARK, text)
+
+
+@contextmanager
+def renaming_errors(*, is_held: bool) -> Iterator[None]:
+    """Name what a request has where its grammar is not its own: its functions, and what holds it to them."""
+    try:
+        yield
+    except ValidationError as error:
+        if not is_held:
+            raise
+        detail = str(error).removeprefix("Input validation error: ")
+        for ours, theirs in OF_TOOLS.items():
+            detail = detail.replace(ours, theirs)
+        raise ValidationError(detail) from None
 
 
 def _grammar(given: GrammarParameters) -> Grammar:

@@ -12,6 +12,7 @@ from pydantic import ConfigDict, Field
 
 from router.schemas import Integer, Strict
 
+ModelName = Annotated[str, Field(max_length=256)]  # each chunk of a stream has it
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**32 - 1)]], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
@@ -28,7 +29,7 @@ class Generation(Strict):
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", frozen=True)
 
-    model: str | None = Field(default=None, description="Any name; the answer has it.")
+    model: ModelName | None = Field(default=None, description="Any name; the answer has it.")
     n: Integer | None = Field(default=None, description="Answers to the same prompt.")
     stop: str | Texts | None = Field(default=None, description="End before the first of these.")
     stream: bool | None = Field(default=None, description="Answer with server-sent events.")

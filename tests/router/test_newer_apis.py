@@ -48,6 +48,26 @@ def test_clients_that_leave_free_their_places(tmp_path: Path) -> None:
     asyncio.run(asyncio.wait_for(story(), 120))
 
 
+def test_counts_of_clients_that_leave_are_given_up(tmp_path: Path) -> None:
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+
+    async def story() -> None:
+        async with site(config={"chat_template": template_in(tmp_path, endless)}) as it:
+            it.http.timeout = 1000
+            services = it.app.state.services
+            services.aside._seconds = 1000  # so that nothing else ends it
+            for path, body in COUNTS.items():
+                asking = asyncio.ensure_future(it.http.post(path, json=body))
+                while services.permits._left == it.batcher.limits.max_concurrent_requests:
+                    await asyncio.sleep(0.001)
+                asking.cancel()
+                await asyncio.wait((asking,))
+                while services.permits._left < it.batcher.limits.max_concurrent_requests:
+                    await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(story(), 120))
+
+
 def test_streams_that_are_not_read_are_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unread: list[int] = []
     write_chunk = ClientConnection.write_chunk

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field
 
-from router.openai.schemas import Objects, Texts
+from router.openai.schemas import ModelName, Objects, Texts
 from router.schemas import Integer, Strict
 
 Word = Annotated[str, Field(max_length=64)]
@@ -36,7 +36,7 @@ class InputRequest(Strict):
 
     input: str | Objects | None = Field(default=None, description="A text of the user, or items of a conversation.")
     instructions: str | None = Field(default=None, description="What comes before all items.")
-    model: str | None = Field(default=None, description="Any name; the answer has it.")
+    model: ModelName | None = Field(default=None, description="Any name; the answer has it.")
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     tools: Objects | None = Field(default=None, description="Functions that the model may call.")

@@ -240,6 +240,7 @@ def blocks(role: str, *found: Any) -> dict[str, Any]:
             "`messages.1.content.0.content.0` is of type image, and the model reads text alone",
         ),
         ({"system": [{"type": "image"}]}, "`system.0` is of type image"),
+        ({"model": "x" * 257}, "`model`: string should have at most 256 characters"),
         ({"max_tokens": 0}, "`max_tokens` must be strictly positive"),
         ({"max_tokens": 4500}, "the prompt tokens + `max_tokens` must be <= 4500"),
         ({"temperature": 1.5}, "`temperature` must be >= 0 and <= 1. Given: 1.5"),

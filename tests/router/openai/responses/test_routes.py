@@ -200,6 +200,7 @@ def call(arguments: Any) -> dict[str, Any]:
         ({"top_logprobs": 2}, "`top_logprobs` is not served"),
         ({"include": ["message.output_text.logprobs"]}, "`include` has message.output_text.logprobs"),
         ({"text": {"format": {"type": "json_object"}}}, "`text.format` is not served but for the type text"),
+        ({"model": "x" * 257}, "`model`: string should have at most 256 characters"),
         ({"max_output_tokens": 0}, "`max_output_tokens` must be strictly positive"),
         ({"max_output_tokens": 4500}, "the prompt tokens + `max_output_tokens` must be <= 4500"),
         ({"temperature": -1}, "`temperature` must be strictly positive"),

@@ -1,4 +1,4 @@
-"""Grammars that hold an answer to calls of tools, in Lark's notation as llguidance has it.
+"""Grammars that hold an answer to calls of tools, or what is behind its reasoning, in Lark as llguidance has it.
 
 A required call is held from the beginning of the answer, or from the end of its reasoning. A call that is the model's
 own choice is held where a function is strict: the text before it is free until the mark that calls begin with, or, in a
@@ -11,43 +11,56 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from router.chat.formats import ReasoningFormat, ToolFormat, Writing
 from router.chat.tools import NO_PARAMETERS, Offer, Tool
+from router.grammars.grammar import Grammar, GrammarKind
 
 # JSON as Python writes it, which models have read most.
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANYTHING = "/(?s:.*)/"
 NO_CALL = r"/(\s*[^\s{\[](?s:.*))?/"  # a text that does not begin as JSON
+START = re.compile(r"^start(\[[^\]\n]*\])?\s*:", re.MULTILINE)  # the rule that a grammar begins with
+UNESCAPED_SLASH = re.compile(r"((?:^|[^\\])(?:\\\\)*)/")
 BLANKS = r"/\s{0,4}/"
 
 
 @dataclass(frozen=True, slots=True)
-class CallGrammar:
+class AnswerGrammar:
     """Makes the grammars of one model. token_ids: of marks that are a token; special: those that are special tokens."""
 
-    its: ToolFormat
     reasoning: ReasoningFormat | None
     token_ids: Mapping[str, int]
     special: frozenset[int]
 
-    @property
-    def _writing(self) -> Writing:
-        return next(one for one in self.its.writings if not one.needs or one.needs in self.token_ids)
-
-    def text(self, offered: Offer, *, is_within: bool = False) -> str | None:
+    def calls(self, its: ToolFormat, offered: Offer, *, is_within: bool = False) -> str | None:
         """What holds the answer; None where it is free. is_within: whether the answer begins within reasoning."""
+        writing = next(one for one in its.writings if not one.needs or one.needs in self.token_ids)
         if offered.choice.mode == "required":
             answer = ["answer: calls"]
         elif any(tool.strict for tool in offered.tools):
-            answer = self._optional_calls(offered)
+            answer = self._optional_calls(writing, offered)
         else:
             return None
-        rules = [*self._start(is_within), *answer, *self._calls(offered)]
-        return "\n".join(["%llguidance {}", *rules, f"TEXT: {ANYTHING}", ""])
+        return self._lark([*answer, *self._calls(writing, offered)], is_within=is_within)
+
+    def behind_reasoning(self, wanted: Grammar) -> str:
+        """What holds an answer that begins within reasoning to this grammar from there on."""
+        match wanted.kind:
+            case GrammarKind.JSON_SCHEMA:
+                schema = {**json.loads(wanted.text), "x-guidance": STYLE}
+                answer = f"answer: %json {json.dumps(schema, ensure_ascii=False)}"
+            case GrammarKind.REGEX:
+                answer = f"answer: ANSWER\nANSWER: /{_between_slashes(wanted.text)}/"
+            case GrammarKind.LARK:
+                answer = START.sub(r"answer\1:", wanted.text)
+        return self._lark([answer], is_within=True)
+
+    def _lark(self, answer: Sequence[str], *, is_within: bool) -> str:
+        return "\n".join(["%llguidance {}", *self._start(is_within), *answer, f"TEXT: {ANYTHING}", ""])
 
     def _start(self, is_within: bool) -> list[str]:
         """The answer, and reasoning before it."""
@@ -57,34 +70,31 @@ class CallGrammar:
         thoughts = [*self._up_to("thoughts", its.end), f"thinking: {self._written(its.begin)} thoughts"]
         return [f"start: {'thoughts' if is_within else '(thinking)?'} {BLANKS} answer", *thoughts]
 
-    def _optional_calls(self, offered: Offer) -> list[str]:
-        writing = self._writing
+    def _optional_calls(self, writing: Writing, offered: Offer) -> list[str]:
         mark = writing.open_mark or writing.mark
         if not mark:
             return ["answer: NO_CALL | calls", f"NO_CALL: {NO_CALL}"]
-        held = f"{self._written(writing.open)} {self._sequence(offered)}" if writing.open_mark else "unmarked"
+        held = f"{self._written(writing.open)} {self._sequence(writing, offered)}" if writing.open_mark else "unmarked"
         several = "called* TEXT" if offered.choice.is_parallel else "TEXT | called"
         return [f"answer: {several}", f"called: up_to {held}", *self._up_to("up_to", mark)]
 
-    def _calls(self, offered: Offer) -> list[str]:
+    def _calls(self, writing: Writing, offered: Offer) -> list[str]:
         """All calls as they are written, and one: with its mark, and without."""
-        writing, tools = self._writing, offered.callable_tools
+        tools = offered.callable_tools
         opened = self._written(writing.open_mark + writing.open)
         numbers = " | ".join(f"call_{number}" for number in range(len(tools)))
         return [
-            f"calls: {opened} {self._sequence(offered)}",
+            f"calls: {opened} {self._sequence(writing, offered)}",
             f"call: {self._written(writing.mark)} unmarked",
             f"unmarked: {numbers}",
-            *(f"call_{number}: {self._call(tool)}" for number, tool in enumerate(tools)),
+            *(f"call_{number}: {self._call(writing, tool)}" for number, tool in enumerate(tools)),
         ]
 
-    def _sequence(self, offered: Offer) -> str:
-        writing = self._writing
+    def _sequence(self, writing: Writing, offered: Offer) -> str:
         more = f" ({self._written(writing.between)} call)*" if offered.choice.is_parallel else ""
         return f"call{more} {self._written(writing.close)}"
 
-    def _call(self, tool: Tool) -> str:
-        writing = self._writing
+    def _call(self, writing: Writing, tool: Tool) -> str:
         before, behind = self._written(writing.begin + tool.name + writing.middle), self._written(writing.end)
         return f"{before} %json {json.dumps(schema_of(tool), ensure_ascii=False)} {behind}"
 
@@ -113,6 +123,11 @@ def schema_of(tool: Tool) -> dict[str, Any]:
     """What a function's arguments keep to. Of a function that is not strict, what a grammar cannot say is left out."""
     parameters = {**NO_PARAMETERS, "additionalProperties": False} if tool.parameters is None else tool.parameters
     return {**parameters, "type": "object", "x-guidance": {**STYLE, "lenient": not tool.strict}}
+
+
+def _between_slashes(expression: str) -> str:
+    """A regular expression as Lark has it between slashes: on one line, with its own slashes escaped."""
+    return UNESCAPED_SLASH.sub(r"\1\/", expression).replace("\n", r"\n")
 
 
 def _quoted(text: str) -> str:

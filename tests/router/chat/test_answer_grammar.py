@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
+from router.asked import Asked
 from router.chat.formats import REASONING
 from router.chat.pieces import whole
 from router.chat.reading import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
+from router.errors import ValidationError
+from router.grammars.asked import held_by, renaming_errors
+from router.grammars.grammar import Grammar, GrammarKind
+from router.schemas import GenerateParameters, GrammarParameters
 from router.text import ModelTokenizer
 from tests.router.doubles import EOS, byte_tokenizer
 
@@ -36,6 +42,12 @@ def marked(*more: str) -> Tokenizer:
 def formats(name: str, reasoning: str = "none", *more: str) -> AnswerFormats:
     tokenizer = ModelTokenizer.of(marked(*more), frozenset({EOS}))
     return AnswerFormats.of(name, reasoning, ChatTemplate({}, {}), tokenizer)
+
+
+def held(its: AnswerFormats, offered: Offer, prompt_end: str = "") -> str | None:
+    reading = its.reading(offered)
+    assert reading is not None
+    return reading.held(prompt_end)
 
 
 def accepts(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
@@ -74,13 +86,13 @@ def required(name: str | None = None, *, is_parallel: bool = True, tools: tuple[
 def test_a_required_call_is_all_of_the_answer(name: str, more: tuple[str, ...], one: str, two: str) -> None:
     its = formats(name, "none", *more)
     tokenizer = marked(*more)
-    grammar = its.grammar(required()) or ""
+    grammar = held(its, required()) or ""
     assert accepts(tokenizer, grammar, one) and accepts(tokenizer, grammar, two)
     for other in ("", "No.", one[:-1], f"{one} So.", one.replace("weather", "whether"), one.replace("place", "plaice")):
         assert not accepts(tokenizer, grammar, other), other
     for offered in (required(is_parallel=False), required("weather"), required("weather", is_parallel=False)):
-        held = its.grammar(offered) or ""
-        assert accepts(tokenizer, held, one) and not accepts(tokenizer, held, two)
+        single = held(its, offered) or ""
+        assert accepts(tokenizer, single, one) and not accepts(tokenizer, single, two)
     reading = its.reading(required())
     assert reading is not None
     for text, expected in ((one, [ONE]), (two, [ONE, TWO])):
@@ -93,7 +105,7 @@ def test_a_required_call_is_all_of_the_answer(name: str, more: tuple[str, ...], 
 def test_a_strict_function_is_held_where_it_is_called(name: str, more: tuple[str, ...], one: str, two: str) -> None:
     its = formats(name, "none", *more)
     tokenizer = marked(*more)
-    grammar = its.grammar(offer((STRICT, TIME), ToolChoice())) or ""
+    grammar = held(its, offer((STRICT, TIME), ToolChoice())) or ""
     for text in ("", "No.", "Both: 1 < 2 [3] {4}", one, two):
         assert accepts(tokenizer, grammar, text), text
     assert not accepts(tokenizer, grammar, one.replace("place", "plaice"))
@@ -101,8 +113,8 @@ def test_a_strict_function_is_held_where_it_is_called(name: str, more: tuple[str
     if not its.tools or not its.tools.is_bare:
         assert accepts(tokenizer, grammar, f"Let me see.\n{one}\nSo.")
         assert not accepts(tokenizer, grammar, f"Let me see. {one.replace('place', 'plaice')}")
-    assert None is its.grammar(offer((WEATHER, TIME), ToolChoice()))
-    assert None is its.grammar(offer((STRICT,), ToolChoice("none")))
+    assert None is held(its, offer((WEATHER, TIME), ToolChoice()))
+    assert None is its.reading(offer((STRICT,), ToolChoice("none")))
 
 
 @pytest.mark.parametrize("mode", ["required", "auto"])
@@ -111,10 +123,64 @@ def test_reasoning_may_come_first(reasoning: str, mode: str) -> None:
     its, tokenizer, marks = formats("hermes", reasoning), marked(), REASONING[reasoning]
     offered = offer((STRICT,), ToolChoice("required" if mode == "required" else "auto"))
     call = f"<tool_call>\n{CALL}\n</tool_call>"
-    grammar = its.grammar(offered) or ""
+    grammar = held(its, offered) or ""
     assert accepts(tokenizer, grammar, call)
     assert accepts(tokenizer, grammar, f"{marks.begin}\nWell, {{so}}\n{marks.end}\n\n{call}")
-    within = its.grammar(offered, is_within=True) or ""
+    within = held(its, offered, REASONING[reasoning].begin) or ""
     assert accepts(tokenizer, within, f"Well, so\n{marks.end}\n\n{call}")
     assert not accepts(tokenizer, within, f"Well, so\n{marks.end}\n\n{call.replace('place', 'plaice')}")
     assert not accepts(tokenizer, within, call) or mode == "auto"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "good", "bad"),
+    [
+        (Grammar(GrammarKind.JSON_SCHEMA, json.dumps(PLACE)), '{"place": "x"}', '{"plaice": "x"}'),
+        (Grammar(GrammarKind.REGEX, r"a/b\/c[\n/]+"), "a/b/c/\n", "a/b/c"),
+        (Grammar(GrammarKind.LARK, 'start: "a" one\none: "b"'), "ab", "a"),
+    ],
+)
+@pytest.mark.parametrize("reasoning", ["think", "mistral"])
+def test_a_client_s_grammar_holds_what_is_behind_reasoning(
+    reasoning: str, wanted: Grammar, good: str, bad: str
+) -> None:
+    its, marks = formats("hermes", reasoning), REASONING[reasoning]
+    reading = its.reading(Offer())
+    assert reading is not None
+    kind = "json" if wanted.kind is GrammarKind.JSON_SCHEMA else str(wanted.kind)
+    given = GenerateParameters(grammar=GrammarParameters.model_validate({"type": kind, "value": wanted.text}))
+    asked = reading.asked(Asked("", given))
+    assert asked.held is not None and asked.held("<|im_start|>assistant\n") is None
+    grammar = asked.held(f"assistant\n{marks.begin}\n") or ""
+    assert accepts(marked(), grammar, f"Well, so\n{marks.end}\n\n{good}")
+    for text in (good, f"Well{marks.end}{bad}", f"Well{marks.end}"):
+        assert not accepts(marked(), grammar, text)
+
+
+def test_a_request_is_asked_for_with_what_its_reader_needs() -> None:
+    its = formats("hermes", "mistral")
+    for offered, is_held in ((required(), True), (offer((WEATHER,), ToolChoice()), False), (Offer(), False)):
+        reading = its.reading(offered)
+        assert reading is not None
+        asked = reading.asked(Asked("", GenerateParameters()))
+        assert (its.mark_ids, is_held) == (asked.shown_marks, asked.held is not None)
+        assert its.mark_ids
+    reading = its.reading(required())
+    assert reading is not None
+    with pytest.raises(ValidationError, match="`ignore_eos` is not served"):
+        reading.asked(Asked("", GenerateParameters(ignore_eos=True)))
+    with pytest.raises(ValidationError, match="exclude each other"):
+        reading.asked(Asked("", GenerateParameters(grammar=GrammarParameters(type="json", value="{}"))))
+
+
+def test_errors_speak_of_tools() -> None:
+    with pytest.raises(ValidationError, match="make a grammar of 70000 bytes, and 65536 are allowed"):
+        held_by("x" * 70_000)
+    assert None is held_by(None)
+    with pytest.raises(
+        ValidationError, match=r"^Input validation error: an answer cannot be held to `tools`: leave `tool_choice`"
+    ):
+        with renaming_errors(is_held=True):
+            raise ValidationError("grammar is not supported: leave `grammar` out")
+    with pytest.raises(ValidationError, match="grammar is not valid"), renaming_errors(is_held=False):
+        raise ValidationError("grammar is not valid")
