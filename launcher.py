@@ -43,8 +43,11 @@ from server.process import adopt_orphans, end_with_parent
 def main(argv: Sequence[str] | None = None) -> int:
     """The console script `lockstep`. Returns the exit code."""
     open_standard_streams()
+    arguments = sys.argv[1:] if argv is None else argv
     try:
-        prepared = prepare(sys.argv[1:] if argv is None else argv, os.environ)
+        if arguments[:1] == ["watermark"]:
+            return detect_watermark(arguments[1:], os.environ)
+        prepared = prepare(arguments, os.environ)
         if prepared is None:
             return 0
         settings, device, count = prepared
@@ -131,7 +134,20 @@ def launch(settings: Settings, environ: Mapping[str, str], device: str, count: i
         return code
 
 
-def resolve_model(settings: Settings, environ: Mapping[str, str], log: Log) -> hub.ResolvedModel:
+def detect_watermark(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The command `lockstep watermark`. Returns the exit code; raises Refusal."""
+    from router.launch import watermark  # a launch needs no tokenizer
+
+    settings, file, as_json = watermark.read_command(argv, environ)
+    text = watermark.read_text(file)
+    model = resolve_model(settings, environ, Log(Output(2), False), needs_weights=False)
+    sys.stdout.write(watermark.report(text, settings, model.path, model.tokenizer_path, as_json=as_json))
+    return 0
+
+
+def resolve_model(
+    settings: Settings, environ: Mapping[str, str], log: Log, *, needs_weights: bool = True
+) -> hub.ResolvedModel:
     """The folders of the model that the settings name, downloaded and converted if need be. Raises Refusal."""
     values = settings.values
     if values["trust_remote_code"]:
@@ -142,7 +158,7 @@ def resolve_model(settings: Settings, environ: Mapping[str, str], log: Log) -> h
             str(DEMO) if is_null else values["model_id"],  # the null model speaks the embedded one's tokens
             revision=values["revision"],
             cache_dir=values["huggingface_hub_cache"],
-            with_weights=not (values["random_weights"] or is_null),
+            with_weights=needs_weights and not (values["random_weights"] or is_null),
             weights_override=values["weights_cache_override"],
             token=next((environ[name] for name in TOKEN_VARIABLES if environ.get(name)), None),
             offline=environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),

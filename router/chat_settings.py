@@ -50,7 +50,7 @@ class ChatSettings:
     max_n: int = field(
         default=16,
         metadata={
-            "help": "Largest `n` on `/v1`: answers to one prompt, all of which are returned.",
+            "help": "Largest `n` and `best_of` on `/v1`: answers that are generated to one prompt.",
             "unit": "answers",
             "min": 1,
             "when": "Each answer costs a whole generation and one place of `max_concurrent_requests`.",

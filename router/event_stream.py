@@ -8,7 +8,7 @@ proxies close silent connections.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from typing import Protocol
 
@@ -25,6 +25,10 @@ from router.tgi import PING
 KEEP_ALIVE_S = 15.0
 # Of a stream, in this process: some thousand events that the client has not read, beyond what the kernel holds for it.
 MAX_UNREAD_BYTES = 256 * 1024
+
+
+# What takes too long to be written between the tokens of others; those frames that have it have a method `prepare`.
+Prepare = Callable[[list[tuple[int, list[Event]]]], Awaitable[None]]
 
 
 class Frames(Protocol):
@@ -60,6 +64,7 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._opened = opened
         self._frames = frames
+        self._prepare: Prepare | None = getattr(frames, "prepare", None)
         self._first = first
         self._ping = ping
         self._num_writes = 0
@@ -76,6 +81,8 @@ class EventStream(Response):
     async def _write_events(self, connection: ClientConnection) -> None:
         events, write, most_unread = self._first, self._frames.write, MAX_UNREAD_BYTES
         while True:
+            if self._prepare is not None:
+                await self._prepare(events)
             data, num_unread = b"".join([write(*some) for some in events]) if events else self._ping, 0
             if data:  # there may be nothing to show yet, and an empty chunk would be the end
                 num_unread = connection.write_chunk(data)

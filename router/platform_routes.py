@@ -81,7 +81,8 @@ def add_platform_routes(app: FastAPI, services: Services, generate: Handler, cha
         best = [likeliest_first(some)[0].finished for some in _by_prompt(asked, answers)]
         num_characters = sum(len(one.prompt) for one in asked if isinstance(one.prompt, str))
         headers = tgi.response_headers(num_characters, opened, best, services.compute_type)
-        return json_response({"predictions": [finished.generated_text for finished in best]}, headers)
+        texts = [_before(one) + finished.generated_text for one, finished in zip(body.instances, best, strict=True)]
+        return json_response({"predictions": texts}, headers)
 
     summary = "SageMaker's: a body of `/`, `/v1/chat/completions` or `/v1/completions`, answered as there"
     bodies = (GenerateRequest, ChatRequest, CompletionRequest)
@@ -115,6 +116,13 @@ def _asked(number: int, instance: GenerateRequest | ChatRequest, services: Servi
         )
     [asked] = of_chat(instance, rendering_of(instance, services), max_n=1, candidates=None)
     return asked
+
+
+def _before(instance: GenerateRequest | ChatRequest) -> str:
+    """The prompt, where an instance wants it in front of its text."""
+    if isinstance(instance, GenerateRequest) and instance.given.return_full_text:
+        return instance.inputs
+    return ""
 
 
 def _by_prompt(asked: Sequence[Asked], answers: Sequence[Answer]) -> list[Sequence[Answer]]:

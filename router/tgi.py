@@ -132,9 +132,12 @@ def stream_headers(request: GenerateRequest, compute_type: str) -> dict[str, str
 
 
 def response_headers(
-    num_characters: int, opened: OpenRequest, finished: Sequence[Finished], compute_type: str
+    num_characters: int | None, opened: OpenRequest, finished: Sequence[Finished], compute_type: str
 ) -> dict[str, str]:
-    """Counts of all answers that are given, and times in whole milliseconds of the one that took longest."""
+    """Counts of all answers that are given, and times in whole milliseconds of the one that took longest.
+
+    num_characters: of the prompts; None where a client has not written them itself.
+    """
     times = max((one.timings for one in finished), key=lambda timings: timings.finished)
     inference = times.finished - times.admitted
     generated = sum(one.generated_tokens for one in finished)
@@ -144,11 +147,11 @@ def response_headers(
         "x-validation-time": times.queued - opened.received_at,
         "x-queue-time": times.admitted - times.queued,
         "x-inference-time": inference,
-        "x-time-per-token": inference / generated,
+        "x-time-per-token": inference / max(generated, 1),
     }
     return {
         "x-compute-type": compute_type,
-        "x-compute-characters": str(num_characters),
+        **({} if num_characters is None else {"x-compute-characters": str(num_characters)}),
         "x-prompt-tokens": str(sum(entry.request.input_length for entry in one_per_prompt(opened.entries))),
         "x-generated-tokens": str(generated),
         **{name: str(round(value * 1000)) for name, value in seconds.items()},

@@ -156,9 +156,10 @@ class ShardConfig:
         metadata={
             "help": "Share of the vocabulary that a watermark favours, for requests with `watermark`.",
             "unit": "ratio",
-            "min": 0.0,
-            "max": 1.0,
-            "when": "Must be known to whoever detects the watermark.",
+            "min": 0.01,
+            "max": 0.99,
+            "when": "Less is found in shorter texts where delta is large. Must be known to whoever detects the "
+            "watermark (`lockstep watermark`).",
         },
     )
     watermark_delta: float = field(

@@ -87,6 +87,7 @@ def test_text_of_clients_forges_no_line() -> None:
             for request in asked:
                 client.post("/generate", json=request, headers={"x-request-id": "a{}%s\x1b[31m", "user-agent": "{}%s"})
             client.get("/" + quote(HOSTILE))
+            client.post("/v1/completions", json={"prompt": "a", "max_tokens": 1, "model": HOSTILE, HOSTILE: 1})
             client.post("/generate", content=HOSTILE.encode(), headers={"content-type": "application/json"})
             kept = client.post("/generate", json=body("Once"), headers={"x-request-id": "mine"})
         server.stop()
@@ -96,6 +97,11 @@ def test_text_of_clients_forges_no_line() -> None:
     assert not re.search(r"[^\x20-\x7e\n]", output)
     records = [json.loads(line) for line in output.split("\n")[:-1]]
     assert "mine" in {record.get("request_id") for record in records}
+    [named] = [record for record in records if "ignored_fields" in record]
+    lost = [record for record in records if record.get("status") == 404]
+    assert len(lost) == 1 and all(
+        text.isprintable() for text in (named["model"], named["ignored_fields"], lost[0]["path"])
+    )
     assert {"launcher", "router", "shard-0"} == {record["process"] for record in records}
     assert "ERROR" not in {record["level"] for record in records}
     assert "forged" not in {record["message"] for record in records}

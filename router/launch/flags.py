@@ -15,7 +15,9 @@ from router.launch.terminal import printable
 SHORT_FLAGS = {"port": "-p", "env": "-e"}
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises Refusal for what it cannot read."""
+
     def error(self, message: str) -> NoReturn:
         raise Refusal([message.removeprefix("argument ")], 2)
 
@@ -34,15 +36,20 @@ def read_command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def build_parser(settings: Mapping[str, Setting]) -> argparse.ArgumentParser:
     """One option per setting, all taken as text: values are checked together later, with those of the environment."""
     about = "Serve a language model over HTTP. Each option may also be given by the environment variable in brackets."
-    parser = _Parser(prog="lockstep", usage="lockstep [options]", description=about, allow_abbrev=False)
+    parser = Parser(prog="lockstep", usage="lockstep [options]", description=about, allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print the version and leave")
     parser.add_argument("--print-settings", action="store_true", help="print docs/settings.md and leave")
     for title, names in GROUPS.items():
         group = parser.add_argument_group(title)
         for setting in (settings[name] for name in names.split()):
             for name in setting.names:
-                group.add_argument(*option_strings(setting, name), **_option(setting, name))
+                add_option(group, setting, name)
     return parser
+
+
+def add_option(group: argparse._ActionsContainer, setting: Setting, name: str) -> None:
+    """Let a parser, or a group of one, take the option of `setting` under one of its names."""
+    group.add_argument(*option_strings(setting, name), **_option(setting, name))
 
 
 def option_strings(setting: Setting, name: str) -> list[str]:

@@ -112,15 +112,20 @@ def _plain_type(hint: Any) -> type:
     return plain
 
 
-def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> tuple[Settings, list[str]]:
-    """Every setting's value, and one sentence for each that is wrong. A flag wins over the environment."""
+def read_settings(
+    flags: Mapping[str, Any], environ: Mapping[str, str], names: Sequence[str] | None = None
+) -> tuple[Settings, list[str]]:
+    """Every setting's value, and one sentence for each that is wrong. A flag wins over the environment.
+
+    names: the settings that are read, for a command that needs a few; the others have their defaults.
+    """
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     problems: list[str] = []
     for name, setting in public_settings().items():
         values[name], sources[name] = setting.default, "default"
         try:
-            if given := _given(setting, flags, environ):
+            if (names is None or name in names) and (given := _given(setting, flags, environ)):
                 text, sources[name], label = given
                 values[name] = parse_value(setting, text, label)
         except ValueError as error:

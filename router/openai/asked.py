@@ -30,7 +30,7 @@ NOT_SERVED: Mapping[str, Sequence[Any]] = {
 }
 
 
-def of_chat(body: ChatRequest, render: Rendering, max_n: int, candidates: int | None) -> list[Asked]:
+def of_chat(body: ChatRequest, render: Rendering, max_n: int, candidates: int | None = None) -> list[Asked]:
     """What a chat asks for, of the prompt that `render` makes of its messages. Raises ValidationError.
 
     candidates: wanted with the log-probability of each token; None: no log-probabilities.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel
 
@@ -49,6 +49,36 @@ class ToolCall(BaseModel):
     function: CalledFunction
 
 
+class TokenLogprob(BaseModel):
+    """A token and what the model itself thought of it; `token` names the bytes of a part of a character."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ShownTokenLogprob(TokenLogprob):
+    """A token of the text, and its candidates."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    """What `logprobs` of a chat asks for."""
+
+    content: list[ShownTokenLogprob]
+    refusal: None
+
+
+class TextLogprobs(BaseModel):
+    """What `logprobs` of a completion asks for. The first token of a prompt has none: nothing predicted it."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
 class ChatMessage(BaseModel):
     """What the model says. Without text beside its calls, its content is null."""
 
@@ -63,7 +93,7 @@ class ChatChoice(BaseModel):
 
     index: int
     message: ChatMessage
-    logprobs: dict[str, Any] | None
+    logprobs: ChatLogprobs | None
     finish_reason: ChatReason
 
 
@@ -80,7 +110,7 @@ class TextChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: dict[str, Any] | None
+    logprobs: TextLogprobs | None
     finish_reason: Reason
 
 
@@ -122,7 +152,7 @@ class ChatChunkChoice(BaseModel):
 
     index: int
     delta: Delta
-    logprobs: dict[str, Any] | None
+    logprobs: ChatLogprobs | None
     finish_reason: ChatReason | None
 
 
@@ -139,7 +169,7 @@ class TextChunkChoice(BaseModel):
 
     index: int
     text: str
-    logprobs: dict[str, Any] | None
+    logprobs: TextLogprobs | None
     finish_reason: Reason | None
 
 

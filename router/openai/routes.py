@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from router import tgi
 from router.api_document import ERROR_STATUSES, documented
 from router.asked import Asked, Rendering
 from router.chat.pieces import AnswerReader
@@ -19,8 +20,9 @@ from router.chat.prompting import rendering
 from router.chat.reading import Reading
 from router.chat.tools import Offer
 from router.errors import NotFound
+from router.event_stream import Frames
 from router.generation import OpenRequest
-from router.openai import answers, asked, logprobs, read_answers, tools
+from router.openai import answers, asked, logprobs, read_answers, tgi_client, tools
 from router.openai.documents import (
     ChatChunk,
     ChatCompletion,
@@ -32,7 +34,7 @@ from router.openai.documents import (
 )
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
 from router.openai.scored import ScoredFrames, Scoring, add_to_chat, add_to_completion
-from router.samples import likeliest
+from router.samples import Answer, likeliest
 from router.schemas import MOST_VALUES
 from router.serving import Handler, Services, collect, json_response, read, stream
 
@@ -60,7 +62,9 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
             return await _stream(request, body, wanted, services, head, lambda: None, scoring)
         opened, found = await collect(request, wanted, services)
         whole = answers.chat_completion(head, found, opened.entries)
-        return json_response(whole if scoring is None else add_to_chat(whole, found, scoring))
+        if scoring is not None:
+            whole = add_to_chat(whole, found, scoring)
+        return json_response(whole, _counts(opened, found, services))
 
     async def completions(request: Request) -> Response:
         body = await read(request, services, CompletionRequest, most_values)
@@ -74,12 +78,11 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
         opened, found = await collect(request, wanted, services)
         chosen = likeliest(found, len(wanted), body.n or 1)
         whole = answers.completion(head, [found[i] for i in chosen], opened.entries, echoed())
-        if scoring is None:
-            return json_response(whole)
-        token_ids = [opened.entries[i].request.token_ids for i in chosen]
-        # A long prompt has many log-probabilities, and streams go on meanwhile.
-        scored = asyncio.to_thread(add_to_completion, whole, [found[i] for i in chosen], token_ids, scoring)
-        return json_response(await scored)
+        if scoring is not None:
+            token_ids = [opened.entries[i].request.token_ids for i in chosen]
+            # A long prompt has many log-probabilities, and streams go on meanwhile.
+            whole = await asyncio.to_thread(add_to_completion, whole, [found[i] for i in chosen], token_ids, scoring)
+        return json_response(whole, _counts(opened, found, services))
 
     async def models() -> Response:
         return Response(orjson.dumps({"object": "list", "data": [model]}), media_type="application/json")
@@ -130,6 +133,11 @@ def rendering_of(body: ChatRequest, services: Services, offered: Offer | None = 
     )
 
 
+def _counts(opened: OpenRequest, found: Sequence[Answer], services: Services) -> dict[str, str]:
+    """TGI's headers, which it has here too."""
+    return tgi.response_headers(None, opened, [answer.finished for answer in found], services.compute_type)
+
+
 def _head(request: Request, body: Generation, services: Services, prefix: str) -> answers.Head:
     return answers.Head(f"{prefix}-{request.state.request_id}", body.model or services.config.model_id)
 
@@ -167,15 +175,22 @@ async def _read_chat(
         ends = [services.tokenizer.end_of(entry.request.token_ids) for entry in opened.entries]
         return [reading.reader(end, begun) for end in ends]
 
-    def frames(opened: OpenRequest) -> read_answers.ReadChunkFrames:
+    def frames(opened: OpenRequest) -> Frames:
         usage = _includes_usage(body)
-        return read_answers.ReadChunkFrames(head, opened, readers(opened), scoring, includes_usage=usage)
+        return _for_client(
+            body, read_answers.ReadChunkFrames(head, opened, readers(opened), scoring, includes_usage=usage)
+        )
 
     if body.stream:
         return await stream(request, wanted, services, frames, _stream_headers(services))
     opened, found = await collect(request, wanted, services)
     whole = await read_answers.chat_completion(head, found, opened.entries, readers(opened))
     return json_response(whole if scoring is None else add_to_chat(whole, found, scoring))
+
+
+def _for_client(body: Generation, frames: Frames) -> Frames:
+    is_tgi_s = isinstance(body, ChatRequest) and tgi_client.asks(body)
+    return tgi_client.TgiClientFrames(frames) if is_tgi_s else frames
 
 
 def _includes_usage(body: Generation) -> bool:
@@ -197,11 +212,12 @@ async def _stream(
 ) -> Response:
     """echoed: what comes before each answer of a completion; of a chat, nothing. Called once the prompts are valid."""
 
-    def frames(opened: OpenRequest) -> answers.ChunkFrames:
+    def frames(opened: OpenRequest) -> Frames:
         includes_usage = _includes_usage(body)
         if scoring is not None:
             is_chat = isinstance(body, ChatRequest)
-            return ScoredFrames(head, opened, scoring, includes_usage=includes_usage, is_chat=is_chat)
-        return answers.ChunkFrames(head, opened, includes_usage=includes_usage, echoed=echoed())
+            scored = ScoredFrames(head, opened, scoring, includes_usage=includes_usage, is_chat=is_chat)
+            return _for_client(body, scored)
+        return _for_client(body, answers.ChunkFrames(head, opened, includes_usage=includes_usage, echoed=echoed()))
 
     return await stream(request, wanted, services, frames, _stream_headers(services))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -92,6 +93,7 @@ class ScoredFrames(ChunkFrames):
         echoed = None if is_chat else [""] * len(opened.entries)
         super().__init__(head, opened, includes_usage=includes_usage, echoed=echoed)
         self._scoring = scoring
+        self._prompt_frames: dict[int, bytes] = {}
         self._choices = [
             _Choice(ShownTokens(scoring.tokenizer), self._shape(is_chat), entry.request.token_ids)
             for entry in opened.entries
@@ -105,16 +107,26 @@ class ScoredFrames(ChunkFrames):
 
     def _content(self, index: int, events: Sequence[Event]) -> list[bytes]:
         choice, tokens = self._choices[index], []
+        echoed = [self._prompt_frames.pop(index)] if index in self._prompt_frames else []
         for event in events:
-            if isinstance(event, PromptScores):
-                prompt = self._scoring.prompts[index]
-                tokens += prompt_tokens(prompt, choice.token_ids, event, self._scoring.tokenizer)
-            elif isinstance(event, Token):
+            if isinstance(event, Token):
                 tokens += choice.shown.push(event)
             elif isinstance(event, Finished):
                 tokens += choice.shown.end()
-        if not tokens:
-            return []
+        return [*echoed, self._scored_frame(index, tokens)] if tokens else echoed
+
+    async def prepare(self, events: Iterable[tuple[int, Sequence[Event]]]) -> None:
+        """Write the prompts whose log-probabilities have come, which takes long, in a thread: streams go on."""
+        for index, some in events:
+            for event in some:
+                if isinstance(event, PromptScores):
+                    self._prompt_frames[index] = await asyncio.to_thread(self._prompt_frame, index, event)
+
+    def _prompt_frame(self, index: int, scores: PromptScores) -> bytes:
+        scoring, token_ids = self._scoring, self._choices[index].token_ids
+        return self._scored_frame(index, prompt_tokens(scoring.prompts[index], token_ids, scores, scoring.tokenizer))
+
+    def _scored_frame(self, index: int, tokens: Sequence[ShownToken]) -> bytes:
         chunk = self._chunk(index, _text(tokens), None)
-        chunk["choices"][0]["logprobs"] = choice.shape(tokens)
-        return [frame(chunk)]
+        chunk["choices"][0]["logprobs"] = self._choices[index].shape(tokens)
+        return frame(chunk)

@@ -259,8 +259,9 @@ def allowed_tokens(mask: pb.TokenMask, size: int) -> Allowed:
     form = mask.WhichOneof("tokens")
     if form == "bits":
         return Allowed.of_bits(mask.bits, size)
-    listed = mask.allowed if form == "allowed" else mask.forbidden
-    return Allowed.of_ids(listed.ids, size, is_listed=form == "allowed")
+    if form == "allowed":
+        return Allowed(ids=tuple(id for id in mask.allowed.ids if id < size))
+    return Allowed.but(mask.forbidden.ids, size)
 
 
 def _reported_from(new: pb.NewSequence) -> int:

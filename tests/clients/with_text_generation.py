@@ -15,7 +15,8 @@ from text_generation.types import FinishReason, Grammar, GrammarType, Message
 URL = os.environ["SERVER_URL"]
 HEADERS = {"Authorization": f"Bearer {os.environ['SERVER_KEY']}"}
 MESSAGES = [Message(role="user", content="Hello")]
-SCHEMA = {"type": "object", "properties": {"n": {"type": "integer", "maximum": 99, "minimum": 0}}, "required": ["n"]}
+NUMBER = {"type": "integer", "maximum": 99, "minimum": 0}
+SCHEMA = {"type": "object", "properties": {"n": NUMBER}, "required": ["n"], "additionalProperties": False}
 
 
 @pytest.fixture

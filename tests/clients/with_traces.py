@@ -22,7 +22,7 @@ TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
 # Five spans each, of which so many wait at most that a second's worth of them do not find room.
 MANY = 1000
-GIVES_UP_S = 20  # for the end of a server whose collector does not answer; left to itself the SDK waits for minutes
+GIVES_UP_S = 25  # for the end of a server whose collector does not answer; left to itself the SDK waits for minutes
 
 
 # The project's own interpreter, which finds the SDK in this environment.

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
+import json
+import signal
 import zlib
 from array import array
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from router.aside import TaskError
+from router.aside.pool import Aside
 from router.batcher import Batcher
 from router.entry import Entry, Event, Failed, Finished, Sampling, Token, ValidRequest
 from router.errors import GenerationError
@@ -224,3 +230,49 @@ async def events_of(entry: Entry) -> list[Event]:
 
 async def token_ids_of(entry: Entry) -> list[int]:
     return [event.id for event in await events_of(entry) if isinstance(event, Token)]
+
+
+class TasksInProcess:
+    """Does tasks aside as a process for them does, but in this one."""
+
+    def __init__(self, module: str, argument: str) -> None:
+        self._tasks = importlib.import_module(module).tasks(argument)
+
+    async def ask(self, order: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Its answer, through JSON like that of a process."""
+        from router.aside.__main__ import _answer  # what does the work is large
+
+        with ended_after(seconds):
+            answer = _answer(self._tasks, json.loads(json.dumps(order)))
+        told: dict[str, Any] = json.loads(json.dumps(answer))
+        return told
+
+    async def end(self) -> None:
+        """There is nothing to end."""
+
+
+@contextmanager
+def ended_after(seconds: float) -> Iterator[None]:
+    """A block in the main thread that takes longer, waiting aside, ends with a TaskError."""
+
+    def end(*_: object) -> None:
+        raise TaskError(f"it takes longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
+@contextmanager
+def tasks_in_process() -> Iterator[None]:
+    """Servers in this block start no process for tasks aside, which takes longer than most tests."""
+
+    async def start(pool: Aside) -> TasksInProcess:
+        return TasksInProcess(*pool._tasks)
+
+    with patch.object(Aside, "_start", start):
+        yield

@@ -106,7 +106,7 @@ VALID: dict[str, Callable[[Random], Any]] = {
     "decoder_input_details": lambda r: r.random() < 0.5,
     "seed": lambda r: r.choice([0, 1, 2**64 - 1]),
     "top_n_tokens": lambda r: r.randint(0, 5),
-    "grammar": lambda r: None,
+    "grammar": lambda r: None,  # texts are followed by another process: see tests/router/grammars
     "adapter_id": lambda r: None,
 }
 

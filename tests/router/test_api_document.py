@@ -118,17 +118,22 @@ def test_answers_and_events_are_as_it_says(template: str) -> None:  # noqa: F811
             await check(path, {"inputs": PROMPT, "parameters": sampled})
         for path in ("/", "/generate_stream", "/invocations"):
             await check(path, {**native, "stream": True})
-        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", {**COMPLETION, "n": 2, "echo": True})):
+        of_text = "/v1/completions"
+        for path, body in (("/v1/chat/completions", CHAT), (of_text, {**COMPLETION, "n": 2, "echo": True})):
             for where in (path, "/invocations"):
                 await check(where, body)
                 await check(where, {**body, "stream": True})
                 await check(where, {**body, **usage})
+            scored = {**body, "logprobs": True, "top_logprobs": 2} if "chat" in path else {**body, "logprobs": 2}
+            await check(path, scored)
+            await check(path, {**scored, "stream": True})
             await check(path, {**body, "n": 0}, 400)
         for path, count, body in NEWER:
             await check(path, body)
             await check(path, {**body, "stream": True})
             await check(count, body)
             await check(path, {**body, "temperature": -1}, 400)
+        await check(of_text, {**COMPLETION, "logprobs": 2, "echo": True, "max_tokens": 0, "best_of": 2})
         await check("/tokenize", {"inputs": PROMPT})
         await check("/chat_tokenize", CHAT)
         await check("/detokenize", {"ids": [97]})

@@ -25,7 +25,7 @@ from tests.router.test_app import events_in, site
 NUM_CLIENTS = 8
 PAYLOAD_LIMIT = 8000
 NUM_PERMITS = NUM_CLIENTS  # `best_of` takes two, so that some are refused
-PATHS = ("/", "/generate", "/generate_stream", "/tokenize")
+PATHS = ("/", "/generate", "/generate_stream", "/tokenize", "/invocations", "/vertex")
 CONTENT_TYPES = ("application/json",) * 30 + ("application/json; charset=utf-16", "text/plain", "", "a/b+json", "\xff")
 LIMITS = {"max_input_length": 16, "max_total_tokens": 32, "max_concurrent_requests": NUM_PERMITS}
 
@@ -100,6 +100,8 @@ async def fuzz(seeds: Iterator[int], port: int, counts: Counter[int]) -> None:
     for seed in seeds:
         random = Random(seed)
         path, content_type, body = random.choice(PATHS), random.choice(CONTENT_TYPES), fuzzed_body(random)
+        if path == "/vertex":
+            body = b'{"instances": [%b]}' % b",".join([body] * random.choice([1, 1, 1, 2, 5]))
         try:
             reply = await client.post(path, content_type, body)
             check(reply)

@@ -59,11 +59,11 @@ def test_a_key_s_request_is_counted_once(template: str) -> None:  # noqa: F811
 
 def test_vertex_answers_a_text_for_each_instance(template: str) -> None:  # noqa: F811
     async def story(it: Site) -> None:
-        short = {"inputs": PROMPT, "parameters": {"max_new_tokens": 3}}
+        short = {"inputs": PROMPT, "parameters": {"max_new_tokens": 3, "return_full_text": True}}
         best = {"inputs": PROMPT, "parameters": {"best_of": 2, "do_sample": True, "max_new_tokens": 2}}
         answer = await it.http.post("/vertex", json={"instances": [GENERATE, best, short, {**CHAT, "max_tokens": 5}]})
         assert 200 == answer.status_code, answer.text
-        assert {"predictions": ["one two", "on", "one", "one t"]} == answer.json()
+        assert {"predictions": ["one two", "on", "helloone", "one t"]} == answer.json()
         assert ("20", "18", "15") == tuple(
             answer.headers[f"x-{name}"] for name in ("prompt-tokens", "generated-tokens", "compute-characters")
         )
@@ -81,6 +81,7 @@ def test_vertex_answers_a_text_for_each_instance(template: str) -> None:  # noqa
         ({"instances": [3]}, "`instances.0"),
         ({"instances": [{**GENERATE, "stream": True}]}, "`instances.0.stream` is true"),
         ({"instances": [{**CHAT, "n": 2}]}, "`instances.0.n` is 2"),
+        ({"instances": [{**CHAT, "logprobs": True}]}, "`instances.0.logprobs` is not served on /vertex"),
         ({"instances": [GENERATE, {**GENERATE, "parameters": {"top_p": 3.0}}]}, "`top_p`"),
         ({"instances": [{**CHAT, "tools": [{"type": "function"}]}]}, "`tools`"),
         ({}, "`instances`"),

@@ -6,6 +6,7 @@ families that between them have every way to divide.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -79,16 +80,33 @@ def folders(checkpoints: Checkpoints) -> dict[str, Path]:
     return {"embedded": DEMO, **{case: checkpoints(case)[0] for case in CASES}}
 
 
+@pytest.fixture(scope="session")
+def shared_folder(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """A folder that all workers of this run of the tests have in common."""
+    own = tmp_path_factory.getbasetemp()
+    return own if worker_id == "master" else own.parent
+
+
 @pytest.fixture(scope="module")
-def of_ranks(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Tokens]]:
-    """The tokens of all ranks at a world size, for every model that is run so; each world size runs once."""
-    made: dict[int, list[Tokens]] = {}
+def of_ranks(
+    folders: dict[str, Path], shared_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[int], list[Tokens]]:
+    """The tokens of all ranks at a world size, for every model that is run so; each world size runs once.
+
+    Whoever else wants them, here or in another worker, waits. Checkpoints of one case are the same in all workers.
+    """
 
     def get(world_size: int) -> list[Tokens]:
-        if world_size not in made:
-            able = [folders[case] for case in CASES_OF[world_size]]
-            made[world_size] = run_ranks(able, world_size, tmp_path_factory.mktemp("ranks") / "rendezvous")
-        return made[world_size]
+        kept = shared_folder / f"tokens-of-{world_size}-ranks.json"
+        with kept.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not kept.exists():
+                cases = {str(folders[case]): case for case in CASES_OF[world_size]}
+                rendezvous = tmp_path_factory.mktemp("ranks") / "rendezvous"
+                made = run_ranks([Path(folder) for folder in cases], world_size, rendezvous)
+                kept.write_text(json.dumps([{cases[f]: tokens[f] for f in cases} for tokens in made]))
+        found: list[Tokens] = json.loads(kept.read_text())
+        return found
 
     return get
 
@@ -103,7 +121,7 @@ def test_ranks_generate_the_tokens_of_one(
     torch.set_num_threads(1)
     expected = ranks.tokens(folders[case], Shard())
     torch.set_num_threads(threads)
-    assert [expected] * world_size == [tokens[str(folders[case])] for tokens in of_ranks(world_size)]
+    assert [expected] * world_size == [tokens[case] for tokens in of_ranks(world_size)]
 
 
 def test_what_ranks_do_not_divide_is_refused(folders: dict[str, Path]) -> None:

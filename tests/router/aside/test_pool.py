@@ -15,6 +15,7 @@ from router.aside import TaskError
 from router.aside.pool import Aside
 
 HELLO = [{"role": "user", "content": "Hello"}]
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
 def rendered(aside: Aside, template: str, owner: str = "", **variables: Any) -> Awaitable[str]:
@@ -51,23 +52,39 @@ def test_a_task_is_done() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "sentence"),
+    ("template", "sentence", "seconds"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "longer than 4 s"),
-        ("{{ 'x' * 99999999999 }}", "too much memory"),
-        ("{{ 'x' * 40000000 }}", "too much memory, or its result is too long|longer than 4 s"),
+        (ENDLESS, "longer than 2 s", 2.0),
+        ("{{ 'x' * 99999999999 }}", "too much memory", 4.0),
+        ("{{ 'x' * 40000000 }}", "too much memory, or its result is too long|longer than 4 s", 4.0),
+    ],
+)
+def test_what_takes_too_much_is_one_sentence_and_the_next_is_done(template: str, sentence: str, seconds: float) -> None:
+    async def story(pool: Aside) -> None:
+        with pytest.raises(TaskError, match=sentence):
+            await rendered(pool, template)
+        assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
+
+    aside(story, seconds=seconds)
+
+
+def test_what_is_refused_is_one_sentence_and_the_same_process_does_the_next() -> None:
+    refused = [
         ("{{ raise_exception('no system here') }}", "the chat template refuses the messages: no system here"),
         ("{% if %}", "the chat template is not valid"),
         ("{{ messages.__class__.__mro__ }}", "the chat template does what a template may not"),
         ("{{ nothing.at_all }}", "the chat template misses a value: 'nothing' is undefined"),
         ("{{ 1 // 0 }}", "the chat template fails with ZeroDivisionError"),
-    ],
-)
-def test_what_goes_wrong_is_one_sentence_and_the_next_is_done(template: str, sentence: str) -> None:
+    ]
+
     async def story(pool: Aside) -> None:
-        with pytest.raises(TaskError, match=sentence):
-            await rendered(pool, template)
-        assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
+        await pool.warm_up()
+        workers = set(pool._workers)
+        for template, sentence in refused:
+            with pytest.raises(TaskError, match=sentence):
+                await rendered(pool, template)
+            assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
+        assert workers == pool._workers
 
     aside(story, seconds=4.0)
 
@@ -86,12 +103,10 @@ def test_it_runs_at_the_lowest_priority_and_ends_with_the_pool() -> None:
 
 
 def test_who_stops_waiting_leaves_room() -> None:
-    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-
     async def story(pool: Aside) -> None:
         await pool.warm_up()
         [worker] = pool._workers
-        tasks = [asyncio.ensure_future(rendered(pool, endless)) for _ in range(3)]
+        tasks = [asyncio.ensure_future(rendered(pool, ENDLESS)) for _ in range(3)]
         await asyncio.sleep(0.05)
         for task in tasks:
             task.cancel()
@@ -123,7 +138,6 @@ def test_keys_are_served_by_turns() -> None:
 def test_who_gets_no_time_on_the_cores_is_given_more(
     monkeypatch: pytest.MonkeyPatch, had: float | None, waits: int
 ) -> None:
-    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     asked: list[float] = []
 
     async def wait(futures: Any, timeout: float) -> None:
@@ -137,7 +151,7 @@ def test_who_gets_no_time_on_the_cores_is_given_more(
         monkeypatch.setattr(worker, "cpu_seconds", lambda: next(used))
         monkeypatch.setattr("router.aside.pool.asyncio.wait", wait)
         with pytest.raises(TaskError, match=r"longer than 0\.05 s"):
-            await rendered(pool, endless)
+            await rendered(pool, ENDLESS)
         assert [0.05] * waits == asked
 
     aside(story, seconds=0.05)

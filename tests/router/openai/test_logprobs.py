@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -394,5 +395,27 @@ def test_what_json_has_no_number_for_is_told_as_openai_does(template: str) -> No
         assert {-9999.0} == {entry["logprob"] for entry in chat["choices"][0]["logprobs"]["content"]}
         text = await posted(it, "/v1/completions", {**COMPLETION, "logprobs": 1})
         assert {-9999.0} == {*text["choices"][0]["logprobs"]["token_logprobs"]}
+
+    told(template, story)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_prompt_s_log_probabilities_are_written_in_a_thread(
+    template: str, is_stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a long prompt take longer than others' tokens can wait."""
+    threads = []
+    of = CompletionLogprobs.of
+
+    def noting(self: CompletionLogprobs, tokens: Any) -> Any:
+        threads.append(threading.current_thread())
+        return of(self, tokens)
+
+    monkeypatch.setattr(CompletionLogprobs, "of", noting)
+
+    async def story(it: Site) -> None:
+        asked = {**COMPLETION, "echo": True, "logprobs": 1, "max_tokens": 0, "stream": is_stream}
+        assert 200 == (await it.http.post("/v1/completions", json=asked)).status_code
+        assert threads and threading.main_thread() not in threads
 
     told(template, story)

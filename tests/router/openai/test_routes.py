@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from tests.router.doubles import fake_shards, make_limits
-from tests.router.test_app import PROMPT, Site, answering, site
+from tests.router.test_app import PROMPT, Site, answering, events_in, site
 
 CHAT = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
+TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
 COMPLETION = {"prompt": PROMPT, "temperature": 0}
 
 
@@ -65,6 +66,8 @@ def test_a_chat_is_answered_in_openai_s_shape(template: str) -> None:
         assert [{"index": 0, "message": expected, "logprobs": None, "finish_reason": "stop"}] == body["choices"]
         usage = {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
         assert {**usage, "prompt_tokens_details": {"cached_tokens": 0}} == body["usage"]
+        assert ("5", "8") == (answer.headers["x-prompt-tokens"], answer.headers["x-generated-tokens"])
+        assert answer.headers["x-total-time"].isdigit() and answer.headers["x-compute-type"]
 
     told(template, story)
 
@@ -223,6 +226,33 @@ def test_parameters_reach_the_shards(template: str) -> None:
         assert (False, 0, 1.0) == (greedy.do_sample, greedy.top_k, greedy.top_p)
 
     told(template, story)
+
+
+@pytest.mark.aside
+@pytest.mark.parametrize("changes", [{}, {"logprobs": True}, {"tools": [TOOL]}], ids=str)
+def test_tgi_s_own_client_gets_the_chunks_that_it_reads(template: str, changes: dict[str, Any]) -> None:
+    unset = "repetition_penalty frequency_penalty logit_bias logprobs top_logprobs n presence_penalty tools tool_choice"
+    body = {**CHAT, **dict.fromkeys(unset.split()), "model": "tgi", "stream": True, **changes}
+    Path(template).write_text("{{ messages[-1]['content'] }}{% if tools %}{% endif %}")
+
+    async def story(it: Site) -> None:
+        text = (await it.http.post("/v1/chat/completions", json=body)).text
+        chunks = events_in(text)  # all of them JSON
+        assert {"assistant"} == {chunk["choices"][0]["delta"]["role"] for chunk in chunks}
+        if changes.get("tools"):
+            calls = [call for chunk in chunks if (call := chunk["choices"][0]["delta"]["tool_calls"])]
+            assert "look_up" == calls[0]["function"]["name"]
+            assert all(call.keys() >= {"id", "type", "index", "function"} for call in calls)
+            assert {"n": 1} == json.loads("".join(call["function"]["arguments"] for call in calls))
+        else:
+            assert {None} == {chunk["choices"][0]["delta"]["tool_calls"] for chunk in chunks}
+            assert "one two" == text_of(chunks)
+        other = (await it.http.post("/v1/chat/completions", json={**body, "model": "other"})).text
+        assert other.endswith("data: [DONE]\n\n")
+
+    called = '<tool_call>{"name": "look_up", "arguments": {"n": 1}}</tool_call>'
+    hermes = {"tool_call_parser": "hermes"} if changes.get("tools") else {}
+    told(template, story, answer=called if changes.get("tools") else "one two", **hermes)
 
 
 @pytest.mark.parametrize("config", [{"request_timeout": 0.3}, {}])
