@@ -89,6 +89,13 @@ class Aside:
             self._turns.leave()
 
     async def _start(self) -> _Worker:
+        """A process that is ready. One that ends before, as a fork of a busy process may, is replaced once."""
+        try:
+            return await self._started()
+        except TaskError:
+            return await self._started()
+
+    async def _started(self) -> _Worker:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "router.aside", str(self._memory_mb), *self._tasks),
             cwd=ROOT,

@@ -155,3 +155,19 @@ def test_who_gets_no_time_on_the_cores_is_given_more(
         assert [0.05] * waits == asked
 
     aside(story, seconds=0.05)
+
+
+def test_a_process_that_ends_before_it_is_ready_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[str] = []
+    start = asyncio.create_subprocess_exec
+
+    async def stillborn(program: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:
+        commands.append(program if commands else "/bin/false")
+        return await start(commands[-1], *arguments, **options)
+
+    async def story(pool: Aside) -> None:
+        monkeypatch.setattr("router.aside.pool.asyncio.create_subprocess_exec", stillborn)
+        assert "Hello a" == await rendered(pool, "{{ messages[0].content }} {{ name }}", name="a")
+        assert 2 == len(commands)
+
+    aside(story)
