@@ -235,8 +235,10 @@ class Reader:
                 if is_bare:
                     self._begin(name)
                 yield from self._arguments()
-            elif name is None and key not in BESIDE:
-                raise NotThis
+            elif name is None:
+                if key not in BESIDE:
+                    raise NotThis
+                yield from self._json.short_string(MOST_CHARACTERS_OF_A_NAME)
             else:
                 yield from self._json.value(_nowhere)
         self._close_object(following, name, has_arguments, is_bare)
