@@ -2,8 +2,9 @@
 
 `python -m tests.hostile_requests [--seconds 60] [--streams 16]` starts the embedded model and measures the gaps between
 the tokens of its streams: alone, beside a process that sends one hostile request after another, and alone again. One
-line of JSON; exit code 1 if a hostile request was not refused within `MOST_S`. The two regular expressions whose automata would
-explode if they were built at once may be answered in that time instead: they are built as far as a text needs them.
+line of JSON; exit code 1 if a hostile request was not refused within `MOST_S`. The two regular expressions whose
+automata would explode if they were built at once may be answered in that time instead: they are built as far as a text
+needs them.
 """
 
 from __future__ import annotations
