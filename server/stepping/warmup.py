@@ -91,6 +91,8 @@ class ProfileRun:
                 top_n_tokens=top_n_tokens,
                 prompt_logprobs=True,
             )
+            request.add[-1].sampling.is_constrained = True
+            request.masks.add(ids=[id], bits=b"\xff")  # each its own
             request.chunk_ids.append(id)
             request.chunk_tokens.append(len(decoded))
         return request
@@ -179,6 +181,7 @@ def _take_first_steps(engine: Engine) -> None:
             pb.SamplingParameters(do_sample=do_sample, temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
         )
         first.add[0].prompt_logprobs = False
+        first.ClearField("masks")
         _step(engine, first)
         _step(engine, pb.StepRequest(decode=True))
         engine.launch(pb.StepRequest(retire=[0]))
