@@ -11,11 +11,14 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import anthropic
 import httpx2
 import jsonschema
+import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.running import Server, body, children_of, events_of, generate_all, tokens_of
 from tests.schemas import draw, random_schema
@@ -124,6 +127,55 @@ def test_response_format_in_all_nestings(server: Server, format: dict[str, Any])
     for choice in answer["choices"]:
         keeps_to(choice["message"]["content"], format if format["type"] == "regex" else GRAMMARS[0])
         assert "stop" == choice["finish_reason"]
+
+
+def test_newer_apis_hold_their_answers_too(server: Server) -> None:
+    format = {"type": "json_schema", "name": "person", "schema": SCHEMA}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 150, "temperature": 0}
+    asked["output_config"] = {"format": format}
+    answer = httpx2.post(f"{server.url}/v1/messages", json=asked, timeout=60).json()
+    keeps_to(answer["content"][0]["text"], GRAMMARS[0])
+    assert "end_turn" == answer["stop_reason"]
+    asked = {"input": "Hello", "temperature": 0, "max_output_tokens": 150, "text": {"format": format}}
+    answer = httpx2.post(f"{server.url}/v1/responses", json=asked, timeout=60).json()
+    keeps_to(answer["output"][0]["content"][0]["text"], GRAMMARS[0])
+    assert ("completed", format) == (answer["status"], answer["text"]["format"])
+
+
+class Colour(BaseModel):
+    colour: Literal["red", "green"]
+    is_liked: bool
+
+
+def test_clients_get_objects_of_their_own_classes(server: Server) -> None:
+    messages: Any = [{"role": "user", "content": "Which colour?"}]
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
+        parsed = client.responses.parse(model="any", input="Which colour?", text_format=Colour)
+        assert isinstance(parsed.output_parsed, Colour)
+        chat = client.chat.completions.parse(model="any", messages=messages, response_format=Colour)
+        assert isinstance(chat.choices[0].message.parsed, Colour)
+    with anthropic.Anthropic(base_url=server.url, api_key="-", max_retries=0) as client_of_messages:
+        asked: dict[str, Any] = {"model": "any", "max_tokens": 100, "messages": messages}
+        found = client_of_messages.messages.parse(**asked, output_format=Colour)
+        assert isinstance(found.parsed_output, Colour)
+
+
+def test_newer_apis_call_the_tool_that_is_required(server: Server) -> None:
+    tool = {"name": "person", "description": "Who", "input_schema": SCHEMA}
+    asked: dict[str, Any] = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 200, "temperature": 0}
+    for choice in ({"type": "tool", "name": "person"}, {"type": "any", "disable_parallel_tool_use": True}):
+        body = {**asked, "tools": [tool], "tool_choice": choice}
+        answer = httpx2.post(f"{server.url}/v1/messages", json=body, timeout=60).json()
+        [call] = answer["content"]
+        assert ("tool_use", "person", "tool_use") == (call["type"], call["name"], answer["stop_reason"])
+        jsonschema.validate(call["input"], SCHEMA)
+    function = {"type": "function", "name": "person", "parameters": SCHEMA}
+    body = {"input": "Hello", "temperature": 0, "tools": [function], "max_output_tokens": 200}
+    body["tool_choice"] = {"type": "function", "name": "person"}
+    body["parallel_tool_calls"] = False
+    [item] = httpx2.post(f"{server.url}/v1/responses", json=body, timeout=60).json()["output"]
+    assert ("function_call", "person", "completed") == (item["type"], item["name"], item["status"])
+    jsonschema.validate(json.loads(item["arguments"]), SCHEMA)
 
 
 def test_a_json_object_is_one(server: Server) -> None:

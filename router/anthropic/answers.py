@@ -34,7 +34,12 @@ ERROR_TYPES = {
     504: "timeout_error",
 }
 # Of sentences about what is wrong: what parameters are called elsewhere, and here.
-NAMES = {"`stop`": "`stop_sequences`", "`Authorization: Bearer KEY`": "`x-api-key: KEY` or `Authorization: Bearer KEY`"}
+NAMES = {
+    "`stop`": "`stop_sequences`",
+    "`response_format`": "`output_config.format`",
+    "`grammar.value`": "`output_config.format`",
+    "`Authorization: Bearer KEY`": "`x-api-key: KEY` or `Authorization: Bearer KEY`",
+}
 AFTER_TEXT = b"}}\n\n"
 Json = dict[str, Any]
 EMPTY: dict[str, Json] = {

@@ -9,7 +9,7 @@ from router.anthropic.schemas import CountRequest, Message, MessagesRequest
 from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.chat.transcript import BETWEEN, Transcript, string_of, text_of
 from router.errors import ValidationError
-from router.schemas import GenerateParameters
+from router.schemas import GenerateParameters, GrammarParameters
 
 # What messages may consist of, for each role.
 ROLES: Mapping[str, Sequence[str]] = {
@@ -48,7 +48,20 @@ def parameters_of(body: MessagesRequest) -> GenerateParameters:
         top_k=None if is_greedy else body.top_k or None,
         stop=body.stop_sequences,
         max_new_tokens=body.max_tokens,
+        grammar=_grammar(body.output_config.format if body.output_config is not None else None),
     )
+
+
+def _grammar(given: Mapping[str, Any] | None) -> GrammarParameters | None:
+    """What the text is held to. Raises ValidationError."""
+    if given is None:
+        return None
+    if given.get("type") != "json_schema":
+        raise ValidationError(f"`output_config.format.type` is {str(given.get('type'))[:40]}: give json_schema")
+    schema = given.get("schema")
+    if not isinstance(schema, dict):
+        raise ValidationError("`output_config.format.schema` must be a JSON schema, an object")
+    return GrammarParameters(type="json", value=schema)
 
 
 def variables_of(body: CountRequest) -> Mapping[str, bool]:
@@ -65,8 +78,6 @@ def refuse_what_is_not_served(body: CountRequest) -> None:
     for name, neutral in NOT_SERVED.items():
         if name in (extra := body.model_extra or {}) and extra[name] not in neutral:
             raise ValidationError(f"`{name}` is not served: leave it out")
-    if body.output_config is not None and body.output_config.format is not None:
-        raise ValidationError("`output_config.format` is not served: leave it out")
 
 
 def transcript_of(body: CountRequest) -> Transcript:

@@ -23,6 +23,12 @@ from router.text import FinishReason
 NOT_STORED = "responses are not stored here: keep what `/v1/responses` answers, and send its items with the next input"
 MOST_ECHOED = 16_384  # bytes of a field of the body that are told again
 PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}  # of ids, by the kind of part that an item is
+# What parameters are called in OpenAI's other APIs, and here.
+NAMES = {
+    "`max_tokens`": "`max_output_tokens`",
+    "`response_format`": "`text.format`",
+    "`grammar.value`": "`text.format`",
+}
 Json = dict[str, Any]
 
 
@@ -171,5 +177,6 @@ def item_of(part: Part, id: str, status: str) -> Json:
 def error_body(error: RouterError) -> Json:
     """OpenAI's shape, with the names that parameters have in this API."""
     body = answers.error_body(error)
-    body["error"]["message"] = body["error"]["message"].replace("`max_tokens`", "`max_output_tokens`")
+    for elsewhere, here in NAMES.items():
+        body["error"]["message"] = body["error"]["message"].replace(elsewhere, here)
     return body

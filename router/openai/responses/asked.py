@@ -10,8 +10,9 @@ import orjson
 from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.chat.transcript import Transcript, string_of, text_of
 from router.errors import ValidationError
+from router.openai.response_format import grammar_of_format
 from router.openai.responses.schemas import InputRequest, ResponsesRequest
-from router.schemas import MOST_VALUES, GenerateParameters, refuse_many_values
+from router.schemas import MOST_VALUES, GenerateParameters, GrammarParameters, refuse_many_values
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 TEXTS = ("text", "input_text", "output_text")
@@ -30,6 +31,7 @@ NOT_SERVED: Mapping[str, Sequence[Any]] = {
     "moderation": (None,),
     "top_logprobs": (None, 0),
 }
+FORMATS = ("text", "json_object", "json_schema")
 LOGPROBS = "message.output_text.logprobs"
 MOST_METADATA, MOST_NAME, MOST_VALUE = 16, 64, 512  # OpenAI's: pairs, and their characters
 
@@ -45,7 +47,22 @@ def parameters_of(body: ResponsesRequest) -> GenerateParameters:
         do_sample=not is_greedy,
         top_p=None if is_greedy else body.top_p,
         max_new_tokens=body.max_output_tokens,
+        grammar=_grammar(body.text.format if body.text is not None else None),
     )
+
+
+def _grammar(given: Mapping[str, Any] | None) -> GrammarParameters | None:
+    """What the text is held to. Raises ValidationError."""
+    if given is None:
+        return None
+    kind, schema = given.get("type"), given.get("schema")
+    if kind not in FORMATS:
+        raise ValidationError(f"`text.format.type` is {str(kind)[:40]}: give one of {', '.join(FORMATS)}")
+    if kind != "json_schema":
+        return grammar_of_format({"type": kind})
+    if not isinstance(schema, dict):
+        raise ValidationError("`text.format.schema` must be a JSON schema, an object")
+    return GrammarParameters(type="json", value=schema)
 
 
 def _check_metadata(given: Mapping[str, str]) -> None:
@@ -68,8 +85,6 @@ def refuse_what_is_not_served(body: InputRequest) -> None:
     for name, neutral in NOT_SERVED.items():
         if name in given and given[name] not in neutral:
             raise ValidationError(f"`{name}` is not served: leave it out")
-    if body.text is not None and (body.text.format or {"type": "text"}).get("type") != "text":
-        raise ValidationError("`text.format` is not served but for the type text: leave it out")
 
 
 def variables_of(body: InputRequest) -> Mapping[str, bool | str]:

@@ -26,7 +26,7 @@ class Reasoning(Strict):
 class TextConfig(Strict):
     """How the text of the answer looks."""
 
-    format: dict[str, Any] | None = Field(default=None, description="`text`.")
+    format: dict[str, Any] | None = Field(default=None, description="`text`, `json_object` or a `json_schema`.")
 
 
 class InputRequest(Strict):

@@ -252,7 +252,12 @@ def blocks(role: str, *found: Any) -> dict[str, Any]:
         ({"thinking": {"type": "sometimes"}}, "`thinking.type` is sometimes: give one of enabled"),
         ({"container": "c"}, "`container` is not served"),
         ({"mcp_servers": [{}]}, "`mcp_servers` is not served"),
-        ({"output_config": {"format": {"type": "json_schema"}}}, "`output_config.format` is not served"),
+        ({"output_config": {"format": {"type": "json_schema"}}}, "`output_config.format.schema` must be a JSON schema"),
+        ({"output_config": {"format": {"type": "xml"}}}, "`output_config.format.type` is xml: give json_schema"),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"enum": ["x" * 70_000]}}}},
+            "`output_config.format` has 70",
+        ),
     ],
 )
 def test_what_is_wrong_is_400_in_anthropic_s_shape(plain: Served, changes: dict[str, Any], sentence: str) -> None:

@@ -119,6 +119,17 @@ def test_who_stops_waiting_leaves_room() -> None:
     aside(story, seconds=100.0)
 
 
+def test_another_process_is_ready_once_one_has_been_ended() -> None:
+    async def story(pool: Aside) -> None:
+        with pytest.raises(TaskError, match=r"longer than 0\.1 s"):
+            await rendered(pool, "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+        while not pool._idle:
+            await asyncio.sleep(0.01)
+        assert 1 == len(pool._workers)
+
+    aside(story, seconds=0.1)
+
+
 def test_keys_are_served_by_turns() -> None:
     served: list[str] = []
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,16 @@ def keys_in(folder: Path) -> str:
     path.touch(mode=0o600)
     path.write_text(json.dumps({"keys": keys}))
     return str(path)
+
+
+@contextmanager
+def full(it: Served) -> Iterator[threading.Timer]:
+    """No place is free, until the timer is started: for a part of the second after which clients are to come again."""
+    permits = it.site.app.state.services.permits
+    held, permits._left = permits._left, 0
+    timer = threading.Timer(0.3, setattr, (permits, "_left", held))
+    yield timer
+    timer.join()
 
 
 @pytest.fixture(scope="package")

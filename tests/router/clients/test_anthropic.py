@@ -12,6 +12,7 @@ from anthropic import beta_tool
 from anthropic.types import TextBlock, ThinkingBlock, ToolParam, ToolUseBlock
 
 from tests.router.anthropic.test_tools import TIME, WEATHER
+from tests.router.clients.conftest import full
 from tests.router.served import Served
 
 ASKED: dict[str, Any] = {"model": "claude-any", "max_tokens": 300, "messages": [{"role": "user", "content": "Rain?"}]}
@@ -136,3 +137,11 @@ def test_errors_are_of_their_types(it: Served, client: anthropic.Anthropic) -> N
 def test_a_key_may_also_be_a_token(it: Served) -> None:
     with anthropic.Anthropic(base_url=it.url, auth_token="open-secret", api_key=None, max_retries=0) as client:
         assert "end_turn" == client.messages.create(**ASKED).stop_reason
+
+
+def test_it_comes_again_when_it_is_told_to(it: Served, client: anthropic.Anthropic) -> None:
+    with full(it) as soon_free:
+        with pytest.raises(anthropic.RateLimitError):
+            client.messages.create(**ASKED)
+        soon_free.start()
+        assert "end_turn" == client.with_options(max_retries=2).messages.create(**ASKED).stop_reason

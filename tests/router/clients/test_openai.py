@@ -11,6 +11,7 @@ import openai
 import pytest
 from openai.types.responses import ResponseFunctionToolCall, ResponseOutputMessage, ResponseReasoningItem
 
+from tests.router.clients.conftest import full
 from tests.router.openai.responses.test_tools import PARAMETERS
 from tests.router.served import END_OF_PROMPT, Served
 
@@ -145,3 +146,11 @@ def test_errors_are_of_their_types(client: openai.OpenAI) -> None:
     with pytest.raises(openai.RateLimitError, match="requests_per_minute") as many:
         limited.chat.completions.create(**CHAT)
     assert int(many.value.response.headers["retry-after"]) > 0
+
+
+def test_it_comes_again_when_it_is_told_to(it: Served, client: openai.OpenAI) -> None:
+    with full(it) as soon_free:
+        with pytest.raises(openai.RateLimitError):
+            client.responses.create(**RESPONSE)
+        soon_free.start()
+        assert "completed" == client.with_options(max_retries=2).responses.create(**RESPONSE).status

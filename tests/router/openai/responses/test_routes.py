@@ -199,7 +199,15 @@ def call(arguments: Any) -> dict[str, Any]:
         ({"prompt": {"id": "x"}}, "`prompt` is not served"),
         ({"top_logprobs": 2}, "`top_logprobs` is not served"),
         ({"include": ["message.output_text.logprobs"]}, "`include` has message.output_text.logprobs"),
-        ({"text": {"format": {"type": "json_object"}}}, "`text.format` is not served but for the type text"),
+        (
+            {"text": {"format": {"type": "xml"}}},
+            "`text.format.type` is xml: give one of text, json_object, ",
+        ),
+        ({"text": {"format": {"type": "json_schema"}}}, "`text.format.schema` must be a JSON schema, an object"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"enum": ["x" * 70_000]}}}},
+            "`text.format` has 70",
+        ),
         ({"model": "x" * 257}, "`model`: string should have at most 256 characters"),
         ({"max_output_tokens": 0}, "`max_output_tokens` must be strictly positive"),
         ({"max_output_tokens": 4500}, "the prompt tokens + `max_output_tokens` must be <= 4500"),
