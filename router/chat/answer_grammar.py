@@ -21,6 +21,8 @@ from router.grammars.grammar import Grammar, GrammarKind
 
 # JSON as Python writes it, which models have read most.
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Keywords of a schema that names all arguments in `properties`.
+DECLARING = frozenset({"type", "properties", "required", "title", "description", "$schema", "$defs", "definitions"})
 ANYTHING = "/(?s:.*)/"
 NO_CALL = r"/(\s*[^\s{\[](?s:.*))?/"  # a text that does not begin as JSON
 START = re.compile(r"^start(\[[^\]\n]*\])?\s*:", re.MULTILINE)  # the rule that a grammar begins with
@@ -120,9 +122,14 @@ class AnswerGrammar:
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:
-    """What a function's arguments keep to. Of a function that is not strict, what a grammar cannot say is left out."""
-    parameters = {**NO_PARAMETERS, "additionalProperties": False} if tool.parameters is None else tool.parameters
-    return {**parameters, "type": "object", "x-guidance": {**STYLE, "lenient": not tool.strict}}
+    """What a function's arguments keep to. Of a function that is not strict, what a grammar cannot say is left out.
+
+    Only arguments that it declares come, unless it says that others may: they would be of no use, and a model may never
+    come to the end of them.
+    """
+    parameters = NO_PARAMETERS if tool.parameters is None else tool.parameters
+    closed = {"additionalProperties": False} if parameters.keys() <= DECLARING else {}
+    return {**closed, **parameters, "type": "object", "x-guidance": {**STYLE, "lenient": not tool.strict}}
 
 
 def _between_slashes(expression: str) -> str:

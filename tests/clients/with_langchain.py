@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from typing import Annotated
 
 import anthropic
 import openai
@@ -25,7 +26,7 @@ class Answer(BaseModel):
 
 
 @tool
-def look_up(number: int) -> str:
+def look_up(number: Annotated[int, Field(ge=0, le=99)]) -> str:
     """Looks a number up."""
     return str(number)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 from functools import cache
+from typing import Any
 
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
 from router.asked import Asked
+from router.chat.answer_grammar import schema_of
 from router.chat.formats import REASONING
 from router.chat.pieces import whole
 from router.chat.reading import AnswerFormats
@@ -48,6 +50,23 @@ def held(its: AnswerFormats, offered: Offer, prompt_end: str = "") -> str | None
     reading = its.reading(offered)
     assert reading is not None
     return reading.held(prompt_end)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "is_closed"),
+    [
+        (PLACE, True),
+        (None, True),
+        ({**PLACE, "additionalProperties": True}, False),
+        ({**PLACE, "patternProperties": {"^x-": {"type": "string"}}}, False),
+        ({"$ref": "#/$defs/a", "$defs": {"a": PLACE}}, False),
+    ],
+)
+def test_arguments_that_a_function_does_not_declare_do_not_come(
+    parameters: dict[str, Any] | None, is_closed: bool
+) -> None:
+    schema = schema_of(Tool("weather", parameters=parameters))
+    assert is_closed is (schema.get("additionalProperties") is False)
 
 
 def accepts(tokenizer: Tokenizer, grammar: str, text: str) -> bool:
