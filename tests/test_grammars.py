@@ -172,7 +172,6 @@ def test_newer_apis_call_the_tool_that_is_required(server: Server) -> None:
     function = {"type": "function", "name": "person", "parameters": SCHEMA}
     body = {"input": "Hello", "temperature": 0, "tools": [function], "max_output_tokens": 200}
     body["tool_choice"] = {"type": "function", "name": "person"}
-    body["parallel_tool_calls"] = False
     [item] = httpx2.post(f"{server.url}/v1/responses", json=body, timeout=60).json()["output"]
     assert ("function_call", "person", "completed") == (item["type"], item["name"], item["status"])
     jsonschema.validate(json.loads(item["arguments"]), SCHEMA)

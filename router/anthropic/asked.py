@@ -169,7 +169,7 @@ def _choice(given: Mapping[str, Any]) -> ToolChoice:
         case "any":
             return ToolChoice("required", is_parallel=is_parallel)
         case "tool":
-            return ToolChoice("required", string_of("tool_choice", given, "name"), is_parallel)
+            return ToolChoice("required", string_of("tool_choice", given, "name"), is_parallel=False)
         case "none":
             return ToolChoice("none")
         case kind:

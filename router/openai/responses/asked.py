@@ -160,7 +160,21 @@ def _arguments(where: str, item: Mapping[str, Any]) -> Mapping[str, Any]:
 def offer_of(body: InputRequest) -> Offer:
     """The tools that the model gets to see. Raises ValidationError."""
     tools = [_tool(f"tools.{number}", tool) for number, tool in enumerate(body.tools or [])]
-    return offer(tools, _choice(body.tool_choice or "auto", body.parallel_tool_calls is not False))
+    choice = body.tool_choice or "auto"
+    if isinstance(choice, Mapping) and choice.get("type") == "allowed_tools":
+        tools, choice = _allowed(tools, choice)
+    return offer(tools, _choice(choice, body.parallel_tool_calls is not False))
+
+
+def _allowed(tools: Sequence[Tool], given: Mapping[str, Any]) -> tuple[list[Tool], str]:
+    """Some of the tools, and the mode. Raises ValidationError."""
+    listed, mode = given.get("tools"), given.get("mode")
+    if mode not in ("auto", "required") or not isinstance(listed, list):
+        raise ValidationError("`tool_choice` of allowed_tools needs a `mode`, auto or required, and a list of `tools`")
+    names = {str(one.get("name")) if isinstance(one, Mapping) else "" for one in listed}
+    for name in names - {tool.name for tool in tools}:
+        raise ValidationError(f"`tool_choice` allows {name[:64]}, which is not among `tools`: name one of them")
+    return [tool for tool in tools if tool.name in names], mode
 
 
 def _tool(where: str, given: Mapping[str, Any]) -> Tool:
@@ -178,7 +192,7 @@ def _tool(where: str, given: Mapping[str, Any]) -> Tool:
 
 def _choice(given: str | Mapping[str, Any], is_parallel: bool) -> ToolChoice:
     if isinstance(given, Mapping) and given.get("type") == "function":
-        return ToolChoice("required", string_of("tool_choice", given, "name"), is_parallel)
+        return ToolChoice("required", string_of("tool_choice", given, "name"), is_parallel=False)
     match given:
         case "auto" | "none" | "required":
             return ToolChoice(given, is_parallel=is_parallel)

@@ -67,6 +67,11 @@ def check_item(events: list[dict[str, Any]], index: int, item: dict[str, Any]) -
         ({"parallel_tool_calls": False}, [message("I look."), WEATHER_CALL], "completed"),
         ({"tool_choice": "none"}, [message("No tools here.")], "completed"),
         ({"tools": None}, [message("No tools here.")], "completed"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "time"}]}},
+            [message("No tools here.")],  # as `reply` has it where the model sees no weather
+            "completed",
+        ),
         ({"instructions": "think"}, [REASONING, message("Well."), WEATHER_CALL], "completed"),
         ({"max_output_tokens": 7}, [message("I look.", "incomplete")], "incomplete"),
         (
@@ -116,6 +121,12 @@ def test_the_model_sees_the_functions_and_the_results(site: Served) -> None:
         ({"tools": [{**WEATHER, "parameters": []}]}, "`tools.0.parameters` must be a JSON schema"),
         ({"tools": [WEATHER, WEATHER]}, "two functions with the name weather"),
         ({"tool_choice": "some"}, "`tool_choice` is some: give auto, none, required, or one function by its name"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "needs a `mode`, auto or required, and a list"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": []}}, "needs a `mode`, auto or required"),
+        (
+            {"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "other"}]}},
+            "`tool_choice` allows other, which is not among `tools`",
+        ),
         ({"tool_choice": {"type": "web_search"}}, "`tool_choice` is web_search"),
         ({"tool_choice": {"type": "function"}}, "`tool_choice.name` must be a string"),
         ({"tool_choice": {"type": "function", "name": "other"}}, "`tool_choice` names other, which is not among"),
