@@ -65,6 +65,7 @@ class Seen:
     tokens: list[list[int]] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)  # between events with tokens, in seconds
     means: list[float] = field(default_factory=list)  # of each stream, for each token
+    num_tokens: int = 0  # of streams that have not ended too
 
 
 async def stream(http: httpx2.AsyncClient, url: str, request: dict[str, Any], seen: Seen) -> None:
@@ -79,6 +80,7 @@ async def stream(http: httpx2.AsyncClient, url: str, request: dict[str, Any], se
                     seen.gaps.append(now - last)
                 first, last = first or now, now
                 tokens.append(json.loads(line[5:])["token"]["id"])
+                seen.num_tokens += 1
     seen.tokens.append(tokens)
     seen.means.append((last - first) / max(1, len(tokens) - 1))
 
@@ -142,7 +144,7 @@ async def compare(url: str, num_free: int, num_others: int, tokens: int, rounds:
             first = first or mine.tokens
             assert first == mine.tokens, "tokens changed"
             seen[kind].append(told(mine))
-            line = {"round": number, "others": kind, **told(mine), "their_tokens": sum(map(len, theirs.tokens))}
+            line = {"round": number, "others": kind, **told(mine), "their_tokens": theirs.num_tokens}
             if theirs.means:
                 line["their_per_token_ms"] = told(theirs)["per_token_ms"]
             print(json.dumps(line), flush=True)

@@ -1,8 +1,10 @@
-"""Are requests that would cost the server a great deal refused at once, and do streams beside them notice?
+"""Are requests that would cost the server a great deal dealt with at once, and do streams beside them notice?
 
 `python -m tests.hostile_requests [--seconds 60] [--streams 16]` starts the embedded model and measures the gaps between
 the tokens of its streams: alone, beside a process that sends one hostile request after another, and alone again. One
-line of JSON; exit code 1 if a hostile request was not refused within `MOST_S`.
+line of JSON; exit code 1 if a hostile request was not refused within `MOST_S`. The two regular expressions whose
+automata would explode if they were built at once may be answered in that time instead: they are built as far as a text
+needs them.
 """
 
 from __future__ import annotations
@@ -52,6 +54,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "a temperature of 1e308": asked(temperature=1e308),
     "10,000 stop strings": asked(stop=["x"] * 10_000),
 }
+LAZY = {"repetitions of repetitions", "a regex of exponential states"}
 
 
 def attack(url: str) -> None:
@@ -139,8 +142,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     result = measure(args.seconds, args.streams)
     print(json.dumps(result))
     kinds = result["refused"]
-    good = all(one["longest_s"] <= MOST_S and all(400 <= s < 500 for s in one["statuses"]) for one in kinds.values())
-    return 0 if good and kinds.keys() == KINDS.keys() else 1
+    refused_all = all(one["longest_s"] <= MOST_S and is_dealt_with(name, one) for name, one in kinds.items())
+    return 0 if refused_all and kinds.keys() == KINDS.keys() else 1
+
+
+def is_dealt_with(name: str, told: dict[str, Any]) -> bool:
+    """Whether every request of a kind was refused, or answered where that is as good."""
+    return all(400 <= status < 500 or (status == 200 and name in LAZY) for status in told["statuses"])
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ REDUCTIONS = {"all", "any", "max", "min", "sum", "amax", "amin", "argmax", "equa
 # Module and line -> why it does not wait, or may.
 ALLOWED = {
     ("server.stepping.sequences", "self.sequences[new.id] = …"): "a dict",
-    ("server.stepping.choosing", "self._samplers[first] = …"): "a dict",
+    ("server.stepping.masks", "tokens[forbidden[forbidden < size]] = …"): "of the host, as the request came",
     ("server.stepping.decode_graphs", "self._graphs[size, form] = …"): "a dict",
     ("server.stepping.engine", "part.token_ids.tolist()"): "of the host, in `finish`",
     ("server.stepping.engine", "part.logprobs.tolist()"): "of the host, in `finish`",

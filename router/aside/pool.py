@@ -1,9 +1,9 @@
 """Does tasks in processes of their own, at the lowest priority and with bounds on time and memory.
 
 A chat template that loops for ever, or a grammar whose automaton explodes, would hold the interpreter and with it every
-stream; a thread can neither be bounded nor ended. A process can: one that exceeds its time is killed, and the next task
-starts another. API keys are served by turns (`router/turns.py`), and who stops waiting for a task that runs ends its
-process.
+stream; a thread can neither be bounded nor ended. A process can: one that exceeds its time is killed, and another is
+made ready for the next task. API keys are served by turns (`router/turns.py`), and who stops waiting for a task that
+runs ends its process.
 
 Left out: which tasks there are (such as those of `tasks.py`). Nothing is started before `warm_up` or the first task.
 """
@@ -40,7 +40,7 @@ class Aside:
     """
 
     def __init__(
-        self, num: int, seconds: float = 2.0, memory_mb: int = 1024, tasks: tuple[str, str] = ("router.aside.tasks", "")
+        self, num: int, seconds: float = 1.0, memory_mb: int = 1024, tasks: tuple[str, str] = ("router.aside.tasks", "")
     ) -> None:
         self._tasks = tasks
         self._seconds = seconds
@@ -49,6 +49,7 @@ class Aside:
         self._idle: deque[_Worker] = deque()
         self._workers: set[_Worker] = set()
         self._ends: set[asyncio.Future[None]] = set()  # of those that are being ended
+        self._warming: set[asyncio.Future[None]] = set()
 
     async def warm_up(self) -> None:
         """Have one process ready."""
@@ -67,6 +68,7 @@ class Aside:
                 answer = await worker.ask({"task": task, **arguments}, self._seconds)
             except BaseException:
                 self._end(worker)
+                self._replace()
                 raise
             self._idle.append(worker)
         if "error" in answer:
@@ -75,6 +77,9 @@ class Aside:
 
     async def close(self) -> None:
         """End all processes."""
+        for warming in tuple(self._warming):
+            warming.cancel()
+        await asyncio.gather(*self._warming, return_exceptions=True)
         self._idle.clear()
         for worker in tuple(self._workers):
             self._end(worker)
@@ -89,6 +94,13 @@ class Aside:
             self._turns.leave()
 
     async def _start(self) -> _Worker:
+        """A process that is ready. One that ends before, as a fork of a busy process may, is replaced once."""
+        try:
+            return await self._started()
+        except TaskError:
+            return await self._started()
+
+    async def _started(self) -> _Worker:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "router.aside", str(self._memory_mb), *self._tasks),
             cwd=ROOT,
@@ -105,6 +117,15 @@ class Aside:
             self._end(worker)
             raise
         return worker
+
+    def _replace(self) -> None:
+        warming = asyncio.ensure_future(self._warm_up_again())
+        self._warming.add(warming)
+        warming.add_done_callback(self._warming.discard)
+
+    async def _warm_up_again(self) -> None:
+        with suppress(TaskError, OSError):  # the next task will try again, and say
+            await self.warm_up()
 
     def _end(self, worker: _Worker) -> None:
         self._workers.discard(worker)

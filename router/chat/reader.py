@@ -21,6 +21,7 @@ MOST_CHARACTERS_BEFORE_ARGUMENTS = 200  # a name, and what some formats write be
 ARGUMENTS = ("arguments", "parameters")
 BESIDE = ("type", "id")  # keys of a call that may come before its name
 NOTHING = "{}"
+Visible = type[Text] | type[Reasoning]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,7 @@ class Reader:
         self._is_reasoning = is_reasoning
         self._make_id = make_id
         self.is_in_call = False
+        self._stretch: tuple[Visible, Marks] | None = None  # what there is until one of these marks
         self._source = Source()
         self._pieces = _Pieces(manner.is_parallel)
         self._calls_format = manner.tool_format or ToolFormat("")
@@ -53,6 +55,8 @@ class Reader:
 
     def feed(self, text: str) -> list[Piece]:
         """What is known with this text."""
+        if self._stretch is not None and self._goes_on(text, *self._stretch):
+            return [self._stretch[0](text)]
         self._source.add(text)
         next(self._steps)
         return self._pieces.take()
@@ -63,6 +67,16 @@ class Reader:
         with suppress(StopIteration):
             next(self._steps)
         return self._pieces.take()
+
+    def _goes_on(self, text: str, kind: Visible, marks: Marks) -> bool:
+        """Whether this is nothing but more of the same, as most texts are: they take a short way."""
+        return (
+            text != ""
+            and not marks.may_begin_in(text)
+            and self._source.is_read
+            and not text[-1].isspace()
+            and self._pieces.ends_in(kind)
+        )
 
     def _answer(self) -> Steps[None]:
         yield
@@ -88,14 +102,17 @@ class Reader:
             self._source.recorded()
         yield from self._source.skip_blanks()
         marks, mark = Marks((its.end,)), ""
+        self._stretch = (Reasoning, marks)
         while not mark:
             text, mark = yield from self._source.until(marks)
             self._pieces.reasoning(text)
+        self._stretch = None
         self._pieces.drop_blanks()
         yield from self._source.skip_blanks()
 
     def _rest(self) -> Steps[None]:
         nothing = Marks(())
+        self._stretch = (Text, nothing)
         while True:
             text, _ = yield from self._source.until(nothing)
             self._pieces.text(text)
@@ -109,9 +126,11 @@ class Reader:
                 self._pieces.text(self._source.recorded())
         begins = Marks([mark for mark in (its.begin, *its.around) if mark])
         while True:
+            self._stretch = (Text, begins)
             text, mark = yield from self._source.until(begins)
             self._pieces.text(text)
             if mark and mark == its.begin:
+                self._stretch = None
                 self._source.record(self._pieces.drop_blanks(), mark)
                 yield from self._calls(its, is_bare=False)
             elif mark:
@@ -216,8 +235,10 @@ class Reader:
                 if is_bare:
                     self._begin(name)
                 yield from self._arguments()
-            elif name is None and key not in BESIDE:
-                raise NotThis
+            elif name is None:
+                if key not in BESIDE:
+                    raise NotThis
+                yield from self._json.short_string(MOST_CHARACTERS_OF_A_NAME)
             else:
                 yield from self._json.value(_nowhere)
         self._close_object(following, name, has_arguments, is_bare)
@@ -273,7 +294,7 @@ class _Pieces:
         self._is_parallel = is_parallel
         self._num_calls = 0
         self._found: list[Piece] = []
-        self._kind: type[Text] | type[Reasoning] | type[CallArguments] = Text
+        self._kind: Visible | type[CallArguments] = Text
         self._parts: list[str] = []
         self._blanks: list[str] = []
         self._has_text = False
@@ -292,6 +313,12 @@ class _Pieces:
     def reasoning(self, text: str) -> None:
         """More of what comes before it."""
         self._visible(Reasoning, text)
+
+    def ends_in(self, kind: Visible) -> bool:
+        """Whether what was given out last is of this kind, and no blanks are held behind it."""
+        return (
+            not self._blanks and self._kind is kind and (kind is Reasoning or (self._has_text and self._ends_in_text))
+        )
 
     def drop_blanks(self) -> str:
         """Take back the blanks at the end."""
@@ -321,7 +348,7 @@ class _Pieces:
         """Whether the last call is one of those that there may be."""
         return self._is_parallel or self._num_calls == 1
 
-    def _visible(self, kind: type[Text] | type[Reasoning], text: str) -> None:
+    def _visible(self, kind: Visible, text: str) -> None:
         shown = text.rstrip()
         if shown:
             blanks = self.drop_blanks()
@@ -331,7 +358,7 @@ class _Pieces:
         if len(shown) < len(text):
             self._blanks.append(text[len(shown) :])
 
-    def _add(self, kind: type[Text] | type[Reasoning] | type[CallArguments], text: str) -> None:
+    def _add(self, kind: Visible | type[CallArguments], text: str) -> None:
         if kind is not self._kind:
             self._settle()
             self._kind = kind

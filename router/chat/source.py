@@ -28,6 +28,10 @@ class Marks:
         self._longest = max((len(beginning) for beginning in self._beginnings), default=0)
         self._first = re.compile(f"[{''.join(sorted(re.escape(mark[0]) for mark in marks))}]") if marks else None
 
+    def may_begin_in(self, text: str) -> bool:
+        """Whether a mark may begin somewhere in this text."""
+        return self._first is not None and self._first.search(text) is not None
+
     def search(self, text: str, start: int) -> tuple[int, str]:
         """Where the first one begins, and which; or up to where there certainly is none, and nothing."""
         if found := self._pattern.search(text, start):
@@ -66,6 +70,11 @@ class Source:
     def close(self) -> None:
         """Nothing more will come."""
         self._is_over = True
+
+    @property
+    def is_read(self) -> bool:
+        """Whether all that has come is read."""
+        return self._at == len(self._text)
 
     @property
     def is_recording(self) -> bool:

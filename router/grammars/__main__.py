@@ -37,12 +37,15 @@ class Follower:
         if "end" in order:
             self._texts.pop(key, None)
         elif "token" in order:
-            self._pool.submit(self._advance, key, self._texts[key], order["token"])
+            self._answer(key, order["token"])
         else:
             grammar = Grammar(GrammarKind(order["kind"]), order["text"])
             self._texts[key] = self._pool.submit(self._begin, grammar, order["tokens"])
             if order["asks"]:
-                self._pool.submit(self._advance, key, self._texts[key], None)
+                self._answer(key, None)
+
+    def _answer(self, key: int, token: int | None) -> None:
+        self._pool.submit(self._advance, key, self._texts[key], token).add_done_callback(_end_if_failed)
 
     def _begin(self, grammar: Grammar, tokens: Sequence[int]) -> TextMatcher:
         text = self._matchers.begin(grammar)
@@ -59,6 +62,12 @@ class Follower:
             answer = {"error": str(error)}
         sys.stdout.write(json.dumps({"key": key, **answer}) + "\n")  # one call, so that lines stay whole
         sys.stdout.flush()
+
+
+def _end_if_failed(advanced: Future[None]) -> None:
+    """What nobody expected, such as too little memory, ends the process: the texts go on in another."""
+    if advanced.exception() is not None:
+        os._exit(1)
 
 
 def main() -> int:

@@ -24,8 +24,8 @@ from server.stepping.choosing import LOGIT_ROWS
 from server.stepping.engine import LEAST_SEQUENCES, Engine
 
 
-def worst_sampling() -> pb.SamplingParameters:
-    """Everything that a client can ask for in choosing tokens."""
+def worst_sampling(*, is_constrained: bool = False) -> pb.SamplingParameters:
+    """Everything that a client can ask for in choosing tokens, but for a grammar if `is_constrained` is not set."""
     return pb.SamplingParameters(
         do_sample=True,
         temperature=0.9,
@@ -44,6 +44,7 @@ def worst_sampling() -> pb.SamplingParameters:
         min_tokens=1,
         end_ids=[0],
         raw_logprobs=True,
+        is_constrained=is_constrained,
     )
 
 
@@ -87,10 +88,11 @@ class ProfileRun:
                 blocks=itertools.islice(blocks, num_blocks(len(decoded))),
                 encoder_token_ids=encoded,
                 encoder_blocks=itertools.islice(blocks, num_blocks(len(encoded))),
-                sampling=worst_sampling(),
+                sampling=worst_sampling(is_constrained=True),
                 top_n_tokens=top_n_tokens,
                 prompt_logprobs=True,
             )
+            request.masks.add(ids=[id], bits=b"\xff")  # each its own
             request.chunk_ids.append(id)
             request.chunk_tokens.append(len(decoded))
         return request
@@ -179,6 +181,7 @@ def _take_first_steps(engine: Engine) -> None:
             pb.SamplingParameters(do_sample=do_sample, temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
         )
         first.add[0].prompt_logprobs = False
+        first.ClearField("masks")
         _step(engine, first)
         _step(engine, pb.StepRequest(decode=True))
         engine.launch(pb.StepRequest(retire=[0]))

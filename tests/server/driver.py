@@ -145,7 +145,10 @@ def _constrain(request: pb.StepRequest, id: int, prompt: Prompt, rule: Rule) -> 
         request.held.append(id)
         return
     forced, allowed = rule(prompt.tokens)
-    request.masks.add(ids=[id], allowed=pb.TokenIds(ids=allowed))
+    if request.step % 2:
+        request.masks.add(ids=[id], allowed=pb.TokenIds(ids=allowed))
+    else:
+        request.masks.add(ids=[id], bits=sum(1 << token for token in allowed).to_bytes(max(allowed) // 8 + 1, "little"))
     if is_running and forced:
         request.extend.add(id=id, token_ids=[prompt.tokens[-1], *forced])
         request.chunk_ids.append(id)

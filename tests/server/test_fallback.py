@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from server.loading import load
 from server.stepping.engine import Engine
 from server.stepping.warmup import warm_up
 from tests.running import Server, body, generate_all, tokens_of
-from tests.server.driver import Prompt, generate
+from tests.server.driver import Prompt, generate, greedy
 from tests.server.tiny import COMMON, LLAMA_SIZES
 
 CASES: dict[str, dict[str, Any]] = {
@@ -85,6 +86,21 @@ def test_tokens_are_those_of_transformers(tmp_path: Path, model_type: str, caplo
     assert "without paged cache, batching or sharding" in caplog.text
     for prompt in generate(engine, prompts()):
         assert expected(model, prompt.token_ids, 9) == prompt.tokens
+
+
+@pytest.mark.parametrize("model_type", ["cohere", "bart"])
+def test_forced_tokens_join_its_sequences_too(tmp_path: Path, model_type: str) -> None:
+    save(model_type, tmp_path)
+    engine = engine_of(tmp_path)
+    sampling = greedy(is_constrained=True, raw_logprobs=True)
+
+    def rule(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+        return ([8, 50, 9] if len(tokens) == 2 else []), list(range(1, 100, 2))
+
+    (held,) = generate(engine, [Prompt([5, 6, 7], 10, sampling, rule=rule, holds=True)])
+    (free,) = generate(engine, [Prompt([5, 6, 7], 2, greedy(is_constrained=True), rule=rule)])
+    assert [*free.tokens, 8, 50, 9] == held.tokens[:5]
+    assert all(token % 2 for token in held.tokens[5:]) and 3 == len(held.prompt_values)
 
 
 def test_what_transformers_has_of_another_kind_is_refused(tmp_path: Path) -> None:

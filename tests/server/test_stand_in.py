@@ -21,6 +21,7 @@ from server.backends import Backend
 from server.pb import generate_pb2 as pb
 from server.stepping.engine import Engine
 from server.stepping.warmup import worst_sampling
+from tests.server import ranks
 from tests.server.checkpoints import Checkpoints
 from tests.server.conftest import DEMO
 from tests.server.driver import GREEDY, Prompt, generate, load_engine, sampled
@@ -190,6 +191,8 @@ WARPED = [
 EVERYTHING = [
     replace(PLAIN[0], sampling=worst_sampling(), top_n_tokens=3, prompt_logprobs=True),
     replace(PLAIN[1], sampling=sampled(5, repetition_penalty=1.3, frequency_penalty=0.2)),
+    replace(PLAIN[0], sampling=sampled(6, is_constrained=True), rule=ranks.rule, holds=True),
+    replace(PLAIN[1], sampling=worst_sampling(is_constrained=True), rule=ranks.rule, top_n_tokens=2),
     *PLAIN,
 ]
 CROWD = [Prompt([i + 2], max_new_tokens=2) for i in range(300)]  # more than are captured together

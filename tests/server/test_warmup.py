@@ -27,6 +27,8 @@ def test_it_has_all_prompt_tokens_and_rows_that_a_step_may_have(
     assert len(set(blocks)) == len(blocks) <= num_blocks(run.kv_tokens)
     assert max(blocks) < run.kv_tokens // BLOCK_SIZE
     assert all(new.prompt_logprobs and new.sampling.do_sample and new.top_n_tokens for new in request.add)
+    assert all(new.sampling.is_constrained for new in request.add)
+    assert [[new.id] for new in request.add] == [list(mask.ids) for mask in request.masks]
 
 
 @pytest.mark.parametrize(

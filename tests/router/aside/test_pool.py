@@ -119,6 +119,17 @@ def test_who_stops_waiting_leaves_room() -> None:
     aside(story, seconds=100.0)
 
 
+def test_another_process_is_ready_once_one_has_been_ended() -> None:
+    async def story(pool: Aside) -> None:
+        with pytest.raises(TaskError, match=r"longer than 0\.1 s"):
+            await rendered(pool, "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}")
+        while not pool._idle:
+            await asyncio.sleep(0.01)
+        assert 1 == len(pool._workers)
+
+    aside(story, seconds=0.1)
+
+
 def test_keys_are_served_by_turns() -> None:
     served: list[str] = []
 
@@ -155,3 +166,19 @@ def test_who_gets_no_time_on_the_cores_is_given_more(
         assert [0.05] * waits == asked
 
     aside(story, seconds=0.05)
+
+
+def test_a_process_that_ends_before_it_is_ready_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[str] = []
+    start = asyncio.create_subprocess_exec
+
+    async def stillborn(program: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:
+        commands.append(program if commands else "/bin/false")
+        return await start(commands[-1], *arguments, **options)
+
+    async def story(pool: Aside) -> None:
+        monkeypatch.setattr("router.aside.pool.asyncio.create_subprocess_exec", stillborn)
+        assert "Hello a" == await rendered(pool, "{{ messages[0].content }} {{ name }}", name="a")
+        assert 2 == len(commands)
+
+    aside(story)

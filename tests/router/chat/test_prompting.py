@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from router.aside.tasks import TASKS
+from router.aside.tasks import tasks
 from router.chat.formats import TOOLS
 from router.chat.prompting import INSTRUCTION, for_template, rendering
 from router.chat.template import ChatTemplate
@@ -39,7 +39,7 @@ class Here:
     """Renders in this process."""
 
     async def do(self, task: str, owner: str = "", **arguments: Any) -> Any:
-        return TASKS[task](**json.loads(json.dumps(arguments)))
+        return tasks("")[task](**json.loads(json.dumps(arguments)))
 
 
 def sent(history: list[dict[str, Any]], **fields: Any) -> ChatRequest:

@@ -78,6 +78,7 @@ WRITTEN: list[tuple[str, str, Content]] = [
      content("", F, F)),
     ("llama3", '{"name": "f", "parameters": {"a": 1}};\n', content("", F)),
     ("llama3", '{"name": "f", "age": 3}', content('{"name": "f", "age": 3}')),
+    ("llama3", '{"type": [1], "name": "f"}', content('{"type": [1], "name": "f"}')),
     ("llama3", '{"name": "f"}', content('{"name": "f"}')),
     ("llama3", '{"items": [1, 2]} are', content('{"items": [1, 2]} are')),
     ("llama3", '[1] says {"name": "f", "parameters": {}}', content('[1] says {"name": "f", "parameters": {}}')),

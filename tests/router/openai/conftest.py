@@ -12,7 +12,8 @@ from tests.router.doubles import tasks_in_process
 @pytest.fixture(autouse=True)
 def no_process_aside(request: pytest.FixtureRequest) -> Iterator[None]:
     """Tasks aside are done in this process, but for tests with the marker `aside`: another takes longer to start."""
-    if request.node.get_closest_marker("aside"):
+    outlives_its_test = "responses" in request.path.parts  # its server, which is one for a module
+    if outlives_its_test or request.node.get_closest_marker("aside"):
         yield
         return
     with tasks_in_process():

@@ -228,7 +228,6 @@ def test_parameters_reach_the_shards(template: str) -> None:
     told(template, story)
 
 
-@pytest.mark.aside
 @pytest.mark.parametrize("changes", [{}, {"logprobs": True}, {"tools": [TOOL]}], ids=str)
 def test_tgi_s_own_client_gets_the_chunks_that_it_reads(template: str, changes: dict[str, Any]) -> None:
     unset = "repetition_penalty frequency_penalty logit_bias logprobs top_logprobs n presence_penalty tools tool_choice"
@@ -255,6 +254,7 @@ def test_tgi_s_own_client_gets_the_chunks_that_it_reads(template: str, changes: 
     told(template, story, answer=called if changes.get("tools") else "one two", **hermes)
 
 
+@pytest.mark.aside
 @pytest.mark.parametrize("config", [{"request_timeout": 0.3}, {}])
 def test_a_chat_whose_prompt_is_being_made_has_its_permit_and_its_deadline(
     template: str, config: dict[str, float]

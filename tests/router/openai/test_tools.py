@@ -1,7 +1,4 @@
-"""Tools and reasoning in OpenAI's chats, over fake shards that answer a given text; whole, streamed, and refused.
-
-Templates are rendered in this process: what it means to do it aside is tested elsewhere, and takes seconds each time.
-"""
+"""Tools and reasoning in OpenAI's chats, over fake shards that answer a given text; whole, streamed, and refused."""
 
 from __future__ import annotations
 
@@ -15,7 +12,6 @@ import openai
 import pytest
 from tokenizers import AddedToken
 
-from router.aside.tasks import TASKS
 from router.openai.documents import ChatChunk, ChatCompletion
 from router.text import ModelTokenizer
 from tests.router.chat.templates import TOOL
@@ -31,27 +27,6 @@ HERMES = f"<tool_call>\n{CALL}\n</tool_call>"
 HERMES_TEMPLATE = "{# tools <tool_call> #}{{ messages[-1]['content'] }}"
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "tools": [TOOL]}
 LIMITS = {"max_total_tokens": 2000, "max_input_length": 1000, "max_batch_prefill_tokens": 1000}
-
-
-class Direct:
-    """Does what is done aside here and now."""
-
-    def __init__(self, num: int) -> None:
-        pass
-
-    async def warm_up(self) -> None:
-        pass
-
-    async def do(self, task: str, owner: str = "", **arguments: Any) -> Any:
-        return TASKS[task](**json.loads(json.dumps(arguments)))
-
-    async def close(self) -> None:
-        pass
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_aside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.app.Aside", Direct)
 
 
 def answering(ids: list[int], prompt_length: int) -> dict[str, Any]:
