@@ -20,7 +20,11 @@ from router.middleware import OPEN_PATHS
 from router.openai.documents import ErrorAnswer
 
 Json = dict[str, Any]
-SECURITY = "ApiKey"
+SECURITY, OF_ANTHROPIC = "ApiKey", "AnthropicApiKey"
+SECURITY_SCHEMES: dict[str, Json] = {
+    SECURITY: {"type": "http", "scheme": "bearer"},
+    OF_ANTHROPIC: {"type": "apiKey", "in": "header", "name": "x-api-key"},
+}
 # Of requests with a body. 408 and 431 are the HTTP layer's: they come in TGI's shape on every route.
 ERROR_STATUSES = (400, 413, 415, 422, 424, 429, 500, 503, 504)
 DEADLINE = {
@@ -90,7 +94,7 @@ def api_document(app: FastAPI, *, has_keys: bool, is_on_loopback: bool) -> bytes
     components = document.setdefault("components", {})
     components.setdefault("schemas", {}).update(_schemas_of(schemas.ErrorResponse, ErrorAnswer, MessageError))
     if has_keys:
-        components["securitySchemes"] = {SECURITY: {"type": "http", "scheme": "bearer"}}
+        components["securitySchemes"] = SECURITY_SCHEMES
     for name in ("HTTPValidationError", "ValidationError"):  # the framework's, which no route of ours answers with
         components["schemas"].pop(name, None)
     around = [500, *([421] if is_on_loopback else [])]
@@ -100,7 +104,8 @@ def api_document(app: FastAPI, *, has_keys: bool, is_on_loopback: bool) -> bytes
                 operation["responses"].pop("422", None)
             is_closed = has_keys and not (method == "get" and path in OPEN_PATHS)
             if is_closed:
-                operation["security"] = [{SECURITY: []}]
+                schemes = (SECURITY, OF_ANTHROPIC) if path.startswith(ANTHROPIC) else (SECURITY,)
+                operation["security"] = [{scheme: []} for scheme in schemes]  # any of them
             for status in [*around, *([401] if is_closed else [])]:
                 operation["responses"].setdefault(str(status), _error(path))
             for response in operation["responses"].values():

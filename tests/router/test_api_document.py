@@ -74,7 +74,11 @@ def test_it_names_every_route_and_every_error_of_it() -> None:
 
 def test_it_says_where_a_key_is_needed_and_where_only_this_machine_is_let_in() -> None:
     document = document_of(api_key="k", is_on_loopback=True)
-    assert {"ApiKey": {"type": "http", "scheme": "bearer"}} == document["components"]["securitySchemes"]
+    of_anthropic = {"type": "apiKey", "in": "header", "name": "x-api-key"}
+    bearer = {"type": "http", "scheme": "bearer"}
+    assert {"ApiKey": bearer, "AnthropicApiKey": of_anthropic} == document["components"]["securitySchemes"]
+    assert [{"ApiKey": []}, {"AnthropicApiKey": []}] == document["paths"]["/v1/messages"]["post"]["security"]
+    assert [{"ApiKey": []}] == document["paths"]["/generate"]["post"]["security"]
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
             is_open = method == "get" and path in OPEN_PATHS
