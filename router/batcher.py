@@ -243,9 +243,10 @@ class Batcher:
             for id, entry in plan.preempted.items():
                 self._renumber(id, entry)
             for entry in plan.admitted:
-                entry.admitted_at = entry.admitted_at or self._clock()
                 self._metrics.prefix_hit_tokens.inc(plan.cached(entry))
-                entry.num_cached = entry.num_cached or plan.cached(entry)
+                if not entry.admitted_at:  # later its own tokens are cached too
+                    entry.admitted_at = self._clock()
+                    entry.num_cached = min(plan.cached(entry), entry.request.input_length)
             self._report(plan)
         return plan
 

@@ -46,7 +46,8 @@ class Delivery:
             self._metrics.inter_token.observe(now - entry.last_token_at)
         else:
             entry.first_token_at = now
-            self._metrics.time_to_first_token.observe(now - entry.queued_at)
+            if entry.request.generates:
+                self._metrics.time_to_first_token.observe(now - entry.queued_at)
             if entry.request.prompt_logprobs:
                 entry.events.put_nowait(self._events.of_prompt(entry))
         entry.last_token_at = now

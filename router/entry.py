@@ -56,6 +56,11 @@ class ValidRequest:
     grammar: CompiledGrammar | None = None  # what the text is held to
 
     @property
+    def wanted_tokens(self) -> int:
+        """How many tokens the client asked for at most."""
+        return self.max_new_tokens if self.generates else 0
+
+    @property
     def input_length(self) -> int:
         """Tokens of the prompt."""
         return len(self.encoder_ids or self.token_ids)

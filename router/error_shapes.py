@@ -40,5 +40,6 @@ def status_response(status: int, path: str, headers: Mapping[str, str] | None = 
         return errors.json_error(anthropic.error_of(status, phrase, error_type), status, headers or {})
     is_stored = status == 404 and path.startswith(RESPONSES + "/")  # what clients would find there
     sentence = responses.NOT_STORED if is_stored else phrase
-    told = {"message": sentence, "type": "invalid_request_error", "param": None, "code": None}
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    told = {"message": sentence, "type": kind, "param": None, "code": None}
     return errors.json_error({"error": told, "error_type": error_type}, status, headers or {})

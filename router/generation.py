@@ -170,7 +170,8 @@ class OpenRequest:
         for entry in self.entries:
             entry.cancelled = not entry.is_over
         if self._finished is not None:
-            self._metrics.succeeded(self.received_at, self._finished)
+            num_generated = sum(entry.generated.num_tokens for entry in self.entries)
+            self._metrics.succeeded(self.received_at, self._finished, num_generated)
         else:
             self._metrics.failed(self._error.failure_label if self._error else "dropped")
         self._note_end()
@@ -299,8 +300,9 @@ class Generator:
                 self._submit(opened, valid, account, request_id)
                 if is_stream and len(valid) > 1:
                     opened.merge_events()
-                self._metrics.input_length.observe(opened.input_length)
-                self._metrics.max_new_tokens.observe(valid[0].max_new_tokens)
+                for entry in one_per_prompt(opened.entries):
+                    self._metrics.input_length.observe(entry.request.input_length)
+                    self._metrics.max_new_tokens.observe(entry.request.wanted_tokens)
             undo.pop_all()  # from here on the request's owner closes it
         return opened
 

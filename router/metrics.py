@@ -136,8 +136,8 @@ class Metrics:
         self.most_tokens.set(limits.max_batch_total_tokens)
         self.most_blocks.set(limits.num_blocks)
 
-    def succeeded(self, received_at: float, finished: Finished) -> None:
-        """A request is complete. `received_at` is on the clock of its timings."""
+    def succeeded(self, received_at: float, finished: Finished, generated_tokens: int) -> None:
+        """A request is complete. `received_at` is on the clock of its timings; the tokens are those of all answers."""
         timings = finished.timings
         inference = timings.finished - timings.admitted
         self.request_success.inc()
@@ -147,7 +147,7 @@ class Metrics:
         self.inference_duration.observe(inference)
         if finished.generated_tokens:
             self.time_per_token.observe(inference / finished.generated_tokens)
-        self.generated_tokens.observe(finished.generated_tokens)
+        self.generated_tokens.observe(generated_tokens)
 
     def failed(self, reason: str) -> None:
         """A request ended otherwise; the reason is one of a fixed few."""

@@ -370,10 +370,13 @@ class GeneratedText:
         return shown, reason
 
     def _reason(self, token_id: int, has_stopped: bool) -> FinishReason | None:
-        if self.num_tokens >= self._max_new_tokens:
+        """On TGI's routes a length counts most, elsewhere an end token: with it a text is complete."""
+        is_last = self.num_tokens >= self._max_new_tokens
+        if is_last and self._stop_filter is None:
             return FinishReason.LENGTH
         if self.num_tokens < self._ends.min_tokens:
             is_end = self._ends.has_grammar and token_id in self._tokenizer.eos_ids
             return FinishReason.EOS_TOKEN if is_end else None
         stopped = FinishReason.STOP_SEQUENCE if has_stopped else None
-        return self._ends.reason(token_id, self._tokenizer.eos_ids) or stopped
+        ended = self._ends.reason(token_id, self._tokenizer.eos_ids) or stopped
+        return ended or (FinishReason.LENGTH if is_last else None)

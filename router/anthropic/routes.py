@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -33,7 +34,9 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
             return await stream(request, [turn.asked(given)], services, frames, headers, ping=answers.PING)
         opened, [answer] = await collect(request, [turn.asked(given)], services)
         [entry] = opened.entries
-        return json_response(answers.message(head, answer, entry, turn.reader(services, entry)))
+        reader = turn.reader(services, entry)
+        # A long answer with calls takes long to read, and streams go on meanwhile.
+        return json_response(await asyncio.to_thread(answers.message, head, answer, entry, reader))
 
     async def count_tokens(request: Request) -> Response:
         turn = turn_in(await read(request, services, CountRequest), services)

@@ -63,7 +63,7 @@ class Aside:
         owner: whose task it is, where keys share the server.
         """
         async with self._place(owner):
-            worker = self._idle.pop() if self._idle else await self._start()
+            worker = self._ready() or await self._start()
             try:
                 answer = await worker.ask({"task": task, **arguments}, self._seconds)
             except BaseException:
@@ -92,6 +92,15 @@ class Aside:
             yield
         finally:
             self._turns.leave()
+
+    def _ready(self) -> _Worker | None:
+        """An idle process, if one lives."""
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.is_alive:
+                return worker
+            self._end(worker)
+        return None
 
     async def _start(self) -> _Worker:
         """A process that is ready. One that ends before, as a fork of a busy process may, is replaced once."""
@@ -142,9 +151,17 @@ class _Worker:
         assert process.stdout is not None
         self._process, self._orders, self._answers = process, process.stdin, process.stdout
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._process.returncode is None and not self._orders.is_closing()
+
     async def ask(self, order: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Its answer. Raises TaskError where none comes in time."""
-        self._orders.write(json.dumps(order).encode() + b"\n")
+        try:
+            self._orders.write(json.dumps(order).encode() + b"\n")
+        except RuntimeError:  # uvloop's, of a pipe whose other end has just gone
+            raise TaskError("the process for it has ended: send it again") from None
         return await self.answer(seconds)
 
     async def answer(self, seconds: float) -> dict[str, Any]:

@@ -124,7 +124,7 @@ class PythonReader:
         try:
             character = chr(int(digits, 16))
             character.encode()
-        except ValueError:
+        except (ValueError, OverflowError):
             return "\ufffd"
         return character
 

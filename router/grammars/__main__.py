@@ -2,8 +2,9 @@
 
 It says {} once it is ready. Then it reads orders, one line of JSON each, and follows every text by its number: `begin`
 with a grammar and the tokens so far, `advance` with the next one, `end`. What may come next is answered in one line for
-each `advance`, and for a `begin` that asks for it, by whichever is known first: two threads work, so that one grammar
-that takes long holds nobody up (llguidance lets go of the interpreter meanwhile).
+each `advance`, and for a `begin` that asks for it, by whichever is known first. One thread begins texts and others
+advance them, so that neither a grammar that is long to compile nor a text that takes long holds up the rest (llguidance
+lets go of the interpreter meanwhile).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import resource
 import sys
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from router.grammars.grammar import Grammar, GrammarKind
@@ -29,7 +31,8 @@ class Follower:
     def __init__(self, matchers: Matchers) -> None:
         self._matchers = matchers
         self._texts: dict[int, Future[TextMatcher]] = {}
-        self._pool = ThreadPoolExecutor(THREADS)
+        self._beginning = ThreadPoolExecutor(1)  # a grammar is compiled with it
+        self._advancing = ThreadPoolExecutor(THREADS)
 
     def take(self, order: dict[str, Any]) -> None:
         """Do as told; what is answered is printed."""
@@ -40,12 +43,16 @@ class Follower:
             self._answer(key, order["token"])
         else:
             grammar = Grammar(GrammarKind(order["kind"]), order["text"])
-            self._texts[key] = self._pool.submit(self._begin, grammar, order["tokens"])
+            self._texts[key] = self._beginning.submit(self._begin, grammar, order["tokens"])
             if order["asks"]:
                 self._answer(key, None)
 
     def _answer(self, key: int, token: int | None) -> None:
-        self._pool.submit(self._advance, key, self._texts[key], token).add_done_callback(_end_if_failed)
+        self._texts[key].add_done_callback(partial(self._go_on, key, token))
+
+    def _go_on(self, key: int, token: int | None, begun: Future[TextMatcher]) -> None:
+        """Called once the text is begun, so that no thread waits for that."""
+        self._advancing.submit(self._advance, key, begun, token).add_done_callback(_end_if_failed)
 
     def _begin(self, grammar: Grammar, tokens: Sequence[int]) -> TextMatcher:
         text = self._matchers.begin(grammar)
@@ -53,7 +60,7 @@ class Follower:
         return text
 
     def _advance(self, key: int, begun: Future[TextMatcher], token: int | None) -> None:
-        """Answer what comes behind the token. It was begun by an earlier task, so that waiting for that ends."""
+        """Answer what comes behind the token."""
         try:
             text = begun.result()
             text.take(() if token is None else (token,))

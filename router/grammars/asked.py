@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import orjson
+
 from router.errors import ValidationError
 from router.grammars.grammar import Grammar, GrammarKind
 from router.schemas import GenerateParameters, GrammarParameters
@@ -81,8 +83,8 @@ def _text(schema: str | dict[str, Any]) -> str:
         return json.dumps(schema, ensure_ascii=False)
     _bounded(Grammar(GrammarKind.JSON_SCHEMA, schema))
     try:
-        is_object = isinstance(json.loads(schema), dict)
-    except (ValueError, RecursionError):
+        is_object = isinstance(orjson.loads(schema), dict)  # no half of a surrogate pair, which is no text
+    except orjson.JSONDecodeError:
         is_object = False
     if not is_object:
         raise ValidationError(

@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from router.grammars.grammar import Grammar, GrammarKind
 
 MOST_FORCED = 4096  # tokens at once
-MOST_KEPT = 64  # compiled grammars
+MOST_KEPT = 128  # compiled grammars, as many as `compiler.py` knows to be good
 MOST_CHARACTERS_OF_A_CAUSE = 200
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LIMITS = LLParserLimits(

@@ -62,8 +62,8 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
             return await _stream(request, body, wanted, services, head, lambda: None, scoring)
         opened, found = await collect(request, wanted, services)
         whole = answers.chat_completion(head, found, opened.entries)
-        if scoring is not None:
-            whole = add_to_chat(whole, found, scoring)
+        if scoring is not None:  # many answers have many log-probabilities, and streams go on meanwhile
+            whole = await asyncio.to_thread(add_to_chat, whole, found, scoring)
         return json_response(whole, _counts(opened, found, services))
 
     async def completions(request: Request) -> Response:
@@ -185,7 +185,9 @@ async def _read_chat(
         return await stream(request, wanted, services, frames, _stream_headers(services))
     opened, found = await collect(request, wanted, services)
     whole = await read_answers.chat_completion(head, found, opened.entries, readers(opened))
-    return json_response(whole if scoring is None else add_to_chat(whole, found, scoring))
+    if scoring is not None:
+        whole = await asyncio.to_thread(add_to_chat, whole, found, scoring)
+    return json_response(whole, _counts(opened, found, services))
 
 
 def _for_client(body: Generation, frames: Frames) -> Frames:

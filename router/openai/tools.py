@@ -70,9 +70,9 @@ def _allowed(tools: list[Tool], given: Any, is_parallel: bool) -> tuple[list[Too
     if not isinstance(listed, list) or given.get("mode") not in ("auto", "required"):
         raise ValidationError('`tool_choice.allowed_tools` needs a `mode`, "auto" or "required", and a list of `tools`')
     functions = [one.get("function") for one in listed if isinstance(one, dict)]
-    names = [one.get("name") for one in functions if isinstance(one, dict)]
-    known = [tool.name for tool in tools]
-    if strange := [name for name in names if name not in known]:
+    names = {name for one in functions if isinstance(one, dict) and isinstance(name := one.get("name"), str)}
+    known = {tool.name for tool in tools}
+    if strange := sorted(names - known):
         raise ValidationError(
             f"`tool_choice` allows {_shown(strange[0])}, which is not among `tools`: name one of them"
         )

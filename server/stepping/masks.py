@@ -75,18 +75,17 @@ class Masks:
             is_shared = len(different) < len(packed)
             self._packed = scores[device.upload([places[id(bits)] for _, bits in packed])] if is_shared else scores
 
-    def apply(self, logits: Tensor, *, wins: bool = False) -> Tensor:
-        """Logits [R, Vl], float32, of which only what is allowed is left; changed in place.
+    def apply(self, logits: Tensor, unbiased: Tensor | None = None) -> Tensor:
+        """Logits [R, Vl], float32, of which only what is allowed is left; changed in place, and so is `unbiased`.
 
-        wins: where nothing of what is allowed is likelier than minus infinity, all of it is equally likely.
+        unbiased: the same before biases, which hold for rows where the biases leave nothing of what is allowed.
         """
         self._forbid(logits)
-        if not wins:
+        if unbiased is None:
             return logits
         is_empty = self._vocabulary.best(logits) == NEVER
-        equal = torch.zeros_like(logits)
-        self._forbid(equal)
-        return torch.where(is_empty, equal, logits)
+        self._forbid(unbiased)
+        return torch.where(is_empty, unbiased, logits)
 
     def _forbid(self, logits: Tensor) -> None:
         if len(self._listed_rows):

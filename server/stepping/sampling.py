@@ -199,8 +199,9 @@ class Sampler:
             logits = logits if masks is None else masks.apply(logits.float())
             return self._choose(logits, positions, previous, histories)
         logits, recent = logits.float(), self._biases.recent(recents)
+        unbiased = logits.clone() if masks is not None else None
         self._biases.add(logits, positions, recent)
-        logits = logits if masks is None else masks.apply(logits, wins=True)
+        logits = logits if masks is None else masks.apply(logits, unbiased)
         chosen = self._choose(logits, positions, previous, histories)
         self._biases.append(recents, recent, chosen.token_ids)
         return chosen

@@ -236,6 +236,8 @@ async def token_ids_of(entry: Entry) -> list[int]:
 class TasksInProcess:
     """Does tasks aside as a process for them does, but in this one."""
 
+    is_alive = True
+
     def __init__(self, module: str, argument: str) -> None:
         self._tasks = importlib.import_module(module).tasks(argument)
 

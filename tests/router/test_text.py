@@ -239,6 +239,12 @@ def test_length_outranks_eos_outranks_stop() -> None:
     assert generate(list(b"abc"), stop=("b",))[2] is FinishReason.STOP_SEQUENCE
 
 
+def test_elsewhere_than_on_tgi_s_routes_a_text_is_complete_with_its_end_token() -> None:
+    ends = Ends(shows_stop=False)
+    assert FinishReason.EOS_TOKEN is generate([*b"ab", EOS], ends=ends, max_new_tokens=3)[2]
+    assert FinishReason.LENGTH is generate([*b"abc", EOS], ends=ends, max_new_tokens=3)[2]
+
+
 def test_ignored_end_tokens_are_shown_but_end_nothing() -> None:
     generated, shown, reason = generate([*b"a", EOS, *b"b", EOS, *b"c"], ends=Ends(ignores_eos=True), max_new_tokens=5)
     assert (["a", "</s>", "b", "</s>", "c"], FinishReason.LENGTH) == (shown, reason)

@@ -437,6 +437,17 @@ def test_a_race_is_won_by_the_token_that_sampling_would_draw(kernels: Kernels, k
     assert torch.equal(expected, KernelLogits(kernels).race(logits, low, high, positions))
 
 
+def test_who_alone_is_left_wins_whatever_the_noise(kernels: Kernels) -> None:
+    low, high, positions = (
+        torch.tensor([[75007466]]),
+        torch.tensor([[0]]),
+        torch.tensor([20]),
+    )
+    logits = torch.full((1, 2048), float("-inf"))
+    logits[0, 2] = 1.5
+    assert [2] == KernelLogits(kernels).race(logits, low, high, positions).tolist()
+
+
 # ------------------------------------------------------------------------------------------------------------- threads
 
 

@@ -91,6 +91,19 @@ def test_a_grammar_counts_more_than_bans_where_these_leave_nothing(do_sample: bo
     assert {2} == set(choose(choices, [mask(allowed=listed(2, 5, 6))] * 20))
 
 
+def test_where_bans_leave_nothing_the_model_still_chooses() -> None:
+    bans = TokenBiases(((5, NEVER), (6, NEVER)))
+    logits = torch.zeros(1, 19)
+    logits[0, 6] = 3.0
+    choice = TokenChoice(is_constrained=True, biases=bans)
+    sampler = Sampler([choice], Watermark(0.5, 2.0), CPU, Vocabulary(StockLogits(), Shard(), 19))
+    zeros = torch.zeros(1, dtype=torch.int64)
+    chosen = sampler(logits, zeros, zeros, [None], [None], [mask(allowed=listed(5, 6))])
+    assert [6] == chosen.token_ids.tolist()
+    expected = torch.tensor([0.0, 3.0]).log_softmax(dim=0)[1].item()
+    assert [pytest.approx(expected)] == chosen.logprobs.tolist()
+
+
 def odd(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
     """Odd tokens alone, and behind the third one two certain ones."""
     return [8, 50] if len(tokens) == 3 else [], list(range(1, 103, 2))

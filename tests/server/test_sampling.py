@@ -273,6 +273,14 @@ def test_noise_is_exponential_and_a_pure_function() -> None:
     assert (noise > 0).all()
 
 
+def test_noise_is_finite_where_a_float_rounds_its_share_to_one() -> None:
+    low, high, positions = torch.tensor([[75007466]]), torch.tensor([[0]]), torch.tensor([20])
+    logits = torch.full((1, 10), float("-inf"))
+    logits[0, 2] = 1.5
+    assert 16 < exponential_noise(low, high, positions, torch.tensor([2])).item() < 17
+    assert [2] == StockLogits().race(logits, low, high, positions).tolist()
+
+
 def test_every_half_of_the_seed_and_the_position_changes_the_noise() -> None:
     def noise(low: int, high: int, position: int) -> Tensor:
         return exponential_noise(

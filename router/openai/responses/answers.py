@@ -101,8 +101,10 @@ class CountingReader:
         self._num_waiting = 0  # tokens whose text the reader holds back
 
     def feed(self, text: str) -> list[Piece]:
-        """What a token's text completes."""
+        """What a token's text completes; one of no text is a part of a character that is told with a later one."""
         self._num_waiting += 1
+        if not text:
+            return []
         if pieces := self._reader.feed(text):
             if isinstance(pieces[0], Reasoning):
                 self.num_reasoning += self._num_waiting
@@ -140,7 +142,7 @@ def ending(reason: FinishReason) -> tuple[str, Json]:
 
 def response(head: Head, answer: Answer, entry: Entry, reader: CountingReader) -> Json:
     """The whole answer of `/v1/responses`."""
-    pieces = [piece for token in answer.tokens if token.text for piece in reader.feed(token.text)]
+    pieces = [piece for token in answer.tokens for piece in reader.feed(token.text)]
     parts = parts_of([*pieces, *reader.end()])
     status, details = ending(answer.finished.reason)
     items = [item_of(part, head.item_id(part.kind, index), "completed") for index, part in enumerate(parts)]

@@ -39,12 +39,13 @@ class ResponseFrames:
         """All frames for these events of the one sequence."""
         frames = [] if self._sequence else self._start()
         for event in events:
-            if isinstance(event, Token) and event.text:
-                if self._is_plain:  # so most are
-                    self._show("text", event.text, frames)
-                    continue
+            if not isinstance(event, Token):
+                continue
+            if not self._is_plain:
                 for piece in self._reader.feed(event.text):
                     self._add(piece, frames)
+            elif event.text:  # so most are
+                self._show("text", event.text, frames)
         last = events[-1]
         if isinstance(last, Finished):
             self._end(last, frames)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -40,7 +41,8 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         opened, [answer] = await collect(request, [turn.asked(given)], services)
         [entry] = opened.entries
         reader = answers.CountingReader(turn.reader(services, entry))
-        return json_response(answers.response(head, answer, entry, reader))
+        # A long answer with calls takes long to read, and streams go on meanwhile.
+        return json_response(await asyncio.to_thread(answers.response, head, answer, entry, reader))
 
     async def input_tokens(request: Request) -> Response:
         turn = turn_in(await read(request, services, InputRequest), services)

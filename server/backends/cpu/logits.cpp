@@ -123,11 +123,11 @@ INLINE T mix(T x) {
 // The logarithm of Exp(1) noise, a pure function of (seed, position, token).
 INLINE Floats log_noise(Words tokens, Word key) {
     const Words bits = mix(mix(tokens * 0x9E3779B9u ^ key) ^ mix(key + 1));
-    const Floats uniform = (__builtin_convertvector(bits, Floats) + 0.5f) * 0x1p-32f;
-    // log(1 - u) by way of the rounded 1 - u, and what the rounding took away; at u = 1 the noise is infinite.
+    // A u that is rounded to 1 would make the noise infinite, and who alone is left could lose to those that are removed.
+    const Floats uniform = min((__builtin_convertvector(bits, Floats) + 0.5f) * 0x1p-32f, all(1.0f - 0x1p-24f));
+    // log(1 - u) by way of the rounded 1 - u, and what the rounding took away.
     const Floats remaining = 1.0f - uniform;
-    const Floats log_remaining = log(max(remaining, all(0x1p-30f))) + ((1.0f - remaining) - uniform) / max(remaining, all(0x1p-30f));
-    return remaining > 0.0f ? log(-log_remaining) : all(-NEVER);
+    return log(-(log(remaining) + ((1.0f - remaining) - uniform) / remaining));
 }
 
 struct Winner {

@@ -108,8 +108,9 @@ def exponential_noise(seed_low: Tensor, seed_high: Tensor, positions: Tensor, to
     """
     key = mix(seed_low ^ mix(seed_high ^ mix(positions.unsqueeze(1))))
     bits = mix(mix((token_ids * 0x9E3779B9) & MASK32 ^ key) ^ mix(key + 1))
-    # Small values decide the race, and float32 is fine-grained near 0: hence -log(1 - u), not -log(u).
-    uniform = (bits.to(torch.float32) + 0.5) * 2.0**-32
+    # Small values decide the race, and float32 is fine-grained near 0: hence -log(1 - u), not -log(u). A u that is
+    # rounded to 1 would make the noise infinite, and a token that alone is left could lose to those that are removed.
+    uniform = ((bits.to(torch.float32) + 0.5) * 2.0**-32).clamp(max=1.0 - 2.0**-24)
     return torch.log1p(-uniform).neg_()
 
 

@@ -130,6 +130,18 @@ def test_another_process_is_ready_once_one_has_been_ended() -> None:
     aside(story, seconds=0.1)
 
 
+def test_a_process_that_has_died_meanwhile_is_not_asked() -> None:
+    async def story(pool: Aside) -> None:
+        await pool.warm_up()
+        [worker] = pool._workers
+        worker._process.kill()
+        await worker._process.wait()
+        assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
+        assert worker not in pool._workers and 1 == len(pool._workers)
+
+    aside(story)
+
+
 def test_keys_are_served_by_turns() -> None:
     served: list[str] = []
 

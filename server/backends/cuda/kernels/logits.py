@@ -95,12 +95,11 @@ def _mix(x):
 def _log_noise(tokens, key):
     """The log of Exp(1) noise of tokens (uint32) under a key (uint32)."""
     bits = _mix(_mix(tokens * 0x9E3779B9 ^ key) ^ _mix(key + 1))
-    uniform = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10  # 2^-32
-    # log(1 - u) by way of the rounded 1 - u and of what the rounding took away; at u = 1 the noise is infinite.
+    # A u that is rounded to 1 would make the noise infinite: who alone is left could lose to those that are removed.
+    uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)  # 2^-32, 1 - 2^-24
+    # log(1 - u) by way of the rounded 1 - u and of what the rounding took away.
     remaining = 1.0 - uniform
-    divisor = tl.maximum(remaining, 1.0e-9)
-    log_remaining = tl.log(divisor) + ((1.0 - remaining) - uniform) / divisor
-    return tl.where(remaining > 0.0, tl.log(-log_remaining), float("inf"))
+    return tl.log(-(tl.log(remaining) + ((1.0 - remaining) - uniform) / remaining))
 
 
 @triton.jit
