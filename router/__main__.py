@@ -115,7 +115,8 @@ async def run(config: RouterConfig) -> int:
         listener = socket.socket(fileno=config.listen_fd)  # does not listen yet, so that clients are refused until then
         listener.set_inheritable(False)  # or what this process starts would keep the port when it is gone
         address = _address(config, listener)
-        formats = app.state.services.answer_formats.facts(config.tool_call_parser, config.reasoning_parser)
+        asked = (config.tool_call_parser, config.reasoning_parser)
+        formats = app.state.services.answer_formats.facts(*asked, has_template=bool(chat_template.named))
         logger.info("%s", table(config, started, address, formats), extra={"raw": True})
         gc.set_threshold(*GC_THRESHOLDS)
         listeners = doors(listener)

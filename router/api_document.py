@@ -7,7 +7,8 @@ the routes. It is made once, at start.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cache
+from typing import Any, Literal
 
 import orjson
 from fastapi import FastAPI
@@ -55,13 +56,13 @@ def documented(
 
     bodies: one of these. answer: the JSON that answers; events: what a stream's events are, if there may be one.
     """
-    every = [inlined(body.model_json_schema()) for body in ([bodies] if isinstance(bodies, type) else bodies)]
+    every = [_inlined(body, "validation") for body in ([bodies] if isinstance(bodies, type) else bodies)]
     content = {"application/json": {"schema": every[0] if len(every) == 1 else {"anyOf": every}}}
     good: Json = {}
     if answer is not None:
         good["model"] = answer
     if events is not None:
-        both = [inlined(kind.model_json_schema(mode="serialization")) for kind in (events, errors)]
+        both = [_inlined(kind, "serialization") for kind in (events, errors)]
         data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": both}}
         event = {"type": "object", "required": ["data"], "properties": {"data": data}}
         good["content"] = {"text/event-stream": {"itemSchema": event}}
@@ -69,6 +70,11 @@ def documented(
         "responses": {200: good, **{status: {"model": errors} for status in statuses}},
         "openapi_extra": {"requestBody": {"required": True, "content": content}, "parameters": [DEADLINE]},
     }
+
+
+@cache
+def _inlined(model: type[BaseModel], mode: Literal["validation", "serialization"]) -> Json:
+    return inlined(model.model_json_schema(mode=mode))
 
 
 def inlined(schema: Json) -> Json:

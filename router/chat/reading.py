@@ -128,8 +128,10 @@ class AnswerFormats:
         """The format of reasoning; None: none is read."""
         return None if self.reasoning_name == NONE else REASONING[self.reasoning_name]
 
-    def facts(self, tools_asked: str, reasoning_asked: str) -> list[tuple[str, str, str]]:
+    def facts(self, tools_asked: str, reasoning_asked: str, *, has_template: bool) -> list[tuple[str, str, str]]:
         """Rows of the start-up table: what, which, and why."""
+        if not has_template:
+            return [("chats", "refused", "the model has no chat template: --chat-template FILE")]
         sources = ["the chat template" if asked == AUTO else "" for asked in (tools_asked, reasoning_asked)]
         return [("tool calls", self.tools_name, sources[0]), ("reasoning", self.reasoning_name, sources[1])]
 

@@ -86,7 +86,9 @@ def offer(tools: Sequence[Tool], choice: ToolChoice) -> Offer:
             raise ValidationError(f"`tools` has two functions with the name {tool.name}: give each a name of its own")
         seen.add(tool.name)
     if choice.name is not None and choice.name not in seen:
-        raise ValidationError(f"`tool_choice` names {choice.name[:64]}, which is not among `tools`: name one of them")
+        raise ValidationError(
+            f"`tool_choice` is {choice.name[:64]}, which is neither auto, none, required nor the name of one of `tools`"
+        )
     if choice.mode == "required" and not tools:
         raise ValidationError("`tool_choice` requires a call, and there are no `tools`: give at least one")
     if (length := sum(len(json.dumps(tool.for_template(), ensure_ascii=False)) for tool in tools)) > MOST_CHARACTERS:

@@ -35,6 +35,7 @@ ERROR_TYPES = {
 }
 # TGI's names in sentences about what is wrong, and what the parameters are called here.
 NAMES = {
+    "`inputs` tokens": "prompt tokens",
     "`max_new_tokens`": "`max_tokens`",
     "`inputs`": "the prompt",
     "`top_n_tokens`": "`top_logprobs`",

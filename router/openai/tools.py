@@ -70,13 +70,14 @@ def _allowed(tools: list[Tool], given: Any, is_parallel: bool) -> tuple[list[Too
     if not isinstance(listed, list) or given.get("mode") not in ("auto", "required"):
         raise ValidationError('`tool_choice.allowed_tools` needs a `mode`, "auto" or "required", and a list of `tools`')
     functions = [one.get("function") for one in listed if isinstance(one, dict)]
-    names = {name for one in functions if isinstance(one, dict) and isinstance(name := one.get("name"), str)}
+    names = [one.get("name") for one in functions if isinstance(one, dict)]
     known = {tool.name for tool in tools}
-    if strange := sorted(names - known):
+    if strange := [name for name in names if not isinstance(name, str) or name not in known]:
         raise ValidationError(
             f"`tool_choice` allows {_shown(strange[0])}, which is not among `tools`: name one of them"
         )
-    return [tool for tool in tools if tool.name in names], ToolChoice(given["mode"], is_parallel=is_parallel)
+    wanted = set(names)
+    return [tool for tool in tools if tool.name in wanted], ToolChoice(given["mode"], is_parallel=is_parallel)
 
 
 def refuse_many_values_of_calls(given: Iterable[Mapping[str, Any]]) -> None:

@@ -8,9 +8,10 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
+from unittest.mock import patch
 
 import httpx2
 import pytest
@@ -21,6 +22,7 @@ from hypothesis import strategies as st
 from starlette.routing import Route
 
 from router import model_files, tgi
+from router.api_document import api_document
 from router.app import create_app
 from router.batcher import Batcher
 from router.config import RouterConfig
@@ -77,6 +79,19 @@ async def site(
                 yield it
 
 
+@cache
+def documents() -> dict[tuple[Any, ...], bytes]:
+    return {}
+
+
+def document_once(app: FastAPI, **about: bool) -> bytes:
+    """The API's document, which takes longer to make than the rest of an application and is always the same."""
+    key = tuple(sorted(about.items()))
+    if key not in documents():
+        documents()[key] = api_document(app, **about)
+    return documents()[key]
+
+
 @asynccontextmanager
 async def unserved(
     shards: FakeShardedClient | None = None,
@@ -94,16 +109,17 @@ async def unserved(
     settings = RouterConfig(**given)
     metrics = Metrics(wanted)
     batcher = Batcher(shards, tokenizer, wanted, metrics)
-    app = create_app(
-        settings,
-        limits=wanted,
-        model=await shards.info(),
-        tokenizer=tokenizer,
-        shards=shards,
-        batcher=batcher,
-        metrics=metrics,
-        tracer=tracer or NoTracer(),
-    )
+    with patch("router.app.api_document", document_once):
+        app = create_app(
+            settings,
+            limits=wanted,
+            model=await shards.info(),
+            tokenizer=tokenizer,
+            shards=shards,
+            batcher=batcher,
+            metrics=metrics,
+            tracer=tracer or NoTracer(),
+        )
     task = asyncio.create_task(batcher.run())
     async with in_process(app) as http:
         yield Site(app, http, 0, batcher, shards, metrics, settings)

@@ -203,7 +203,7 @@ def test_what_cannot_be_is_one_critical_sentence(tmp_path: Path) -> None:
                 ({"model_path": "/nowhere"}, "/nowhere has no tokenizer.json"),
             ]
             if importlib.util.find_spec("opentelemetry.sdk") is None:
-                cases.append(({"otlp_endpoint": "http://127.0.0.1:1"}, "pip install 'lockstep[otel]'"))
+                cases.append(({"otlp_endpoint": "http://127.0.0.1:1"}, "pip install --editable '.[otel]'"))
             for fields, sentence in cases:
                 async with router(tmp_path, **fields) as it:
                     assert await it.exit_status() == 1

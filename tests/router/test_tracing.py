@@ -152,5 +152,5 @@ def test_nothing_is_imported_and_nothing_made_without_an_endpoint(monkeypatch: p
 def test_without_its_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("opentelemetry.sdk") is not None:
         monkeypatch.setitem(sys.modules, "opentelemetry.sdk", None)
-    with pytest.raises(ValueError, match=r"pip install 'lockstep\[otel\]'"):
+    with pytest.raises(ValueError, match=r"pip install --editable '\.\[otel\]'"):
         make_tracer("http://collector:4317", "lockstep")

@@ -242,7 +242,7 @@ def blocks(role: str, *found: Any) -> dict[str, Any]:
         ({"system": [{"type": "image"}]}, "`system.0` is of type image"),
         ({"model": "x" * 257}, "`model`: string should have at most 256 characters"),
         ({"max_tokens": 0}, "`max_tokens` must be strictly positive"),
-        ({"max_tokens": 4500}, "the prompt tokens + `max_tokens` must be <= 4500"),
+        ({"max_tokens": 4500}, "prompt tokens + `max_tokens` must be <= 4500"),
         ({"temperature": 1.5}, "`temperature` must be >= 0 and <= 1. Given: 1.5"),
         ({"temperature": -0.1}, "`temperature` must be >= 0 and <= 1. Given: -0.1"),
         ({"temperature": 1, "top_p": 1.5}, "`top_p`"),

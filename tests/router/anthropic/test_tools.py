@@ -138,7 +138,7 @@ def test_the_model_sees_the_tools_and_the_results(site: Served) -> None:
         ({"tools": [WEATHER, WEATHER]}, "two functions with the name weather"),
         ({"tool_choice": {"type": "some"}}, "`tool_choice.type` is some: give auto, any, tool or none"),
         ({"tool_choice": {"type": "tool"}}, "`tool_choice.name` must be a string"),
-        ({"tool_choice": {"type": "tool", "name": "other"}}, "`tool_choice` names other, which is not among"),
+        ({"tool_choice": {"type": "tool", "name": "other"}}, "`tool_choice` is other, which is neither"),
         ({"tools": None, "tool_choice": {"type": "any"}}, "there are no `tools`"),
         ({"tools": [{"name": "f", "input_schema": {}}] * 129}, "at most 128"),
     ],

@@ -165,7 +165,7 @@ def test_the_parts_of_a_message_are_one_text_and_the_last_may_be_continued(templ
         ("/v1/chat/completions", {"messages": None}, "messages"),
         ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "image_url"),
         ("/v1/chat/completions", {"max_tokens": 0}, "`max_tokens` must be strictly positive"),
-        ("/v1/chat/completions", {"max_tokens": 1000}, "the prompt tokens + `max_tokens` must be <= 128"),
+        ("/v1/chat/completions", {"max_tokens": 1000}, "prompt tokens + `max_tokens` must be <= 128"),
         ("/v1/chat/completions", {"temperature": -1}, "`temperature` must be strictly positive"),
         ("/v1/chat/completions", {"n": 17}, "`n` must be > 0 and <= 16. Given: 17"),
         ("/v1/chat/completions", {"model": "x" * 257}, "`model`: string should have at most 256 characters"),

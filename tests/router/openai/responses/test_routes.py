@@ -210,7 +210,7 @@ def call(arguments: Any) -> dict[str, Any]:
         ),
         ({"model": "x" * 257}, "`model`: string should have at most 256 characters"),
         ({"max_output_tokens": 0}, "`max_output_tokens` must be strictly positive"),
-        ({"max_output_tokens": 4500}, "the prompt tokens + `max_output_tokens` must be <= 4500"),
+        ({"max_output_tokens": 4500}, "prompt tokens + `max_output_tokens` must be <= 4500"),
         ({"temperature": -1}, "`temperature` must be strictly positive"),
         ({"metadata": {"x": "y" * 513}}, "`metadata` may have 16 pairs"),
         ({"metadata": {"x": 1}}, "metadata.x"),

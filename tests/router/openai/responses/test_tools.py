@@ -129,7 +129,7 @@ def test_the_model_sees_the_functions_and_the_results(site: Served) -> None:
         ),
         ({"tool_choice": {"type": "web_search"}}, "`tool_choice` is web_search"),
         ({"tool_choice": {"type": "function"}}, "`tool_choice.name` must be a string"),
-        ({"tool_choice": {"type": "function", "name": "other"}}, "`tool_choice` names other, which is not among"),
+        ({"tool_choice": {"type": "function", "name": "other"}}, "`tool_choice` is other, which is neither"),
         ({"tools": None, "tool_choice": "required"}, "there are no `tools`"),
     ],
 )
