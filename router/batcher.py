@@ -246,7 +246,7 @@ class Batcher:
                 self._metrics.prefix_hit_tokens.inc(plan.cached(entry))
                 if not entry.admitted_at:  # later its own tokens are cached too
                     entry.admitted_at = self._clock()
-                    entry.num_cached = min(plan.cached(entry), entry.request.input_length)
+                    entry.num_cached = plan.cached(entry)
             self._report(plan)
         return plan
 

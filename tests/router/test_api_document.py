@@ -11,7 +11,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from router.middleware import OPEN_PATHS
-from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, template, told  # noqa: F401
+from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, told
 from tests.router.test_app import PROMPT, Site, assert_is_error, events_in, site
 
 Json = dict[str, Any]
@@ -97,7 +97,7 @@ def schema_of(document: Json, path: str, status: int, media_type: str = "applica
     return {**schema, "components": document["components"]}
 
 
-def test_answers_and_events_are_as_it_says(template: str) -> None:  # noqa: F811
+def test_answers_and_events_are_as_it_says(template: str) -> None:
     async def story(it: Site) -> None:
         document = (await it.http.get("/openapi.json")).json()
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, template, text_of, told  # noqa: F401
+from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, text_of, told
 from tests.router.test_app import PROMPT, Site, assert_is_error, events_in
 
 GENERATE = {"inputs": PROMPT}
 
 
-def test_invocations_answers_each_body_as_its_own_route_does(template: str) -> None:  # noqa: F811
+def test_invocations_answers_each_body_as_its_own_route_does(template: str) -> None:
     async def story(it: Site) -> None:
         async def post(**body: Any) -> Any:
             answer = await it.http.post("/invocations", json=body)
@@ -38,7 +38,7 @@ def test_invocations_answers_each_body_as_its_own_route_does(template: str) -> N
     ("body", "status"),
     [(b"{", 400), (b"[]", 422), (b"{}", 422), (b'{"messages": 1}', 422), (b'{"prompt": {}}', 422), (b"[" * 2000, 400)],
 )
-def test_invocations_refuses_what_is_none_of_them(template: str, body: bytes, status: int) -> None:  # noqa: F811
+def test_invocations_refuses_what_is_none_of_them(template: str, body: bytes, status: int) -> None:
     async def story(it: Site) -> None:
         answer = await it.http.post("/invocations", content=body, headers={"content-type": "application/json"})
         assert_is_error(answer, status, "validation")
@@ -46,7 +46,7 @@ def test_invocations_refuses_what_is_none_of_them(template: str, body: bytes, st
     told(template, story)
 
 
-def test_a_key_s_request_is_counted_once(template: str) -> None:  # noqa: F811
+def test_a_key_s_request_is_counted_once(template: str) -> None:
     async def story(it: Site) -> None:
         headers = {"authorization": "Bearer k"}
         assert 401 == (await it.http.post("/invocations", json=CHAT)).status_code
@@ -57,7 +57,7 @@ def test_a_key_s_request_is_counted_once(template: str) -> None:  # noqa: F811
     told(template, story, api_key="k")
 
 
-def test_vertex_answers_a_text_for_each_instance(template: str) -> None:  # noqa: F811
+def test_vertex_answers_a_text_for_each_instance(template: str) -> None:
     async def story(it: Site) -> None:
         short = {"inputs": PROMPT, "parameters": {"max_new_tokens": 3, "return_full_text": True}}
         best = {"inputs": PROMPT, "parameters": {"best_of": 2, "do_sample": True, "max_new_tokens": 2}}
@@ -87,7 +87,7 @@ def test_vertex_answers_a_text_for_each_instance(template: str) -> None:  # noqa
         ({}, "`instances`"),
     ],
 )
-def test_vertex_refuses_with_the_place(template: str, body: dict[str, Any], words: str) -> None:  # noqa: F811
+def test_vertex_refuses_with_the_place(template: str, body: dict[str, Any], words: str) -> None:
     async def story(it: Site) -> None:
         answer = await it.http.post("/vertex", json=body)
         assert_is_error(answer, 422, "validation")
@@ -96,7 +96,7 @@ def test_vertex_refuses_with_the_place(template: str, body: dict[str, Any], word
     told(template, story)
 
 
-def test_vertex_takes_a_permit_for_each_instance(template: str) -> None:  # noqa: F811
+def test_vertex_takes_a_permit_for_each_instance(template: str) -> None:
     async def story(it: Site) -> None:
         assert_is_error(await it.http.post("/vertex", json={"instances": [GENERATE] * 2}), 429, "overloaded")
         assert 200 == (await it.http.post("/vertex", json={"instances": [GENERATE]})).status_code

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from tests.router.doubles import EOS
-from tests.router.openai.test_routes import template, told  # noqa: F401  (a fixture)
+from tests.router.openai.test_routes import told
 from tests.router.test_app import Site, assert_is_error, site
 
 CHAT = {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "aé</s>"}]}
 
 
-def test_chat_tokenize_gives_the_prompt_of_a_chat_and_its_tokens(template: str) -> None:  # noqa: F811
+def test_chat_tokenize_gives_the_prompt_of_a_chat_and_its_tokens(template: str) -> None:
     async def story(it: Site) -> None:
         answer = await it.http.post("/chat_tokenize", json={**CHAT, "model": "any", "temperature": 0})
         assert 200 == answer.status_code, answer.text
@@ -30,7 +30,7 @@ def test_chat_tokenize_gives_the_prompt_of_a_chat_and_its_tokens(template: str) 
     told(template, story)
 
 
-def test_chat_tokenize_refuses_as_a_native_route(template: str) -> None:  # noqa: F811
+def test_chat_tokenize_refuses_as_a_native_route(template: str) -> None:
     async def story(it: Site) -> None:
         assert_is_error(await it.http.post("/chat_tokenize", json={"messages": []}), 422, "validation")
         long = [{"role": "user", "content": "x" * 65}]

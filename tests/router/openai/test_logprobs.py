@@ -19,11 +19,10 @@ from router.text import Ends, FinishReason, GeneratedText, ModelTokenizer
 from router.validation import Validator
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.fake_shards import fake_raw_logprob
-from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, template, text_of, told
+from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, text_of, told
 from tests.router.test_app import PROMPT, Site, answering, site
 from tests.router.test_token_bytes import metaspace_tokenizer, pieces_tokenizer
 
-__all__ = ["template"]
 Json = dict[str, Any]
 
 

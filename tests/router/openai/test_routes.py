@@ -18,14 +18,6 @@ TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type
 COMPLETION = {"prompt": PROMPT, "temperature": 0}
 
 
-@pytest.fixture
-def template(tmp_path: Path) -> str:
-    """Makes a prompt of the last message alone."""
-    path = tmp_path / "template.jinja"
-    path.write_text("{{ messages[-1]['content'] }}")
-    return str(path)
-
-
 def told(
     template: str,
     story: Callable[[Site], Awaitable[None]],
