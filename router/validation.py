@@ -253,7 +253,7 @@ def check(asked: Asked, limits: Limits) -> Checked:
     sampling = _sampling(given)
     max_new_tokens = given.max_new_tokens
     if max_new_tokens is not None and max_new_tokens <= 0:
-        raise ValidationError("`max_new_tokens` must be strictly positive")
+        raise ValidationError(f"`max_new_tokens` must be strictly positive. Given: {max_new_tokens}")
     stop = _stop(given, limits)
     if given.seed is not None and best_of > 1:
         raise ValidationError("`seed` must not be set when `best_of` > 1")
@@ -316,7 +316,7 @@ def _sampling(given: GenerateParameters) -> Sampling:
     repetition_penalty = _positive("repetition_penalty", given.repetition_penalty)
     frequency_penalty = 0.0 if given.frequency_penalty is None else given.frequency_penalty
     if not -2.0 <= frequency_penalty <= 2.0:
-        raise ValidationError("`frequency_penalty` must be >= -2.0 and <= 2.0")
+        raise ValidationError(f"`frequency_penalty` must be >= -2.0 and <= 2.0. Given: {frequency_penalty}")
     presence_penalty = given.presence_penalty or 0.0
     if not -2.0 <= presence_penalty <= 2.0:
         raise ValidationError(f"`presence_penalty` must be >= -2.0 and <= 2.0. Given: {presence_penalty}")
@@ -327,7 +327,7 @@ def _sampling(given: GenerateParameters) -> Sampling:
     typical_p = _share("typical_p", given.typical_p)
     top_k = given.top_k or 0
     if given.top_k is not None and top_k <= 0:
-        raise ValidationError("`top_k` must be strictly positive")
+        raise ValidationError(f"`top_k` must be strictly positive. Given: {top_k}")
     has_warper = temperature != 1.0 or top_k != 0 or top_p < 1.0 or typical_p < 1.0 or min_p > 0.0
     return Sampling(
         do_sample=bool(given.do_sample) or has_warper,
@@ -355,7 +355,7 @@ def _positive(name: str, value: float | None) -> float:
     if value is None:
         return 1.0
     if value <= 0.0:
-        raise ValidationError(f"`{name}` must be strictly positive")
+        raise ValidationError(f"`{name}` must be strictly positive. Given: {value}")
     if not MIN_FLOAT32 <= value <= MAX_FLOAT32:
         raise ValidationError(f"`{name}` must be between 1.2e-38 and 3.4e38, the range of a 32-bit float")
     return value
@@ -365,7 +365,7 @@ def _share(name: str, value: float | None) -> float:
     if value is None:
         return 1.0
     if not MIN_FLOAT32 <= value <= 1.0:
-        raise ValidationError(f"`{name}` must be > 0.0 and < 1.0, or 1.0 for off")
+        raise ValidationError(f"`{name}` must be > 0.0 and < 1.0, or 1.0 for off. Given: {value}")
     return value
 
 

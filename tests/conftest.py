@@ -1,6 +1,6 @@
 """What holds for all tests: how many examples Hypothesis tries, and that an end from outside leaves no process.
 
-`HYPOTHESIS_PROFILE=large` tries twenty times as many, as `.ci/run` does. No profile has a deadline: how long an example
+`HYPOTHESIS_PROFILE=large` tries five times as many, as `.ci/run` does. No profile has a deadline: how long an example
 takes says nothing on a busy machine.
 """
 
@@ -12,7 +12,7 @@ import signal
 from hypothesis import settings
 
 settings.register_profile("small", max_examples=100, deadline=None)
-settings.register_profile("large", max_examples=2000, deadline=None)
+settings.register_profile("large", max_examples=500, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "small"))
 
 # SIGTERM interrupts as Ctrl-C does, so that fixtures end the processes that they started.

@@ -37,6 +37,7 @@ def child_environment(environ: Mapping[str, str], local_rendezvous: bool) -> dic
     child.setdefault("NCCL_GRAPH_REGISTER", "0")
     child.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
     child.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which nobody needs; shards are forks, and threads are not
+    child.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # what a router starts runs another program: no warning at each
     if local_rendezvous and sys.platform == "linux":
         child.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return child

@@ -458,7 +458,7 @@ def test_errors_are_one_sentence_each(browser: Browser, server: Server) -> None:
     error = "#error"
     with opened(browser, server.url) as page:
         generate(page, top_p="7")
-        expect(page.locator(error)).to_have_text("`top_p` must be > 0.0 and < 1.0, or 1.0 for off.")
+        expect(page.locator(error)).to_have_text("`top_p` must be > 0.0 and < 1.0, or 1.0 for off. Given: 7.0.")
         look(page, "wide-light-7-refused")
         page.locator("#reset").click()
         generate(page, temperature="warm")
