@@ -1,8 +1,9 @@
 """Tells matchers the tokens of texts, and is told what may come next.
 
 Matchers live in a process of their own, at the lowest priority, which all texts share. A text is its grammar and its
-tokens: a process that dies, or is ended because it takes too long, is started again, and is told of every text. Who was
-waited for too long fails alone, and so does whose process died twice while it was waited for.
+tokens: a process that dies, or of which nothing is heard, is started again, and is told of every text. A process ends
+itself where one text takes too long, and says which: that text fails alone. Where it could not say, a text that was
+waited for fails when that has happened twice.
 
 Left out: whether a grammar is good, which is found out before, in another process (`compiler.py`).
 """
@@ -18,13 +19,13 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from typing import Any
 
-from router.aside.pool import MOST_ANSWER_BYTES, PATIENCE, ROOT, cpu_seconds
+from router.aside.pool import MOST_ANSWER_BYTES, PATIENCE, ROOT
 from router.errors import GenerationError
 from router.grammars.grammar import CompiledGrammar, Continuation, Match, OnAnswer
 from server.process import end_with_parent
 
 MEMORY_MB = 4096
-SECONDS = 2.0  # for what comes behind one token
+SECONDS = 2.0  # of work, for a grammar to be compiled or for what comes behind one token
 START_S = 60.0  # for a process to read the tokenizer, at the lowest priority
 PAUSE_S = 1.0  # before another is started, where one has ended before it was ready
 MOST_DEATHS = 2  # of processes that a text was waited for in
@@ -40,7 +41,7 @@ class _Text:
         self.grammar = grammar.grammar
         self.tokens = list(grammar.first.forced)
         self.on_answer = on_answer
-        self.asked_at: float | None = None  # None: nothing is waited for
+        self.is_asked = False  # what it may go on with is waited for
         self.num_deaths = 0
         self._follower = follower
 
@@ -55,15 +56,14 @@ class _Text:
 
     def begin_order(self) -> dict[str, Any]:
         """What has a process follow it from here on."""
-        asks = self.asked_at is not None
         grammar = {"kind": self.grammar.kind, "text": self.grammar.text}
-        return {"key": self.key, **grammar, "tokens": self.tokens, "asks": asks}
+        return {"key": self.key, **grammar, "tokens": self.tokens, "asks": self.is_asked}
 
 
 class Follower:
     """Follows texts in a process, which is there from the first one, or from `start`, on.
 
-    matchers: the arguments of `Matchers`, as JSON; seconds: for what comes behind one token.
+    matchers: the arguments of `Matchers`, as JSON; seconds: of work, for what comes behind one token.
     """
 
     def __init__(self, matchers: str, *, seconds: float = SECONDS, memory_mb: int = MEMORY_MB) -> None:
@@ -75,7 +75,7 @@ class Follower:
         self._process: Process | None = None  # once it is ready
         self._running: asyncio.Task[None] | None = None
         self._is_ready = False
-        self._late: _Text | None = None  # whose process was ended for it
+        self._late: int | None = None  # the key of the text that its process ended for
 
     def start(self) -> None:
         """Have the process started, so that the first text need not wait for it."""
@@ -92,7 +92,7 @@ class Follower:
 
     def ask(self, text: _Text, token_id: int) -> None:
         """Have it told what comes behind the token."""
-        text.asked_at = asyncio.get_running_loop().time()
+        text.is_asked = True
         self._order({"key": text.key, "token": token_id})
 
     def end(self, text: _Text) -> None:
@@ -116,7 +116,7 @@ class Follower:
         """Have a process, and another one when it has ended."""
         while True:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "router.grammars", str(self._memory_mb), self._matchers),
+                *(sys.executable, "-m", "router.grammars", str(self._memory_mb), str(self._seconds), self._matchers),
                 cwd=ROOT,
                 stdin=PIPE,
                 stdout=PIPE,
@@ -138,23 +138,24 @@ class Follower:
                 await asyncio.sleep(PAUSE_S)
 
     async def _serve(self, process: Process) -> None:
-        """Tell it of all texts, and hand out its answers, until it ends or takes too long."""
+        """Tell it of all texts, and hand out its answers, until it ends or nothing is heard of it."""
         assert process.stdout is not None
         self._is_ready = await self._starts(process.stdout)
         if not self._is_ready:
             return
-        self._process, now = process, asyncio.get_running_loop().time()
+        self._process = process
         for text in self._texts.values():
-            text.asked_at = None if text.asked_at is None else now
             self._order(text.begin_order())
-        watching = asyncio.ensure_future(self._watch(process))
+        patience, loop = self._seconds * PATIENCE, asyncio.get_running_loop()
         try:
-            while line := await process.stdout.readline():
-                self._answer(json.loads(line))
+            async with asyncio.timeout(patience) as timer:
+                while line := await process.stdout.readline():
+                    self._answer(json.loads(line))
+                    timer.reschedule(loop.time() + patience)
+        except TimeoutError:
+            logger.warning("nothing was heard of the process that follows grammars for too long")
         except (ConnectionError, ValueError):
             logger.exception("the process that follows grammars answered nonsense")
-        finally:
-            watching.cancel()
 
     @staticmethod
     async def _starts(answers: asyncio.StreamReader) -> bool:
@@ -166,10 +167,11 @@ class Follower:
             return False
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        text = self._texts.get(answer["key"])
-        if text is None:
+        self._late = answer.get("late")
+        text = self._texts.get(answer.get("key", 0))
+        if text is None:  # it has ended, or the line says only that the process lives
             return
-        text.asked_at, text.num_deaths = None, 0
+        text.is_asked, text.num_deaths = False, 0
         if "error" in answer:
             text.on_answer(failure(answer["error"]))
             return
@@ -177,32 +179,19 @@ class Follower:
         text.tokens += found.forced
         text.on_answer(found)
 
-    async def _watch(self, process: Process) -> None:
-        """End the process when an answer takes too long, but for what it waits for the cores."""
-        loop = asyncio.get_running_loop()
-        while True:
-            begun = cpu_seconds(process.pid)
-            await asyncio.sleep(self._seconds / 2)
-            oldest = min((t for t in self._texts.values() if t.asked_at), key=_age, default=None)
-            waited = loop.time() - oldest.asked_at if oldest is not None and oldest.asked_at else 0.0
-            worked = cpu_seconds(process.pid) - begun
-            if waited > self._seconds * PATIENCE or (waited > self._seconds and worked > self._seconds / 4):
-                self._late = oldest
-                process.kill()
-                return
-
     def _blame(self) -> None:
         """Fail the text that took too long, or those that were waited for in two processes that ended."""
         late, self._late = self._late, None
-        for text in [t for t in self._texts.values() if t.asked_at is not None]:
-            text.num_deaths += 1
-            if text is late or (late is None and text.num_deaths >= MOST_DEATHS):
-                self.end(text)
-                text.on_answer(failure("it takes too much time or memory"))
-
-
-def _age(text: _Text) -> float:
-    return text.asked_at or 0.0
+        if late is None:
+            asked = [text for text in self._texts.values() if text.is_asked]
+            for text in asked:
+                text.num_deaths += 1
+            guilty = [text for text in asked if text.num_deaths >= MOST_DEATHS]
+        else:
+            guilty = [text for text in self._texts.values() if text.key == late]
+        for text in guilty:
+            self.end(text)
+            text.on_answer(failure("it takes too much time or memory"))
 
 
 def failure(sentence: str) -> GenerationError:

@@ -25,6 +25,13 @@ ARGUMENTS = {"tokenizer_path": str(DEMO), "vocab_size": 2048, "eos_ids": [2]}
 REGEX = Grammar(GrammarKind.REGEX, "(cat|dog){40}")
 
 
+def long_schema(num_fields: int, number: int = 0) -> Grammar:
+    """One that takes about 60 ms of work for every thousand fields."""
+    fields = {f"field_{number}_{index}": {"type": "string", "maxLength": index + 1} for index in range(num_fields)}
+    schema = {"type": "object", "properties": fields, "required": list(fields)}
+    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema))
+
+
 class Reader:
     """A text that takes the first token that is allowed, and what it was told."""
 
@@ -113,21 +120,53 @@ def test_a_process_that_dies_is_replaced_and_every_text_goes_on() -> None:
     following(story)
 
 
-def test_a_text_that_is_waited_for_too_long_fails_alone() -> None:
+def test_a_process_of_which_nothing_is_heard_is_replaced_and_every_text_goes_on() -> None:
     async def story(follower: Follower) -> None:
-        late, idle = Reader(follower, compiled()), Reader(follower, compiled())
-        await asyncio.gather(go_on(late, 2), go_on(idle, 2))
+        asked, idle = Reader(follower, compiled()), Reader(follower, compiled())
+        await asyncio.gather(go_on(asked, 2), go_on(idle, 2))
         pid = await running(follower)
-        os.kill(pid, signal.SIGSTOP)  # it gets no time on the cores, and after ten times its seconds that is too long
-        late.advance()
+        os.kill(pid, signal.SIGSTOP)
+        asked.advance()
+        await asked.read()
+        assert pid != await running(follower)
+        await asyncio.gather(go_on(asked, 1), go_on(idle, 2))
+        assert (alone(4), alone(4)) == (asked.tokens, idle.tokens)
+
+    following(story, seconds=0.1)
+
+
+def test_a_text_that_takes_too_long_fails_alone() -> None:
+    """Not who is asked of first, nor who waits behind it."""
+
+    async def story(follower: Follower) -> None:
+        idle, asked = Reader(follower, compiled()), Reader(follower, compiled())
+        await asyncio.gather(go_on(idle, 2), go_on(asked, 2))
+        pid = await running(follower)
+        asked.advance()
+        late = Reader(follower, CompiledGrammar(long_schema(3000), compiled().first))
         answer = await asyncio.wait_for(late.answers.get(), 60)
         assert isinstance(answer, GenerationError)
         assert "the grammar cannot be followed: it takes too much time or memory" in str(answer)
-        await running(follower, but=pid)
-        await go_on(idle, 2)
-        assert alone(4) == idle.tokens
+        await asked.read()
+        assert pid != await running(follower, but=pid)
+        await asyncio.gather(go_on(idle, 2), go_on(asked, 1))
+        assert (alone(4), alone(4)) == (idle.tokens, asked.tokens)
 
     following(story, seconds=0.1)
+
+
+def test_texts_of_short_grammars_do_not_wait_for_long_ones() -> None:
+    async def story(follower: Follower) -> None:
+        first = Reader(follower, compiled())
+        await go_on(first, 1)
+        for number in range(20):
+            Reader(follower, CompiledGrammar(long_schema(2000, number), compiled().first)).match.advance(0)
+        short = Reader(follower, compiled())
+        await go_on(short, 3)
+        assert alone(3) == short.tokens
+        assert 10 <= sum(text.is_asked for text in follower._texts.values())
+
+    following(story, seconds=60)
 
 
 def test_whose_process_keeps_dying_fails(monkeypatch: pytest.MonkeyPatch) -> None:
