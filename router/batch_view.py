@@ -87,7 +87,7 @@ def _request(entry: Entry, owner: str) -> Json:
         "sequence": entry.id,
         "id": entry.request_id if is_own else None,
         "prompt_tokens": entry.request.input_length,
-        "prompt_left": max(0, entry.num_prompt_left),
+        "prompt_left": max(0, len(entry.request.token_ids) - entry.num_prompt_scheduled),
         "cached_tokens": entry.num_cached if is_own else None,
         "generated_tokens": len(entry.generated_ids),
         "max_new_tokens": entry.request.max_new_tokens,

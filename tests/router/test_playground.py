@@ -243,6 +243,17 @@ def test_the_batch_counts_hits_of_the_prefix_cache_and_shows_them_with_the_reque
     asyncio.run(story())
 
 
+def test_tokens_that_a_grammar_forces_are_no_part_of_the_prompt() -> None:
+    async def story() -> None:
+        async with site() as it:
+            entry = it.batcher.submit(request_of(13))
+            entry.num_prompt_scheduled, entry.num_known = 13, 26
+            assert (13, 0) == tuple(batch_view._request(entry, "")[name] for name in ("prompt_tokens", "prompt_left"))
+            await it.all_free()
+
+    asyncio.run(story())
+
+
 def test_the_batch_lists_a_bounded_number_and_counts_them_all() -> None:
     most = batch_view.MOST_REQUESTS
 
