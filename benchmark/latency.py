@@ -14,9 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
-from benchmark import launch, live, options, plots, profile, shapes, shards
+from benchmark import interrupts, launch, live, options, plots, profile, shapes, shards
 from benchmark.latency_figures import STEPS, Point, floor_table, latency_table, rows, throughput_table
 from benchmark.peer import PeerTimes, TransformersPeer, peer_rows, peer_table
 from benchmark.report import (
@@ -84,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
     args.batch_size = options.distinct(args.batch_size or BATCH_SIZES)
     draws = plots.wanted(args.output)
     with shards.target_for(args, _limits(args)) as target:
-        measured = uvloop.run(_measure(args, target))
+        measured = interrupts.run(_measure(args, target))
     if draws:
         plots.plot_latency(measured, args.output / "latency.png")
     return 0

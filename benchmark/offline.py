@@ -17,9 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import uvloop
-
-from benchmark import launch, options, shards
+from benchmark import interrupts, launch, options, shards
 from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts
 from benchmark.report import GIB, BenchError, Result, RunContext, arguments_of, footer, prepare_output, published, table
 from benchmark.roofline import Ceilings, ServedModel, describe
@@ -67,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         with launch.running_server(flags) as server:
             shape = shards.shape_of(model.location)
             target = shards.MeasuredShards(server.sockets, model.name, shape, model.location, server)
-            uvloop.run(_measure(args, target, server, tokenizer, prompts))
+            interrupts.run(_measure(args, target, server, tokenizer, prompts))
     return 0
 
 

@@ -23,9 +23,7 @@ from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
-import uvloop
-
-from benchmark import launch, options, plots, workload
+from benchmark import interrupts, launch, options, plots, workload
 from benchmark.http_client import DISCONNECTED, Api, HttpClient, OpenAiApi, TgiApi
 from benchmark.loops import closed_loop, open_loop, sender, unreachable
 from benchmark.outcomes import Load, Objectives, loads, markdown, progress, row_of
@@ -191,10 +189,11 @@ def run(args: argparse.Namespace) -> int:
     prepare_output(args.output)
     draws = plots.wanted(args.output)
     with _target(args) as target:
+        _refuse_what_is_too_long(args, target.info)
         sweep = Sweep(args, target)
         result = Result(_context(args, target), notes=_notes(args), extra=launch.startup_of(target.server))
         with published(result, markdown, args.output) as keep:
-            uvloop.run(sweep.run(result, keep))
+            interrupts.run(sweep.run(result, keep))
     if draws:
         plots.plot_serving({target.model: result.rows}, args.output)
     return 0
@@ -231,11 +230,11 @@ def _is_url(text: str) -> bool:
 @contextmanager
 def _target(args: argparse.Namespace) -> Iterator[MeasuredServer]:
     if args.url is not None:
-        yield uvloop.run(_running(args))
+        yield interrupts.run(_running(args))
         return
     with launch.model_for(args) as model:
         with launch.running_server([*launch.launch_flags(args, model), *_limits(args), *args.launcher_flags]) as server:
-            _, info = uvloop.run(_client(args, server.url).json("GET", "/info"))
+            _, info = interrupts.run(_client(args, server.url).json("GET", "/info"))
             yield MeasuredServer(server.url, model.name, info, server, has_meaning=not model.random_weights)
 
 
@@ -273,10 +272,29 @@ def _api(args: argparse.Namespace, model: str) -> Api:
     return TgiApi() if args.api == "tgi" else OpenAiApi(model, ignore_eos=not args.no_ignore_eos)
 
 
+def _refuse_what_is_too_long(args: argparse.Namespace, info: Mapping[str, Any]) -> None:
+    """Raises BenchError for lengths that the server says it does not take. info: of GET /info."""
+    lengths = workload.read_lengths(args.lengths_file) if args.lengths_file else [_longest(args)]
+    longest = {
+        "max_input_length": max(one.input_length for one in lengths),
+        "max_total_tokens": max(one.input_length + one.output_length for one in lengths),
+    }
+    for name, count in longest.items():
+        if isinstance(most := info.get(name), int) and count > most:
+            raise BenchError(
+                f"requests of up to {count} tokens are asked for, and {name} of the server is {most}: give shorter "
+                f"--input-length and --output-length, or start it with --{name.replace('_', '-')} {count}"
+            )
+
+
+def _longest(args: argparse.Namespace) -> Lengths:
+    longest_mean = Lengths(max(args.input_length), max(args.output_length))
+    return workload.longest_drawn(args.length_distribution, longest_mean)
+
+
 def _limits(args: argparse.Namespace) -> list[str]:
     """Launcher flags of a server that takes the longest request and the most streams, where the user does not say."""
-    longest_mean = Lengths(max(args.input_length), max(args.output_length))
-    longest = workload.longest_drawn(args.length_distribution, longest_mean)
+    longest = _longest(args)
     limits = {
         "--max-input-length": longest.input_length,
         "--max-total-tokens": longest.input_length + longest.output_length,

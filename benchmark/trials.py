@@ -22,9 +22,7 @@ from statistics import median
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-import uvloop
-
-from benchmark import launch, shapes
+from benchmark import interrupts, launch, shapes
 from benchmark.http_client import HttpClient, Reply, TgiApi
 from benchmark.report import BenchError, percentile
 
@@ -70,7 +68,7 @@ def start(scratch: Path) -> dict[str, float]:
     """Start the embedded model. `ready`: seconds from the launch; `first-request`: the first request's time divided by
     the median of the next ten."""
     with _server({}) as server:
-        first, *later = uvloop.run(_request_seconds(server.url, 1 + REQUESTS_AFTER_THE_FIRST))
+        first, *later = interrupts.run(_request_seconds(server.url, 1 + REQUESTS_AFTER_THE_FIRST))
         return {"ready": server.startup.ready_s, "first-request": first / median(later)}
 
 
@@ -140,7 +138,7 @@ def crowd(scratch: Path) -> dict[str, float]:
         "--max-total-tokens": 64 + TOKENS_OF_A_COMPANION,
     }
     with _server(settings) as server:
-        return uvloop.run(_crowd(HttpClient(server.url)))
+        return interrupts.run(_crowd(HttpClient(server.url)))
 
 
 async def _crowd(client: HttpClient) -> dict[str, float]:

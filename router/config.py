@@ -131,7 +131,8 @@ class RouterConfig(ConnectionSettings, ChatSettings):
             "help": "Longest sequence: prompt plus generated tokens of one request.",
             "unit": "tokens",
             "min": 2,
-            "default": f"{DEFAULT_MAX_TOTAL_TOKENS}, or less if the model or max_batch_total_tokens allows less",
+            "default": f"{DEFAULT_MAX_TOTAL_TOKENS}, more where max_input_length is more than "
+            f"{DEFAULT_MAX_INPUT_LENGTH}, less where the model or max_batch_total_tokens allows less",
             "when": "It bounds what one request can cost: KV cache is reserved for the whole sequence at admission.",
         },
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from http import HTTPStatus
 
 from starlette.responses import Response
 
@@ -34,8 +33,7 @@ def status_response(status: int, path: str, headers: Mapping[str, str] | None = 
     """The response for an error that HTTP itself defines, such as 404 or 405."""
     if not path.startswith(OPENAI):
         return errors.status_response(status, headers)
-    phrase = HTTPStatus(status).phrase
-    error_type = phrase.lower().replace(" ", "_")
+    phrase, error_type = errors.status_sentence(status, headers), errors.status_type(status)
     if path.startswith(ANTHROPIC):
         return errors.json_error(anthropic.error_of(status, phrase, error_type), status, headers or {})
     is_stored = status == 404 and path.startswith(RESPONSES + "/")  # what clients would find there

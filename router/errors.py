@@ -67,6 +67,10 @@ class ValidationError(RouterError, ValueError):
         super().__init__(f"Input validation error: {detail}")
 
 
+class TooLong(ValidationError):
+    """A prompt, or it with what is asked for behind it, has more tokens than a request may have."""
+
+
 class MalformedBody(ValidationError):
     """The body is not JSON."""
 
@@ -217,8 +221,23 @@ def headers_of(error: RouterError) -> Mapping[str, str]:
 
 def status_response(status: int, headers: Mapping[str, str] | None = None) -> Response:
     """The response for an error that HTTP itself defines, such as 404 or 405."""
+    told = {"error": status_sentence(status, headers), "error_type": status_type(status)}
+    return json_error(told, status, headers or {})
+
+
+def status_type(status: int) -> str:
+    """The name of such an error for programs."""
+    return HTTPStatus(status).phrase.lower().replace(" ", "_")
+
+
+def status_sentence(status: int, headers: Mapping[str, str] | None = None) -> str:
+    """What people read of such an error. headers: those of the response."""
     phrase = HTTPStatus(status).phrase
-    return json_error({"error": phrase, "error_type": phrase.lower().replace(" ", "_")}, status, headers or {})
+    if status == HTTPStatus.NOT_FOUND:
+        return f"{phrase}: GET /openapi.json lists all routes"
+    if allowed := (headers or {}).get("Allow"):
+        return f"{phrase}: send {allowed.replace(', ', ' or ')}"
+    return phrase
 
 
 def json_error(body: object, status: int, headers: Mapping[str, str]) -> Response:

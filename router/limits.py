@@ -65,8 +65,9 @@ def derive_lengths(
         "the KV cache that fits into memory": fitting_tokens,
     }
     known = {name: value for name, value in bounds.items() if value is not None}
-    wanted = max(DEFAULT_MAX_TOTAL_TOKENS, (config.max_input_length or 0) + 1)
-    total = config.max_total_tokens or min([wanted, *known.values()])
+    room = DEFAULT_MAX_TOTAL_TOKENS - DEFAULT_MAX_INPUT_LENGTH  # for an answer
+    wanted = (config.max_input_length or DEFAULT_MAX_INPUT_LENGTH) + room
+    total = config.max_total_tokens or min([max(wanted, DEFAULT_MAX_TOTAL_TOKENS), *known.values()])
     problems = [
         f"max_total_tokens is {total} but {name} is {bound} tokens: lower max_total_tokens to {bound} or less"
         for name, bound in known.items()

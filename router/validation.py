@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from router.asked import Asked, Rendering
 from router.entry import Sampling, ValidRequest
-from router.errors import ValidationError
+from router.errors import TooLong, ValidationError
 from router.grammars.asked import grammar_of, held_by, renaming_errors
 from router.grammars.compiler import Compiler
 from router.grammars.grammar import CompiledGrammar, Grammar
@@ -223,8 +223,8 @@ class Validator:
         )
 
 
-def _too_long(given: str, limits: Limits, remedy: str) -> ValidationError:
-    return ValidationError(f"`inputs` must have less than {limits.max_input_length} tokens. Given: {given}: {remedy}")
+def _too_long(given: str, limits: Limits, remedy: str) -> TooLong:
+    return TooLong(f"`inputs` must have at most {limits.max_input_length} tokens. Given: {given}: {remedy}")
 
 
 def _samplings(sampling: Sampling, best_of: int, num_answers: int | None) -> Iterator[Sampling]:
@@ -284,7 +284,7 @@ def count_tokens(token_ids: list[int], max_new_tokens: int | None, limits: Limit
         raise ValidationError("`inputs` has no tokens: the tokenizer dropped all of its characters")
     new_tokens = limits.max_total_tokens - num_inputs if max_new_tokens is None else max_new_tokens
     if num_inputs + new_tokens > limits.max_total_tokens:
-        raise ValidationError(
+        raise TooLong(
             f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. Given: {num_inputs} `inputs` "
             f"tokens and {new_tokens} `max_new_tokens`: ask for fewer or shorten the prompt, or set `truncate`"
         )

@@ -124,7 +124,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"chat_template {path} cannot be read: {error}") from None
+        cause = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"chat_template {path} cannot be read: {cause}") from None
 
 
 def _of_file(path: Path) -> dict[str, str]:

@@ -12,6 +12,7 @@ from router.launch.errors import Refusal
 from router.launch.settings import Setting, flag, public_settings
 from router.launch.terminal import printable
 
+EXIT_CODES = "Exit codes: 0 after a stop by a signal, 1 where something failed, 2 for options that cannot be used."
 SHORT_FLAGS = {"port": "-p", "env": "-e"}
 
 
@@ -36,7 +37,8 @@ def read_command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def build_parser(settings: Mapping[str, Setting]) -> argparse.ArgumentParser:
     """One option per setting, all taken as text: values are checked together later, with those of the environment."""
     about = "Serve a language model over HTTP. Each option may also be given by the environment variable in brackets."
-    parser = Parser(prog="lockstep", usage="lockstep [options]", description=about, allow_abbrev=False)
+    usage = "lockstep [options]\n       lockstep watermark [options] FILE"
+    parser = Parser(prog="lockstep", usage=usage, description=about, epilog=EXIT_CODES, allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print the version and leave")
     parser.add_argument("--print-settings", action="store_true", help="print docs/settings.md and leave")
     for title, names in GROUPS.items():

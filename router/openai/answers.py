@@ -15,7 +15,7 @@ from typing import Any
 from orjson import dumps
 
 from router.entry import Entry, Event, Failed, Finished, Token
-from router.errors import RouterError
+from router.errors import RouterError, TooLong
 from router.generation import OpenRequest
 from router.samples import Answer, one_per_prompt
 from router.text import FinishReason
@@ -130,7 +130,7 @@ def error_body(error: RouterError) -> Json:
         "message": renamed(str(error)),
         "type": ERROR_TYPES.get(status, "server_error"),
         "param": None,
-        "code": CODES.get(status),
+        "code": "context_length_exceeded" if isinstance(error, TooLong) else CODES.get(status),
     }
     return {"error": told, "error_type": error.error_type}
 

@@ -21,6 +21,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 STREAM_HEAD = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
+INFO = {"model_id": "mock", "model_dtype": "torch.float32", "model_device_type": "cpu", "num_shard": 1}
+
 
 @contextmanager
 def mock_server(**options: object) -> Iterator[str]:
@@ -56,7 +58,7 @@ class Mock:
 
     def _plain(self, route: str, body: Any) -> tuple[int, Any]:
         answers = {
-            "/info": {"model_id": "mock", "model_dtype": "torch.float32", "model_device_type": "cpu", "num_shard": 1},
+            "/info": {**INFO, "max_input_length": self._options.max_input_length},
             "/v1/models": {"data": [{"id": "mock"}]},
             "/health": None,
         }
@@ -139,6 +141,7 @@ def main() -> None:
     parser.add_argument("--disconnect-every", type=int, default=0)
     parser.add_argument("--break-every", type=int, default=0)
     parser.add_argument("--die-at", type=int, default=0, help="the generation in whose middle the process ends")
+    parser.add_argument("--max-input-length", type=int, default=4096, help="what it says that it takes")
     parser.add_argument("--without", default="", help="a route that is not there")
     asyncio.run(serve(parser.parse_args()))
 

@@ -247,6 +247,18 @@ def test_a_server_that_dies_keeps_the_finished_rows(capsys: pytest.CaptureFixtur
     assert "Traceback" not in errors
 
 
+def test_lengths_that_the_server_does_not_take_are_refused_before_they_are_sent(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with mock_server(max_input_length=1024) as url:
+        code, result, errors = bench(capsys, "--url", url)
+    assert (1, {}) == (code, result)
+    assert errors.startswith(
+        "error: requests of up to 2048 tokens are asked for, and max_input_length of the server is"
+    )
+    assert "start it with --max-input-length 2048" in errors
+
+
 @pytest.mark.parametrize(
     ("url", "sentence"),
     [

@@ -36,9 +36,11 @@ def test_gaps_follow_a_short_model_and_a_small_cache() -> None:
     assert (small.max_input_length, small.max_total_tokens) == (99, 100)
 
 
-def test_long_prompts_asked_for_make_room_for_themselves() -> None:
+def test_long_prompts_asked_for_make_room_for_themselves_and_an_answer() -> None:
     lengths = derive_lengths(make_config(max_input_length=4000), max_positions=0, has_encoder=False)
-    assert (lengths.max_input_length, lengths.max_total_tokens) == (4000, 4001)
+    assert (lengths.max_input_length, lengths.max_total_tokens) == (4000, 5024)
+    short = derive_lengths(make_config(max_input_length=4000), max_positions=4096, has_encoder=False)
+    assert (short.max_input_length, short.max_total_tokens) == (4000, 4096)
 
 
 @pytest.mark.parametrize(

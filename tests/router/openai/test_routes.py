@@ -186,6 +186,8 @@ def test_what_is_wrong_is_400_in_openai_s_shape(
             told = answer.json()
             assert ("invalid_request_error", "validation") == (told["error"]["type"], told["error_type"])
             assert sentence in told["error"]["message"] and "`truncate`" not in told["error"]["message"]
+            is_long = "<= 128" in sentence
+            assert told["error"]["code"] == ("context_length_exceeded" if is_long else None)
 
     told(template, story, max_client_batch_size=4)
 
@@ -276,8 +278,12 @@ def test_models_are_listed_and_found_by_name(template: str) -> None:
         assert listed["data"][0] == (await it.http.get("/v1/models/a/model")).json()
         missing = await it.http.get("/v1/models/other")
         assert (404, "not_found") == (missing.status_code, missing.json()["error_type"])
-        assert 404 == (await it.http.get("/v1/nothing")).status_code
-        assert 405 == (await it.http.get("/v1/completions")).status_code
+        nowhere, wrong = await it.http.get("/v1/nothing"), await it.http.get("/v1/completions")
+        assert (404, "Not Found: GET /openapi.json lists all routes") == (
+            nowhere.status_code,
+            nowhere.json()["error"]["message"],
+        )
+        assert (405, "Method Not Allowed: send POST") == (wrong.status_code, wrong.json()["error"]["message"])
 
     told(template, story)
 
