@@ -401,7 +401,9 @@ fcntl.ioctl(1, termios.TIOCSCTTY, 0)
 @pytest.mark.parametrize("is_nohup", [False, True])
 def test_a_terminal_that_closes_stops_the_server_unless_nohup_asks_otherwise(is_nohup: bool) -> None:
     options = json.dumps({"scripts": {"shard-0": SHARD, "router": ROUTER}, "as_json": False, "drain": 100, "stop": 100})
-    nohup = "signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" if is_nohup else ""
+    nohup = (
+        f"signal.signal(signal.SIGHUP, signal.{'SIG_IGN' if is_nohup else 'SIG_DFL'})\n"  # whatever the tests run in
+    )
     terminal, inner = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-c", IN_A_TERMINAL + nohup + SUPERVISE, options],
