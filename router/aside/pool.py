@@ -1,9 +1,9 @@
 """Does tasks in processes of their own, at the lowest priority and with bounds on time and memory.
 
 A chat template that loops for ever, or a grammar whose automaton explodes, would hold the interpreter and with it every
-stream; a thread can neither be bounded nor ended. A process can: one that exceeds its time is killed, and another is
-made ready for the next task. API keys are served by turns (`router/turns.py`), and who stops waiting for a task that
-runs ends its process.
+stream; a thread can neither be bounded nor ended. A process can: one that exceeds its time is killed, and its parent,
+which has imported all that is needed, forks the next. API keys are served by turns (`router/turns.py`), and who stops
+waiting for a task that runs ends its process.
 
 Left out: which tasks there are (such as those of `tasks.py`). Nothing is started before `warm_up` or the first task.
 """
@@ -14,6 +14,7 @@ import asyncio
 import json
 import math
 import os
+import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections import deque
@@ -49,13 +50,12 @@ class Aside:
         self._idle: deque[_Worker] = deque()
         self._workers: set[_Worker] = set()
         self._ends: set[asyncio.Future[None]] = set()  # of those that are being ended
-        self._warming: set[asyncio.Future[None]] = set()
+        self._renewing: set[asyncio.Future[None]] = set()  # of those whose children were killed
 
     async def warm_up(self) -> None:
         """Have one process ready."""
         async with self._place(""):
-            if not self._idle:
-                self._idle.append(await self._start())
+            self._idle.append(await self._one())
 
     async def do(self, task: str, owner: str = "", **arguments: Any) -> Any:
         """The task's result. Raises TaskError where it refuses, takes too long or too much, or fails.
@@ -63,12 +63,11 @@ class Aside:
         owner: whose task it is, where keys share the server.
         """
         async with self._place(owner):
-            worker = self._ready() or await self._start()
+            worker = await self._one()
             try:
                 answer = await worker.ask({"task": task, **arguments}, self._seconds)
             except BaseException:
-                self._end(worker)
-                self._replace()
+                self._renew(worker)
                 raise
             self._idle.append(worker)
         if "error" in answer:
@@ -77,9 +76,9 @@ class Aside:
 
     async def close(self) -> None:
         """End all processes."""
-        for warming in tuple(self._warming):
-            warming.cancel()
-        await asyncio.gather(*self._warming, return_exceptions=True)
+        for renewing in tuple(self._renewing):
+            renewing.cancel()
+        await asyncio.gather(*self._renewing, return_exceptions=True)
         self._idle.clear()
         for worker in tuple(self._workers):
             self._end(worker)
@@ -92,6 +91,13 @@ class Aside:
             yield
         finally:
             self._turns.leave()
+
+    async def _one(self) -> _Worker:
+        """A process that is ready, of those that there are or a new one. Raises TaskError."""
+        if (worker := self._ready()) is None and self._renewing:
+            await asyncio.wait(self._renewing, return_when=asyncio.FIRST_COMPLETED)
+            worker = self._ready()
+        return worker or await self._start()
 
     def _ready(self) -> _Worker | None:
         """An idle process, if one lives."""
@@ -121,20 +127,27 @@ class Aside:
         worker = _Worker(process)
         self._workers.add(worker)
         try:
-            await worker.answer(START_S)
+            await worker.renewed()
         except BaseException:
             self._end(worker)
             raise
         return worker
 
-    def _replace(self) -> None:
-        warming = asyncio.ensure_future(self._warm_up_again())
-        self._warming.add(warming)
-        warming.add_done_callback(self._warming.discard)
+    def _renew(self, worker: _Worker) -> None:
+        """Have another child do what comes; it is idle once that is there."""
+        if not worker.is_ready:
+            worker.kill()
+        renewing = asyncio.ensure_future(self._renewed(worker))
+        self._renewing.add(renewing)
+        renewing.add_done_callback(self._renewing.discard)
 
-    async def _warm_up_again(self) -> None:
-        with suppress(TaskError, OSError):  # the next task will try again, and say
-            await self.warm_up()
+    async def _renewed(self, worker: _Worker) -> None:
+        try:
+            await worker.renewed()
+        except (TaskError, asyncio.CancelledError):  # the next task will have a new one, and say what is wrong
+            self._end(worker)
+        else:
+            self._idle.append(worker)
 
     def _end(self, worker: _Worker) -> None:
         self._workers.discard(worker)
@@ -144,12 +157,14 @@ class Aside:
 
 
 class _Worker:
-    """One process. After a TaskError it is of no use any more."""
+    """One process and its child, which does the tasks. After a TaskError it must be killed and renewed."""
 
     def __init__(self, process: Process) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self._process, self._orders, self._answers = process, process.stdin, process.stdout
+        self.is_ready = False  # whether its child waits for a task
+        self._child = process.pid  # the child's process id, once there is one
 
     @property
     def is_alive(self) -> bool:
@@ -157,21 +172,18 @@ class _Worker:
         return self._process.returncode is None and not self._orders.is_closing()
 
     async def ask(self, order: dict[str, Any], seconds: float) -> dict[str, Any]:
-        """Its answer. Raises TaskError where none comes in time."""
-        try:
-            self._orders.write(json.dumps(order).encode() + b"\n")
-        except RuntimeError:  # uvloop's, of a pipe whose other end has just gone
-            raise TaskError("the process for it has ended: send it again") from None
-        return await self.answer(seconds)
-
-    async def answer(self, seconds: float) -> dict[str, Any]:
-        """Its next line. Raises TaskError where none comes in time.
+        """Its answer. Raises TaskError where none comes in time.
 
         On busy cores the lowest priority may get next to nothing. Who has not had a tenth of its time by then gets
         more: nearly all that is asked of it takes less than that, and who asks for what has no end waits not much
         longer than on idle ones.
         """
-        reading = asyncio.ensure_future(self._answers.readline())
+        self.is_ready = False
+        try:
+            self._orders.write(json.dumps(order).encode() + b"\n")
+        except RuntimeError:  # uvloop's, of a pipe whose other end has just gone
+            raise TaskError("the process for it has ended: send it again") from None
+        reading = asyncio.ensure_future(self._line())
         begun = self.cpu_seconds()
         try:
             for quarter in range(1, 4 * PATIENCE + 1):
@@ -180,19 +192,49 @@ class _Worker:
                     break
             if not reading.done():
                 raise TaskError(f"it takes longer than {seconds:g} s")
-            line = reading.result()
-        except (ConnectionError, ValueError):  # a line beyond the limit is a ValueError
-            line = b""
+            answer = reading.result()
         finally:
             reading.cancel()
-        if not line:
+        if answer is None or self.is_ready:
             raise TaskError("it takes too much memory, or its result is too long")
-        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+    def kill(self) -> None:
+        """End the child, and with it what it does."""
+        if self.is_alive:  # else the child is gone, and its number may be another process's
+            with suppress(ProcessLookupError):
+                os.kill(self._child, signal.SIGKILL)
+
+    async def renewed(self) -> None:
+        """Wait for the next child, or the first. Raises TaskError where none comes."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                while self.is_alive and not self.is_ready:
+                    await self._line()
+        if not self.is_ready:
+            raise TaskError("the process for it has ended: send it again")
+
+    async def _line(self) -> dict[str, Any] | None:
+        """Its next answer; None where there is none, because a child has ended."""
+        try:
+            line = await self._answers.readline()
+        except (ConnectionError, ValueError):  # a line beyond the limit, of which nobody knows where it ends
+            line = b""
+        if not line:
+            self._process.kill()
+            await self._process.wait()
+            return None
+        try:
+            answer: dict[str, Any] = json.loads(line)
+        except json.JSONDecodeError:  # of a child that was killed
+            return None
+        if "pid" in answer:
+            self._child, self.is_ready = answer["pid"], True
         return answer
 
     def cpu_seconds(self) -> float:
-        """What it has had of the cores."""
-        return cpu_seconds(self._process.pid)
+        """What its child has had of the cores."""
+        return cpu_seconds(self._child)
 
     async def end(self) -> None:
         """Kill the process, and wait until it is gone."""
