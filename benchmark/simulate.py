@@ -264,6 +264,7 @@ def _limits(
             block_size=shapes.BLOCK_SIZE,
             num_blocks=blocks_for(tokens, shapes.BLOCK_SIZE),
             shares_prefixes=False,
+            pads_chunks=subject.device != "cpu",
         )
     except ValueError as error:
         raise BenchError(str(error)) from None

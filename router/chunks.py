@@ -18,6 +18,9 @@ from collections.abc import Sequence
 # Sizes to choose from, in tokens. Steps of these are captured on GPUs; of larger ones, multiples of the last, they are
 # not. With fewer tokens than the first, a step is mostly the reading of weights, and a prompt takes too many of them.
 CHUNKS = (64, 128, 256, 384, 512)
+# Where no step is captured, a chunk costs what it has: with fewer sizes, a bound that lies just below one of them would
+# make every chunk much smaller than it might be.
+FINE_CHUNKS = (*range(64, 256, 16), *range(256, 513, 32))
 # The sizes of the first steps that have both, after which times are known. Large ones first: those who stream by then
 # have only begun to, and first tokens come soon where many requests come together, as after a start. Then small ones:
 # where every step has prompts, only steps of different sizes tell a token's price from that of the rest. Where somebody
@@ -98,11 +101,12 @@ class ChunkSize:
     """Chooses each step's chunk from the times of the steps before it.
 
     most: tokens of any step. seconds: what a step may take in which sequences decode; None: OWN_STEPS times what it
-    would take without prompts.
+    would take without prompts. sizes: to choose from, ascending, and multiples of the last.
     """
 
-    def __init__(self, most: int, seconds: float | None = None) -> None:
+    def __init__(self, most: int, seconds: float | None = None, sizes: Sequence[int] = CHUNKS) -> None:
         self._most = most
+        self._sizes = sizes
         self._seconds = seconds
         self._times = StepTimes()
         self._num_first = 0  # of FIRST_CHUNKS, how many are over
@@ -147,15 +151,14 @@ class ChunkSize:
         fitting = self._largest(tokens)
         if fitting <= self._chosen:
             return fitting
-        return max(self._chosen, min(self._largest(tokens / MARGIN), _next_above(tried)))
+        return max(self._chosen, min(self._largest(tokens / MARGIN), self._next_above(tried)))
 
     def _largest(self, tokens: float) -> int:
         """The largest size of at most so many tokens; the smallest if none is. None needs to be larger than a step."""
-        largest = CHUNKS[-1]
+        largest = self._sizes[-1]
         if tokens >= largest:
             return int(min(tokens, self._most + largest)) // largest * largest
-        return max((size for size in CHUNKS if size <= tokens), default=CHUNKS[0])
+        return max((size for size in self._sizes if size <= tokens), default=self._sizes[0])
 
-
-def _next_above(size: int) -> int:
-    return next((other for other in CHUNKS if other > size), size + CHUNKS[-1])
+    def _next_above(self, size: int) -> int:
+        return next((other for other in self._sizes if other > size), size + self._sizes[-1])

@@ -92,6 +92,7 @@ class KvCache:
     step_bytes: int = 0  # how many of the free bytes the largest step takes; 0 if that is not known
     graph_bytes: int = 0  # what captured decode steps take; 0 if that is not known
     captured: str = "none"  # which decode steps are captured, in words
+    pads_chunks: bool = False  # whether chunks are filled up to the sizes of captured steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +292,7 @@ class ShardedClient:
             step_bytes=max(reply.step_bytes for reply in replies),
             graph_bytes=max(reply.graph_bytes for reply in replies),
             captured=replies[0].captured or "none",
+            pads_chunks=replies[0].pads_chunks,
         )
 
     async def health(self) -> ShardHealth:

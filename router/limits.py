@@ -38,6 +38,7 @@ class Limits:
     max_inter_token_ms: int | None = (
         None  # what such a step may take if the chunk is chosen; None: twice the decodes' own
     )
+    pads_chunks: bool = True  # whether the shards fill chunks up to a few sizes
     prefix_caching: bool = False
     prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
@@ -111,6 +112,7 @@ def resolve(
     block_size: int,
     num_blocks: int,
     shares_prefixes: bool,
+    pads_chunks: bool,
 ) -> Limits:
     """The final limits after the warmup. Raises ValueError when the longest request could never run."""
     fitting_tokens = min(max_batch_total_tokens, block_size * num_blocks)
@@ -133,6 +135,7 @@ def resolve(
         vocab_size=vocab_size,
         prefill_chunk=None if has_encoder else config.prefill_chunk,  # an encoder takes prompts whole
         max_inter_token_ms=config.max_inter_token_ms,
+        pads_chunks=pads_chunks,
         prefix_caching=shares_prefixes and not config.disable_prefix_caching,
         prefill_logprobs=config.enable_prefill_logprobs,
         sources=_sources(config),

@@ -19,7 +19,7 @@ from functools import partial
 from typing import Generic
 
 from router.blocks import BlockPool
-from router.chunks import ChunkSize
+from router.chunks import CHUNKS, FINE_CHUNKS, ChunkSize
 from router.fairness import Ledger, divide, fair_order, preempted_for
 from router.grammars.grammar import Continuation
 from router.limits import Limits
@@ -393,5 +393,6 @@ def _chunk_size(limits: Limits) -> ChunkSize | int:
     """The chunk of a step in which others decode, or what chooses it."""
     most, chunk = limits.max_batch_prefill_tokens, limits.prefill_chunk
     if chunk == "auto":
-        return ChunkSize(most, None if limits.max_inter_token_ms is None else limits.max_inter_token_ms / 1000)
+        seconds = None if limits.max_inter_token_ms is None else limits.max_inter_token_ms / 1000
+        return ChunkSize(most, seconds, CHUNKS if limits.pads_chunks else FINE_CHUNKS)
     return most if chunk is None else min(chunk, most)

@@ -58,6 +58,7 @@ async def start(config: RouterConfig, shards: Shards) -> Started:
         block_size=cache.block_size,
         num_blocks=cache.num_blocks,
         shares_prefixes=model.shares_prefixes,
+        pads_chunks=cache.pads_chunks,
     )
     return Started(model, cache, limits)
 

@@ -124,6 +124,7 @@ class ShardService(pb_grpc.ShardServicer):
             step_bytes=warmed.step_bytes,
             graph_bytes=warmed.graph_bytes,
             captured=warmed.captured,
+            pads_chunks=engine.pads_chunks,
         )
 
     async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.ProfileReply:

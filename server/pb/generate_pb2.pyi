@@ -67,7 +67,7 @@ class WarmupRequest(_message.Message):
     def __init__(self, max_batch_prefill_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., useful_tokens: _Optional[int] = ..., max_top_n_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ...) -> None: ...
 
 class WarmupReply(_message.Message):
-    __slots__ = ("max_batch_total_tokens", "block_size", "num_blocks", "kv_bytes", "free_bytes", "step_bytes", "graph_bytes", "captured")
+    __slots__ = ("max_batch_total_tokens", "block_size", "num_blocks", "kv_bytes", "free_bytes", "step_bytes", "graph_bytes", "captured", "pads_chunks")
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -76,6 +76,7 @@ class WarmupReply(_message.Message):
     STEP_BYTES_FIELD_NUMBER: _ClassVar[int]
     GRAPH_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPTURED_FIELD_NUMBER: _ClassVar[int]
+    PADS_CHUNKS_FIELD_NUMBER: _ClassVar[int]
     max_batch_total_tokens: int
     block_size: int
     num_blocks: int
@@ -84,7 +85,8 @@ class WarmupReply(_message.Message):
     step_bytes: int
     graph_bytes: int
     captured: str
-    def __init__(self, max_batch_total_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., step_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., captured: _Optional[str] = ...) -> None: ...
+    pads_chunks: bool
+    def __init__(self, max_batch_total_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., step_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., captured: _Optional[str] = ..., pads_chunks: _Optional[bool] = ...) -> None: ...
 
 class HealthRequest(_message.Message):
     __slots__ = ()

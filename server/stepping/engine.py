@@ -250,6 +250,11 @@ class Engine:
         return self._graphs
 
     @property
+    def pads_chunks(self) -> bool:
+        """Whether steps with prompts are captured too, so that a chunk costs what the next larger captured one does."""
+        return self._graphs is not None and self._graphs.mixed is not None and self._graphs.mixed.has_sizes
+
+    @property
     def failed_captures(self) -> list[str]:
         """Why steps were not captured that should have been, one reason for each."""
         return [] if self._agreed is None else self._agreed.failures

@@ -87,10 +87,15 @@ class MixedGraphs:
         }
         self._decodes, self._tokens = decodes, capture.prompt_tokens  # both ascending
 
+    @property
+    def has_sizes(self) -> bool:
+        """Whether any mixed step is captured."""
+        return bool(self._graphs)
+
     def takes(self, plan: StepRuns) -> bool:
         """Whether such a step is captured."""
         return (
-            bool(self._graphs)
+            self.has_sizes
             and 0 < len(plan.chunks) <= PROMPTS
             and len(plan.decodes) <= self._decodes[-1]
             and sum(run.length for run in plan.chunks) <= self._tokens[-1]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.batcher import Batcher
-from router.chunks import CHUNKS, FIRST_CHUNKS, OWN_STEPS, ChunkSize, StepTimes
+from router.chunks import CHUNKS, FINE_CHUNKS, FIRST_CHUNKS, OWN_STEPS, ChunkSize, StepTimes
 from router.client import StepRequest
 from router.metrics import Metrics, StepTrace
 from tests.router.doubles import byte_tokenizer, make_limits, request_of, token_ids_of
@@ -69,6 +69,15 @@ def test_a_step_with_a_chunk_takes_at_most_twice_the_decodes_own(cost: Cost, fit
 @pytest.mark.parametrize(("seconds", "expected"), [(0.2, {64}), (0.33, {128}), (0.9, {512}), (0.001, {64})])
 def test_a_bound_in_seconds_is_kept_where_the_least_chunk_allows_it(seconds: float, expected: set[int]) -> None:
     assert set(chosen(ChunkSize(MOST, seconds), loaded(400), CPU)[-200:]) == expected
+
+
+@pytest.mark.parametrize("seconds", [0.22, 0.25, 0.26, 0.3, 0.4, 0.5, 0.7])
+def test_where_nothing_is_filled_up_nearly_all_of_a_bound_is_used(seconds: float) -> None:
+    """With `CHUNKS` 0.25 would mean 64 tokens where 111 fit."""
+    found = chosen(ChunkSize(MOST, seconds, FINE_CHUNKS), loaded(400), CPU)[-200:]
+    fitting = (1000 * seconds - 55 - 1.8 * 31) / 1.2
+    assert set(found) <= set(FINE_CHUNKS)
+    assert 0.75 * fitting < sum(found) / len(found) <= fitting
 
 
 @pytest.mark.parametrize("cost", [CPU, GPU])
