@@ -5,7 +5,7 @@ its steps would take as long as Python needs to launch them. So steps with few p
 each pair of how many sequences decode and how many prompt tokens stand beside them. All that differs between two such
 steps is one list of numbers (`batch.Layout`), which is uploaded before each of them. Where sizes are captured
 beforehand (GPUs), both are filled up to one of a few. Where each is captured as it comes (CPUs), a token that fills up
-would cost as much as any other: there a graph is of a pair as it is, once that has come twice, and those that were not
+would cost as much as any other: there a graph is of a pair as it is, once that has come often, and those that were not
 used for long go.
 
 A graph ends with the hidden states whose logits choose tokens. Left out: prompts with many tokens, whose computation
@@ -32,8 +32,10 @@ DECODES = (8, 32, 64, 128, 256)
 # Prompts in a captured step, and one place more, whose tokens are those that fill up.
 PROMPTS = 8
 # Where each size is captured as it comes: prompt tokens of a step, above which launching is a small share of it; how
-# many graphs are kept; and how many sizes are remembered that have come once.
+# often a size must have come, because a capture takes what two or three replays save, and most sizes of a changing load
+# do not come so often again; how many graphs are kept; and how many sizes are remembered that are not captured.
 MOST_TOKENS = 256
+OFTEN = 8
 MOST_GRAPHS = 64
 MOST_SEEN = 1024
 
@@ -95,7 +97,7 @@ class MixedGraphs:
             (size, MixedGraph(*size, device)) for size in product(reversed(decodes), reversed(capture.prompt_tokens))
         )
         self._decodes, self._tokens = decodes, capture.prompt_tokens  # both ascending; empty: all as they are
-        self._seen: OrderedDict[tuple[int, int], None] = OrderedDict()  # sizes that came once
+        self._seen: OrderedDict[tuple[int, int], int] = OrderedDict()  # sizes not captured, and how often they came
 
     @property
     def has_sizes(self) -> bool:
@@ -109,16 +111,16 @@ class MixedGraphs:
         decodes, tokens = _size(plan)
         if self.has_sizes:
             return decodes <= self._decodes[-1] and tokens <= self._tokens[-1]
-        return tokens <= MOST_TOKENS and self._comes_again((decodes, tokens))
+        return tokens <= MOST_TOKENS and self._comes_often((decodes, tokens))
 
-    def _comes_again(self, size: tuple[int, int]) -> bool:
-        """Whether a size has come before; it is remembered."""
+    def _comes_often(self, size: tuple[int, int]) -> bool:
+        """Whether a size is captured, or has come often enough to be; it is counted."""
         if size in self._graphs:
             return True
-        if size in self._seen:
-            del self._seen[size]
+        times = self._seen.pop(size, 0)
+        if times >= OFTEN:
             return True
-        self._seen[size] = None
+        self._seen[size] = times + 1
         if len(self._seen) > MOST_SEEN:
             self._seen.popitem(last=False)
         return False

@@ -83,8 +83,9 @@ def results(done: Sequence[Prompt]) -> list[tuple[list[int], list[float], list[l
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_every_family_gives_the_same_captured(
-    checkpoints: Checkpoints, kernels: Kernels, case: str, dtype: torch.dtype
+    checkpoints: Checkpoints, kernels: Kernels, case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(mixed_graphs, "OFTEN", 1)
     folder, _ = checkpoints(case)
     engines = [load_engine(folder, kernels=kernels, captured=captured, dtype=dtype) for captured in (False, True)]
     plain, *captured = (
@@ -140,6 +141,7 @@ def test_mixed_steps_that_come_again_give_the_same_captured_as_they_are(
 ) -> None:
     monkeypatch.setattr(mixed_graphs, "MOST_GRAPHS", 20)
     monkeypatch.setattr(mixed_graphs, "MOST_SEEN", 30)
+    monkeypatch.setattr(mixed_graphs, "OFTEN", 1)
     engine, plain = load_engine(DEMO, kernels=kernels), load_engine(DEMO, kernels=kernels, captured=False)
     expected = results(generate(plain, prompts(60)))
     assert engine.graphs is not None and engine.graphs.mixed is not None
@@ -148,6 +150,17 @@ def test_mixed_steps_that_come_again_give_the_same_captured_as_they_are(
     mixed = engine.graphs.mixed
     assert 20 == len(mixed._graphs) and 30 >= len(mixed._seen)
     assert not mixed.has_sizes and not mixed.captures()
+
+
+def test_a_mixed_step_is_captured_once_its_size_has_come_often(kernels: Kernels) -> None:
+    engine = load_engine(DEMO, kernels=kernels)
+    assert engine.graphs is not None and engine.graphs.mixed is not None
+    two = [Prompt(PROMPT, max_new_tokens=9), Prompt(PROMPT[:3], max_new_tokens=2, joins_at=2)]
+    for _ in range(mixed_graphs.OFTEN):
+        generate(engine, [replace(one, tokens=[]) for one in two])
+        assert not engine.graphs.mixed._graphs
+    generate(engine, [replace(one, tokens=[]) for one in two])
+    assert (1, 3) in engine.graphs.mixed._graphs
 
 
 def test_sampling_that_is_captured_chooses_the_same(kernels: Kernels) -> None:
