@@ -18,8 +18,8 @@ from collections.abc import Sequence
 # Sizes to choose from, in tokens. Steps of these are captured on GPUs; of larger ones, multiples of the last, they are
 # not. With fewer tokens than the first, a step is mostly the reading of weights, and a prompt takes too many of them.
 CHUNKS = (64, 128, 256, 384, 512)
-# Where no step is captured, a chunk costs what it has: with fewer sizes, a bound that lies just below one of them would
-# make every chunk much smaller than it might be.
+# Where steps with prompts are not captured, a chunk costs what it has: with fewer sizes, a bound that lies just below
+# one of them would make every chunk much smaller than it might be.
 FINE_CHUNKS = (*range(64, 256, 16), *range(256, 513, 32))
 # The sizes of the first steps that have both, after which times are known. Large ones first: those who stream by then
 # have only begun to, and first tokens come soon where many requests come together, as after a start. Then small ones:

@@ -28,8 +28,6 @@ ALLOWED = {
     ("server.stepping.sequences", "self.sequences[new.id] = …"): "a dict",
     ("server.stepping.masks", "tokens[forbidden[forbidden < size]] = …"): "of the host, as the request came",
     ("server.stepping.decode_graphs", "self._graphs[size, form] = …"): "a dict",
-    ("server.stepping.mixed_graphs", "self._graphs[decodes, tokens] = …"): "a dict",
-    ("server.stepping.mixed_graphs", "self._seen[size] = …"): "a dict",
     ("server.stepping.engine", "part.token_ids.tolist()"): "of the host, in `finish`",
     ("server.stepping.engine", "part.logprobs.tolist()"): "of the host, in `finish`",
     ("server.stepping.engine", "candidates.tolist()"): "of the host, in `finish`",

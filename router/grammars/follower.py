@@ -167,7 +167,7 @@ class Follower:
             return False
 
     def _answer(self, answer: dict[str, Any]) -> None:
-        self._late = answer.get("late")
+        self._late = answer.get("late", self._late)
         text = self._texts.get(answer.get("key", 0))
         if text is None:  # it has ended, or the line says only that the process lives
             return

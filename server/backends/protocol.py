@@ -277,7 +277,7 @@ class GraphCapture(Protocol):
 
     # Batch sizes to capture, ascending, a smaller batch being filled up; empty: each as it comes, up to any size.
     sizes: tuple[int, ...]
-    # Prompt tokens of mixed steps to capture, ascending, fewer being filled up; empty: as many as come.
+    # Prompt tokens of mixed steps to capture, ascending, fewer being filled up; empty: only decodes are captured.
     prompt_tokens: tuple[int, ...]
     # Whether capturing is the first computation; else it needs inputs that do no harm, and may compute several times.
     computes: bool

@@ -1,12 +1,9 @@
-"""Steps that compute prompts beside decodes, captured in graphs.
+"""Steps that compute prompts beside decodes, captured in graphs of padded sizes.
 
 Where requests join at every other step, a server that captures decodes alone would seldom replay a graph, and most of
 its steps would take as long as Python needs to launch them. So steps with few prompt tokens are captured too, one for
-each pair of how many sequences decode and how many prompt tokens stand beside them. All that differs between two such
-steps is one list of numbers (`batch.Layout`), which is uploaded before each of them. Where sizes are captured
-beforehand (GPUs), both are filled up to one of a few. Where each is captured as it comes (CPUs), a token that fills up
-would cost as much as any other: there a graph is of a pair as it is, once that has come often, and those that were not
-used for long go.
+each pair of how many sequences decode and how many prompt tokens stand beside them, both filled up. All that differs
+between two such steps is one list of numbers (`batch.Layout`), which is uploaded before each of them.
 
 A graph ends with the hidden states whose logits choose tokens. Left out: prompts with many tokens, whose computation
 outlasts its launching; prompts whose log-probabilities are asked for; encoder-decoders.
@@ -15,7 +12,6 @@ outlasts its launching; prompts whose log-probabilities are asked for; encoder-d
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -31,13 +27,6 @@ from server.stepping.sequences import StepRuns
 DECODES = (8, 32, 64, 128, 256)
 # Prompts in a captured step, and one place more, whose tokens are those that fill up.
 PROMPTS = 8
-# Where each size is captured as it comes: prompt tokens of a step, above which launching is a small share of it; how
-# often a size must have come, because a capture takes what two or three replays save, and most sizes of a changing load
-# do not come so often again; how many graphs are kept; and how many sizes are remembered that are not captured.
-MOST_TOKENS = 256
-OFTEN = 8
-MOST_GRAPHS = 64
-MOST_SEEN = 1024
 
 # What is captured: a forward pass to the hidden states [T, D] of all its tokens.
 Run = Callable[[Forward], Tensor]
@@ -93,41 +82,29 @@ class MixedGraphs:
         self._tables = tables
         most = min([most, *capture.sizes[-1:]])
         decodes = DECODES[: bisect_left(DECODES, most) + 1] if capture.prompt_tokens else ()
-        self._graphs = OrderedDict(
-            (size, MixedGraph(*size, device)) for size in product(reversed(decodes), reversed(capture.prompt_tokens))
-        )
-        self._decodes, self._tokens = decodes, capture.prompt_tokens  # both ascending; empty: all as they are
-        self._seen: OrderedDict[tuple[int, int], int] = OrderedDict()  # sizes not captured, and how often they came
+        self._graphs = {
+            size: MixedGraph(*size, device) for size in product(reversed(decodes), reversed(capture.prompt_tokens))
+        }
+        self._decodes, self._tokens = decodes, capture.prompt_tokens  # both ascending
 
     @property
     def has_sizes(self) -> bool:
-        """Whether steps are filled up to sizes that are known beforehand."""
-        return bool(self._decodes)
+        """Whether any mixed step is captured."""
+        return bool(self._graphs)
 
     def takes(self, plan: StepRuns) -> bool:
         """Whether such a step is captured."""
-        if not 0 < len(plan.chunks) <= PROMPTS or any(run.reported for run in plan.chunks):
-            return False
-        decodes, tokens = _size(plan)
-        if self.has_sizes:
-            return decodes <= self._decodes[-1] and tokens <= self._tokens[-1]
-        return tokens <= MOST_TOKENS and self._comes_often((decodes, tokens))
-
-    def _comes_often(self, size: tuple[int, int]) -> bool:
-        """Whether a size is captured, or has come often enough to be; it is counted."""
-        if size in self._graphs:
-            return True
-        times = self._seen.pop(size, 0)
-        if times >= OFTEN:
-            return True
-        self._seen[size] = times + 1
-        if len(self._seen) > MOST_SEEN:
-            self._seen.popitem(last=False)
-        return False
+        return (
+            self.has_sizes
+            and 0 < len(plan.chunks) <= PROMPTS
+            and len(plan.decodes) <= self._decodes[-1]
+            and sum(run.length for run in plan.chunks) <= self._tokens[-1]
+            and not any(run.reported for run in plan.chunks)
+        )
 
     def captures(self) -> list[Callable[[], None]]:
         """Capture one graph each, the largest first: what it has taken suffices for the others."""
-        return [partial(self._prepare, graph) for graph in self._graphs.values() if self.has_sizes]
+        return [partial(self._prepare, graph) for graph in self._graphs.values()]
 
     @property
     def largest(self) -> tuple[int, int]:
@@ -136,25 +113,15 @@ class MixedGraphs:
 
     def run(self, plan: StepRuns) -> tuple[Tensor, ...]:
         """What the next tokens are chosen from, a row for each sequence that gets one: see `DecodeGraphs.run`."""
-        graph = self._graph(*_size(plan))
-        if not self._capture.computes:
-            self._prepare(graph)
-        graph.fill(plan, self._device)
+        tokens = sum(run.length for run in plan.chunks)
+        decodes = self._decodes[bisect_left(self._decodes, len(plan.decodes))]
+        graph = self._graphs[decodes, self._tokens[bisect_left(self._tokens, tokens)]]
         self._prepare(graph)
         assert graph.replay is not None
+        graph.fill(plan, self._device)
         results = graph.replay()
         sampled = len(plan.decodes) + sum(run.yields_token for run in plan.chunks)
         return tuple(result[:sampled] for result in results)
-
-    def _graph(self, decodes: int, tokens: int) -> MixedGraph:
-        if self.has_sizes:
-            decodes = self._decodes[bisect_left(self._decodes, decodes)]
-            return self._graphs[decodes, self._tokens[bisect_left(self._tokens, tokens)]]
-        graph = self._graphs.pop((decodes, tokens), None) or MixedGraph(decodes, tokens, self._device)
-        self._graphs[decodes, tokens] = graph
-        if len(self._graphs) > MOST_GRAPHS:
-            self._graphs.popitem(last=False)
-        return graph
 
     def _prepare(self, graph: MixedGraph) -> None:
         if graph.replay is None:
@@ -170,8 +137,3 @@ class MixedGraphs:
             return hidden[sample_at], meta.positions[sample_at] + 1, token_ids[sample_at], sample_rows
 
         return step
-
-
-def _size(plan: StepRuns) -> tuple[int, int]:
-    """Sequences that decode, and prompt tokens beside them."""
-    return len(plan.decodes), sum(run.length for run in plan.chunks)
