@@ -10,7 +10,8 @@ NOT_PACKED = torch triton transformers tokenizers numpy regex sympy mpmath netwo
 	pillow pyparsing python-dateutil
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
-.PHONY: install serve test test-clients soak test-gpu bench-check bench-gpu pack unpack check proto docs
+.PHONY: install serve test test-formats test-offload test-kernels \
+	test-clients soak test-gpu bench-check bench-gpu pack unpack check proto docs
 
 install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
@@ -23,13 +24,29 @@ install: .venv/installed
 serve: install
 	$(RUN) launcher.py $(ARGS)
 
-# Two workers or more, as there are cores; `make test ARGS=-n0` runs all in one process, as a debugger wants it.
+# A worker for each core and one more, four at most; `make test ARGS=-n0` runs all in one process, as a debugger wants it.
 test: install
 	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 # Clients whose pins conflict with ours, each in an environment of its own below .venv-clients.
 test-clients: install
 	$(RUN) -m tests.clients $(ARGS)
+
+# Every format of quantised checkpoints with every family, and with the libraries that write them, each of these in an
+# environment of its own below .venv-formats, which takes gigabytes; then the perplexity of the held-out text in every
+# format.
+test-formats: install
+	$(RUN) -m pytest -m formats tests/formats tests/server/quant $(ARGS)
+	PYTHONPATH=docs/embedded-model $(RUN) -m tests.quantised_perplexity --check
+
+# Weights and KV blocks that are not on the device, with every family, share and format; jobs that survive their death;
+# and the policy that `auto` chooses against random ones, on this folder's disk.
+test-offload: install
+	$(RUN) -m pytest -m offload tests $(ARGS)
+
+# The kernels for GPUs in all shapes, interpreted and compiled, of which the suite has every kind once.
+test-kernels: install
+	$(RUN) -m pytest -m kernels tests/server/test_triton.py $(ARGS)
 
 # Half an hour of killed and stopped model processes, then an hour of streams: tokens, memory, descriptors.
 soak: install

@@ -12,8 +12,10 @@ The launcher knows nothing of HTTP or tensors and imports neither torch nor tran
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -45,8 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_standard_streams()
     arguments = sys.argv[1:] if argv is None else argv
     try:
-        if arguments[:1] == ["watermark"]:
-            return detect_watermark(arguments[1:], os.environ)
+        command = COMMANDS.get(arguments[0]) if arguments else None
+        if command is not None:
+            return command(arguments[1:], os.environ)
         prepared = prepare(arguments, os.environ)
         if prepared is None:
             return 0
@@ -59,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return launch(settings, os.environ, device, count, log)
     except Refusal as refusal:
         return _report(refusal)
+    except KeyboardInterrupt:  # before anybody heeds signals
+        return _report(Refusal(["stopped by SIGINT: nothing is made, start again"], 128 + signal.SIGINT))
     except OSError as error:  # a full disk, a file that may not be read, no more processes
         return _report(Refusal([f"cannot start: {error}"], 1))
 
@@ -143,6 +148,30 @@ def detect_watermark(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     model = resolve_model(settings, environ, Log(Output(2), False), needs_weights=False)
     sys.stdout.write(watermark.report(text, settings, model.path, model.tokenizer_path, as_json=as_json))
     return 0
+
+
+def quantize(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The command `lockstep quantize`. Returns the exit code; raises Refusal."""
+    from router.launch import quantize  # a launch needs no tokenizer
+
+    command = quantize.read_command(argv, environ)
+    model = resolve_model(command.settings, environ, Log(Output(2), False))
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(command.job(model.path, model.weights_path, model.tokenizer_path).to_json())
+        file.flush()
+        arguments = [sys.executable, "-P", "-m", "server.quantising", file.name]
+        job = subprocess.Popen(arguments, env=child_environment(environ, True), preexec_fn=end_with_parent())
+        return quantize.wait_for(job)
+
+
+def answer_batch(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+    """The command `lockstep batch`. Returns the exit code; raises Refusal."""
+    from router.launch import batch  # a launch needs none of it
+
+    return batch.run(batch.read_command(argv, environ), environ)
+
+
+COMMANDS = {"watermark": detect_watermark, "quantize": quantize, "batch": answer_batch}
 
 
 def resolve_model(

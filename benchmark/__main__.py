@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, str] = {
     "simulate": "what a fleet would do under a load and its limits, in virtual time; loads nothing",
     "probes": "what a GPU, or the CPU, does at best, operator by operator; loads no model",
     "kernels": "what every Triton kernel compiles to, for GPUs that need not be there; runs nothing",
+    "products": "what multiplying with quantised weights takes on a GPU, each way against its limit",
     "promises": "what is promised of time and memory, measured several times, with a verdict",
     "gpu": "every figure that is promised of one GPU, by these commands, in one Markdown file",
     "compare": "result files side by side",

@@ -65,12 +65,18 @@ class Roofline:
         """A served model on a device. efficiency: share of the ceilings that is reached, above 0 and at most 1."""
         empty = served.step(tokens=0, attended=0, kv_read=0, sampled=0)
         reached = efficiency * ceilings.num_devices
+
+        def flops(**work: int) -> float:
+            """Those in 8 bits as so many of the others as take as long."""
+            needed = served.step(**({"tokens": 0, "attended": 0, "kv_read": 0, "sampled": 0} | work))
+            return needed.num_flops - needed.num_ops_8 * (1 - ceilings.eight_bit_share)
+
         return cls(
             weight_bytes=empty.num_bytes,
             kv_bytes=served.step(tokens=0, attended=0, kv_read=1, sampled=0).num_bytes - empty.num_bytes,
-            token_flops=served.step(tokens=1, attended=0, kv_read=0, sampled=0).num_flops,
-            key_flops=served.step(tokens=0, attended=1, kv_read=0, sampled=0).num_flops,
-            sampled_flops=served.step(tokens=0, attended=0, kv_read=0, sampled=1).num_flops,
+            token_flops=flops(tokens=1),
+            key_flops=flops(attended=1),
+            sampled_flops=flops(sampled=1),
             bytes_per_second=ceilings.bytes_per_second * reached,
             flops_per_second=ceilings.flops_per_second * reached,
             overhead_s=overhead_s,

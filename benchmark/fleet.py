@@ -120,9 +120,14 @@ class Replica:
 
     def submit(self, entry: Simulated, now: float) -> None:
         """Queue a request. A loop that waits for a reply will look at it then, an idle one now."""
-        self._scheduler.add(entry)
-        self._num_outstanding += 1
-        self.outstanding_tokens += entry.request.size().tokens
+        self.submit_together([entry], now)
+
+    def submit_together(self, entries: Sequence[Simulated], now: float) -> None:
+        """Queue requests that come at one moment, so that the next step may take them all."""
+        for entry in entries:
+            self._scheduler.add(entry)
+            self._num_outstanding += 1
+            self.outstanding_tokens += entry.request.size().tokens
         if not self._under_way:
             self._fill(now)
 

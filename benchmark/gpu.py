@@ -89,7 +89,7 @@ class Report:
         """What the device does at best, by its data sheet as in `plan`, else by the probes. Raises BenchError."""
         words = re.split(r"[^a-z0-9]+", self.device.lower())
         known = next((sheet for name, sheet in plan.DEVICES.items() if name in words), None)
-        ceilings = known.ceilings(self.args.dtype, 1) if known else self.measured_ceilings
+        ceilings = known.dense_ceilings(self.args.dtype, 1) if known else self.measured_ceilings
         if ceilings is None:
             raise BenchError("the probes found no ceilings to compare it with")
         return ceilings

@@ -30,7 +30,8 @@ PROCESSORS = 132  # to fill: those of an H200, so that the keys of few sequences
 DECODES, CHUNK, BLOCKS, BLOCK_SIZE = 2, 20, 64, 16
 WIDTH = 4096  # of the model, and of a gated mlp
 VOCABULARY = 250_880  # Bloom's
-MOST_ROWS = {"bfloat16": 64, "int8": 128}  # of a product: beyond, a weight of this dtype is left to cuBLAS
+MOST_ROWS = 64  # of a dense product: beyond, it is left to cuBLAS
+QUANTISED_WIDTH = 1024  # of products with quantised weights, whose tiles do not depend on it
 EXPERTS, EXPERT_ROWS = 8, (2, 64, 128)  # of a mixture; rows of all experts together
 MIXTURES = ((8, 2), (128, 8), (60, 6))  # experts, and how many each token goes to
 HEADERS = [
@@ -130,6 +131,7 @@ def cases() -> Iterator[Case]:
     """What the table has."""
     yield from (Case(case.name, partial(launch_attention, case)) for case in HEAD_CASES)
     yield from product_cases()
+    yield from quantised_cases()
     yield from norm_cases()
     yield from (Case(f"{k} of {experts} experts", partial(launch_routing, experts, k)) for experts, k in MIXTURES)
     yield from logit_cases()
@@ -163,18 +165,16 @@ def product_cases() -> Iterator[Case]:
 
     from server.backends.cuda.kernels.linear import tilings
 
-    for dtype, most in MOST_ROWS.items():
-        weight_dtype: torch.dtype = getattr(torch, dtype)
-        for is_gated in (False, True):
-            kind = f"{dtype}{', gated' if is_gated else ''}"
-            for rows in (rows for rows in (8, 16, 32, 64, 128) if rows <= most):
-                for tiling in tilings(rows, weight_dtype, is_gated=is_gated):
-                    name = f"product of {rows} rows, {kind}, tiles of {tiling.features} features"
-                    launch = partial(launch_product, rows, weight_dtype, is_gated=is_gated, tiling=tiling)
-                    yield Case(name, launch, tiling.resident)
-            for rows in EXPERT_ROWS:
-                launch = partial(launch_product, rows, weight_dtype, is_gated=is_gated, experts=EXPERTS)
-                yield Case(f"product of {rows} rows with {EXPERTS} experts, {kind}", launch)
+    for is_gated in (False, True):
+        kind = f"bfloat16{', gated' if is_gated else ''}"
+        for rows in (rows for rows in (8, 16, 32, 64) if rows <= MOST_ROWS):
+            for tiling in tilings(rows, torch.bfloat16, is_gated=is_gated):
+                name = f"product of {rows} rows, {kind}, tiles of {tiling.features} features"
+                launch = partial(launch_product, rows, torch.bfloat16, is_gated=is_gated, tiling=tiling)
+                yield Case(name, launch, tiling.resident)
+        for rows in EXPERT_ROWS:
+            launch = partial(launch_product, rows, torch.bfloat16, is_gated=is_gated, experts=EXPERTS)
+            yield Case(f"product of {rows} rows with {EXPERTS} experts, {kind}", launch)
 
 
 def launch_product(
@@ -193,20 +193,51 @@ def launch_product(
     from server.backends.cuda.kernels.linear import Epilogue, Workspace, multiply_rows
 
     outputs = WIDTH * (2 if is_gated else 1)
-    kind = torch.bfloat16 if dtype == torch.int8 else dtype
-    x, residual = torch.zeros(rows, inputs, dtype=kind), torch.zeros(rows, WIDTH, dtype=kind)
+    x, residual = torch.zeros(rows, inputs, dtype=dtype), torch.zeros(rows, WIDTH, dtype=dtype)
     stack = (experts,) if experts else ()
-    weight, scale = torch.empty(*stack, outputs, inputs, dtype=dtype), torch.zeros(*stack, outputs, dtype=kind)
+    weight, bias = torch.empty(*stack, outputs, inputs, dtype=dtype), torch.zeros(outputs, dtype=dtype)
     multiply_rows(
         x,
         weight,
-        scale if dtype == torch.int8 else None,
-        Epilogue(activation=Activation.SILU) if experts else Epilogue(scale, Activation.GELU, residual),
+        Epilogue(activation=Activation.SILU) if experts else Epilogue(bias, Activation.GELU, residual),
         Workspace(torch.device("cpu"), PROCESSORS),
         is_gated=is_gated,
         tiling=tiling,
         ends=torch.zeros(experts, dtype=torch.int32) if experts else None,
     )
+
+
+def quantised_cases() -> Iterator[Case]:
+    """Products with quantised weights, and what rounds their inputs."""
+    from benchmark.quantised import KINDS
+
+    for kind in KINDS:
+        for rows, is_gated in ((8, False), (8, True), (16, False), (64, False), (64, True), (128, False)):
+            name = f"product of {rows} rows, {kind}{', gated' if is_gated else ''}"
+            yield Case(name, partial(launch_quantised, kind, rows, is_gated=is_gated))
+
+
+def launch_quantised(kind: str, rows: int, *, is_gated: bool, only_first: bool = False) -> list[Tiling]:
+    """A product in every tiling, or only in the first, with all that may follow; the tilings. kind: of `KINDS`."""
+    import torch
+
+    from benchmark.quantised import KINDS, LayerShape, noise
+    from server.arch.spec import Activation
+    from server.backends.cuda.choice import Chooser
+    from server.backends.cuda.fused import fused_gate
+    from server.backends.cuda.kernels.linear import Epilogue, Workspace
+    from server.backends.cuda.linear import Products
+    from server.backends.cuda.quantised import CudaQuantised
+
+    products = Products(Chooser(None), workspace=Workspace(torch.device("cpu"), PROCESSORS))
+    shape = LayerShape(QUANTISED_WIDTH * (2 if is_gated else 1), QUANTISED_WIDTH)
+    weight = noise(KINDS[kind], shape, torch.device("cpu"))
+    layer = CudaQuantised(weight, torch.bfloat16, is_gated=is_gated, gate=fused_gate, products=products)
+    tilings = layer.tilings(rows)[: 1 if only_first else None]
+    epilogue = Epilogue(zeros(shape.features), Activation.GELU, zeros(rows, QUANTISED_WIDTH))
+    for tiling in tilings:
+        layer.by_kernel(layer.inputs(zeros(rows, shape.inputs)), epilogue, torch.bfloat16, tiling=tiling)
+    return tilings
 
 
 def norm_cases() -> Iterator[Case]:

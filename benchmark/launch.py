@@ -29,6 +29,7 @@ from server.process import end_with_parent
 
 LAUNCHER = ROOT / "launcher.py"  # beside this package, in a checkout and where it is installed
 DEMO = ROOT / "server" / "demo"
+OFFLOADING = ("weights_on_device", "weights_on_host", "offload_dir")  # settings of where weights are
 STOP_SECONDS = 30.0  # a launcher that has not ended by then is killed
 READY = "Lockstep is ready at "
 
@@ -186,6 +187,10 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--dtype", choices=list(shapes.DTYPE_BYTES), help="what the model computes in")
     group.add_argument("--device", metavar="KIND", help="where the model runs: auto, cuda or cpu (default: auto)")
     group.add_argument("--quantize", metavar="FORMAT", help="format of the linear layers' weights, such as int8")
+    group.add_argument("--kv-cache-dtype", metavar="KIND", help="what the KV cache stores, such as int8")
+    group.add_argument("--weights-on-device", metavar="SHARE", help="of the layers, such as 40%%, 6GB or auto")
+    group.add_argument("--weights-on-host", metavar="SHARE", help="of the layers, for a GPU, such as 40%% or 6GB")
+    group.add_argument("--offload-dir", metavar="DIR", help="folder on a disk for weights that stream")
 
 
 @contextmanager
@@ -205,7 +210,8 @@ def launch_flags(args: argparse.Namespace, model: MeasuredModel) -> list[str]:
     """The launcher's flags for the arguments of `add_server_arguments`."""
     flags = ["--model-id", model.location]
     flags += ["--random-weights"] if model.random_weights else []
-    given = {"--num-shard": args.num_shard, "--dtype": args.dtype, "--device": args.device, "--quantize": args.quantize}
+    settings = ("num_shard", "dtype", "device", "quantize", "kv_cache_dtype", *OFFLOADING)
+    given = {"--" + name.replace("_", "-"): getattr(args, name) for name in settings}
     return flags + flags_of(given)
 
 

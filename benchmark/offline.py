@@ -3,34 +3,30 @@
 The router's own batching loop admits the sequences, under the same rules and limits as in a server, on shards that are
 started for this; FlexGen's figures are printed by FlexGen's names. What differs from FlexGen is that sequences join and
 leave at any step, so that prefill and decode are told apart by step and not by phase; the report says how. Nothing is
-projected: every latency is measured to the last token.
+projected: every latency is measured to the last token. Schedules are compared in `scheduled.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
-import logging
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark import interrupts, launch, options, shards
+from benchmark import interrupts, launch, options, scheduled, shards
+from benchmark.generating import generate
+from benchmark.memory import peak_gpu_memory, peak_host_memory
 from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts
-from benchmark.report import GIB, BenchError, Result, RunContext, arguments_of, footer, prepare_output, published, table
+from benchmark.report import GIB, Result, RunContext, arguments_of, footer, prepare_output, published, table
 from benchmark.roofline import Ceilings, ServedModel, describe
+from benchmark.schedules import SCHEDULES
 from benchmark.shapes import DTYPE_BYTES
 from benchmark.timed_shards import StepRecord, TimedShards
-from router.batcher import Batcher
 from router.client import ModelInfo
-from router.entry import Entry, Failed, Finished, ValidRequest
 from router.limits import Limits
-from router.metrics import Metrics
 from router.text import ModelTokenizer
 
-DRAIN_SECONDS = 30.0  # for the last sequences to be let go of; nothing is left to compute
 KINDS = ("prefill", "decode", "total")
 
 
@@ -52,12 +48,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch-total-tokens", type=options.positive, help="size of the KV cache")
     parser.add_argument("--seed", type=options.not_negative, default=0, help="of the synthetic prompts (0)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
+    _add_schedules(parser.add_argument_group("schedules, compared on one server"))
     launch.add_server_arguments(parser)
+
+
+def _add_schedules(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--schedule", nargs="+", choices=(*SCHEDULES, scheduled.AUTO), metavar="NAME",
+        help="row, zig-zag, diagonal, or auto: what a model of the costs finds best",
+    )  # fmt: skip
+    group.add_argument(
+        "--num-gpu-batches", type=options.positive, nargs="+", metavar="N",
+        help=f"batches of a block, which advance together ({scheduled.DEFAULT_BATCHES}; auto tries several)",
+    )  # fmt: skip
+    group.add_argument(
+        "--gpu-batch-size", type=options.positive, metavar="N",
+        help=f"sequences of a batch ({scheduled.DEFAULT_BATCH_SIZE})",
+    )  # fmt: skip
+    group.add_argument(
+        "--shortest-output-length", type=options.positive, metavar="N",
+        help="synthetic prompts with outputs of any length from this one to --output-length",
+    )  # fmt: skip
+    group.add_argument(
+        "--cut-output-length", type=options.at_least_two, metavar="N",
+        help="generate no more than this and extrapolate the rest, which the report calls projected",
+    )  # fmt: skip
+    group.add_argument(
+        "--offload-memory", metavar="SIZE",
+        help="for layers that stay, slots and KV cache with --schedule auto, such as 6GB (default: what is free)",
+    )  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """Generate for all prompts on a server that is started for it, and print the figures; 0. Raises BenchError."""
+    scheduled.check(args)
     prepare_output(args.output)
+    if args.schedule:
+        return scheduled.run(args)
     with launch.model_for(args) as model:
         tokenizer = load_tokenizer(model.location, with_eos=args.stop_at_eos)
         prompts = read_prompts(args, tokenizer) if args.prompts else synthetic_prompts(args, tokenizer)
@@ -132,38 +159,6 @@ def _router_limits(args: argparse.Namespace, connected: shards.ConnectedShards, 
     )
 
 
-async def generate(
-    timed: TimedShards,
-    tokenizer: ModelTokenizer,
-    limits: Limits,
-    prompts: Sequence[Prompt],
-    decoder_start: int | None = None,
-) -> None:
-    """Run all prompts to their ends. Raises ShardError, or BenchError for a sequence that failed."""
-    logging.getLogger("router").addHandler(logging.NullHandler())  # failures are raised here, not logged
-    batcher = Batcher(timed, tokenizer, limits, Metrics(limits))
-    requests = [ValidRequest(prompt.token_ids, prompt.max_new_tokens) for prompt in prompts]
-    entries = [batcher.submit(request.read_by_encoder(decoder_start)) for request in requests]
-    loop = asyncio.create_task(batcher.run())
-    failures = [error for error in await asyncio.gather(*map(_finish, entries)) if error]
-    await batcher.drain(DRAIN_SECONDS)
-    await loop
-    if batcher.failure is not None:
-        raise batcher.failure
-    if failures:
-        raise BenchError(f"{len(failures)} of {len(prompts)} sequences failed: {failures[0]}")
-
-
-async def _finish(entry: Entry) -> str | None:
-    """Take an entry's events to the last; why it failed, if it did."""
-    while True:
-        event = await entry.events.get()
-        if isinstance(event, Finished):
-            return None
-        if isinstance(event, Failed):
-            return str(event.error)
-
-
 # ---------------------------------------------------------------------------------------------------------- report
 
 
@@ -207,23 +202,9 @@ def _sizes(
         "model_size_bytes": sum(info.weight_bytes),
         "cache_size_bytes": tokens * info.kv_bytes_per_token * info.world_size,
         "hidden_size_bytes": None if width is None else widest * width,
-        "peak_memory_bytes": _peak_memory(server, info),
+        "peak_memory_bytes": (peak_host_memory if info.device == "cpu" else peak_gpu_memory)(server.shard_pids()),
         "peak_memory_kind": "cpu" if info.device == "cpu" else "gpu",
     }
-
-
-def _peak_memory(server: launch.Server, info: ModelInfo) -> int | None:
-    """Most bytes that all shards together had in memory; None where the driver does not tell."""
-    pids = server.shard_pids()
-    if info.device == "cpu":
-        return sum(launch.peak_memory(pid) for pid in pids)
-    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        listing = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
-        used = {int(pid): int(mib) * 2**20 for pid, mib in (line.split(",") for line in listing.splitlines())}
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
-    return sum(used[pid] for pid in pids) if used.keys() >= set(pids) else None
 
 
 def _context(

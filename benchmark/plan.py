@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmark import options, shapes
 from benchmark.report import BenchError, Result, RunContext, arguments_of, prepare_output, published, table
 from benchmark.roofline import BytesAndFlops, Ceilings, Probe, ServedModel, describe, mean_context
+from server.quant import sizes
 
 RESERVED_BYTES = 2 * 10**9  # of a GPU, for its context, libraries and fragmentation
 CPU_HEADROOM = 0.2  # of the memory that is free, left to other programs; as the server leaves it
@@ -30,9 +31,16 @@ class DatasheetDevice:
     flops_32: float
     memory_bytes: float
     is_cpu: bool = False  # its shards share it
+    ops_int8: float = 0.0  # of products of int8; 0: as fast as in 16 bits
+    ops_float8: float = 0.0  # of float8; 0: it has none, and multiplies in 16 bits
 
-    def ceilings(self, dtype: str, num_shards: int) -> Ceilings:
-        """What `num_shards` of this device can do at best in a dtype; the shards of a CPU share it."""
+    def ceilings(self, served: ServedModel, num_shards: int) -> Ceilings:
+        """What `num_shards` of this device can do at best for a model; the shards of a CPU share it."""
+        ops = {"int8": self.ops_int8, "float8": self.ops_float8}.get(served.product_kind, 0.0)
+        return replace(self.dense_ceilings(served.dtype, num_shards), ops_8_per_second=ops)
+
+    def dense_ceilings(self, dtype: str, num_shards: int) -> Ceilings:
+        """The same for a dtype, where nothing is quantised."""
         flops = self.flops_32 if dtype == "float32" else self.flops_16
         return Ceilings(self.bytes_per_second, flops, 1 if self.is_cpu else num_shards)
 
@@ -44,14 +52,14 @@ class DatasheetDevice:
 
 
 # Data sheets, without sparsity; memory as CUDA reports it. The H200's figures were measured (a copy, a large product):
-# its data sheet says 4.8 TB/s and 989 TFLOP/s.
+# its data sheet says 4.8 TB/s and 989 TFLOP/s. Those of 2020 have no float8.
 DEVICES: Mapping[str, DatasheetDevice] = {
-    "a100-40g": DatasheetDevice(1.555e12, 312e12, 19.5e12, 42.3e9),
-    "a100-80g": DatasheetDevice(2.039e12, 312e12, 19.5e12, 85.0e9),
-    "h100": DatasheetDevice(3.35e12, 989e12, 67e12, 85.0e9),
-    "h200": DatasheetDevice(4.3e12, 790e12, 67e12, 150.1e9),
-    "l4": DatasheetDevice(300e9, 121e12, 30.3e12, 23.6e9),
-    "a6000": DatasheetDevice(768e9, 154.8e12, 38.7e12, 51.0e9),
+    "a100-40g": DatasheetDevice(1.555e12, 312e12, 19.5e12, 42.3e9, ops_int8=624e12),
+    "a100-80g": DatasheetDevice(2.039e12, 312e12, 19.5e12, 85.0e9, ops_int8=624e12),
+    "h100": DatasheetDevice(3.35e12, 989e12, 67e12, 85.0e9, ops_int8=1979e12, ops_float8=1979e12),
+    "h200": DatasheetDevice(4.3e12, 790e12, 67e12, 150.1e9, ops_int8=1979e12, ops_float8=1979e12),
+    "l4": DatasheetDevice(300e9, 121e12, 30.3e12, 23.6e9, ops_int8=242e12, ops_float8=242e12),
+    "a6000": DatasheetDevice(768e9, 154.8e12, 38.7e12, 51.0e9, ops_int8=309.7e12),
 }
 THIS = "this"
 
@@ -77,7 +85,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-shard", type=options.positive, nargs="+", default=[1, 2, 4, 8], metavar="N")
     parser.add_argument("--device", choices=[*DEVICES, THIS], default=THIS, help="(default: this)")
     parser.add_argument("--dtype", choices=list(shapes.DTYPE_BYTES), help="(default: the published one)")
-    parser.add_argument("--quantize", choices=list(shapes.QUANTIZED_BYTES), help="format of the linear layers")
+    parser.add_argument(
+        "--quantize", choices=list(sizes.IN_FLIGHT), help="format of the linear layers, made while loading"
+    )
+    parser.add_argument("--quantize-head", choices=("int8", "none"), default="int8", help="as in the server (int8)")
+    parser.add_argument("--kv-cache-dtype", choices=shapes.KV_CACHE_DTYPES, help="(default: auto, the model's)")
     parser.add_argument(
         "-b", "--batch-size", type=options.positive, nargs="+", default=[1, 2, 4, 8, 16, 32], metavar="N"
     )
@@ -93,7 +105,10 @@ def run(args: argparse.Namespace) -> int:
     """Print what fits on the device and the floors of its steps; 0. Raises BenchError."""
     prepare_output(args.output)
     named = shapes.find(args.model_id)
-    served = ServedModel(named.shape, args.dtype or _default_dtype(named.shape, args.device), args.quantize)
+    quantize = stored_as(named, args.quantize, args.quantize_head)
+    dtype = args.dtype or _default_dtype(named.shape, args.device)
+    on_cpu = args.device == THIS and _is_cpu()
+    served = ServedModel(named.shape, dtype, quantize, args.kv_cache_dtype, on_cpu)
     device, source = _this(served) if args.device == THIS else (DEVICES[args.device], _data_sheet(args.device))
     capacities = [capacity(served, device, num_shard, args) for num_shard in args.num_shard]
     if all(found.problem for found in capacities):
@@ -105,6 +120,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def stored_as(named: shapes.NamedShape, quantize: str | None, head: str = "int8") -> str | None:
+    """How the model's linear layers are stored, in words; None: dense. Raises BenchError for a contradiction."""
+    stored = named.shape.stored
+    if stored is None:
+        return None if quantize is None else sizes.in_flight(quantize, head).description
+    if quantize is not None and quantize not in stored.names:
+        raise BenchError(
+            f"--quantize is {quantize}, but {named.name} is quantised already, as {stored.description}: leave it out"
+        )
+    return stored.description
+
+
 # ---------------------------------------------------------------------------------------------------- arithmetic
 
 
@@ -112,8 +139,9 @@ def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args:
     """How many tokens of KV cache fit beside the weights of one split."""
     shape = served.shape
     weights = shape.weight_bytes(served.dtype, served.quantize) // num_shard
+    weights += shape.padding_bytes(served.quantize, num_shard)
     copies = max(1, num_shard // shape.spec.num_kv_heads)  # shards that hold the same key-value head
-    kv_bytes = shape.kv_bytes_per_token(served.dtype) * copies // num_shard
+    kv_bytes = served.kv_bytes_per_token * copies // num_shard
     free = device.free_bytes(weights, _activation_bytes(served, num_shard, args.max_batch_prefill_tokens), num_shard)
     tokens = max(0, int(free // (kv_bytes * shapes.BLOCK_SIZE)) * shapes.BLOCK_SIZE)
     useful = args.max_concurrent_requests * args.max_total_tokens
@@ -136,7 +164,7 @@ def rows(
     """A row with its floor for each step and batch size of one split, in the order of the tables."""
     if found.problem:
         return
-    ceilings = device.ceilings(served.dtype, found.num_shard)
+    ceilings = device.ceilings(served, found.num_shard)
     for step in STEPS:
         for batch_size in args.batch_size:
             needed, tokens = _step(args, served, step, batch_size)
@@ -165,26 +193,38 @@ def _default_dtype(shape: shapes.ModelShape, device: str) -> str:
     """The published one; a CPU computes bfloat16 where it would be slow in float16."""
     if device != THIS or shape.dtype != "float16":
         return shape.dtype
+    return "bfloat16" if _is_cpu() else "float16"
+
+
+def _is_cpu() -> bool:
+    """Whether this machine has no GPU."""
     import torch
 
-    return "float16" if torch.cuda.is_available() else "bfloat16"
+    return not torch.cuda.is_available()
 
 
 def _this(served: ServedModel) -> tuple[DatasheetDevice, str]:
     """This machine's GPU, or its CPU where it has none, and where the figures come from."""
     import torch
 
-    is_cpu = not torch.cuda.is_available()
+    is_cpu = served.on_cpu
     name = "cpu" if is_cpu else torch.cuda.get_device_name()
     threads = torch.get_num_threads()
     weights = served.step_weight_bytes
-    probe = Probe(name, served.dtype, threads=threads, num_devices=1, step_weight_bytes=weights)
+    probe = Probe(
+        name,
+        served.dtype,
+        threads=threads,
+        num_devices=1,
+        step_weight_bytes=weights,
+        product_kind=served.product_kind,
+    )
     for _ in range(3):
         probe.measure()
     ceilings = probe.best
     memory = _free_host_bytes() if is_cpu else torch.cuda.mem_get_info()[0]
-    flops = ceilings.flops_per_second
-    device = DatasheetDevice(ceilings.bytes_per_second, flops, flops, memory, is_cpu)
+    flops, ops = ceilings.flops_per_second, ceilings.ops_8_per_second  # of the kind that was measured
+    device = DatasheetDevice(ceilings.bytes_per_second, flops, flops, memory, is_cpu, ops, ops)
     return device, f"{describe(probe.seen)} Free memory of {name}: {memory / 1e9:.1f} GB."
 
 
@@ -251,6 +291,7 @@ def _arguments_table(args: argparse.Namespace, model: str, served: ServedModel) 
         ("Device", args.device),
         ("Dtype", served.dtype),
         ("Quantize", served.quantize),
+        ("KV cache dtype", served.kv_cache_dtype or "auto"),
         ("Sequence Length", args.sequence_length),
         ("Decode Length", args.decode_length),
     ]

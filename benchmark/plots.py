@@ -85,7 +85,7 @@ def plot_serving(systems: Mapping[str, Sequence[Row]], folder: Path) -> list[Pat
     The x axis is the output length, or what else was varied where there is only one. Rows without a figure, because
     all of their requests failed, are left out.
     """
-    return [_save(_serving_figure(systems, metric), folder / metric.filename) for metric in METRICS]
+    return [save(_serving_figure(systems, metric), folder / metric.filename) for metric in METRICS]
 
 
 def _serving_figure(systems: Mapping[str, Sequence[Row]], metric: PlottedMetric) -> Any:
@@ -151,7 +151,7 @@ def plot_latency_systems(systems: Mapping[str, Sequence[Row]], path: Path) -> No
             label = "Floor" if len(systems) == 1 else f"{name}, floor"
             _draw(panel, style, label, floors, linestyle="--", marker="")
         _label(panel, "Batch size (sequences)", "Time (ms)", _values(everything, "batch_size"))
-    _save(_with_legend(figure, panels), path)
+    save(_with_legend(figure, panels), path)
 
 
 # ---------------------------------------------------------------------------------------------------------- drawing
@@ -166,6 +166,15 @@ def _panels(count: int, title: str) -> tuple[Any, list[Any]]:
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     figure.suptitle(title)
     return figure, [figure.add_subplot(lines, columns, number + 1) for number in range(count)]
+
+
+def grid(lines: int, columns: int, title: str) -> tuple[Any, list[list[Any]]]:
+    """A figure of flat panels, `columns` in each of `lines`."""
+    size = (2 * PANEL_INCHES[0] * columns / PANELS_ABREAST, 1.5 * lines + 0.8)
+    figure = _import("matplotlib.figure").Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
+    figure.suptitle(title)
+    panels = [figure.add_subplot(lines, columns, number + 1) for number in range(lines * columns)]
+    return figure, [panels[start : start + columns] for start in range(0, len(panels), columns)]
 
 
 def _draw(panel: Any, style: int, label: str, points: Sequence[tuple[float, float]], **changes: Any) -> None:
@@ -198,7 +207,7 @@ def _with_legend(figure: Any, panels: Sequence[Any]) -> Any:
     return figure
 
 
-def _save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path) -> Path:
     """Drawn in memory first: a picture is on the disk whole or not at all."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")

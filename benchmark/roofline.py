@@ -26,6 +26,7 @@ MATRIX_SIZES = ((1024, 1024, 4096), (512, 2048, 8192))  # (rows, inputs, outputs
 # A GPU would be done with those before the next launch: half a millisecond and more of work on an H200.
 GPU_READ_BYTES = 2 * 2**30
 GPU_MATRIX_SIZES = ((8192, 8192, 8192),)
+FLOAT8_SINCE = (8, 9)  # compute capability
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,12 @@ class Ceilings:
     bytes_per_second: float
     flops_per_second: float
     num_devices: int = 1
+    ops_8_per_second: float = 0.0  # of products in 8 bits; 0: as fast as the others
+
+    @property
+    def eight_bit_share(self) -> float:
+        """How long an operation in 8 bits takes, as a share of one in the model's dtype, which could stand for it."""
+        return min(1.0, self.flops_per_second / self.ops_8_per_second) if self.ops_8_per_second else 1.0
 
     def best_of(self, other: Ceilings) -> Ceilings:
         """The higher of both in each figure."""
@@ -42,15 +49,20 @@ class Ceilings:
             self,
             bytes_per_second=max(self.bytes_per_second, other.bytes_per_second),
             flops_per_second=max(self.flops_per_second, other.flops_per_second),
+            ops_8_per_second=max(self.ops_8_per_second, other.ops_8_per_second),
         )
 
 
 @dataclass(frozen=True)
 class BytesAndFlops:
-    """Bytes that a step must move and operations that it must do, over all devices together."""
+    """Bytes that a step must move and operations that it must do, over all devices together.
+
+    num_ops_8: of num_flops, those that are done in 8 bits.
+    """
 
     num_bytes: float
     num_flops: float
+    num_ops_8: float = 0.0
 
     def floor_ms(self, ceilings: Ceilings) -> float:
         """The slower of moving and computing, which may overlap completely; work is divided over the devices."""
@@ -63,14 +75,17 @@ class BytesAndFlops:
 
     def plus(self, other: BytesAndFlops) -> BytesAndFlops:
         """What one step needs that does both."""
-        return BytesAndFlops(self.num_bytes + other.num_bytes, self.num_flops + other.num_flops)
+        return BytesAndFlops(
+            self.num_bytes + other.num_bytes, self.num_flops + other.num_flops, self.num_ops_8 + other.num_ops_8
+        )
 
     def times(self, count: int) -> BytesAndFlops:
         """What `count` such steps need."""
-        return BytesAndFlops(self.num_bytes * count, self.num_flops * count)
+        return BytesAndFlops(self.num_bytes * count, self.num_flops * count, self.num_ops_8 * count)
 
     def _seconds(self, ceilings: Ceilings) -> tuple[float, float]:
-        return self.num_bytes / ceilings.bytes_per_second, self.num_flops / ceilings.flops_per_second
+        flops = self.num_flops - self.num_ops_8 * (1 - ceilings.eight_bit_share)
+        return self.num_bytes / ceilings.bytes_per_second, flops / ceilings.flops_per_second
 
 
 @dataclass(frozen=True)
@@ -80,6 +95,18 @@ class ServedModel:
     shape: ModelShape
     dtype: str
     quantize: str | None = None
+    kv_cache_dtype: str | None = None  # None: the model's
+    on_cpu: bool = False  # where products of quantised weights are other ones
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of the keys and values of one token in all layers."""
+        return self.shape.kv_bytes_per_token(self.dtype, self.kv_cache_dtype)
+
+    @property
+    def product_kind(self) -> str:
+        """Of which numbers of 8 bits some of its products are, int8 or float8; empty: none are."""
+        return self.shape.product_kind(self.dtype, self.quantize, on_cpu=self.on_cpu)
 
     @property
     def step_weight_bytes(self) -> int:
@@ -93,10 +120,12 @@ class ServedModel:
         values come from the cache. sampled: sequences that get a token, so that they need logits.
         """
         shape = self.shape
-        kv = (kv_read + tokens) * shape.kv_bytes_per_token(self.dtype)  # what is computed is also written
+        kv = (kv_read + tokens) * self.kv_bytes_per_token  # what is computed is also written
         matrices = 2 * shape.step_parameters * tokens + 2 * shape.head_parameters * sampled
         attention = 4 * shape.spec.num_layers * shape.spec.num_heads * shape.spec.head_dim * attended
-        return BytesAndFlops(self.step_weight_bytes + kv, matrices + attention)
+        layers, head = shape.eight_bit_parameters(self.dtype, self.quantize, on_cpu=self.on_cpu)
+        in_8_bits = 2 * layers * tokens + 2 * head * sampled
+        return BytesAndFlops(self.step_weight_bytes + kv, matrices + attention, in_8_bits)
 
     def encode(self, lengths: Sequence[int]) -> BytesAndFlops:
         """What an encoder-decoder adds to a step for prompts of these lengths: every token sees its whole prompt."""
@@ -104,8 +133,9 @@ class ServedModel:
         assert encoder is not None, "only an encoder-decoder encodes"
         pairs = sum(length**2 for length in lengths)
         attention = 4 * encoder.num_layers * encoder.num_heads * encoder.head_dim * pairs
-        num_bytes = shape.encode_bytes(self.dtype, self.quantize) + tokens * shape.kv_bytes_per_token(self.dtype)
-        return BytesAndFlops(num_bytes, 2 * shape.encode_parameters * tokens + attention)
+        num_bytes = shape.encode_bytes(self.dtype, self.quantize) + tokens * self.kv_bytes_per_token
+        in_8_bits, _ = shape.eight_bit_parameters(self.dtype, self.quantize, on_cpu=self.on_cpu, of_prompts=True)
+        return BytesAndFlops(num_bytes, 2 * shape.encode_parameters * tokens + attention, 2 * in_8_bits * tokens)
 
     def decode(self, batch_size: int, context: float) -> BytesAndFlops:
         """What a decode step of `batch_size` sequences needs that attend to `context` tokens, the new one included."""
@@ -140,9 +170,19 @@ class Probe:
     is called before and after everything that is held against it.
     """
 
-    def __init__(self, device: str, dtype: str, *, threads: int, num_devices: int, step_weight_bytes: int) -> None:
+    def __init__(
+        self,
+        device: str,
+        dtype: str,
+        *,
+        threads: int,
+        num_devices: int,
+        step_weight_bytes: int,
+        product_kind: str = "",
+    ) -> None:
         """threads: of all shards together. step_weight_bytes: weights that a step reads on one device; as much is read
-        here, because a model that fits into a cache has that cache's bandwidth for its ceiling."""
+        here, because a model that fits into a cache has that cache's bandwidth for its ceiling. product_kind:
+        of which numbers of 8 bits products are measured too, int8 or float8."""
         import torch
 
         self.seen: list[Ceilings] = []
@@ -160,13 +200,20 @@ class Probe:
         sizes = MATRIX_SIZES if is_cpu else GPU_MATRIX_SIZES
         products = [_product(size, getattr(torch, d), self._device) for size in sizes for d in dtypes]
         self._products: list[Callable[[], float]] = [partial(self._seconds_per_flop, product) for product in products]
+        makers = {"int8": _product_of_int8, "float8": _product_of_float8}
+        products = [makers[product_kind](size, self._device) for size in sizes] if product_kind else []
+        self._products_8: list[Callable[[], float]] = [partial(self._seconds_per_flop, product) for product in products]
         self._num_bytes = num_bytes // 4 * 4
 
     def measure(self) -> Ceilings:
         """Measure once more: about a second at first, later what was fastest then, a third of a second."""
         seconds, self._reads = _fastest(self._reads)
         seconds_per_flop, self._products = _fastest(self._products)
-        self.seen.append(Ceilings(self._num_bytes / seconds, 1 / seconds_per_flop, self._num_devices))
+        ops_8_per_second = 0.0
+        if self._products_8:
+            seconds_per_op, self._products_8 = _fastest(self._products_8)
+            ops_8_per_second = 1 / seconds_per_op
+        self.seen.append(Ceilings(self._num_bytes / seconds, 1 / seconds_per_flop, self._num_devices, ops_8_per_second))
         return self.seen[-1]
 
     @property
@@ -246,13 +293,47 @@ def _product(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.devi
     return _Product(lambda: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], ""), num_flops)
 
 
+def _product_of_float8(sizes: tuple[int, int, int], device: torch.device) -> _Product:
+    """One large linear layer of float8 numbers, or of bfloat16 where the GPU has no float8."""
+    import torch
+
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) < FLOAT8_SINCE:
+        return _product(sizes, torch.bfloat16, device)
+    rows, inputs, outputs = sizes
+    x = torch.randn(rows, inputs, device=device).to(torch.float8_e4m3fn)
+    weight = torch.randn(outputs, inputs, device=device).to(torch.float8_e4m3fn)
+    one = torch.ones((), device=device)
+    num_ops = 2 * rows * inputs * outputs
+    return _Product(lambda: torch._scaled_mm(x, weight.t(), one, one, out_dtype=torch.bfloat16), num_ops)
+
+
+def _product_of_int8(sizes: tuple[int, int, int], device: torch.device) -> _Product:
+    """One large linear layer of int8 numbers: oneDNN's on a CPU, cuBLAS's on a GPU."""
+    import torch
+
+    rows, inputs, outputs = sizes
+    x = torch.randint(0, 127, (rows, inputs), dtype=torch.int8, device=device)
+    weight = torch.randint(-127, 127, (outputs, inputs), dtype=torch.int8, device=device)
+    num_ops = 2 * rows * inputs * outputs
+    if device.type != "cpu":
+        return _Product(lambda: torch._int_mm(x, weight.t()), num_ops)
+    packed = torch.ops.onednn.qlinear_prepack(weight, [rows, inputs])
+    scales, zeros, unsigned = torch.ones(outputs), torch.zeros(outputs, dtype=torch.int64), x.view(torch.uint8)
+    multiply = torch.ops.onednn.qlinear_pointwise
+    rest: tuple[Any, ...] = (scales, zeros, None, 1.0, 0, torch.float32, "none", [], "")
+    return _Product(lambda: multiply(unsigned, 1.0, 0, packed, *rest), num_ops)
+
+
 def describe(seen: list[Ceilings]) -> str:
     """The measured ceilings as a sentence of the report, with how much they moved."""
     reads = [ceilings.bytes_per_second / 1e9 for ceilings in seen]
     products = [ceilings.flops_per_second / 1e12 for ceilings in seen]
+    eights = max(ceilings.ops_8_per_second for ceilings in seen) / 1e12
+    in_8_bits = f", in 8 bits {eights:.3g} TOP/s" if eights else ""
     device = "device" if seen[0].num_devices == 1 else f"each of {seen[0].num_devices} devices"
     return (
-        f"Ceilings of the {device}: reads {max(reads):.1f} GB/s, matrix products {max(products):.3g} TFLOP/s: the best "
+        f"Ceilings of the {device}: reads {max(reads):.1f} GB/s, matrix products {max(products):.3g} TFLOP/s"
+        f"{in_8_bits}: the best "
         f"of {len(seen)} measurements, which gave {min(reads):.1f} to {max(reads):.1f} GB/s and "
         f"{min(products):.3g} to {max(products):.3g} TFLOP/s. Floors are explained in docs/roofline.md."
     )

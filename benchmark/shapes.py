@@ -10,18 +10,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from benchmark import linears
 from benchmark.report import BenchError
 from server.arch import families
+from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Gated, LayerNormSpec, LayerSpec, Learned, Mlp, Moe, Residual, validate
+from server.checkpoint.quantize_config import with_file
+from server.quant import sizes
+from server.quant.sizes import Storage
 
 FOLDER = Path(__file__).with_name("shapes")
 BLOCK_SIZE = 16  # tokens in a block of the KV cache, as on our shards; a cache is made of whole blocks
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-QUANTIZED_BYTES: Mapping[str, int] = {"int8": 1}  # scales are not counted: one per row
+INT8_HEAD = sizes.in_flight("int8")
+
+# Bytes of one number in a KV cache, and what a key, or a value, of one head takes besides: a scale in int8.
+KV_CACHE_BYTES: Mapping[str, tuple[int, int]] = {"fp8_e4m3": (1, 0), "fp8_e5m2": (1, 0), "int8": (1, 2)}
+KV_CACHE_DTYPES = ("auto", *KV_CACHE_BYTES)
 
 NORMS_PER_LAYER: Mapping[Residual, int] = {
     Residual.PRE: 2,
@@ -36,10 +45,15 @@ NORMS_PER_LAYER: Mapping[Residual, int] = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A whole decoder, before it is split over ranks, and the dtype that its checkpoint is published in."""
+    """A whole decoder, before it is split over ranks, and the dtype that its checkpoint is published in.
+
+    names: of its tensors; stored: how its checkpoint has the linear layers; None: dense.
+    """
 
     spec: ArchSpec
     dtype: str
+    names: NameMap = field(repr=False)
+    stored: Storage | None = None
 
     @property
     def layer_parameters(self) -> int:
@@ -57,7 +71,7 @@ class ModelShape:
         if self.spec.encoder is None:
             return 0
         cross = 2 * self.spec.hidden_size * self.spec.num_heads * self.spec.head_dim
-        return ModelShape(self.spec.encoder, self.dtype).layer_parameters + self.spec.num_layers * cross
+        return replace(self, spec=self.spec.encoder).layer_parameters + self.spec.num_layers * cross
 
     @property
     def head_parameters(self) -> int:
@@ -77,27 +91,87 @@ class ModelShape:
         head = self.head_parameters * (not spec.tied_head) + spec.vocab_size * spec.head_bias
         return self.layer_parameters + self.head_parameters + head + rows * spec.hidden_size + maps + norms + buckets
 
-    def kv_bytes_per_token(self, dtype: str) -> int:
-        """Bytes of the keys and values of one token in all layers."""
-        return 2 * self.spec.num_layers * self.spec.num_kv_heads * self.spec.head_dim * DTYPE_BYTES[dtype]
+    def kv_bytes_per_token(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
+        """Bytes of the keys and values of one token in all layers. kv_cache_dtype: where it is not the model's."""
+        number, scale = KV_CACHE_BYTES.get(kv_cache_dtype or "auto", (DTYPE_BYTES[dtype], 0))
+        return 2 * self.spec.num_layers * self.spec.num_kv_heads * (self.spec.head_dim * number + scale)
+
+    def storage(self, quantize: str | None) -> Storage | None:
+        """How linear layers are served; None: dense. quantize: as `--quantize`, or as a server describes it.
+
+        What the checkpoint is published in comes first, as in a server.
+        """
+        return self.stored or sizes.described(quantize or "dense")
 
     def step_weight_bytes(self, dtype: str, quantize: str | None = None) -> int:
         """Bytes that every step reads once, whatever its batch: all layers and the head, not the embedding table."""
-        return self.step_parameters * _stored_bytes(dtype, quantize) + self.head_bytes(dtype, quantize)
+        layers = self.step_parameters * DTYPE_BYTES[dtype] - self._saved(dtype, quantize, of_prompts=False, active=True)
+        return layers + self.head_bytes(dtype, quantize)
 
     def encode_bytes(self, dtype: str, quantize: str | None = None) -> int:
         """Bytes that a step reads besides when an encoder-decoder gets new prompts."""
-        return self.encode_parameters * _stored_bytes(dtype, quantize)
+        return self.encode_parameters * DTYPE_BYTES[dtype] - self._saved(dtype, quantize, of_prompts=True, active=True)
 
     def head_bytes(self, dtype: str, quantize: str | None = None) -> int:
-        """Bytes of the stored output head; a tied one stays in the model's dtype, because it is the embedding."""
-        return self.head_parameters * (DTYPE_BYTES[dtype] if self.spec.tied_head else _stored_bytes(dtype, quantize))
+        """Bytes of the stored output head, with a scale for each row where it is in int8."""
+        storage = self.storage(quantize)
+        if storage is not None and storage.has_int8_head:
+            return INT8_HEAD.weight_bytes(self.spec.vocab_size, self.head_parameters // self.spec.vocab_size)
+        if storage is not None and self._has_stored_head(storage):
+            return storage.weight_bytes(self.spec.vocab_size, self.head_parameters // self.spec.vocab_size)
+        return self.head_parameters * DTYPE_BYTES[dtype]
 
     def weight_bytes(self, dtype: str, quantize: str | None = None) -> int:
         """Bytes of all weights in memory, the input embedding included."""
-        rest = self.total_parameters - self.layer_parameters - self.head_parameters
-        layers = self.layer_parameters * _stored_bytes(dtype, quantize)
-        return layers + self.head_bytes(dtype, quantize) + rest * DTYPE_BYTES[dtype]
+        saved = sum(self._saved(dtype, quantize, of_prompts=prompts, active=False) for prompts in (False, True))
+        rest = self.total_parameters - self.head_parameters
+        return rest * DTYPE_BYTES[dtype] - saved + self.head_bytes(dtype, quantize)
+
+    def padding_bytes(self, quantize: str | None, ranks: int) -> int:
+        """Bytes of a rank beside its share of the weights; 0 but for layers whose groups are scattered over ranks."""
+        storage = self.storage(quantize)
+        return 0 if storage is None or ranks == 1 else linears.padding_bytes(self._linears, storage, ranks)
+
+    @property
+    def _linears(self) -> tuple[linears.Linear, ...]:
+        return (*linears.of_decoder(self.spec, self.names), *linears.of_encoder(self.spec, self.names))
+
+    def product_kind(self, dtype: str, quantize: str | None, *, on_cpu: bool) -> str:
+        """Of which numbers of 8 bits some products are, int8 or float8; empty: none are."""
+        storage = self.storage(quantize)
+        if storage is None:
+            return ""
+        return storage.product_kind(dtype, on_cpu=on_cpu) or ("int8" if storage.has_int8_head else "")
+
+    def eight_bit_parameters(
+        self, dtype: str, quantize: str | None = None, *, on_cpu: bool, of_prompts: bool = False
+    ) -> tuple[int, int]:
+        """Of those of a step, or of what an encoder-decoder's new prompts read, and of the head, how many are
+        multiplied in 8 bits."""
+        storage = self.storage(quantize)
+        if storage is None:
+            return 0, 0
+        layers = sum(
+            linear.active * linear.parameters
+            for linear in self._linears
+            if linear.of_prompts == of_prompts and not storage.leaves_out(linear.name)
+        )
+        is_in_8_bits = bool(storage.product_kind(dtype, on_cpu=on_cpu))
+        head = storage.has_int8_head or (self._has_stored_head(storage) and is_in_8_bits)
+        return layers * is_in_8_bits, self.head_parameters * head
+
+    def _has_stored_head(self, storage: Storage) -> bool:
+        """Whether a head of its own is stored as the layers are."""
+        return storage.includes_head and not self.spec.tied_head
+
+    def _saved(self, dtype: str, quantize: str | None, *, of_prompts: bool, active: bool) -> int:
+        """Bytes by which storage is smaller than the dtype: of what only new prompts of an encoder read, or of all
+        else."""
+        storage = self.storage(quantize)
+        if storage is None:
+            return 0
+        wanted = (linear for linear in self._linears if linear.of_prompts == of_prompts)
+        return linears.saved_bytes(wanted, storage, DTYPE_BYTES[dtype], active=active)
 
     def split_problem(self, num_shards: int) -> str | None:
         """Why the model cannot be split over so many shards, or None."""
@@ -134,15 +208,13 @@ def _mlp_parameters(mlp: Mlp, hidden: int, *, active: bool) -> int:
     return hidden * (_mlp_columns(mlp) + mlp.width)
 
 
-def _stored_bytes(dtype: str, quantize: str | None) -> int:
-    """Bytes of one weight; a format that is not known is taken as dense."""
-    return QUANTIZED_BYTES.get(quantize or "dense", DTYPE_BYTES[dtype])
-
-
 def from_config(config: Mapping[str, Any], origin: str = "config.json") -> ModelShape:
     """The shape that a config describes. `origin` names it in a BenchError."""
     try:
-        return ModelShape(families.find(config)[1], published_dtype(config))
+        family, spec = families.find(config)
+        found = ModelShape(spec, published_dtype(config), family.names, sizes.of_config(config))
+        found.weight_bytes("float32")  # so that an expression that matches for too long is refused here
+        return found
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise BenchError(f"{origin} is no model that Lockstep knows: {error}") from None
 
@@ -185,7 +257,10 @@ def find(name_or_path: str) -> NamedShape:
             f"no shape is called {name_or_path} and there is no such file: give a config.json, a model folder, or one "
             f"of {', '.join(names())}"
         )
-    config = _read(path)
+    try:
+        config = with_file(path.parent, _read(path))
+    except ValueError as error:
+        raise BenchError(str(error)) from None
     return NamedShape(name, config, from_config(config, str(path)))
 
 

@@ -151,7 +151,9 @@ async def _require_idle(shards: ShardedClient) -> None:
 
 def served_model(target: MeasuredShards, info: ModelInfo) -> ServedModel | None:
     """The shape in the dtype and format that the shards serve it in; None where the shape is not known."""
-    return None if target.shape is None else ServedModel(target.shape, info.dtype, info.quantize)
+    if target.shape is None:
+        return None
+    return ServedModel(target.shape, info.dtype, info.quantize, info.kv_cache_dtype, on_cpu=info.device == "cpu")
 
 
 def probe_for(served: ServedModel, info: ModelInfo) -> Probe:
@@ -163,4 +165,5 @@ def probe_for(served: ServedModel, info: ModelInfo) -> Probe:
         threads=info.threads * info.world_size,
         num_devices=num_devices,
         step_weight_bytes=served.step_weight_bytes // num_devices,
+        product_kind=served.product_kind,
     )

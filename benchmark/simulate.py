@@ -28,6 +28,7 @@ from benchmark.traffic import Case, OpenLoop, Request
 from router.config import RouterConfig
 from router.limits import Limits, resolve
 from router.queue import blocks_for
+from server.quant import sizes
 
 # The router's settings that decide who runs when; their defaults, bounds and help are `RouterConfig`'s.
 LIMITS = (
@@ -76,7 +77,8 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--device", choices=list(plan.DEVICES), help="its data sheet, with --shape")
     group.add_argument("--num-shard", type=options.positive, metavar="N", help="GPUs of a replica, with --shape (1)")
     group.add_argument("--dtype", choices=list(shapes.DTYPE_BYTES), help="with --shape (default: the published one)")
-    group.add_argument("--quantize", choices=list(shapes.QUANTIZED_BYTES), help="with --shape: format of the layers")
+    group.add_argument("--quantize", choices=list(sizes.IN_FLIGHT), help="with --shape: format of the layers")
+    group.add_argument("--kv-cache-dtype", choices=shapes.KV_CACHE_DTYPES, help="with --shape (default: the model's)")
     group.add_argument(
         "--efficiency", type=_share, metavar="E",
         help=f"share of the data sheet that steps reach, with --shape ({EFFICIENCY:g})",
@@ -217,7 +219,7 @@ def _complete(args: argparse.Namespace) -> None:
 
 def _complete_cost(args: argparse.Namespace) -> None:
     """Require measured files or a data sheet, but not both. Raises BenchError."""
-    of_shape = ("device", "num_shard", "dtype", "quantize", "efficiency")
+    of_shape = ("device", "num_shard", "dtype", "quantize", "kv_cache_dtype", "efficiency")
     if (args.cost is None) == (args.shape is None):
         raise BenchError("give either --cost with latency results, or --shape and --device")
     if args.cost is not None and (given := options.options_given(args, of_shape)):

@@ -41,8 +41,9 @@ def _on_device(args: argparse.Namespace) -> Subject:
     named, device = shapes.find(args.shape), plan.DEVICES[args.device]
     if named.shape.spec.encoder is not None:
         raise BenchError(f"{named.name} is an encoder-decoder, which the simulator does not know: take a decoder")
-    served = ServedModel(named.shape, args.dtype or named.shape.dtype, args.quantize)
-    ceilings = device.ceilings(served.dtype, args.num_shard)
+    quantize = plan.stored_as(named, args.quantize)
+    served = ServedModel(named.shape, args.dtype or named.shape.dtype, quantize, args.kv_cache_dtype)
+    ceilings = device.ceilings(served, args.num_shard)
 
     def kv_tokens(config: RouterConfig) -> int:
         found = plan.capacity(
@@ -65,7 +66,7 @@ def _on_device(args: argparse.Namespace) -> Subject:
         device=args.device,
         dtype=served.dtype,
         num_shard=args.num_shard,
-        quantize=args.quantize,
+        quantize=served.quantize,
         note=f"Steps: {100 * args.efficiency:g} % of what {args.num_shard} x {args.device} could do at best "
         f"(docs/roofline.md), and {args.overhead_ms:g} ms.",
         kv_tokens=kv_tokens,

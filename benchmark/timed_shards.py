@@ -24,6 +24,7 @@ class StepRecord:
     needed: BytesAndFlops | None
     answered_at: float = 0.0
     generated_tokens: int = 0
+    decoding: int = 0  # sequences that got their next token; the other generated tokens are the first of theirs
 
     @property
     def kind(self) -> str:
@@ -45,7 +46,8 @@ class TimedShards:
     def send(self, request: StepRequest) -> None:
         """Send the step and note when, and what it is for."""
         prompt_tokens = sum(_encoded(request) or request.chunk_tokens)
-        record = StepRecord(self.clock(), prompt_tokens, self._needed(request))
+        decoding, needed = self._work(request)
+        record = StepRecord(self.clock(), prompt_tokens, needed, decoding=decoding)
         self.records.append(record)
         self._waiting.append(record)
         self.shards.send(request)
@@ -89,8 +91,8 @@ class TimedShards:
         """Close the connections to the shards."""
         await self.shards.close()
 
-    def _needed(self, request: StepRequest) -> BytesAndFlops | None:
-        """What the step needs at least, from the lengths that its sequences have by now."""
+    def _work(self, request: StepRequest) -> tuple[int, BytesAndFlops | None]:
+        """How many sequences decode, and what the step needs at least, from the lengths that its sequences have."""
         for id in request.retire:
             self._progress.pop(id, None)
         for sequence in request.add:
@@ -104,10 +106,10 @@ class TimedShards:
             tokens, kv_read, sampled = tokens + count, kv_read + done, sampled + (done + count >= prompt)
             attended += count * done + count**2 / 2
         if self.served is None or not tokens:
-            return None
+            return len(decoding), None
         step = self.served.step(tokens=tokens, attended=attended, kv_read=kv_read, sampled=sampled)
         lengths = _encoded(request)
-        return step.plus(self.served.encode(lengths)) if lengths else step
+        return len(decoding), step.plus(self.served.encode(lengths)) if lengths else step
 
 
 def _encoded(request: StepRequest) -> list[int]:

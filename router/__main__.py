@@ -17,6 +17,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -27,18 +28,23 @@ from fastapi import FastAPI
 
 from router.app import accounts_of, chat_template_of, create_app, matchers_of
 from router.batcher import Batcher
+from router.batches.batches import Batches
+from router.batches.routes import store_of
 from router.client import ShardError
 from router.config import RouterConfig
 from router.grammars.follower import Follower
 from router.group import NextGroup, ShardGroup
 from router.guard import GuardedHttpProtocol
 from router.metrics import Metrics
-from router.startup import Started, start, table
+from router.startup import Started, has_tiers, start, table
 from router.text import ModelTokenizer
+from router.tiers.metrics import COUNTERS, TierMetrics
+from router.tiers.mover import Mover
 from router.tracing import make_tracer
 from router.transport import Connections
 from server.logs import configure_logging
 
+FLUSH_S = 3.0  # for what the prefix cache still has to write to disk when the server stops
 LAST_BYTES_S = 5  # for answers that are complete when the server stops
 # A full collection looks at every connection, a second for 10,000; it waits until 1.4 million objects more are kept.
 GC_THRESHOLDS = (700, 10, 200)  # Python's but for the last, which is 10
@@ -88,6 +94,7 @@ async def run(config: RouterConfig) -> int:
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop)
     accounts = accounts_of(config)  # first of all: a file that cannot be used is found before a model is loaded
     chat_template = chat_template_of(config)
+    store = store_of(config)
     tracer = make_tracer(config.otlp_endpoint, config.otlp_service_name, config.model_id)
     tokenizer = ModelTokenizer.load(config.model_path, config.tokenizer_path, config.tokenizer_config_path)
     news = None if config.control_fd is None else NextGroup(config.group)
@@ -96,9 +103,14 @@ async def run(config: RouterConfig) -> int:
         started = await _unless_stopped(stop, _start(config, shards))
         if started is None:
             return 0
+        mover = Mover(shards if has_tiers(started) else None, started.limits.block_size)
+        await mover.open()
+        started = replace(started, tiers=mover.contents)
         metrics = Metrics(started.limits)
+        if mover.contents is not None:
+            metrics.add(TierMetrics(mover, started.limits.block_size), *COUNTERS)
         follower = Follower(matchers_of(config, started.limits, tokenizer))  # it starts with the first grammar
-        batcher = Batcher(shards, tokenizer, started.limits, metrics, matching=follower)
+        batcher = Batcher(shards, tokenizer, started.limits, metrics, matching=follower, mover=mover)
         app = create_app(
             config,
             limits=started.limits,
@@ -110,6 +122,7 @@ async def run(config: RouterConfig) -> int:
             tracer=tracer,
             accounts=accounts,
             chat_template=chat_template,
+            store=store,
         )
         assert config.listen_fd is not None, "the launcher binds"
         listener = socket.socket(fileno=config.listen_fd)  # does not listen yet, so that clients are refused until then
@@ -125,8 +138,9 @@ async def run(config: RouterConfig) -> int:
         server = HttpServer(app, connections, lambda: lifecycle.info("ready at %s", address, extra={"event": "ready"}))
         watching = asyncio.create_task(_watch(shards, news, config.control_fd, batcher))
         try:
-            return await _serve(server, listeners, batcher, watching, stop, config)
+            return await _serve(server, listeners, batcher, watching, stop, config, app.state.batches, mover)
         finally:
+            await mover.close()
             await follower.close()
     finally:
         await shards.close()
@@ -172,7 +186,8 @@ async def _watch(shards: ShardGroup, news: NextGroup | None, descriptor: int | N
 
 
 async def _start(config: RouterConfig, shards: ShardGroup) -> Started:
-    logger.info("waiting for %d model shards", len(config.shard_sockets))
+    count = len(config.shard_sockets)
+    logger.info("waiting for %d model shard%s", count, "" if count == 1 else "s")
     await shards.wait_ready()
     return await start(config, shards)
 
@@ -222,15 +237,20 @@ async def _serve(
     watching: asyncio.Task[None],
     stop: asyncio.Event,
     config: RouterConfig,
+    batches: Batches | None,
+    mover: Mover,
 ) -> int:
     batching = asyncio.create_task(batcher.run())
     serving = asyncio.create_task(server.serve(sockets=listeners))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({batching, serving, stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
+        if batches is not None:
+            await batches.close()  # they go on with the next router, and nobody waits for them here
         await batcher.leave(config.shutdown_delay)
         logger.info("draining", extra={"event": "draining"})
         await batcher.drain(config.graceful_termination_timeout)
+        await mover.flush(FLUSH_S)
     server.should_exit = True
     await serving
     stopping.cancel()

@@ -133,11 +133,12 @@ class Account:
         if seconds := self._tokens.take(tokens):
             self._refuse("tokens_per_minute", self.key.tokens_per_minute, seconds)
 
-    def settle(self, charged: int, prompt: int, generated: int) -> None:
-        """Count what a request came to, of what was charged for it."""
+    def settle(self, charged: int, prompt: int, generated: int, cached: int) -> None:
+        """Count what a request came to, of what was charged for it. cached: of its prompt, in the prefix cache."""
         self._tokens.give_back(charged - prompt - generated)
         self.used_tokens["prompt"] += prompt
         self.used_tokens["generated"] += generated
+        self.used_tokens["cached"] += cached
 
     def _refuse(self, limit: str, value: int | None, seconds: float) -> None:
         self.refusals[limit] += 1

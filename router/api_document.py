@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from router import deadline, schemas
 from router.anthropic.documents import MessageError
 from router.error_shapes import ANTHROPIC
-from router.middleware import OPEN_PATHS
+from router.middleware import OPEN_PATHS, PATHS_OF_ANTHROPIC
 from router.openai.documents import ErrorAnswer
 
 Json = dict[str, Any]
@@ -110,7 +110,7 @@ def api_document(app: FastAPI, *, has_keys: bool, is_on_loopback: bool) -> bytes
                 operation["responses"].pop("422", None)
             is_closed = has_keys and not (method == "get" and path in OPEN_PATHS)
             if is_closed:
-                schemes = (SECURITY, OF_ANTHROPIC) if path.startswith(ANTHROPIC) else (SECURITY,)
+                schemes = (SECURITY, OF_ANTHROPIC) if path.startswith(PATHS_OF_ANTHROPIC) else (SECURITY,)
                 operation["security"] = [{scheme: []} for scheme in schemes]  # any of them
             for status in [*around, *([401] if is_closed else [])]:
                 operation["responses"].setdefault(str(status), _error(path))

@@ -10,6 +10,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,9 @@ from router.api_document import api_document
 from router.aside import TaskError
 from router.aside.pool import Aside
 from router.batcher import Batcher
+from router.batches.batches import Batches
+from router.batches.routes import add_batch_routes, store_of
+from router.batches.store import Store
 from router.bodies import Bodies
 from router.chat.template import ChatTemplate
 from router.client import ModelInfo, ShardError, Shards
@@ -49,6 +53,7 @@ from router.middleware import (
     RequestIdMiddleware,
 )
 from router.model_files import generation_defaults
+from router.model_routes import add_model_routes
 from router.openai.responses.routes import add_responses_routes
 from router.openai.routes import add_openai_routes
 from router.permits import Permits
@@ -65,6 +70,7 @@ from router.token_routes import add_token_routes
 from router.tracing import Tracer
 from router.validation import Validator
 from router.version import version
+from router.workers import Workers
 
 # The longest step that is still believed to make progress: a full prompt step of a large model on a slow CPU.
 STUCK_STEP_MS = 60_000
@@ -84,13 +90,15 @@ def create_app(
     tracer: Tracer,
     accounts: Accounts | None = None,
     chat_template: ChatTemplate | None = None,
+    store: Store | None = None,
 ) -> FastAPI:
     """The application. Its caller runs the batcher.
 
-    accounts and chat_template: None stands for those of `config`, which may raise ValueError.
+    accounts, chat_template and store: None stands for those of `config`, which may raise ValueError.
     """
     compiler = compiler_of(config, limits, tokenizer, batcher.matching)
-    validator = Validator(tokenizer, limits, config.validation_workers, model.decoder_start, compiler)
+    workers = Workers(config.validation_workers)
+    validator = Validator(tokenizer, limits, workers, model.decoder_start, compiler)
     permits = Permits(limits.max_concurrent_requests, batcher.seconds_until_free)
     accounts = accounts if accounts is not None else accounts_of(config)
     metrics.add(AccountMetrics(accounts), *AccountMetrics.COUNTERS)
@@ -105,6 +113,7 @@ def create_app(
         shards=shards,
         batcher=batcher,
         metrics=metrics,
+        workers=workers,
         validator=validator,
         permits=permits,
         bodies=Bodies(config.max_unfinished_bytes, config.payload_limit),
@@ -113,21 +122,32 @@ def create_app(
         generation_defaults=generation_defaults(Path(config.model_path)),
     )
 
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        warming = asyncio.create_task(_warm_up(services))
-        yield
-        warming.cancel()
-        await asyncio.gather(services.aside.close(), compiler.close())
-        validator.close()
-        tracer.close()
-
-    app = _bare_app(lifespan)
+    app = _bare_app(partial(_lifespan, services=services, compiler=compiler, tracer=tracer))
     app.state.services = services
+    store = store or store_of(config)
+    parts = (accounts, metrics, tracer)
+    app.state.batches = None if store is None else add_batch_routes(app, services, store, *parts)
     _add_routes(app, services)
     _add_error_handlers(app)
     _add_middleware(app, config, accounts)
     return app
+
+
+@asynccontextmanager
+async def _lifespan(app: FastAPI, services: Services, compiler: Compiler, tracer: Tracer) -> AsyncIterator[None]:
+    """What runs beside the requests, from before the first to after the last."""
+    warming = asyncio.create_task(_warm_up(services))
+    batches: Batches | None = app.state.batches
+    if batches is not None:
+        batches.start()
+    yield
+    warming.cancel()
+    if batches is not None:
+        await batches.close()
+        batches.store.close()
+    await asyncio.gather(services.aside.close(), compiler.close())
+    services.workers.close()
+    tracer.close()
 
 
 def _add_routes(app: FastAPI, services: Services) -> None:
@@ -135,6 +155,7 @@ def _add_routes(app: FastAPI, services: Services) -> None:
     config = services.config
     generate = add_tgi_routes(app, services)
     add_token_routes(app, services)
+    add_model_routes(app, services)
     add_platform_routes(app, services, generate, *add_openai_routes(app, services))
     add_responses_routes(app, services)
     add_anthropic_routes(app, services)

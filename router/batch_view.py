@@ -3,7 +3,8 @@
 It is put together when somebody asks. Steps are recorded only while somebody looks: the first look begins, and when
 nobody has looked for UNSEEN_S the record ends and is forgotten. Left out: every text. Where several API keys share the
 server, a key sees of the others' requests how long they are and how far they have come, and neither their ids, which
-clients choose, nor what the prefix cache held of them, which would say what they begin with.
+clients choose, nor what the prefix cache held of them, which would say what they begin with: the totals of that cache
+are those of its own requests, once these are over.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
+from router.accounts import Account
 from router.entry import Entry
 from router.metrics import Metrics, StepTrace
 from router.scheduler import Scheduler
@@ -41,9 +43,15 @@ class BatchView:
         """Whether steps are recorded: somebody has looked of late."""
         return self._end is not None
 
-    def look(self, owner: str) -> Json:
-        """How things are now, for the key `owner`, whose requests have their ids; it starts or prolongs the record."""
+    def has_room_behind(self, owner: str, most_waiting: int) -> bool:
+        """Whether nobody but `owner` waits, and of its requests fewer than `most_waiting`: for what may always wait."""
+        waiting = self._scheduler.waiting
+        return len(waiting) < most_waiting and all(entry.owner == owner for entry in waiting)
+
+    def look(self, account: Account | None) -> Json:
+        """How things are now, for a key, whose own requests have their ids; it starts or prolongs the record."""
         self._record()
+        owner = account.owner if account is not None else ""
         scheduler, limits = self._scheduler, self._scheduler.limits
         return {
             "running": _shown(scheduler.running.values(), len(scheduler.running), owner),
@@ -51,14 +59,18 @@ class BatchView:
             "max_running": limits.max_batch_size or limits.max_concurrent_requests,
             "waiting_tokens": scheduler.ledger.waiting_tokens,
             "kv_blocks": {"total": limits.num_blocks, "free": scheduler.num_free_blocks, "size": limits.block_size},
-            "prefix_cache": {
-                "is_on": limits.prefix_caching,
-                "hit_tokens": _value(self._metrics.prefix_hit_tokens),
-                "computed_tokens": _value(self._metrics.prefill_tokens),
-            },
+            "prefix_cache": {"is_on": limits.prefix_caching, **self._prefix_totals(account)},
             "decoded_tokens": self._num_decoded,
             "steps": [[step.step, step.num_decoding, step.prefill_tokens] for step in self._steps],
         }
+
+    def _prefix_totals(self, account: Account | None) -> Json:
+        if account is None or account.is_alone:
+            hits, computed = _value(self._metrics.prefix_hit_tokens), _value(self._metrics.prefill_tokens)
+        else:
+            hits = account.used_tokens["cached"]
+            computed = account.used_tokens["prompt"] - hits
+        return {"hit_tokens": hits, "computed_tokens": computed}
 
     def _record(self) -> None:
         if self._end is None:

@@ -33,7 +33,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from router.batch_view import BatchView
-from router.client import ShardError, Shards, StepReply, StepRequest
+from router.client import ShardError, Shards, StepReply
 from router.delivery import Candidates, Delivery
 from router.drain_rate import DrainRate
 from router.entry import Entry, Failed, Finished, Timings, ValidRequest
@@ -46,7 +46,8 @@ from router.plan import StepPlan
 from router.replies import Replies
 from router.scheduler import Scheduler
 from router.text import FinishReason, GeneratedText, ModelTokenizer
-from router.wire import mistake_in, new_sequence, step_request
+from router.tiers.mover import Mover
+from router.wire import mistake_in, planned_request
 
 MAX_STEPS_UNDER_WAY = 2  # one computing, one waiting in the shards' queue; more would only delay finishes
 
@@ -76,6 +77,7 @@ class Batcher:
         metrics: Metrics,
         *,
         matching: Matching | None = None,
+        mover: Mover | None = None,
         clock: Callable[[], float] = time.perf_counter,
         trace: Callable[[StepTrace], None] | None = None,
     ) -> None:
@@ -89,10 +91,12 @@ class Batcher:
         self._replies = Replies(shards)
         self._clock = clock
         self._trace = trace
-        self._scheduler: Scheduler[Entry] = Scheduler(limits)
+        self._mover = mover or Mover()  # which has been opened
+        self._mover.wake = self.wake
+        self._scheduler: Scheduler[Entry] = Scheduler(limits, self._mover.index)
         self._delivery = Delivery(self._scheduler, tokenizer, metrics)
         self._held = Held(matching, self._scheduler.allow, self.end, self.wake)
-        metrics.watch(self._scheduler)
+        metrics.watch(self._scheduler, self._held.asked)
         self.view = BatchView(self._scheduler, metrics)
         self._drain_rate = DrainRate(clock)
         self._live: dict[int, Entry] = {}  # entries that still owe their reader a last event
@@ -203,7 +207,7 @@ class Batcher:
         self._replies.forget()
         num_running = self._requeue_all(error)
         cache = await self._shards.renew(error)
-        self._scheduler.resize(cache.max_batch_total_tokens, cache.num_blocks)
+        self._scheduler.resize(cache.max_batch_total_tokens, cache.num_blocks, await self._mover.open())
         seconds = self._clock() - since
         self._metrics.recovered(seconds, self._scheduler.limits)
         self.outage = None
@@ -212,22 +216,29 @@ class Batcher:
     async def _turn(self) -> bool:
         """Send a step, or take a reply, or wait for work. Returns False when there is no work and none will come."""
         self._shards.check()
-        if len(self._under_way) < MAX_STEPS_UNDER_WAY and (plan := self._plan()) is not None:
-            self._shards.send(self._request(plan))
+        plan = self._plan() if len(self._under_way) < MAX_STEPS_UNDER_WAY else None
+        self._mover.pump()
+        if plan is not None:
+            self._shards.send(planned_request(plan, self.limits.block_size, self._mover.session))
             self._under_way.append(_SentStep(plan, self._clock()))
         elif self._under_way:
-            may_send = bool(self._held.asked) and len(self._under_way) < MAX_STEPS_UNDER_WAY
+            may_send = self._awaits_others and len(self._under_way) < MAX_STEPS_UNDER_WAY
             if (reply := await self._replies.next(self._work if may_send else None)) is None:
                 return True  # a sequence that was held may go on before it comes
             if mistake := mistake_in(reply, self._under_way[0].plan.number, self.limits.vocab_size):
                 raise ShardError(0, mistake)
             self._deliver(self._under_way.popleft(), reply)
-        elif self._is_draining and not self._held.asked:
+        elif self._is_draining and not self._awaits_others:
             return False
         else:
             self._work.clear()
             await self._work.wait()
         return True
+
+    @property
+    def _awaits_others(self) -> bool:
+        """Whether requests wait for a grammar or a disk, and no step."""
+        return bool(self._held.asked) or self._scheduler.awaits_disk
 
     # ------------------------------------------------------------------------------------------------ plan
 
@@ -255,29 +266,6 @@ class Batcher:
         self._live[entry.id] = self._live.pop(id)
         entry.forget_logprobs()
         self._metrics.preempted.inc()
-
-    def _request(self, plan: StepPlan[Entry]) -> StepRequest:
-        return step_request(
-            plan.number,
-            retire=[*(entry.id for entry in plan.retired), *plan.preempted],
-            add=[
-                new_sequence(
-                    entry.id,
-                    entry.request,
-                    entry.blocks,
-                    self.limits.block_size,
-                    computed=plan.cached(entry),
-                    generated=entry.generated_ids,
-                    forced=entry.forced,
-                )
-                for entry in plan.admitted
-            ],
-            chunks=list(plan.chunks.items()),
-            decode=bool(plan.decoding),
-            held=plan.held if plan.decoding else (),
-            extended=plan.extended,
-            masks={e.id: e.continuation.mask for e in plan.constrained if e.continuation is not None},
-        )
 
     def _report(self, plan: StepPlan[Entry]) -> None:
         trace = StepTrace.of(plan, self._scheduler)

@@ -13,7 +13,7 @@ block. Never shared: a block that is not full, not yet computed, or of unknown c
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 
 class BlockPool:
@@ -23,7 +23,9 @@ class BlockPool:
     them go blocks with content that nobody holds, and of these the least recently used first.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, forgotten: Callable[[bytes, int], None] | None = None) -> None:
+        """forgotten: told the key of a block that is given away, which nothing has overwritten yet."""
+        self._forgotten = forgotten
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._idle: dict[int, None] = {}  # held by nobody, with content; least recently used first
         self._holders = [0] * num_blocks
@@ -88,10 +90,14 @@ class BlockPool:
         """Note what a held block will contain once a step under way has computed it."""
         self._keys[block] = key
 
-    def confirm(self, key: bytes, block: int) -> None:
-        """What was announced is computed: it can be found, unless the block is another's by now."""
-        if self._keys[block] == key and self._found.setdefault(key, block) != block:
+    def confirm(self, key: bytes, block: int) -> bool:
+        """What was announced is computed: it can be found, unless the block is another's by now; returns whether."""
+        if self._keys[block] != key:
+            return False
+        if self._found.setdefault(key, block) != block:
             self._clear(block)  # two sequences computed the same: one copy is enough to be found
+            return False
+        return True
 
     def retract(self, key: bytes, block: int) -> None:
         """What was announced was not computed after all."""
@@ -109,3 +115,5 @@ class BlockPool:
         key, self._keys[block] = self._keys[block], None
         if key is not None and self._found.get(key) == block:
             del self._found[key]
+            if self._forgotten is not None:
+                self._forgotten(key, block)

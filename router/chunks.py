@@ -15,6 +15,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from router.limits import Limits
+
 # Sizes to choose from, in tokens. Steps of these are captured on GPUs; of larger ones, multiples of the last, they are
 # not. With fewer tokens than the first, a step is mostly the reading of weights, and a prompt takes too many of them.
 CHUNKS = (64, 128, 256, 384, 512)
@@ -162,3 +164,12 @@ class ChunkSize:
 
     def _next_above(self, size: int) -> int:
         return next((other for other in self._sizes if other > size), size + self._sizes[-1])
+
+
+def chunk_size(limits: Limits) -> ChunkSize | int:
+    """The chunk of a step in which others decode, or what chooses it."""
+    most, chunk = limits.max_batch_prefill_tokens, limits.prefill_chunk
+    if chunk == "auto":
+        seconds = None if limits.max_inter_token_ms is None else limits.max_inter_token_ms / 1000
+        return ChunkSize(most, seconds, CHUNKS if limits.pads_chunks else FINE_CHUNKS)
+    return most if chunk is None else min(chunk, most)

@@ -20,14 +20,26 @@ from typing import Any, Protocol
 import grpc
 import grpc.aio
 
-from server.pb.generate_pb2 import HealthRequest, InfoRequest, ProfileRequest, WarmupRequest
+from router.tiers.contents import Moved, TierContents, contents_of, moved_of
+from router.tiers.moving import Move
+from server.pb.generate_pb2 import (
+    HealthRequest,
+    InfoRequest,
+    MoveBlocksRequest,
+    OpenTiersRequest,
+    ProfileRequest,
+    StreamedRequest,
+    WarmupRequest,
+)
 from server.pb.generate_pb2 import StepReply as StepReply  # re-exported for batcher.py
 from server.pb.generate_pb2 import StepRequest as StepRequest
+from server.pb.generate_pb2 import StreamedReply as StreamedReply
 from server.pb.generate_pb2_grpc import ShardStub
 
 # The largest message is a step that adds many long prompts: 1 M token ids are about 4 MB. gRPC's own bound is 4 MiB.
 MAX_MESSAGE_BYTES = 64 * 2**20
 HEALTH_DEADLINE_S = 2.0
+TIERS_DEADLINE_S = 60.0  # of a disk for a few MB, behind a step that may be a long one
 # How gRPC reports that the process at the other end is gone, or is going; INTERNAL is a shard's own word elsewhere.
 CONNECTION_ENDED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 STREAM_ENDED = (*CONNECTION_ENDED, grpc.StatusCode.INTERNAL)
@@ -72,11 +84,14 @@ class ModelInfo:
     threads: int
     threads_reason: str
     quantize: str
+    kv_cache_dtype: str
     weight_bytes: tuple[int, ...]
     kv_bytes_per_token: int
     block_size: int  # tokens per KV block
     num_blocks: int  # KV blocks that an earlier warmup allocated, 0 before it
     decoder_start: int | None = None  # the token that every generation of an encoder-decoder starts from
+    offloaded: str = ""  # which weights stream, in words
+    has_tiers: bool = False  # whether the prefix cache goes on behind the device
     shares_prefixes: bool = False  # whether a block serves every sequence that begins with the same tokens
 
 
@@ -93,6 +108,7 @@ class KvCache:
     graph_bytes: int = 0  # what captured decode steps take; 0 if that is not known
     captured: str = "none"  # which decode steps are captured, in words
     pads_chunks: bool = False  # whether chunks are filled up to the sizes of captured steps
+    offloaded: str = ""  # which blocks are not on the device, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,12 +288,15 @@ class ShardedClient:
             threads=first.threads,
             threads_reason=first.threads_reason,
             quantize=first.quantize,
+            kv_cache_dtype=first.kv_cache_dtype,
+            offloaded=first.offloaded,
             weight_bytes=tuple(reply.weight_bytes for reply in replies),
             kv_bytes_per_token=first.kv_bytes_per_token,
             block_size=first.block_size,
             num_blocks=min(reply.num_blocks for reply in replies),
             decoder_start=first.decoder_start if first.HasField("decoder_start") else None,
             shares_prefixes=first.shares_prefixes,
+            has_tiers=first.has_tiers,
         )
 
     async def warmup(self, **wanted: int) -> KvCache:
@@ -293,7 +312,25 @@ class ShardedClient:
             graph_bytes=max(reply.graph_bytes for reply in replies),
             captured=replies[0].captured or "none",
             pads_chunks=replies[0].pads_chunks,
+            offloaded=replies[0].kv_offloaded,
         )
+
+    async def open_tiers(self, session: int) -> TierContents:
+        """Begin a session of the tiers behind the device. Raises ShardError."""
+        return contents_of(await self._all("OpenTiers", OpenTiersRequest(session=session), TIERS_DEADLINE_S))
+
+    async def move_blocks(self, session: int, move: Move) -> Moved:
+        """Move blocks between host and disk on every rank. Raises ShardError, also where one takes too long."""
+        request = MoveBlocksRequest(
+            session=session,
+            after_step=move.after_step,
+            is_fetch=move.is_fetch,
+            slots=move.slots,
+            places=move.places,
+            keys=b"".join(move.keys),
+            stamps=move.stamps,
+        )
+        return moved_of(await self._all("MoveBlocks", request, TIERS_DEADLINE_S), len(move.keys))
 
     async def health(self) -> ShardHealth:
         """Of the slowest rank. Raises ShardError when one does not answer within HEALTH_DEADLINE_S."""
@@ -315,17 +352,25 @@ class ShardedClient:
         reply = await self._ranks[0].call("Profile", ProfileRequest(trace_path=trace_path))
         return [OperatorTime(*row) for row in zip(reply.names, reply.calls, reply.self_ns, strict=True)]
 
+    async def streamed(self, *, forget: bool = False) -> StreamedReply:
+        """What the first rank's link and streamed layers did when. forget: begin anew behind this answer."""
+        reply: StreamedReply = await self._ranks[0].call("Streamed", StreamedRequest(forget=forget))
+        return reply
+
     async def silent(self, seconds: float) -> int | None:
         """The first rank that gives no sign of life within `seconds`; None if all do."""
         calls = (rank.call("Health", HealthRequest(), seconds) for rank in self._ranks)
         replies = await asyncio.gather(*calls, return_exceptions=True)
         return next((rank for rank, reply in enumerate(replies) if isinstance(reply, BaseException)), None)
 
-    async def laggard(self, seconds: float) -> int:
-        """Which of ranks that all give signs of life keeps the others waiting: the least advanced."""
+    async def laggard(self, seconds: float) -> tuple[int, int]:
+        """Which of ranks that all give signs of life keeps the others waiting, the least advanced.
+
+        And what all have read of weights that stream, in bytes since their start.
+        """
         replies = await self._all("Health", HealthRequest(), seconds)
         progress = [(reply.collectives, reply.steps_finished) for reply in replies]
-        return progress.index(min(progress))
+        return progress.index(min(progress)), sum(reply.read_bytes for reply in replies)
 
     def check(self) -> None:
         """Nothing: what is lost shows in `receive`."""

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from router.batch_settings import BatchSettings
 from router.chat_settings import ChatSettings
 from router.connection_settings import ConnectionSettings
 
@@ -22,7 +23,7 @@ LOG_LEVELS = ("debug", "info", "warn", "error")
 
 
 @dataclass(frozen=True)
-class RouterConfig(ConnectionSettings, ChatSettings):
+class RouterConfig(ConnectionSettings, ChatSettings, BatchSettings):
     """One router's settings, frozen after start-up. Raises ValueError that lists every problem."""
 
     # What the launcher tells the router about this launch.
@@ -244,7 +245,7 @@ class RouterConfig(ConnectionSettings, ChatSettings):
     validation_workers: int = field(
         default=2,
         metadata={
-            "help": "Threads that tokenise prompts.",
+            "help": "Threads that tokenise prompts, and write what long answers say.",
             "unit": "threads",
             "min": 1,
             "when": "Raise it for many long prompts a second on a machine with cores to spare.",

@@ -35,8 +35,7 @@ class Turn:
         """What takes the answer apart."""
         if self.reading is None:
             return PlainReader()
-        prompt = entry.request.encoder_ids or entry.request.token_ids
-        return self.reading.reader(services.tokenizer.end_of(prompt), self.begun)
+        return self.reading.reader(services.tokenizer.end_of(entry.request.prompt_ids), self.begun)
 
 
 def turn_of(

@@ -16,6 +16,7 @@ from router.grammars.grammar import CompiledGrammar, Continuation, Match
 from router.prefix import PrefixKeys
 from router.queue import RequestSize
 from router.text import ENDS_OF_THE_MODEL, Ends, FinishReason, GeneratedText
+from router.tiers.moving import DiskWait
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +62,14 @@ class ValidRequest:
         return self.max_new_tokens if self.generates else 0
 
     @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The prompt, whoever reads it: several samples of one share the object."""
+        return self.encoder_ids or self.token_ids
+
+    @property
     def input_length(self) -> int:
         """Tokens of the prompt."""
-        return len(self.encoder_ids or self.token_ids)
+        return len(self.prompt_ids)
 
     def read_by_encoder(self, decoder_start: int | None) -> ValidRequest:
         """The same request for an encoder-decoder, whose encoder reads the prompt.
@@ -200,6 +206,7 @@ class Scheduled:
     # These fields belong to the scheduler.
     keys: PrefixKeys | None = None  # The keys of its full blocks; None if it shares no blocks.
     blocks: list[int] = field(default_factory=list)
+    disk_wait: DiskWait | None = None  # While it waits in the queue: for what it begins with to come from the disk.
     num_prompt_scheduled: int = 0  # Prompt tokens found in the prefix cache, or computed by the steps sent so far.
     num_scheduled: int = 0  # Generated tokens that the steps sent so far yield, or yielded before they were rebuilt.
     generated_ids: list[int] = field(default_factory=list)  # The tokens that came back.

@@ -79,6 +79,11 @@ class OpenRequest:
         """The seed to show to the client; None where nothing was drawn at random."""
         return _visible_seed(self.entries[0])
 
+    @property
+    def num_generated(self) -> int:
+        """Tokens of all samples so far."""
+        return sum(entry.generated.num_tokens for entry in self.entries)
+
     def take_permits(self, count: int) -> None:
         """Take more permits, which `close` gives back. Raises Overloaded."""
         self._permits.take(count, self._account)
@@ -166,12 +171,12 @@ class OpenRequest:
         self._permits.give_back(self._num_permits, self._account)
         if self._account is not None:
             prompt = sum(entry.request.input_length for entry in self.entries)
-            self._account.settle(self._num_charged, prompt, sum(e.generated.num_tokens for e in self.entries))
+            cached = sum(entry.num_cached for entry in self.entries)
+            self._account.settle(self._num_charged, prompt, self.num_generated, cached)
         for entry in self.entries:
             entry.cancelled = not entry.is_over
         if self._finished is not None:
-            num_generated = sum(entry.generated.num_tokens for entry in self.entries)
-            self._metrics.succeeded(self.received_at, self._finished, num_generated)
+            self._metrics.succeeded(self.received_at, self._finished, self.num_generated)
         else:
             self._metrics.failed(self._error.failure_label if self._error else "dropped")
         self._note_end()
@@ -212,7 +217,7 @@ class OpenRequest:
             prompts = one_per_prompt(self.entries)
             fields["prompt_tokens"] = sum(entry.request.input_length for entry in prompts)
             fields["cached_tokens"] = sum(entry.num_cached for entry in prompts)
-            fields["generated_tokens"] = sum(entry.generated.num_tokens for entry in self.entries)
+            fields["generated_tokens"] = self.num_generated
         if len(self.entries) > 1:
             fields["answers"] = len(self.entries)
         if self._finished is not None:

@@ -30,6 +30,8 @@ from router.client import (
     StepReply,
     StepRequest,
 )
+from router.tiers.contents import Moved, TierContents
+from router.tiers.moving import Move
 from router.watch import FLOOR_S, TICK_S, StepWatch
 
 PROBE_S = 1.5  # for every rank to give a sign of life while a step goes on for longer than half of FLOOR_S
@@ -112,6 +114,14 @@ class ShardGroup:
         self._wanted = wanted | {"max_batch_total_tokens": 0, "useful_tokens": cache.max_batch_total_tokens}
         return cache
 
+    async def open_tiers(self, session: int) -> TierContents:
+        """Begin a session of the tiers behind the device. Raises ShardError."""
+        return await self._client.open_tiers(session)
+
+    async def move_blocks(self, session: int, move: Move) -> Moved:
+        """Move blocks between host and disk on every rank. Raises ShardError."""
+        return await self._client.move_blocks(session, move)
+
     async def health(self) -> ShardHealth:
         """Raises ShardError when a rank does not answer in time, or is known to be lost."""
         self.check()
@@ -177,7 +187,9 @@ class ShardGroup:
         age += took
         if rank is None and watch.is_late(age):
             try:
-                rank = await client.laggard(PROBE_S)
+                rank, read_bytes = await client.laggard(PROBE_S)
+                if watch.is_reading(read_bytes, since):
+                    return  # a slow disk
             except ShardError as error:
                 rank = error.rank
             cause = "it answers, but its step does not end"

@@ -5,7 +5,7 @@ may send one byte a minute for ever (CVE-2025-48956 was this in another server).
 bytes and lines (431), trailers are dropped, and whatever a client owes has a clock, always. A connection waits for
 
     the headers of a request   header_timeout      from connecting, or from the first byte of a later request
-    its body                   body_timeout        from the end of the headers
+    its body                   body_timeout        from the end of the headers; a route may allow a long one more
     its answer                 no limit            but each byte of it must be read within unread_timeout (transport.py)
     the next request           keep_alive_timeout  from the end of the answer; empty lines do not count
     the rest of a refused one  body_timeout        it is thrown away, so that the client can read why (transport.py)
@@ -70,6 +70,10 @@ class ClientConnection:
         self._protocol.end_answer()  # or uvicorn would report one without an end
         self._transport.reset()
 
+    def body_may_take(self, seconds: float) -> None:
+        """Give the body that is arriving so long from now on, in place of `body_timeout`."""
+        self._protocol.body_may_take(seconds)
+
     @contextmanager
     def needed(self) -> Iterator[None]:
         """Cancel the block as soon as the connection is lost; it then ends with ClientGone."""
@@ -125,6 +129,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._due: deque[RequestResponseCycle] = deque()  # answers, the running one first
         self._is_clock_due = False  # for another part of a request than the clock runs for
         self._cause = MALFORMED  # why a callback stopped the parser
+        self._body_timeout = self._limits.body_timeout  # of the request that is arriving
         self._last_words: bytes | None = None  # once no more requests are taken: what follows the answers that are due
 
     # ------------------------------------------------------------------------------------------- the connection
@@ -200,6 +205,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self.scope["extensions"] = {EXTENSION: self.connection}  # type: ignore[dict-item]
         self._num_framing_bytes = self._num_header_bytes = self._num_header_lines = 0
         self.transport.num_discarded = 0
+        self._body_timeout = self._limits.body_timeout
         self._arrives(Arriving.HEADERS)
         if len(self.pipeline) == MAX_PIPELINED:
             self._stop(TOO_MANY)
@@ -310,13 +316,19 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         elif self._arriving is Arriving.HEADERS:
             waits_among, seconds = shared.in_headers, limits.header_timeout
         elif self._arriving is Arriving.BODY:
-            waits_among, seconds = shared.in_body, limits.body_timeout
+            waits_among, seconds = shared.in_body, self._body_timeout
         elif self.cycle is None:  # nothing has come, and it is as likely to come as the rest of headers
             waits_among, seconds = shared.in_headers, limits.header_timeout
         elif not self._due:
             waits_among, seconds = shared.idle, limits.keep_alive_timeout
         self._wait_among(waits_among)
         self._set_clock(seconds)
+
+    def body_may_take(self, seconds: float) -> None:
+        """The body of the request that is being answered is a long one, which its route knows to bound."""
+        if self._arriving is Arriving.BODY and not self.pipeline:
+            self._body_timeout = seconds
+            self._wait_for_client()
 
     def _wait_among(self, others: dict[Any, None] | None) -> None:
         """Be the last in this list of connections, and in no other."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any, TypeVar
@@ -94,11 +94,15 @@ class Metrics:
         self._registry.register(collector)
         self._counter_names += counters
 
-    def watch(self, scheduler: Scheduler[Any]) -> None:
-        """Show its queue, batch and KV blocks as they are whenever somebody looks, also while no steps are planned."""
+    def watch(self, scheduler: Scheduler[Any], held: Sized) -> None:
+        """Show its queue, batch and KV blocks as they are whenever somebody looks, also while no steps are planned.
+
+        held: those of the batch that wait for their grammars.
+        """
         self.queue_size.set_function(lambda: len(scheduler.waiting))
         self.queue_tokens.set_function(lambda: scheduler.ledger.waiting_tokens)
         self.batch_size.set_function(lambda: len(scheduler.running))
+        self.held_size.set_function(lambda: len(held))
         self.batch_tokens.set_function(lambda: scheduler.reserved_tokens)
         self.free_blocks.set_function(lambda: scheduler.num_free_blocks)
 
@@ -189,6 +193,9 @@ class Metrics:
         self.queue_size = self._gauge("tgi_queue_size", "Requests waiting for admission")
         self.queue_tokens = self._gauge("tgi_queue_tokens", "Tokens that waiting requests may reach")
         self.batch_size = self._gauge("tgi_batch_current_size", "Requests running")
+        self.held_size = self._gauge(
+            "tgi_batch_held_size", "Running requests that wait to be told what their grammars allow next"
+        )
         self.batch_tokens = self._gauge("tgi_batch_current_max_tokens", "Tokens reserved by running requests")
         self.most_tokens = self._gauge("tgi_batch_max_total_tokens", "Tokens that may be reserved")
         self.most_blocks = self._gauge("tgi_kv_blocks_total", "KV blocks")

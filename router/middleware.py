@@ -37,6 +37,8 @@ HEADERS_OF_CLIENTS = (
         for name in "lang package-version os arch runtime runtime-version retry-count timeout helper-method".split()
     ),
 )
+# What Anthropic's clients call, with a key in a header of their own and the request's id in another.
+PATHS_OF_ANTHROPIC = (ANTHROPIC, "/v1/models")
 
 
 class RequestIdMiddleware:
@@ -57,7 +59,7 @@ class RequestIdMiddleware:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 headers["x-request-id"] = request_id
-                if scope["path"].startswith(ANTHROPIC):
+                if scope["path"].startswith(PATHS_OF_ANTHROPIC):
                     headers["request-id"] = request_id  # what Anthropic's clients report
             await send(message)
 
@@ -109,7 +111,7 @@ class CrossOriginMiddleware(CORSMiddleware):
 class ApiKeyMiddleware:
     """Asks for `Authorization: Bearer KEY` but on GET and HEAD of OPEN_PATHS, and notes whose key it is.
 
-    On Anthropic's paths `x-api-key: KEY` will do.
+    On paths of Anthropic's clients `x-api-key: KEY` will do.
     """
 
     def __init__(self, app: ASGIApp, accounts: Accounts) -> None:
@@ -133,7 +135,7 @@ class ApiKeyMiddleware:
         account = self._accounts.find(key.strip())
         if account is not None and scheme.lower() == b"bearer":
             return account
-        if scope["path"].startswith(ANTHROPIC):
+        if scope["path"].startswith(PATHS_OF_ANTHROPIC):
             return self._accounts.find(_header(scope, b"x-api-key").strip())
         return None
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from router.entry import Scheduled
+from router.tiers.moving import Restored, Saved
 
 S = TypeVar("S", bound=Scheduled)
 
@@ -17,6 +18,7 @@ class FilledBlock(NamedTuple):
     id: int
     key: bytes
     block: int
+    depth: int  # its place among the sequence's blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,8 @@ class StepPlan(Generic[S]):
     prefill_tokens: int  # All tokens of chunks, or of the prompts that an encoder reads.
     join_reason: str | None  # Why others were admitted to a batch that runs already; None where neither is so.
     filled: list[FilledBlock]  # The blocks that this step completes.
+    saves: list[Saved]  # Blocks whose content goes to the host before the step is computed.
+    restores: list[Restored]  # Blocks of those admitted whose content comes from there.
     concerned: dict[int, S]  # All with a chunk or a token in this step, by id. If it fails, the shards drop them.
 
     def cached(self, entry: S) -> int:

@@ -62,10 +62,12 @@ def add_platform_routes(app: FastAPI, services: Services, generate: Handler, cha
         """Who answers this body, which is put back."""
         body = request.state.body = await read_bytes(request, services)
         schemas.refuse_many_values(body, most_values)
-        fields = _fields_of(body)
-        if "inputs" in fields:
-            return generate
-        return chat if "messages" in fields else complete if "prompt" in fields else generate
+        if not isinstance(fields := _value_of(body), dict):
+            return generate  # whose parser says what is wrong
+        for name, handler in (("inputs", generate), ("messages", chat), ("prompt", complete)):
+            if name in fields:
+                return handler
+        raise ValidationError("the body has none of `inputs`, `messages` and `prompt`: give one of them")
 
     async def invocations(request: Request) -> Response:
         return await (await meant(request))(request)
@@ -92,13 +94,12 @@ def add_platform_routes(app: FastAPI, services: Services, generate: Handler, cha
     app.post("/vertex", summary="Vertex AI's: several prompts at once", response_class=Response, **of_vertex)(vertex)
 
 
-def _fields_of(body: bytes) -> Any:
-    """The names at the top of a body; of one that is broken none, for its parser to say why."""
+def _value_of(body: bytes) -> Any:
+    """What a body says; None for one that is broken."""
     try:
-        value = orjson.loads(body)
+        return orjson.loads(body)
     except orjson.JSONDecodeError:
-        return ()
-    return value if isinstance(value, dict) else ()
+        return None
 
 
 def _asked(number: int, instance: GenerateRequest | ChatRequest, services: Services) -> Asked:

@@ -47,5 +47,5 @@ def one_per_prompt(entries: Sequence[Entry]) -> list[Entry]:
     """The first sample of each prompt: a prompt of several answers counts once."""
     found: dict[int, Entry] = {}
     for entry in entries:
-        found.setdefault(id(entry.request.encoder_ids or entry.request.token_ids), entry)
+        found.setdefault(id(entry.request.prompt_ids), entry)
     return list(found.values())

@@ -18,28 +18,29 @@ from dataclasses import replace
 from functools import partial
 from typing import Generic
 
-from router.blocks import BlockPool
-from router.chunks import CHUNKS, FINE_CHUNKS, ChunkSize
+from router.chunks import ChunkSize, chunk_size
 from router.fairness import Ledger, divide, fair_order, preempted_for
 from router.grammars.grammar import Continuation
 from router.limits import Limits
 from router.plan import FilledBlock, S, StepPlan
 from router.prefix import PrefixKeys
+from router.prefix_cache import Found, PrefixCache
 from router.queue import Budget, RequestSize, min_size, next_batch
+from router.tiers.index import TierIndex
 
 
 class Scheduler(Generic[S]):
     """Waiting and running requests under the limits."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, tiers: TierIndex | None = None) -> None:
         self.limits = limits
         self.running: dict[int, S] = {}  # sequences on the shards, in order of admission
         self.waiting: deque[S] = deque()
         self.reserved_tokens = 0
         self.ledger = Ledger(limits.max_batch_total_tokens, limits.max_batch_size)
-        self._chunk = _chunk_size(limits)
-        self._pool = BlockPool(limits.num_blocks)
-        self._numbers = itertools.count(1)
+        self._chunk = chunk_size(limits)
+        self._cache = PrefixCache(limits.num_blocks, tiers)
+        self._num_plans = 0
         self._ids = itertools.count(1)
         self._steps_since_admission = 0
         self._suspect: S | None = None  # It alone is computed until it gets a token.
@@ -47,7 +48,7 @@ class Scheduler(Generic[S]):
     @property
     def num_free_blocks(self) -> int:
         """KV blocks that no running request has reserved."""
-        return self._pool.num_free
+        return self._cache.pool.num_free
 
     def new_id(self) -> int:
         """An id that no sequence has had."""
@@ -75,6 +76,7 @@ class Scheduler(Generic[S]):
     def _prepare(self, entry: S) -> None:
         self.ledger.queued(entry)
         request = entry.request
+        entry.disk_wait = None
         entry.num_known = len(entry.generated_ids) + len(entry.forced)
         # Prompt log-probabilities need every prompt token computed; an encoder's prompt is no sequence's beginning.
         if self.limits.prefix_caching and not request.prompt_logprobs and not request.encoder_ids:
@@ -113,14 +115,18 @@ class Scheduler(Generic[S]):
             join_reason, fresh = self._admit_waiting(budget - sum(chunks.values()))
         elif not fresh:
             chunks = self._continue_prompts([self._suspect], self.limits.max_batch_prefill_tokens)
-        if not (retired or preempted or decoding or chunks or fresh):
-            return None
+        is_idle = not (retired or preempted or decoding or chunks or fresh)
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
+        number, block_size = self._num_plans + 1, self.limits.block_size
+        saves = self._cache.take_saves(number, prefill_tokens, block_size, is_idle=is_idle)
+        if is_idle and not saves:
+            return None
+        self._num_plans = number
         chunks |= {entry.id: self._first_chunk(entry, num_tokens) for entry, num_tokens in fresh}
         concerned = {entry.id: entry for entry in decoding} | {id: self.running[id] for id in chunks}
         filled = self._schedule(decoding, chunks)
         return StepPlan(
-            number=next(self._numbers),
+            number=number,
             retired=retired,
             preempted=preempted,
             admitted=[entry for entry, _ in fresh],
@@ -132,6 +138,8 @@ class Scheduler(Generic[S]):
             prefill_tokens=prefill_tokens,
             join_reason=join_reason,
             filled=filled,
+            saves=saves,
+            restores=self._cache.take_restores(number),
             concerned=concerned,
         )
 
@@ -150,21 +158,18 @@ class Scheduler(Generic[S]):
 
     def computed(self, plan: StepPlan[S]) -> None:
         """The step's reply is there, so the blocks that it filled may be shared."""
-        for filled in plan.filled:
-            if filled.entry.id != filled.id:
-                self._pool.retract(filled.key, filled.block)
-            else:
-                self._pool.confirm(filled.key, filled.block)
+        self._cache.computed(plan.filled, plan.saves, plan.restores)
 
     def timed(self, plan: StepPlan[S], seconds: float) -> None:
         """Learn how long the step took, from when it could begin to its reply."""
-        if isinstance(self._chunk, ChunkSize):
+        if plan.prefill_tokens and not (plan.decoding or plan.restores):
+            self._cache.tiers.took(plan.prefill_tokens, seconds)
+        if isinstance(self._chunk, ChunkSize) and not plan.restores:
             self._chunk.note(len(plan.decoding), plan.prefill_tokens, seconds)
 
     def failed(self, plan: StepPlan[S]) -> list[S]:
         """The shards have dropped this step's sequences, and only those, which are returned under new ids."""
-        for filled in plan.filled:
-            self._pool.retract(filled.key, filled.block)
+        self._cache.failed(plan.filled, plan.saves, plan.restores)
         lost = [entry for id, entry in plan.concerned.items() if entry.id == id]
         for entry in lost:
             if entry.id in self.running:
@@ -183,16 +188,21 @@ class Scheduler(Generic[S]):
             if entry.id in self.running:
                 self._release(entry)
             entry.id = self.new_id()
-        self._pool = BlockPool(self.limits.num_blocks)
-        self._numbers = itertools.count(1)
+        self._cache = PrefixCache(self.limits.num_blocks)
+        self._num_plans = 0
         return lost
 
-    def resize(self, max_batch_total_tokens: int, num_blocks: int) -> None:
-        """The KV cache of the shards that take over has this size. Nothing runs."""
+    def resize(self, max_batch_total_tokens: int, num_blocks: int, tiers: TierIndex | None = None) -> None:
+        """The KV cache of the shards that take over has this size, and these are behind it. Nothing runs."""
         assert not self.running
         self.limits = replace(self.limits, max_batch_total_tokens=max_batch_total_tokens, num_blocks=num_blocks)
         self.ledger.max_tokens = max_batch_total_tokens
-        self._pool = BlockPool(num_blocks)
+        self._cache = PrefixCache(num_blocks, tiers)
+
+    @property
+    def awaits_disk(self) -> bool:
+        """Whether a request waits for what is on its way from the disk."""
+        return any(e.disk_wait is not None and not e.disk_wait.is_over for e in self.waiting)
 
     def delivered(self, entry: S, token_id: int) -> None:
         """A generated token has come back, so the one before it is computed: a block that it fills may be shared."""
@@ -207,8 +217,8 @@ class Scheduler(Generic[S]):
         num_full = len(keys)
         entry.keys.extend([ids[-2]])
         if len(keys) > num_full:
-            self._pool.announce(keys[num_full], entry.blocks[num_full])
-            self._pool.confirm(keys[num_full], entry.blocks[num_full])
+            self._cache.pool.announce(keys[num_full], entry.blocks[num_full])
+            self._cache.confirm(keys[num_full], entry.blocks[num_full], entry.id, num_full)
 
     def forget_cancelled(self) -> list[S]:
         """Take the requests out of the queue that nobody wants any more, and return them."""
@@ -272,7 +282,7 @@ class Scheduler(Generic[S]):
         """Whether a waiting request fits into the batch once `leaving` have left it."""
         limits, size = self.limits, entry.request.size()
         tokens = limits.max_batch_total_tokens - self.reserved_tokens + sum(one.max_tokens for one in leaving)
-        blocks = self._pool.num_free + self._pool.num_freed_by(one.blocks for one in leaving)
+        blocks = self._cache.pool.num_free + self._cache.pool.num_freed_by(one.blocks for one in leaving)
         has_place = limits.max_batch_size is None or len(self.running) - len(leaving) < limits.max_batch_size
         return has_place and size.tokens <= tokens and size.blocks(limits.block_size) <= blocks
 
@@ -281,9 +291,10 @@ class Scheduler(Generic[S]):
         return next(fair_order(self._unsuspected(), self.ledger), None)
 
     def _unsuspected(self) -> Iterator[S]:
-        """The waiting requests before the first that runs alone, but for those that are held."""
+        """The waiting requests before the first that runs alone, but for those held and those that await the disk."""
         before = itertools.takewhile(lambda entry: not entry.is_suspect, self.waiting)
-        return (entry for entry in before if not entry.is_held)
+        block_size = self.limits.block_size
+        return (e for e in before if not (e.is_held or self._cache.awaits_disk(e, block_size)))
 
     def _take_from_queue(self, entries: Sequence[S]) -> None:
         """Remove waiting requests from the queue; mostly they are its first."""
@@ -327,36 +338,36 @@ class Scheduler(Generic[S]):
         budget = Budget(
             prefill_tokens=prefill_tokens,
             tokens=limits.max_batch_total_tokens - self.reserved_tokens,
-            blocks=self._pool.num_free,
+            blocks=self._cache.pool.num_free,
             places=None if limits.max_batch_size is None else limits.max_batch_size - len(self.running),
             block_size=limits.block_size,
         )
         seen: list[S] = []
-        found: list[list[int]] = []
+        found: list[Found] = []
         chunks = next_batch(self._sizes(candidates, seen, found), budget, minimum)
         admitted = seen[: len(chunks)]
         self._take_from_queue(admitted)
         # All found blocks are held before any is allocated: else one that a later request shares could be given away.
-        for blocks in found[: len(admitted)]:
-            self._pool.hold(blocks)
-        for entry, blocks in zip(admitted, found, strict=False):
-            self._reserve(entry, blocks)
+        for one in found[: len(admitted)]:
+            self._cache.pool.hold(one.blocks)
+        for entry, one in zip(admitted, found, strict=False):
+            self._reserve(entry, one)
         return list(zip(admitted, chunks, strict=True))
 
-    def _sizes(self, entries: Iterable[S], seen: list[S], found: list[list[int]]) -> Iterator[RequestSize]:
-        """What each of `entries` needs; it is appended to `seen`, and the blocks that hold its beginning to `found`."""
+    def _sizes(self, entries: Iterable[S], seen: list[S], found: list[Found]) -> Iterator[RequestSize]:
+        """What each of `entries` needs; it is appended to `seen`, and what holds its beginning to `found`."""
         block_size = self.limits.block_size
         for entry in entries:
             # The last token before forced ones is computed in any case: it yields the next logits.
             seen.append(entry)
             most = (entry.num_prompt_left - len(entry.forced) - 1) // block_size
-            found.append(self._pool.find(entry.keys.keys[:most]) if entry.keys is not None else [])
-            yield entry.request.size(cached=len(found[-1]) * block_size, rebuilt=entry.num_known)
+            found.append(self._cache.find(entry, most))
+            yield entry.request.size(cached=found[-1].num_blocks * block_size, rebuilt=entry.num_known)
 
-    def _reserve(self, entry: S, found: list[int]) -> None:
+    def _reserve(self, entry: S, found: Found) -> None:
         size = entry.request.size()
-        entry.blocks = found + self._pool.allocate(size.blocks(self.limits.block_size) - len(found))
-        entry.num_prompt_scheduled = len(found) * self.limits.block_size
+        entry.blocks = self._cache.reserve(entry, found, size.blocks(self.limits.block_size))
+        entry.num_prompt_scheduled = found.num_blocks * self.limits.block_size
         self.reserved_tokens += size.tokens
         self.running[entry.id] = entry
         self.ledger.admitted(entry)
@@ -367,7 +378,7 @@ class Scheduler(Generic[S]):
             self._suspect = None
         self.reserved_tokens -= entry.request.size().tokens
         self.ledger.released(entry)
-        self._pool.free(entry.blocks)
+        self._cache.pool.free(entry.blocks)
         entry.blocks = []
 
     def _schedule(self, decoding: list[S], chunks: dict[int, int]) -> list[FilledBlock]:
@@ -383,16 +394,7 @@ class Scheduler(Generic[S]):
                 entry.num_scheduled += len(entry.forced) + 1  # the last chunk yields a token
             if entry.keys is not None:
                 last = min(entry.num_prompt_scheduled // self.limits.block_size, len(entry.keys.keys))
-                filled += [FilledBlock(entry, id, entry.keys.keys[i], entry.blocks[i]) for i in range(first, last)]
+                filled += [FilledBlock(entry, id, entry.keys.keys[i], entry.blocks[i], i) for i in range(first, last)]
         for block in filled:
-            self._pool.announce(block.key, block.block)
+            self._cache.pool.announce(block.key, block.block)
         return filled
-
-
-def _chunk_size(limits: Limits) -> ChunkSize | int:
-    """The chunk of a step in which others decode, or what chooses it."""
-    most, chunk = limits.max_batch_prefill_tokens, limits.prefill_chunk
-    if chunk == "auto":
-        seconds = None if limits.max_inter_token_ms is None else limits.max_inter_token_ms / 1000
-        return ChunkSize(most, seconds, CHUNKS if limits.pads_chunks else FINE_CHUNKS)
-    return most if chunk is None else min(chunk, most)

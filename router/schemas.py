@@ -10,7 +10,8 @@ are counted before any is built (`refuse_many_values`), and a list ends at its f
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic import ValidationError as SchemaError
@@ -32,6 +33,32 @@ class Strict(BaseModel):
     """A body or a part of one: no value is taken for another, and unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
+
+
+class NotServed(NamedTuple):
+    """What is said of a field with a meaning that is not served. neutral: its values that mean nothing."""
+
+    neutral: Sequence[Any] = (None,)
+    sentence: str = "is not served: leave it out"
+
+
+class Lenient(Strict):
+    """A body whose unknown fields are kept, to be looked through and named in the log."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", frozen=True)
+
+    not_served: ClassVar[Mapping[str, NotServed]] = {}
+
+    def refuse_what_is_not_served(self) -> None:
+        """Raises ValidationError for a field whose meaning would be lost."""
+        for name, its in self.not_served.items():
+            if getattr(self, name, None) not in its.neutral:
+                raise ValidationError(f"`{name}` {its.sentence}")
+
+    def ignored(self) -> list[str]:
+        """Names of the fields that nobody looks at."""
+        extra = self.model_extra or {}
+        return [name for name, value in extra.items() if value is not None and name not in self.not_served]
 
 
 class GrammarParameters(Strict):

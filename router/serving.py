@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from fastapi import Request
@@ -41,8 +41,10 @@ from router.samples import Answer
 from router.text import ModelTokenizer
 from router.tgi import PING
 from router.validation import Validator
+from router.workers import Workers
 
 Handler = Callable[[Request], Awaitable[Response]]
+Shaped = TypeVar("Shaped")
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class Services:
     shards: Shards
     batcher: Batcher
     metrics: Metrics
+    workers: Workers
     validator: Validator
     permits: Permits
     bodies: Bodies
@@ -107,7 +110,7 @@ def _note_names(request: Request, body: BaseModel) -> None:
     """For the log line: the model that the client names, and fields that nobody looks at."""
     if isinstance(model := getattr(body, "model", None), str):
         request.state.log["model"] = harmless(model)
-    if ignored := [name for name, value in (body.model_extra or {}).items() if value is not None]:
+    if isinstance(body, schemas.Lenient) and (ignored := body.ignored()):
         request.state.log["ignored_fields"] = harmless_names(ignored)
 
 
@@ -116,6 +119,13 @@ async def collect(request: Request, asked: Sequence[Asked], services: Services) 
     with ClientConnection.of(request.scope).needed():
         with closing(await _open(request, asked, services, is_stream=False)) as opened:
             return opened, await opened.answers()
+
+
+async def shaped(request: Request, services: Services, shape: Callable[[], Shaped]) -> Shaped:
+    """What `shape` makes of a whole answer, in a thread: a long one takes long, and streams go on meanwhile."""
+    account = account_of(request)
+    with ClientConnection.of(request.scope).needed():
+        return await services.workers.do(shape, account.owner if account is not None else "")
 
 
 async def stream(

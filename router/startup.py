@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from router.client import KvCache, ModelInfo, Shards
 from router.config import RouterConfig
 from router.limits import Limits, derive_lengths, max_sequences, resolve, useful_tokens
+from router.tiers.contents import TierContents
 
 TABLE_LIMITS = (
     "max_concurrent_requests",
@@ -34,6 +35,7 @@ class Started:
     model: ModelInfo
     cache: KvCache
     limits: Limits
+    tiers: TierContents | None = None  # behind the device; None: there are none
 
 
 async def start(config: RouterConfig, shards: Shards) -> Started:
@@ -66,24 +68,49 @@ async def start(config: RouterConfig, shards: Shards) -> Started:
 def table(config: RouterConfig, started: Started, address: str, more_facts: Iterable[tuple[str, str, str]] = ()) -> str:
     """What runs, with which limits, and where each limit came from. more_facts: rows of others, in front of limits."""
     model, cache, limits = started.model, started.cache, started.limits
+    where, _, why = model.offloaded.partition("; ")
     weights = ", ".join(sorted({_size(num_bytes) for num_bytes in model.weight_bytes}))
     facts = [
         ("model", f"{config.model_id} ({model.model_type})", f"revision {config.revision}" if config.revision else ""),
         ("dtype", model.dtype, model.dtype_reason),
         ("weights", f"{weights} per shard", model.quantize),
+        *([("off the device", where, why)] if where else []),
         ("shards", str(model.world_size), model.device),
         ("threads", f"{model.threads} per shard", model.threads_reason),
         ("backend", model.backend, model.backend_reason),
         ("KV cache", f"{cache.max_batch_total_tokens} tokens", f"{_size(cache.kv_bytes)} per shard"),
-        ("KV blocks", str(cache.num_blocks), f"{cache.block_size} tokens each"),
+        ("KV cache dtype", model.kv_cache_dtype, f"{model.kv_bytes_per_token} bytes for each token and shard"),
+        ("KV blocks", str(cache.num_blocks), cache.offloaded or f"{cache.block_size} tokens each"),
         ("decode graphs", cache.captured, f"{_size(cache.graph_bytes)} per shard" if cache.graph_bytes else ""),
         ("memory left", f"{_size(cache.free_bytes)} per shard", _largest_step(cache)),
         ("prefix cache", "on" if limits.prefix_caching else "off", _why_no_prefixes(config, started)),
+        *_tiers(started.tiers),
         *more_facts,
     ]
     shown = [name for name in TABLE_LIMITS if name not in _left_open(limits)]
     settings = [(name, _value(getattr(limits, name)), limits.sources.get(name, "default")) for name in shown]
     return _align([*facts, *settings, ("address", address, "")])
+
+
+def has_tiers(started: Started) -> bool:
+    """Whether the prefix cache goes on behind the device."""
+    return started.model.has_tiers and started.limits.prefix_caching
+
+
+def _tiers(tiers: TierContents | None) -> list[tuple[str, str, str]]:
+    """What is behind the device."""
+    if tiers is None:
+        return []
+    sizes = tiers.sizes
+    host, disk = (f"{_size(count * sizes.block_bytes)}" for count in (sizes.num_slots, sizes.num_places))
+    rows = [("prefix cache on host", f"{sizes.num_slots} blocks", host)]
+    if tiers.trouble:
+        rows.append(("prefix cache on disk", "off", tiers.trouble))
+    elif sizes.num_places:
+        rows.append(
+            ("prefix cache on disk", f"{sizes.num_places} blocks", f"{disk}, {len(tiers.stored)} there already")
+        )
+    return rows
 
 
 def _largest_step(cache: KvCache) -> str:

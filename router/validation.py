@@ -5,21 +5,18 @@ remedy after it is ours. Deliberately kinder than TGI: `top_p` and `typical_p` o
 stricter: stop sequences that are empty or very long, texts of many times what fits, even with `truncate`, and numbers
 that the wire's 32-bit floats cannot carry, are refused.
 
-`check` is pure. `Validator` adds the tokenizer, which runs in threads: a long prompt must not stall running streams. A
-gate before the threads (`turns.py`) lets API keys in by turns, and as many texts as there are threads: whoever is
-cancelled at the gate leaves nothing in the threads' queue.
+`check` is pure. `Validator` adds the tokenizer, which runs in threads (`workers.py`): a long prompt must not stall
+running streams.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from router.asked import Asked, Rendering
 from router.entry import Sampling, ValidRequest
@@ -31,7 +28,7 @@ from router.limits import Limits
 from router.schemas import GenerateParameters
 from router.text import ModelTokenizer, TokenizerError
 from router.token_rules import banned, check_bad_words, check_ends, ending, logit_bias
-from router.turns import Turns
+from router.workers import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +61,7 @@ class Checked:
 
 
 class Validator:
-    """Checks requests against the limits and tokenises their prompts, at most `num_workers` at a time.
+    """Checks requests against the limits and tokenises their prompts in the threads of `workers`.
 
     Where keys share the server, `owner` is whose request it is. compiler: None: no grammars.
     """
@@ -73,7 +70,7 @@ class Validator:
         self,
         tokenizer: ModelTokenizer,
         limits: Limits,
-        num_workers: int,
+        workers: Workers,
         decoder_start: int | None = None,
         compiler: Compiler | None = None,
     ) -> None:
@@ -83,8 +80,7 @@ class Validator:
         self._limits = limits
         per_token = tokenizer.most_characters_per_token
         self._most_characters = None if per_token is None else per_token * limits.max_input_length
-        self._pool = ThreadPoolExecutor(num_workers, thread_name_prefix="tokenise")
-        self._turns = Turns(num_workers)
+        self._workers = workers
 
     async def validate(self, asked: Asked, owner: str = "") -> list[ValidRequest]:
         """The request, once for each answer or sample that it wants. Raises ValidationError."""
@@ -173,30 +169,12 @@ class Validator:
         self._refuse_many_characters(text, SHORTEN)
         return await self._in_thread(lambda: len(self._encode(text, None, add_special_tokens=False)), owner)
 
-    def close(self) -> None:
-        """Let the tokenising threads end."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
     async def _in_thread(self, work: Callable[[], Result], owner: str) -> Result:
-        """Who is cancelled goes at once, but what a thread has begun it ends, and only then its place is free."""
-        await self._turns.enter(owner)
         try:
-            running = asyncio.get_running_loop().run_in_executor(self._pool, work)
-        except RuntimeError:  # the server ends, or there are no more threads
-            self._turns.leave()
-            raise
-        running.add_done_callback(self._ended)
-        await asyncio.wait((running,))  # does not cancel what it waits for
-        try:
-            return running.result()
+            return await self._workers.do(work, owner)
         except TokenizerError as error:
             logger.error("a prompt could not be tokenised: %s", error)
             raise ValidationError(f"`inputs` cannot be tokenised: {error}; change the text") from None
-
-    def _ended(self, running: asyncio.Future[Any]) -> None:
-        self._turns.leave()
-        if not running.cancelled():
-            running.exception()  # looked at: there may be nobody else any more
 
     def _encode(self, text: str, truncate: int | None, add_special_tokens: bool) -> list[int]:
         token_ids = self._tokenizer.encode(text, add_special_tokens)

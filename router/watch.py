@@ -3,7 +3,8 @@
 A step is late after ten times what the slowest steps of its size took, and never before `FLOOR_S`. Sizes are powers of
 two of the tokens computed, because a step with a long chunk takes a hundred times as long as one that decodes; of a
 size that has not come yet, the next larger one says how long, or a smaller one in proportion. The age of a step counts
-the time that this process was awake: where the whole machine stood still, nobody is late.
+the time that this process was awake: where the whole machine stood still, nobody is late. Nor is a step late whose
+weights still come from a disk, however slowly.
 
 Arithmetic alone. Who asks the shards for a sign of life, and has them ended, is `group.py`.
 """
@@ -17,6 +18,7 @@ FLOOR_S = 2.0
 FACTOR = 10.0
 TICK_S = 0.25  # how often whoever watches looks
 MOST_S = 600.0  # for a step of a size that has not come yet, or the first of all
+READ_S = 10.0  # a disk that brings nothing for so long is stuck
 SAMPLES = 256  # step times kept of each size
 
 
@@ -30,6 +32,8 @@ class StepWatch:
         self._began_at = 0.0  # when the oldest could begin: it was sent, and the one before it answered
         self._asleep = 0.0  # of the time since, seconds that this process did not run
         self._seen_at = 0.0
+        self._read_bytes = 0  # by the shards, when somebody last asked
+        self._read_at: float | None = None  # when that was found to have grown
         # Size -> seconds of its latest steps.
         self._times: dict[int, deque[float]] = before._times if before is not None else {}
 
@@ -58,6 +62,12 @@ class StepWatch:
     def is_late(self, age: float) -> bool:
         """Whether the oldest step may not be so old."""
         return bool(self._sizes) and age > self._deadline(self._sizes[0])
+
+    def is_reading(self, read_bytes: int, now: float) -> bool:
+        """Whether weights have come from a disk of late. read_bytes: since the shards' start. For a late step."""
+        if read_bytes != self._read_bytes:
+            self._read_bytes, self._read_at = read_bytes, now
+        return self._read_at is not None and now - self._read_at < READ_S
 
     def _deadline(self, size: int) -> float:
         if size in self._times:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from router.entry import ValidRequest
+from router.entry import Entry, ValidRequest
 from router.grammars.grammar import Mask
+from router.plan import StepPlan
 from router.queue import blocks_for
 from server.pb.generate_pb2 import (
     Extension,
@@ -96,6 +97,39 @@ def step_request(
         extend=[Extension(id=id, token_ids=token_ids) for id, token_ids in (extended or {}).items()],
         masks=_token_masks(masks) if masks else (),
     )
+
+
+def planned_request(plan: StepPlan[Entry], block_size: int, tier_session: int = 0) -> StepRequest:
+    """A plan in wire form. tier_session: that of the tiers behind the device, 0 where there are none."""
+    request = step_request(
+        plan.number,
+        retire=[*(entry.id for entry in plan.retired), *plan.preempted],
+        add=[
+            new_sequence(
+                entry.id,
+                entry.request,
+                entry.blocks,
+                block_size,
+                computed=plan.cached(entry),
+                generated=entry.generated_ids,
+                forced=entry.forced,
+            )
+            for entry in plan.admitted
+        ],
+        chunks=list(plan.chunks.items()),
+        decode=bool(plan.decoding),
+        held=plan.held if plan.decoding else (),
+        extended=plan.extended,
+        masks={e.id: e.continuation.mask for e in plan.constrained if e.continuation is not None},
+    )
+    request.tier_session = tier_session
+    for saved in plan.saves:
+        request.saved_blocks.append(saved.block)
+        request.saved_slots.append(saved.slot)
+    for restored in plan.restores:
+        request.restored_slots.append(restored.slot)
+        request.restored_blocks.append(restored.block)
+    return request
 
 
 def _token_masks(masks: Mapping[int, Mask]) -> list[TokenMask]:

@@ -53,18 +53,19 @@ async def run_null(config: ShardConfig) -> int:
 async def run(config: ShardConfig) -> int:
     """Load, serve until a signal, stop. Returns the exit code."""
     from server.distributed import PeerLost, disconnect  # after logging is set up: torch takes seconds to import
-    from server.loading import load
+    from server.loading import load, tiers
     from server.service import ShardService, serve
 
     try:
         engine, info = load(config)
+        behind = tiers(config, info)
     except PeerLost as error:
         log.critical("%s", error, extra={"consequence": True})  # of another rank's failure: not the one to report
         return 1
     except (ValueError, OSError, RuntimeError) as error:
         log.critical("%s", error)
         return 1
-    service = ShardService(engine, info, config.cuda_memory_fraction, config.step_sockets)
+    service = ShardService(engine, info, config.cuda_memory_fraction, config.step_sockets, behind)
     server = await serve(service, config.socket_path)
     log.info("Serving on %s", config.socket_path)
     stopped = asyncio.create_task(_stop_signal())

@@ -11,9 +11,24 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from server.offload.policy import Share
+
+AUTO = "auto"
 DTYPES = ("float32", "float16", "bfloat16")
 DEVICES = ("auto", "cuda", "cpu")
-QUANTIZE = ("int8",)
+QUANTIZE = (
+    "awq", "gptq", "compressed-tensors", "fp8", "int8", "int4", "eetq", "bitsandbytes-nf4", "bitsandbytes-fp4",
+    "bitsandbytes",
+)  # fmt: skip
+# What other servers know by these names: why not, and what to do instead.
+QUANTIZE_REFUSED = {
+    "exl2": "checkpoints of ExLlamaV2 are not served; take one of the same model in gptq or awq",
+    "marlin": "weights in the order of marlin's kernels are not served; take a checkpoint in gptq or awq, which needs "
+    "no other name here",
+    "gguf": "GGUF files are not served; take the model's safetensors, and int4 or int8 to quantise them while loading",
+}
+QUANTIZE_HEADS = ("int8", "none")
+KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
 ROPE_SCALINGS = ("linear", "dynamic")
 ALL_REDUCES = ("auto", "nccl", "symmetric")
 
@@ -43,7 +58,13 @@ class ShardConfig:
     socket_path: str  # unix socket that this rank serves on
     rendezvous: str  # init method of torch.distributed: file:///… or tcp://addr:port
     step_sockets: tuple[str, ...] = ()  # unix sockets on which ranks 1, 2 and so on take their steps from rank 0
+    # The limits that say how much of the memory the KV cache wants; 0: not known.
+    max_sequences: int = 0  # at once
+    max_total_tokens: int = 0
+    max_batch_total_tokens: int = 0
+    max_batch_prefill_tokens: int = 0
     is_null: bool = False  # answer with fixed tokens and load nothing: server/null.py
+    version: str = ""  # of Lockstep: what one version keeps on disk, another does not read
     log_level: str = "info"  # the public setting of this name, which RouterConfig describes
 
     dtype: str | None = field(
@@ -85,10 +106,83 @@ class ShardConfig:
     quantize: str | None = field(
         default=None,
         metadata={
-            "help": "Store the weights of linear layers in this format, converted while loading.",
+            "help": "Store the weights of linear layers in this format. int8, fp8, int4, eetq and those of "
+            "bitsandbytes are made while loading; a checkpoint that is quantised says itself how.",
             "choices": QUANTIZE,
+            "refused": QUANTIZE_REFUSED,
             "default": "as in the checkpoint",
-            "when": "int8 halves the memory of 16-bit weights; small differences in the text are to be expected.",
+            "when": "int8 halves the memory of 16-bit weights, int4 leaves little more than a quarter; small "
+            "differences in the text are to be expected (docs/quantized-models.md).",
+        },
+    )
+    quantize_head: str = field(
+        default="int8",
+        metadata={
+            "help": "How quantize int8 and int4 store the output head, and an embedding table that is tied to it.",
+            "choices": QUANTIZE_HEADS,
+            "when": "none keeps them as they are in the checkpoint: more memory, and logits that are a little nearer "
+            "to the model's.",
+        },
+    )
+    kv_cache_dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "What the KV cache stores keys and values in; auto: what the model computes in. int8 has a scale "
+            "for each token and head, fp8 those of the checkpoint, if any.",
+            "choices": KV_CACHE_DTYPES,
+            "when": "int8 holds about twice the tokens of 16 bits in the same memory, and texts hardly differ; "
+            "fp8_e4m3 is coarser, fp8_e5m2 coarser still.",
+        },
+    )
+    weights_on_device: str = field(
+        default="100%",
+        metadata={
+            "help": "How much of the layers' weights stays where they are computed with, as a share (40%) or in each "
+            "shard a size (6GB); the rest streams to it in every step. auto: as much as decodes fastest beside the KV "
+            "cache that the limits want, by measured speeds. Embedding and head always stay.",
+            "unit": "share or size",
+            "check": Share.parse,
+            "words": (AUTO,),
+            "when": "The model is larger than the memory: it then runs at the speed at which the rest can be read.",
+        },
+    )
+    weights_on_host: str | None = field(
+        default=None,
+        metadata={
+            "help": "How much of the layers' weights the host's memory keeps for a GPU, as a share of all or in each "
+            "shard a size; what is neither there nor on the GPU is read from offload_dir.",
+            "check": Share.parse,
+            "default": "all that is not on the GPU",
+            "when": "The host's memory is too small for the rest of the weights.",
+        },
+    )
+    kv_on_device: str = field(
+        default="100%",
+        metadata={
+            "help": "How much of the KV cache stays where it is computed with, as a share (40%) or in each shard a "
+            "size (6GB); the other blocks of a sequence come and go in every step, layer by layer.",
+            "check": Share.parse,
+            "when": "More or longer sequences are to run than memory holds: each then waits for its blocks to be read.",
+        },
+    )
+    kv_on_host: str | None = field(
+        default=None,
+        metadata={
+            "help": "How much of the KV cache the host's memory keeps for a GPU, as a share of all or in each shard a "
+            "size; what is neither there nor on the GPU is in offload_dir.",
+            "check": Share.parse,
+            "default": "all that is not on the GPU",
+            "when": "The host's memory is too small for the rest of the KV cache.",
+        },
+    )
+    offload_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for weights and KV blocks that stream from a disk: files that no other process can open, "
+            "and that are gone with the shard.",
+            "default": "none",
+            "when": "With weights_on_device or kv_on_device below 100%. On the fastest disk there is, never in "
+            "memory (tmpfs).",
         },
     )
     rope_scaling: str | None = field(
@@ -144,6 +238,39 @@ class ShardConfig:
             "when": "nccl to find out whether symmetric memory is at fault; symmetric to be told why it is not used.",
         },
     )
+    prefix_cache_host_gb: float = field(
+        default=0.0,
+        metadata={
+            "help": "Memory of the host for the prefix cache, of all shards together: what the KV cache has no room "
+            "for any more is copied back from there instead of computed.",
+            "unit": "GB",
+            "min": 0.0,
+            "max": 100_000.0,
+            "default": "0; with prefix_cache_disk_gb what the longest sequence takes, at most 1 GB",
+            "when": "On a GPU, requests begin with the same long texts, more of them than the KV cache holds. On a CPU "
+            "the KV cache lies in the same memory: raise max_batch_total_tokens instead.",
+        },
+    )
+    prefix_cache_disk_gb: float = field(
+        default=0.0,
+        metadata={
+            "help": "Room on disk for the prefix cache, of all shards together, in prefix_cache_dir. What it holds "
+            "outlives the server: keys and values of all prompts and answers (docs/operating.md).",
+            "unit": "GB",
+            "min": 0.0,
+            "max": 100_000.0,
+            "when": "Long texts come again after hours or restarts, and the disk is faster than computing them.",
+        },
+    )
+    prefix_cache_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for the prefix cache on disk; it is made if it is not there. Several models share one, "
+            "each with files of its own.",
+            "default": "none",
+            "when": "Together with prefix_cache_disk_gb, on a local disk that only you can read.",
+        },
+    )
     disable_custom_kernels: bool = field(
         default=False,
         metadata={
@@ -173,6 +300,11 @@ class ShardConfig:
         },
     )
 
+    @property
+    def has_tiers(self) -> bool:
+        """Whether the prefix cache goes on behind the device."""
+        return bool(self.prefix_cache_host_gb or self.prefix_cache_disk_gb)
+
     @classmethod
     def load(cls, path: str | Path) -> ShardConfig:
         """Read what `save` wrote: the launcher's hand-over to one shard process."""
@@ -184,3 +316,30 @@ class ShardConfig:
         target = Path(path)
         target.touch(mode=0o600)
         target.write_text(json.dumps(asdict(self)))
+
+
+def tier_problems(
+    *,
+    prefix_cache_host_gb: float,
+    prefix_cache_disk_gb: float,
+    prefix_cache_dir: str | None,
+    disable_prefix_caching: bool,
+) -> list[str]:
+    """What is wrong with these settings together, each with its remedy."""
+    problems = []
+    if prefix_cache_disk_gb and not prefix_cache_dir:
+        problems.append(
+            f"prefix_cache_disk_gb is {prefix_cache_disk_gb:g} but there is no prefix_cache_dir: give a folder on a "
+            "local disk, or leave both out"
+        )
+    if prefix_cache_dir and not prefix_cache_disk_gb:
+        problems.append(
+            f"prefix_cache_dir is {prefix_cache_dir} but prefix_cache_disk_gb is 0: say how much of that disk the "
+            "prefix cache may take, or leave both out"
+        )
+    if disable_prefix_caching and (prefix_cache_host_gb or prefix_cache_disk_gb):
+        problems.append(
+            "disable_prefix_caching is set, so nothing could use prefix_cache_host_gb and prefix_cache_disk_gb: leave "
+            "out either it or them"
+        )
+    return problems

@@ -85,6 +85,13 @@ class Shard:
             _collective(lambda: dist.all_reduce(tensor))
         return tensor
 
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        """The largest of all ranks' numbers, in place; returns `tensor`."""
+        self.progress.begun += 1
+        if self.world_size > 1:
+            _collective(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX))
+        return tensor
+
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """The ranks' equally shaped tensors, in the order of the ranks."""
         self.progress.begun += 1

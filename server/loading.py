@@ -6,13 +6,14 @@ What can be refused is refused from config.json alone, before a byte of weights 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
-from server import backends, distributed
+from server import backends, distributed, offloading, quantisation
 from server.arch import families
 from server.arch.spec import validate, with_rope_scaling
 from server.backends import Backend, Device
@@ -20,13 +21,23 @@ from server.backends.cpu.heap import freed_at_once
 from server.backends.cpu.threads import plan_threads
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE
-from server.checkpoint.weights import Checkpoint, RandomCheckpoint, Weights
-from server.config import DTYPES, ShardConfig, parse_graph_sizes
+from server.checkpoint.random_weights import RandomCheckpoint
+from server.checkpoint.weights import Checkpoint, Weights
+from server.config import AUTO, DTYPES, ShardConfig, parse_graph_sizes
 from server.distributed import Shard
 from server.model import load as model_loading
+from server.model.streamed import Streaming
+from server.model.transformer import local_kv_heads
+from server.offload.policy import Share
+from server.offload.times import Times
 from server.pb import generate_pb2 as pb
+from server.quant.kv import AS_COMPUTED, KV_FORMATS
+from server.quant.sizes import Storage
+from server.stepping.cache import KVShape
 from server.stepping.engine import Engine, Model
 from server.stepping.sampling import Watermark
+from server.tiers.identity import identity as identify
+from server.tiers.mover import TierConfig, Tiers
 
 
 class ChooseBackend(Protocol):
@@ -46,6 +57,10 @@ class Loaded:
     dtype_reason: str
     computes: str  # what computes the model, for people
     why_not_captured: str | None
+    quantised: str = "dense"  # how its linear layers are stored, for people
+    offloaded: str = ""  # where weights are that are not on the device, for people
+    read_bytes: Callable[[], int] = lambda: 0  # of them, from a disk, so far
+    times: Times | None = None  # what streaming has cost, where weights stream
 
 
 def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[Engine, pb.InfoReply]:
@@ -66,10 +81,13 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
     watermark = Watermark(config.watermark_gamma, config.watermark_delta)
     sizes = None if config.cuda_graphs is None else parse_graph_sizes(config.cuda_graphs)
     why_not = loaded.why_not_captured or ("--cuda-graphs is 0" if sizes == () else None)
-    engine = Engine(model, loaded.shard, loaded.backend, loaded.dtype, watermark, why_not, sizes)
+    engine = Engine(
+        model, loaded.shard, loaded.backend, loaded.dtype, watermark, why_not, sizes, read_bytes=loaded.read_bytes
+    )
+    engine.times = loaded.times
     info = pb.InfoReply(
         model_type=hf_config["model_type"],
-        dtype=str(loaded.dtype).removeprefix("torch."),
+        dtype=_name(loaded.dtype),
         dtype_reason=loaded.dtype_reason,
         device=device.name,
         world_size=config.world_size,
@@ -81,12 +99,41 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
         backend_reason=loaded.computes,
         threads=threads,
         threads_reason=threads_reason,
-        quantize=config.quantize or "dense",
+        quantize=loaded.quantised,
         block_size=BLOCK_SIZE,
         decoder_start=model.decoder_start,
         shares_prefixes=model.shares_prefixes,
+        offloaded=loaded.offloaded,
+        has_tiers=model.shares_prefixes and config.has_tiers,
+        kv_cache_dtype=engine.kv_shape.format.name if engine.kv_shape.format != AS_COMPUTED else _name(loaded.dtype),
     )
     return engine, info
+
+
+def tiers(config: ShardConfig, info: pb.InfoReply) -> Tiers | None:
+    """The tiers of the prefix cache behind this rank's device; None where there are none. Raises OSError.
+
+    Whatever changes keys and values is in the names of their files, but for the tokens.
+    """
+    if not info.has_tiers:
+        return None
+    facts = [
+        *(info.model_type, info.dtype, info.kv_cache_dtype, info.quantize, info.backend, info.backend_reason),
+        *map(str, (info.device, info.world_size, info.block_size, info.kv_bytes_per_token)),
+        *map(str, (config.rope_scaling, config.rope_factor, config.quantize_head, config.random_weights)),
+        *(config.version, torch.__version__),
+    ]
+    weights = None if config.random_weights else Path(config.weights_path)
+    identity = identify(Path(config.model_path), weights, facts) if config.prefix_cache_disk_gb else b""
+    return Tiers(
+        TierConfig(
+            host_bytes=int(config.prefix_cache_host_gb * 1e9) // config.world_size,
+            disk_bytes=int(config.prefix_cache_disk_gb * 1e9) // config.world_size,
+            folder=Path(config.prefix_cache_dir).expanduser() if config.prefix_cache_dir else None,
+            name=f"{config.rank}-of-{config.world_size}",
+            identity=identity,
+        )
+    )
 
 
 def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseBackend) -> Loaded:
@@ -94,18 +141,46 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     if config.rope_scaling or config.rope_factor:
         spec = with_rope_scaling(spec, config.rope_scaling or "linear", config.rope_factor or 1.0)
     validate(spec, config.world_size)
+    quantised = quantisation.choose(config.quantize, Path(config.model_path), hf_config, config.quantize_head)
     device = backends.open_device(config.device, config.rank, config.world_size)
-    checkpoint, stored = _open(config, hf_config)
+    checkpoint, stored = _open(config, hf_config, quantised.storage if quantised.format else None)
     dtype, reason = choose_dtype(config.dtype, stored, device)
     backend = choose(device, dtype, disable_custom_kernels=config.disable_custom_kernels)
+    kv_placement = offloading.choose_kv_placement(config, spec, device)
     shard = distributed.connect(
         config.rank, config.world_size, config.rendezvous, device.torch_device, config.all_reduce
     )
-    weights = Weights.open(checkpoint, family.names, shard, dtype, device.torch_device)
-    format = config.quantize or "dense"
-    model = model_loading.load(weights, spec, backend, format)
-    why_not = backend.why_not_captured(spec, format, config.world_size)
-    return Loaded(model, shard, backend, dtype, reason, backend.description, why_not)
+    cache = KV_FORMATS[config.kv_cache_dtype]
+    kv_heads = len(local_kv_heads(spec, shard))
+    kv_bytes = KVShape(spec.num_layers, kv_heads, spec.head_dim, dtype, format=cache).bytes_per_token
+    auto = offloading.automatic(config, spec, backend, dtype, shard, kv_bytes)
+    placement = offloading.choose_placement(config, spec, device, auto)
+    weights = Weights.open(
+        checkpoint,
+        family.names,
+        shard,
+        dtype,
+        device.torch_device,
+        quantised.format,
+        quantised.quantise,
+        quantised.quantise_head,
+    )
+    model = model_loading.load(weights, spec, backend, cache, placement, kv_placement)
+    offloaded = offloading.described(placement)
+    why_not = "weights stream" if offloaded else backend.why_not_captured(spec, quantised.name, config.world_size)
+    return Loaded(
+        model,
+        shard,
+        backend,
+        dtype,
+        reason,
+        backend.description,
+        why_not,
+        quantised.description,
+        offloaded,
+        placement.read_bytes,
+        placement.times if isinstance(placement, Streaming) else None,
+    )
 
 
 def _load_fallback(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
@@ -113,8 +188,11 @@ def _load_fallback(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
 
     name, supported = hf_config.get("model_type"), sorted(families.FAMILIES)
     wishes = {
+        "--kv-cache-dtype": config.kv_cache_dtype != AS_COMPUTED.name,
         "--num-shard": config.world_size > 1,
         "--quantize": bool(config.quantize),
+        "--weights-on-device": config.weights_on_device != AUTO and not Share.parse(config.weights_on_device).is_all,
+        "--kv-on-device": not Share.parse(config.kv_on_device).is_all,
         "--rope-scaling and --rope-factor": bool(config.rope_scaling or config.rope_factor),
     }
     for flag, is_given in wishes.items():
@@ -131,14 +209,16 @@ def _load_fallback(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
     return Loaded(model, Shard(), backend, dtype, reason, "transformers' own model", "transformers runs the model")
 
 
-def _open(config: ShardConfig, hf_config: dict[str, Any]) -> tuple[Checkpoint | RandomCheckpoint, torch.dtype]:
-    """The source of the weights, and the dtype that they are stored in."""
+def _open(
+    config: ShardConfig, hf_config: dict[str, Any], storage: Storage | None = None
+) -> tuple[Checkpoint | RandomCheckpoint, torch.dtype]:
+    """The source of the weights, and the dtype that dense ones are stored in. storage: of random ones, if quantised."""
     if config.random_weights:
         name = hf_config.get("dtype") or hf_config.get("torch_dtype") or "float16"
         dtype = getattr(torch, name) if name in DTYPES else torch.float16
-        return RandomCheckpoint(dtype), dtype
+        return RandomCheckpoint(dtype, storage), dtype
     checkpoint = Checkpoint(config.weights_path)
-    return checkpoint, checkpoint.dtype_of(next(iter(checkpoint.names())))
+    return checkpoint, checkpoint.dtype_of_most() or torch.float16
 
 
 def choose_dtype(wanted: str | None, stored: torch.dtype, device: Device) -> tuple[torch.dtype, str]:
@@ -149,4 +229,8 @@ def choose_dtype(wanted: str | None, stored: torch.dtype, device: Device) -> tup
     if stored in good:
         return stored, "the checkpoint's"
     nearest = next(d for d in (torch.bfloat16, torch.float16, torch.float32) if d in good)
-    return nearest, f"{device.kind} does not compute the checkpoint's {str(stored).removeprefix('torch.')} well"
+    return nearest, f"{device.kind} does not compute the checkpoint's {_name(stored)} well"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -174,6 +174,7 @@ class NullService(pb_grpc.ShardServicer):
             threads=1,
             threads_reason="nothing is computed",
             quantize="dense",
+            kv_cache_dtype="none",
             block_size=BLOCK_SIZE,
             num_blocks=self._num_blocks,
         )
@@ -193,6 +194,10 @@ class NullService(pb_grpc.ShardServicer):
         sentence = "the null model computes nothing that could be profiled: serve a real model, or random weights"
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, sentence)
         raise AssertionError("abort raises")
+
+    async def Streamed(self, request: pb.StreamedRequest, context: grpc.aio.ServicerContext) -> pb.StreamedReply:
+        """There are no weights that could stream."""
+        return pb.StreamedReply()
 
     async def Run(
         self, requests: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext

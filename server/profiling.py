@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from torch.profiler import profile
 
-from server.backends.protocol import Device
+from server.backends.device import Device
 
 
 @dataclass(frozen=True)

@@ -12,14 +12,17 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import grpc
 import torch
 
 from server.backends.failures import lost_device
-from server.blocks import BLOCK_SIZE
+from server.blocks import BLOCK_SIZE, num_blocks
 from server.distributed import PeerLost
+from server.offload.times import Times
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
 from server.profiling import StepProfiler
@@ -27,6 +30,8 @@ from server.relay import MAX_MESSAGE_BYTES, StepStream
 from server.stepping.engine import Engine, Launched, StepResult
 from server.stepping.sequences import StepError
 from server.stepping.warmup import warm_up
+from server.tiers.disk import KEY_BYTES
+from server.tiers.mover import Move, Tiers
 
 log = logging.getLogger(__name__)
 
@@ -37,15 +42,21 @@ MOST_SEQUENCES = 65536
 class ShardService(pb_grpc.ShardServicer):
     """Serves one engine. `failed` is set to the reason when the ranks can no longer be in step.
 
-    step_sockets: where ranks 1, 2 and so on take their steps from rank 0.
+    step_sockets: where ranks 1, 2 and so on take their steps from rank 0; tiers: those of the prefix cache, if any.
     """
 
     def __init__(
-        self, engine: Engine, info: pb.InfoReply, cuda_memory_fraction: float, step_sockets: Sequence[str] = ()
+        self,
+        engine: Engine,
+        info: pb.InfoReply,
+        cuda_memory_fraction: float,
+        step_sockets: Sequence[str] = (),
+        tiers: Tiers | None = None,
     ):
         self._engine = engine
         self._info = info
         self._fraction = cuda_memory_fraction
+        self._tiers = tiers
         self._profiler = StepProfiler(engine.device)
         activate = engine.device.activate
         self._compute = ThreadPoolExecutor(1, thread_name_prefix="compute", initializer=activate)
@@ -69,6 +80,7 @@ class ShardService(pb_grpc.ShardServicer):
             steps_finished=self._received - len(self._arrivals),
             oldest_step_ms=int(age * 1000),
             collectives=self._engine.shard.progress.begun,
+            read_bytes=self._engine.read_bytes() + self._engine.kv_placement.moved_bytes,
         )
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupReply:
@@ -112,20 +124,80 @@ class ShardService(pb_grpc.ShardServicer):
             top_n_tokens=request.max_top_n_tokens,
             sequences=request.max_sequences,
             fraction=self._fraction,
+            host_bytes=self._tiers.config.host_bytes if self._tiers is not None else 0,
         )
-        kv_bytes = engine.num_blocks * BLOCK_SIZE * engine.kv_shape.bytes_per_token
+        on_device = engine.kv_placement.device_bytes
         world_size = engine.shard.world_size
         return pb.WarmupReply(
             max_batch_total_tokens=warmed.tokens,
             block_size=BLOCK_SIZE,
             num_blocks=engine.num_blocks,
-            kv_bytes=kv_bytes,
-            free_bytes=engine.device.left_bytes(fraction=self._fraction, world_size=world_size, kv_bytes=kv_bytes),
+            kv_bytes=engine.num_blocks * engine.kv_shape.bytes_per_block,
+            free_bytes=engine.device.left_bytes(fraction=self._fraction, world_size=world_size, kv_bytes=on_device),
             step_bytes=warmed.step_bytes,
             graph_bytes=warmed.graph_bytes,
             captured=warmed.captured,
             pads_chunks=engine.pads_chunks,
+            kv_offloaded=engine.kv_placement.offloaded,
         )
+
+    async def OpenTiers(self, request: pb.OpenTiersRequest, context: grpc.aio.ServicerContext) -> pb.OpenTiersReply:
+        """Begin a session of the prefix cache's tiers. FAILED_PRECONDITION where there are none, or no warm-up yet."""
+        if self._tiers is None or self._warmed is None:
+            sentence = "this shard's prefix cache has no tiers" if self._tiers is None else "warm up first"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, sentence)
+            raise AssertionError("abort raises")
+        opening = asyncio.get_running_loop().run_in_executor(self._compute, self._open_tiers, self._tiers, request)
+        try:
+            return await opening
+        except (RuntimeError, MemoryError) as error:
+            self._fail(error)
+            text = _sentence(error)
+        await context.abort(grpc.StatusCode.INTERNAL, text)
+        raise AssertionError("abort raises")
+
+    def _open_tiers(self, tiers: Tiers, request: pb.OpenTiersRequest) -> pb.OpenTiersReply:
+        assert self._warmed is not None
+        block_bytes = BLOCK_SIZE * self._engine.kv_shape.bytes_per_token
+        count = tiers.num_slots(block_bytes, num_blocks(self._warmed[0].max_total_tokens))
+        contents = tiers.open(self._engine.open_slots(count, tiers.session), request.session)
+        return pb.OpenTiersReply(
+            num_slots=contents.num_slots,
+            num_places=contents.num_places,
+            block_bytes=contents.block_bytes,
+            places=contents.entries,
+            keys=b"".join(entry.key for entry in contents.entries.values()),
+            stamps=[entry.stamp for entry in contents.entries.values()],
+            trouble=contents.trouble,
+        )
+
+    async def MoveBlocks(self, request: pb.MoveBlocksRequest, context: grpc.aio.ServicerContext) -> pb.MoveBlocksReply:
+        """Move blocks between host and disk. Touches nothing of the model."""
+        count = len(request.slots)
+        columns = (
+            len(request.places),
+            len(request.keys) / KEY_BYTES,
+            count if request.is_fetch else len(request.stamps),
+        )
+        if self._tiers is None or columns != (count,) * 3:
+            await context.abort(
+                grpc.StatusCode.INVALID_ARGUMENT, f"there are no tiers, or not {count} blocks: {columns}"
+            )
+            raise AssertionError("abort raises")
+        moved = await self._tiers.move(
+            Move(
+                session=request.session,
+                after_step=request.after_step,
+                is_fetch=request.is_fetch,
+                slots=list(request.slots),
+                places=list(request.places),
+                keys=request.keys,
+                stamps=list(request.stamps),
+            )
+        )
+        if moved.trouble:
+            log.warning("%s", moved.trouble)
+        return pb.MoveBlocksReply(**asdict(moved))
 
     async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> pb.ProfileReply:
         """Start a profile of the compute thread, or end it and say where its time went."""
@@ -145,6 +217,19 @@ class ShardService(pb_grpc.ShardServicer):
             names=[t.name for t in times], calls=[t.calls for t in times], self_ns=[t.self_ns for t in times]
         )
 
+    async def Streamed(self, request: pb.StreamedRequest, context: grpc.aio.ServicerContext) -> pb.StreamedReply:
+        """What the link and the streamed layers did when; answered between two steps."""
+        return await asyncio.get_running_loop().run_in_executor(self._compute, self._streamed, request)
+
+    def _streamed(self, request: pb.StreamedRequest) -> pb.StreamedReply:
+        times = self._engine.times
+        if times is None:
+            return pb.StreamedReply()
+        reply = streamed_reply(times)
+        if request.forget:
+            times.forget()
+        return reply
+
     async def Run(
         self, requests: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepReply]:
@@ -157,7 +242,11 @@ class ShardService(pb_grpc.ShardServicer):
         self._received += 1
         self._arrivals.append(time.monotonic())
         launched = asyncio.get_running_loop().run_in_executor(self._compute, self._engine.launch, request)
-        return asyncio.create_task(self._reply(request.step, launched))
+        replying = asyncio.create_task(self._reply(request.step, launched))
+        if self._tiers is not None:
+            noting = partial(self._tiers.session.finished, request.tier_session, request.step)
+            replying.add_done_callback(lambda _: noting())
+        return replying
 
     async def _reply(self, step: int, launched: asyncio.Future[Launched | None]) -> pb.StepReply:
         # After a failed launch one rank goes on without that step's sequences; several are no longer in step, and a
@@ -192,6 +281,8 @@ class ShardService(pb_grpc.ShardServicer):
         await asyncio.get_running_loop().run_in_executor(self._compute, self._release)
 
     def _release(self) -> None:
+        if self._tiers is not None:
+            self._tiers.close()
         self._engine.release()
         if (end := self._engine.device.event()) is not None:
             end.synchronize()
@@ -216,6 +307,22 @@ def to_reply(step: int, result: StepResult) -> pb.StepReply:
     for id, known in result.prompt.items():
         reply.prompt.add(id=id, logprobs=known.logprobs, top_ids=known.top_ids, top_logprobs=known.top_logprobs)
     return reply
+
+
+def streamed_reply(times: Times) -> pb.StreamedReply:
+    """The wire's form of what streaming has cost."""
+    reads, computed = list(times.reads), list(times.computed)
+    return pb.StreamedReply(
+        pass_bytes=times.pass_bytes,
+        bytes=times.bytes,
+        waited_s=times.waited_s,
+        read_layers=[span.layer for span in reads],
+        read_began_s=[span.began_s for span in reads],
+        read_ended_s=[span.ended_s for span in reads],
+        computed_layers=[span.layer for span in computed],
+        computed_began_s=[span.began_s for span in computed],
+        computed_ended_s=[span.ended_s for span in computed],
+    )
 
 
 async def serve(service: ShardService, socket_path: str) -> grpc.aio.Server:

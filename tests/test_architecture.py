@@ -25,44 +25,64 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "benchmark": {
         "benchmark", "router.client", "router.entry", "router.queue", "router.version", "router.wire",
-        "server.arch.families", "server.arch.spec", "server.pb", "server.process",
+        "server.arch.families", "server.arch.names", "server.arch.spec", "server.pb", "server.process",
+        "server.checkpoint.quantize_config", "server.offload.cost", "server.offload.policy", "server.offload.times",
+        "server.quant.sizes",
+    },
+    "benchmark.generating": {
+        "benchmark", "router.batcher", "router.entry", "router.limits", "router.metrics", "router.text",
+    },
+    "benchmark.rates": {"benchmark", "server.backends", "server.offload"},
+    "benchmark.scheduled": {"benchmark", "router.client", "router.text", "server.offload.policy"},
+    "benchmark.schedules": {
+        "benchmark", "router.entry", "router.limits", "router.queue", "server.offload.cost",
     },
     "benchmark.prediction": {"benchmark", "router.limits"},
     "benchmark.probes": {"benchmark", "server.backends"},
     "benchmark.kernels": {"benchmark", "server.arch.spec", "server.backends"},
+    "benchmark.products": {"benchmark", "server.arch.spec", "server.backends"},
+    "benchmark.quantised": {"server.quant.stored"},
     "benchmark.fleet": {
         "benchmark", "router.batcher", "router.entry", "router.limits", "router.plan", "router.scheduler",
     },
-    "benchmark.simulate": {"benchmark", "router.config", "router.limits", "router.queue"},
+    "benchmark.simulate": {
+        "benchmark", "router.config", "router.limits", "router.queue", "server.quant.sizes",
+    },
     "benchmark.prompts": {"benchmark", "router.text"},
     "benchmark.subject": {"benchmark", "router.config", "router.limits"},
-    "benchmark.offline": {
-        "benchmark", "router.batcher", "router.client", "router.entry", "router.limits", "router.metrics",
-        "router.text",
-    },
+    "benchmark.offline": {"benchmark", "router.client", "router.limits", "router.text"},
     "router": {"router", "server.pb"},
     "router.__main__": {"router", "server.logs"},
     "router.launch": {
         "router.config", "router.launch", "router.version", "server.config", "server.output", "server.process",
     },
+    "router.jobs": {"router.jobs"},
+    "router.launch.batch": {"router.jobs", "router.launch"},
+    "router.launch.batch_http": {"router.jobs"},
+    "router.launch.quantize": {"router.launch", "router.text", "server.quantising.recipe"},
     "router.launch.watermark": {"router.launch", "router.text", "router.watermark"},
     "router.queue": set(),
     "router.prefix": set(),
-    "router.chunks": set(),
+    "router.chunks": {"router.limits"},
+    "router.prefix_cache": {"router.blocks", "router.entry", "router.plan", "router.tiers"},
+    "router.tiers": {"router.tiers"},
+    "router.tiers.mover": {"router.client", "router.tiers"},
     "router.fairness": set(),
     "router.scheduler": {
-        "router.blocks", "router.chunks", "router.entry", "router.fairness", "router.grammars.grammar",
-        "router.limits", "router.plan", "router.prefix", "router.queue",
+        "router.chunks", "router.entry", "router.fairness", "router.grammars.grammar", "router.limits", "router.plan",
+        "router.prefix", "router.prefix_cache", "router.queue", "router.tiers.index",
     },
     "router.blocks": set(),
-    "router.plan": {"router.entry"},
+    "router.plan": {"router.entry", "router.tiers.moving"},
     "router.grammars": {"router.aside", "router.errors", "router.grammars", "server.process"},
     "router.grammars.asked": {"router.errors", "router.grammars.grammar", "router.schemas"},
     "router.grammars.grammar": {"router.errors"},
     "router.grammars.matcher": {"router.grammars.grammar"},
     "router.aside": {"router.aside", "router.turns", "server.process"},
+    "router.batch_settings": set(),
+    "router.batches.multipart": set(),
     "router.chat_settings": set(),
-    "router.config": {"router.chat_settings", "router.connection_settings"},
+    "router.config": {"router.batch_settings", "router.chat_settings", "router.connection_settings"},
     "router.connection_settings": set(),
     "router.errors": set(),
     "router.model_files": set(),
@@ -75,68 +95,120 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.service",
     },
     "server.arch": {"server.arch"},
-    "server.backends": {"server.arch", "server.backends"},
+    "server.backends": {"server.arch", "server.backends", "server.quant"},
     "server.backends.cpu": {
-        "server.arch", "server.backends.cpu", "server.backends.protocol", "server.backends.reference",
+        "server.arch", "server.backends.cpu", "server.backends.device", "server.backends.host_copies",
+        "server.backends.pages", "server.backends.protocol", "server.backends.reference", "server.quant",
     },
     "server.backends.cuda": {
-        "server.arch", "server.backends.cuda", "server.backends.failures", "server.backends.protocol",
-        "server.backends.reference",
+        "server.arch", "server.backends.cuda", "server.backends.device", "server.backends.failures",
+        "server.backends.host_copies", "server.backends.pages", "server.backends.protocol",
+        "server.backends.reference", "server.quant",
     },
+    "server.backends.device": {"server.backends.host_copies"},
     "server.backends.failures": set(),
-    "server.backends.protocol": {"server.arch.spec", "server.blocks"},
-    "server.backends.reference": {"server.arch", "server.backends.protocol", "server.backends.reference"},
+    "server.backends.host_copies": set(),
+    "server.backends.pages": set(),
+    "server.backends.protocol": {"server.arch.spec", "server.backends.device", "server.blocks", "server.quant"},
+    "server.backends.reference": {
+        "server.arch", "server.backends.device", "server.backends.pages", "server.backends.protocol",
+        "server.backends.reference", "server.quant",
+    },
     "server.blocks": set(),
-    "server.checkpoint": {"server.arch.names", "server.blocks", "server.checkpoint", "server.distributed"},
+    "server.checkpoint": {
+        "server.arch.names", "server.blocks", "server.checkpoint", "server.distributed", "server.quant.configs",
+        "server.quant.left_out", "server.quant.sizes", "server.quant.stored",
+    },
     "server.checkpoint.download": {"server.checkpoint.files"},
     "server.checkpoint.files": set(),
+    "server.checkpoint.quantize_config": {
+        "server.checkpoint.files", "server.quant.configs", "server.quant.sizes",
+    },
     "server.checkpoint.hub": {"server.checkpoint.download", "server.checkpoint.files"},
     "server.checkpoint.spm": {"server.checkpoint.spm_model", "server.checkpoint.spm_normalizer"},
     "server.checkpoint.spm_model": set(),
     "server.checkpoint.spm_normalizer": {"server.checkpoint.spm_model"},
-    "server.config": set(),
+    "server.config": {"server.offload.policy"},
     "server.distributed": {"server.process", "server.symmetric"},
     "server.layers": {
         "server.arch.spec", "server.backends.protocol", "server.backends.reference.linear", "server.blocks",
-        "server.checkpoint.weights", "server.distributed", "server.layers",
+        "server.checkpoint.formats.protocol", "server.checkpoint.weights", "server.distributed", "server.layers",
+        "server.quant.stored",
     },
     "server.loading": {
-        "server.arch", "server.backends", "server.blocks", "server.checkpoint.weights", "server.config",
-        "server.distributed", "server.model", "server.pb", "server.stepping",
+        "server.arch", "server.backends", "server.blocks", "server.checkpoint.random_weights",
+        "server.checkpoint.weights", "server.config", "server.distributed", "server.model",
+        "server.offload.policy", "server.offload.times", "server.offloading", "server.pb", "server.quant.kv",
+        "server.quant.sizes", "server.quantisation", "server.stepping", "server.tiers",
     },
     "server.logs": {"server.output"},
     "server.model": {
         "server.arch.spec", "server.backends.protocol", "server.checkpoint.weights", "server.distributed",
-        "server.layers", "server.model", "server.stepping.batch", "server.stepping.cache",
+        "server.backends.device", "server.layers", "server.model", "server.offload", "server.quant.kv",
+        "server.blocks", "server.stepping.batch", "server.stepping.cache", "server.stepping.kv_placement",
         "server.stepping.sequences",
     },
     "server.nursery": {"server.__main__", "server.process"},  # and by name, ahead of time, what `run` there imports
     "server.null": {"server.blocks", "server.config", "server.pb", "server.relay"},
     "server.pb": {"server.pb"},
+    "server.offload": {
+        "server.backends.device", "server.backends.pages", "server.backends.protocol", "server.offload",
+    },
+    "server.offload.cost": set(),
+    "server.offload.policy": set(),
+    "server.offload.times": set(),
+    "server.offloading": {
+        "server.arch.spec", "server.backends", "server.config", "server.distributed", "server.model",
+        "server.offload", "server.stepping.kv_placement",
+    },
     "server.output": set(),
     "server.process": set(),
-    "server.profiling": {"server.backends.protocol"},
+    "server.profiling": {"server.backends.device"},
+    "server.quant": {"server.quant"},
+    "server.quant.configs": {"server.quant.expressions"},
+    "server.quant.expressions": set(),
+    "server.quant.left_out": {"server.quant.configs", "server.quant.expressions"},
+    "server.quant.sizes": {"server.quant.configs", "server.quant.left_out"},
+    "server.quantisation": {"server.checkpoint.formats", "server.checkpoint.quantize_config", "server.quant"},
+    "server.quantising": {
+        "server.arch", "server.backends.device", "server.backends.protocol", "server.checkpoint",
+        "server.distributed", "server.layers",
+        "server.model", "server.quant", "server.quantising", "server.stepping.batch", "server.blocks",
+    },
+    "server.quantising.__main__": {"server.quantising"},
+    "server.quantising.process": {"server.backends", "server.quantising"},
+    "server.quantising.job": {
+        "server.arch", "server.backends.device", "server.backends.protocol", "server.backends.reference",
+        "server.checkpoint.weights",
+        "server.distributed", "server.quantisation", "server.quantising",
+    },
+    "server.quantising.recipe": set(),
     "server.relay": {"server.pb"},
     "server.service": {
-        "server.backends.failures", "server.blocks", "server.distributed", "server.pb", "server.profiling",
-        "server.relay", "server.stepping",
+        "server.backends.failures", "server.blocks", "server.distributed", "server.offload.times", "server.pb",
+        "server.profiling", "server.relay", "server.stepping", "server.tiers",
     },
+    "server.tiers": {"server.tiers"},
+    "server.tiers.identity": {"server.checkpoint.files"},
     "server.stepping": {
-        "server.backends.failures", "server.backends.protocol", "server.blocks", "server.distributed", "server.pb",
+        "server.backends.failures", "server.backends.device", "server.backends.host_copies",
+        "server.backends.protocol", "server.blocks", "server.distributed", "server.offload.times", "server.pb",
         "server.stepping",
     },
-    "server.stepping.biases": {"server.backends.protocol", "server.stepping.vocabulary"},
+    "server.stepping.biases": {"server.backends.device", "server.backends.protocol", "server.stepping.vocabulary"},
+    "server.stepping.cache": {"server.backends.device", "server.backends.protocol", "server.blocks", "server.quant.kv"},
     "server.stepping.captured_sampling": {
         "server.backends.reference.logits", "server.stepping.sampling", "server.stepping.vocabulary",
     },
     "server.symmetric": set(),
-    "server.stepping.history": {"server.backends.protocol", "server.stepping.vocabulary"},
-    "server.stepping.masks": {"server.backends.protocol", "server.stepping.vocabulary"},
+    "server.stepping.history": {"server.backends.device", "server.backends.protocol", "server.stepping.vocabulary"},
+    "server.stepping.masks": {"server.backends.device", "server.backends.protocol", "server.stepping.vocabulary"},
     "server.stepping.sampling": {
-        "server.backends.protocol", "server.backends.reference.logits", "server.stepping.biases",
+        "server.backends.device", "server.backends.protocol", "server.backends.reference.logits",
+        "server.stepping.biases",
         "server.stepping.history", "server.stepping.masks", "server.stepping.vocabulary",
     },
-    "server.stepping.vocabulary": {"server.backends.protocol", "server.distributed"},
+    "server.stepping.vocabulary": {"server.backends.device", "server.backends.protocol", "server.distributed"},
 }  # fmt: skip
 
 # The two loops that must outlive a request may catch everything; `tokenizers` raises nothing finer than Exception.
@@ -249,13 +321,14 @@ def test_only_the_backends_loading_and_distributed_name_a_device() -> None:
     # Beside them: the choices of --device, the null model, which says that it has a CPU, and a child of the launcher
     # that reads pickled files and computes nothing.
     beside = {"server.config", "server.null", "server.checkpoint.convert"}
+    beside |= {"server.quantising.recipe"}  # likewise the choices of its --device
     allowed = {"server.backends", "server.loading", "server.distributed", *beside}
     assert [] == [module for module in sorted(told_apart) if not longest_match(module, allowed)]
 
 
 def test_no_package_of_a_shard_looks_up() -> None:
     """Each package imports those before it alone."""
-    order = ["arch", "checkpoint", "backends", "stepping", "layers", "model"]
+    order = ["arch", "quant", "checkpoint", "backends", "stepping", "layers", "model"]
     rank = {f"server.{name}": height for height, name in enumerate(order)}
     upward = [
         (module, name)

@@ -227,7 +227,7 @@ def test_sigterm_lets_running_requests_finish_and_refuses_new_ones() -> None:
         for client in clients:
             client.start()
         assert eventually(lambda: server.metrics().get(ADMITTED) == 8)
-        with httpx2.Client(base_url=server.url) as kept_alive:
+        with httpx2.Client(base_url=server.url, timeout=60) as kept_alive:
             assert kept_alive.get("/health").status_code == 200
             server.stop()
             assert eventually(lambda: kept_alive.get("/health").status_code == 503)

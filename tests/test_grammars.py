@@ -218,6 +218,16 @@ def matcher_processes(server: Server) -> list[int]:
     return found
 
 
+def test_what_works_beside_the_router_gives_way(server: Server) -> None:
+    """Beside shards on the same cores it has the lowest priority, as the tests of the router do without."""
+    generated(server, [held(GRAMMARS[0], 7)])
+    assert matcher_processes(server)
+    # A process asks for it as soon as it runs, which on busy cores may be late.
+    assert eventually(lambda: {19} == {os.getpriority(os.PRIO_PROCESS, pid) for pid in children_of(server.router())})
+    served = {os.getpriority(os.PRIO_PROCESS, pid) for pid in (server.router(), *server.shards())}
+    assert {os.getpriority(os.PRIO_PROCESS, 0)} == served
+
+
 @pytest.mark.parametrize("victim", ["shard", "matchers"])
 def test_it_survives_the_death_of_what_computes_it(server: Server, victim: str) -> None:
     requests = [*(held(grammar, seed) for grammar in GRAMMARS for seed in (7, 8)), *FREE]

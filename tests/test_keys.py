@@ -53,8 +53,8 @@ def test_two_keys_share_a_server_and_see_the_tokens_that_they_would_have_alone(t
             for headers, asked in ((GREEDY, many), (MODEST, few))
         ]
         crowd, modest, num_left = asyncio.run(story(server.url))
-        metrics = httpx2.get(f"{server.url}/metrics", headers=MODEST).text
-        assert 401 == httpx2.get(f"{server.url}/metrics").status_code
+        metrics = httpx2.get(f"{server.url}/metrics", headers=MODEST, timeout=60).text
+        assert 401 == httpx2.get(f"{server.url}/metrics", timeout=60).status_code
     assert alone == [[tokens_of(answer.json()) for answer in answers] for answers in (crowd, modest)]
     assert num_left > 2  # first come, first served would have served all of them before
     assert "tgi_request_preempted 0.0" not in metrics

@@ -49,6 +49,15 @@ def test_configs_hold_what_each_process_needs(tmp_path: Path) -> None:
     assert [0o600] * 2 == [path.stat().st_mode & 0o777 for path in tmp_path.glob("*/*.json")]
 
 
+def test_shards_know_the_limits_that_their_memory_is_for(tmp_path: Path) -> None:
+    given = ("--max-concurrent-requests", "9", "--max-batch-size", "4", "--max-batch-total-tokens", "640")
+    _, shard_configs = written_configs(tmp_path, *given, "--weights-on-device", "auto")
+    assert {("auto", 4, 640, 0, 4096)} == {
+        (s.weights_on_device, s.max_sequences, s.max_batch_total_tokens, s.max_total_tokens, s.max_batch_prefill_tokens)
+        for s in shard_configs
+    }
+
+
 def test_another_group_shares_no_path_with_the_one_before(tmp_path: Path) -> None:
     model = ResolvedModel(tmp_path / "m", tmp_path / "w", tmp_path / "t", "abc")
     with bind("127.0.0.1", 0) as listener:

@@ -129,6 +129,7 @@ def test_other_ranks_refuse_the_router_s_steps(tmp_path: Path) -> None:
         async with served(tmp_path, 2):
             second = ShardedClient([str(tmp_path / "rank-1")])
             try:
+                await second.wait_ready(timeout=10)
                 second.send(step_request(1))
                 with pytest.raises(ShardError, match="steps reach rank 1 through rank 0"):
                     await second.receive()

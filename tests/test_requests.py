@@ -23,7 +23,7 @@ def server() -> Iterator[Server]:
 
 def test_web_pages_of_others_get_nothing(server: Server) -> None:
     url = f"{server.url}/generate"
-    rebound = httpx2.post(url, json=body("a", max_new_tokens=1), headers={"host": "evil.example:3000"})
+    rebound = httpx2.post(url, json=body("a", max_new_tokens=1), headers={"host": "evil.example:3000"}, timeout=60)
     assert rebound.status_code == 421
     assert_is_clean_answer(rebound.headers["content-type"], rebound.content)
     for host in ("localhost", "127.0.0.1:1", "[::1]"):

@@ -37,7 +37,11 @@ ALLOWED = {
     ("server.stepping.reporting", "self.top_logprobs.flatten().tolist()"): "of the host, in `finish`",
     ("server.backends.reference.logits", "bool((probabilities.cumsum(dim=-1)[:, -1:] >= p).all())"): "ranks on CPUs",
     ("server.backends.cuda.logits", "constants['PARTS'] = …"): "a dict",
+    ("server.backends.reference.quantised", "pairs.unique()"): "while loading",
+    ("server.backends.reference.quantised", "(pairs == pair).nonzero()"): "while loading",
+    ("server.backends.cuda.backend", "self._left[why] = …"): "a dict",
     ("server.backends.cuda.choice", "self._chosen[key] = …"): "a dict",
+    ("server.model.parts", "self._reads[window] = …"): "a dict",
     ("server.model.fallback", "wanted['logits_to_keep'] = …"): "a dict",
     ("server.model.fallback", "torch.tensor([prompt], device=self._model.device)"): "a model that is not captured",
     ("server.backends.reference.experts", "ends.tolist()"): "experts in a format that is not captured",
@@ -49,6 +53,13 @@ ALLOWED = {
     ("server.distributed", "texts[first].tolist()"): "while warming up",
     ("server.distributed", "int(tensor.item())"): "while warming up",
     ("server.distributed", "tensor.item()"): "while warming up",
+}  # fmt: skip
+ALLOWED |= {
+    ("server.backends.cuda.packing", line): "while loading"
+    for line in (
+        "weight.groups.cpu()", "bool((groups != groups[0]).any())", "int(counts.max())", "bool((inner == size).all())",
+        "torch.bincount(groups)", "int(padded.sum())",
+    )
 }  # fmt: skip
 # Stored values that are tensors: a store by an index of the device is a kernel.
 TENSORS = {"torch.cat", "torch.stack", "self._warp", "keep", "self._tensor", "self.device.upload"}

@@ -283,7 +283,14 @@ PANELS: dict[str, list[Panel]] = {
         Panel("Mean time per token", "s", quantiles("tgi_request_mean_time_per_token_duration"), "Of each request."),
     ],
     "Queue and batch": [
-        Panel("Requests", "short", [gauge("tgi_batch_current_size", "running"), gauge("tgi_queue_size", "waiting")]),
+        Panel(
+            "Requests", "short",
+            [
+                gauge("tgi_batch_current_size", "running"), gauge("tgi_batch_held_size", "held by grammars"),
+                gauge("tgi_queue_size", "waiting"),
+            ],
+            "Held ones run, and no step computes them until it is known what their grammars allow next.",
+        ),
         Panel("Tokens that waiting requests may reach", "short", [gauge("tgi_queue_tokens", "waiting")]),
         Panel(
             "Tokens reserved", "short",

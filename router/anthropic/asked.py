@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from router.anthropic.schemas import CountRequest, Message, MessagesRequest
-from router.chat.tools import Offer, Tool, ToolChoice, offer
+from router.chat.tools import Offer, Tool, ToolChoice, offer, tool_in
 from router.chat.transcript import BETWEEN, Transcript, string_of, text_of
 from router.errors import ValidationError
 from router.schemas import GenerateParameters, GrammarParameters
@@ -24,13 +24,6 @@ THINKING: Mapping[str, Mapping[str, bool]] = {
     "adaptive": {"enable_thinking": True},
     "between_tools": {"enable_thinking": True},
     "disabled": {"enable_thinking": False},
-}
-# Fields with a meaning that is not served, and values of them that mean nothing.
-NOT_SERVED: Mapping[str, Sequence[Any]] = {
-    "container": (None,),
-    "context_management": (None, {}),
-    "mcp_servers": (None, []),
-    "output_format": (None,),
 }
 
 
@@ -71,13 +64,6 @@ def variables_of(body: CountRequest) -> Mapping[str, bool]:
     if body.thinking.type not in THINKING:
         raise ValidationError(f"`thinking.type` is {body.thinking.type[:40]}: give one of {', '.join(THINKING)}")
     return THINKING[body.thinking.type]
-
-
-def refuse_what_is_not_served(body: CountRequest) -> None:
-    """Raises ValidationError for a field whose meaning would be lost."""
-    for name, neutral in NOT_SERVED.items():
-        if name in (extra := body.model_extra or {}) and extra[name] not in neutral:
-            raise ValidationError(f"`{name}` is not served: leave it out")
 
 
 def transcript_of(body: CountRequest) -> Transcript:
@@ -153,12 +139,10 @@ def _tool(where: str, given: Mapping[str, Any]) -> Tool:
             f"`{where}` is of type {str(kind)[:40]}, and only tools of the client's own are served: leave it out, or "
             "give a tool with an `input_schema`"
         )
-    description, parameters = given.get("description"), given.get("input_schema")
-    if not (description is None or isinstance(description, str)):
-        raise ValidationError(f"`{where}.description` must be a string")
-    if not isinstance(parameters, dict):
+    tool = tool_in(where, given, "input_schema")
+    if tool.parameters is None:
         raise ValidationError(f"`{where}.input_schema` must be a JSON schema of the type object")
-    return Tool(string_of(where, given, "name"), description, parameters, given.get("strict") is True)
+    return tool
 
 
 def _choice(given: Mapping[str, Any]) -> ToolChoice:

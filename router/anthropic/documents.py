@@ -61,6 +61,27 @@ class TokenCount(BaseModel):
     input_tokens: int
 
 
+class MessageModel(BaseModel):
+    """The model that is served."""
+
+    type: Literal["model"]
+    id: str
+    display_name: str
+    created_at: str
+    lifecycle: Literal["active"]
+    max_input_tokens: int
+    max_tokens: int
+
+
+class MessageModels(BaseModel):
+    """The answer of `/v1/models` to a client of Anthropic's."""
+
+    data: list[MessageModel]
+    has_more: Literal[False]
+    first_id: str
+    last_id: str
+
+
 class MessageStart(BaseModel):
     """The first event of a stream."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,7 +15,7 @@ from router.conversing import Turn, turn_of
 from router.generation import OpenRequest
 from router.guard import ClientConnection
 from router.openai.routes import STREAM_HEADERS
-from router.serving import Services, asked_by, collect, json_response, read, stream
+from router.serving import Services, asked_by, collect, json_response, read, shaped, stream
 
 
 def add_anthropic_routes(app: FastAPI, services: Services) -> None:
@@ -35,8 +35,7 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         opened, [answer] = await collect(request, [turn.asked(given)], services)
         [entry] = opened.entries
         reader = turn.reader(services, entry)
-        # A long answer with calls takes long to read, and streams go on meanwhile.
-        return json_response(await asyncio.to_thread(answers.message, head, answer, entry, reader))
+        return json_response(await shaped(request, services, partial(answers.message, head, answer, entry, reader)))
 
     async def count_tokens(request: Request) -> Response:
         turn = turn_in(await read(request, services, CountRequest), services)
@@ -56,6 +55,6 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
 
 def turn_in(body: CountRequest, services: Services) -> Turn:
     """What a body waits for. Raises ValidationError."""
-    asked.refuse_what_is_not_served(body)
+    body.refuse_what_is_not_served()
     transcript, offered = asked.transcript_of(body), asked.offer_of(body)
     return turn_of(services, transcript, offered, asked.variables_of(body), continues=True)

@@ -1,18 +1,19 @@
 """Bodies of Anthropic's `/v1/messages` and `/v1/messages/count_tokens`.
 
 As strict and as lenient as the other APIs' bodies: no value is taken for another, null means absent, and unknown
-fields are ignored. Fields and blocks with a meaning that is not served are refused, in `asked.py`. More lenient than
-Anthropic's own API: `max_tokens` may be absent.
+fields are ignored. Fields with a meaning that is not served are refused, and blocks of that kind in `asked.py`. More
+lenient than Anthropic's own API: `max_tokens` may be absent.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from router.openai.schemas import ModelName
-from router.schemas import Integer, Strict
+from router.schemas import Integer, Lenient, NotServed, Strict
 
 Blocks = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
@@ -37,10 +38,15 @@ class OutputConfig(Strict):
     format: dict[str, Any] | None = Field(default=None, description="A `json_schema` that the answer keeps to.")
 
 
-class CountRequest(Strict):
-    """The body of `/v1/messages/count_tokens`. What else a body has is kept, to be looked through."""
+class CountRequest(Lenient):
+    """The body of `/v1/messages/count_tokens`."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", frozen=True)
+    not_served: ClassVar[Mapping[str, NotServed]] = {
+        "container": NotServed(),
+        "context_management": NotServed((None, {})),
+        "mcp_servers": NotServed((None, [])),
+        "output_format": NotServed(),
+    }
 
     messages: Annotated[list[Message], Field(fail_fast=True)]
     model: ModelName | None = Field(default=None, description="Any name; the answer has it.")

@@ -1,8 +1,8 @@
-"""One process that does tasks aside: `python -m router.aside MEMORY_MB MODULE ARGUMENT`, started by `pool.py`.
+"""One process that does tasks aside: `python -m router.aside NICENESS MEMORY_MB MODULE ARGUMENT`, started by `pool.py`.
 
 It imports what it works with, and forks a child that does the tasks: whoever kills that child has the next one at once.
 A child says {"pid": …} once it is ready. Then it reads one line of JSON for each task and answers with one:
-{"result": …}, or {"error": "…"}. All run at the lowest priority and may take no more memory than they are told.
+{"result": …}, or {"error": "…"}. All run at the priority that they are told, and take no more memory.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MEGABYTE = 2**20
 
 def main() -> int:
     """Do tasks until standard input ends. Returns the exit code."""
-    os.nice(19)  # at the same priority as the shards it would make their steps twice as long
-    memory_mb, module, argument = sys.argv[1:]
+    niceness, memory_mb, module, argument = sys.argv[1:]
+    os.nice(int(niceness))
     most = int(memory_mb) * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     answers, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no answer

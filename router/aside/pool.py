@@ -29,6 +29,7 @@ from server.process import end_with_parent
 
 ROOT = Path(__file__).parents[2]  # where our packages are
 MOST_ANSWER_BYTES = 32 * 2**20
+NICENESS = 19  # the lowest priority: at that of the shards it would make their steps twice as long
 PATIENCE = 10  # times the seconds of a task that it may take where it gets no time on the cores
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 START_S = 60.0  # for a process to import what it works with, at the lowest priority
@@ -117,7 +118,7 @@ class Aside:
 
     async def _started(self) -> _Worker:
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "router.aside", str(self._memory_mb), *self._tasks),
+            *(sys.executable, "-m", "router.aside", str(NICENESS), str(self._memory_mb), *self._tasks),
             cwd=ROOT,
             stdin=PIPE,
             stdout=PIPE,

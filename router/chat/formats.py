@@ -51,8 +51,7 @@ class ToolFormat:
     An answer may also begin with the JSON itself where `is_bare`, and the JSON of several calls may be a list, or have
     `separators` between them. With `is_python`, a list may have calls in Python's notation. With `before_arguments`, a
     call may also be its name, this mark, and its arguments. `around` are marks around all calls that say nothing.
-    writings: how a grammar has a model write it; the first whose
-    needs are met.
+    writings: how a grammar has a model write it; the first whose needs are met.
     """
 
     begin: str

@@ -6,13 +6,10 @@ pieces are the same (`whole`). `formats.py` says by which marks a model writes w
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
-
-SLICE = 2**14  # characters; milliseconds, whatever is in them
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +94,6 @@ def whole(pieces: Iterable[Piece]) -> Content:
             calls[piece.index][1].append(piece.text)
     found = [Call(begun.id, begun.name, "".join(arguments)) for begun, arguments in calls]
     return Content("".join(texts), "".join(reasoning), found)
-
-
-async def read_whole(reader: AnswerReader, text: str) -> Content:
-    """What a reader makes of a whole answer. Others get their turn between its slices."""
-    pieces: list[Piece] = []
-    for start in range(0, len(text), SLICE):
-        pieces += reader.feed(text[start : start + SLICE])
-        await asyncio.sleep(0)
-    return whole([*pieces, *reader.end()])
 
 
 def new_call_id() -> str:

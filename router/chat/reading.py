@@ -65,12 +65,9 @@ class Reading:
 
     def held(self, prompt_end: str, begun: str = "") -> str | None:
         """What holds an answer to its calls, in Lark's notation; None: nothing does. As for `reader`."""
-        its = self.manner.tool_format
-        return (
-            None
-            if its is None
-            else self._grammar.calls(its, self.offered, is_within=self._is_within(prompt_end, begun))
-        )
+        if (its := self.manner.tool_format) is None:
+            return None
+        return self._grammar.calls(its, self.offered, is_within=self._is_within(prompt_end, begun))
 
     def _behind_reasoning(self, wanted: Grammar, begun: str, prompt_end: str) -> str | None:
         """What the client wants the answer held to, where it begins within reasoning, which is free."""

@@ -40,6 +40,32 @@ class Tool:
         return {"type": "function", "function": {"name": self.name, **described, "parameters": parameters}}
 
 
+def tool_in(where: str, given: Mapping[str, Any], schema: str = "parameters") -> Tool:
+    """A tool as APIs write it. Raises ValidationError. where: it is in the body; schema: what its schema is called."""
+    name, description, strict = given.get("name"), given.get("description"), given.get("strict")
+    if not isinstance(name, str):
+        raise ValidationError(f"`{where}.name` must be a string")
+    if not isinstance(description, str | None):
+        raise ValidationError(f"`{where}.description` must be a string")
+    if not isinstance(given.get(schema), dict | None):
+        raise ValidationError(f"`{where}.{schema}` must be a JSON schema of the type object")
+    if not isinstance(strict, bool | None):
+        raise ValidationError(f"`{where}.strict` must be true or false")
+    return Tool(name, description, given.get(schema), strict is True)
+
+
+def allowed_of(tools: Sequence[Tool], names: Sequence[Any]) -> list[Tool]:
+    """The tools of these names, as a choice lists them. Raises ValidationError for a name that none has."""
+    known = {tool.name for tool in tools}
+    for name in names:
+        if not isinstance(name, str) or name not in known:
+            raise ValidationError(
+                f"`tool_choice` allows {str(name)[:64]}, which is not among `tools`: name one of them"
+            )
+    wanted = set(names)
+    return [tool for tool in tools if tool.name in wanted]
+
+
 @dataclass(frozen=True, slots=True)
 class ToolChoice:
     """Which tools the model is to call. name: the one that it must; the mode is `required` then.

@@ -1,4 +1,4 @@
-"""The process that follows texts: `python -m router.grammars MEMORY_MB SECONDS MATCHERS`, started by `follower.py`.
+"""The process that follows texts, started by `follower.py`: `python -m router.grammars NICENESS MEMORY_MB SECONDS …`.
 
 It says {} once it is ready, and again and again, as long as it lives. Then it reads orders, one line of JSON each, and
 follows every text by its number: `begin` with a grammar and the tokens so far, `advance` with the next one, `end`. What
@@ -140,11 +140,12 @@ def _end_if_failed(done: Future[None]) -> None:
 
 def main() -> int:
     """Follow texts until standard input ends. Returns the exit code."""
-    os.nice(19)  # at the same priority as the shards it would make their steps twice as long
-    most = int(sys.argv[1]) * MEGABYTE
+    niceness, memory_mb, seconds, matchers = sys.argv[1:]
+    os.nice(int(niceness))
+    most = int(memory_mb) * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    watched = Watched(float(sys.argv[2]))
-    follower = Follower(Matchers(**json.loads(sys.argv[3])), watched)
+    watched = Watched(float(seconds))
+    follower = Follower(Matchers(**json.loads(matchers)), watched)
     _say({})
     Thread(target=watched.watch, daemon=True).start()
     for line in sys.stdin:

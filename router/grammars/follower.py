@@ -19,6 +19,7 @@ from asyncio.subprocess import PIPE, Process
 from contextlib import suppress
 from typing import Any
 
+from router.aside import pool
 from router.aside.pool import MOST_ANSWER_BYTES, PATIENCE, ROOT
 from router.errors import GenerationError
 from router.grammars.grammar import CompiledGrammar, Continuation, Match, OnAnswer
@@ -116,7 +117,8 @@ class Follower:
         """Have a process, and another one when it has ended."""
         while True:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "router.grammars", str(self._memory_mb), str(self._seconds), self._matchers),
+                *(sys.executable, "-m", "router.grammars", str(pool.NICENESS), str(self._memory_mb)),
+                *(str(self._seconds), self._matchers),
                 cwd=ROOT,
                 stdin=PIPE,
                 stdout=PIPE,

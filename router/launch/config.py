@@ -131,13 +131,14 @@ GROUPS = {
     "Limits": "max_concurrent_requests max_queue_tokens max_input_length max_total_tokens max_batch_prefill_tokens "
     "prefill_chunk max_inter_token_ms max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens "
     "max_best_of max_n max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching "
-    "enable_prefill_logprobs disable_grammar_support",
+    "prefix_cache_host_gb prefix_cache_disk_gb prefix_cache_dir enable_prefill_logprobs disable_grammar_support",
     "HTTP": "hostname port api_key api_keys_file request_timeout cors_allow_origin validation_workers shutdown_delay "
     "graceful_termination_timeout",
+    "Batches": "batch_dir batch_concurrency batch_max_file_bytes batch_max_files batch_max_bytes",
     "Connections": "header_timeout body_timeout keep_alive_timeout unread_timeout max_header_bytes max_header_lines "
     "max_unfinished_bytes max_unread_bytes max_discarded_bytes",
-    "Engine": "dtype device threads quantize random_weights cuda_memory_fraction cuda_graphs "
-    "disable_custom_kernels all_reduce "
-    "watermark_gamma watermark_delta",
+    "Engine": "dtype device threads quantize quantize_head kv_cache_dtype weights_on_device weights_on_host "
+    "kv_on_device kv_on_host offload_dir random_weights cuda_memory_fraction cuda_graphs disable_custom_kernels "
+    "all_reduce watermark_gamma watermark_delta",
     "Logs": "log_level json_output otlp_endpoint otlp_service_name env",
 }

@@ -10,15 +10,16 @@ from __future__ import annotations
 import shutil
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from router.config import RouterConfig
 from router.launch.machine import bind, is_on_loopback
 from router.launch.processes import ChildCommand
 from router.launch.settings import Settings
+from router.version import version
 from server.config import ShardConfig
 
 CONTROL_FD = 0  # the router's standard input, on which it hears of later groups
@@ -119,9 +120,20 @@ class Crew:
                 rendezvous=rendezvous,
                 step_sockets=step_sockets,
                 is_null=settings.is_null_model,
-                **settings.pick(ShardConfig) | {"device": self.device},
+                version=version(),
+                **settings.pick(ShardConfig) | _limits(settings.pick(RouterConfig)) | {"device": self.device},
             )
             shard.save(folder / f"shard-{rank}.json")
+
+
+def _limits(router: Mapping[str, Any]) -> dict[str, int]:
+    """What the shards are told of the router's limits, as far as the settings say."""
+    concurrent = router["max_concurrent_requests"]
+    names = ("max_total_tokens", "max_batch_total_tokens", "max_batch_prefill_tokens")
+    return {
+        "max_sequences": min(concurrent, router["max_batch_size"] or concurrent),
+        **{name: router[name] or 0 for name in names},
+    }
 
 
 def python(module: str) -> tuple[str, ...]:

@@ -37,7 +37,10 @@ def read_command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 def build_parser(settings: Mapping[str, Setting]) -> argparse.ArgumentParser:
     """One option per setting, all taken as text: values are checked together later, with those of the environment."""
     about = "Serve a language model over HTTP. Each option may also be given by the environment variable in brackets."
-    usage = "lockstep [options]\n       lockstep watermark [options] FILE"
+    usage = (
+        "lockstep [options]\n       lockstep watermark [options] FILE\n       lockstep quantize [options] MODEL\n"
+        "       lockstep batch --input FILE --output FILE [options]"
+    )
     parser = Parser(prog="lockstep", usage=usage, description=about, epilog=EXIT_CODES, allow_abbrev=False)
     parser.add_argument("--version", action="store_true", help="print the version and leave")
     parser.add_argument("--print-settings", action="store_true", help="print docs/settings.md and leave")

@@ -18,7 +18,7 @@ from typing import Any
 from router.config import RouterConfig, relation_problems
 from router.launch.config import GROUPS, NULL_MODEL, LauncherConfig
 from router.launch.terminal import printable
-from server.config import ShardConfig
+from server.config import ShardConfig, tier_problems
 
 # The settings with rules between them: what `relation_problems` asks for.
 RELATED = (
@@ -29,6 +29,8 @@ RELATED = (
     "prefill_chunk",
     "max_inter_token_ms",
 )
+# Likewise those that `tier_problems` asks for.
+TIERS = ("prefix_cache_host_gb", "prefix_cache_disk_gb", "prefix_cache_dir", "disable_prefix_caching")
 LARGEST = 2**31 - 1  # of a setting without a bound of its own: what 32 bits hold on the wire and in tensors
 
 
@@ -131,6 +133,7 @@ def read_settings(
         except ValueError as error:
             problems.append(str(error))
     problems += relation_problems(**{name: values[name] for name in RELATED})
+    problems += tier_problems(**{name: values[name] for name in TIERS})
     return Settings(values, sources), problems
 
 
@@ -153,7 +156,7 @@ def parse_value(setting: Setting, text: str, label: str) -> Any:
     try:
         value = _value(setting, text.strip())
         _check_bounds(setting.metadata, value)
-        if check := setting.metadata.get("check"):
+        if (check := setting.metadata.get("check")) and value not in setting.metadata.get("words", ()):
             check(value)
     except ValueError as error:
         origin = "" if label.startswith("--") else f" (from environment {label})"
@@ -205,6 +208,8 @@ def _as_listed(value: Any, choices: Sequence[Any]) -> Any:
 
 
 def _check_bounds(metadata: Mapping[str, Any], value: Any) -> None:
+    if remedy := metadata.get("refused", {}).get(str(value).lower()):
+        raise ValueError(remedy)
     if "choices" in metadata and value not in metadata["choices"]:
         raise ValueError(f"give one of {', '.join(str(choice) for choice in metadata['choices'])}")
     if value in metadata.get("words", ()):

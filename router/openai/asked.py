@@ -5,11 +5,12 @@ An absent temperature is 1, as OpenAI has it, so that answers differ unless ther
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from router.asked import Asked, Rendering
+from router.chat.transcript import text_of
 from router.errors import ValidationError
 from router.openai.response_format import grammar_of_format
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation, Message
@@ -17,17 +18,6 @@ from router.openai.tools import calls_of, refuse_many_values_of_calls
 from router.schemas import GenerateParameters
 
 ROLES = {"developer": "system"}  # a newer name, which templates do not know
-# Older names, and what to send in their place.
-OLDER = {"functions": "tools", "function_call": "tool_choice"}
-# Fields with a meaning that is not served yet, and values of them that mean nothing.
-NOT_SERVED: Mapping[str, Sequence[Any]] = {
-    "prompt_embeds": (None,),
-    "suffix": (None, ""),
-    "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "web_search_options": (None,),
-}
 
 
 def of_chat(body: ChatRequest, render: Rendering, max_n: int, candidates: int | None = None) -> list[Asked]:
@@ -106,7 +96,7 @@ def _asked(
     *,
     has_special_tokens: bool = False,
 ) -> Asked:
-    refuse_what_is_not_served(body.model_extra or {})
+    body.refuse_what_is_not_served()
     count = 1 if body.n is None else body.n
     if not 0 < count <= max_n:
         raise ValidationError(f"`n` must be > 0 and <= {max_n}. Given: {count}")
@@ -135,16 +125,6 @@ def _parameters(body: Generation, most: int | None) -> GenerateParameters:
     )
 
 
-def refuse_what_is_not_served(extra: Mapping[str, Any]) -> None:
-    """Raises ValidationError for a field whose meaning would be lost."""
-    for name, newer in OLDER.items():
-        if extra.get(name) not in (None, [], "auto", "none"):
-            raise ValidationError(f"`{name}` is not served: send its successor, `{newer}`")
-    for name, neutral in NOT_SERVED.items():
-        if name in extra and extra[name] not in neutral:
-            raise ValidationError(f"`{name}` is not served: leave it out")
-
-
 def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
     """The messages as templates take them, with texts for contents. Raises ValidationError."""
     if not body.messages:
@@ -158,13 +138,13 @@ def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
 
 def begun(body: ChatRequest) -> str:
     """What a final message that is continued has of the answer already."""
-    return _text("messages", body.messages[-1].content) if body.continue_final_message else ""
+    return _text(len(body.messages) - 1, body.messages[-1]) if body.continue_final_message else ""
 
 
 def _message(number: int, message: Message) -> dict[str, Any]:
     told: dict[str, Any] = {
         "role": ROLES.get(message.role, message.role),
-        "content": _text(f"messages.{number}.content", message.content),
+        "content": _text(number, message),
     }
     optional = {
         "name": message.name,
@@ -175,12 +155,6 @@ def _message(number: int, message: Message) -> dict[str, Any]:
     return told | {name: value for name, value in optional.items() if value is not None}
 
 
-def _text(where: str, content: str | Sequence[Mapping[str, Any]] | None) -> str:
-    """The texts of a content's parts without anything between them, as in TGI."""
-    if content is None or isinstance(content, str):
-        return content or ""
-    for number, part in enumerate(content):
-        if part.get("type", "text") != "text" or not isinstance(part.get("text"), str):
-            kind = str(part.get("type"))[:40]
-            raise ValidationError(f"`{where}.{number}` is of type {kind}, and the model reads text alone: leave it out")
-    return "".join(part["text"] for part in content)
+def _text(number: int, message: Message) -> str:
+    """The texts of a message without anything between them, as in TGI. Raises ValidationError."""
+    return text_of(f"messages.{number}.content", message.content, ("text",), between="")

@@ -18,6 +18,7 @@ from router.text import Detokeniser, ModelTokenizer
 from router.token_bytes import TokenShare, TokenShares
 
 Json = dict[str, Any]
+OF_RESPONSE = "message.output_text.logprobs"  # in `include`
 LEAST = -9999.0  # stands for minus infinity, as in OpenAI's answers: JSON has no such number
 
 
@@ -33,6 +34,15 @@ def candidates_of_chat(logprobs: bool | None, top_logprobs: int | None, most: in
 def candidates_of_completion(logprobs: int | None, most: int) -> int | None:
     """How many candidates a completion wants with each token; None: no log-probabilities. Raises ValidationError."""
     return None if logprobs is None else _checked("logprobs", logprobs, most)
+
+
+def candidates_of_response(include: Sequence[str], top_logprobs: int | None, most: int) -> int | None:
+    """How many candidates a response wants with each token; None: no log-probabilities. Raises ValidationError."""
+    if OF_RESPONSE not in include:
+        if top_logprobs:
+            raise ValidationError(f"`top_logprobs` is {top_logprobs}, and `include` has no {OF_RESPONSE}: add it")
+        return None
+    return _checked("top_logprobs", top_logprobs or 0, most)
 
 
 def _checked(name: str, count: int, most: int) -> int:
@@ -142,14 +152,18 @@ def _pieces(token_ids: Sequence[int], tokenizer: ModelTokenizer) -> list[str]:
 
 def chat_logprobs(tokens: Iterable[ShownToken], count: int, tokenizer: ModelTokenizer) -> Json:
     """`logprobs` of a chat's choice, or of a chunk of one; with `count` candidates for each token."""
-    content = [
+    return {"content": entries(tokens, count, tokenizer), "refusal": None}
+
+
+def entries(tokens: Iterable[ShownToken], count: int, tokenizer: ModelTokenizer) -> list[Json]:
+    """An entry for each token, as chats and responses have them."""
+    return [
         {
             **_told(token.text, token.data, token.logprob),
             "top_logprobs": [_told("", data, logprob) for _, data, logprob in _candidates(token, count, tokenizer)],
         }
         for token in tokens
     ]
-    return {"content": content, "refusal": None}
 
 
 def _told(text: str, data: bytes, logprob: float | None) -> Json:

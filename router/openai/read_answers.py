@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from router.chat.pieces import AnswerReader, CallBegun, Content, Piece, Reasoning, Text, read_whole
+from router.chat.pieces import AnswerReader, CallBegun, Content, Piece, Reasoning, Text, whole
 from router.entry import Entry, Event, Failed, Finished, Token
 from router.generation import OpenRequest
 from router.openai.answers import DONE, REASONS, ChunkFrames, Head, Json, error_body, usage
@@ -20,19 +20,19 @@ from router.text import FinishReason
 from router.tgi import frame
 
 
-async def chat_completion(
+def chat_completion(
     head: Head, answers: Sequence[Answer], entries: Sequence[Entry], readers: Sequence[AnswerReader]
 ) -> Json:
     """The whole answer of `/v1/chat/completions`."""
     choices = [
-        await _choice(index, answer.finished, reader)
+        _choice(index, answer.finished, reader)
         for index, (answer, reader) in enumerate(zip(answers, readers, strict=True))
     ]
     return head.fields("chat.completion") | {"choices": choices, "usage": usage(entries)}
 
 
-async def _choice(index: int, finished: Finished, reader: AnswerReader) -> Json:
-    content = await read_whole(reader, finished.generated_text)
+def _choice(index: int, finished: Finished, reader: AnswerReader) -> Json:
+    content = whole([*reader.feed(finished.generated_text), *reader.end()])
     reason = finish_reason(finished.reason, reader, has_calls=bool(content.calls))
     return {"index": index, "message": _message(content), "logprobs": None, "finish_reason": reason}
 

@@ -1,13 +1,10 @@
-"""OpenAI's routes: `/v1/chat/completions`, `/v1/completions` and `/v1/models`."""
+"""OpenAI's routes for chats and texts: `/v1/chat/completions` and `/v1/completions`."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
-import orjson
 from fastapi import FastAPI, Request
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -19,24 +16,15 @@ from router.chat.pieces import AnswerReader
 from router.chat.prompting import rendering
 from router.chat.reading import Reading
 from router.chat.tools import Offer
-from router.errors import NotFound
 from router.event_stream import Frames
 from router.generation import OpenRequest
 from router.openai import answers, asked, logprobs, read_answers, tgi_client, tools
-from router.openai.documents import (
-    ChatChunk,
-    ChatCompletion,
-    ErrorAnswer,
-    ServedModel,
-    ServedModels,
-    TextChunk,
-    TextCompletion,
-)
+from router.openai.documents import ChatChunk, ChatCompletion, ErrorAnswer, TextChunk, TextCompletion
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
 from router.openai.scored import ScoredFrames, Scoring, add_to_chat, add_to_completion
 from router.samples import Answer, likeliest
 from router.schemas import MOST_VALUES
-from router.serving import Handler, Services, collect, json_response, read, stream
+from router.serving import Handler, Services, collect, json_response, read, shaped, stream
 
 STREAM_HEADERS = {"cache-control": "no-cache", "X-Accel-Buffering": "no"}
 
@@ -44,7 +32,6 @@ STREAM_HEADERS = {"cache-control": "no-cache", "X-Accel-Buffering": "no"}
 def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handler]:
     """Serve what OpenAI's clients ask for. Returns what answers chats, and what answers completions."""
     config = services.config
-    model = {"id": config.model_id, "object": "model", "created": answers.now(), "owned_by": "lockstep"}
     # A prompt may be as many token ids as fit, and a few of them more before they are counted.
     most_values = MOST_VALUES + config.max_client_batch_size * services.limits.max_input_length
 
@@ -62,8 +49,8 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
             return await _stream(request, body, wanted, services, head, lambda: None, scoring)
         opened, found = await collect(request, wanted, services)
         whole = answers.chat_completion(head, found, opened.entries)
-        if scoring is not None:  # many answers have many log-probabilities, and streams go on meanwhile
-            whole = await asyncio.to_thread(add_to_chat, whole, found, scoring)
+        if scoring is not None:
+            whole = await shaped(request, services, partial(add_to_chat, whole, found, scoring))
         return json_response(whole, _counts(opened, found, services))
 
     async def completions(request: Request) -> Response:
@@ -77,28 +64,16 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
             return await _stream(request, body, wanted, services, head, echoed, scoring)
         opened, found = await collect(request, wanted, services)
         chosen = likeliest(found, len(wanted), body.n or 1)
-        whole = answers.completion(head, [found[i] for i in chosen], opened.entries, echoed())
+        token_ids = [opened.entries[i].request.token_ids for i in chosen]
+        given = [found[i] for i in chosen]
+        whole = answers.completion(head, given, opened.entries, echoed())
         if scoring is not None:
-            token_ids = [opened.entries[i].request.token_ids for i in chosen]
-            # A long prompt has many log-probabilities, and streams go on meanwhile.
-            whole = await asyncio.to_thread(add_to_completion, whole, [found[i] for i in chosen], token_ids, scoring)
-        return json_response(whole, _counts(opened, found, services))
-
-    async def models() -> Response:
-        return Response(orjson.dumps({"object": "list", "data": [model]}), media_type="application/json")
-
-    async def one_model(name: str) -> Response:
-        if name != config.model_id:
-            raise NotFound(f"the model {name[:200]} is not served here: this server has {config.model_id}")
-        return Response(orjson.dumps(model), media_type="application/json")
+            whole = await shaped(request, services, partial(add_to_completion, whole, given, token_ids, scoring))
+        return json_response(whole, _counts(opened, given, services))
 
     _add(app, "/v1/chat/completions", "OpenAI's chat completions", ChatRequest, ChatCompletion, ChatChunk, chat)
     of_text = (CompletionRequest, TextCompletion, TextChunk)
     _add(app, "/v1/completions", "OpenAI's text completions", *of_text, completions)
-    found: dict[str, Any] = {"response_class": Response, "responses": {200: {"model": ServedModels}}}
-    app.get("/v1/models", summary="The model that is served", **found)(models)
-    found["responses"] = {200: {"model": ServedModel}, 404: {"model": ErrorAnswer}}
-    app.get("/v1/models/{name:path}", summary="The same by its name", **found)(one_model)
     return chat, completions
 
 
@@ -133,9 +108,9 @@ def rendering_of(body: ChatRequest, services: Services, offered: Offer | None = 
     )
 
 
-def _counts(opened: OpenRequest, found: Sequence[Answer], services: Services) -> dict[str, str]:
+def _counts(opened: OpenRequest, given: Sequence[Answer], services: Services) -> dict[str, str]:
     """TGI's headers, which it has here too."""
-    return tgi.response_headers(None, opened, [answer.finished for answer in found], services.compute_type)
+    return tgi.response_headers(None, opened, [answer.finished for answer in given], services.compute_type)
 
 
 def _head(request: Request, body: Generation, services: Services, prefix: str) -> answers.Head:
@@ -172,7 +147,7 @@ async def _read_chat(
     wanted = [reading.asked(one, begun) for one in wanted]
 
     def readers(opened: OpenRequest) -> list[AnswerReader]:
-        ends = [services.tokenizer.end_of(entry.request.token_ids) for entry in opened.entries]
+        ends = [services.tokenizer.end_of(entry.request.prompt_ids) for entry in opened.entries]
         return [reading.reader(end, begun) for end in ends]
 
     def frames(opened: OpenRequest) -> Frames:
@@ -184,10 +159,12 @@ async def _read_chat(
     if body.stream:
         return await stream(request, wanted, services, frames, _stream_headers(services))
     opened, found = await collect(request, wanted, services)
-    whole = await read_answers.chat_completion(head, found, opened.entries, readers(opened))
-    if scoring is not None:
-        whole = await asyncio.to_thread(add_to_chat, whole, found, scoring)
-    return json_response(whole, _counts(opened, found, services))
+
+    def shape() -> answers.Json:
+        whole = read_answers.chat_completion(head, found, opened.entries, readers(opened))
+        return whole if scoring is None else add_to_chat(whole, found, scoring)
+
+    return json_response(await shaped(request, services, shape), _counts(opened, found, services))
 
 
 def _for_client(body: Generation, frames: Frames) -> Frames:
@@ -218,7 +195,8 @@ async def _stream(
         includes_usage = _includes_usage(body)
         if scoring is not None:
             is_chat = isinstance(body, ChatRequest)
-            scored = ScoredFrames(head, opened, scoring, includes_usage=includes_usage, is_chat=is_chat)
+            workers = services.workers
+            scored = ScoredFrames(head, opened, scoring, workers, includes_usage=includes_usage, is_chat=is_chat)
             return _for_client(body, scored)
         return _for_client(body, answers.ChunkFrames(head, opened, includes_usage=includes_usage, echoed=echoed()))
 

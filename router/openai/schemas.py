@@ -1,21 +1,23 @@
 """Bodies of OpenAI's chat and text completions.
 
 As strict and as lenient as TGI's bodies (`router/schemas.py`): no value is taken for another, null means absent, and
-unknown fields are ignored. Fields with a meaning that is not served are refused, in `asked.py`.
+unknown fields are ignored. Fields with a meaning that is not served are refused.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
-from router.schemas import Integer, Strict
+from router.schemas import Integer, Lenient, NotServed, Strict
 
 ModelName = Annotated[str, Field(max_length=256)]  # each chunk of a stream has it
 Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, le=2**32 - 1)]], Field(fail_fast=True)]
 Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
+NO_FUNCTIONS: Sequence[Any] = (None, [], "auto", "none")
 
 
 class StreamOptions(Strict):
@@ -24,10 +26,19 @@ class StreamOptions(Strict):
     include_usage: bool | None = Field(default=None, description="A last chunk with the counts of tokens.")
 
 
-class Generation(Strict):
-    """What both kinds of completions have in common. What else a body has is kept, to be looked through."""
+class Generation(Lenient):
+    """What both kinds of completions have in common."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", frozen=True)
+    not_served: ClassVar[Mapping[str, NotServed]] = {
+        "functions": NotServed(NO_FUNCTIONS, "is not served: send its successor, `tools`"),
+        "function_call": NotServed(NO_FUNCTIONS, "is not served: send its successor, `tool_choice`"),
+        "prompt_embeds": NotServed(),
+        "suffix": NotServed((None, "")),
+        "modalities": NotServed((None, ["text"])),
+        "audio": NotServed(),
+        "prediction": NotServed(),
+        "web_search_options": NotServed(),
+    }
 
     model: ModelName | None = Field(default=None, description="Any name; the answer has it.")
     n: Integer | None = Field(default=None, description="Answers to the same prompt.")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from router.entry import Event, Finished, PromptScores, Token
 from router.generation import OpenRequest
@@ -15,12 +15,14 @@ from router.openai.logprobs import (
     ShownToken,
     ShownTokens,
     chat_logprobs,
+    entries,
     prompt_tokens,
     shown_tokens,
 )
 from router.samples import Answer
 from router.text import ModelTokenizer
 from router.tgi import frame
+from router.workers import Workers
 
 Prompt = str | Sequence[int]
 
@@ -32,6 +34,10 @@ class Scoring:
     count: int  # candidates of each token
     tokenizer: ModelTokenizer
     prompts: Sequence[Prompt] = ()  # what is echoed before each answer, with log-probabilities; none of a chat
+
+    def entries(self, tokens: Iterable[ShownToken]) -> list[Json]:
+        """What is told of each of these, in chats and responses."""
+        return entries(tokens, self.count, self.tokenizer)
 
 
 def add_to_chat(body: Json, answers: Sequence[Answer], scoring: Scoring) -> Json:
@@ -51,12 +57,13 @@ def add_to_completion(
         if scoring.prompts:
             scores = answer.prompt_scores or PromptScores()
             tokens = prompt_tokens(scoring.prompts[number], token_ids[number], scores, scoring.tokenizer) + tokens
-            choice["text"] = _text(tokens)
+            choice["text"] = text_of(tokens)
         choice["logprobs"] = CompletionLogprobs(scoring.count, scoring.tokenizer).of(tokens)
     return body
 
 
-def _text(tokens: Iterable[ShownToken]) -> str:
+def text_of(tokens: Iterable[ShownToken]) -> str:
+    """What they are the tokens of."""
     return "".join(token.text for token in tokens)
 
 
@@ -88,11 +95,20 @@ class ScoredFrames(ChunkFrames):
     """Turns the events of one stream into chunks of whole tokens, each chunk with the log-probabilities of its own."""
 
     def __init__(
-        self, head: Head, opened: OpenRequest, scoring: Scoring, *, includes_usage: bool, is_chat: bool
+        self,
+        head: Head,
+        opened: OpenRequest,
+        scoring: Scoring,
+        workers: Workers,
+        *,
+        includes_usage: bool,
+        is_chat: bool,
     ) -> None:
         echoed = None if is_chat else [""] * len(opened.entries)
         super().__init__(head, opened, includes_usage=includes_usage, echoed=echoed)
         self._scoring = scoring
+        self._workers = workers
+        self._owner = opened.entries[0].owner
         self._prompt_frames: dict[int, bytes] = {}
         self._choices = [
             _Choice(ShownTokens(scoring.tokenizer), self._shape(is_chat), entry.request.token_ids)
@@ -120,13 +136,14 @@ class ScoredFrames(ChunkFrames):
         for index, some in events:
             for event in some:
                 if isinstance(event, PromptScores):
-                    self._prompt_frames[index] = await asyncio.to_thread(self._prompt_frame, index, event)
+                    work = partial(self._prompt_frame, index, event)
+                    self._prompt_frames[index] = await self._workers.do(work, self._owner)
 
     def _prompt_frame(self, index: int, scores: PromptScores) -> bytes:
         scoring, token_ids = self._scoring, self._choices[index].token_ids
         return self._scored_frame(index, prompt_tokens(scoring.prompts[index], token_ids, scores, scoring.tokenizer))
 
     def _scored_frame(self, index: int, tokens: Sequence[ShownToken]) -> bytes:
-        chunk = self._chunk(index, _text(tokens), None)
+        chunk = self._chunk(index, text_of(tokens), None)
         chunk["choices"][0]["logprobs"] = self._choices[index].shape(tokens)
         return frame(chunk)

@@ -8,7 +8,7 @@ from typing import Any
 import orjson
 
 from router.chat import prompting
-from router.chat.tools import MOST_DEPTH, Offer, Tool, ToolChoice, is_deeper, offer
+from router.chat.tools import MOST_DEPTH, Offer, Tool, ToolChoice, allowed_of, is_deeper, offer, tool_in
 from router.errors import ValidationError
 from router.openai.schemas import ChatRequest
 from router.schemas import MOST_VALUES, refuse_many_values
@@ -25,22 +25,12 @@ def offered(body: ChatRequest) -> Offer:
 
 def _tool(where: str, given: Mapping[str, Any]) -> Tool:
     if given.get("type", "function") != "function":
-        raise ValidationError(f"`{where}` is of type {_shown(given['type'])}: functions alone are served")
+        raise ValidationError(f"`{where}` is of type {str(given['type'])[:64]}: functions alone are served")
     function = given.get("function")
     if not isinstance(function, dict):
         raise ValidationError(f"`{where}.function` is missing: give an object with a `name`")
-    name, description = function.get("name"), function.get("description")
-    parameters = function.get("parameters", function.get("arguments"))  # TGI takes both names
-    strict = function.get("strict")
-    if not isinstance(name, str):
-        raise ValidationError(f"`{where}.function.name` must be a string")
-    if not isinstance(description, str | None):
-        raise ValidationError(f"`{where}.function.description` must be a string")
-    if not isinstance(parameters, dict | None):
-        raise ValidationError(f"`{where}.function.parameters` must be a JSON schema, an object")
-    if not isinstance(strict, bool | None):
-        raise ValidationError(f"`{where}.function.strict` must be true or false")
-    return Tool(name, description, parameters, strict is True)
+    schema = "parameters" if "parameters" in function else "arguments"  # TGI takes both names
+    return tool_in(f"{where}.function", function, schema)
 
 
 def _chosen(tools: list[Tool], given: str | Json | None, is_parallel: bool) -> tuple[list[Tool], ToolChoice]:
@@ -71,13 +61,7 @@ def _allowed(tools: list[Tool], given: Any, is_parallel: bool) -> tuple[list[Too
         raise ValidationError('`tool_choice.allowed_tools` needs a `mode`, "auto" or "required", and a list of `tools`')
     functions = [one.get("function") for one in listed if isinstance(one, dict)]
     names = [one.get("name") for one in functions if isinstance(one, dict)]
-    known = {tool.name for tool in tools}
-    if strange := [name for name in names if not isinstance(name, str) or name not in known]:
-        raise ValidationError(
-            f"`tool_choice` allows {_shown(strange[0])}, which is not among `tools`: name one of them"
-        )
-    wanted = set(names)
-    return [tool for tool in tools if tool.name in wanted], ToolChoice(given["mode"], is_parallel=is_parallel)
+    return allowed_of(tools, names), ToolChoice(given["mode"], is_parallel=is_parallel)
 
 
 def refuse_many_values_of_calls(given: Iterable[Mapping[str, Any]]) -> None:
@@ -117,7 +101,3 @@ def _arguments(where: str, given: Any) -> Json:
     if is_deeper(value, MOST_DEPTH):
         raise ValidationError(f"`{where}` is nested deeper than {MOST_DEPTH}: flatten it")
     return value
-
-
-def _shown(value: Any) -> str:
-    return str(value)[:64]

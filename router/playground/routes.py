@@ -27,8 +27,7 @@ def add_playground_routes(app: FastAPI, services: Services, health: Health) -> N
         return answer
 
     async def batch(request: Request) -> Response:
-        account = account_of(request)
-        look = services.batcher.view.look(account.owner if account is not None else "")
+        look = services.batcher.view.look(account_of(request))
         return json_response({"state": _state(services)} | look, {"cache-control": "no-store"})
 
     summary = "200 with an empty body while requests can be answered; for browsers, the playground"

@@ -11,7 +11,8 @@ import torch
 from server.backends import cpu, cuda
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.device import CudaDevice
-from server.backends.protocol import Backend, Device
+from server.backends.device import Device
+from server.backends.protocol import Backend
 from server.backends.reference import ReferenceBackend
 
 __all__ = ["Backend", "Device", "choose", "open_device"]

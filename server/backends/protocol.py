@@ -7,22 +7,26 @@ inherit the rest. What a backend cannot do, it says in a sentence, before anythi
 Left out: how a layer is split over ranks (`server/layers/`), and which rows a step computes (`server/stepping/`).
 
 Shapes: T tokens in the step, S sequences, R rows of logits, V vocabulary, N local heads, K local kv heads, H head dim,
-B blocks, P tokens per block, D input features, F output features, E experts.
+B blocks, P tokens per block, W elements that a token's key or value takes in the cache (H where it is as computed), D
+input features, F output features, E experts.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from server.arch.spec import Activation, ArchSpec
+from server.backends.device import Device
 from server.blocks import BLOCK_SIZE
+from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quant.stored import Stored
 
 OFFSET_BITS = BLOCK_SIZE.bit_length() - 1  # of a position: its place in a block
 assert 1 << OFFSET_BITS == BLOCK_SIZE
@@ -82,7 +86,7 @@ class Attention(Protocol):
     """One rank's attention, stateless between calls: everything about a step is in `meta`."""
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
-        """Store the step's keys and values. kv: [2, B, K, P, H], changed in place; k, v: [T, K, H]."""
+        """Store the step's keys and values. kv: [2, B, K, P, W], changed in place; k, v: [T, K, H]."""
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         """Attend the step's queries to their sequences' keys, as far as they are visible.
@@ -95,7 +99,7 @@ class Attention(Protocol):
         """Rotate the step's queries and keys, store its keys and values, and attend its queries; returns [T, N, H].
 
         heads: [T, N + 2 K, H], queries, keys and values as one projection leaves them, perhaps changed in place; kv:
-        [2, B, K, P, H], changed in place. Without a rotation, queries and keys are taken as they are. A decode sees its
+        [2, B, K, P, W], changed in place. Without a rotation, queries and keys are taken as they are. A decode sees its
         whole sequence: `visible` is one more than its position, or 0 in a row that no sequence fills. Else as `attend`.
         """
 
@@ -105,7 +109,18 @@ def split_heads(heads: Tensor, kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     return heads[:, : -2 * kv_heads], heads[:, -2 * kv_heads : -kv_heads], heads[:, -kv_heads:]
 
 
-class LinearFormat(Protocol):
+class Movable(Protocol):
+    """Weights that may lie elsewhere from one step to the next."""
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        """The tensors that hold them, none twice; each may be given other memory (`Tensor.set_`). Empty: they stay."""
+
+    def moved(self) -> None:
+        """The tensors have other memory now."""
+
+
+class LinearFormat(Movable, Protocol):
     """A stored weight [F, D] that can be applied, with what follows the product.
 
     A gated one is stored as [gate | up], [2 F, D], and yields activation(gate) * up.
@@ -124,13 +139,20 @@ class LinearFormat(Protocol):
         """x [T, D] → x @ weightᵀ + bias, [T, F], as exact as the product is known: float32, or rounded to x's dtype."""
 
 
+# The largest numbers of all ranks, of tensors that all have in one shape.
+Maximum = Callable[[Tensor], Tensor]
+
+
 class MakeLinear(Protocol):
-    """Stores a dense weight [F, D] of a linear layer in one format."""
+    """Stores the weight [F, D] of a linear layer, or this rank's part of it, so that it can be applied.
 
-    def __call__(self, weight: Tensor, *, is_gated: bool = False) -> LinearFormat: ...
+    maximum: over the ranks, where each has a part of the inputs.
+    """
+
+    def __call__(self, weight: Stored, *, is_gated: bool = False, maximum: Maximum | None = None) -> LinearFormat: ...
 
 
-class GroupedLinear(Protocol):
+class GroupedLinear(Movable, Protocol):
     """The same linear layer of E experts, applied to tokens that are sorted by expert."""
 
     @property
@@ -286,87 +308,42 @@ class GraphCapture(Protocol):
         """A replay of `function`; its first call gives the results of the first computation."""
 
 
-class Event(Protocol):
-    """A moment in a device's work."""
-
-    def query(self) -> bool:
-        """Whether the device has reached it."""
-
-    def synchronize(self) -> None:
-        """Wait until the device has reached it."""
-
-    def elapsed_time(self, end: Any) -> float:
-        """Milliseconds from here to another event, both of which the device has reached."""
-
-
-class Device(Protocol):
-    """What a host and a device exchange, and how much memory there is."""
-
-    torch_device: torch.device
-    name: str  # as people know it
-    kind: str  # for sentences: "this GPU"
-    measures_memory: bool  # whether its memory is ours alone, so that what a step takes can be measured
-
-    def activate(self) -> None:
-        """Make it the device of the calling thread: every thread that computes calls this first."""
-
-    def good_dtypes(self) -> set[torch.dtype]:
-        """The dtypes that the device computes well."""
-
-    def upload(self, values: Sequence[Any], dtype: torch.dtype = torch.int64) -> Tensor:
-        """The values as a tensor of their shape on the device, without waiting for what the device is computing."""
-
-    def download(self, tensor: Tensor) -> Tensor:
-        """A copy on the host, complete once an `event` that is made afterwards has been reached."""
-
-    def event(self) -> Event | None:
-        """The end of all work so far; None where a call returns only when its work is done."""
-
-    def empty_kv(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Zeros for a KV cache."""
-
-    def free_bytes(self, *, fraction: float, world_size: int) -> int:
-        """Memory that this rank may still take. fraction: share of a GPU's memory that we may use."""
-
-    def left_bytes(self, *, fraction: float, world_size: int, kv_bytes: int) -> int:
-        """Memory that this rank has left when its KV cache of `kv_bytes` is full."""
-
-    def peak_bytes(self, step: Callable[[], object]) -> int:
-        """Run `step`: what it needs beside what is allocated now; 0 where memory is not measured."""
-
-    def taken_bytes(self, action: Callable[[], object]) -> int:
-        """Run `action`: by how much it lessens the free memory; 0 where memory is not measured."""
-
-    def profiled(self) -> tuple[list[Any], str]:
-        """What torch's profiler records (its activities), and which attribute of an operator's record is its time."""
-
-
 class Backend(Protocol):
     """How everything that a model is made of is computed on one device."""
 
     name: str
     device: Device
     logits: Logits
-    formats: Mapping[str, MakeLinear]  # by name; "dense" is what the checkpoint holds
 
     @property
     def description(self) -> str:
         """What computes, and why nothing faster does, for the start-up table."""
 
-    def attention(self, scores: Scores) -> Attention:
-        """Attention for one way of scoring."""
+    def attention(self, scores: Scores, cache: KvFormat = AS_COMPUTED) -> Attention:
+        """Attention for one way of scoring, over a cache in this format."""
+
+    def block_parts(self, kv: Tensor, cache: KvFormat, head_dim: int) -> list[Tensor]:
+        """Views [B, n] of a layer's cache [2, B, K, P, W], which it fills: row b of each is of block b."""
+
+    def linear(self, weight: Stored, *, is_gated: bool = False, maximum: Maximum | None = None) -> LinearFormat:
+        """A linear layer's weight. See `MakeLinear`."""
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         """LayerNorm over weight's features where `is_centred`, else RMSNorm."""
 
-    def grouped(self, weights: Iterable[Tensor], count: int, format: str, *, is_gated: bool = False) -> GroupedLinear:
-        """The weights [F, D] of `count` experts, stored in one of `formats`; each is asked for when it is stored."""
+    def grouped(
+        self, weights: Iterable[Stored], count: int, *, is_gated: bool = False, maximum: Maximum | None = None
+    ) -> GroupedLinear:
+        """The weights [F, D] of `count` experts; each is asked for when it is stored."""
 
     def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
         """For a mixture of so many experts; renormalise: whether the weights of the chosen ones sum to 1."""
 
-    def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
-        """Why decode steps of such a model cannot be captured in graphs; None: they can."""
+    def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
+        """Why decode steps of such a model cannot be captured in graphs; None: they can.
+
+        quantised: the name of the format that its linear layers are quantised in; None: they are dense.
+        """
 
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
         """A fresh capture, for a model of which nothing is said by `why_not_captured`.

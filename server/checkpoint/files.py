@@ -27,9 +27,11 @@ class HubError(ValueError):
 
 def weight_files(folder: Path) -> list[Path]:
     """The checked paths of the files that hold the weights of a folder. Raises HubError."""
-    chosen = choose_weights(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    chosen = choose_weights(names)
     if not chosen:
-        raise HubError(f"{folder} has no weights: *.safetensors or *.bin must lie in it")
+        only = next((f", but {name}, and GGUF is not served" for name in names if name.endswith(".gguf")), "")
+        raise HubError(f"{folder} has no weights{only}: *.safetensors or *.bin must lie in it")
     if chosen[0].endswith(".index.json"):
         chosen = indexed_names(folder / chosen[0])
     return [checked_file(folder, name) for name in chosen]

@@ -4,15 +4,15 @@ A layer asks `Weights` for a role ("qkv", "mlp_up", …) and for the part that i
 name map says what that is called in the checkpoint, and safetensors reads only those bytes. Layouts that differ from
 ours (BLOOM interleaves q, k and v per head) are undone here, so `forward` never learns about them. A tensor of the
 checkpoint that nobody asked for and that the family does not ignore is an error: it means that the model is not what
-we think it is. What this module leaves out: formats other than dense safetensors, which are made from dense
-weights (`server/backends/`), and downloads (`download.py`).
+we think it is. What this module leaves out: how quantised weights are packed (`formats/`), and downloads
+(`download.py`).
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,13 +22,19 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from server.arch.names import NameMap, QkvLayout
-from server.blocks import ceil_divide
+from server.checkpoint.ahead import ReadAhead
 from server.checkpoint.files import weight_files
+from server.checkpoint.formats.protocol import Format, Part, Ranges, Tensors
+from server.checkpoint.kv_scales import kv_scales
+from server.checkpoint.random_weights import RandomCheckpoint
 from server.distributed import Shard
+from server.quant.stored import QuantisedWeight, Stored
 
 # Bytes read before the files are opened anew: what was touched of a mapped file counts as memory of this process until
 # it is closed. More holds more memory, less opens more often, which takes about a millisecond.
 PIECE_BYTES = 32 << 20
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CheckpointError(ValueError):
@@ -49,6 +55,7 @@ class Checkpoint:
         self._files: dict[Path, Any] = {}  # open safetensors files
         self._mapped = 0  # bytes of them that were touched since they were opened
         self._read: set[str] = set()
+        self._ahead = ReadAhead()
         self.bytes_read = 0
         for path in weight_files(self.folder):
             file = self._open(path)
@@ -80,19 +87,47 @@ class Checkpoint:
 
     def dtype_of(self, name: str) -> torch.dtype:
         """The dtype that `name` is stored in, without reading it."""
+        if not self.shape_of(name):
+            return self._number(name).dtype
         return self._slice(name)[(slice(0, 0),)].dtype
 
-    def read(self, name: str, shape: tuple[int, ...], *, dim: int = 0, part: tuple[int, int] | None = None) -> Tensor:
-        """Tensor `name` of full shape `shape`, or its half-open `part` along `dim`. Contiguous and owned."""
+    def dtype_of_most(self) -> torch.dtype | None:
+        """The dtype of the largest tensor of floats, which is no scale; None where there are no floats."""
+        sizes = {name: math.prod(self.shape_of(name)) for name in self.names()}
+        by_size = sorted(sizes, key=lambda name: -sizes[name])
+        return next((dtype for dtype in map(self.dtype_of, by_size) if dtype in FLOATS), None)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """The shape of `name`, without reading it."""
+        return tuple(self._slice(name).get_shape())
+
+    def read(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        dim: int = 0,
+        part: tuple[int, int] | None = None,
+        dtypes: Sequence[torch.dtype] = FLOATS,
+    ) -> Tensor:
+        """Tensor `name` of full shape `shape`, or its half-open `part` along `dim`. Contiguous and owned.
+
+        dtypes: those that it may be stored in.
+        """
         name = name if name in self._paths else self._shared.get(name, name)
         view = self._slice(name)
         found = tuple(view.get_shape())
         if found != shape:
             raise CheckpointError(
-                f"tensor {name} in {self._paths[name]} has shape {list(found)}, but config.json says {list(shape)}"
+                f"tensor {name} in {self._paths[name]} has shape {list(found)}, but config.json says {list(shape)}: "
+                "they do not belong together, download both again"
             )
+        if not shape:  # a number, which has no slices
+            return self._checked(name, self._number(name), dtypes)
         region = [part if part and d == dim else (0, size) for d, size in enumerate(shape)]
-        tensor = view[(slice(0, 0),)].new_empty([stop - start for start, stop in region])
+        nothing = self._checked(name, view[(slice(0, 0),)], dtypes)
+        self._ahead.passed(self._paths[name], name)
+        tensor = nothing.new_empty([stop - start for start, stop in region])
         (first, last), *others = region
         row_bytes = math.prod(shape[1:]) * tensor.itemsize  # a row's pages come whole
         for begin, end in _pieces(first, last, max(1, PIECE_BYTES // row_bytes)):
@@ -102,8 +137,18 @@ class Checkpoint:
             rows = self._slice(name)[tuple(slice(*bounds) for bounds in [(begin, end), *others])]
             tensor[begin - first : end - first] = rows  # a copy: `rows` is the file itself, mapped
             self._mapped += (end - begin) * row_bytes
-        self._read.add(name)
         self.bytes_read += tensor.nbytes
+        return tensor
+
+    def _checked(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
+        """The tensor, which counts as read if its dtype is one of `dtypes`."""
+        if tensor.dtype not in dtypes:
+            told = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise CheckpointError(
+                f"tensor {name} in {self._paths[name]} is {str(tensor.dtype).removeprefix('torch.')} and must be "
+                f"{told}: config.json and weights do not belong together"
+            )
+        self._read.add(name)
         return tensor
 
     def _slice(self, name: str) -> Any:
@@ -113,44 +158,29 @@ class Checkpoint:
             raise CheckpointError(f"tensor {name} is missing from {first}{more}; is it a checkpoint of this model?")
         return self._open(self._paths[name]).get_slice(name)
 
+    def _number(self, name: str) -> Tensor:
+        """A tensor without dimensions, which has no slices."""
+        number: Tensor = self._open(self._paths[name]).get_tensor(name)
+        return number
+
     def leftovers(self, ignore: tuple[str, ...]) -> list[str]:
         """Tensors that nobody read and that no pattern of `ignore` matches, sorted, each with its file."""
         patterns = [re.compile(pattern) for pattern in ignore]
         left = (n for n in self._paths if n not in self._read and not any(p.search(n) for p in patterns))
         return [f"{name} in {self._paths[name]}" for name in sorted(left)]
 
+    def zeros(self, patterns: Sequence[str]) -> list[str]:
+        """Tensors that nobody read, that one of `patterns` matches, and that are zeros."""
+        matching = (n for n in self._paths if n not in self._read and any(re.search(p, n) for p in patterns))
+        return [n for n in matching if not (self._slice(n)[:] if self.shape_of(n) else self._number(n)).any()]
+
 
 def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
     return ((begin, min(begin + step, stop)) for begin in range(start, stop, step))
 
 
-class RandomCheckpoint:
-    """Stands in for a checkpoint whose speed matters and whose contents do not: every tensor exists and is random.
-
-    All tensors are pieces of one random block, so that a large model is made as fast as memory can be written.
-    """
-
-    folder = Path("random weights")
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._block = torch.empty(1 << 20, dtype=dtype).uniform_(-0.05, 0.05)
-
-    def __contains__(self, name: str) -> bool:
-        return True
-
-    def read(self, name: str, shape: tuple[int, ...], *, dim: int = 0, part: tuple[int, int] | None = None) -> Tensor:
-        """A random tensor of the shape of what `Checkpoint.read` would return."""
-        start, stop = part or (0, shape[dim])
-        size = [stop - start if d == dim else n for d, n in enumerate(shape)]
-        repeats = ceil_divide(math.prod(size), len(self._block))
-        return self._block.repeat(repeats)[: math.prod(size)].view(size)
-
-    def leftovers(self, ignore: tuple[str, ...]) -> list[str]:
-        """Nothing: there is no tensor that could be left over."""
-        return []
-
-
-Ranges = Sequence[tuple[int, int]]
+Quantise = Callable[[Tensor], QuantisedWeight]  # of a dense weight, whole rows of it
+WEIGHTS = ("weight", "qweight", "weight_packed")  # what a linear layer's weight may be called
 
 
 @dataclass(frozen=True)
@@ -164,6 +194,9 @@ class Weights:
     device: torch.device
     prefix: str
     layer: int | None = None
+    format: Format | None = None  # in which the checkpoint has linear layers; those that it has not are dense
+    quantise: Quantise | None = None  # how dense weights of linear layers are stored: as they are, or by this
+    quantise_head: Quantise | None = None  # likewise the head, and a table that is tied to it
 
     @classmethod
     def open(
@@ -173,10 +206,13 @@ class Weights:
         shard: Shard,
         dtype: torch.dtype,
         device: torch.device,
+        format: Format | None = None,
+        quantise: Quantise | None = None,
+        quantise_head: Quantise | None = None,
     ) -> Weights:
         """Find the prefix that this checkpoint uses. Raises CheckpointError when none fits."""
         for prefix in names.prefixes:
-            weights = cls(checkpoint, names, shard, dtype, device, prefix)
+            weights = cls(checkpoint, names, shard, dtype, device, prefix, None, format, quantise, quantise_head)
             name = f"{weights._name('embed')}.weight"
             if name in checkpoint and name.startswith(prefix):
                 return weights
@@ -198,6 +234,10 @@ class Weights:
         """Whether the family's checkpoints have this role."""
         return role in self.names.roles
 
+    def name_of(self, role: str, expert: int = 0) -> str:
+        """What the checkpoint calls a role, without what follows the last dot. Raises CheckpointError."""
+        return self._name(role, expert)
+
     def vector(self, role: str, size: int, *, suffix: str = "weight", ranges: Ranges | None = None) -> Tensor:
         """A tensor [size], or the half-open `ranges` of it one after the other."""
         name = f"{self._name(role)}.{suffix}"
@@ -208,16 +248,61 @@ class Weights:
         """The bias of `role`, or ranges of it."""
         return self.vector(role, size, suffix="bias", ranges=ranges)
 
-    def rows(self, role: str, size: tuple[int, int], ranges: Ranges | None = None, *, expert: int = 0) -> Tensor:
-        """The weight of a linear layer of `size` (outputs, inputs), or the half-open `ranges` of its outputs."""
-        return self._matrix(role, size, 0, ranges or [(0, size[0])], expert)
+    def kv_scales(self) -> tuple[float, float] | None:
+        """By what the layer's keys and values are to be divided before they become float8; None: nothing is known."""
+        if isinstance(self.checkpoint, RandomCheckpoint):
+            return None
+        roles = ("k", "v") if self.has("k") else ("qkv", "qkv")
+        return kv_scales(self.checkpoint, self._name(roles[0]), self._name(roles[1]))
+
+    def linear(
+        self,
+        role: str,
+        size: tuple[int, int],
+        *,
+        rows: Ranges | None = None,
+        columns: tuple[int, int] | None = None,
+        expert: int = 0,
+    ) -> Stored:
+        """A part of the weight of a linear layer of `size` (outputs, inputs), as it is to be stored.
+
+        rows: half-open ranges of its outputs; columns: half-open, of its inputs; all of what is not given.
+        """
+        part = Part(size, rows or [(0, size[0])], columns or (0, size[1]))
+        if self.format is not None and (tensors := self._quantised(self.format, self._name(role, expert), size)):
+            return self.format.read(tensors, part).to(self.device)
+        if self.quantise is not None:
+            # A row's scale is that of the whole row, so that the number of ranks changes nothing.
+            exact = replace(self, dtype=torch.float32)._matrix(role, size, 0, part.rows, expert)  # rounded once
+            quantised = self.quantise(exact)
+            return quantised if columns is None else quantised.columns(*columns)
+        if columns is not None:
+            assert rows is None, "a dense weight is split one way"
+            return self._matrix(role, size, 1, [columns], expert)
+        return self._matrix(role, size, 0, part.rows, expert)
+
+    def _quantised(self, format: Format, name: str, size: tuple[int, int]) -> Tensors | None:
+        """The tensors of a linear layer of `size` that the format stores; None where the layer is dense."""
+        if isinstance(self.checkpoint, RandomCheckpoint):
+            return None if format.leaves_out(name) else Tensors(self.checkpoint.of_layer(size), name)
+        tensors = Tensors(self.checkpoint, name)
+        return tensors if format.has(tensors) else None
+
+    def kept(self, role: str, size: tuple[int, int], ranges: Ranges | None = None) -> Stored:
+        """The weight of a layer that no family stores transposed, or ranges of its rows, as the checkpoint has it."""
+        return replace(self, quantise=None, names=replace(self.names, transposed=False)).linear(role, size, rows=ranges)
+
+    def rows(self, role: str, size: tuple[int, int], ranges: Ranges | None = None) -> Tensor:
+        """The weight of a linear layer of `size` (outputs, inputs), or the half-open `ranges` of its outputs, dense."""
+        stored = self.kept(role, size, ranges)
+        return stored if isinstance(stored, Tensor) else stored.dequantised().to(self.dtype)
 
     def columns(self, role: str, size: tuple[int, int], part: tuple[int, int], *, expert: int = 0) -> Tensor:
         """The weight of a linear layer of `size` (outputs, inputs), or the half-open `part` of its inputs."""
         return self._matrix(role, size, 1, [part], expert)
 
     def table(self, role: str, size: tuple[int, int], part: tuple[int, int] | None = None) -> Tensor:
-        """Rows of a table [rows, features], which no family stores transposed."""
+        """Rows of a table [rows, features], which no family stores transposed, as they are in the checkpoint."""
         return self._own([self.checkpoint.read(f"{self._name(role)}.weight", size, part=part)], dim=0)
 
     def _matrix(self, role: str, size: tuple[int, int], dim: int, ranges: Ranges, expert: int) -> Tensor:
@@ -235,7 +320,10 @@ class Weights:
     def _name(self, role: str, expert: int = 0) -> str:
         short = self._short_names(role, expert)
         names = [prefix + name for name in short for prefix in (self.prefix, "")]  # a head often stands without it
-        return next((name for name in names if f"{name}.weight" in self.checkpoint), names[0])
+        return next((name for name in names if self._has_weight(name)), names[0])
+
+    def _has_weight(self, name: str) -> bool:
+        return any(f"{name}.{suffix}" in self.checkpoint for suffix in WEIGHTS)
 
     def _short_names(self, role: str, expert: int = 0) -> list[str]:
         if role not in self.names.roles:
@@ -245,7 +333,11 @@ class Weights:
 
     def refuse_leftovers(self) -> None:
         """Raise CheckpointError that names tensors which neither the model nor the ignore list knows."""
-        if left := self.checkpoint.leftovers(self.names.ignore):
+        ignored = self.names.ignore
+        if self.format is not None:
+            ignored += self.format.ignored
+            ignored += tuple(f"^{re.escape(name)}$" for name in self.checkpoint.zeros(self.format.zeros))
+        if left := self.checkpoint.leftovers(ignored):
             shown = ", ".join(left[:5]) + (f" and {len(left) - 5} more" if len(left) > 5 else "")
             raise CheckpointError(
                 f"the checkpoint has tensors that this architecture does not use: {shown}; "

@@ -1,7 +1,8 @@
 """Token embedding and output head, both split by vocabulary.
 
 The vocabulary is padded to a multiple of the world size, so that every rank holds equally many rows; the padding is
-zero in the embedding and minus infinity in the logits.
+zero in the embedding and minus infinity in the logits. Where the head is stored in fewer bits, a table that is tied to
+it is too, and gives back the rows that a step needs; scales are those of whole rows, which no rank divides.
 
 Shapes: T tokens, E embedding width, V vocabulary, Vl local vocabulary (padded).
 """
@@ -9,6 +10,7 @@ Shapes: T tokens, E embedding width, V vocabulary, Vl local vocabulary (padded).
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import torch
@@ -21,31 +23,40 @@ from server.backends.reference.linear import DenseFormat
 from server.blocks import ceil_divide
 from server.checkpoint.weights import Weights
 from server.distributed import Shard
+from server.quant.stored import Stored, padded, with_unit_rows
 
 
 class Embedding:
-    """This rank's rows of the embedding table; the ranks' partial results are summed."""
+    """This rank's rows of the embedding table; the ranks' partial results are summed.
 
-    def __init__(self, table: Tensor, shard: Shard):
+    dtype: of the rows that come out of it.
+    """
+
+    def __init__(self, table: Stored, shard: Shard, dtype: torch.dtype):
         self.table = table  # [Vl, E], empty where the head keeps the rows
         self.shard = shard
-        self._start = shard.rank * len(table)
-        self._num_rows = len(table)
-        self._rows: Callable[[Tensor], Tensor] = lambda ids: F.embedding(ids, self.table)
+        self._num_rows, self._width = table.shape
+        self._start = shard.rank * self._num_rows
+        self._dtype = dtype
+        self._rows: Callable[[Tensor], Tensor] = partial(_rows_of, table)
 
     def __call__(self, token_ids: Tensor) -> Tensor:
         """token_ids [T] → [T, E]."""
         if self.shard.world_size == 1:
-            return self._rows(token_ids)
+            return self._rows(token_ids).to(self._dtype)
         local = token_ids - self._start
         elsewhere = (local < 0) | (local >= self._num_rows)
-        rows = self._rows(local.masked_fill(elsewhere, 0))
+        rows = self._rows(local.masked_fill(elsewhere, 0)).to(self._dtype)
         return self.shard.all_reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
     def leave_to(self, head: RowFormat) -> None:
         """Read rows from a tied head's weight, and keep none."""
         self._rows = head.rows
-        self.table = self.table.new_empty(0, self.table.shape[1])
+        self.table = torch.empty(0, self._width, dtype=self._dtype)
+
+
+def _rows_of(table: Stored, ids: Tensor) -> Tensor:
+    return F.embedding(ids, table) if isinstance(table, Tensor) else table.rows(ids)
 
 
 @runtime_checkable
@@ -82,28 +93,52 @@ class Head:
 
 
 def load_embedding(weights: Weights, spec: ArchSpec) -> Embedding:
-    """This rank's rows of the embedding."""
-    return Embedding(_vocab_rows(weights, "embed", spec), weights.shard)
+    """This rank's rows of the embedding, stored as the head is where that is tied to it."""
+    rows = _vocab_rows(weights, "embed", spec)
+    return Embedding(_stored_head(weights, rows) if _shares_rows(spec) else rows, weights.shard, weights.dtype)
 
 
 def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding, make_format: MakeLinear) -> Head:
     """The output head: the embedding's own rows when tied; a format that rearranges them then holds a copy."""
-    rows = embedding.table if spec.tied_head else _vocab_rows(weights, "head", spec)
+    rows = embedding.table if spec.tied_head else _head_rows(weights, spec)
     if spec.unit_head:
-        rows = F.normalize(rows.float(), dim=1).to(rows.dtype)
+        rows = with_unit_rows(rows)
+    if not _shares_rows(spec):
+        rows = _stored_head(weights, rows)
     bias = _vocab_bias(weights, spec) if spec.head_bias else None
     weight = make_format(rows)
-    if spec.tied_head and not spec.unit_head and isinstance(weight, RowFormat):
+    if _shares_rows(spec) and isinstance(weight, RowFormat):
         embedding.leave_to(weight)
-    is_embedding = isinstance(weight, DenseFormat) and weight.weight is embedding.table
+    table = embedding.table
+    is_embedding = (
+        isinstance(weight, DenseFormat) and isinstance(table, Tensor) and weight.weight.data_ptr() == table.data_ptr()
+    )
     return Head(weight, bias, spec, weights.shard, 0 if is_embedding else weight.nbytes)
+
+
+def _shares_rows(spec: ArchSpec) -> bool:
+    """Whether the head's rows are the embedding's, number for number."""
+    return spec.tied_head and not spec.unit_head
+
+
+def _stored_head(weights: Weights, rows: Stored) -> Stored:
+    """The head's rows as they are to be stored: a checkpoint's own format stays."""
+    if weights.quantise_head is None or not isinstance(rows, Tensor):
+        return rows
+    return weights.quantise_head(rows)
 
 
 def _vocab_rows(weights: Weights, role: str, spec: ArchSpec) -> Tensor:
     """This rank's rows [Vl, E], zeros where the padded vocabulary exceeds the real one."""
-    (start, stop), padding = _vocab_share(weights.shard, spec.vocab_size)
-    rows = weights.table(role, (spec.vocab_size, spec.embed_dim or spec.hidden_size), (start, stop))
+    part, padding = _vocab_share(weights.shard, spec.vocab_size)
+    rows = weights.table(role, (spec.vocab_size, spec.embed_dim or spec.hidden_size), part)
     return F.pad(rows, (0, 0, 0, padding)) if padding else rows
+
+
+def _head_rows(weights: Weights, spec: ArchSpec) -> Stored:
+    """This rank's rows [Vl, E] of a head of its own, as the checkpoint stores them; those of padding are zeros."""
+    part, padding = _vocab_share(weights.shard, spec.vocab_size)
+    return padded(weights.kept("head", (spec.vocab_size, spec.embed_dim or spec.hidden_size), [part]), padding)
 
 
 def _vocab_bias(weights: Weights, spec: ArchSpec) -> Tensor:

@@ -1,21 +1,28 @@
 """Linear layers and how they are split over ranks (Megatron-LM's split, Shoeybi et al. 2019, arXiv 1909.08053).
 
 How their weights are stored is independent of that: a `LinearFormat` knows storage and nothing of ranks. Formats belong
-to the backends and are handed in as `make_format`.
+to the backends and are handed in as `make_linear`.
 
 Shapes: T tokens, D input features, F output features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from server.arch.spec import Activation
-from server.backends.protocol import LinearFormat, MakeLinear
-from server.checkpoint.weights import Ranges, Weights
+from server.backends.protocol import GroupedLinear, LinearFormat, MakeLinear
+from server.backends.reference.linear import StackedLinear
+from server.checkpoint.formats.protocol import Ranges
+from server.checkpoint.weights import Weights
+from server.quant.stored import Stored, joined
+
+# A weight as a backend stores it: of one layer, or of all experts.
+Matrix = LinearFormat | GroupedLinear
 
 
 @dataclass(frozen=True)
@@ -65,11 +72,19 @@ class Branch:
         return self.projection(self.x, base, with_bias=with_bias)
 
 
+def stacked(parts: Sequence[Stored], make_linear: MakeLinear, *, is_gated: bool = False) -> LinearFormat:
+    """Weights of the same inputs as one, their rows one below the other."""
+    whole = joined(parts)
+    if whole is not None:
+        return make_linear(whole, is_gated=is_gated)
+    return StackedLinear([make_linear(part) for part in parts], is_gated=is_gated)
+
+
 def load_column(
     weights: Weights,
     role: str,
     size: tuple[int, int],
-    make_format: MakeLinear,
+    make_linear: MakeLinear,
     *,
     bias: bool,
     ranges: Ranges | None = None,
@@ -79,11 +94,13 @@ def load_column(
     ranges: half-open rows of this rank, where they are not simply its share.
     """
     ranges = ranges or [weights.shard.range(size[0])]
-    weight = weights.rows(role, size, ranges)
-    return ColumnLinear(make_format(weight), weights.bias(role, size[0], ranges=ranges) if bias else None)
+    weight = weights.linear(role, size, rows=ranges)
+    return ColumnLinear(make_linear(weight), weights.bias(role, size[0], ranges=ranges) if bias else None)
 
 
-def load_row(weights: Weights, role: str, size: tuple[int, int], make_format: MakeLinear, *, bias: bool) -> RowLinear:
+def load_row(weights: Weights, role: str, size: tuple[int, int], make_linear: MakeLinear, *, bias: bool) -> RowLinear:
     """This rank's input columns of `role`; `size` is (outputs, inputs) of the whole layer."""
-    weight = weights.columns(role, size, weights.shard.range(size[1]))
-    return RowLinear(make_format(weight), weights.bias(role, size[0]) if bias else None)
+    weight = weights.linear(role, size, columns=weights.shard.range(size[1]))
+    return RowLinear(
+        make_linear(weight, maximum=weights.shard.all_reduce_max), weights.bias(role, size[0]) if bias else None
+    )

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from server.arch.spec import Activation, ArchSpec, Dense, Gated, Moe
 from server.backends.protocol import Backend, GroupedLinear, LinearFormat, MakeLinear, Routing
-from server.checkpoint.weights import Weights
-from server.layers.linear import Branch, ColumnLinear, RowLinear, load_column, load_row
+from server.checkpoint.weights import CheckpointError, Weights
+from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear, load_column, load_row, stacked
+from server.quant.stored import Stored, joined
 
 
 @dataclass(frozen=True)
@@ -29,9 +30,9 @@ class DenseMlp:
     activation: Activation
 
     @property
-    def nbytes(self) -> int:
-        """Memory of its matrices."""
-        return self.up.weight.nbytes + self.down.weight.nbytes
+    def matrices(self) -> list[Matrix]:
+        """Its weights but for biases."""
+        return [self.up.weight, self.down.weight]
 
     def branch(self, x: Tensor) -> Branch:
         """What it adds for input x [T, D]."""
@@ -54,9 +55,9 @@ class MoeMlp:
     bias: None = None
 
     @property
-    def nbytes(self) -> int:
-        """Memory of its matrices."""
-        return self.router.nbytes + self.up.nbytes + self.down.nbytes
+    def matrices(self) -> list[Matrix]:
+        """Its weights."""
+        return [self.router, self.up, self.down]
 
     def branch(self, x: Tensor) -> Branch:
         """What it adds for input x [T, D]."""
@@ -70,52 +71,54 @@ class MoeMlp:
         return total if base is None else base + total
 
 
-def load_mlp(
-    weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, backend: Backend, format: str
-) -> DenseMlp | MoeMlp:
-    """This rank's part of one layer's mlp, stored in `format`."""
-    make_format = backend.formats[format]
+def load_mlp(weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, backend: Backend) -> DenseMlp | MoeMlp:
+    """This rank's part of one layer's mlp."""
     if isinstance(kind, Moe):
-        return _load_moe(weights, spec, kind, backend, format)
+        return _load_moe(weights, spec, kind, backend)
     if isinstance(kind, Gated):
-        up = _load_gate_up(weights, spec, kind.width, make_format)
+        up = _load_gate_up(weights, spec, kind.width, backend.linear)
     else:
-        up = load_column(weights, "mlp_up", (kind.width, spec.hidden_size), make_format, bias=spec.mlp_bias)
-    down = load_row(weights, "mlp_down", (spec.hidden_size, kind.width), make_format, bias=spec.mlp_bias)
+        up = load_column(weights, "mlp_up", (kind.width, spec.hidden_size), backend.linear, bias=spec.mlp_bias)
+    down = load_row(weights, "mlp_down", (spec.hidden_size, kind.width), backend.linear, bias=spec.mlp_bias)
     return DenseMlp(up, down, kind.activation)
 
 
-def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_format: MakeLinear) -> ColumnLinear:
+def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_linear: MakeLinear) -> ColumnLinear:
     """[gate | up] of this rank, from one tensor or from two."""
     start, stop = weights.shard.range(width)
-    make_gated = partial(make_format, is_gated=True)
+    make_gated = partial(make_linear, is_gated=True)
     if weights.has("mlp_gate_up"):
         ranges = [(start, stop), (width + start, width + stop)]
         size = (2 * width, spec.hidden_size)
         return load_column(weights, "mlp_gate_up", size, make_gated, bias=spec.mlp_bias, ranges=ranges)
     size, part = (width, spec.hidden_size), [(start, stop)]
     roles = ("mlp_gate", "mlp_up")
-    weight = torch.cat([weights.rows(role, size, part) for role in roles])
+    weight = stacked([weights.linear(role, size, rows=part) for role in roles], make_linear, is_gated=True)
     bias = torch.cat([weights.bias(role, width, ranges=part) for role in roles]) if spec.mlp_bias else None
-    return ColumnLinear(make_gated(weight), bias)
+    return ColumnLinear(weight, bias)
 
 
-def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend, format: str) -> MoeMlp:
+def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> MoeMlp:
     part = weights.shard.range(kind.width)
     inner, outer = (kind.width, spec.hidden_size), (spec.hidden_size, kind.width)
 
-    def ups() -> Iterator[Tensor]:
+    def ups() -> Iterator[Stored]:
         for e in range(kind.num_experts):
-            yield torch.cat([weights.rows(role, inner, [part], expert=e) for role in ("expert_gate", "expert_up")])
+            both = joined([weights.linear(role, inner, rows=[part], expert=e) for role in ("expert_gate", "expert_up")])
+            if both is None:
+                raise CheckpointError(
+                    f"gate and up of expert {e} are not quantised alike, which is not served: quantise both in one way"
+                )
+            yield both
 
-    def downs() -> Iterator[Tensor]:
+    def downs() -> Iterator[Stored]:
         for e in range(kind.num_experts):
-            yield weights.columns("expert_down", outer, part, expert=e)
+            yield weights.linear("expert_down", outer, columns=part, expert=e)
 
     return MoeMlp(
-        router=backend.formats["dense"](weights.rows("router", (kind.num_experts, spec.hidden_size))),
+        router=backend.linear(weights.rows("router", (kind.num_experts, spec.hidden_size))),
         routing=backend.routing(kind.num_experts, kind.top_k, renormalise=kind.renormalise),
-        up=backend.grouped(ups(), kind.num_experts, format, is_gated=True),
-        down=backend.grouped(downs(), kind.num_experts, format),
+        up=backend.grouped(ups(), kind.num_experts, is_gated=True),
+        down=backend.grouped(downs(), kind.num_experts, maximum=weights.shard.all_reduce_max),
         activation=kind.activation,
     )

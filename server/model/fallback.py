@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from server.stepping.batch import Forward
 from server.stepping.cache import KVShape
+from server.stepping.kv_placement import KvOnDevice
 from server.stepping.sequences import TokenRun
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class FallbackModel:
         self._keeps_last = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
         self._has_encoder: bool = model.config.is_encoder_decoder
+        self.kv_placement = KvOnDevice()
         self.shares_prefixes = False  # each sequence has a cache of its own
         self.nbytes = sum(parameter.nbytes for parameter in model.parameters())
 

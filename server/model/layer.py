@@ -3,7 +3,8 @@
 Which norms there are and how all is wired is the spec's `residual`: a function of `WIRINGS` for each kind. What a layer
 adds last may wait for the next layer's first norm, so that one kernel does both (`Stream`).
 
-Shapes: T tokens in the step, D model width, N local heads, K local kv heads, H head dim, B blocks, P tokens per block.
+Shapes: T tokens in the step, D model width, N local heads, K local kv heads, H head dim, B blocks, P tokens per block,
+W elements that a token's key or value takes in the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 from server.arch.spec import ArchSpec, LayerSpec, Residual, Rope
 from server.backends.protocol import Attention, Norm, Rotation, StepMeta, Summand
 from server.distributed import Shard
-from server.layers.linear import Branch, ColumnLinear, RowLinear
+from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear
 from server.layers.mlp import DenseMlp, MoeMlp
 
 
@@ -42,11 +43,11 @@ class AttentionBlock:
     layer: LayerSpec
 
     @property
-    def nbytes(self) -> int:
-        return self.qkv.weight.nbytes + self.out.weight.nbytes
+    def matrices(self) -> list[Matrix]:
+        return [self.qkv.weight, self.out.weight]
 
     def __call__(self, x: Tensor, kv: Tensor, step: LayerStep) -> Tensor:
-        """x [T, D] → attended values [T, N * H], not yet projected; writes keys and values into kv [2, B, K, P, H]."""
+        """x [T, D] → attended values [T, N * H], not yet projected; writes keys and values into kv [2, B, K, P, W]."""
         heads = self._heads(x)
         if self.q_norm is not None and self.k_norm is not None:
             heads = self.q_norm.normalise_heads(self.k_norm, heads, kv_heads=kv.shape[2])
@@ -73,11 +74,11 @@ class CrossBlock:
     spec: ArchSpec
 
     @property
-    def nbytes(self) -> int:
-        return self.q.weight.nbytes + self.kv.weight.nbytes + self.out.weight.nbytes
+    def matrices(self) -> list[Matrix]:
+        return [self.q.weight, self.kv.weight, self.out.weight]
 
     def remember(self, encoded: Tensor, kv: Tensor, meta: StepMeta) -> None:
-        """Write the keys and values of an encoder's output [T, D] into kv [2, B, K, P, H]."""
+        """Write the keys and values of an encoder's output [T, D] into kv [2, B, K, P, W]."""
         k, v = self.kv(encoded).view(len(encoded), -1, self.spec.head_dim).chunk(2, dim=1)
         self.attention.write(kv, k, v, meta)
 
@@ -117,13 +118,23 @@ class Layer:
     wiring: Callable[[Layer, Stream, Tensor, LayerStep], Stream]
 
     @property
+    def matrices(self) -> list[Matrix]:
+        """Its weights but for norms and biases."""
+        return [*self.attention.matrices, *(self.cross.matrices if self.cross else []), *self.mlp.matrices]
+
+    @property
     def nbytes(self) -> int:
         """Memory of its matrices."""
-        return self.attention.nbytes + self.mlp.nbytes + (self.cross.nbytes if self.cross else 0)
+        return sum(matrix.nbytes for matrix in self.matrices)
 
     def __call__(self, stream: Stream, kv: Tensor, step: LayerStep) -> Stream:
-        """The residual stream behind the layer; keys and values are written into kv [2, B, K, P, H]."""
+        """The residual stream behind the layer; keys and values are written into kv [2, B, K, P, W]."""
         return self.wiring(self, stream, kv, step)
+
+    def remember(self, encoded: Tensor, kv: Tensor, meta: StepMeta) -> None:
+        """Write what attention to an encoder's output [T, D] reads of it into kv [2, B, K, P, W]."""
+        assert self.cross is not None, "each layer of the decoder attends to the encoder's output"
+        self.cross.remember(encoded, kv, meta)
 
     def attend(self, x: Tensor, kv: Tensor, step: LayerStep) -> Branch:
         """What attention adds for input x."""

@@ -5,61 +5,86 @@ Shapes: D model width, N heads, K kv heads, H head dim.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from server.arch.spec import ArchSpec, LayerSpec, Learned, Rope
-from server.backends.protocol import Attention, Backend, MakeLinear, Norm, Scores
+from server.backends.protocol import Attention, Backend, Norm, Scores
 from server.checkpoint.weights import Weights, head_ranges
 from server.layers.embedding import Embedding, load_embedding, load_head
-from server.layers.linear import ColumnLinear, load_column, load_row
+from server.layers.linear import ColumnLinear, load_column, load_row, stacked
 from server.layers.mlp import load_mlp
 from server.layers.norm import load_norm
 from server.layers.position import Rotary, alibi_slopes, bucket_bias
 from server.model.layer import WIRINGS, AttentionBlock, CrossBlock, Layer
+from server.model.streamed import OnDevice, Placement
 from server.model.transformer import Stack, Transformer, local_kv_heads
+from server.quant.kv import AS_COMPUTED, Float8, KvFormat
+from server.stepping.kv_placement import KvOnDevice, KvPlacement
+
+ON_DEVICE = OnDevice()
 
 
-def load(weights: Weights, spec: ArchSpec, backend: Backend, format: str = "dense") -> Transformer:
+def load(
+    weights: Weights,
+    spec: ArchSpec,
+    backend: Backend,
+    cache: KvFormat = AS_COMPUTED,
+    placement: Placement = ON_DEVICE,
+    kv_placement: KvPlacement | None = None,
+) -> Transformer:
     """Pull this rank's slices out of the checkpoint. Raises CheckpointError when config and weights disagree.
 
-    format: how the matrices of layers are stored, one of the backend's; embedding and head stay as they are.
+    cache: how keys and values are stored, but for scales that the checkpoint has. placement: where the layers' weights
+    are kept. kv_placement: where KV blocks are; None: on the device.
     """
+    kv_placement = kv_placement or KvOnDevice()
     embedding = load_embedding(weights, spec)
-    loader = _StackLoader(weights, spec, backend, format)
+    head = load_head(weights, spec, embedding, backend.linear)  # before the layers: a tied table is then held twice
+    loader = StackLoader(weights, spec, backend, cache, placement, kv_placement)
     model = Transformer(
         spec=spec,
         encoder=replace(loader, weights=weights.of_encoder(), spec=spec.encoder).stack(embedding)
         if spec.encoder
         else None,
         decoder=loader.stack(embedding),
-        head=load_head(weights, spec, embedding, backend.formats["dense"]),
+        head=head,
+        cache=cache,
+        kv_placement=kv_placement,
     )
     weights.refuse_leftovers()
+    placement.finish()
     return model
 
 
 @dataclass(frozen=True)
-class _StackLoader:
-    """Builds one stack of layers, each from `weights` of its own."""
+class StackLoader:
+    """Builds one stack of layers, each from `weights` of its own: all of them, or one after the other."""
 
     weights: Weights
     spec: ArchSpec
     backend: Backend
-    format: str
-
-    @property
-    def make_linear(self) -> MakeLinear:
-        return self.backend.formats[self.format]
+    cache: KvFormat = AS_COMPUTED
+    placement: Placement = ON_DEVICE
+    kv_placement: KvPlacement = field(default_factory=KvOnDevice)
 
     def stack(self, embedding: Embedding) -> Stack:
         """All layers, with what stands before and after them."""
+        return replace(self.frame(embedding), layers=self.placement.stack(self.spec.num_layers, self.layer))
+
+    def layer(self, index: int) -> Layer:
+        """One layer of the stack."""
+        own = replace(self, weights=self.weights.of_layer(index))
+        return own._layer(self.spec.layers[index], self._attention_of(index))
+
+    def frame(self, embedding: Embedding) -> Stack:
+        """What stands before and after the layers, without these."""
         weights, spec, hidden, embed_dim = self.weights, self.spec, self.spec.hidden_size, self.spec.embed_dim
-        attention = self.backend.attention(self._scores())
         ropes = {layer.position for layer in spec.layers if isinstance(layer.position, Rope)}
-        dense = self.backend.formats["dense"]
+        dense = self.backend.linear
         return Stack(
             spec=spec,
             embedding=embedding,
@@ -67,17 +92,29 @@ class _StackLoader:
             positions=self._positions(),
             rotaries={rope: Rotary(rope, weights.device) for rope in ropes},
             embed_norm=self._norm("embed_norm", hidden) if spec.embed_norm else None,
-            layers=[
-                replace(self, weights=weights.of_layer(i))._layer(layer, attention)
-                for i, layer in enumerate(spec.layers)
-            ],
+            layers=(),
             final_norm=self._norm("final_norm", hidden) if spec.final_norm else None,
             project_out=dense(weights.rows("project_out", (embed_dim, hidden))) if embed_dim else None,
         )
 
+    def _attention_of(self, layer: int) -> Attention:
+        """All layers share theirs, but for those whose keys and values the checkpoint has scales of."""
+        scales = self.weights.of_layer(layer).kv_scales() if isinstance(self.cache, Float8) else None
+        if scales is None:
+            return self._shared_attention
+        return self._attending(self._scores, replace(self.cache, scales=scales))
+
+    @cached_property
+    def _shared_attention(self) -> Attention:
+        return self._attending(self._scores, self.cache)
+
+    def _attending(self, scores: Scores, cache: KvFormat) -> Attention:
+        return self.kv_placement.attention(self.backend.attention(scores, cache))
+
     def _norm(self, role: str, size: int) -> Norm:
         return load_norm(self.weights, role, size, self.spec.norm, self.backend)
 
+    @cached_property
     def _scores(self) -> Scores:
         """How this rank's heads score; slopes and biases are those of the local heads."""
         spec = self.spec
@@ -101,7 +138,7 @@ class _StackLoader:
         return Layer(
             attention=self._attention(layer, attention),
             cross=self._cross() if self.spec.encoder else None,
-            mlp=load_mlp(self.weights, self.spec, layer.mlp, self.backend, self.format),
+            mlp=load_mlp(self.weights, self.spec, layer.mlp, self.backend),
             norms={role: self._norm(role, self.spec.hidden_size) for role in norms},
             shard=self.weights.shard,
             wiring=wiring,
@@ -112,7 +149,7 @@ class _StackLoader:
         size = (spec.hidden_size, spec.num_heads * spec.head_dim)
         return AttentionBlock(
             qkv=self._qkv(),
-            out=load_row(self.weights, "attention_out", size, self.make_linear, bias=spec.attention_out_bias),
+            out=load_row(self.weights, "attention_out", size, self.backend.linear, bias=spec.attention_out_bias),
             q_norm=self._norm("q_norm", spec.head_dim) if spec.qk_norm else None,
             k_norm=self._norm("k_norm", spec.head_dim) if spec.qk_norm else None,
             attention=attention,
@@ -121,15 +158,15 @@ class _StackLoader:
         )
 
     def _cross(self) -> CrossBlock:
-        spec, weights, make_linear = self.spec, self.weights, self.make_linear
+        spec, weights, make_linear = self.spec, self.weights, self.backend.linear
         inner, hidden = spec.num_heads * spec.head_dim, spec.hidden_size
         part = [weights.shard.range(inner)]
-        kv = torch.cat([weights.rows(role, (inner, hidden), part) for role in ("cross_k", "cross_v")])
+        kv = [weights.linear(role, (inner, hidden), rows=part) for role in ("cross_k", "cross_v")]
         return CrossBlock(
             q=load_column(weights, "cross_q", (inner, hidden), make_linear, bias=False),
-            kv=ColumnLinear(make_linear(kv), None),
+            kv=ColumnLinear(stacked(kv, make_linear), None),
             out=load_row(weights, "cross_out", (hidden, inner), make_linear, bias=False),
-            attention=self.backend.attention(Scores(spec.attention_scale)),
+            attention=self._attending(Scores(spec.attention_scale), self.cache),
             spec=spec,
         )
 
@@ -141,12 +178,12 @@ class _StackLoader:
             layout = weights.names.qkv_layout
             ranges = head_ranges(layout, spec.num_heads, spec.num_kv_heads, head_dim, heads, kv_heads)
             size = ((spec.num_heads + 2 * spec.num_kv_heads) * head_dim, spec.hidden_size)
-            return load_column(weights, "qkv", size, self.make_linear, bias=spec.qkv_bias, ranges=ranges)
+            return load_column(weights, "qkv", size, self.backend.linear, bias=spec.qkv_bias, ranges=ranges)
         parts = {"q": (spec.num_heads, heads), "k": (spec.num_kv_heads, kv_heads), "v": (spec.num_kv_heads, kv_heads)}
         matrices, biases = [], []
         for role, (count, local) in parts.items():
             part = [(local.start * head_dim, local.stop * head_dim)]
-            matrices.append(weights.rows(role, (count * head_dim, spec.hidden_size), part))
+            matrices.append(weights.linear(role, (count * head_dim, spec.hidden_size), rows=part))
             if spec.qkv_bias:
                 biases.append(weights.bias(role, count * head_dim, ranges=part))
-        return ColumnLinear(self.make_linear(torch.cat(matrices)), torch.cat(biases) if biases else None)
+        return ColumnLinear(stacked(matrices, self.backend.linear), torch.cat(biases) if biases else None)

@@ -7,13 +7,14 @@ the caller passes in.
 An encoder-decoder keeps what its decoder needs of a prompt, keys and values of every decoder layer, in the same cache
 under blocks of their own; until they are written, those blocks of the first layer serve the encoder's own attention.
 
-Shapes: T tokens in the step, D model width, R rows whose logits are wanted, Vl this rank's part of the vocabulary.
+Shapes: T tokens in the step, D model width, R rows whose logits are wanted, Vl this rank's part of the vocabulary, W
+elements that a token's key or value takes in the cache.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -23,9 +24,12 @@ from server.backends.protocol import LinearFormat, Norm, Rotation, StepMeta
 from server.distributed import Shard
 from server.layers.embedding import Embedding, Head
 from server.layers.position import Rotary
-from server.model.layer import Layer, LayerStep, Stream
+from server.model.layer import LayerStep, Stream
+from server.model.streamed import AnyLayer
+from server.quant.kv import AS_COMPUTED, KvFormat
 from server.stepping.batch import Encoding, Forward
 from server.stepping.cache import KVShape
+from server.stepping.kv_placement import KvOnDevice, KvPlacement
 
 
 @dataclass(frozen=True)
@@ -38,18 +42,25 @@ class Stack:
     positions: Tensor | None  # [positions, D] learned position vectors
     rotaries: Mapping[Rope, Rotary]
     embed_norm: Norm | None
-    layers: Sequence[Layer]
+    layers: Sequence[AnyLayer]
     final_norm: Norm | None
     project_out: LinearFormat | None  # back to the embedding's width
 
     def __call__(
         self, token_ids: Tensor, kv_caches: Sequence[Tensor], meta: StepMeta, cross: StepMeta | None = None
     ) -> Tensor:
-        """token_ids [T] → final hidden states [T, D]. kv_caches: one [2, B, K, P, H] per layer, written in place."""
-        stream = Stream(self._embed(token_ids, meta))
-        step = LayerStep(meta, self._rotations(meta), cross)
+        """token_ids [T] → final hidden states [T, D]. kv_caches: one [2, B, K, P, W] per layer, written in place."""
+        stream, step = self.begin(token_ids, meta, cross)
         for layer, kv in zip(self.layers, kv_caches, strict=True):
             stream = layer(stream, kv, step)
+        return self.end(stream)
+
+    def begin(self, token_ids: Tensor, meta: StepMeta, cross: StepMeta | None = None) -> tuple[Stream, LayerStep]:
+        """token_ids [T] → the residual stream before the first layer, and what every layer is told."""
+        return Stream(self._embed(token_ids, meta)), LayerStep(meta, self._rotations(meta), cross)
+
+    def end(self, stream: Stream) -> Tensor:
+        """The residual stream behind the last layer → final hidden states [T, D]."""
         x = stream.total if self.final_norm is None else stream.normed(self.final_norm)[1]
         return x if self.project_out is None else self.project_out(x, None)
 
@@ -80,20 +91,25 @@ class Transformer:
     encoder: Stack | None
     decoder: Stack
     head: Head
+    cache: KvFormat = AS_COMPUTED
+    kv_placement: KvPlacement = field(default_factory=KvOnDevice)
 
     def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Tensor:
-        """The final hidden states [T, D] of a pass. kv_caches: one [2, B, K, P, H] per layer, written to."""
-        if forward.encoding is not None:
-            self._encode(forward.encoding, kv_caches)
-        return self.decoder(forward.token_ids, kv_caches, forward.meta, forward.cross)
+        """The final hidden states [T, D] of a pass. kv_caches: one [2, B, K, P, W] per layer, written to.
+
+        Raises DiskError where weights or blocks that are on a disk cannot be moved.
+        """
+        with self.kv_placement.step(forward):
+            if forward.encoding is not None:
+                self._encode(forward.encoding, kv_caches)
+            return self.decoder(forward.token_ids, kv_caches, forward.meta, forward.cross)
 
     def _encode(self, encoding: Encoding, kv_caches: Sequence[Tensor]) -> None:
         """Read prompts, each token seeing its whole prompt, and keep what the decoder needs of them."""
         assert self.encoder is not None, "only an encoder-decoder encodes"
         encoded = self.encoder(encoding.token_ids, [kv_caches[0]] * len(self.encoder.layers), encoding.meta)
         for layer, kv in zip(self.decoder.layers, kv_caches, strict=True):
-            assert layer.cross is not None, "each layer of the decoder attends to the encoder's output"
-            layer.cross.remember(encoded, kv, encoding.meta)
+            layer.remember(encoded, kv, encoding.meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] → [R, Vl]. See `Head`."""
@@ -137,7 +153,7 @@ class Transformer:
     def kv_shape(self, dtype: torch.dtype) -> KVShape:
         """What one token takes in this rank's cache."""
         kv_heads = len(local_kv_heads(self.spec, self.decoder.embedding.shard))
-        return KVShape(self.spec.num_layers, kv_heads, self.spec.head_dim, dtype)
+        return KVShape(self.spec.num_layers, kv_heads, self.spec.head_dim, dtype, format=self.cache)
 
 
 def local_kv_heads(spec: ArchSpec, shard: Shard) -> range:

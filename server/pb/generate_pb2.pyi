@@ -11,7 +11,7 @@ class InfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class InfoReply(_message.Message):
-    __slots__ = ("model_type", "dtype", "dtype_reason", "device", "world_size", "vocab_size", "max_positions", "weight_bytes", "kv_bytes_per_token", "backend", "threads", "quantize", "block_size", "num_blocks", "decoder_start", "shares_prefixes", "threads_reason", "backend_reason")
+    __slots__ = ("model_type", "dtype", "dtype_reason", "device", "world_size", "vocab_size", "max_positions", "weight_bytes", "kv_bytes_per_token", "backend", "threads", "quantize", "block_size", "num_blocks", "decoder_start", "shares_prefixes", "threads_reason", "backend_reason", "kv_cache_dtype", "offloaded", "has_tiers")
     MODEL_TYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     DTYPE_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,9 @@ class InfoReply(_message.Message):
     SHARES_PREFIXES_FIELD_NUMBER: _ClassVar[int]
     THREADS_REASON_FIELD_NUMBER: _ClassVar[int]
     BACKEND_REASON_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    OFFLOADED_FIELD_NUMBER: _ClassVar[int]
+    HAS_TIERS_FIELD_NUMBER: _ClassVar[int]
     model_type: str
     dtype: str
     dtype_reason: str
@@ -48,7 +51,10 @@ class InfoReply(_message.Message):
     shares_prefixes: bool
     threads_reason: str
     backend_reason: str
-    def __init__(self, model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., dtype_reason: _Optional[str] = ..., device: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., backend: _Optional[str] = ..., threads: _Optional[int] = ..., quantize: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., decoder_start: _Optional[int] = ..., shares_prefixes: _Optional[bool] = ..., threads_reason: _Optional[str] = ..., backend_reason: _Optional[str] = ...) -> None: ...
+    kv_cache_dtype: str
+    offloaded: str
+    has_tiers: bool
+    def __init__(self, model_type: _Optional[str] = ..., dtype: _Optional[str] = ..., dtype_reason: _Optional[str] = ..., device: _Optional[str] = ..., world_size: _Optional[int] = ..., vocab_size: _Optional[int] = ..., max_positions: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., backend: _Optional[str] = ..., threads: _Optional[int] = ..., quantize: _Optional[str] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., decoder_start: _Optional[int] = ..., shares_prefixes: _Optional[bool] = ..., threads_reason: _Optional[str] = ..., backend_reason: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., offloaded: _Optional[str] = ..., has_tiers: _Optional[bool] = ...) -> None: ...
 
 class WarmupRequest(_message.Message):
     __slots__ = ("max_batch_prefill_tokens", "max_total_tokens", "max_batch_total_tokens", "useful_tokens", "max_top_n_tokens", "max_sequences")
@@ -67,7 +73,7 @@ class WarmupRequest(_message.Message):
     def __init__(self, max_batch_prefill_tokens: _Optional[int] = ..., max_total_tokens: _Optional[int] = ..., max_batch_total_tokens: _Optional[int] = ..., useful_tokens: _Optional[int] = ..., max_top_n_tokens: _Optional[int] = ..., max_sequences: _Optional[int] = ...) -> None: ...
 
 class WarmupReply(_message.Message):
-    __slots__ = ("max_batch_total_tokens", "block_size", "num_blocks", "kv_bytes", "free_bytes", "step_bytes", "graph_bytes", "captured", "pads_chunks")
+    __slots__ = ("max_batch_total_tokens", "block_size", "num_blocks", "kv_bytes", "free_bytes", "step_bytes", "graph_bytes", "captured", "pads_chunks", "kv_offloaded")
     MAX_BATCH_TOTAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -77,6 +83,7 @@ class WarmupReply(_message.Message):
     GRAPH_BYTES_FIELD_NUMBER: _ClassVar[int]
     CAPTURED_FIELD_NUMBER: _ClassVar[int]
     PADS_CHUNKS_FIELD_NUMBER: _ClassVar[int]
+    KV_OFFLOADED_FIELD_NUMBER: _ClassVar[int]
     max_batch_total_tokens: int
     block_size: int
     num_blocks: int
@@ -86,23 +93,82 @@ class WarmupReply(_message.Message):
     graph_bytes: int
     captured: str
     pads_chunks: bool
-    def __init__(self, max_batch_total_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., step_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., captured: _Optional[str] = ..., pads_chunks: _Optional[bool] = ...) -> None: ...
+    kv_offloaded: str
+    def __init__(self, max_batch_total_tokens: _Optional[int] = ..., block_size: _Optional[int] = ..., num_blocks: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., free_bytes: _Optional[int] = ..., step_bytes: _Optional[int] = ..., graph_bytes: _Optional[int] = ..., captured: _Optional[str] = ..., pads_chunks: _Optional[bool] = ..., kv_offloaded: _Optional[str] = ...) -> None: ...
+
+class OpenTiersRequest(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    def __init__(self, session: _Optional[int] = ...) -> None: ...
+
+class OpenTiersReply(_message.Message):
+    __slots__ = ("num_slots", "num_places", "block_bytes", "places", "keys", "stamps", "trouble")
+    NUM_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLACES_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    STAMPS_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    num_slots: int
+    num_places: int
+    block_bytes: int
+    places: _containers.RepeatedScalarFieldContainer[int]
+    keys: bytes
+    stamps: _containers.RepeatedScalarFieldContainer[int]
+    trouble: str
+    def __init__(self, num_slots: _Optional[int] = ..., num_places: _Optional[int] = ..., block_bytes: _Optional[int] = ..., places: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ..., stamps: _Optional[_Iterable[int]] = ..., trouble: _Optional[str] = ...) -> None: ...
+
+class MoveBlocksRequest(_message.Message):
+    __slots__ = ("session", "after_step", "is_fetch", "slots", "places", "keys", "stamps")
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    AFTER_STEP_FIELD_NUMBER: _ClassVar[int]
+    IS_FETCH_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    PLACES_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    STAMPS_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    after_step: int
+    is_fetch: bool
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    places: _containers.RepeatedScalarFieldContainer[int]
+    keys: bytes
+    stamps: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, session: _Optional[int] = ..., after_step: _Optional[int] = ..., is_fetch: _Optional[bool] = ..., slots: _Optional[_Iterable[int]] = ..., places: _Optional[_Iterable[int]] = ..., keys: _Optional[bytes] = ..., stamps: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class MoveBlocksReply(_message.Message):
+    __slots__ = ("is_moved", "damaged", "trouble", "is_full", "is_lost")
+    IS_MOVED_FIELD_NUMBER: _ClassVar[int]
+    DAMAGED_FIELD_NUMBER: _ClassVar[int]
+    TROUBLE_FIELD_NUMBER: _ClassVar[int]
+    IS_FULL_FIELD_NUMBER: _ClassVar[int]
+    IS_LOST_FIELD_NUMBER: _ClassVar[int]
+    is_moved: _containers.RepeatedScalarFieldContainer[bool]
+    damaged: int
+    trouble: str
+    is_full: bool
+    is_lost: bool
+    def __init__(self, is_moved: _Optional[_Iterable[bool]] = ..., damaged: _Optional[int] = ..., trouble: _Optional[str] = ..., is_full: _Optional[bool] = ..., is_lost: _Optional[bool] = ...) -> None: ...
 
 class HealthRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class HealthReply(_message.Message):
-    __slots__ = ("steps_received", "steps_finished", "oldest_step_ms", "collectives")
+    __slots__ = ("steps_received", "steps_finished", "oldest_step_ms", "collectives", "read_bytes")
     STEPS_RECEIVED_FIELD_NUMBER: _ClassVar[int]
     STEPS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     OLDEST_STEP_MS_FIELD_NUMBER: _ClassVar[int]
     COLLECTIVES_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
     steps_received: int
     steps_finished: int
     oldest_step_ms: int
     collectives: int
-    def __init__(self, steps_received: _Optional[int] = ..., steps_finished: _Optional[int] = ..., oldest_step_ms: _Optional[int] = ..., collectives: _Optional[int] = ...) -> None: ...
+    read_bytes: int
+    def __init__(self, steps_received: _Optional[int] = ..., steps_finished: _Optional[int] = ..., oldest_step_ms: _Optional[int] = ..., collectives: _Optional[int] = ..., read_bytes: _Optional[int] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
     __slots__ = ("start", "trace_path")
@@ -121,6 +187,34 @@ class ProfileReply(_message.Message):
     calls: _containers.RepeatedScalarFieldContainer[int]
     self_ns: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, names: _Optional[_Iterable[str]] = ..., calls: _Optional[_Iterable[int]] = ..., self_ns: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class StreamedRequest(_message.Message):
+    __slots__ = ("forget",)
+    FORGET_FIELD_NUMBER: _ClassVar[int]
+    forget: bool
+    def __init__(self, forget: _Optional[bool] = ...) -> None: ...
+
+class StreamedReply(_message.Message):
+    __slots__ = ("pass_bytes", "bytes", "waited_s", "read_layers", "read_began_s", "read_ended_s", "computed_layers", "computed_began_s", "computed_ended_s")
+    PASS_BYTES_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
+    READ_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    READ_BEGAN_S_FIELD_NUMBER: _ClassVar[int]
+    READ_ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_LAYERS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_BEGAN_S_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_ENDED_S_FIELD_NUMBER: _ClassVar[int]
+    pass_bytes: int
+    bytes: int
+    waited_s: float
+    read_layers: _containers.RepeatedScalarFieldContainer[int]
+    read_began_s: _containers.RepeatedScalarFieldContainer[float]
+    read_ended_s: _containers.RepeatedScalarFieldContainer[float]
+    computed_layers: _containers.RepeatedScalarFieldContainer[int]
+    computed_began_s: _containers.RepeatedScalarFieldContainer[float]
+    computed_ended_s: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, pass_bytes: _Optional[int] = ..., bytes: _Optional[int] = ..., waited_s: _Optional[float] = ..., read_layers: _Optional[_Iterable[int]] = ..., read_began_s: _Optional[_Iterable[float]] = ..., read_ended_s: _Optional[_Iterable[float]] = ..., computed_layers: _Optional[_Iterable[int]] = ..., computed_began_s: _Optional[_Iterable[float]] = ..., computed_ended_s: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class SamplingParameters(_message.Message):
     __slots__ = ("do_sample", "temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "frequency_penalty", "watermark", "seed", "presence_penalty", "min_p", "bias_ids", "biases", "banned_word_ids", "banned_word_lengths", "min_tokens", "end_ids", "raw_logprobs", "is_constrained")
@@ -217,7 +311,7 @@ class TokenMask(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., allowed: _Optional[_Union[TokenIds, _Mapping]] = ..., forbidden: _Optional[_Union[TokenIds, _Mapping]] = ..., bits: _Optional[bytes] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks")
+    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks", "tier_session", "saved_blocks", "saved_slots", "restored_slots", "restored_blocks")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RETIRE_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
@@ -228,6 +322,11 @@ class StepRequest(_message.Message):
     HELD_FIELD_NUMBER: _ClassVar[int]
     EXTEND_FIELD_NUMBER: _ClassVar[int]
     MASKS_FIELD_NUMBER: _ClassVar[int]
+    TIER_SESSION_FIELD_NUMBER: _ClassVar[int]
+    SAVED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    SAVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_SLOTS_FIELD_NUMBER: _ClassVar[int]
+    RESTORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     step: int
     retire: _containers.RepeatedScalarFieldContainer[int]
     add: _containers.RepeatedCompositeFieldContainer[NewSequence]
@@ -238,7 +337,12 @@ class StepRequest(_message.Message):
     held: _containers.RepeatedScalarFieldContainer[int]
     extend: _containers.RepeatedCompositeFieldContainer[Extension]
     masks: _containers.RepeatedCompositeFieldContainer[TokenMask]
-    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ...) -> None: ...
+    tier_session: int
+    saved_blocks: _containers.RepeatedScalarFieldContainer[int]
+    saved_slots: _containers.RepeatedScalarFieldContainer[int]
+    restored_slots: _containers.RepeatedScalarFieldContainer[int]
+    restored_blocks: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepReply(_message.Message):
     __slots__ = ("step", "ids", "token_ids", "logprobs", "top_counts", "top_ids", "top_logprobs", "prompt", "forward_ns", "error", "failed_rank", "lost_peer")

@@ -54,6 +54,21 @@ class ShardStub:
                 request_serializer=server_dot_pb_dot_generate__pb2.ProfileRequest.SerializeToString,
                 response_deserializer=server_dot_pb_dot_generate__pb2.ProfileReply.FromString,
                 _registered_method=True)
+        self.OpenTiers = channel.unary_unary(
+                '/lockstep.v1.Shard/OpenTiers',
+                request_serializer=server_dot_pb_dot_generate__pb2.OpenTiersRequest.SerializeToString,
+                response_deserializer=server_dot_pb_dot_generate__pb2.OpenTiersReply.FromString,
+                _registered_method=True)
+        self.MoveBlocks = channel.unary_unary(
+                '/lockstep.v1.Shard/MoveBlocks',
+                request_serializer=server_dot_pb_dot_generate__pb2.MoveBlocksRequest.SerializeToString,
+                response_deserializer=server_dot_pb_dot_generate__pb2.MoveBlocksReply.FromString,
+                _registered_method=True)
+        self.Streamed = channel.unary_unary(
+                '/lockstep.v1.Shard/Streamed',
+                request_serializer=server_dot_pb_dot_generate__pb2.StreamedRequest.SerializeToString,
+                response_deserializer=server_dot_pb_dot_generate__pb2.StreamedReply.FromString,
+                _registered_method=True)
         self.Run = channel.stream_stream(
                 '/lockstep.v1.Shard/Run',
                 request_serializer=server_dot_pb_dot_generate__pb2.StepRequest.SerializeToString,
@@ -93,6 +108,28 @@ class ShardServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def OpenTiers(self, request, context):
+        """Gives the prefix cache's tiers on host and disk to this router and says what the disk holds; after Warmup. What a
+        router before it still has under way no longer counts.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def MoveBlocks(self, request, context):
+        """Moves blocks between host and disk, beside the steps, which alone move blocks between host and device.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Streamed(self, request, context):
+        """What this rank's link and its streamed layers did when, where weights stream.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Run(self, request_iterator, context):
         """The ordered stream of steps, on rank 0; the others refuse it. Reply k answers request k; the router may send request
         k+1 before reply k arrives. When reply k comes, every rank has finished step k-1, and none is known to have failed k.
@@ -123,6 +160,21 @@ def add_ShardServicer_to_server(servicer, server):
                     servicer.Profile,
                     request_deserializer=server_dot_pb_dot_generate__pb2.ProfileRequest.FromString,
                     response_serializer=server_dot_pb_dot_generate__pb2.ProfileReply.SerializeToString,
+            ),
+            'OpenTiers': grpc.unary_unary_rpc_method_handler(
+                    servicer.OpenTiers,
+                    request_deserializer=server_dot_pb_dot_generate__pb2.OpenTiersRequest.FromString,
+                    response_serializer=server_dot_pb_dot_generate__pb2.OpenTiersReply.SerializeToString,
+            ),
+            'MoveBlocks': grpc.unary_unary_rpc_method_handler(
+                    servicer.MoveBlocks,
+                    request_deserializer=server_dot_pb_dot_generate__pb2.MoveBlocksRequest.FromString,
+                    response_serializer=server_dot_pb_dot_generate__pb2.MoveBlocksReply.SerializeToString,
+            ),
+            'Streamed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Streamed,
+                    request_deserializer=server_dot_pb_dot_generate__pb2.StreamedRequest.FromString,
+                    response_serializer=server_dot_pb_dot_generate__pb2.StreamedReply.SerializeToString,
             ),
             'Run': grpc.stream_stream_rpc_method_handler(
                     servicer.Run,
@@ -238,6 +290,87 @@ class Shard:
             '/lockstep.v1.Shard/Profile',
             server_dot_pb_dot_generate__pb2.ProfileRequest.SerializeToString,
             server_dot_pb_dot_generate__pb2.ProfileReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def OpenTiers(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Shard/OpenTiers',
+            server_dot_pb_dot_generate__pb2.OpenTiersRequest.SerializeToString,
+            server_dot_pb_dot_generate__pb2.OpenTiersReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MoveBlocks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Shard/MoveBlocks',
+            server_dot_pb_dot_generate__pb2.MoveBlocksRequest.SerializeToString,
+            server_dot_pb_dot_generate__pb2.MoveBlocksReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Streamed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/lockstep.v1.Shard/Streamed',
+            server_dot_pb_dot_generate__pb2.StreamedRequest.SerializeToString,
+            server_dot_pb_dot_generate__pb2.StreamedReply.FromString,
             options,
             channel_credentials,
             insecure,

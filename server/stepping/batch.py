@@ -18,7 +18,8 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from server.backends.protocol import Device, StepMeta
+from server.backends.device import Device
+from server.backends.protocol import StepMeta
 from server.blocks import num_blocks
 from server.stepping.sequences import SequenceState, StepRuns, TokenRun
 
@@ -33,6 +34,7 @@ class Encoding:
 
     token_ids: Tensor  # [E]
     meta: StepMeta
+    sequences: Sequence[SequenceState] = ()  # whose prompts they are
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,7 @@ class Tables:
         spans = [(s.encoder_row, 0, length) for s, length in zip(sequences, lengths, strict=True)]
         layout = Layout.of(spans, token_ids)
         ids, meta = self.step(layout, device.upload(layout.numbers))
-        return Encoding(ids, replace(meta, context_lengths=lengths, visible=meta.prompt_lengths))
+        return Encoding(ids, replace(meta, context_lengths=lengths, visible=meta.prompt_lengths), sequences)
 
     def _cross(self, runs: list[TokenRun], rows: Tensor, meta: StepMeta) -> StepMeta:
         """The tokens of `meta` with the encoded prompts as their context. Nothing is written there."""

@@ -16,7 +16,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from server.backends.protocol import Device
+from server.backends.device import Device
 from server.stepping.vocabulary import Vocabulary
 
 MOST_WORD_TOKENS = 32  # of a banned word

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from server.backends.protocol import Device
+from server.backends.device import Device
 from server.blocks import BLOCK_SIZE, num_blocks
+from server.quant.kv import AS_COMPUTED, KvFormat
 
 
 @dataclass(frozen=True)
@@ -21,43 +22,61 @@ class KVShape:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype
+    dtype: torch.dtype  # that the model computes in
     is_paged: bool = True  # False: the model keeps a cache of its own, of about this size
+    format: KvFormat = AS_COMPUTED
 
     @property
     def bytes_per_token(self) -> int:
         """Key and value, all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+        row_bytes = self.format.width(self.head_dim) * self.format.stored(self.dtype).itemsize
+        return 2 * self.num_layers * self.num_kv_heads * row_bytes
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Keys and values of a block's tokens, all layers."""
+        return BLOCK_SIZE * self.bytes_per_token
+
+    @property
+    def layer_block_bytes(self) -> int:
+        """Keys and values of a block's tokens, one layer."""
+        return self.bytes_per_block // self.num_layers
+
+    def size_of(self, blocks: int) -> tuple[int, ...]:
+        """The tensor of so many blocks: [2, blocks, kv_heads, block_size, width]; the width is the format's."""
+        return (2, blocks, self.num_kv_heads, BLOCK_SIZE, self.format.width(self.head_dim))
 
 
-def choose_tokens(*, wanted: int, useful: int, free_bytes: int, bytes_per_token: int) -> int:
+def choose_tokens(
+    *, wanted: int, useful: int, free_bytes: int, bytes_per_token: int, where: str = "free memory"
+) -> int:
     """How many KV tokens to allocate.
 
     wanted: what the user asked for, 0 when nothing; useful: more than this can never be used; free_bytes: memory that
-    the cache may take. Raises ValueError with the number that fits when the wish does not.
+    the cache may take; where: what has it. Raises ValueError with the number that fits when the wish does not.
     """
     fits = max(0, free_bytes // (bytes_per_token * BLOCK_SIZE)) * BLOCK_SIZE
     if wanted and num_blocks(wanted) * BLOCK_SIZE > fits:
         raise ValueError(
-            f"max_batch_total_tokens is {wanted}, but free memory holds a KV cache of {fits} tokens "
+            f"max_batch_total_tokens is {wanted}, but {where} holds a KV cache of {fits} tokens "
             f"({bytes_per_token} bytes each): use --max-batch-total-tokens {fits} or less"
         )
     if not fits:
         raise ValueError(
             f"no memory is left for a KV cache ({free_bytes} bytes free, {bytes_per_token} needed per token): "
-            "use more shards, a smaller --dtype or --quantize int8"
+            "use more shards, a smaller --dtype, --quantize int8 or --kv-cache-dtype int8"
         )
     return wanted or min(useful, fits)
 
 
 def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
-    """One zeroed tensor [2, blocks, kv_heads, block_size, head_dim] per layer; none for a cache that is not paged.
+    """One zeroed tensor [2, blocks, kv_heads, block_size, width] per layer; none for a cache that is not paged.
 
-    A block's tokens lie together for each head, so that attention reads a head's keys in long runs.
+    A block's tokens lie together for each head, so that attention reads a head's keys in long runs. The width is the
+    format's.
 
     Zeroed because a padded read may touch slots that were never written: 0 * 0 is harmless, 0 * NaN is not.
     """
     if not shape.is_paged:
         return []
-    size = (2, blocks, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
-    return [device.empty_kv(size, shape.dtype) for _ in range(shape.num_layers)]
+    return [device.empty_kv(shape.size_of(blocks), shape.format.stored(shape.dtype)) for _ in range(shape.num_layers)]

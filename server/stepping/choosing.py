@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 
 from torch import Tensor
 
-from server.backends.protocol import Device
+from server.backends.device import Device
 from server.stepping.masks import Allowed
 from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark
 from server.stepping.sequences import SequenceState

@@ -18,7 +18,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from server.backends.protocol import Computation, Device, GraphCapture
+from server.backends.device import Device
+from server.backends.protocol import Computation, GraphCapture
 from server.stepping.batch import Forward, Tables
 from server.stepping.captured_sampling import settings_of
 from server.stepping.sampling import TokenChoice

@@ -18,21 +18,24 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from server.backends.protocol import Backend, Device, Event
+from server.backends.device import Device, Event
+from server.backends.protocol import Backend
 from server.blocks import num_blocks
 from server.distributed import Shard
+from server.offload.times import Times
 from server.pb import generate_pb2 as pb
-from server.stepping import cache
 from server.stepping.agreed_capture import AgreedCapture
 from server.stepping.batch import Forward, StepInput, Tables
 from server.stepping.cache import KVShape
 from server.stepping.captured_sampling import choose
 from server.stepping.choosing import LOGIT_ROWS, Chooser
 from server.stepping.decode_graphs import DecodeGraphs, Form
+from server.stepping.host_slots import HostSlots, Session
+from server.stepping.kv_placement import KvPlacement
 from server.stepping.mixed_graphs import MixedGraphs
 from server.stepping.reporting import KnownLogprobs, Reported, counted, reported_tokens
 from server.stepping.sampling import Chosen, Watermark
-from server.stepping.sequences import SequenceState, SequenceTable, StepRuns
+from server.stepping.sequences import SequenceState, SequenceTable, StepError, StepRuns
 from server.stepping.vocabulary import Vocabulary
 
 # Sequences that there is always room for, and as many are expected where nobody says how many there can be.
@@ -123,6 +126,10 @@ class Model(Protocol):
     """What an engine runs: a `Transformer`, or a model of another library (`fallback.py`)."""
 
     @property
+    def kv_placement(self) -> KvPlacement:
+        """Where the blocks of its KV cache are kept."""
+
+    @property
     def vocab_size(self) -> int: ...
 
     @property
@@ -172,7 +179,7 @@ class Engine:
     """The model on one rank, and the sequences that it is generating.
 
     why_not_captured: why decode steps are not captured in graphs; None: they are. graph_sizes: batch sizes to capture
-    beforehand; None for the backend's choice.
+    beforehand; None for the backend's choice. read_bytes: of weights that stream from a disk, so far.
     """
 
     def __init__(
@@ -184,22 +191,27 @@ class Engine:
         watermark: Watermark,
         why_not_captured: str | None = None,
         graph_sizes: Sequence[int] | None = None,
+        read_bytes: Callable[[], int] = lambda: 0,
     ):
         self.model = model
+        self.read_bytes = read_bytes
         self.shard = shard
         self.backend = backend
         self.device = backend.device
         self.kv_shape = model.kv_shape(dtype)
+        self.kv_placement = model.kv_placement
         self.has_encoder = model.decoder_start is not None
         self._vocabulary = Vocabulary(backend.logits, shard, model.vocab_size, *model.vocab_range)
         self._choose = Chooser(watermark, backend.device, self._vocabulary)
         self._kv_caches: list[Tensor] = []
         self._sequences: SequenceTable | None = None
         self._tables: Tables | None = None
-        self.why_not_captured = why_not_captured
+        self._why_not_captured = why_not_captured
         self._wanted_sizes = graph_sizes
         self._graphs: Graphs | None = None
         self._agreed: AgreedCapture | None = None
+        self.slots: HostSlots | None = None  # the host's tier of the prefix cache
+        self.times: Times | None = None  # what streaming has cost, where weights stream
 
     def allocate(self, tokens: int, total_tokens: int, sequences: int = 0) -> None:
         """Make a KV cache of so many tokens, for sequences of at most `total_tokens`. What was there before goes.
@@ -209,13 +221,14 @@ class Engine:
         self.release()
         # An encoder-decoder's sequence has two runs of blocks: one block more, so that the longest one fits.
         blocks = num_blocks(tokens) + self.has_encoder
-        self._kv_caches = cache.allocate(self.kv_shape, blocks, self.device)
+        longest = num_blocks(total_tokens)
+        self._kv_caches = self.kv_placement.allocate(self.kv_shape, blocks, longest, self.backend)
         self._sequences = SequenceTable(
             blocks,
             self.device,
             self._vocabulary,
             self.has_encoder,
-            longest=num_blocks(total_tokens),
+            longest=longest,
             most=max(sequences, LEAST_SEQUENCES),
         )
         tables = Tables.empty(self._sequences.num_rows, self._sequences.longest, self.device.torch_device)
@@ -235,14 +248,31 @@ class Engine:
     def release(self) -> None:
         """Give back the KV cache, and the graphs that read it."""
         has_cycles = bool(self.failed_captures)  # what is computed without a graph refers to those that have one
-        self._kv_caches, self._graphs, self._agreed, self._tables = [], None, None, None
+        self._kv_caches, self._graphs, self._agreed, self._tables, self.slots = [], None, None, None, None
+        self.kv_placement.release()
         if has_cycles:
             gc.collect()
+
+    def open_slots(self, count: int, session: Session) -> HostSlots:
+        """Have a tier of so many blocks on the host behind the KV cache; a later call finds the first one's."""
+        if self.slots is None:
+            shape = self.kv_shape
+            parts = [self.backend.block_parts(kv, shape.format, shape.head_dim) for kv in self._kv_caches]
+            copies = self.device.host_copies([part for of_layer in parts for part in of_layer], count)
+            self.slots = HostSlots(copies, self.num_blocks, session)
+        if (end := self.device.event()) is not None:
+            end.synchronize()  # what a router before has told the device to copy is done
+        return self.slots
 
     @property
     def num_blocks(self) -> int:
         """KV blocks allocated so far."""
         return self._sequences.num_blocks if self._sequences is not None else 0
+
+    @property
+    def why_not_captured(self) -> str | None:
+        """Why decode steps are not captured in graphs; None: they are."""
+        return self._why_not_captured or ("KV blocks stream" if self.kv_placement.offloaded else None)
 
     @property
     def graphs(self) -> Graphs | None:
@@ -268,10 +298,23 @@ class Engine:
             plan = self._sequences.apply(request)
             if plan.added:
                 self._tables.add(plan.added, self.device)
-            return self._run(plan, self._tables, started) if plan.computes else None
+            moves = self._move_blocks(request)
+            if plan.computes:
+                return self._run(plan, self._tables, started)
+            return Launched([], [], {}, started, self.device) if moves else None
         except BaseException:
             self._sequences.drop(request)
             raise
+
+    def _move_blocks(self, request: pb.StepRequest) -> bool:
+        """Copy blocks to and from the host as the step says; whether there were any."""
+        if not (request.saved_blocks or request.restored_blocks):
+            return False
+        if self.slots is None:
+            raise StepError("the step moves blocks to or from the host, but this shard has no tier there")
+        saved, restored = (request.saved_blocks, request.saved_slots), (request.restored_slots, request.restored_blocks)
+        self.slots.move(request.tier_session, saved, restored)
+        return True
 
     def hidden(self, step: StepInput) -> Tensor:
         """The final hidden states [T, D] of a step's tokens."""
@@ -286,17 +329,9 @@ class Engine:
         step = tables.lay_out(plan, self.device, has_encoder=self.has_encoder)
         hidden = self.hidden(step)
         prompt = reported_tokens(step.forward, hidden, self.model.logits, self._vocabulary, self.device)
-        at = step.sample_at
-        chosen = self._choose(
-            step.sampled,
-            lambda rows: self.model.logits(hidden[at[rows]]),
-            positions=step.forward.meta.positions[at] + 1,
-            previous=step.forward.token_ids[at],
-            allowed=plan.allowed,
-        )
-        if chosen:
-            tables.keep(step.sample_rows, torch.cat([part.token_ids for part in chosen]))
-        return Launched(step.sampled, chosen, prompt, started, self.device)
+        at, forward = step.sample_at, step.forward
+        found = hidden, forward.meta.positions[at] + 1, forward.token_ids[at], step.sample_rows
+        return self._sample(step.sampled, found, plan, tables, started, at, prompt)
 
     def _run_graph(self, plan: StepRuns, tables: Tables, graphs: DecodeGraphs, started: Clock) -> Launched:
         runs = plan.decodes
@@ -317,19 +352,25 @@ class Engine:
         plan: StepRuns,
         tables: Tables,
         started: Clock,
+        at: Tensor | None = None,
+        prompt: dict[int, Reported] | None = None,
     ) -> Launched:
-        """Choose the tokens of these sequences from what a graph found for them."""
+        """Choose the tokens of these sequences.
+
+        found: for each the hidden state whose logits choose, the token's position, the token before it, its row. at:
+        which of the hidden states are theirs, where they are those of all tokens; they are gathered a few at a time.
+        """
         hidden, positions, previous, rows = found
         chosen = self._choose(
             sequences,
-            lambda part: self.model.logits(hidden[part]),
+            lambda part: self.model.logits(hidden[part if at is None else at[part]]),
             positions=positions,
             previous=previous,
             allowed=plan.allowed,
         )
         if chosen:
             tables.keep(rows, torch.cat([part.token_ids for part in chosen]))
-        return Launched(sequences, chosen, {}, started, self.device)
+        return Launched(sequences, chosen, prompt or {}, started, self.device)
 
     def _decode(self, forward: Forward, form: Form, settings: Tensor) -> tuple[Tensor, ...]:
         """What is captured of a decode step, in which every sequence has one token and gets the next."""

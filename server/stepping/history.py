@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from server.backends.protocol import Device
+from server.backends.device import Device
 from server.stepping.vocabulary import Vocabulary
 
 

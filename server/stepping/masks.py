@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from server.backends.protocol import Device
+from server.backends.device import Device
 from server.stepping.vocabulary import Vocabulary
 
 NEVER = float("-inf")
@@ -66,14 +66,14 @@ class Masks:
         self._listed_rows = device.upload([row for row, _ in listed])
         self._listed = device.upload([row for row, _ in mine]), device.upload([column for _, column in mine])
         packed = [(row, one.bits) for row, one in rows if one.bits is not None]
-        places = {id(bits): place for place, bits in enumerate({id(bits): bits for _, bits in packed}.values())}
         self._packed_rows = device.upload([row for row, _ in packed])
         self._packed: Tensor | None = None
         if packed:
-            different = np.stack(list({id(bits): bits for _, bits in packed}.values()))
-            scores = _scores(device, different, vocabulary)
-            is_shared = len(different) < len(packed)
-            self._packed = scores[device.upload([places[id(bits)] for _, bits in packed])] if is_shared else scores
+            different = {id(bits): bits for _, bits in packed}
+            self._packed = _scores(device, np.stack(list(different.values())), vocabulary)
+            if len(different) < len(packed):
+                places = {key: place for place, key in enumerate(different)}
+                self._packed = self._packed[device.upload([places[id(bits)] for _, bits in packed])]
 
     def apply(self, logits: Tensor, unbiased: Tensor | None = None) -> Tensor:
         """Logits [R, Vl], float32, of which only what is allowed is left; changed in place, and so is `unbiased`.

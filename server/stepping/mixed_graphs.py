@@ -19,7 +19,8 @@ from itertools import chain, product
 
 from torch import Tensor
 
-from server.backends.protocol import Computation, Device, GraphCapture
+from server.backends.device import Device
+from server.backends.protocol import Computation, GraphCapture
 from server.stepping.batch import Forward, Layout, Tables
 from server.stepping.sequences import StepRuns
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from server.backends.protocol import Device
+from server.backends.device import Device
 from server.stepping.batch import Forward
 from server.stepping.choosing import LOGIT_ROWS
 from server.stepping.sequences import TokenRun

@@ -25,7 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from server.backends.protocol import Device
+from server.backends.device import Device
 from server.backends.reference.logits import MASK32, mix
 from server.stepping.biases import Biases, RecentTokens, TokenBiases
 from server.stepping.history import History, HistoryTable

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from server.backends.protocol import Device
+from server.backends.device import Device
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
 from server.stepping.biases import MOST_WORD_TOKENS, RecentTokens, TokenBiases
@@ -127,7 +127,7 @@ class SequenceTable:
         Raises StepError for a request that breaks the contract; then nothing has changed but that whoever retires left.
         """
         self._forget([*self.sequences] if request.reset else request.retire)
-        if request.add or request.chunk_ids:
+        if request.add or request.extend or request.chunk_ids:
             self._check(request)
         added = [self._add(new) for new in request.add]
         for extension in request.extend:

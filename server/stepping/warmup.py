@@ -109,22 +109,29 @@ def warm_up(
     top_n_tokens: int,
     sequences: int,
     fraction: float,
+    host_bytes: int = 0,
 ) -> Warmed:
     """Make the engine ready. Raises ValueError for a KV cache that does not fit.
 
     prefill_tokens: prompt tokens of the largest step; total_tokens: longest sequence; wanted_tokens: what the user
     asked for, 0 for as much as fits, at most useful_tokens; top_n_tokens: candidates reported with a token at most;
     sequences: most expected at once, 0 for LEAST_SEQUENCES; fraction: share of a GPU's memory that we may use.
+    host_bytes: of the host's memory for the prefix cache, which the KV cache leaves where it is there too.
     """
     sequences = sequences or LEAST_SEQUENCES
     step_bytes, expected_bytes = _profile(engine, prefill_tokens, total_tokens, top_n_tokens, sequences)
     engine.release()  # the profile run's cache is free again
     free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.world_size)
+    if not engine.device.measures_memory:
+        free -= host_bytes
+    placement = engine.kv_placement
+    room = placement.room(engine.kv_shape, free - step_bytes - expected_bytes, num_blocks(total_tokens))
     tokens = cache.choose_tokens(
         wanted=wanted_tokens,
         useful=useful_tokens,
-        free_bytes=engine.shard.minimum(free - step_bytes - expected_bytes, engine.device.torch_device),
+        free_bytes=engine.shard.minimum(room, engine.device.torch_device),
         bytes_per_token=engine.kv_shape.bytes_per_token,
+        where=placement.where,
     )
     engine.allocate(tokens, total_tokens, sequences)
     began = time.monotonic()

@@ -19,7 +19,7 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.protocol import Scores
 from server.backends.reference import ReferenceBackend
 
-H200 = plan.DEVICES["h200"].ceilings("bfloat16", 1)
+H200 = plan.DEVICES["h200"].dense_ceilings("bfloat16", 1)
 TINY = ["--latency-shape", str(launch.DEMO), "--serving-shape", str(launch.DEMO), "--offline-shape", str(launch.DEMO)]
 LENGTHS = ["--latency-lengths", "8", "4", "--serving-lengths", "8", "4", "--offline-lengths", "8", "4"]
 FEW = ["-b", "2", "--runs", "1", "--concurrency", "2", "--num-prompts", "4"]

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from benchmark import shapes
 from benchmark.plan import DEVICES
-from benchmark.roofline import BytesAndFlops, Ceilings, Probe, ServedModel, describe, mean_context
+from benchmark.roofline import (
+    BytesAndFlops,
+    Ceilings,
+    Probe,
+    ServedModel,
+    _product_of_float8,
+    describe,
+    mean_context,
+)  # fmt: skip
 
 BLOOMZ = ServedModel(shapes.shape("bloomz-7b1-mt"), "float16")
 TOLERANCE = 0.02
@@ -35,7 +44,7 @@ def test_decode_floors_are_those_worked_out_by_hand(
     device: str, num_shard: int, batch_size: int, expected: float
 ) -> None:
     demand = BLOOMZ.decode(batch_size, mean_context(100, 100))
-    floor = demand.floor_ms(DEVICES[device].ceilings("float16", num_shard))
+    floor = demand.floor_ms(DEVICES[device].dense_ceilings("float16", num_shard))
     assert expected == pytest.approx(floor, rel=TOLERANCE)
 
 
@@ -44,19 +53,19 @@ def test_prefill_floors_are_those_worked_out_by_hand(
     device: str, num_shard: int, batch_size: int, expected: float
 ) -> None:
     demand = BLOOMZ.prefill(batch_size, 100)
-    floor = demand.floor_ms(DEVICES[device].ceilings("float16", num_shard))
+    floor = demand.floor_ms(DEVICES[device].dense_ceilings("float16", num_shard))
     assert expected == pytest.approx(floor, rel=TOLERANCE)
 
 
 @pytest.mark.parametrize(("device", "expected"), [("a100-40g", 7.69), ("h200", 2.78)])
 def test_a_single_stream_of_chatglm3_reads_its_weights(device: str, expected: float) -> None:
     demand = ServedModel(shapes.shape("chatglm3-6b"), "float16").decode(1, 150)
-    assert expected == pytest.approx(demand.floor_ms(DEVICES[device].ceilings("float16", 1)), rel=TOLERANCE)
+    assert expected == pytest.approx(demand.floor_ms(DEVICES[device].dense_ceilings("float16", 1)), rel=TOLERANCE)
 
 
 def test_opt_prefill_and_decode_on_an_a6000() -> None:
     work = ServedModel(shapes.shape("opt-1.3b"), "float16")
-    a6000 = DEVICES["a6000"].ceilings("float16", 1)
+    a6000 = DEVICES["a6000"].dense_ceilings("float16", 1)
     prefill, decode = work.prefill(256, 512), work.decode(256, mean_context(512, 32))
     assert 2050 == pytest.approx(prefill.floor_ms(a6000), rel=0.05)  # worked out without attention
     assert 38.0 == pytest.approx(decode.floor_ms(a6000), rel=TOLERANCE)
@@ -83,6 +92,49 @@ def test_the_slower_of_moving_and_computing_is_the_floor() -> None:
     assert "arithmetic" == BytesAndFlops(100, 100).bound_by(ceilings)
 
 
+def test_operations_in_8_bits_have_a_rate_of_their_own() -> None:
+    mixed = BytesAndFlops(num_bytes=0, num_flops=100, num_ops_8=60)
+    assert 7000.0 == mixed.floor_ms(Ceilings(1.0, 10.0, ops_8_per_second=20.0))
+    assert 10_000.0 == mixed.floor_ms(Ceilings(1.0, 10.0)) == mixed.floor_ms(Ceilings(1.0, 10.0, 1, 5.0))
+    assert BytesAndFlops(0, 300, 180) == mixed.plus(mixed).plus(mixed) == mixed.times(3)
+
+
+# Which of layers and head are computed in 8 bits, and in which: on a CPU, and on a GPU.
+FORMATS_IN_8_BITS = [
+    ("int8", (1, 1, "int8"), (1, 1, "int8")), ("int4", (1, 1, "int8"), (0, 1, "int8")),
+    ("fp8", (0, 0, ""), (1, 0, "float8")), ("eetq", (1, 0, "int8"), (0, 0, "")),
+    ("bitsandbytes-nf4", (0, 0, ""), (0, 0, "")), (None, (0, 0, ""), (0, 0, "")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_what_is_in_8_bits_is_known(on_cpu: bool) -> None:
+    shape = shapes.shape("mistral-7b")
+    for quantize, *expected in FORMATS_IN_8_BITS:
+        layers, head, kind = expected[0 if on_cpu else 1]
+        served = ServedModel(shape, "bfloat16", quantize, on_cpu=on_cpu)
+        step = served.step(tokens=3, attended=0, kv_read=0, sampled=2)
+        linear = shape.layer_parameters - 64 * 4096  # without the norms
+        assert 6 * linear * layers + 4 * shape.head_parameters * head == step.num_ops_8, quantize
+        assert kind == served.product_kind
+    assert "" == ServedModel(shape, "float32", "eetq", on_cpu=True).product_kind  # who computes in float32 compares
+
+
+def test_a_device_without_float8_multiplies_it_in_16_bits() -> None:
+    shape = shapes.shape("mistral-7b")
+    floors = {
+        (device, quantize): ServedModel(shape, "bfloat16", quantize)
+        .prefill(32, 100)
+        .floor_ms(DEVICES[device].ceilings(ServedModel(shape, "bfloat16", quantize), 1))
+        for device in ("a100-80g", "h100")
+        for quantize in (None, "fp8", "int8", "int4")
+    }
+    assert floors["a100-80g", "fp8"] == floors["a100-80g", None]
+    assert floors["a100-80g", "int8"] < 0.6 * floors["a100-80g", None]
+    assert floors["h100", "fp8"] < 0.6 * floors["h100", None]
+    assert 0.95 * floors["h100", None] < floors["h100", "int4"]  # weights alone: but for the head, in 16 bits
+
+
 def test_mean_context_is_the_mean_over_decode_steps() -> None:
     contexts = [100 + step for step in range(1, 100)]  # after each of the 99 steps
     assert sum(contexts) / len(contexts) == mean_context(100, 100)
@@ -94,4 +146,11 @@ def test_a_probe_knows_the_best_that_it_has_seen() -> None:
     assert min(first.bytes_per_second, second.bytes_per_second) > 1e8
     assert min(first.flops_per_second, second.flops_per_second) > 1e9
     assert probe.best == first.best_of(second)
+    assert 0 == probe.best.ops_8_per_second
+    in_8_bits = Probe("cpu", "float32", threads=1, num_devices=1, step_weight_bytes=2**20, product_kind="int8")
+    assert in_8_bits.measure().ops_8_per_second > 1e9
+    small = (16, 32, 32)  # a probe measures float8 on GPUs alone, but this operator computes here too
+    assert 2 * 16 * 32 * 32 == _product_of_float8(small, torch.device("cpu")).num_flops
+    assert (16, 32) == _product_of_float8(small, torch.device("cpu")).run().shape
+    assert "TOP/s" in describe(in_8_bits.seen) and "TOP/s" not in describe(probe.seen)
     assert "2 measurements" in describe(probe.seen) and "GB/s" in describe(probe.seen)

@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
-from benchmark import shapes
+from benchmark import linears, shapes
 from benchmark.report import BenchError
+from server.quant.kv import KV_FORMATS
+from server.stepping.cache import KVShape
 
 # (layers, head) in billions of parameters, KV bytes of a token in 16 bits.
 SIZES = {
@@ -82,13 +85,57 @@ def test_a_mixture_of_experts_reads_the_experts_of_a_token() -> None:
     assert 2 * (8 - 2) * 3 * 32 * 48 == shape.layer_parameters - shape.step_parameters
 
 
-def test_int8_halves_the_layers_and_leaves_a_tied_head() -> None:
-    shape = shapes.shape("bloom-560m")
-    saved = shape.step_weight_bytes("bfloat16") - shape.step_weight_bytes("bfloat16", "int8")
-    assert shape.layer_parameters == saved
-    untied = shapes.shape("mistral-7b")
-    assert untied.step_weight_bytes("bfloat16") == 2 * untied.step_weight_bytes("bfloat16", "int8")
-    assert shape.step_weight_bytes("float16", "dense") == shape.step_weight_bytes("float16")
+def test_int8_halves_the_layers_and_the_head() -> None:
+    """Beside the halves there are scales: four bytes for each row of a layer, and for each token of the vocabulary."""
+    for name, rows in {
+        "bloom-560m": 24 * (3 + 1 + 4 + 1) * 1024,
+        "mistral-7b": 32 * (6144 + 4096 + 28_672 + 4096),
+    }.items():
+        shape = shapes.shape(name)
+        linear = sum(linear.parameters for linear in linears.of_decoder(shape.spec, shape.names))
+        kept = shape.step_weight_bytes("bfloat16", "int8, 8 bits, 8-bit inputs")  # with --quantize-head none
+        assert linear - 4 * rows == shape.step_weight_bytes("bfloat16") - kept
+        assert 2 * shape.head_parameters == shape.head_bytes("bfloat16", "fp8") == shape.head_bytes("bfloat16")
+        vocabulary = shape.spec.vocab_size
+        assert shape.head_parameters - 4 * vocabulary == kept - shape.step_weight_bytes("bfloat16", "int8")
+        all_saved = shape.weight_bytes("bfloat16") - shape.weight_bytes("bfloat16", "int8")
+        assert linear + shape.head_parameters - 4 * (rows + vocabulary) == all_saved  # a table of its own stays
+        assert shape.step_weight_bytes("float16", "dense") == shape.step_weight_bytes("float16")
+
+
+def test_four_bits_and_their_groups() -> None:
+    """int4: half a byte, and three bytes for each 128 weights of a row. Mistral's rows have no other ends."""
+    shape = shapes.shape("mistral-7b")
+    linear = sum(linear.parameters for linear in linears.of_decoder(shape.spec, shape.names))
+    saved = shape.step_weight_bytes("bfloat16") - shape.step_weight_bytes("bfloat16", "int4")
+    assert linear * 2 - linear // 2 - linear // 128 * 3 == saved - (shape.head_parameters - 4 * 32_000)
+    nf4 = shape.step_weight_bytes("bfloat16") - shape.step_weight_bytes("bfloat16", "bitsandbytes-nf4")
+    assert linear * 2 - linear // 2 - linear // 64 * 4 == nf4
+
+
+def test_a_quantised_config_counts_as_it_is_stored() -> None:
+    """Also where it leaves layers out; and its head stays."""
+    config = dict(shapes.find("mistral-7b").config)
+    awq = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True}
+    dense, stored = shapes.from_config(config), shapes.from_config(config | {"quantization_config": awq})
+    linear = sum(linear.parameters for linear in linears.of_decoder(dense.spec, dense.names))
+    saved = dense.weight_bytes("float16") - stored.weight_bytes("float16")
+    assert linear * 2 - linear // 2 - linear // 128 * 3 == saved
+    left_out = shapes.from_config(config | {"quantization_config": awq | {"modules_to_not_convert": ["self_attn"]}})
+    attention = 32 * (2 * 4096 * 4096 + 2 * 4096 * 1024)
+    kept = left_out.weight_bytes("float16") - stored.weight_bytes("float16")
+    assert attention * 2 - attention // 2 - attention // 128 * 3 == kept
+    assert stored.step_weight_bytes("float16") == stored.step_weight_bytes("float16", "awq, 4 bits, groups of 128")
+
+
+def test_the_file_beside_a_config_says_how_weights_are_stored(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(shapes.find("mistral-7b").config))
+    (tmp_path / "quantize_config.json").write_text(json.dumps({"bits": 8, "group_size": 32, "desc_act": False}))
+    stored = shapes.shape(str(tmp_path)).stored
+    assert stored is not None and "gptq, 8 bits, groups of 32" == stored.description
+    (tmp_path / "quantize_config.json").write_text("[")
+    with pytest.raises(BenchError, match=r"quantize_config\.json cannot be read: .*download it again"):
+        shapes.shape(str(tmp_path))
 
 
 def test_a_shape_is_found_by_name_repository_file_and_folder(tmp_path: Path) -> None:
@@ -134,3 +181,15 @@ def test_a_made_up_folder_has_one_token_per_word(tmp_path: Path) -> None:
     assert 50 == tokenizer.get_vocab_size()
     assert "eos_token_id" not in json.loads((tmp_path / "config.json").read_text())
     assert (tmp_path / "tokenizer_config.json").is_file()
+
+
+@pytest.mark.parametrize("kind", shapes.KV_CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", shapes.DTYPE_BYTES)
+def test_a_cache_takes_the_bytes_that_the_server_allocates(dtype: str, kind: str) -> None:
+    shape = shapes.shape("mistral-7b")
+    spec = shape.spec
+    allocated = KVShape(
+        spec.num_layers, spec.num_kv_heads, spec.head_dim, getattr(torch, dtype), format=KV_FORMATS[kind]
+    )
+    assert allocated.bytes_per_token == shape.kv_bytes_per_token(dtype, kind)
+    assert list(KV_FORMATS) == list(shapes.KV_CACHE_DTYPES)

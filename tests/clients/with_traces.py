@@ -22,7 +22,7 @@ TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
 # Five spans each, of which so many wait at most that a second's worth of them do not find room.
 MANY = 1000
-GIVES_UP_S = 25  # for the end of a server whose collector does not answer; left to itself the SDK waits for minutes
+GIVES_UP_S = 10  # at the end, for a collector that does not answer; left to itself the SDK waits for minutes
 
 
 # The project's own interpreter, which finds the SDK in this environment.
@@ -58,18 +58,29 @@ def collecting() -> Iterator[tuple[str, Collector]]:
         server.stop(None)
 
 
+def started(*flags: str) -> Server:
+    return Server("--model-id", "null", *flags, env=SDK, command=(PYTHON, "launcher.py"))
+
+
 def traced(endpoint: str) -> Server:
-    flags = ("--model-id", "null", "--otlp-endpoint", endpoint, "--otlp-service-name", "checked")
-    return Server(*flags, env=SDK, command=(PYTHON, "launcher.py"))
+    return started("--otlp-endpoint", endpoint, "--otlp-service-name", "checked")
 
 
-def ended(server: Server) -> str:
-    """Stop a server. Returns what it printed."""
+def ended(server: Server) -> tuple[float, str]:
+    """Stop a server. Returns the seconds that it took, and what it printed."""
     began = time.monotonic()
     server.stop(signal.SIGTERM)
-    code, output = server.wait(timeout=120)
+    code, output = server.wait(timeout=300)
     assert 0 == code, output
-    assert time.monotonic() - began < GIVES_UP_S, output
+    return time.monotonic() - began, output
+
+
+def ended_in_time(server: Server) -> str:
+    """The same for one that traces: it takes little longer than one that does not, however slow the machine is."""
+    seconds, output = ended(server)
+    with started() as plain:
+        plain_seconds, _ = ended(plain)
+    assert seconds < 3 * plain_seconds + GIVES_UP_S, output
     return output
 
 
@@ -78,7 +89,7 @@ def test_a_collector_that_works() -> None:
         for path in ("/generate", "/generate_stream"):
             asked = body("Once upon a time", max_new_tokens=5)
             assert httpx2.post(f"{server.url}{path}", json=asked, headers=HEADERS, timeout=60).status_code == 200
-        ended(server)  # which sends what waits
+        ended_in_time(server)  # which sends what waits
     assert {bytes.fromhex(TRACE)} == {span.trace_id for span in collector.spans}
     for name in ("generate", "generate_stream"):
         [whole] = [span for span in collector.spans if span.name == name]
@@ -105,7 +116,7 @@ def test_a_collector_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as mute:
         with traced(f"http://127.0.0.1:{mute.getsockname()[1]}") as server:
             seconds = ask_many(server)
-            output = ended(server)
+            output = ended_in_time(server)
     assert "Queue full" not in output, output
     print(f"{MANY} requests beside a mute collector: {seconds:.1f} s")
 
@@ -113,6 +124,6 @@ def test_a_collector_that_never_answers() -> None:
 def test_no_collector_at_all() -> None:
     with traced(f"http://127.0.0.1:{free_port()}") as server:
         seconds = ask_many(server)
-        output = ended(server)
+        output = ended_in_time(server)
     assert output.count("Failed to export") < 60, output
     print(f"{MANY} requests beside none: {seconds:.1f} s")

@@ -36,21 +36,17 @@ def test_products_equal_the_reference(case: ProductCase, dtype: torch.dtype) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("processors", [ONE_SPLIT, MANY_SPLITS])
 @pytest.mark.parametrize("rows", [2, 9, 40, 700])
-@pytest.mark.parametrize("format", ["dense", "int8"])
-def test_experts_in_one_launch_equal_one_after_the_other(
-    format: str, rows: int, processors: int, dtype: torch.dtype
-) -> None:
-    check_experts(format, rows, dtype, GPU, processors)
+def test_experts_in_one_launch_equal_one_after_the_other(rows: int, processors: int, dtype: torch.dtype) -> None:
+    check_experts(rows, dtype, GPU, processors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("activation", "is_gated"), [(None, False), *product(Activation, (False, True))])
 @pytest.mark.parametrize("rows", [1, 4, 9, 32, 300])
-@pytest.mark.parametrize("format", ["dense", "int8"])
 def test_formats_equal_the_reference(
-    format: str, rows: int, activation: Activation | None, is_gated: bool, dtype: torch.dtype
+    rows: int, activation: Activation | None, is_gated: bool, dtype: torch.dtype
 ) -> None:
-    check_format(format, rows, activation, is_gated, dtype, GPU)
+    check_format(rows, activation, is_gated, dtype, GPU)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 32, 4096], ids="{} rows".format)
@@ -70,12 +66,12 @@ def test_a_split_product_is_the_same_every_time() -> None:
     x, weight = (random(*size, dtype=torch.bfloat16, device=GPU) for size in ((3, 16384), (4096, 16384)))
     shared = products(GPU, MANY_SPLITS)
     workspace = shared.workspace(GPU)
-    first = multiply_rows(x, weight, None, Epilogue(), workspace, is_gated=False)
+    first = multiply_rows(x, weight, Epilogue(), workspace, is_gated=False)
     for _ in range(200):
-        assert torch.equal(first, multiply_rows(x, weight, None, Epilogue(), workspace, is_gated=False))
+        assert torch.equal(first, multiply_rows(x, weight, Epilogue(), workspace, is_gated=False))
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = multiply_rows(x, weight, None, Epilogue(), workspace, is_gated=False)
+        out = multiply_rows(x, weight, Epilogue(), workspace, is_gated=False)
     for _ in range(20):
         graph.replay()
         assert torch.equal(first, out)
@@ -88,7 +84,7 @@ def test_a_capture_measures_a_product_and_replays_the_fastest_way() -> None:
 
     backend = CudaBackend(CudaDevice(0), torch.bfloat16)
     x, weight = (random(*size, dtype=torch.bfloat16, device=GPU) / 8 for size in ((4, 4096), (4096, 4096)))
-    layer = backend.formats["dense"](weight)
+    layer = backend.linear(weight)
     expected = layer(x, None)
     assert not backend._chooser._chosen
     replay = backend.graph_capture([4])(lambda: (layer(x, None),))

@@ -2,9 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+
+from router.aside import pool
+
+
+@pytest.fixture(autouse=True, scope="session")
+def aside_is_no_last() -> Iterator[None]:
+    """Processes aside have the priority of the tests: at the lowest, those of a busy machine get next to no time.
+
+    That they are served at the lowest hold `aside/test_pool.py` and, of a whole server, `tests/test_grammars.py`.
+    """
+    with patch.object(pool, "NICENESS", 0):
+        yield
 
 
 @pytest.fixture

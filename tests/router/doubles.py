@@ -140,7 +140,10 @@ def constrained(request: ValidRequest) -> ValidRequest:
 
 @dataclass
 class FakeMatching:
-    """Follows texts by `fake_rule`; an answer comes after so many turns of the event loop, in turn of `delays`."""
+    """Follows texts by `fake_rule`; an answer comes after so many turns of the event loop, in turn of `delays`.
+
+    Without any delay, none comes.
+    """
 
     delays: Sequence[int] = (0,)
     failing_at: int | None = None  # tokens of a text that cannot go on
@@ -165,7 +168,8 @@ class _FakeMatch:
     def advance(self, token_id: int) -> None:
         assert not self.has_ended
         self.token_ids.append(token_id)
-        delays = self.matching.delays
+        if not (delays := self.matching.delays):
+            return
         self._after(delays[self.matching.num_answers % len(delays)])
         self.matching.num_answers += 1
 

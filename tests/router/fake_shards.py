@@ -141,6 +141,7 @@ class FakeShardedClient:
             threads=1,
             threads_reason="",
             quantize="dense",
+            kv_cache_dtype="float32",
             weight_bytes=(0,),
             kv_bytes_per_token=0,
             block_size=self.block_size,

@@ -106,9 +106,52 @@ VALID: dict[str, Callable[[Random], Any]] = {
     "decoder_input_details": lambda r: r.random() < 0.5,
     "seed": lambda r: r.choice([0, 1, 2**64 - 1]),
     "top_n_tokens": lambda r: r.randint(0, 5),
-    "grammar": lambda r: None,  # texts are followed by another process: see tests/router/grammars
+    "grammar": lambda r: _grammar(r),
     "adapter_id": lambda r: None,
 }
+
+
+GRAMMARS: list[Json] = [
+    {"type": "json", "value": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+    {"type": "json", "value": '{"enum": ["a", 1, null]}'},
+    {"type": "json_object", "value": {"type": "array", "items": {"type": "boolean"}, "minItems": 2}},
+    {"type": "json_schema", "value": {"name": "n", "schema": {"type": "null"}}},
+    {"type": "regex", "value": "[ab]{2,5}|é+"},
+    {"type": "lark", "value": 'start: "a" other\nother: /[0-9]{1,3}/'},
+]
+FORMATS: list[Json] = [
+    {"type": "text"},
+    {"type": "json_object"},
+    {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "string", "maxLength": 3}}},
+]
+SCHEMAS = ["string", "integer", "boolean", "null", "array", "object", "other", 1, None]
+# What regular expressions and grammars are made of, right or wrong.
+PIECES = [*'ab()[]{}|*+?.^$-,:/"\\é\n', "{2}", "{,9}", "(?i:", "\\d", "\\p{L}", "start: ", "%json {}", "(?=", "\\1"]
+
+
+def _grammar(random: Random) -> Any:
+    """One that is right, or of random content."""
+    if random.random() < 0.4:
+        return random.choice(GRAMMARS)
+    kind = random.choice(["json", "regex", "lark", "json_schema"])
+    if kind in ("regex", "lark"):
+        start = "start: " if kind == "lark" else ""
+        return {"type": kind, "value": start + "".join(random.choices(PIECES, k=random.randint(1, 8)))}
+    schema = _schema(random, 3)
+    return {"type": kind, "value": schema if kind == "json" else {"name": "n", "schema": schema}}
+
+
+def _schema(random: Random, depth: int) -> Any:
+    schema: Json = {"type": random.choice(SCHEMAS)}
+    if depth and random.random() < 0.6:
+        schema["properties"] = {name: _schema(random, depth - 1) for name in random.sample("abc", 2)}
+        schema["required"] = random.sample("abcd", random.randint(0, 2))
+    if depth and random.random() < 0.3:
+        schema[random.choice(["items", "anyOf", "allOf", "not", "$ref"])] = _schema(random, depth - 1)
+    if random.random() < 0.3:
+        name = random.choice(["maxLength", "minItems", "pattern", "enum", "const", "minimum", "multipleOf", "format"])
+        schema[name] = random.choice([0, 3, -1, "a+", "(", "date", ["a", 1], 1e308, None])
+    return schema
 
 
 def fuzzed_body(random: Random) -> bytes:
@@ -126,6 +169,10 @@ def fuzzed_body(random: Random) -> bytes:
 
 
 def _valid(random: Random) -> Json:
+    """A body of TGI's routes, or of a completion, which `/invocations` takes too."""
+    if random.random() < 0.15:
+        held = random.choice([*GRAMMARS, *FORMATS, _grammar(random)])
+        return {"prompt": "ab", "max_tokens": random.randint(1, 12), "response_format": held, "stream": True}
     names = random.sample(sorted(VALID), random.randint(0, 4))
     parameters = {name: VALID[name](random) for name in names}
     body: Json = {"inputs": "".join(random.choices("ab 🙂é\n", k=random.randint(1, 8)))}

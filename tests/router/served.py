@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 
 from tests.router.doubles import EOS, fake_shards, make_limits
-from tests.router.test_app import Site, site
+from tests.router.site import Site, site
 
 END_OF_PROMPT = "\x01"
 TEMPLATE = "{% if tools %}{{ tools | tojson }}{% endif %}{{ messages | tojson }}" + END_OF_PROMPT

@@ -204,10 +204,10 @@ def test_each_limit_refuses_by_its_name_and_says_when_to_come_again() -> None:
     with pytest.raises(Overloaded, match="tokens_per_minute, 600") as refused:
         account.charge(200)
     assert 10 == refused.value.retry_after_s
-    account.settle(500, 100, 200)  # 200 tokens were not used
+    account.settle(500, 100, 200, 64)  # 200 tokens were not used
     account.charge(200)
     assert {"max_concurrent_requests": 1, "requests_per_minute": 1, "tokens_per_minute": 1} == account.refusals
-    assert {"prompt": 100, "generated": 200} == account.used_tokens
+    assert {"prompt": 100, "generated": 200, "cached": 64} == account.used_tokens
 
 
 def test_no_key_takes_all_permits_where_there_are_several(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute
 
 from router.middleware import OPEN_PATHS
 from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, told
-from tests.router.test_app import PROMPT, Site, assert_is_error, events_in, site
+from tests.router.site import PROMPT, Site, assert_is_error, events_in, site
 
 Json = dict[str, Any]
 
@@ -137,12 +137,18 @@ def test_answers_and_events_are_as_it_says(template: str) -> None:
             await check(path, {**body, "stream": True})
             await check(count, body)
             await check(path, {**body, "temperature": -1}, 400)
+        told = {"input": PROMPT, "include": ["message.output_text.logprobs"], "top_logprobs": 2}
+        await check("/v1/responses", told)
+        await check("/v1/responses", {**told, "stream": True})
         await check(of_text, {**COMPLETION, "logprobs": 2, "echo": True, "max_tokens": 0, "best_of": 2})
         await check("/tokenize", {"inputs": PROMPT})
         await check("/chat_tokenize", CHAT)
         await check("/detokenize", {"ids": [97]})
         await check("/vertex", {"instances": [native, CHAT]})
         for path in ("/info", "/v1/models", "/v1/models/a/model"):
+            await check(path, None)
+        it.http.headers["anthropic-version"] = "2023-06-01"
+        for path in ("/v1/models", "/v1/models/a/model"):
             await check(path, None)
         await check("/v1/models/other", None, 404)
         for path in ("/", "/generate", "/generate_stream", "/tokenize", "/chat_tokenize", "/detokenize", "/vertex"):

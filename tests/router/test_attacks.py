@@ -15,7 +15,7 @@ import pytest
 from router.client import ShardError
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.error_bodies import assert_is_clean, assert_is_clean_answer
-from tests.router.test_app import PROMPT, raw, site
+from tests.router.site import PROMPT, raw, site
 
 KEY = "Canary-4711"
 JSON = {"content-type": "application/json"}

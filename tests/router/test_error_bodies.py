@@ -9,7 +9,7 @@ import pytest
 from router.errors import GenerationError, for_clients
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.error_bodies import INTERNALS, assert_is_clean, assert_is_clean_answer
-from tests.router.test_app import events_in, site
+from tests.router.site import events_in, site
 
 SECRETS = [
     "unavailable: recvmsg:Connection reset by peer",

@@ -10,17 +10,20 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 
 import pytest
 from hypothesis import settings
 
-from tests.router.doubles import EOS, fake_next_token, fake_shards, make_limits
+from router.grammars.follower import Follower
+from tests.router.doubles import EOS, byte_tokenizer, fake_next_token, fake_shards, make_limits
 from tests.router.error_bodies import assert_is_clean, assert_is_clean_answer
 from tests.router.fuzzed_bodies import fuzzed_body
-from tests.router.test_app import events_in, site
+from tests.router.site import events_in, site
 
 NUM_CLIENTS = 8
 PAYLOAD_LIMIT = 8000
@@ -82,8 +85,11 @@ def check(reply: Reply) -> None:
     if reply.status != 200:
         assert_is_clean_answer(reply.headers["content-type"], reply.content)
     elif reply.headers["content-type"].startswith("text/event-stream"):
-        *_, last = events_in(reply.content.decode())
-        assert isinstance(last["generated_text"], str) if "token" in last else not assert_is_clean(last)
+        *_, last = events_in(reply.content.decode().removesuffix("data: [DONE]\n\n"))
+        if "choices" in last:  # a completion's, which ends with its reason
+            assert last["choices"][0]["finish_reason"]
+        else:
+            assert isinstance(last["generated_text"], str) if "token" in last else not assert_is_clean(last)
     else:
         json.loads(reply.content)
 
@@ -116,17 +122,34 @@ async def fuzz(seeds: Iterator[int], port: int, counts: Counter[int]) -> None:
     client.close()
 
 
-def test_nearly_right_bodies_are_answered_or_refused_and_leave_nothing(caplog: pytest.LogCaptureFixture) -> None:
+@asynccontextmanager
+async def following(folder: Path) -> AsyncIterator[Follower]:
+    """What follows texts of byte_tokenizer, which it saves there for whoever compiles."""
+    path = folder / "tokenizer.json"
+    byte_tokenizer().tokenizer.save(str(path))
+    follower = Follower(json.dumps({"tokenizer_path": str(path), "vocab_size": 257, "eos_ids": [EOS]}))
+    try:
+        yield follower
+        assert not follower._texts, "texts that nobody wants are followed"
+    finally:
+        await follower.close()
+
+
+def test_nearly_right_bodies_are_answered_or_refused_and_leave_nothing(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     num_bodies = int(os.environ.get("FUZZED_BODIES", min(20 * settings().max_examples, 10_000)))
     counts: Counter[int] = Counter()
 
     async def story() -> None:
         shards = fake_shards(make_limits(**LIMITS), vocab_size=257, next_token=next_token, keep_requests=False)
-        async with site(shards, config={"payload_limit": PAYLOAD_LIMIT}, **LIMITS) as it:
+        config = {"payload_limit": PAYLOAD_LIMIT, "tokenizer_path": str(tmp_path)}
+        async with following(tmp_path) as follower, site(shards, config=config, matching=follower, **LIMITS) as it:
             seeds = iter(range(num_bodies))
             await asyncio.gather(*(fuzz(seeds, it.port, counts) for _ in range(NUM_CLIENTS)))
             await it.all_free()
             assert it.app.state.services.permits._left == NUM_PERMITS and not it.batcher._live
+            assert it.app.state.services.validator._compiler._kept, "no grammar was good"
             assert (await it.post("/generate", max_new_tokens=2)).status_code == 200
 
     with caplog.at_level(logging.WARNING):

@@ -106,12 +106,11 @@ def changed(body: dict[str, Any], random: Random) -> Any:
 
 def translated(body: MessagesRequest | ResponsesRequest) -> tuple[Transcript, Offer]:
     """All that a route does before it opens a request."""
+    body.refuse_what_is_not_served()
     if isinstance(body, MessagesRequest):
-        anthropic.refuse_what_is_not_served(body)
         anthropic.variables_of(body)
         anthropic.parameters_of(body)
         return anthropic.transcript_of(body), anthropic.offer_of(body)
-    responses.refuse_what_is_not_served(body)
     responses.variables_of(body)
     responses.parameters_of(body)
     orjson.dumps(echo_of(body))

@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 from router.config import RouterConfig
 from router.guard import GuardedHttpProtocol
 from router.transport import Connections
-from tests.router.test_app import unserved
+from tests.router.site import unserved
 
 NUM_STREAMS = 2_000 if hypothesis_settings().max_examples <= 100 else 10_000
 SETTINGS = RouterConfig("a", "b", ("c",), payload_limit=10_000)

@@ -14,7 +14,7 @@ from router.errors import Unavailable
 from router.text import Detokeniser, ModelTokenizer
 from router.validation import Validator
 from tests.router.doubles import fake_shards, make_limits
-from tests.router.test_app import Site, assert_is_error, site
+from tests.router.site import Site, assert_is_error, site
 
 PATHS = ("/", "/generate", "/generate_stream")
 

@@ -21,9 +21,12 @@ from server.pb.generate_pb2 import NewSequence
 class Ranks:
     """Ranks of whom one may be dumb, and one may lag. `clock` goes on by `probe_s` while they are asked."""
 
-    def __init__(self, *, dumb: int | None = None, laggard: int = 0, probe_s: float = 0.01) -> None:
+    def __init__(
+        self, *, dumb: int | None = None, laggard: int = 0, probe_s: float = 0.01, read_bytes: int = 0
+    ) -> None:
         self.dumb = dumb
         self.lags = laggard
+        self.read_bytes = read_bytes
         self.probe_s = probe_s
         self.now = 100.0
         self.is_abandoned = False
@@ -38,8 +41,8 @@ class Ranks:
         self.now += self.probe_s
         return self.dumb
 
-    async def laggard(self, seconds: float) -> int:
-        return self.lags
+    async def laggard(self, seconds: float) -> tuple[int, int]:
+        return self.lags, self.read_bytes
 
     def abandon(self) -> None:
         self.is_abandoned = True
@@ -74,6 +77,10 @@ def test_where_all_answer_a_late_step_is_the_laggards_fault(tmp_path: Path) -> N
     looked_at(Ranks(laggard=1), tmp_path, age=FLOOR_S - 0.5).check()
     with pytest.raises(ShardError, match="shard 1: it answers, but its step does not end"):
         looked_at(Ranks(laggard=1), tmp_path, age=FLOOR_S).check()
+
+
+def test_a_late_step_whose_weights_still_come_is_not_lost(tmp_path: Path) -> None:
+    looked_at(Ranks(laggard=1, read_bytes=8), tmp_path, age=FLOOR_S).check()
 
 
 def test_silence_while_this_process_did_not_run_says_nothing(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ def test_who_makes_room_for_another_key_goes_on_with_its_grammar() -> None:
 
 def test_who_leaves_while_held_leaves_nothing() -> None:
     async def story() -> None:
-        async with running(matching=FakeMatching((10**6,))) as at_work:
+        async with running(matching=FakeMatching(delays=())) as at_work:
             request: ValidRequest = constrained(request_of(4, 30))
             entry = at_work.batcher.submit(request)
             await entry.events.get()

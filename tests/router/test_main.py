@@ -75,7 +75,7 @@ async def router(folder: Path, **fields: Any) -> AsyncIterator[Process]:
             stdout=asyncio.subprocess.PIPE,
         )
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):  # a bound of liveness
             yield Process(process, port, [])
     finally:
         if process.returncode is None:
@@ -84,14 +84,15 @@ async def router(folder: Path, **fields: Any) -> AsyncIterator[Process]:
 
 
 @asynccontextmanager
-async def shard(folder: Path, step_delay_s: float = 0.0) -> AsyncIterator[grpc.aio.Server]:
+async def shard(folder: Path, step_delay_s: float = 0.0) -> AsyncIterator[tuple[grpc.aio.Server, FakeShardedClient]]:
+    """A rank on its socket, and its arithmetic, whose steps the test may slow down."""
     stub = StubShard(0, {})
     stub.fake = FakeShardedClient(step_delay_s=step_delay_s)
     server = grpc.aio.server(options=CHANNEL_OPTIONS)
     add_ShardServicer_to_server(stub, server)  # type: ignore[no-untyped-call]
     server.add_insecure_port(f"unix://{folder / 'rank-0'}")
     await server.start()
-    yield server
+    yield server, stub.fake
     await server.stop(None)
 
 
@@ -99,25 +100,37 @@ def body(max_new_tokens: int) -> dict[str, Any]:
     return {"inputs": "hello", "parameters": {"max_new_tokens": max_new_tokens}}
 
 
+def client(it: Process) -> httpx2.AsyncClient:
+    """One that waits as long as a busy machine takes."""
+    return httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}", timeout=60)
+
+
+async def generating(http: httpx2.AsyncClient) -> None:
+    """Wait until a request is in the batch."""
+    while "tgi_batch_current_size 1.0" not in (await http.get("/metrics")).text:
+        await asyncio.sleep(0.01)
+
+
 def test_port_opens_when_the_shards_are_there_and_sigterm_drains(tmp_path: Path) -> None:
     async def story() -> None:
-        async with router(tmp_path) as it, httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as http:
+        async with router(tmp_path) as it, client(it) as http:
             await asyncio.sleep(0.5)
             try:
                 await http.get("/health")
                 raise AssertionError("the port is open before the shards are")
             except httpx2.ConnectError:
                 pass
-            async with shard(tmp_path, step_delay_s=0.02):
+            async with shard(tmp_path, step_delay_s=0.2) as (_, steps):
                 table = await it.record(raw=True)
                 assert "max_total_tokens" in table["message"]
                 await it.record(event="ready")
                 assert (await http.get("/health")).status_code == 200
                 running = asyncio.create_task(http.post("/generate", json=body(30)))
-                await asyncio.sleep(0.2)
+                await generating(http)
                 it.process.send_signal(signal.SIGTERM)
                 await it.record(event="draining")
                 assert (await http.post("/generate", json=body(3))).status_code == 503
+                steps.step_delay_s = 0  # it would go on for six seconds
                 assert (await running).status_code == 200
                 assert await it.exit_status() == 0
         ended = [record for record in it.records if record["message"].startswith("request ended")]
@@ -140,7 +153,7 @@ def test_log_level_chooses_records_and_the_launcher_always_learns_of_readiness(
     async def story() -> None:
         async with shard(tmp_path), router(tmp_path, log_level=level) as it:
             await it.record(event="ready")
-            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as http:
+            async with client(it) as http:
                 assert (await http.post("/generate", json=body(1))).status_code == 200
             it.process.send_signal(signal.SIGTERM)
             assert await it.exit_status() == 0
@@ -156,9 +169,9 @@ def test_second_signal_aborts(tmp_path: Path) -> None:
     async def story() -> None:
         async with shard(tmp_path, step_delay_s=0.2), router(tmp_path) as it:
             await it.record(event="ready")
-            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as http:
+            async with client(it) as http:
                 running = asyncio.create_task(http.post("/generate", json=body(500)))
-                await asyncio.sleep(0.3)
+                await generating(http)
                 it.process.send_signal(signal.SIGTERM)
                 await it.record(event="draining")
                 it.process.send_signal(signal.SIGINT)
@@ -171,7 +184,7 @@ def test_second_signal_aborts(tmp_path: Path) -> None:
 def test_signal_while_the_shards_load_ends_at_once(tmp_path: Path) -> None:
     async def story() -> None:
         async with router(tmp_path) as it:
-            await it.record(message="waiting for 1 model shards")
+            await it.record(message="waiting for 1 model shard")
             it.process.send_signal(signal.SIGTERM)
             assert await it.exit_status() == 0
 
@@ -180,11 +193,11 @@ def test_signal_while_the_shards_load_ends_at_once(tmp_path: Path) -> None:
 
 def test_lost_shard_ends_the_router_with_its_cause(tmp_path: Path) -> None:
     async def story() -> None:
-        async with shard(tmp_path, step_delay_s=0.02) as server, router(tmp_path) as it:
+        async with shard(tmp_path, step_delay_s=0.2) as (server, _), router(tmp_path) as it:
             await it.record(event="ready")
-            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}") as http:
+            async with client(it) as http:
                 running = asyncio.create_task(http.post("/generate", json=body(500)))
-                await asyncio.sleep(0.3)
+                await generating(http)
                 await server.stop(None)
                 assert (await running).status_code == 424
                 assert await it.exit_status() == 1

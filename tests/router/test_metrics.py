@@ -12,8 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from router.entry import ValidRequest
 from router.metrics import DURATION_BUCKETS, NUM_LENGTH_BUCKETS, TokenGaps
 from tests.router.doubles import fake_shards, make_limits
+from tests.router.site import site
 from tests.router.test_accounts import ALICE, BOB, write
-from tests.router.test_app import site
 from tests.router.test_overload import AS_ALICE
 
 # What TGI shows, by its own names. Its counters have no `_total` at the end.
@@ -57,6 +57,7 @@ OURS = {
     "tgi_queue_tokens": "gauge",
     "tgi_kv_blocks_total": "gauge",
     "tgi_kv_blocks_free": "gauge",
+    "tgi_batch_held_size": "gauge",
     "tgi_batch_prefill_tokens": "counter",
     "tgi_batch_peak_batch_size": "gauge",
     "tgi_batch_peak_reserved_tokens": "gauge",

@@ -14,7 +14,7 @@ import pytest
 from router.guard import ClientConnection
 from tests.router.anthropic.test_routes import template_in
 from tests.router.doubles import fake_shards, make_limits
-from tests.router.test_app import PROMPT, Site, site
+from tests.router.site import PROMPT, Site, site
 
 LIMITS: dict[str, Any] = {"max_total_tokens": 8192, "max_batch_total_tokens": 10 * 8192}
 BODIES: dict[str, dict[str, Any]] = {

@@ -11,9 +11,11 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.router.doubles import fake_shards, make_limits
+from router.grammars.compiler import Compiler
+from router.grammars.grammar import CompiledGrammar, Continuation, Grammar, Mask
+from tests.router.doubles import FakeMatching, fake_shards, make_limits
+from tests.router.site import PROMPT, Site, assert_is_error, events_in, site
 from tests.router.test_accounts import ALICE, BOB, write
-from tests.router.test_app import PROMPT, Site, assert_is_error, events_in, site
 
 AS_ALICE = {"authorization": "Bearer alice-secret"}
 AS_BOB = {"authorization": "Bearer bob-secret"}
@@ -77,6 +79,45 @@ def test_a_plain_answer_that_is_late_is_504_for_all_its_samples() -> None:
             assert_is_error(answer, 504, "timeout")
             await it.all_free()
             assert 1 == await metric(it, 'tgi_request_timeout{stage="running"}')
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("path", ["/generate", "/generate_stream"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_a_grammar_that_takes_too_long_is_no_reason_to_be_late(
+    path: str, is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither while it is compiled, nor while the request is held until it is known what may come next."""
+
+    async def compile(self: Compiler, grammar: Grammar, owner: str) -> CompiledGrammar:
+        await asyncio.sleep(0 if is_compiled else 3600)
+        return CompiledGrammar(grammar, Continuation((), Mask(allowed=(65,))))
+
+    monkeypatch.setattr(Compiler, "_compile", compile)
+
+    async def story() -> None:
+        matching = FakeMatching(delays=())
+        async with site(matching=matching) as it:
+            body = asked(grammar={"type": "regex", "value": "A+"})
+            headers = {"x-request-timeout-ms": "300"}
+            late = asyncio.create_task(it.http.post(path, json=body, headers=headers))
+            free = await it.http.post("/generate", json=asked(3))
+            assert 200 == free.status_code  # nobody waits for it
+            if is_compiled:
+                async with asyncio.timeout(10):
+                    while not await metric(it, "tgi_batch_held_size"):
+                        await asyncio.sleep(0.01)
+            answer = await late
+            if is_compiled and path == "/generate_stream":
+                first, last = events_in(answer.text)
+                assert (200, "A", "timeout") == (answer.status_code, first["token"]["text"], last["error_type"])
+            else:
+                assert_is_error(answer, 504, "timeout")
+            await it.all_free()
+            stage = "running" if is_compiled else "validation"
+            assert 1 == await metric(it, f'tgi_request_timeout{{stage="{stage}"}}')
+            assert 0 == await metric(it, "tgi_batch_held_size") == matching.num_followed
 
     asyncio.run(story())
 

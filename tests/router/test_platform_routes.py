@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, text_of, told
-from tests.router.test_app import PROMPT, Site, assert_is_error, events_in
+from tests.router.site import PROMPT, Site, assert_is_error, events_in
 
 GENERATE = {"inputs": PROMPT}
 
@@ -35,13 +35,22 @@ def test_invocations_answers_each_body_as_its_own_route_does(template: str) -> N
 
 
 @pytest.mark.parametrize(
-    ("body", "status"),
-    [(b"{", 400), (b"[]", 422), (b"{}", 422), (b'{"messages": 1}', 422), (b'{"prompt": {}}', 422), (b"[" * 2000, 400)],
+    ("body", "status", "words"),
+    [
+        (b"{", 400, "invalid JSON: EOF"),
+        (b"[" * 2000, 400, "invalid JSON: recursion limit"),
+        (b"[]", 422, "input should be an object"),
+        (b"{}", 422, "none of `inputs`, `messages` and `prompt`: give one of them"),
+        (b'{"foo": 1}', 422, "none of `inputs`, `messages` and `prompt`: give one of them"),
+        (b'{"messages": 1}', 422, "`messages`: input should be a valid"),
+        (b'{"prompt": {}}', 422, "`prompt"),
+    ],
 )
-def test_invocations_refuses_what_is_none_of_them(template: str, body: bytes, status: int) -> None:
+def test_invocations_refuses_what_is_none_of_them(template: str, body: bytes, status: int, words: str) -> None:
     async def story(it: Site) -> None:
         answer = await it.http.post("/invocations", content=body, headers={"content-type": "application/json"})
         assert_is_error(answer, status, "validation")
+        assert words in answer.json()["error"]
 
     told(template, story)
 

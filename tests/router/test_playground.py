@@ -18,7 +18,9 @@ from router import batch_view
 from router.client import ShardError
 from router.playground import files
 from tests.router.doubles import fake_shards, make_limits, request_of
-from tests.router.test_app import Site, site
+from tests.router.site import Site, site
+from tests.router.test_accounts import ALICE, BOB
+from tests.router.test_overload import AS_ALICE, AS_BOB, keyed
 
 FOLDER = files.FOLDER
 CHROMIUM = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,image/webp,*/*;q=0.8"
@@ -288,6 +290,19 @@ def test_a_key_sees_of_others_requests_that_they_are_there(tmp_path: Path) -> No
                 (one["id"], one["cached_tokens"]) for name in ("running", "waiting") for one in batch[name]["requests"]
             ]
             assert {("order-of-bob", 0), (None, None)} == set(shown)
+
+    asyncio.run(story())
+
+
+def test_a_key_sees_what_the_prefix_cache_held_of_its_own_prompts_alone(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with site(config=keyed(tmp_path, ALICE, BOB), prefix_caching=True) as it:
+            for key in (AS_ALICE, AS_ALICE, AS_BOB):
+                one = {"inputs": "a" * 40, "parameters": {"max_new_tokens": 1}}
+                assert 200 == (await it.http.post("/generate", json=one, headers=key)).status_code
+                await it.all_free()
+            shown = [(await get(it, "/playground/batch", **key)).json()["prefix_cache"] for key in (AS_ALICE, AS_BOB)]
+            assert [(32, 48), (32, 8)] == [(one["hit_tokens"], one["computed_tokens"]) for one in shown]
 
     asyncio.run(story())
 

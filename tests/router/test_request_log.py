@@ -11,7 +11,7 @@ import pytest
 
 from router.request_log import MOST_REFUSALS_A_MINUTE, RequestLogMiddleware, harmless, harmless_names
 from tests.router.doubles import fake_shards, make_limits
-from tests.router.test_app import PROMPT, Site, site
+from tests.router.site import PROMPT, Site, site
 
 SECRET = "SECRET"
 CHAT = {"messages": [{"role": "user", "content": SECRET}]}
@@ -151,6 +151,26 @@ def test_fields_that_nobody_looks_at_are_named_and_no_value_is(caplog: pytest.Lo
     assert named[1] == ", ".join([*list(many)[:16], "and 4 more"])
     assert named[2] == ("a\ufffd\ufffd\ufffd[2J\ufffdb" + "c" * 99)[:64]
     assert (None, ("\ufffd" + "m" * 99)[:64]) == (named[3], lines[3]["model"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "suffix": "", "stray": 1}, "stray"),
+        ("/v1/completions", {"prompt": "a", "prompt_embeds": "x"}, None),
+        ("/v1/chat/completions", {"messages": [], "functions": [{}], "stray": 1}, "stray"),
+        ("/v1/responses", {"input": "a", "previous_response_id": "x", "top_logprobs": 999}, None),
+        ("/v1/messages", {"messages": [], "mcp_servers": [{}]}, None),
+    ],
+)
+def test_fields_that_are_refused_are_not_named_as_ignored(
+    path: str, body: dict[str, Any], named: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(it: Site) -> None:
+        assert (200 if "suffix" in body else 400) == (await it.http.post(path, json=body)).status_code
+
+    [line] = lines_of(story, caplog)
+    assert named == line.get("ignored_fields")
 
 
 def test_names_of_clients_are_cut_and_cleaned() -> None:

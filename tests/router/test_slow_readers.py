@@ -17,7 +17,7 @@ import pytest
 
 from router.guard import ClientConnection
 from tests.router.doubles import fake_shards, make_limits
-from tests.router.test_app import PROMPT, Site, site
+from tests.router.site import PROMPT, Site, site
 
 LONG: dict[str, Any] = {"max_total_tokens": 8192, "max_batch_total_tokens": 100 * 8192, "max_concurrent_requests": 100}
 DROPPED = 'tgi_request_failure{err="dropped"}'

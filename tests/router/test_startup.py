@@ -88,6 +88,15 @@ def test_table_says_what_takes_memory() -> None:
     assert "memory left 7.00 GB per shard the largest step takes 500 MB" in lines
 
 
+@pytest.mark.parametrize("offloaded", ["", "9 of 24 layers", "9 of 24 layers; chosen for 4 sequences"])
+def test_table_says_what_is_off_the_device_and_why(offloaded: str) -> None:
+    started = asyncio.run(start(make_config(), FakeShardedClient()))
+    started = replace(started, model=replace(started.model, offloaded=offloaded))
+    text = table(make_config(), started, "http://127.0.0.1:3000")
+    lines = [" ".join(line.split()) for line in text.splitlines() if line.startswith("off the device")]
+    assert [f"off the device {offloaded.replace(';', '')}"] * bool(offloaded) == lines
+
+
 @pytest.mark.parametrize(
     ("fields", "shown"),
     [

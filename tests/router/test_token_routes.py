@@ -10,7 +10,7 @@ import pytest
 
 from tests.router.doubles import EOS
 from tests.router.openai.test_routes import told
-from tests.router.test_app import Site, assert_is_error, site
+from tests.router.site import Site, assert_is_error, site
 
 CHAT = {"messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "aé</s>"}]}
 

@@ -17,9 +17,10 @@ import pytest
 from router.schemas import GenerateRequest
 from router.tgi import asked
 from router.validation import Validator
+from router.workers import Workers
 from tests.router.doubles import byte_tokenizer, make_limits
+from tests.router.site import Site, assert_is_error, site
 from tests.router.test_accounts import ALICE, BOB
-from tests.router.test_app import Site, assert_is_error, site
 from tests.router.test_overload import AS_ALICE, AS_BOB, keyed, metric
 
 PATHS = ("/generate", "/generate_stream", "/tokenize")
@@ -114,7 +115,7 @@ def test_a_text_whose_time_is_over_is_504_and_keeps_no_place_in_the_queue(path: 
                 assert "within its 0.05 s" in answer.json()["error"]
             assert 5 == await metric(it, 'tgi_request_timeout{stage="validation"}')
             assert 0 == num_held(it)
-            assert 0 == it.app.state.services.validator._pool._work_queue.qsize()
+            assert 0 == it.app.state.services.workers._pool._work_queue.qsize()
             held.release(100)
             assert len(held.begun) <= 1
 
@@ -173,7 +174,8 @@ def test_texts_of_who_has_gone_are_gone_but_for_those_in_threads() -> None:
 
     async def story() -> None:
         held = HeldTokenizer()
-        validator = Validator(held, make_limits(), num_workers=2)  # type: ignore[arg-type]
+        workers = Workers(2)
+        validator = Validator(held, make_limits(), workers)  # type: ignore[arg-type]
         alive: weakref.WeakSet[Text] = weakref.WeakSet()
 
         async def come_and_go(number: int) -> None:
@@ -195,12 +197,12 @@ def test_texts_of_who_has_gone_are_gone_but_for_those_in_threads() -> None:
             gc.collect()
             assert 2 == len(alive) == len(held.begun)
             following = asyncio.create_task(validator.tokenise(asked(GenerateRequest(inputs="next")), num_tokens))
-            await until(lambda: validator._turns.num_waiting)  # what was cancelled still has its place
+            await until(lambda: workers._turns.num_waiting)  # what was cancelled still has its place
             assert 2 == len(held.begun)
             held.release(3)
             assert 4 == await following
         finally:
             held.release(100)
-            validator.close()
+            workers.close()
 
     asyncio.run(story())

@@ -17,7 +17,7 @@ from router import tracing
 from router.tracing import NoTracer, Tracer, make_tracer
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.otel import FakeSdk, KeptSpan
-from tests.router.test_app import PROMPT, site
+from tests.router.site import PROMPT, site
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 HEADERS = {"traceparent": f"00-{TRACE}-{CALLER}-01", "x-request-id": "mine"}

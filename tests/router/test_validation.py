@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from router.tgi import asked
 from router.token_rules import banned
 from router.validation import Validator, check, check_streamable
 from router.wire import new_sequence
+from router.workers import Workers
 from tests.router.doubles import byte_tokenizer, make_limits
 
 LIMITS = make_limits(max_input_length=10, max_total_tokens=20, max_best_of=2)
@@ -35,11 +37,9 @@ def body(inputs: str = "hello", **parameters: Any) -> bytes:
 def validate(raw: bytes, **limits: Any) -> list[ValidRequest]:
     async def run() -> list[ValidRequest]:
         overrides = {"max_input_length": 10, "max_total_tokens": 20, "max_best_of": 2, **limits}
-        validator = Validator(byte_tokenizer(), make_limits(**overrides), num_workers=1)
-        try:
+        with closing(Workers(1)) as workers:
+            validator = Validator(byte_tokenizer(), make_limits(**overrides), workers)
             return await validator.validate(asked(parse(GenerateRequest, raw)))
-        finally:
-            validator.close()
 
     return asyncio.run(run())
 
@@ -393,11 +393,8 @@ def demo_tokenizer() -> ModelTokenizer:
 
 def run_validator(story: Callable[[Validator], Awaitable[Any]], tokenizer: ModelTokenizer, **limits: Any) -> Any:
     async def run() -> Any:
-        validator = Validator(tokenizer, make_limits(**limits), num_workers=1)
-        try:
-            return await story(validator)
-        finally:
-            validator.close()
+        with closing(Workers(1)) as workers:
+            return await story(Validator(tokenizer, make_limits(**limits), workers))
 
     return asyncio.run(run())
 

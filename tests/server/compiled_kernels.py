@@ -7,6 +7,8 @@ read bfloat16. What is compiled here is what the launches ask for: only the laun
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -16,41 +18,55 @@ from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.fused import FusedNorm, fused_gate
 from server.backends.cuda.machine_code import MATRIX, MachineCode
 from server.backends.protocol import Summand, split_heads
+from server.blocks import BLOCK_SIZE
+from server.quant.kv import KV_FORMATS
 from tests.server.compiled_cases import CPU, found, of_kernel
-from tests.server.kernel_cases import HALVES, INTERLEAVED, MANY_SPLITS, RAGGED, Case, all_terms, learned, plain
+from tests.server.kernel_cases import (
+    BLOCKS,
+    HALVES,
+    INTERLEAVED,
+    MANY_SPLITS,
+    RAGGED,
+    Case,
+    all_terms,
+    in_suite,
+    learned,
+    plain,
+)
 
 __all__ = ["found"]
 
 BY_MODEL = {case.model: case for case in HEAD_CASES}
-# Every head size, and where it matters also with kv heads of another kind; the others are left to the command.
-WITH_PROMPTS = ("bloom-560m", "bloomz-3b", "Mistral-7B", "Gemma-2-9B")
-DECODES_ALONE = ("TinyLlama-1.1B", "Phi-3-mini", "like MPT-30B, shared kv heads", "bloomz-7b1", "StarCoder", "Gemma-7B")
+# Every head size, and where it matters also with kv heads of another kind; the others are left to the command. In the
+# suite are the smallest and the largest tiles, and nearly every size once.
+WITH_PROMPTS = in_suite(["bloom-560m", "Gemma-2-9B"], ["bloomz-3b", "Mistral-7B"])
+DECODES_ALONE = in_suite(
+    ["Phi-3-mini", "like MPT-30B, shared kv heads", "bloomz-7b1"], ["TinyLlama-1.1B", "StarCoder", "Gemma-7B"]
+)
 # Programs that must fit on a multiprocessor: as many as `choose_splits` wants where a head has its kv head for itself;
 # of a group's larger tiles, two keep as many bytes under way.
-LEAST_PROGRAMS = {"_decode_head": 4, "_decode_group": 2}
+LEAST_PROGRAMS = {"decode_head": 4, "decode_group": 2}
 
 
-def test_attention_takes_matrix_units_and_loads_ahead(found: list[MachineCode]) -> None:
-    for case in (cases := [BY_MODEL[model] for model in WITH_PROMPTS]):
-        launch_attention(case)
-    for number, case in enumerate(cases):
-        decode, store, prefill = found[3 * number : 3 * number + 3]
-        check_decode(case, decode)
-        assert store.kernel == ("_rotate_and_store" if case.rotated_pairs else "_store"), case
-        assert prefill.kernel == "_prefill" and prefill.programs_per_processor >= 1, (case, prefill)
-        assert prefill.instructions["HGMMA"] > 0 and prefill.instructions["LDGSTS"] > 0, (case, prefill)
-    assert 3 * len(cases) == len(found)
+@pytest.mark.parametrize("model", WITH_PROMPTS)
+def test_attention_takes_matrix_units_and_loads_ahead(model: str, found: list[MachineCode]) -> None:
+    launch_attention(case := BY_MODEL[model])
+    decode, store, prefill = found
+    check_decode(case, decode)
+    assert store.kernel == ("_rotate_and_store" if case.rotated_pairs else "_store"), case
+    assert prefill.kernel == "_prefill" and prefill.programs_per_processor >= 1, (case, prefill)
+    assert prefill.instructions["HGMMA"] > 0 and prefill.instructions["LDGSTS"] > 0, (case, prefill)
 
 
-def test_decodes_are_one_launch_though_their_keys_are_split(found: list[MachineCode]) -> None:
-    for case in (cases := [BY_MODEL[model] for model in DECODES_ALONE]):
-        launch_attention(case, chunk=0)
-    for case, code in zip(cases, found, strict=True):
-        check_decode(case, code)
+@pytest.mark.parametrize("model", DECODES_ALONE)
+def test_decodes_are_one_launch_though_their_keys_are_split(model: str, found: list[MachineCode]) -> None:
+    launch_attention(case := BY_MODEL[model], chunk=0)
+    (code,) = found
+    check_decode(case, code)
 
 
 def decode_kernel(case: HeadCase) -> str:
-    return "_decode_head" if case.heads == case.kv_heads else "_decode_group"
+    return "decode_head" if case.heads == case.kv_heads else "decode_group"
 
 
 def check_decode(case: HeadCase, code: MachineCode) -> None:
@@ -58,12 +74,12 @@ def check_decode(case: HeadCase, code: MachineCode) -> None:
     assert code.kernel == decode_kernel(case), (case, code)
     assert code.instructions["LDGSTS"] > 0, (case, code)
     assert code.programs_per_processor >= LEAST_PROGRAMS[code.kernel], (case, code)
-    assert (code.kernel == "_decode_group") == any(code.instructions[name] for name in MATRIX), (case, code)
+    assert (code.kernel == "decode_group") == any(code.instructions[name] for name in MATRIX), (case, code)
 
 
 def test_the_last_program_of_a_split_sequence_reads_what_the_others_wrote(found: list[MachineCode]) -> None:
     launch_attention(BY_MODEL["bloom-560m"], chunk=0)
-    ptx = of_kernel(found, "_decode_head").ptx
+    ptx = of_kernel(found, "decode_head").ptx
     count = ptx.index("atom.")
     assert ptx[count:].startswith("atom.global.gpu.acq_rel.add")
     written, barrier = ptx.rindex("st.global", 0, count), ptx.rindex("bar.sync", 0, count)
@@ -93,7 +109,7 @@ def test_attention_to_what_is_stored_compiles(kv_heads: int, found: list[Machine
     case = Case(RAGGED, (12, kv_heads), 64, learned, processors=MANY_SPLITS)
     kv, heads = case.inputs(torch.bfloat16, CPU)
     PagedAttention(case.scores_on(CPU), case.processors).attend(split_heads(heads, kv_heads)[0], kv, case.meta(CPU), 0)
-    assert ["_decode_head" if kv_heads == 12 else "_decode_group"] == [code.kernel for code in found]
+    assert ["decode_head" if kv_heads == 12 else "decode_group"] == [code.kernel for code in found]
 
 
 def test_float32_attention_compiles_to_exact_products(found: list[MachineCode]) -> None:
@@ -101,8 +117,25 @@ def test_float32_attention_compiles_to_exact_products(found: list[MachineCode]) 
     kv, heads = case.inputs(torch.float32, CPU)
     backend = PagedAttention(case.scores_on(CPU), case.processors)
     backend.self_attend(heads, kv, case.rotation_on(CPU), case.meta(CPU), case.window)
-    assert {"_decode_group", "_rotate_and_store", "_prefill"} == {code.kernel for code in found}
+    assert {"decode_group", "_rotate_and_store", "_prefill"} == {code.kernel for code in found}
     assert not any(code.instructions[name] for code in found for name in MATRIX)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "name"),
+    in_suite([(16, "int8"), (4, "fp8_e4m3"), (16, "fp8_e5m2")], product((16, 4), ("int8", "fp8_e4m3", "fp8_e5m2"))),
+)
+def test_attention_over_a_cache_of_codes_compiles(kv_heads: int, name: str, found: list[MachineCode]) -> None:
+    format = KV_FORMATS[name]
+    case = Case([*RAGGED, (60, 20)], (16, kv_heads), 64, plain, processors=MANY_SPLITS, rotation=(32, HALVES))
+    heads = case.inputs(torch.bfloat16, CPU)[1]
+    kv = torch.zeros(2, BLOCKS, kv_heads, BLOCK_SIZE, format.width(64), dtype=torch.uint8)
+    backend = PagedAttention(case.scores_on(CPU), case.processors, cache=format)
+    backend.self_attend(heads, kv, case.rotation_on(CPU), case.meta(CPU), case.window)
+    decode, *others = found
+    assert (kv_heads == 4) == any(decode.instructions[name] for name in MATRIX), decode
+    assert decode.programs_per_processor >= LEAST_PROGRAMS[decode.kernel], decode
+    assert ["_rotate_heads", "_store", "_prefill"] == [code.kernel for code in others]
 
 
 @pytest.mark.parametrize("is_centred", [True, False], ids=["layer norm", "rms norm"])

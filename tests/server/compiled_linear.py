@@ -20,7 +20,7 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.backend import CudaBackend
 from server.backends.cuda.fused import fused_gate
 from server.backends.cuda.kernels.linear import Tiling, tilings
-from server.backends.cuda.linear import CudaDense, CudaInt8
+from server.backends.cuda.linear import CudaDense
 from server.backends.cuda.machine_code import WHOLE_UNITS, MachineCode
 from server.layers.mlp import MoeMlp
 from tests.server.compiled_cases import found
@@ -41,12 +41,8 @@ TILINGS = [
     (rows, dtype, is_gated, tilings(rows, dtype, is_gated=is_gated)[0])
     for rows, dtype, gated in (
         (8, torch.bfloat16, (False, True)),
-        (8, torch.int8, (False, True)),
         (16, torch.bfloat16, (False,)),
-        (16, torch.int8, (True,)),
         (64, torch.bfloat16, (True,)),
-        (64, torch.int8, (False,)),
-        (128, torch.int8, (True,)),
         (8, torch.float32, (True,)),
     )
     for is_gated in gated
@@ -69,11 +65,11 @@ def test_products_read_ahead_and_spill_nothing(found: list[MachineCode]) -> None
 
 def test_experts_read_ahead_and_spill_nothing(found: list[MachineCode]) -> None:
     # Rows of all experts, and of the tile that they are computed in.
-    kinds = [(2, 8, torch.bfloat16, True), (2, 8, torch.int8, False), (64, 16, torch.int8, True)]
-    for rows, _, dtype, is_gated in kinds:
-        launch_product(rows, dtype, is_gated=is_gated, experts=8)
-    for code, (_, tile_rows, dtype, is_gated) in zip(found, kinds, strict=True):
-        check(code, tilings(tile_rows, dtype, is_gated=is_gated)[0])
+    kinds = [(2, 8, True), (64, 16, False)]
+    for rows, _, is_gated in kinds:
+        launch_product(rows, torch.bfloat16, is_gated=is_gated, experts=8)
+    for code, (_, tile_rows, is_gated) in zip(found, kinds, strict=True):
+        check(code, tilings(tile_rows, torch.bfloat16, is_gated=is_gated)[0])
         assert code.full_instructions[WHOLE_UNITS]
 
 
@@ -96,22 +92,20 @@ class Operators(TorchDispatchMode):
         return func(*args, **kwargs or {})
 
 
-def launches(found: list[MachineCode], rows: int, activation: Activation | None, format: str = "dense") -> list[str]:
+def launches(found: list[MachineCode], rows: int, activation: Activation | None) -> list[str]:
     """What a product with a bias launches: "kernel" for each of ours, and the operators of torch."""
     before = len(found)
-    kinds = {"dense": CudaDense, "int8": CudaInt8}
     sizes = (rows, 256), (128, 256), (128,)
     x, weight, bias = (torch.empty(*size, dtype=torch.bfloat16, device="meta") for size in sizes)
-    layer = kinds[format](weight, gate=fused_gate, products=products(torch.device("meta"), MANY_SPLITS))
+    layer = CudaDense(weight, gate=fused_gate, products=products(torch.device("meta"), MANY_SPLITS))
     with Operators() as operators:
         layer(x, bias, activation)
     return ["kernel"] * (len(found) - before) + operators.names
 
 
 def test_a_decodes_product_is_one_launch_whatever_follows_it(found: list[MachineCode]) -> None:
-    for format in ("dense", "int8"):
-        for activation in (None, Activation.GELU):
-            assert ["kernel"] == launches(found, 1, activation, format)
+    for activation in (None, Activation.GELU):
+        assert ["kernel"] == launches(found, 1, activation)
 
 
 def test_many_rows_have_bias_and_activation_in_the_product_of_cublas(found: list[MachineCode]) -> None:
@@ -119,12 +113,10 @@ def test_many_rows_have_bias_and_activation_in_the_product_of_cublas(found: list
     assert ["_addmm_activation"] == launches(found, 32, Activation.GELU_TANH)
     assert ["_addmm_activation"] == launches(found, 4096, Activation.RELU)
     assert ["addmm", "gelu"] == launches(found, 32, Activation.GELU)  # the exact one has no epilogue
-    assert ["kernel"] == launches(found, 32, Activation.GELU, "int8")
 
 
-@pytest.mark.parametrize("format", ["dense", "int8"])
-def test_a_mixture_is_six_launches_and_ask_the_host_nothing(
-    format: str, found: list[MachineCode], monkeypatch: pytest.MonkeyPatch
+def test_a_mixture_is_six_launches_and_asks_the_host_nothing(
+    found: list[MachineCode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On tensors without values, from which nothing can be read."""
     properties = SimpleNamespace(multi_processor_count=MANY_SPLITS)
@@ -132,10 +124,10 @@ def test_a_mixture_is_six_launches_and_ask_the_host_nothing(
     backend = CudaBackend(CpuDevice(), torch.bfloat16)
     make = partial(torch.empty, dtype=torch.bfloat16, device="meta")
     mixture = MoeMlp(
-        router=backend.formats["dense"](make(8, 256)),
+        router=backend.linear(make(8, 256)),
         routing=backend.routing(8, 2, renormalise=True),
-        up=backend.grouped(make(8, 256, 256), 8, format, is_gated=True),
-        down=backend.grouped(make(8, 256, 128), 8, format),
+        up=backend.grouped(make(8, 256, 256), 8, is_gated=True),
+        down=backend.grouped(make(8, 256, 128), 8),
         activation=Activation.SILU,
     )
     assert (1, 256) == mixture(make(1, 256)).shape

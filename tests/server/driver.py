@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from server import quantisation
 from server.arch import families
 from server.backends import Backend
 from server.backends.cpu import CpuBackend, Kernels
@@ -20,9 +21,13 @@ from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.checkpoint.weights import Checkpoint, Weights
 from server.distributed import Shard
+from server.model.load import ON_DEVICE
 from server.model.load import load as load_model
+from server.model.streamed import Placement, Streaming
 from server.pb import generate_pb2 as pb
+from server.quant.kv import KV_FORMATS
 from server.stepping.engine import Engine
+from server.stepping.kv_placement import KvPlacement
 from server.stepping.sampling import Watermark
 from server.stepping.warmup import warm_up
 
@@ -51,31 +56,51 @@ def load_engine(
     dtype: torch.dtype = torch.float32,
     backend: Backend | None = None,
     kernels: Kernels | None = None,
-    format: str = "dense",
+    quantise: str | None = None,
+    quantise_head: str = "int8",
+    kv_cache: str = "auto",
     captured: bool = True,
+    placement: Placement = ON_DEVICE,
+    kv_placement: KvPlacement | None = None,
     tokens: int = 4096,
+    total_tokens: int | None = None,
     warms_up: bool = True,
 ) -> Engine:
     """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`.
 
-    backend: by default the reference on a CPU, or the one of `kernels`; format: how matrices are stored;
-    warms_up: else there is a KV cache and no more.
+    backend: by default the reference on a CPU, or the one of `kernels`; quantise, quantise_head: as `--quantize`
+    and `--quantize-head`;
+    kv_cache: as `--kv-cache-dtype`; placement, kv_placement: where the layers' weights and KV blocks are kept;
+    total_tokens: of the longest sequence, by default all; warms_up: else there is a KV cache and no more.
     """
     shard = shard or Shard()
     if backend is None:
         backend = ReferenceBackend(CpuDevice()) if kernels is None else CpuBackend(kernels, dtype)
-    family, spec = families.find(json.loads((folder / "config.json").read_text()))
-    weights = Weights.open(Checkpoint(folder), family.names, shard, dtype, backend.device.torch_device)
-    model = load_model(weights, spec, backend, format)
-    why_not = backend.why_not_captured(spec, format, shard.world_size) if captured else "not wanted"
+    hf_config = json.loads((folder / "config.json").read_text())
+    family, spec = families.find(hf_config)
+    stored = quantisation.choose(quantise, folder, hf_config, quantise_head)
+    weights = Weights.open(
+        Checkpoint(folder),
+        family.names,
+        shard,
+        dtype,
+        backend.device.torch_device,
+        stored.format,
+        stored.quantise,
+        stored.quantise_head,
+    )
+    model = load_model(weights, spec, backend, KV_FORMATS[kv_cache], placement, kv_placement)
+    why_not = backend.why_not_captured(spec, stored.name, shard.world_size) if captured else "not wanted"
+    if isinstance(placement, Streaming):
+        why_not = "weights stream"
     engine = Engine(model, shard, backend, dtype, Watermark(gamma=0.5, delta=2.0), why_not)
     if not warms_up:
-        engine.allocate(tokens, total_tokens=tokens)
+        engine.allocate(tokens, total_tokens=total_tokens or tokens)
         return engine
     warm_up(
         engine,
         prefill_tokens=64,
-        total_tokens=tokens,
+        total_tokens=total_tokens or tokens,
         wanted_tokens=tokens,
         useful_tokens=tokens,
         top_n_tokens=5,

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import product
-from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -16,17 +14,13 @@ import torch
 from torch import Tensor
 
 from server.arch.spec import Activation
-from server.backends.cpu.device import CpuDevice
-from server.backends.cuda.backend import CudaBackend
 from server.backends.cuda.choice import Chooser
 from server.backends.reference.activation import stock_gate
-from tests.server.driver import Prompt, generate, load_engine
 from tests.server.interpreted_cases import quick_calls
 from tests.server.kernel_cases import MANY_SPLITS, ONE_SPLIT
 from tests.server.linear_cases import (
     FEW,
     GATED,
-    INT8,
     PRODUCTS,
     SPLIT,
     ProductCase,
@@ -35,7 +29,6 @@ from tests.server.linear_cases import (
     check_product,
     products,
 )
-from tests.server.tiny import save_tiny
 
 __all__ = ["quick_calls"]
 
@@ -43,8 +36,8 @@ __all__ = ["quick_calls"]
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 CPU = torch.device("cpu")
 # In 32 bits and in 16, whose tiles differ: every kind once in each, split products by turns.
-IN_16_BITS = [FEW[0], FEW[4], *GATED[:2], *SPLIT[:2], *SPLIT[4:], INT8[0], INT8[3]]
-IN_32_BITS = [case for case in PRODUCTS if case not in (FEW[3], FEW[4], FEW[5], *SPLIT[:2], *SPLIT[4:], *INT8[1:3])]
+IN_16_BITS = [FEW[0], FEW[4], *GATED[:2], *SPLIT[:2], *SPLIT[4:]]
+IN_32_BITS = [case for case in PRODUCTS if case not in (FEW[3], FEW[4], FEW[5], *SPLIT[:2], *SPLIT[4:])]
 
 
 @pytest.mark.parametrize("case", IN_32_BITS, ids=str)
@@ -58,9 +51,8 @@ def test_products_in_16_bits_are_close_to_the_reference(case: ProductCase) -> No
 
 
 @pytest.mark.parametrize(("rows", "processors"), [(2, MANY_SPLITS), (9, ONE_SPLIT), (40, MANY_SPLITS)])
-@pytest.mark.parametrize("format", ["dense", "int8"])
-def test_experts_in_one_launch_equal_one_after_the_other(format: str, rows: int, processors: int) -> None:
-    check_experts(format, rows, torch.float16, CPU, processors)
+def test_experts_in_one_launch_equal_one_after_the_other(rows: int, processors: int) -> None:
+    check_experts(rows, torch.float16, CPU, processors)
 
 
 def test_an_experts_rows_are_all_that_its_programs_write() -> None:
@@ -88,9 +80,8 @@ def test_an_experts_rows_are_all_that_its_programs_write() -> None:
         (9, Activation.SILU, True),
     ],
 )
-@pytest.mark.parametrize("format", ["dense", "int8"])
-def test_formats_equal_the_reference(format: str, rows: int, activation: Activation | None, is_gated: bool) -> None:
-    check_format(format, rows, activation, is_gated, torch.float16, CPU)
+def test_formats_equal_the_reference(rows: int, activation: Activation | None, is_gated: bool) -> None:
+    check_format(rows, activation, is_gated, torch.float16, CPU)
 
 
 def test_splits_fill_the_gpu_and_no_more() -> None:
@@ -138,20 +129,3 @@ def test_a_format_computes_in_the_way_that_was_measured_to_be_the_fastest(monkey
     with shared.chooser.measuring():
         layer.finest(x, bias)  # by the rule, whatever was measured
     assert 4 == kernel.call_count
-
-
-def test_a_mixture_in_8_bits_on_the_backend_for_a_gpu_gives_the_tokens_of_the_reference(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A dense one: `interpreted_kernels.py`."""
-    save_tiny("mixtral", tmp_path, num_hidden_layers=1)
-    properties = SimpleNamespace(multi_processor_count=ONE_SPLIT)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
-    backend = CudaBackend(CpuDevice(), torch.float32)  # its kernels are interpreted, on tensors of the CPU
-    expected, found = (
-        generate(load_engine(tmp_path, format="int8", warms_up=False, **options), [Prompt(list(range(4, 11)), 2)])
-        for options in ({}, {"backend": backend, "captured": False})
-    )
-    assert [p.tokens for p in expected] == [p.tokens for p in found]
-    logprobs = (torch.tensor(p.logprobs) for (p,) in (expected, found))
-    torch.testing.assert_close(*logprobs, atol=1e-4, rtol=0)

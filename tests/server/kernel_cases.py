@@ -6,10 +6,11 @@ be told before its import whether to interpret.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -20,9 +21,10 @@ from server.backends.reference.attention import ReferenceAttention
 from server.backends.reference.linear import DenseFormat
 from server.backends.reference.norm import LayerNorm, RmsNorm
 from server.backends.reference.routing import StockRouting
-from server.backends.reference.scoring import rotate, write_slots
+from server.backends.reference.scoring import rotate
 from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes
+from server.quant.kv import AS_COMPUTED, KvFormat
 from tests.server.test_attention import step_of
 
 if TYPE_CHECKING:
@@ -30,8 +32,15 @@ if TYPE_CHECKING:
 
 # Largest difference from the reference, for values around 1: some roundings of each dtype.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+KERNELS = pytest.mark.kernels
 BLOCKS = 64
 ONE_SPLIT, MANY_SPLITS = 1, 4  # multiprocessors to fill: with one, four programs are enough, and nothing is split
+
+
+def in_suite(suite: Sequence[Any], whole: Iterable[Any]) -> list[Any]:
+    """Parameters: those of the suite, then the rest of the whole, which `make test-kernels` runs."""
+    rest = [case for case in whole if case not in suite]
+    return [*suite, *(pytest.param(*(case if type(case) is tuple else [case]), marks=KERNELS) for case in rest)]
 
 
 def plain(num_heads: int) -> Scores:
@@ -177,6 +186,47 @@ def check_attention_to_stored(case: Case, dtype: torch.dtype, device: torch.devi
     torch.testing.assert_close(outputs[0], outputs[1], atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
 
 
+def check_quantised(case: Case, format: KvFormat, dtype: torch.dtype, device: torch.device) -> None:
+    """Over a cache of codes: what is stored and what is found are the reference's."""
+    from server.backends.cuda.attention import PagedAttention
+
+    meta, scores, rotation = case.meta(device), case.scores_on(device), case.rotation_on(device)
+    kv_heads = case.heads[1]
+    heads = case.inputs(dtype, device)[1]
+    shape = (2, BLOCKS, kv_heads, BLOCK_SIZE, format.width(case.head_dim))
+    expected_kv = torch.zeros(shape, dtype=torch.uint8, device=device)
+    slots = torch.arange(BLOCKS * BLOCK_SIZE, device=device)
+    format.write(expected_kv, *random(2, len(slots), kv_heads, case.head_dim, dtype=dtype, device=device), slots)
+    found_kv = expected_kv.clone()
+    reference, backend = ReferenceAttention(scores, format), PagedAttention(scores, case.processors, cache=format)
+    expected = reference.self_attend(heads.clone(), expected_kv, rotation, meta, case.window)
+    found = backend.self_attend(heads.clone(), found_kv, rotation, meta, case.window)
+    torch.testing.assert_close(expected, found, atol=TOLERANCES[dtype], rtol=TOLERANCES[dtype])
+    if rotation is None:  # else a rotated key may round to a neighbour
+        assert torch.equal(expected_kv, found_kv)
+    else:
+        assert torch.equal(expected_kv[1], found_kv[1])
+        assert (expected_kv[0] != found_kv[0]).float().mean() < 1e-3
+    check_nothing_is_left(backend, device)
+
+
+def check_codes(format: KvFormat, device: torch.device) -> None:
+    """Rows of all sizes, ties, and what is no number are stored to the bit as the reference stores them."""
+    from server.backends.cuda.kernels.store import store
+
+    k, v = random(2, 64, 3, 80, dtype=torch.float32, device=device)
+    k *= torch.logspace(-20, 20, 64, device=device).view(64, 1, 1)
+    v *= torch.logspace(-8, 6, 64, device=device).view(64, 1, 1)
+    k[3], k[4, :, 3:6], k[5, 0, 0], k[6, 1, 1] = 0, float("nan"), float("-inf"), 3e38
+    v[6, :, :8] = torch.tensor([0.5, 1.5, 2.5, 3.5, -0.5, 127, -127, 4.5])
+    v[7, 0] = torch.arange(80) / 1024 + 2**-12
+    slots = torch.randperm(BLOCKS * BLOCK_SIZE, generator=torch.Generator().manual_seed(1))[:64].to(device)
+    expected, found = torch.zeros(2, 2, BLOCKS, 3, BLOCK_SIZE, format.width(80), dtype=torch.uint8, device=device)
+    format.write(expected, k, v, slots)
+    store(found, k, v, slots, format=format)
+    assert torch.equal(expected, found)
+
+
 def check_nothing_is_left(backend: PagedAttention, device: torch.device) -> None:
     """No program counts as arrived when a launch is over: the next one, perhaps of a graph, counts from zero."""
     _, processors = backend._on(device)
@@ -277,7 +327,7 @@ def check_rotation(is_interleaved: bool, half: int, dtype: torch.dtype, device: 
     slots = torch.tensor([5, 17, 63, 0, -1], device=device)
     fused, separate = torch.zeros(2, 2, 4, 2, BLOCK_SIZE, 80, dtype=dtype, device=device)
     turned = rotate_and_store(q, k, v, rotation, fused, slots)
-    write_slots(separate, rotate(rotation, k)[:4], v[:4], slots[:4])
+    AS_COMPUTED.write(separate, rotate(rotation, k)[:4], v[:4], slots[:4])
     tolerance = {"atol": TOLERANCES[dtype], "rtol": TOLERANCES[dtype]}
     torch.testing.assert_close(rotate(rotation, q), turned, **tolerance)
     torch.testing.assert_close(separate, fused, **tolerance)

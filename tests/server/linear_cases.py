@@ -16,7 +16,6 @@ from server.arch.spec import Activation
 from server.backends.protocol import LinearFormat
 from server.backends.reference.activation import stock_gate
 from server.backends.reference.experts import LoopedExperts
-from server.backends.reference.int8 import Int8Format
 from server.backends.reference.linear import DenseFormat
 from tests.server.kernel_cases import MANY_SPLITS, ONE_SPLIT, TOLERANCES, random
 
@@ -32,7 +31,6 @@ class ProductCase:
     is_gated: bool = False
     has_bias: bool = True
     has_residual: bool = False
-    format: str = "dense"
     processors: int = ONE_SPLIT
 
     def tensors(self, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
@@ -60,46 +58,36 @@ SPLIT = [
     for rows in (1, 8, 19)
     for is_gated in (False, True)
 ]
-INT8 = [
-    ProductCase(5, 130, 600, Activation.GELU, is_gated, format="int8", processors=processors)
-    for is_gated in (False, True)
-    for processors in (ONE_SPLIT, MANY_SPLITS)
-]
-PRODUCTS = [*FEW, *MORE, *ACTIVATED, *GATED, *RAGGED, *SPLIT, *INT8]
+PRODUCTS = [*FEW, *MORE, *ACTIVATED, *GATED, *RAGGED, *SPLIT]
 
 
 def reference(case: ProductCase, weight: Tensor) -> LinearFormat:
     """The same format in float32 and stock operators."""
-    if case.format == "dense":
-        return DenseFormat(weight.float(), is_gated=case.is_gated)
-    exact = Int8Format(weight, is_gated=case.is_gated)
-    return DenseFormat(exact._quantised.float() * exact._scale.float().unsqueeze(1), is_gated=case.is_gated)
+    return DenseFormat(weight.float(), is_gated=case.is_gated)
 
 
 def check_product(case: ProductCase, dtype: torch.dtype, device: torch.device) -> None:
     """Every tiling of the kernel computes as the reference does, and leaves its workspace as it was."""
     from server.backends.cuda.kernels.linear import Epilogue, Workspace, multiply_rows, tilings
-    from server.backends.reference.int8 import quantise
 
     x, weight, bias, residual = case.tensors(dtype, device)
     exact = reference(case, weight)(*(None if t is None else t.float() for t in (x, bias)), case.activation)
     expected = exact if residual is None else exact + residual.float()
-    stored, scale = (weight, None) if case.format == "dense" else quantise(weight)
     workspace = Workspace(device, case.processors)
     epilogue = Epilogue(bias, case.activation, residual)
-    for tiling in tilings(case.rows, stored.dtype, is_gated=case.is_gated):
-        found = multiply_rows(x, stored, scale, epilogue, workspace, is_gated=case.is_gated, tiling=tiling)
+    for tiling in tilings(case.rows, weight.dtype, is_gated=case.is_gated):
+        found = multiply_rows(x, weight, epilogue, workspace, is_gated=case.is_gated, tiling=tiling)
         close(expected, found, dtype)
         assert dtype == found.dtype
         assert not workspace.counters.any()
 
 
-def check_experts(format: str, rows: int, dtype: torch.dtype, device: torch.device, processors: int) -> None:
+def check_experts(rows: int, dtype: torch.dtype, device: torch.device, processors: int) -> None:
     """All experts in one launch as one after the other; gated, then not.
 
     Of few rows, some experts have none; of many, one has nearly all, and so the most tiles that there may be.
     """
-    from server.backends.cuda.linear import CudaGrouped, CudaGroupedInt8
+    from server.backends.cuda.linear import CudaGrouped
 
     experts, inputs, features = 5, 200, 70
     shares = [0, 1, 1, max(rows - 2, 1), rows] if rows < 40 else [1, 2, 3, rows - 1, rows]
@@ -107,25 +95,23 @@ def check_experts(format: str, rows: int, dtype: torch.dtype, device: torch.devi
     for is_gated in (True, False):
         weights = random(experts, features * (2 if is_gated else 1), inputs, dtype=dtype, device=device) / inputs**0.5
         x = random(rows, inputs, dtype=dtype, device=device)
-        case = ProductCase(rows, features, inputs, is_gated=is_gated, format=format)
+        case = ProductCase(rows, features, inputs, is_gated=is_gated)
         shared = {"is_gated": is_gated, "products": products(device, processors)}
-        kind = partial(CudaGrouped, gate=stock_gate) if format == "dense" else CudaGroupedInt8
-        found = kind(weights, experts, **shared)(x, ends, Activation.SILU)
+        found = CudaGrouped(weights, experts, gate=stock_gate, **shared)(x, ends, Activation.SILU)
         one_by_one = LoopedExperts([reference(case, weight) for weight in weights])
         close(one_by_one(x.float(), ends, Activation.SILU), found, dtype)
 
 
 def check_format(
-    format: str, rows: int, activation: Activation | None, is_gated: bool, dtype: torch.dtype, device: torch.device
+    rows: int, activation: Activation | None, is_gated: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
     """A format of the backend as that of the reference, in whichever way it computes, with a bias and a residual."""
-    from server.backends.cuda.linear import CudaDense, CudaInt8
+    from server.backends.cuda.linear import CudaDense
 
-    case = ProductCase(rows, activation=activation, is_gated=is_gated, has_residual=True, format=format)
+    case = ProductCase(rows, activation=activation, is_gated=is_gated, has_residual=True)
     x, weight, bias, residual = case.tensors(dtype, device)
     assert bias is not None and residual is not None
-    kind: Any = CudaDense if format == "dense" else CudaInt8
-    made = kind(weight, is_gated=is_gated, gate=stock_gate, products=products(device, ONE_SPLIT))
+    made = CudaDense(weight, is_gated=is_gated, gate=stock_gate, products=products(device, ONE_SPLIT))
     exact = reference(case, weight)
     expected = exact(x.float(), bias.float(), activation) + residual.float()
     close(expected, made(x, bias, activation, residual), dtype)

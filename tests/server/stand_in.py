@@ -33,10 +33,12 @@ from torch.utils import backend_registration
 
 from server.arch.spec import ArchSpec
 from server.backends.cpu.device import CpuDevice
+from server.backends.pages import map_pages
 from server.backends.protocol import Attention, Computation, GraphCapture, Rotation, Scores, StepMeta, split_heads
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.batched_attention import BatchedAttention
-from server.backends.reference.scoring import StoringAttention, rotate, write_slots
+from server.backends.reference.scoring import StoringAttention, rotate
+from server.quant.kv import AS_COMPUTED, KvFormat
 
 NAME = "standin"
 SETUP = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
@@ -296,7 +298,7 @@ class StandInEvent:
 
 
 class StandInDevice:
-    """See `protocol.Device`. uploads, downloads: how many there were."""
+    """See `device.Device`. uploads, downloads: how many there were."""
 
     name = kind = "the stand-in"
     measures_memory = True
@@ -349,6 +351,12 @@ class StandInDevice:
     def empty_kv(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.torch_device)
 
+    def slot(self, num_bytes: int) -> Tensor:
+        return torch.zeros(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def link(self) -> StandInLink:
+        return StandInLink(self)
+
     def free_bytes(self, *, fraction: float, world_size: int) -> int:
         return 2**30
 
@@ -365,6 +373,35 @@ class StandInDevice:
 
     def profiled(self) -> tuple[list[Any], str]:
         return [], "self_cpu_time_total"
+
+
+class StandInLink:
+    """See `device.Link`. Copies at once, and holds a caller to what a GPU needs: events, and pinned memory."""
+
+    def __init__(self, device: StandInDevice):
+        self._device = device
+        self.pins: list[Tensor] = []  # what is pinned now
+        self.copies = 0
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        self.pins.append(map_pages(num_bytes))
+        return self.pins[-1]
+
+    def unpin(self, memory: Tensor) -> None:
+        self.pins = [pin for pin in self.pins if pin is not memory]
+
+    def copy(self, source: Tensor, target: Tensor, after: StandInEvent) -> StandInEvent:
+        assert isinstance(after, StandInEvent)
+        sides = [side.host if isinstance(side, DeviceTensor) else side for side in (source, target)]
+        pinned = [side for side in (source, target) if not isinstance(side, DeviceTensor)]
+        ranges = [(pin.data_ptr(), pin.data_ptr() + pin.nbytes) for pin in self.pins]
+        assert len(pinned) == 1 and any(a <= pinned[0].data_ptr() < b for a, b in ranges)
+        sides[1].copy_(sides[0])
+        self.copies += 1
+        return StandInEvent(self._device)
+
+    def order(self, event: StandInEvent) -> None:
+        assert isinstance(event, StandInEvent)
 
 
 class StandInCapture:
@@ -390,10 +427,11 @@ class StandInBackend(ReferenceBackend):
     def __init__(self) -> None:
         super().__init__(StandInDevice())
 
-    def attention(self, scores: Scores) -> Attention:
+    def attention(self, scores: Scores, cache: KvFormat = AS_COMPUTED) -> Attention:
+        assert cache == AS_COMPUTED, "its kernels store what was computed"
         return StandInAttention(scores, open_driver().kernel)
 
-    def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
+    def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         return None
 
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
@@ -411,10 +449,11 @@ class FreeBackend(ReferenceBackend):
     def __init__(self) -> None:
         super().__init__(CpuDevice())
 
-    def attention(self, scores: Scores) -> Attention:
+    def attention(self, scores: Scores, cache: KvFormat = AS_COMPUTED) -> Attention:
+        assert cache == AS_COMPUTED, "its kernels store what was computed"
         return StandInAttention(scores, lambda function, *args: function(*args))
 
-    def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
+    def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         return None
 
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
@@ -458,7 +497,7 @@ class StandInAttention(StoringAttention):
 
 def _store(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
     kept = slots >= 0
-    write_slots(kv, k[kept], v[kept], slots[kept])
+    AS_COMPUTED.write(kv, k[kept], v[kept], slots[kept])
 
 
 def _rotate_and_store(heads: Tensor, kv: Tensor, rotations: Any, is_interleaved: bool, slots: Tensor) -> Tensor:

@@ -245,7 +245,7 @@ def test_packed_weights_agree_with_plain_ones(tiny_bloom: Path) -> None:
 def test_int8_weights_stay_close_to_dense_ones(tiny_bloom: Path, engine: Engine) -> None:
     token_ids = list(range(4, 60))
     dense = all_logits(engine, token_ids)
-    int8 = all_logits(load_engine(tiny_bloom, format="int8"), token_ids)
+    int8 = all_logits(load_engine(tiny_bloom, quantise="int8"), token_ids)
     assert (dense - int8).abs().mean() < 0.05 * dense.std()
 
 

@@ -16,7 +16,9 @@ from server.backends.cpu import CpuBackend, Kernels
 from server.backends.cpu.device import CpuDevice
 from server.backends.protocol import Backend
 from server.backends.reference import ReferenceBackend
+from server.checkpoint.weights import Quantise
 from server.layers.mlp import MoeMlp
+from server.quant.rounding import float8_rows, int8_rows
 
 EXPERTS, WIDTH, INNER, TOP_K = 5, 48, 32, 2
 MakeBackend = Callable[[torch.dtype], Backend]
@@ -35,13 +37,14 @@ def random(*size: int, seed: int = 0) -> Tensor:
     return torch.randn(*size, generator=torch.Generator().manual_seed(seed))
 
 
-def mixture(backend: Backend, dtype: torch.dtype, format: str = "dense") -> MoeMlp:
+def mixture(backend: Backend, dtype: torch.dtype, quantise: Quantise | None = None) -> MoeMlp:
     up, down = random(EXPERTS, 2 * INNER, WIDTH, seed=1) / 7, random(EXPERTS, WIDTH, INNER, seed=2) / 6
+    stored = [up.to(dtype), down.to(dtype)] if quantise is None else [map(quantise, up), map(quantise, down)]
     return MoeMlp(
-        router=backend.formats["dense"](random(EXPERTS, WIDTH, seed=3).to(dtype)),
+        router=backend.linear(random(EXPERTS, WIDTH, seed=3).to(dtype)),
         routing=backend.routing(EXPERTS, TOP_K, renormalise=True),
-        up=backend.grouped(up.to(dtype), EXPERTS, format, is_gated=True),
-        down=backend.grouped(down.to(dtype), EXPERTS, format),
+        up=backend.grouped(stored[0], EXPERTS, is_gated=True),
+        down=backend.grouped(stored[1], EXPERTS),
         activation=Activation.SILU,
     )
 
@@ -81,7 +84,7 @@ def test_the_router_takes_the_likeliest_experts(make: MakeBackend) -> None:
 @pytest.mark.parametrize(("inputs", "outputs"), [(44, 30), (20, 12), (33, 7), (12, 10)])
 def test_widths_need_not_be_whole_units_of_memory(dtype: torch.dtype, inputs: int, outputs: int) -> None:
     weights, x = random(3, outputs, inputs).to(dtype), random(6, inputs, seed=1).to(dtype)
-    grouped = ReferenceBackend(CpuDevice()).grouped(weights, 3, "dense")
+    grouped = ReferenceBackend(CpuDevice()).grouped(weights, 3)
     found = grouped(x, torch.tensor([2, 2, 6], dtype=torch.int32))
     expected = torch.cat([x[:2].double() @ weights[0].double().t(), x[2:].double() @ weights[2].double().t()])
     assert (expected - found.double()).abs().max() <= 0.01 * expected.abs().max()
@@ -123,11 +126,11 @@ class Questions(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize(("format", "asked"), [("dense", []), ("int8", ["tolist", "tolist"])])
+@pytest.mark.parametrize(("quantise", "asked"), [(None, []), (float8_rows, ["tolist", "tolist"])])
 def test_the_host_is_asked_nothing_or_once_for_each_product(
-    make: MakeBackend, format: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+    make: MakeBackend, quantise: Quantise | None, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mlp, x = mixture(make(torch.float32), torch.float32, format), random(12, WIDTH)
+    mlp, x = mixture(make(torch.float32), torch.float32, quantise), random(12, WIDTH)
     with Questions(monkeypatch) as questions:
         mlp.branch(x).onto(None, with_bias=True)
     assert asked == questions.asked
@@ -135,5 +138,5 @@ def test_the_host_is_asked_nothing_or_once_for_each_product(
 
 def test_other_formats_give_nearly_the_same(make: MakeBackend) -> None:
     backend, x = make(torch.float32), random(12, WIDTH)
-    dense, int8 = (mixture(backend, torch.float32, format)(x) for format in ("dense", "int8"))
+    dense, int8 = (mixture(backend, torch.float32, quantise)(x) for quantise in (None, int8_rows))
     assert 0 < (dense - int8).abs().mean() < 0.05 * dense.std()

@@ -61,14 +61,14 @@ pythia-6.9b         2    32      9     44    332           34
 
 # What one layer launches where one rank decodes one sequence.
 LAYER = {
-    "bloomz-7b1-mt": "4 _multiply_rows, 2 _add_norm, _decode_head",
-    "llama-3-8b": "4 _multiply_rows, 2 _add_norm, _decode_group",
-    "mixtral-8x7b": "5 _multiply_rows, 2 _add_norm, _decode_group, _choose, _group, index_select, _weigh",
-    "chatglm3-6b": "4 _multiply_rows, 2 _add_norm, _decode_group",
-    "flan-t5-xl": "6 _multiply_rows, 3 _add_norm, 2 _decode_head",
-    "qwen3-8b": "4 _multiply_rows, 2 _add_norm, _norm_heads, _decode_group",
-    "gemma-2-9b": "4 _multiply_rows, 2 _add_norm, _decode_group",
-    "pythia-6.9b": "4 _multiply_rows, 2 _add_norm, _decode_head",
+    "bloomz-7b1-mt": "4 _multiply_rows, 2 _add_norm, decode_head",
+    "llama-3-8b": "4 _multiply_rows, 2 _add_norm, decode_group",
+    "mixtral-8x7b": "5 _multiply_rows, 2 _add_norm, decode_group, _choose, _group, index_select, _weigh",
+    "chatglm3-6b": "4 _multiply_rows, 2 _add_norm, decode_group",
+    "flan-t5-xl": "6 _multiply_rows, 3 _add_norm, 2 decode_head",
+    "qwen3-8b": "4 _multiply_rows, 2 _add_norm, _norm_heads, decode_group",
+    "gemma-2-9b": "4 _multiply_rows, 2 _add_norm, decode_group",
+    "pythia-6.9b": "4 _multiply_rows, 2 _add_norm, decode_head",
 }
 
 # What stands before and behind the layers, likewise.

@@ -186,11 +186,14 @@ def test_a_failed_step_drops_only_who_took_part(engine: Engine, monkeypatch: pyt
     ("token_ids", "sentence"),
     [([], "below the vocabulary size"), ([4, 103], "below the vocabulary size"), ([4] * 17, "no room for 17")],
 )
-def test_an_extension_that_breaks_the_contract_is_refused(engine: Engine, token_ids: list[int], sentence: str) -> None:
+@pytest.mark.parametrize("chunks", [{"chunk_ids": [1], "chunk_tokens": [1]}, {}], ids=["computed", "not yet"])
+def test_an_extension_that_breaks_the_contract_is_refused(
+    engine: Engine, chunks: dict[str, list[int]], token_ids: list[int], sentence: str
+) -> None:
     request = pb.StepRequest(chunk_ids=[1], chunk_tokens=[2])
     request.add.add(id=1, token_ids=[3, 4], blocks=[0], sampling=greedy())
     engine.launch(request)
-    wrong = pb.StepRequest(chunk_ids=[1], chunk_tokens=[1], extend=[pb.Extension(id=1, token_ids=token_ids)])
+    wrong = pb.StepRequest(extend=[pb.Extension(id=1, token_ids=token_ids)], **chunks)
     with pytest.raises(StepError, match=sentence):
         engine.launch(wrong)
     engine.launch(pb.StepRequest(retire=[1]))

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from router.client import ShardedClient
 from server.backends.cpu.device import CpuDevice
-from server.backends.protocol import Backend, Device, Norm
+from server.backends.device import Device
+from server.backends.protocol import Backend, Norm
 from server.backends.reference import ReferenceBackend
 from server.loading import load
 from server.pb import generate_pb2 as pb

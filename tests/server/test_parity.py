@@ -16,6 +16,7 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.protocol import Attention, Scores
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.attention import ReferenceAttention
+from server.quant.kv import AS_COMPUTED, KvFormat
 from tests.server.conftest import DEMO, save_tiny_bloom
 from tests.server.driver import all_logits, load_engine
 
@@ -28,8 +29,8 @@ went down. Then the fox went home and told his mother what had happened. She was
 class PaperBackend(ReferenceBackend):
     """Attention as one would write it on paper."""
 
-    def attention(self, scores: Scores) -> Attention:
-        return ReferenceAttention(scores)
+    def attention(self, scores: Scores, cache: KvFormat = AS_COMPUTED) -> Attention:
+        return ReferenceAttention(scores, cache)
 
 
 BACKENDS = pytest.mark.parametrize("make", [PaperBackend, ReferenceBackend], ids=["paper", "reference"])

@@ -42,7 +42,9 @@ from server.arch.spec import (
 )
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
-from server.checkpoint.weights import Checkpoint, CheckpointError, RandomCheckpoint, Weights
+from server.checkpoint.ahead import ReadAhead
+from server.checkpoint.random_weights import RandomCheckpoint
+from server.checkpoint.weights import Checkpoint, CheckpointError, Weights
 from server.distributed import Shard
 from server.layers.position import Rotary
 from server.model.load import load as load_model
@@ -158,6 +160,13 @@ class ShapeTensor:
         return torch.empty(size, dtype=DTYPE, device=META)
 
 
+class NothingAhead(ReadAhead):
+    """There are no files."""
+
+    def passed(self, path: Path, name: str) -> None:
+        """Nothing is read."""
+
+
 class FakeCheckpoint(Checkpoint):
     """A checkpoint of shapes: all of `Checkpoint` but the files."""
 
@@ -168,6 +177,7 @@ class FakeCheckpoint(Checkpoint):
         self._paths = dict.fromkeys(shapes, self.folder / "model.safetensors")
         self._files, self._shared = {}, {}
         self._read = set()
+        self._ahead = NothingAhead()
 
     def _open(self, path: Path) -> FakeCheckpoint:
         return self

@@ -10,7 +10,7 @@ import fcntl
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -60,9 +60,9 @@ def splits(folder: Path, world_size: int) -> bool:
     return True
 
 
-def run_ranks(folders: list[Path], world_size: int, rendezvous: Path) -> list[Tokens]:
-    """The tokens that each rank generated with the model in each folder; no rank outlives this call."""
-    command = [sys.executable, "-m", "tests.server.ranks", str(world_size), f"file://{rendezvous}", *map(str, folders)]
+def run_ranks(models: Sequence[str | Path], world_size: int, rendezvous: Path) -> list[Tokens]:
+    """The tokens that each rank generated with each model, as `ranks` takes them; no rank outlives this call."""
+    command = [sys.executable, "-m", "tests.server.ranks", str(world_size), f"file://{rendezvous}", *map(str, models)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT, text=True, start_new_session=True
     ) as process:

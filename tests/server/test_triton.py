@@ -2,6 +2,9 @@
 
 Triton decides at its import whether it interprets, so both run in processes of their own: whatever this process has
 imported before, and in which order, does not matter. On a GPU they run in `tests/gpu/test_{paged,linear}.py`.
+
+In the suite every kind of layer, head and rounding is there, with shapes by turns; `make test-kernels` has all of them
+in all shapes, which takes as long again.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import os
 import platform
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,7 +23,12 @@ HAS_TRITON = sys.platform == "linux" and platform.machine() == "x86_64"  # where
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton exists for Linux on x86-64 alone")
 
 
-def run_tests(environment: dict[str, str], *names: str) -> subprocess.CompletedProcess[str]:
+# Those that are in the suite, and the rest: which tests of a module are run.
+PARTS = pytest.mark.parametrize("part", ["not kernels", pytest.param("kernels", marks=pytest.mark.kernels)])
+
+
+def run_tests(environment: dict[str, str], part: str, names: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """These modules in one process: to import what they need takes longer than most of their tests."""
     command = [
         sys.executable,
         "-m",
@@ -28,26 +37,38 @@ def run_tests(environment: dict[str, str], *names: str) -> subprocess.CompletedP
         "-p",
         "no:cacheprovider",
         "-q",
+        "-m",
+        part,
         *(f"tests/server/{name}.py" for name in names),
     ]
     return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["interpreted_kernels", "interpreted_logits", "interpreted_linear"])
-def test_interpreted_kernels_equal_the_reference(name: str) -> None:
-    result = run_tests({"TRITON_INTERPRET": "1"}, name)
+@PARTS
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["interpreted_kernels", "interpreted_cache"],
+        ["interpreted_logits", "interpreted_linear", "interpreted_quantised"],
+    ],
+)
+def test_interpreted_kernels_equal_the_reference(names: list[str], part: str) -> None:
+    result = run_tests({"TRITON_INTERPRET": "1"}, part, names)
     assert 0 == result.returncode, result.stdout + result.stderr
 
 
 @needs_triton
-@pytest.mark.parametrize("names", [["compiled_kernels"], ["compiled_wiring", "compiled_logits", "compiled_linear"]])
-def test_kernels_compile_for_a_gpu(names: list[str], pytestconfig: pytest.Config) -> None:
+@PARTS
+@pytest.mark.parametrize(
+    "names", [["compiled_kernels"], ["compiled_wiring", "compiled_logits", "compiled_linear", "compiled_quantised"]]
+)
+def test_kernels_compile_for_a_gpu(names: list[str], part: str, pytestconfig: pytest.Config) -> None:
     # Compiling is most of the time. Triton keeps each result under a hash of the kernel's source, of all that it calls,
     # of the options and of Triton itself; a clean checkout, as in CI, has none.
     assert pytestconfig.cache is not None
     kept = str(pytestconfig.cache.mkdir("triton"))
-    result = run_tests({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": kept}, *names)
+    result = run_tests({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": kept}, part, names)
     assert 0 == result.returncode, result.stdout + result.stderr
 
 

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from server.arch import families
 from server.arch.names import NameMap, QkvLayout
+from server.backends.cpu.device import CpuDevice
+from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import DenseFormat
 from server.checkpoint.weights import Checkpoint, CheckpointError, Weights, head_ranges
 from server.distributed import Shard
@@ -20,6 +22,7 @@ from server.layers.linear import load_column, load_row
 from tests.server.driver import CPU, load_engine
 
 NAMES = NameMap(roles={"embed": "words", "mlp_up": "up.{i}", "mlp_down": "down.{i}"}, prefixes=("model.", ""))
+LINEAR = ReferenceBackend(CpuDevice()).linear
 
 
 def save(folder: Path, **tensors: torch.Tensor) -> Path:
@@ -42,7 +45,7 @@ def four_by_four(tmp_path: Path) -> Path:
 
 
 def test_a_column_layer_takes_rows_and_their_bias(four_by_four: Path) -> None:
-    layer = load_column(weights_of(four_by_four, 1, 2), "mlp_up", (4, 4), DenseFormat, bias=True)
+    layer = load_column(weights_of(four_by_four, 1, 2), "mlp_up", (4, 4), LINEAR, bias=True)
     assert isinstance(layer.weight, DenseFormat)
     assert [[8, 9, 10, 11], [12, 13, 14, 15]] == layer.weight.weight.tolist()
     assert layer.bias is not None
@@ -50,7 +53,7 @@ def test_a_column_layer_takes_rows_and_their_bias(four_by_four: Path) -> None:
 
 
 def test_a_row_layer_takes_columns(four_by_four: Path) -> None:
-    layer = load_row(weights_of(four_by_four, 1, 2), "mlp_down", (4, 4), DenseFormat, bias=False)
+    layer = load_row(weights_of(four_by_four, 1, 2), "mlp_down", (4, 4), LINEAR, bias=False)
     assert isinstance(layer.weight, DenseFormat)
     assert [[2, 3], [6, 7], [10, 11], [14, 15]] == layer.weight.weight.tolist()
 
@@ -73,7 +76,7 @@ def test_neighbouring_rows_are_read_at_once() -> None:
 def test_stored_inputs_first_is_turned_around(four_by_four: Path) -> None:
     names = NameMap(roles=NAMES.roles, prefixes=NAMES.prefixes, transposed=True)
     weights = Weights.open(Checkpoint(four_by_four), names, Shard(1, 2), torch.float32, CPU).of_layer(0)
-    layer = load_column(weights, "mlp_up", (4, 4), DenseFormat, bias=False)
+    layer = load_column(weights, "mlp_up", (4, 4), LINEAR, bias=False)
     assert isinstance(layer.weight, DenseFormat)
     assert [[2, 6, 10, 14], [3, 7, 11, 15]] == layer.weight.weight.tolist()
 
@@ -86,8 +89,8 @@ def test_a_rank_reads_its_share_of_the_bytes(tiny_bloom: Path) -> None:
         load_embedding(weights, spec)
         for i in range(spec.num_layers):
             layer = weights.of_layer(i)
-            load_column(layer, "mlp_up", (256, 64), DenseFormat, bias=True)
-            load_row(layer, "mlp_down", (64, 256), DenseFormat, bias=True)
+            load_column(layer, "mlp_up", (256, 64), LINEAR, bias=True)
+            load_row(layer, "mlp_down", (64, 256), LINEAR, bias=True)
         return checkpoint.bytes_read
 
     whole = bytes_read(0, 1)
@@ -109,7 +112,7 @@ def test_logits_do_not_show_the_padding(tiny_bloom: Path) -> None:
         Weights.open(Checkpoint(tiny_bloom), families.FAMILIES["bloom"].names, Shard(), torch.float32, CPU),
         engine.model.spec,
         engine.model.decoder.embedding,
-        DenseFormat,
+        LINEAR,
     )
     assert (2, 103) == tuple(head(torch.zeros(2, 64)).shape)
 
@@ -142,12 +145,12 @@ def test_a_checkpoint_without_the_prefix_loads_too(tiny_bloom: Path, tmp_path: P
 
 def test_a_wrong_shape_names_tensor_and_both_shapes(four_by_four: Path) -> None:
     with pytest.raises(CheckpointError, match=r"up\.0\.weight .* shape \[4, 4\], but config.json says \[8, 4\]"):
-        load_column(weights_of(four_by_four), "mlp_up", (8, 4), DenseFormat, bias=False)
+        load_column(weights_of(four_by_four), "mlp_up", (8, 4), LINEAR, bias=False)
 
 
 def test_a_role_that_a_family_forgets_is_named(four_by_four: Path) -> None:
     with pytest.raises(CheckpointError, match="has no role 'mlp_gate', which its spec needs: add it to NAMES"):
-        load_column(weights_of(four_by_four), "mlp_gate", (4, 4), DenseFormat, bias=False)
+        load_column(weights_of(four_by_four), "mlp_gate", (4, 4), LINEAR, bias=False)
 
 
 def test_a_file_without_tensors_is_refused(tmp_path: Path) -> None:
@@ -202,3 +205,17 @@ def test_a_tensor_that_a_file_notes_as_another_is_read_as_that_one(tmp_path: Pat
     assert "format" not in checkpoint
     assert torch.equal(table[1:3], checkpoint.read("head.weight", (4, 3), part=(1, 3)))
     assert [] == checkpoint.leftovers(())
+
+
+def test_a_dtype_is_that_of_the_largest_tensor_and_numbers_have_one_too(tmp_path: Path) -> None:
+    save(
+        tmp_path,
+        a__scale=torch.tensor(1.0),  # the first by name, and without dimensions
+        b__scale=torch.ones(3),
+        codes=torch.zeros(99, dtype=torch.int8),
+        words__weight=torch.ones(4, 4).bfloat16(),
+    )
+    checkpoint = Checkpoint(tmp_path)
+    assert checkpoint.dtype_of("a.scale") == torch.float32
+    assert checkpoint.dtype_of_most() == torch.bfloat16
+    assert [] == checkpoint.zeros(["scale"])

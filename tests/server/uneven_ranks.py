@@ -51,7 +51,7 @@ class UnevenBackend(CpuBackend):
         super().__init__(kernels, torch.float32)
         self.rank = rank
 
-    def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
+    def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         return None
 
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:

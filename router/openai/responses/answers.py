@@ -16,7 +16,9 @@ from router.chat.pieces import AnswerReader, Piece, Reasoning
 from router.entry import Entry
 from router.errors import RouterError
 from router.openai import answers
+from router.openai.logprobs import shown_tokens
 from router.openai.responses.schemas import ResponsesRequest
+from router.openai.scored import Scoring
 from router.samples import Answer
 from router.text import FinishReason
 
@@ -47,6 +49,7 @@ class Head:
             "id": f"resp_{self.number}",
             "object": "response",
             "created_at": self.created,
+            "completed_at": answers.now() if status == "completed" else None,
             "status": status,
             "background": False,
             "error": None,
@@ -80,6 +83,7 @@ def echo_of(body: ResponsesRequest) -> Json:
         "text": {"format": _if_short(body.text and body.text.format, None) or {"type": "text"}},
         "tool_choice": _if_short(body.tool_choice, None) or "auto",
         "tools": _if_short(body.tools, None) or [],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
     }
 
@@ -140,20 +144,22 @@ def ending(reason: FinishReason) -> tuple[str, Json]:
     return "completed", {}
 
 
-def response(head: Head, answer: Answer, entry: Entry, reader: CountingReader) -> Json:
-    """The whole answer of `/v1/responses`."""
+def response(head: Head, answer: Answer, entry: Entry, reader: CountingReader, scoring: Scoring | None) -> Json:
+    """The whole answer of `/v1/responses`. scoring: of one that is text alone."""
     pieces = [piece for token in answer.tokens for piece in reader.feed(token.text)]
     parts = parts_of([*pieces, *reader.end()])
     status, details = ending(answer.finished.reason)
     items = [item_of(part, head.item_id(part.kind, index), "completed") for index, part in enumerate(parts)]
+    if scoring is not None:
+        items[0]["content"][0]["logprobs"] = scoring.entries(shown_tokens(answer, scoring.tokenizer))
     items[-1]["status"] = "incomplete" if reader.is_in_call else status
     told = usage(entry, answer.finished.generated_tokens, reader.num_reasoning)
     return head.response(status, items, told, **details)
 
 
-def text_part(text: str) -> Json:
+def text_part(text: str, logprobs: Sequence[Json] = ()) -> Json:
     """The one part of a message."""
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
 def reasoning_part(text: str) -> Json:
@@ -161,12 +167,12 @@ def reasoning_part(text: str) -> Json:
     return {"type": "reasoning_text", "text": text}
 
 
-def item_of(part: Part, id: str, status: str) -> Json:
+def item_of(part: Part, id: str, status: str, logprobs: Sequence[Json] = ()) -> Json:
     """An item of the output. While it is in progress, it has no text yet."""
     is_empty = status == "in_progress"
     match part.kind:
         case "text":
-            content = [] if is_empty else [text_part(part.text)]
+            content = [] if is_empty else [text_part(part.text, logprobs)]
             return {"id": id, "type": "message", "role": "assistant", "status": status, "content": content}
         case "reasoning":
             content = [] if is_empty else [reasoning_part(part.text)]

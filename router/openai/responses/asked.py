@@ -7,9 +7,10 @@ from typing import Any
 
 import orjson
 
-from router.chat.tools import Offer, Tool, ToolChoice, offer
+from router.chat.tools import Offer, Tool, ToolChoice, allowed_of, offer, tool_in
 from router.chat.transcript import Transcript, string_of, text_of
 from router.errors import ValidationError
+from router.openai.logprobs import OF_RESPONSE, candidates_of_response
 from router.openai.response_format import grammar_of_format
 from router.openai.responses.schemas import InputRequest, ResponsesRequest
 from router.schemas import MOST_VALUES, GenerateParameters, GrammarParameters, refuse_many_values
@@ -17,29 +18,12 @@ from router.schemas import MOST_VALUES, GenerateParameters, GrammarParameters, r
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 TEXTS = ("text", "input_text", "output_text")
 REASONING = ("text", "reasoning_text")
-# Fields that need a store, and values of them that do not.
-STORED: Mapping[str, Sequence[Any]] = {
-    "store": (None, False),
-    "previous_response_id": (None,),
-    "conversation": (None,),
-    "background": (None, False),
-}
-# Fields with another meaning that is not served.
-NOT_SERVED: Mapping[str, Sequence[Any]] = {
-    "prompt": (None,),
-    "context_management": (None, []),
-    "moderation": (None,),
-    "top_logprobs": (None, 0),
-}
 FORMATS = ("text", "json_object", "json_schema")
-LOGPROBS = "message.output_text.logprobs"
 MOST_METADATA, MOST_NAME, MOST_VALUE = 16, 64, 512  # OpenAI's: pairs, and their characters
 
 
 def parameters_of(body: ResponsesRequest) -> GenerateParameters:
     """How to generate. Raises ValidationError."""
-    if LOGPROBS in (body.include or ()):
-        raise ValidationError(f"`include` has {LOGPROBS}, which is not served: leave it out")
     _check_metadata(body.metadata or {})
     is_greedy = body.temperature == 0
     return GenerateParameters(
@@ -49,6 +33,19 @@ def parameters_of(body: ResponsesRequest) -> GenerateParameters:
         max_new_tokens=body.max_output_tokens,
         grammar=_grammar(body.text.format if body.text is not None else None),
     )
+
+
+def candidates_of(body: ResponsesRequest, *, is_read: bool, most: int) -> int | None:
+    """How many candidates are wanted with each token; None: no log-probabilities. Raises ValidationError.
+
+    is_read: whether the answer is taken apart. Which of its tokens are the text's, nobody could say for sure then.
+    """
+    candidates = candidates_of_response(body.include or (), body.top_logprobs, most)
+    if is_read and candidates is not None:
+        raise ValidationError(
+            f"`include` has {OF_RESPONSE}, which answers that may have calls of tools or reasoning do not: leave it out"
+        )
+    return candidates
 
 
 def _grammar(given: Mapping[str, Any] | None) -> GrammarParameters | None:
@@ -71,20 +68,6 @@ def _check_metadata(given: Mapping[str, str]) -> None:
             f"`metadata` may have {MOST_METADATA} pairs of names of {MOST_NAME} and values of {MOST_VALUE} characters: "
             "shorten it"
         )
-
-
-def refuse_what_is_not_served(body: InputRequest) -> None:
-    """Raises ValidationError for a field whose meaning would be lost."""
-    given = {**(body.model_extra or {}), "store": getattr(body, "store", None)}
-    for name, neutral in STORED.items():
-        if name in given and given[name] not in neutral:
-            raise ValidationError(
-                f"`{name}` needs responses that are stored, and none are stored here: leave it out, and send all items "
-                "of the conversation as `input`"
-            )
-    for name, neutral in NOT_SERVED.items():
-        if name in given and given[name] not in neutral:
-            raise ValidationError(f"`{name}` is not served: leave it out")
 
 
 def variables_of(body: InputRequest) -> Mapping[str, bool | str]:
@@ -171,10 +154,7 @@ def _allowed(tools: Sequence[Tool], given: Mapping[str, Any]) -> tuple[list[Tool
     listed, mode = given.get("tools"), given.get("mode")
     if mode not in ("auto", "required") or not isinstance(listed, list):
         raise ValidationError("`tool_choice` of allowed_tools needs a `mode`, auto or required, and a list of `tools`")
-    names = {str(one.get("name")) if isinstance(one, Mapping) else "" for one in listed}
-    for name in names - {tool.name for tool in tools}:
-        raise ValidationError(f"`tool_choice` allows {name[:64]}, which is not among `tools`: name one of them")
-    return [tool for tool in tools if tool.name in names], mode
+    return allowed_of(tools, [one.get("name") if isinstance(one, Mapping) else one for one in listed]), mode
 
 
 def _tool(where: str, given: Mapping[str, Any]) -> Tool:
@@ -182,12 +162,7 @@ def _tool(where: str, given: Mapping[str, Any]) -> Tool:
         raise ValidationError(
             f"`{where}` is of type {str(given.get('type'))[:40]}, and only functions are served: leave it out"
         )
-    description, parameters = given.get("description"), given.get("parameters")
-    if not (description is None or isinstance(description, str)):
-        raise ValidationError(f"`{where}.description` must be a string")
-    if not (parameters is None or isinstance(parameters, dict)):
-        raise ValidationError(f"`{where}.parameters` must be a JSON schema of the type object")
-    return Tool(string_of(where, given, "name"), description, parameters, given.get("strict") is True)
+    return tool_in(where, given)
 
 
 def _choice(given: str | Mapping[str, Any], is_parallel: bool) -> ToolChoice:

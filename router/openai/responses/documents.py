@@ -6,6 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, RootModel
 
+from router.openai.documents import ShownTokenLogprob
+
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -15,7 +17,7 @@ class OutputText(BaseModel):
     type: Literal["output_text"]
     text: str
     annotations: list[Any]
-    logprobs: list[Any]
+    logprobs: list[ShownTokenLogprob]
 
 
 class ReasoningText(BaseModel):
@@ -98,6 +100,7 @@ class ResponseAnswer(BaseModel):
     id: str
     object: Literal["response"]
     created_at: int
+    completed_at: int | None
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     background: Literal[False]
     error: ResponseFailure | None
@@ -116,6 +119,7 @@ class ResponseAnswer(BaseModel):
     text: dict[str, Any]
     tool_choice: str | dict[str, Any]
     tools: list[dict[str, Any]]
+    top_logprobs: int
     top_p: float
     truncation: Literal["disabled"]
     usage: ResponseUsage | None
@@ -173,6 +177,7 @@ class Delta(OfItem):
         "response.output_text.delta", "response.reasoning_text.delta", "response.function_call_arguments.delta"
     ]
     delta: str
+    logprobs: list[ShownTokenLogprob] | None = None
 
 
 class TextDone(OfItem):
@@ -181,6 +186,7 @@ class TextDone(OfItem):
     type: Literal["response.output_text.done", "response.reasoning_text.done"]
     content_index: int
     text: str
+    logprobs: list[ShownTokenLogprob] | None = None
 
 
 class ArgumentsDone(OfItem):

@@ -1,5 +1,7 @@
 """The events of OpenAI's streamed responses, numbered from 0. Deltas of text are written by hand.
 
+With log-probabilities, which texts alone have, a delta has whole tokens.
+
 Left out: the shapes of responses and their items (`answers.py`).
 """
 
@@ -15,8 +17,10 @@ from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 from router.entry import Event, Failed, Finished, Token
 from router.errors import RouterError
 from router.generation import OpenRequest
+from router.openai.logprobs import ShownToken, ShownTokens
 from router.openai.responses import answers
 from router.openai.responses.answers import CountingReader, Head
+from router.openai.scored import Scoring, text_of
 
 Json = dict[str, Any]
 # What the text of each kind of part is called in events.
@@ -26,7 +30,7 @@ NAMES = {"text": "output_text", "reasoning": "reasoning_text", "call": "function
 class ResponseFrames:
     """Turns the events of one stream into OpenAI's."""
 
-    def __init__(self, head: Head, reader: CountingReader, opened: OpenRequest) -> None:
+    def __init__(self, head: Head, reader: CountingReader, opened: OpenRequest, scoring: Scoring | None = None) -> None:
         self._head = head
         self._reader = reader
         self._is_plain = reader.is_plain
@@ -34,6 +38,8 @@ class ResponseFrames:
         self._sequence = 0  # number of the next event
         self._output: list[Json] = []  # items that are complete
         self._item: _Item | None = None  # the one that is being written
+        self._scoring = scoring
+        self._shown = None if scoring is None else ShownTokens(scoring.tokenizer)
 
     def write(self, index: int, events: Sequence[Event]) -> bytes:
         """All frames for these events of the one sequence."""
@@ -41,7 +47,9 @@ class ResponseFrames:
         for event in events:
             if not isinstance(event, Token):
                 continue
-            if not self._is_plain:
+            if self._shown is not None:
+                self._tell(self._shown.push(event), frames)
+            elif not self._is_plain:
                 for piece in self._reader.feed(event.text):
                     self._add(piece, frames)
             elif event.text:  # so most are
@@ -81,6 +89,19 @@ class ResponseFrames:
         frames.append(self._item.before % dumps(text) + self._item.after % self._sequence)
         self._sequence += 1
 
+    def _tell(self, tokens: Sequence[ShownToken], frames: list[bytes]) -> None:
+        """More of a text, with its log-probabilities."""
+        if not tokens:
+            return
+        if self._item is None:
+            self._begin(Part("text"), frames)
+        assert self._item is not None and self._scoring is not None
+        text, logprobs = text_of(tokens), self._scoring.entries(tokens)
+        self._item.part.texts.append(text)
+        self._item.logprobs += logprobs
+        kind = f"response.{self._item.name}.delta"
+        frames.append(self._frame(kind, **self._item.place, delta=text, logprobs=logprobs))
+
     def _begin(self, part: Part, frames: list[bytes]) -> None:
         self._complete("completed", frames)
         index = len(self._output)
@@ -98,11 +119,13 @@ class ResponseFrames:
         frames.append(self._frame(f"response.{item.name}.done", **item.place, **item.ended(text)))
         if item.part.kind != "call":
             frames.append(self._frame("response.content_part.done", **item.place, part=item.shown(text)))
-        told = answers.item_of(item.part, item.id, status)
+        told = answers.item_of(item.part, item.id, status, item.logprobs)
         frames.append(self._frame("response.output_item.done", output_index=len(self._output), item=told))
         self._output.append(told)
 
     def _end(self, finished: Finished, frames: list[bytes]) -> None:
+        if self._shown is not None:
+            self._tell(self._shown.end(), frames)
         for piece in self._reader.end():
             self._add(piece, frames)
         if self._item is None and not self._output:
@@ -128,6 +151,7 @@ class _Item:
         self.part = part
         self.id = id
         self.name = NAMES[part.kind]
+        self.logprobs: list[Json] = []
         self.place: Json = {"item_id": id, "output_index": index}
         if part.kind != "call":
             self.place["content_index"] = 0
@@ -139,10 +163,10 @@ class _Item:
 
     def shown(self, text: str) -> Json:
         """The one part of its content."""
-        return answers.text_part(text) if self.part.kind == "text" else answers.reasoning_part(text)
+        return answers.text_part(text, self.logprobs) if self.part.kind == "text" else answers.reasoning_part(text)
 
     def ended(self, text: str) -> Json:
         """What the event behind its last delta says."""
         if self.part.kind == "call":
             return {"name": self.part.name, "arguments": text}
-        return {"text": text, "logprobs": []} if self.part.kind == "text" else {"text": text}
+        return {"text": text, "logprobs": self.logprobs} if self.part.kind == "text" else {"text": text}

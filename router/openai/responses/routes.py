@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,12 +12,14 @@ from router.api_document import ERROR_STATUSES, documented
 from router.conversing import Turn, turn_of
 from router.generation import OpenRequest
 from router.guard import ClientConnection
+from router.openai.asked import scored
 from router.openai.documents import ErrorAnswer
 from router.openai.responses import answers, asked, documents
 from router.openai.responses.frames import ResponseFrames
 from router.openai.responses.schemas import InputRequest, ResponsesRequest
 from router.openai.routes import STREAM_HEADERS
-from router.serving import Services, asked_by, collect, json_response, read, stream
+from router.openai.scored import Scoring
+from router.serving import Services, asked_by, collect, json_response, read, shaped, stream
 
 URL = "/v1/responses"
 
@@ -28,21 +30,25 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
     async def responses(request: Request) -> Response:
         body = await read(request, services, ResponsesRequest)
         turn, given = turn_in(body, services), asked.parameters_of(body)
+        most = services.config.max_top_n_tokens
+        candidates = asked.candidates_of(body, is_read=turn.reading is not None, most=most)
+        wanted = scored(turn.asked(given), candidates, of_prompt=False)
+        scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
         model = body.model or services.config.model_id
         head = answers.Head(request.state.request_id, model, answers.echo_of(body))
 
         def frames(opened: OpenRequest) -> ResponseFrames:
             reader = answers.CountingReader(turn.reader(services, opened.entries[0]))
-            return ResponseFrames(head, reader, opened)
+            return ResponseFrames(head, reader, opened, scoring)
 
         if body.stream:
             headers = {**STREAM_HEADERS, "x-compute-type": services.compute_type}
-            return await stream(request, [turn.asked(given)], services, frames, headers)
-        opened, [answer] = await collect(request, [turn.asked(given)], services)
+            return await stream(request, [wanted], services, frames, headers)
+        opened, [answer] = await collect(request, [wanted], services)
         [entry] = opened.entries
         reader = answers.CountingReader(turn.reader(services, entry))
-        # A long answer with calls takes long to read, and streams go on meanwhile.
-        return json_response(await asyncio.to_thread(answers.response, head, answer, entry, reader))
+        shape = partial(answers.response, head, answer, entry, reader, scoring)
+        return json_response(await shaped(request, services, shape))
 
     async def input_tokens(request: Request) -> Response:
         turn = turn_in(await read(request, services, InputRequest), services)
@@ -62,5 +68,5 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
 
 def turn_in(body: InputRequest, services: Services) -> Turn:
     """What a body waits for. Raises ValidationError."""
-    asked.refuse_what_is_not_served(body)
+    body.refuse_what_is_not_served()
     return turn_of(services, asked.transcript_of(body), asked.offer_of(body), asked.variables_of(body))

@@ -1,19 +1,24 @@
 """Bodies of OpenAI's `/v1/responses` and `/v1/responses/input_tokens`.
 
-As strict and as lenient as those of chats (`router/openai/schemas.py`). Items of `input` and fields with a meaning that
-is not served are refused, in `asked.py`.
+As strict and as lenient as those of chats (`router/openai/schemas.py`). Items of `input` with a meaning that is not
+served are refused in `asked.py`.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from router.openai.schemas import ModelName, Objects, Texts
-from router.schemas import Integer, Strict
+from router.schemas import Integer, Lenient, NotServed, Strict
 
 Word = Annotated[str, Field(max_length=64)]
+STORED = (
+    "needs responses that are stored, and none are stored here: leave it out, and send all items of the conversation "
+    "as `input`"
+)
 
 
 class Reasoning(Strict):
@@ -29,10 +34,18 @@ class TextConfig(Strict):
     format: dict[str, Any] | None = Field(default=None, description="`text`, `json_object` or a `json_schema`.")
 
 
-class InputRequest(Strict):
-    """The body of `/v1/responses/input_tokens`. What else a body has is kept, to be looked through."""
+class InputRequest(Lenient):
+    """The body of `/v1/responses/input_tokens`."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", frozen=True)
+    not_served: ClassVar[Mapping[str, NotServed]] = {
+        "store": NotServed((None, False), STORED),
+        "previous_response_id": NotServed(sentence=STORED),
+        "conversation": NotServed(sentence=STORED),
+        "background": NotServed((None, False), STORED),
+        "prompt": NotServed(),
+        "context_management": NotServed((None, [])),
+        "moderation": NotServed(),
+    }
 
     input: str | Objects | None = Field(default=None, description="A text of the user, or items of a conversation.")
     instructions: str | None = Field(default=None, description="What comes before all items.")
@@ -48,10 +61,13 @@ class InputRequest(Strict):
 class ResponsesRequest(InputRequest):
     """The body of `/v1/responses`."""
 
-    include: Texts | None = Field(default=None, description="Ignored but for log-probabilities.")
+    include: Texts | None = Field(
+        default=None, description="`message.output_text.logprobs`: the log-probability of each token. Else ignored."
+    )
     max_output_tokens: Integer | None = Field(default=None, description="Absent: as many as `max_total_tokens` leaves.")
     metadata: dict[str, str] | None = Field(default=None, description="The answer has it.")
     store: bool | None = Field(default=None, description="Must not be true: nothing is stored.")
     stream: bool | None = Field(default=None, description="Answer with server-sent events.")
     temperature: float | None = Field(default=None, description="0: the most likely tokens. Absent: 1.")
+    top_logprobs: Integer | None = Field(default=None, description="Likeliest tokens told beside each of them.")
     top_p: float | None = None

@@ -16,17 +16,21 @@ from torch import Tensor
 from server.arch.spec import ArchSpec
 from server.backends.cpu.attention import KernelAttention, can_read
 from server.backends.cpu.build import COMPILERS, BuildError, build
+from server.backends.cpu.codes import CodeFormat, takes
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.experts import KernelExperts
 from server.backends.cpu.graph import CpuGraphCapture
 from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.layers import KernelNorm, PanelFormat, kernel_gate
+from server.backends.cpu.levels import LevelFormat
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import Arena
 from server.backends.cpu.onednn import OneDnnFormat, can_pack
-from server.backends.protocol import Attention, GraphCapture, GroupedLinear, Logits, MakeLinear, Norm, Scores
+from server.backends.protocol import Attention, GraphCapture, GroupedLinear, LinearFormat, Logits, Maximum, Norm, Scores
 from server.backends.reference import ReferenceBackend
-from server.backends.reference.int8 import Int8Format
+from server.backends.reference.experts import LoopedExperts
+from server.quant.kv import AS_COMPUTED, Int8, KvFormat
+from server.quant.stored import QuantisedWeight, Stored
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -41,35 +45,64 @@ class CpuBackend(ReferenceBackend):
         self._kernels = kernels
         self._dtype = dtype
         self._arena = Arena()
+        self._calls_experts_one_by_one = False  # those that it has made a layer of
         self.logits: Logits = KernelLogits(kernels)
-        self.formats: dict[str, MakeLinear] = {
-            "dense": partial(PanelFormat, kernels, self._arena),
-            "int8": partial(Int8Format, gate=partial(kernel_gate, kernels)),
-        }
+        self.gate = partial(kernel_gate, kernels)
 
     @property
     def description(self) -> str:
         return f"compiled kernels ({self._kernels.instructions(self._dtype)})"
 
-    def attention(self, scores: Scores) -> Attention:
-        return KernelAttention(self._kernels, scores)
+    def attention(self, scores: Scores, cache: KvFormat = AS_COMPUTED) -> Attention:
+        return KernelAttention(self._kernels, scores, cache)
+
+    def block_parts(self, kv: Tensor, cache: KvFormat, head_dim: int) -> list[Tensor]:
+        if cache.name != Int8.name or not can_read(self._dtype, head_dim):
+            return super().block_parts(kv, cache, head_dim)
+        _, blocks, kv_heads, block_size, _ = kv.shape
+        codes = blocks * kv_heads * block_size * head_dim  # of all blocks; their scales are behind them
+        return [some.view(blocks, -1) for half in kv.flatten(1) for some in (half[:codes], half[codes:])]
+
+    def dense(self, weight: Tensor, *, is_gated: bool) -> LinearFormat:
+        return PanelFormat(self._kernels, self._arena, weight, is_gated=is_gated)
+
+    def quantised(self, weight: QuantisedWeight, *, is_gated: bool, maximum: Maximum | None) -> LinearFormat:
+        if self._dtype == torch.float32 and weight.inputs is not None and not takes(weight, self._dtype):
+            return super().quantised(weight, is_gated=is_gated, maximum=maximum)  # who computes so compares
+        format = CodeFormat if takes(weight, self._dtype) else LevelFormat
+        return format(self._kernels, self._arena, weight, self._dtype, is_gated=is_gated, maximum=maximum)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return KernelNorm(self._kernels, weight, bias, eps, is_centred=is_centred)
 
-    def grouped(self, weights: Iterable[Tensor], count: int, format: str, *, is_gated: bool = False) -> GroupedLinear:
-        if format != "dense":
-            return super().grouped(weights, count, format, is_gated=is_gated)
+    def grouped_dense(self, weights: Iterable[Tensor], count: int, *, is_gated: bool) -> GroupedLinear:
         experts = [PanelFormat(self._kernels, self._arena, weight, is_gated=is_gated) for weight in weights]
         return KernelExperts(self._kernels, experts)
 
-    def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
+    def grouped_quantised(
+        self,
+        first: QuantisedWeight,
+        weights: Iterable[Stored],
+        count: int,
+        *,
+        is_gated: bool,
+        maximum: Maximum | None,
+    ) -> GroupedLinear:
+        experts = [self.linear(weight, is_gated=is_gated, maximum=maximum) for weight in weights]
+        in_codes = [expert for expert in experts if isinstance(expert, CodeFormat) and expert.maximum is None]
+        expanded = [expert for expert in experts if isinstance(expert, LevelFormat) and not expert.rounds_inputs]
+        if count in (len(in_codes), len(expanded)):
+            return KernelExperts(self._kernels, in_codes or expanded)
+        self._calls_experts_one_by_one = True
+        return LoopedExperts(experts)
+
+    def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         if world_size > 1:
             return "ranks on CPUs speak to each other within a step"
         if not can_read(self._dtype, spec.head_dim):
             return f"attention with {spec.head_dim} features a head needs the sequences' lengths on the host"
-        if spec.has_experts and format != "dense":
-            return f"experts in {format} are called one by one"
+        if self._calls_experts_one_by_one:
+            return f"experts in {quantised} are called one by one"
         return None
 
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
@@ -83,7 +116,9 @@ class OneDnnBackend(ReferenceBackend):
 
     def __init__(self, notes: Sequence[str]):
         super().__init__(CpuDevice(), notes)
-        self.formats = {**self.formats, "dense": OneDnnFormat}
+
+    def dense(self, weight: Tensor, *, is_gated: bool) -> LinearFormat:
+        return OneDnnFormat(weight, is_gated=is_gated)
 
 
 def choose(dtype: torch.dtype, compilers: Sequence[str] = COMPILERS) -> ReferenceBackend:

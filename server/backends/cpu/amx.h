@@ -111,6 +111,21 @@ INLINE void multiply(const Word* left, const Word* right, int right_stride, bool
     _tile_dpbf16ps(3, 5, 7);
 }
 
+#if defined(__AMX_INT8__)
+// The same for words of four codes of 8 bits, those of the left side signed, those of the right not; sums are integers.
+INLINE void multiply_codes(const Word* left, const Word* right, int right_stride, bool has_upper) {
+    _tile_loadd(6, right, 4 * right_stride);
+    _tile_loadd(4, left, 4 * LEFT_STRIDE);
+    _tile_loadd(7, right + WIDTH, 4 * right_stride);
+    _tile_dpbsud(0, 4, 6);
+    _tile_dpbsud(1, 4, 7);
+    if (!has_upper) return;
+    _tile_loadd(5, left + 16 * LEFT_STRIDE, 4 * LEFT_STRIDE);
+    _tile_dpbsud(2, 5, 6);
+    _tile_dpbsud(3, 5, 7);
+}
+#endif
+
 // Tokens for which vector units are faster.
 constexpr int FEW = 4;
 
@@ -147,7 +162,7 @@ INLINE void multiply_few(
 }  // namespace amx
 #else
 namespace amx {
-constexpr int ROWS = 1;
+constexpr int ROWS = 1, FEW = 0;
 constexpr bool USES_AMX = false;
 struct Registers {};
 }  // namespace amx

@@ -4,15 +4,22 @@
 // transposed while attending: keys as [word of H][16 tokens], values as [word of the 16 tokens][H], where a word is one
 // float32 or a pair of bfloat16. Scores of 16 keys then are one vector, and so are LANES features of an output.
 //
+// A cache of codes (cache.h) has a byte in place of each element, in the same order. In int8, the scales of all blocks'
+// tokens stand behind all codes, in bfloat16, so that codes lie where lines of the caches begin. Codes are expanded block
+// by block, next to where the product reads them, and stay as they are for all rows that look at a chunk. The scales are
+// left to the scores, and to the weights of the values.
+//
 // Keys are taken in chunks at fixed places of the context. Each chunk's softmax is computed on its own, and a row's
 // chunks are folded together in their order, whoever computed them. So a row's result is bit for bit the same alone, in a
 // batch, inside a prompt, and on any number of threads. Scores, weights and sums are float32; in the product with
 // bfloat16 values the weights are bfloat16.
 //
-// Shapes: T tokens, S sequences, N heads, K kv heads, H head dim, B blocks, R rows: the queries that share a kv head.
+// Shapes: T tokens, S sequences, N heads, K kv heads, H head dim, B blocks, R rows: the queries that share a kv head, W
+// bytes that a key or value takes, with its scale.
 
 #include <utility>
 
+#include "cache.h"
 #include "functions.h"
 #include "threads.h"
 #include "tile.h"
@@ -23,6 +30,8 @@ constexpr int BLOCK_TOKENS = 16;
 constexpr int KEY_VECTORS = BLOCK_TOKENS / LANES;
 // Rows that go through a chunk of keys and values together while these are in the L2 cache, and rows of one tile.
 constexpr int ROWS = MAX_ROWS<2>, TILES = 4;
+// Blocks of keys that are scored at once, at most.
+constexpr int SCORED_BLOCKS = 4;
 constexpr float NEVER = -__builtin_inff();
 
 // Keys of a chunk: its weights are one block of a tile's left side.
@@ -43,9 +52,12 @@ struct Scores {
 template <class E>
 struct Step {
     const Scores& scores;
-    const E* q;     // [T, N, H], tokens q_stride elements apart
-    const E* keys;  // [B, K, 16, H]
-    const E* values;
+    const Cache& cache;
+    const E* q;           // [T, N, H], tokens q_stride elements apart
+    const uint8_t* keys;  // [B, K, 16, H]
+    const uint8_t* values;
+    const Bf16* key_scales;  // [B, K, 16] in int8
+    const Bf16* value_scales;
     E* out;  // [T, N, H]
     const int64_t* positions;     // [T]
     const int64_t* visible;       // [T]
@@ -57,7 +69,21 @@ struct Step {
     int group() const { return heads / kv_heads; }
     long start(long sequence) const { return starts ? starts[sequence] : sequence; }
     long words() const { return head_dim / PER_WORD<E>; }
+    bool has_codes() const { return cache.kind != AS_COMPUTED; }
+    // 2^shift elements of the cache take the room of one of E.
+    int shift() const { return !has_codes() ? 0 : sizeof(E) == 4 ? 2 : 1; }
 };
+
+// Bytes of an element in the cache.
+template <class E>
+INLINE long element_bytes(int kind) { return kind == AS_COMPUTED ? long(sizeof(E)) : 1; }
+
+// Bytes of all keys, or values, of a cache.
+template <class E>
+INLINE long part_bytes(int kind, long blocks, long kv_heads, long head_dim) {
+    const long rows = blocks * kv_heads * BLOCK_TOKENS;
+    return rows * (head_dim * element_bytes<E>(kind) + (kind == INT8 ? long(sizeof(Bf16)) : 0));
+}
 
 // Some rows of one sequence and kv head. Row r is head r % group of token r / group; neither positions nor what is visible
 // go back from one token to the next.
@@ -109,17 +135,27 @@ struct Desk {
     const Word* stored_values[CHUNK_BLOCKS<E>];
     const Word* values[CHUNK_BLOCKS<E>];     // where they are stored, or copies
     const Word* next_keys[CHUNK_BLOCKS<E>];  // of the chunk that comes next
+    // Of a cache of codes: those of the open chunk's blocks, and how many of these are expanded.
+    const uint8_t *key_codes[CHUNK_BLOCKS<E>], *value_codes[CHUNK_BLOCKS<E>];
+    int expanded_keys, expanded_values;
+    bool keeps_keys;  // for the next tile; else blocks take the places of those that were scored before
+    const Bf16 *stored_key_scales[CHUNK_BLOCKS<E>], *stored_value_scales[CHUNK_BLOCKS<E>];
+    float key_scales[CHUNK<E>], value_scales[CHUNK<E>];
     Word *queries, *copies;  // copies: of a chunk's values, or of the last block alone
+    Word* key_copies;
     float *part, *folded;
+
+    int key_copy(int block) const { return keeps_keys ? block : block % SCORED_BLOCKS; }
 
     explicit Desk(const Step<E>& step) {
         static thread_local Workspace memory;
         const long rows = ROWS * TILES, size = Partial::size(rows, step.head_dim);
         const long query_words = rows * blocks_of(step.words()) * LEFT_STRIDE;
         const long copy_words = CHUNK<E> / PER_WORD<E> * max(step.head_dim, long(LANES));
-        queries = memory.take<Word>(query_words + copy_words + 2 * size);
+        queries = memory.take<Word>(query_words + 2 * copy_words + 2 * size);
         copies = queries + query_words;
-        part = reinterpret_cast<float*>(copies + copy_words);
+        key_copies = copies + copy_words;
+        part = reinterpret_cast<float*>(key_copies + copy_words);
         folded = part + size;
     }
 };
@@ -136,16 +172,19 @@ struct Fetch {
     }
 };
 
-// scores[m][key] of M rows and NV vectors of keys. Meanwhile the values of the same keys are fetched.
+// scores[m][key] of M rows and NV vectors of keys. Meanwhile the values of the same keys are fetched, of which 2^shift
+// elements take the room of one of E.
 template <class E, int M, int NV>
-void score_keys(const Word* left, const Word* const* keys, const Word* const* values, long words, float* scores) {
+void score_keys(
+    const Word* left, const Word* const* keys, const Word* const* values, long words, int shift, float* scores
+) {
     Floats sums[M][NV] = {};
     for (long start = 0; start < words; start += LEFT_WORDS, left += M * LEFT_STRIDE) {
         const Word* right[NV];
-        Fetch<NV> fetch{{}, BLOCK_TOKENS};
+        Fetch<NV> fetch{{}, BLOCK_TOKENS >> shift};
         for (int v = 0; v < NV; v++) {
             right[v] = keys[v] + start * BLOCK_TOKENS;
-            fetch.ahead[v] = values[v / KEY_VECTORS] + start * BLOCK_TOKENS + v % KEY_VECTORS * LANES;
+            fetch.ahead[v] = values[v / KEY_VECTORS] + ((start * BLOCK_TOKENS + v % KEY_VECTORS * LANES) >> shift);
         }
         multiply<E>(sums, left, right, BLOCK_TOKENS, int(min(words - start, long(LEFT_WORDS))), fetch);
     }
@@ -159,21 +198,32 @@ void score_keys(const Word* left, const Word* const* keys, const Word* const* va
 template <class E, int M, int NV>
 void weigh_values(
     const Word* left, const Word* const* values, const Word* const* next_keys, int blocks, long feature, long width,
-    long head_dim, float* sums_at
+    long head_dim, int shift, float* sums_at
 ) {
     constexpr int DEPTH = BLOCK_TOKENS / PER_WORD<E>;
     Floats sums[M][NV] = {};
     for (int block = 0; block < blocks; block++) {
         const Word* right[NV];
-        Fetch<NV> fetch{{}, width};
+        Fetch<NV> fetch{{}, width >> shift};
         for (int v = 0; v < NV; v++) {
             right[v] = values[block] + feature + v * LANES;
-            fetch.ahead[v] = next_keys[block] + feature + v * LANES;
+            fetch.ahead[v] = next_keys[block] + ((feature + v * LANES) >> shift);
         }
         multiply<E>(sums, left + block * DEPTH, right, width, DEPTH, fetch);
     }
     for (int m = 0; m < M; m++)
         for (int v = 0; v < NV; v++) store(sums_at + m * head_dim + feature + v * LANES, sums[m][v]);
+}
+
+// Expand the open chunk's keys up to a number of blocks.
+template <class E>
+void expand_keys(const Step<E>& step, Desk<E>& desk, int blocks) {
+    const long size = BLOCK_TOKENS * step.head_dim;
+    for (; desk.expanded_keys < blocks; desk.expanded_keys++) {
+        const int block = desk.expanded_keys;
+        Word* to = desk.key_copies + desk.key_copy(block) * (size / PER_WORD<E>);
+        expand<E>(step.cache.kind, to, desk.key_codes[block], size);
+    }
 }
 
 // Vectors of keys that are scored at once: the fewer rows, the more, so that enough sums are under way.
@@ -192,31 +242,38 @@ INLINE auto weigh_values_of(int rows, std::integer_sequence<int, M...>) {
 }
 
 template <class E>
-void score_tile(const Desk<E>& desk, const Word* left, int rows, int blocks, long words, float* scores) {
+void score_tile(
+    const Step<E>& step, Desk<E>& desk, const Word* left, int rows, int blocks, float* scores
+) {
     const int width = key_vectors(rows), vectors = blocks * KEY_VECTORS;
     const auto function = score_keys_of<E>(rows, std::make_integer_sequence<int, ROWS>());
-    for (int v = 0; v < vectors; v += width) function(left, desk.keys + v, desk.stored_values + v / KEY_VECTORS, words, scores + v * LANES);
+    for (int v = 0; v < vectors; v += width) {
+        if (step.has_codes()) expand_keys(step, desk, (v + width + KEY_VECTORS - 1) / KEY_VECTORS);
+        function(left, desk.keys + v, desk.stored_values + v / KEY_VECTORS, step.words(), step.shift(), scores + v * LANES);
+    }
 }
 
 // Words of a row of values: shorter heads are copied to rows of one vector.
 INLINE long value_width(long head_dim) { return max(head_dim, long(LANES)); }
 
 template <class E, int NV>
-void weigh_tile(const Desk<E>& desk, int rows, int blocks, long head_dim, float* sums) {
+void weigh_tile(const Step<E>& step, const Desk<E>& desk, int rows, int blocks, float* sums) {
     const auto function = weigh_values_of<E, NV>(rows, std::make_integer_sequence<int, MAX_ROWS<NV == 1 ? 2 : NV>>());
     // The last vectors may overlap those before them: they end where the head ends, and are computed twice.
-    const long width = value_width(head_dim);
+    const long head_dim = step.head_dim, width = value_width(head_dim);
     for (long feature = 0; feature < head_dim; feature += NV * LANES)
         function(
-            desk.weights, desk.values, desk.next_keys, blocks, min(feature, width - NV * LANES), width, head_dim, sums
+            desk.weights, desk.values, desk.next_keys, blocks, min(feature, width - NV * LANES), width, head_dim,
+            step.shift(), sums
         );
 }
 
 template <class E>
-void weigh_tile(const Desk<E>& desk, int rows, int blocks, long head_dim, float* sums) {
-    if (head_dim % (4 * LANES) == 0 && rows <= MAX_ROWS<4>) return weigh_tile<E, 4>(desk, rows, blocks, head_dim, sums);
-    if (head_dim >= 2 * LANES) return weigh_tile<E, 2>(desk, rows, blocks, head_dim, sums);
-    weigh_tile<E, 1>(desk, rows, blocks, head_dim, sums);
+void weigh_tile(const Step<E>& step, const Desk<E>& desk, int rows, int blocks, float* sums) {
+    const long head_dim = step.head_dim;
+    if (head_dim % (4 * LANES) == 0 && rows <= MAX_ROWS<4>) return weigh_tile<E, 4>(step, desk, rows, blocks, sums);
+    if (head_dim >= 2 * LANES) return weigh_tile<E, 2>(step, desk, rows, blocks, sums);
+    weigh_tile<E, 1>(step, desk, rows, blocks, sums);
 }
 
 // ------------------------------------------------------------------------------------------------ softmax of one row
@@ -228,9 +285,13 @@ INLINE Floats gather(const float* bias, long reach, Ints distance) {
 }
 
 // Scale, cap, bias and mask a row's raw scores of `count` keys from `first_key` on, in place; returns the largest.
+// key_scales: null where the keys have none of their own.
 template <class E>
-float finish_scores(const Step<E>& step, const Place& place, long first_key, int count, float* scores) {
+float finish_scores(
+    const Step<E>& step, const Place& place, long first_key, int count, const float* key_scales, float* scores
+) {
     const Scores how = step.scores;
+    const float scale = how.scale * step.cache.key_scale;
     const float slope = how.slopes ? how.slopes[place.head] : 0.0f;
     const float* bias = how.bias ? how.bias + place.head * (2 * how.reach + 1) : nullptr;
     const Ints stop = all(int32_t(place.visible - place.position));
@@ -238,7 +299,8 @@ float finish_scores(const Step<E>& step, const Place& place, long first_key, int
     Floats best = all(NEVER);
     for (int i = 0; i < count; i += LANES) {
         const Ints distance = all(int32_t(first_key + i - place.position)) + iota();
-        Floats score = load(scores + i) * how.scale;
+        Floats score = load(scores + i) * scale;
+        if (key_scales) score *= load(key_scales + i);
         if (how.cap) score = tanh(score / how.cap) * how.cap;
         if (slope) score += __builtin_convertvector(distance, Floats) * slope;
         if (bias) score += gather(bias, how.reach, distance);
@@ -249,14 +311,17 @@ float finish_scores(const Step<E>& step, const Place& place, long first_key, int
     return largest(best);
 }
 
-// The weights of a row's `count` keys relative to the largest score; returns their sum.
+// The weights of a row's `count` keys relative to the largest score; returns their sum. value_scales: what the weights
+// are multiplied by where they meet the values; null: nothing.
 template <class E>
-float weigh(const float* scores, int count, float best, E* weights) {
+float weigh(const float* scores, int count, float best, const float* value_scales, E* weights) {
     const float base = best == NEVER ? 0.0f : best;  // no key is visible: every weight is 0
     Floats total = {};
     for (int i = 0; i < count; i += LANES) {
         const Floats weight = exp(load(scores + i) - base);
-        store(weights + i, weight);
+        // What was never written has any scale, even NaN.
+        const Floats stored = value_scales ? (weight > Floats{} ? weight * load(value_scales + i) : Floats{}) : weight;
+        store(weights + i, stored);
         total += weight;
     }
     return sum(total);
@@ -309,32 +374,42 @@ void copy_values(Word* to, const Word* from, long tokens, long head_dim) {
         for (long i = 0; i < head_dim; i++) to[i] = tokens < PER_WORD<E> ? from[i] & 0xFFFF : from[i];
 }
 
-// Where a chunk's blocks are: body(block, offset into keys and values), the last one again for those that are missing.
+// Where a chunk's blocks are: body(block, which of all heads' blocks), the last one again for those that are missing.
 template <class E, class Body>
 INLINE void each_block(const Step<E>& step, const Task& task, long chunk, const Body& body) {
     const int64_t* table = step.block_tables + task.sequence * step.table_stride;
     const long first = chunk * CHUNK_BLOCKS<E>, last = (task.stop_key - 1) / BLOCK_TOKENS;
-    for (int block = 0; block < CHUNK_BLOCKS<E>; block++) {
-        const long index = table[min(first + block, last)];
-        body(block, (index * step.kv_heads + task.kv_head) * BLOCK_TOKENS * step.head_dim);
-    }
+    for (int block = 0; block < CHUNK_BLOCKS<E>; block++)
+        body(block, table[min(first + block, last)] * step.kv_heads + task.kv_head);
 }
 
-// Point the desk at a chunk.
+// Point the desk at a chunk, of which nothing is expanded yet.
 template <class E>
 void open_chunk(const Step<E>& step, const Task& task, long chunk, Desk<E>& desk) {
-    each_block(step, task, chunk, [&](int block, long offset) {
-        for (int v = 0; v < KEY_VECTORS; v++)
-            desk.keys[block * KEY_VECTORS + v] = reinterpret_cast<const Word*>(step.keys + offset) + v * LANES;
-        desk.stored_values[block] = reinterpret_cast<const Word*>(step.values + offset);
+    const long size = BLOCK_TOKENS * step.head_dim * element_bytes<E>(step.cache.kind);
+    desk.expanded_keys = desk.expanded_values = 0;
+    desk.keeps_keys = task.rows > ROWS;
+    each_block(step, task, chunk, [&](int block, long index) {
+        const uint8_t *keys = step.keys + index * size, *values = step.values + index * size;
+        const Word* words = reinterpret_cast<const Word*>(keys);
+        if (step.has_codes()) words = desk.key_copies + desk.key_copy(block) * BLOCK_TOKENS * step.words();
+        for (int v = 0; v < KEY_VECTORS; v++) desk.keys[block * KEY_VECTORS + v] = words + v * LANES;
+        desk.stored_values[block] = reinterpret_cast<const Word*>(values);
+        desk.key_codes[block] = keys, desk.value_codes[block] = values;
+        if (step.cache.kind != INT8) return;
+        desk.stored_key_scales[block] = step.key_scales + index * BLOCK_TOKENS;
+        desk.stored_value_scales[block] = step.value_scales + index * BLOCK_TOKENS;
+        __builtin_prefetch(desk.stored_value_scales[block], 0, 2);
     });
 }
 
 // Say which chunk comes after the one that will be opened.
 template <class E>
 void expect_chunk(const Step<E>& step, const Task& task, long chunk, Desk<E>& desk) {
-    each_block(step, task, chunk, [&](int block, long offset) {
-        desk.next_keys[block] = reinterpret_cast<const Word*>(step.keys + offset);
+    const long size = BLOCK_TOKENS * step.head_dim * element_bytes<E>(step.cache.kind);
+    each_block(step, task, chunk, [&](int block, long index) {
+        desk.next_keys[block] = reinterpret_cast<const Word*>(step.keys + index * size);
+        if (step.cache.kind == INT8) __builtin_prefetch(step.key_scales + index * BLOCK_TOKENS, 0, 2);
     });
 }
 
@@ -351,6 +426,37 @@ void take_values(Desk<E>& desk, int keys, long head_dim) {
     }
 }
 
+// Expand the values of the open chunk's first `keys` keys, as far as they are not yet.
+// Nothing is put in place of what was never written: no code stands for NaN, and its weight is 0.
+template <class E>
+void expand_values(const Step<E>& step, Desk<E>& desk, int keys) {
+    const long size = BLOCK_TOKENS * step.head_dim, copy_size = BLOCK_TOKENS / PER_WORD<E> * value_width(step.head_dim);
+    for (; desk.expanded_values < blocks_of_keys(keys); desk.expanded_values++) {
+        const int block = desk.expanded_values;
+        Word* copy = desk.copies + block * copy_size;
+        desk.values[block] = copy;
+        if (step.head_dim >= LANES) {
+            expand<E>(step.cache.kind, copy, desk.value_codes[block], size);
+        } else {
+            Word narrow[BLOCK_TOKENS * LANES];
+            expand<E>(step.cache.kind, narrow, desk.value_codes[block], size);
+            copy_values<E>(copy, narrow, BLOCK_TOKENS, step.head_dim);
+        }
+    }
+}
+
+// Load the scales of the open chunk's first blocks.
+template <class E>
+void load_scales(Desk<E>& desk, int blocks) {
+    for (int block = 0; block < blocks; block++) {
+        for (int i = 0; i < BLOCK_TOKENS; i += LANES) {
+            const int at = block * BLOCK_TOKENS + i;
+            store(desk.key_scales + at, load(desk.stored_key_scales[block] + i));
+            store(desk.value_scales + at, load(desk.stored_value_scales[block] + i));
+        }
+    }
+}
+
 // What `rows` rows of a tile find in the `keys` first keys of the open chunk.
 template <class E>
 void attend_tile(
@@ -358,15 +464,22 @@ void attend_tile(
     const Partial& part
 ) {
     const int blocks = blocks_of_keys(keys);
-    score_tile(desk, left, rows, blocks, step.words(), desk.scores);
+    const bool has_scales = step.cache.kind == INT8;
+    const float* key_scales = has_scales ? desk.key_scales : nullptr;
+    const float* value_scales = has_scales ? desk.value_scales : nullptr;
+    score_tile(step, desk, left, rows, blocks, desk.scores);
+    if (has_scales) load_scales(desk, blocks);
     for (int row = 0; row < rows; row++) {
         float* scores = desk.scores + row * CHUNK<E>;
         E* weights = reinterpret_cast<E*>(desk.weights + row * LEFT_STRIDE);
-        part.largest[row] = finish_scores(step, tile.places[row], first_key, blocks * BLOCK_TOKENS, scores);
-        part.total[row] = weigh(scores, blocks * BLOCK_TOKENS, part.largest[row], weights);
+        part.largest[row] = finish_scores(step, tile.places[row], first_key, blocks * BLOCK_TOKENS, key_scales, scores);
+        part.total[row] = weigh(scores, blocks * BLOCK_TOKENS, part.largest[row], value_scales, weights);
     }
-    take_values(desk, keys, step.head_dim);
-    weigh_tile(desk, rows, blocks, step.head_dim, part.sums);
+    if (step.has_codes())
+        expand_values(step, desk, keys);
+    else
+        take_values(desk, keys, step.head_dim);
+    weigh_tile(step, desk, rows, blocks, part.sums);
 }
 
 // What the rows of the prepared task find in one chunk.
@@ -393,7 +506,7 @@ void finish(const Step<E>& step, const Task& task, const Partial& folded) {
         const Place place = place_of(step, task, row);
         E* out = step.out + (place.token * step.heads + place.head) * step.head_dim;
         const float* sums = folded.sums + row * step.head_dim;
-        const float scale = folded.total[row] > 0 ? 1.0f / folded.total[row] : 0.0f;
+        const float scale = folded.total[row] > 0 ? step.cache.value_scale / folded.total[row] : 0.0f;
         for (long i = 0; i < step.head_dim; i += LANES)
             store_part(out + i, load_part(sums + i, step.head_dim - i) * scale, step.head_dim - i);
     }
@@ -497,17 +610,19 @@ void attend_step(const Step<E>& step, int threads) {
     on_threads(threads, count, 1, [&](Queue& queue) { fold_units(step, tasks, parts, size, queue); });
 }
 
-// See Step for the shapes; kv is [2, B, K, 16, H].
+// See Step for the shapes; kv is [2, B, K, 16, W].
 template <class E>
 void attend(
-    const Scores* scores, const E* q, long q_stride, const E* kv, long blocks, E* out, const int64_t* positions,
-    const int64_t* visible, const int64_t* block_tables, long table_stride, const int64_t* starts, int sequences,
-    int heads, int kv_heads, int head_dim, long window, int threads
+    const Scores* scores, const Cache* cache, const E* q, long q_stride, const uint8_t* kv, long blocks, E* out,
+    const int64_t* positions, const int64_t* visible, const int64_t* block_tables, long table_stride,
+    const int64_t* starts, int sequences, int heads, int kv_heads, int head_dim, long window, int threads
 ) {
-    const E* values = kv + blocks * kv_heads * BLOCK_TOKENS * head_dim;
+    const uint8_t* values = kv + part_bytes<E>(cache->kind, blocks, kv_heads, head_dim);
+    const long scales_at = blocks * kv_heads * BLOCK_TOKENS * head_dim;  // in int8
     attend_step(
         Step<E>{
-            *scores, q, kv, values, out, positions, visible, block_tables, starts, q_stride, table_stride, window,
+            *scores, *cache, q, kv, values, reinterpret_cast<const Bf16*>(kv + scales_at),
+            reinterpret_cast<const Bf16*>(values + scales_at), out, positions, visible, block_tables, starts, q_stride, table_stride, window,
             sequences, heads, kv_heads, head_dim},
         threads
     );
@@ -599,29 +714,105 @@ INLINE Run run_from(const int64_t* slots, long tokens, long first) {
     return run;
 }
 
-// Put k and v [T, K, H] into their slots [T] of kv [2, B, K, 16, H]; a slot below 0 is nowhere. A run is written by the
-// thread that takes its first token.
+// Keys and values of `count` tokens, `stride` elements apart, to their places in a block as they were computed.
 template <class E>
-void write(
-    E* kv, long blocks, const E* k, const E* v, long k_stride, long v_stride, const int64_t* slots, long tokens,
-    int kv_heads, int head_dim, int threads
+struct WriteAsComputed {
+    static constexpr int kind = AS_COMPUTED;
+    INLINE void operator()(
+        uint8_t* keys, uint8_t* values, Bf16*, Bf16*, const E* key, const E* value, const Run& run
+    ) const {
+        write_keys(reinterpret_cast<Word*>(keys) + run.place, key, k_stride, run.count, head_dim / PER_WORD<E>);
+        write_values(reinterpret_cast<E*>(values), value, v_stride, run.count, run.place, head_dim);
+    }
+    long k_stride, v_stride, head_dim;
+};
+
+constexpr float MOST = 0x1p127f;  // larger numbers are taken for it, so that what is read stays finite
+
+// A row's codes, element i at to[index(i)]; returns the scale of a row in int8, which has one of its own.
+template <class E, int KIND, class Index>
+INLINE Bf16 write_row(uint8_t* to, const E* row, long head_dim, float divisor, const Index& index) {
+    Bf16 scale = 0;
+    if constexpr (KIND == INT8) {
+        Floats best = {};
+        for (long i = 0; i < head_dim; i += LANES)
+            best = max(best, size_of(without_nan(load_part(row + i, head_dim - i))));
+        scale = from_float<Bf16>(largest(min(best, all(MOST))) / 127.0f);
+        divisor = max(all(to_float(scale)), all(1.17549435e-38f))[0];
+    }
+    for (long i = 0; i < head_dim; i += LANES) {
+        const Words codes = encode<KIND>(load_part(row + i, head_dim - i) / divisor);
+        const long count = min(head_dim - i, long(LANES));
+        for (int lane = 0; lane < count; lane++) to[index(i + lane)] = uint8_t(codes[lane]);
+    }
+    return scale;
+}
+
+template <class E, int KIND>
+struct WriteCodes {
+    static constexpr int kind = KIND;
+    INLINE void operator()(
+        uint8_t* keys, uint8_t* values, Bf16* key_scales, Bf16* value_scales, const E* key, const E* value, const Run& run
+    ) const {
+        constexpr int W = PER_WORD<E>;
+        for (long i = 0; i < run.count; i++, key += k_stride, value += v_stride) {
+            const long token = run.place + i;
+            const Bf16 key_scale = write_row<E, KIND>(keys, key, head_dim, cache.key_scale, [&](long feature) {
+                return (feature / W * BLOCK_TOKENS + token) * W + feature % W;
+            });
+            const Bf16 value_scale = write_row<E, KIND>(values, value, head_dim, cache.value_scale, [&](long feature) {
+                return (token / W * head_dim + feature) * W + token % W;
+            });
+            if (KIND == INT8) key_scales[token] = key_scale, value_scales[token] = value_scale;
+        }
+    }
+    long k_stride, v_stride, head_dim;
+    const Cache& cache;
+};
+
+// Put k and v [T, K, H] into their slots [T] of kv [2, B, K, 16, W]; a slot below 0 is nowhere. A run is written by the
+// thread that takes its first token.
+template <class E, class Write>
+void write_runs(
+    const Write& write_run, uint8_t* kv, long blocks, const E* k, const E* v, const int64_t* slots, long tokens,
+    int kv_heads, int threads
 ) {
-    const long size = BLOCK_TOKENS * head_dim, whole = blocks * kv_heads * size;
+    const long head_dim = write_run.head_dim, size = BLOCK_TOKENS * head_dim * element_bytes<E>(Write::kind);
+    uint8_t* const values = kv + part_bytes<E>(Write::kind, blocks, kv_heads, head_dim);
+    Bf16* const key_scales = reinterpret_cast<Bf16*>(kv + blocks * kv_heads * size);
+    Bf16* const value_scales = reinterpret_cast<Bf16*>(values + blocks * kv_heads * size);
     on_threads(threads, tokens, 4, [&](Queue& queue) {
         for (long token, stop; queue.take(token, stop);) {
             for (; token < stop; token++) {
                 const Run run = run_from(slots, tokens, token);
                 for (int head = 0; run.count && head < kv_heads; head++) {
-                    E* keys = kv + (run.block * kv_heads + head) * size;
-                    const E* key = k + token * k_stride + head * head_dim;
-                    const E* value = v + token * v_stride + head * head_dim;
-                    Word* const words = reinterpret_cast<Word*>(keys) + run.place;
-                    write_keys(words, key, k_stride, run.count, head_dim / PER_WORD<E>);
-                    write_values(keys + whole, value, v_stride, run.count, run.place, head_dim);
+                    const long index = run.block * kv_heads + head, scales_at = index * BLOCK_TOKENS;
+                    const E* key = k + token * write_run.k_stride + head * head_dim;
+                    const E* value = v + token * write_run.v_stride + head * head_dim;
+                    write_run(
+                        kv + index * size, values + index * size, key_scales + scales_at, value_scales + scales_at, key,
+                        value, run
+                    );
                 }
             }
         }
     });
+}
+
+template <class E>
+void write(
+    const Cache* cache, uint8_t* kv, long blocks, const E* k, const E* v, long k_stride, long v_stride,
+    const int64_t* slots, long tokens, int kv_heads, int head_dim, int threads
+) {
+    const auto with = [&](const auto& write_run) {
+        write_runs(write_run, kv, blocks, k, v, slots, tokens, kv_heads, threads);
+    };
+    switch (cache->kind) {
+        case INT8: return with(WriteCodes<E, INT8>{k_stride, v_stride, head_dim, *cache});
+        case E4M3: return with(WriteCodes<E, E4M3>{k_stride, v_stride, head_dim, *cache});
+        case E5M2: return with(WriteCodes<E, E5M2>{k_stride, v_stride, head_dim, *cache});
+        default: return with(WriteAsComputed<E>{k_stride, v_stride, head_dim});
+    }
 }
 
 }  // namespace

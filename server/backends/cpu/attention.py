@@ -1,8 +1,8 @@
 """Attention by compiled kernels that read the cache's blocks in place.
 
-Inside each block of the cache the order of the elements is the kernels' own (see `attention.cpp`): what
-this backend writes, only it reads. A result is bit for bit the same whatever else is in the step, and however a prompt
-is cut into chunks. What the kernels cannot read (`can_read`) goes to stock operators.
+Inside each block of the cache the order of the elements is the kernels' own (see `attention.cpp`), and so are the bits
+of int8: what this backend writes, only it reads. A result is bit for bit the same whatever else is in the step, and
+however a prompt is cut into chunks. What the kernels cannot read (`can_read`) goes to stock operators.
 
 Shapes: T tokens, S sequences, N local heads, K local kv heads, H head dim, B blocks, P tokens per block,
 r rotated features of a head.
@@ -11,6 +11,7 @@ r rotated features of a head.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from server.backends.cpu.kernels import Kernels
 from server.backends.protocol import Rotation, Scores, StepMeta, split_heads
 from server.backends.reference.batched_attention import BatchedAttention
 from server.backends.reference.scoring import StoringAttention
+from server.quant.kv import AS_COMPUTED, Float8E4M3, Float8E5M2, Int8, KvFormat
 
 
 class _Scores(ctypes.Structure):
@@ -33,12 +35,24 @@ class _Scores(ctypes.Structure):
     )
 
 
+class _Cache(ctypes.Structure):
+    """`Cache` of codes.h."""
+
+    _fields_ = (("kind", ctypes.c_int), ("key_scale", ctypes.c_float), ("value_scale", ctypes.c_float))
+
+
+# `Kind` of codes.h.
+KINDS: Mapping[str, int] = {AS_COMPUTED.name: 0, Int8.name: 1, Float8E4M3.name: 2, Float8E5M2.name: 3}
+
+
 class KernelAttention(StoringAttention):
     """Softmax attention over the paged cache, with biases, windows, capped scores and shared kv heads."""
 
-    def __init__(self, kernels: Kernels, scores: Scores):
+    def __init__(self, kernels: Kernels, scores: Scores, cache: KvFormat = AS_COMPUTED):
         self._kernels = kernels
-        self._stock = BatchedAttention(scores)
+        self._stock = BatchedAttention(scores, cache)
+        self._cache = _Cache(KINDS[cache.name], *cache.scales)
+        self._cache_at = ctypes.addressof(self._cache)
         self._slopes = torch.tensor(scores.slopes)
         self._bias = torch.empty(0, 1) if scores.bias is None else scores.bias.float().contiguous()
         self._scores = _Scores(
@@ -51,11 +65,12 @@ class KernelAttention(StoringAttention):
         self._scores_at = ctypes.addressof(self._scores)
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
-        _, blocks, kv_heads, _, head_dim = kv.shape
-        if not can_read(kv.dtype, head_dim):
+        blocks, kv_heads, head_dim = kv.shape[1], kv.shape[2], k.shape[2]
+        if not can_read(k.dtype, head_dim):
             return self._stock.write(kv, k, v, meta)
         k, v = _with_whole_heads(k), _with_whole_heads(v)
-        self._kernels.write[kv.dtype](
+        self._kernels.write[k.dtype](
+            self._cache_at,
             kv.data_ptr(),
             blocks,
             k.data_ptr(),
@@ -78,16 +93,17 @@ class KernelAttention(StoringAttention):
         return q
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
-        _, blocks, kv_heads, _, head_dim = kv.shape
-        if not can_read(kv.dtype, head_dim):
+        blocks, kv_heads, head_dim = kv.shape[1], kv.shape[2], q.shape[2]
+        if not can_read(q.dtype, head_dim):
             return self._stock.attend(q, kv, meta, window)
         q = _with_whole_heads(q)
         out = q.new_empty(q.shape)
         sequences = len(meta.block_tables)
         # Where all decode, sequence s owns token s.
         starts = None if sequences == meta.num_decodes else meta.starts.long()
-        self._kernels.attend[kv.dtype](
+        self._kernels.attend[q.dtype](
             self._scores_at,
+            self._cache_at,
             q.data_ptr(),
             q.stride(0),
             kv.data_ptr(),
@@ -130,7 +146,7 @@ def rotate(kernels: Kernels, rotation: Rotation, heads: Tensor) -> None:
 
 
 def can_read(dtype: torch.dtype, head_dim: int) -> bool:
-    """Whether the kernels read a cache of such heads: pairs of bfloat16 share a word."""
+    """Whether the kernels compute with such heads: pairs of bfloat16 share a word."""
     return dtype == torch.float32 or (dtype == torch.bfloat16 and head_dim % 2 == 0)
 
 

@@ -13,13 +13,15 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity
 
 from server.backends.cpu.cgroup import memory_left
+from server.backends.host_copies import HostCopies, bytes_of_slots
+from server.backends.pages import map_pages
 
 # Memory kept back, because the estimate of what is free cannot see the other programs' next moves.
 HEADROOM = 0.2
 
 
 class CpuDevice:
-    """See `protocol.Device`."""
+    """See `device.Device`."""
 
     torch_device = torch.device("cpu")
     name = "cpu"
@@ -52,6 +54,17 @@ class CpuDevice:
         memory = mmap.mmap(-1, math.prod(size) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return torch.frombuffer(memory, dtype=dtype).view(size)
 
+    def slot(self, num_bytes: int) -> Tensor:
+        return map_pages(num_bytes)
+
+    def link(self) -> None:
+        return None
+
+    def host_copies(self, parts: Sequence[Tensor], slots: int) -> HostCopies:
+        """Memory is taken where a slot is written, as with the cache."""
+        memory = self.empty_kv((bytes_of_slots(parts, slots),), torch.uint8)
+        return MemoryCopies(parts, memory, slots)
+
     def free_bytes(self, *, fraction: float, world_size: int) -> int:
         return int(_available_bytes() * (1 - HEADROOM)) // world_size
 
@@ -68,6 +81,20 @@ class CpuDevice:
 
     def profiled(self) -> tuple[list[Any], str]:
         return [ProfilerActivity.CPU], "self_cpu_time_total"
+
+
+class MemoryCopies(HostCopies):
+    """Copies from memory to memory, complete when a call returns."""
+
+    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        for block, slot in zip(blocks, slots, strict=True):
+            for part, columns in self.parts:
+                self.slots[slot, columns].copy_(part[block])
+
+    def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        for slot, block in zip(slots, blocks, strict=True):
+            for part, columns in self.parts:
+                part[block].copy_(self.slots[slot, columns])
 
 
 def _available_bytes() -> int:

@@ -16,22 +16,32 @@ import torch
 from torch import Tensor
 
 from server.arch.spec import Activation
+from server.backends.cpu.codes import CodeFormat
 from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.layers import ACTIVATIONS, PanelFormat
 
 
 class KernelExperts:
-    """A `GroupedLinear` of panels."""
+    """A `GroupedLinear` of panels, which are all dense or all quantised."""
 
-    def __init__(self, kernels: Kernels, experts: Sequence[PanelFormat]):
+    def __init__(self, kernels: Kernels, experts: Sequence[PanelFormat] | Sequence[CodeFormat]):
         self._experts = experts
+        grouped = kernels.grouped_codes if isinstance(experts[0], CodeFormat) else kernels.grouped
         self._table = (ctypes.c_void_p * len(experts))(*(expert.address for expert in experts))
-        self._grouped = kernels.grouped[experts[0].dtype]
+        self._grouped = grouped[experts[0].dtype]
         self._outputs = experts[0].outputs
 
     @property
     def nbytes(self) -> int:
         return sum(expert.nbytes for expert in self._experts)
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return [tensor for expert in self._experts for tensor in expert.memory]
+
+    def moved(self) -> None:
+        for expert in self._experts:
+            expert.moved()
 
     def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
         x = x if x.is_contiguous() else x.contiguous()

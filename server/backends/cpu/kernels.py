@@ -61,11 +61,21 @@ class Kernels:
             torch.bfloat16: self._function("linear_bf16_to_f32", "pplpppii"),
         }
         self.grouped = self._by_dtype("grouped", "plpppii")
+        self.pack_levels = self._function("pack_levels", "ppppi")
+        self.unpack_levels = self._by_dtype("unpack_levels", "pplpi")
+        self.pack_codes = self._function("pack_codes", "ppppi")
+        self.unpack_codes = self._by_dtype("unpack_codes", "pplpi")
+        self.linear_codes = self._by_dtype("linear_codes", "pplppppii")
+        self.linear_codes_to_f32 = {
+            torch.float32: self.linear_codes[torch.float32],
+            torch.bfloat16: self._function("linear_codes_bf16_to_f32", "pplppppii"),
+        }
+        self.grouped_codes = self._by_dtype("grouped_codes", "plpppii")
         self.norm = self._by_dtype("norm", "ppppppli")
         self.gate = self._by_dtype("gate", "ppllii")
         self.rotate = self._by_dtype("rotate", "plppllllii")
-        self.write = self._by_dtype("write", "plppllpliii")
-        self.attend = self._by_dtype("attend", "pplplpppplpiiiili")
+        self.write = self._by_dtype("write", "pplppllpliii")
+        self.attend = self._by_dtype("attend", "ppplplpppplpiiiili")
         self.summarise = self._function("summarise_logits", "pllllpppi")
         self.race = self._function("race_logits", "pllllppppi")
         self.replay: Function = self._plain("replay_calls", "pl")

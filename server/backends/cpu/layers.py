@@ -10,6 +10,7 @@ Shapes: T tokens, D input features, F output features.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,17 +28,19 @@ ACTIVATIONS: dict[Activation | None, int] = {
     Activation.RELU: 3,
     Activation.SILU: 4,
 }
+LINE = 64  # bytes of a cache's line, of which a panel of codes has whole ones
 PANEL_ROWS = 32  # rows of the weight that are stored together; the last panel is filled up with zeros
 
 
-class _Weight(ctypes.Structure):
+class WeightFields(ctypes.Structure):
     """`Weight` of linear.cpp."""
 
     _fields_ = (
-        ("panels", ctypes.c_void_p),
-        ("inputs", ctypes.c_long),
         ("outputs", ctypes.c_long),
         ("is_gated", ctypes.c_long),
+        ("panels", ctypes.c_void_p),
+        ("inputs", ctypes.c_long),
+        ("levels", ctypes.c_void_p),
     )
 
 
@@ -59,6 +62,9 @@ class PanelFormat:
     is_gated: the weight is [gate | up], [2 F, D], and what comes out is activation(gate) * up, [T, F].
     """
 
+    _weight: ctypes.Structure
+    _panels: Tensor  # [N] uint8
+
     def __init__(self, kernels: Kernels, arena: Arena, weight: Tensor, *, is_gated: bool = False):
         rows, inputs = weight.shape
         weight = weight.contiguous()
@@ -66,9 +72,9 @@ class PanelFormat:
         panel_outputs = PANEL_ROWS // 2 if is_gated else PANEL_ROWS
         row_bytes = -(-inputs * weight.itemsize // 4) * 4
         self._panels = arena.take(-(-outputs // panel_outputs) * PANEL_ROWS * row_bytes)
-        self._weight = _Weight(self._panels.data_ptr(), inputs, outputs, is_gated)
+        self._weight = WeightFields(outputs, is_gated, self._panels.data_ptr(), inputs)
         self.address = ctypes.addressof(self._weight)  # of what the kernels know of this weight
-        self.outputs = outputs
+        self.inputs, self.outputs = inputs, outputs
         self._linear = kernels.linear[weight.dtype]
         self._linear_to_f32 = kernels.linear_to_f32[weight.dtype]
         self.dtype = weight.dtype
@@ -78,6 +84,13 @@ class PanelFormat:
     @property
     def nbytes(self) -> int:
         return self._panels.nbytes
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return [self._panels]
+
+    def moved(self) -> None:
+        self._weight.panels = self._panels.data_ptr()
 
     def __call__(
         self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
@@ -100,22 +113,27 @@ class PanelFormat:
         residual: Tensor | None,
         out: Tensor,
     ) -> Tensor:
-        x = x if x.is_contiguous() else x.contiguous()
+        x, beside = self._read_by_kernel(x)
         function(
             self.address,
             x.data_ptr(),
             out.shape[0],
-            _address(bias),
-            _address(residual),
+            *(address_of(tensor) for tensor in beside),
+            address_of(bias),
+            address_of(residual),
             out.data_ptr(),
             ACTIVATIONS[activation],
             _threads(),
         )
         return out
 
+    def _read_by_kernel(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """What the kernel reads: x [T, D], contiguous, and what it is told beside that."""
+        return (x if x.is_contiguous() else x.contiguous()), ()
+
     def rows(self, ids: Tensor) -> Tensor:
         """Rows ids [T] int64 of the weight, [T, D]: what an embedding does that shares the head's weight."""
-        out = torch.empty(len(ids), self._weight.inputs, dtype=self.dtype)
+        out = torch.empty(len(ids), self.inputs, dtype=self.dtype)
         self._unpack(self.address, ids.data_ptr(), len(ids), out.data_ptr(), _threads())
         return out
 
@@ -127,7 +145,7 @@ class KernelNorm(Norm):
         self._norm = kernels.norm
         self._weight = weight.float().contiguous()
         self._bias = None if bias is None else bias.float().contiguous()
-        self._parameters = _Norm(self._weight.data_ptr(), _address(self._bias), len(weight), eps, is_centred)
+        self._parameters = _Norm(self._weight.data_ptr(), address_of(self._bias), len(weight), eps, is_centred)
         self._at = ctypes.addressof(self._parameters)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -148,7 +166,7 @@ class KernelNorm(Norm):
             self._at,
             x.data_ptr(),
             delta.data_ptr(),
-            _address(bias),
+            address_of(bias),
             total.data_ptr(),
             out.data_ptr(),
             x.shape[0],
@@ -167,7 +185,7 @@ def kernel_gate(kernels: Kernels, activation: Activation, gate_up: Tensor) -> Te
     return out
 
 
-def _address(tensor: Tensor | None) -> int | None:
+def address_of(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 

@@ -14,32 +14,39 @@
 #include <utility>
 
 #include "amx.h"
-#include "functions.h"
+#include "codes.h"
+#include "panel.h"
 #include "threads.h"
 #include "tile.h"
 
 namespace {
 
-constexpr int PANEL = 32;
-constexpr int VECTORS = PANEL / LANES;
 constexpr int ROWS = MAX_ROWS<VECTORS>;
-// Bytes of a panel that belong to one word of the inputs, and to a block of them.
-constexpr long STEP = 4 * PANEL, BLOCK = STEP * LEFT_WORDS;
+// Bytes of a panel that belong to a block of the inputs.
+constexpr long BLOCK = STEP * LEFT_WORDS;
 // Words of the inputs that a tile of tokens goes through with its sums in registers: 64 KiB of a panel.
 constexpr long STRETCH = 4 * LEFT_WORDS;
-// Of the inputs that a thread keeps in its L2 cache while it goes through panels; with fewer tokens than the least, all
-// the weight would pass by too often.
-constexpr long CHUNK_BYTES = 512 * 1024, LEAST_CHUNK = 48;
 // How far ahead of their use weights are fetched, in bytes: into the L2 cache, and from there into L1.
 constexpr long FAR = BLOCK / 2, NEAR = BLOCK / 16;
 
-struct Weight {
-    const Word* panels;
-    long inputs, outputs;  // of the layer: a gated one has half as many outputs as its weight has rows
-    long is_gated;
+// What the codes of a weight stand for: (value of the code - zero) * scale, of the group of an input.
+struct Levels {
+    const float* values;    // of each code
+    const int16_t* groups;  // [inputs]
+    long num_groups, bits, has_zeros;
 
-    long panel_outputs() const { return is_gated ? PANEL / 2 : PANEL; }
-    long num_panels() const { return (outputs + panel_outputs() - 1) / panel_outputs(); }
+    // Of 4 bits two neighbouring inputs share a byte, the former in the lower bits.
+    long code_bytes(long inputs) const { return (inputs * bits + 7) / 8 * PANEL; }
+    long panel_bytes(long inputs) const {
+        const long bytes = code_bytes(inputs) + num_groups * PANEL * 4 * (1 + has_zeros);
+        return (bytes + 63) / 64 * 64;
+    }
+};
+
+struct Weight : Panels {
+    const Word* panels;  // or codes, [input][32 outputs], scales and zeros, [group][32 outputs], where there are levels
+    long inputs;
+    const Levels* levels;  // null: the panels hold words
 };
 
 template <class E, class Out>
@@ -54,9 +61,50 @@ struct Layer {
 
     long words() const { return (weight.inputs + PER_WORD<E> - 1) / PER_WORD<E>; }
     long left_words() const { return long(blocks_of(words())) * LEFT_STRIDE; }  // of one packed token
-    Parts chunks() const { return Parts(tokens, max(CHUNK_BYTES / 4 / left_words(), LEAST_CHUNK)); }
+    Parts chunks() const { return chunks_of(tokens, left_words()); }
     const Word* panel(long index) const { return weight.panels + index * words() * PANEL; }
 };
+
+INLINE Floats look_up(const Levels& levels, Ints codes) {
+#if defined(__AVX512F__)
+    if (levels.bits == 4) return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)load(levels.values));
+    return (Floats)_mm512_i32gather_ps((__m512i)codes, levels.values, 4);
+#else
+    Floats values;
+    for (int lane = 0; lane < LANES; lane++) values[lane] = levels.values[codes[lane]];
+    return values;
+#endif
+}
+
+// What `input` of a panel of codes stands for, of LANES outputs from `lane` on.
+INLINE Floats expand_input(const Levels& levels, const uint8_t* panel, long inputs, long input, int lane) {
+    const float* const scales = reinterpret_cast<const float*>(panel + levels.code_bytes(inputs));
+    const long group = levels.groups[input] * PANEL + lane;
+    Ints codes = load_bytes(panel + (levels.bits == 4 ? input / 2 : input) * PANEL + lane);
+    if (levels.bits == 4) codes = input % 2 ? codes >> 4 : codes & 15;
+    Floats value = look_up(levels, codes);
+    if (levels.has_zeros) value = value - load(scales + levels.num_groups * PANEL + group);
+    return value * load(scales + group);
+}
+
+// `count` words of a panel of codes, from word `start` on.
+template <class E>
+void expand(const Weight& weight, long panel, long start, long count, Word* out) {
+    const Levels& levels = *weight.levels;
+    const uint8_t* const at = reinterpret_cast<const uint8_t*>(weight.panels) + panel * levels.panel_bytes(weight.inputs);
+    for (long word = start; word < start + count; word++, out += PANEL) {
+        for (int lane = 0; lane < PANEL; lane += LANES) {
+            Words elements = {};
+            for (int e = 0; e < PER_WORD<E>; e++) {
+                const long input = word * PER_WORD<E> + e;
+                if (input >= weight.inputs) break;
+                const Floats value = expand_input(levels, at, weight.inputs, input, lane);
+                elements |= PER_WORD<E> == 1 ? (Words)value : round_bf16(value) << 16 * e;
+            }
+            store(out + lane, elements);
+        }
+    }
+}
 
 // Fetches weights while others are multiplied: soon needed ones into L1, and LINES lines that are needed later into L2.
 template <int LINES>
@@ -165,35 +213,6 @@ void multiply_tile_amx(
 }
 #endif
 
-// From the sums of `rows` tokens with a panel to outputs. `first` is the number of the first token.
-template <int KIND, class E, class Out>
-void finish_tile(const Layer<E, Out>& layer, long panel, long first, long rows, const float* sums) {
-    const Weight& weight = layer.weight;
-    const int vectors = int(weight.panel_outputs()) / LANES;
-    for (int v = 0; v < vectors; v++) {
-        const long column = panel * weight.panel_outputs() + v * LANES, count = weight.outputs - column;
-        if (count <= 0) return;
-        const Floats bias = layer.bias ? load_part(layer.bias + column, count) : Floats{};
-        const bool has_up_bias = weight.is_gated && layer.bias;
-        const Floats up_bias = has_up_bias ? load_part(layer.bias + weight.outputs + column, count) : Floats{};
-        for (long row = 0; row < rows; row++) {
-            const float* at = sums + row * PANEL + v * LANES;
-            const long place = (first + row) * weight.outputs + column;
-            Floats y = activate<KIND>(load(at) + bias);
-            if (weight.is_gated) y *= load(at + PANEL / 2) + up_bias;
-            if (layer.residual) y += load_part(layer.residual + place, count);
-            store_part(layer.out + place, y, count);
-        }
-    }
-}
-
-// By Activation.
-template <class E, class Out>
-constexpr decltype(&finish_tile<NONE, E, Out>) FINISH[] = {
-    finish_tile<NONE, E, Out>, finish_tile<GELU, E, Out>, finish_tile<GELU_TANH, E, Out>,
-    finish_tile<RELU, E, Out>, finish_tile<SILU, E, Out>,
-};
-
 template <class E, class Out>
 void pack_tokens(const Layer<E, Out>& layer, const Parts& tiles, long first, Word* left) {
     const int blocks = blocks_of(layer.words());
@@ -213,14 +232,23 @@ void apply_panel(
     const Layer<E, Out>& layer, const Parts& tiles, const Word* left, long first, long panel, float* sums,
     [[maybe_unused]] amx::Registers* registers
 ) {
+    static thread_local Workspace expanded;
+    const Weight& weight = layer.weight;
     const int words = int(layer.words()), blocks = blocks_of(words);
     for (int start = 0; start < words; start += STRETCH) {
         const int count = int(min(words - start, STRETCH));
+        const Word* stretch;
+        if (weight.levels) {
+            Word* const room = expanded.take<Word>(STRETCH * PANEL);
+            expand<E>(weight, panel, start, count, room);
+            stretch = room;
+        } else {
+            stretch = layer.panel(panel) + start * PANEL;
+        }
         for (int tile = 0; tile < tiles.number; tile++) {
             const int row = tiles.first(tile), rows = tiles.length(tile);
             float* const sums_at = sums + row * PANEL;
             const Word* const left_at = left + (long(row) * blocks + long(start) / LEFT_WORDS * rows) * LEFT_STRIDE;
-            const Word* const stretch = layer.panel(panel) + start * PANEL;
 #if defined(__AMX_BF16__)
             if (registers)
                 multiply_tile_amx(*registers, left_at, stretch, count, sums_at, start == 0, tile, tiles.number, rows);
@@ -229,7 +257,7 @@ void apply_panel(
                 multiply_tile_of<E>(rows, std::make_integer_sequence<int, ROWS>())(
                     left_at, stretch, count, sums_at, start == 0, tile, tiles.number
                 );
-            if (start + count == words) FINISH<E, Out>[layer.activation](layer, panel, first + row, rows, sums_at);
+            if (start + count == words) FINISH<Layer<E, Out>>[layer.activation](layer, panel, first + row, rows, sums_at);
         }
     }
 }
@@ -287,12 +315,11 @@ void tell_amx(int64_t* answer) { *answer = amx::USES_AMX; }
 template <class E>
 void pack_panel(const Weight& weight, const E* rows, long stride, long panel, Word* out) {
     const long words = (weight.inputs + PER_WORD<E> - 1) / PER_WORD<E>;
-    const int width = int(weight.panel_outputs());
     memset(out, 0, words * STEP);
     for (int lane = 0; lane < PANEL; lane++) {
-        const long output = panel * width + lane % width;
-        if (output >= weight.outputs) continue;
-        const E* row = rows + (output + lane / width * weight.outputs) * stride;
+        const long number = weight.row_of(panel, lane);
+        if (number < 0) continue;
+        const E* row = rows + number * stride;
         for (long i = 0; i < weight.inputs; i++)
             reinterpret_cast<E*>(out + i / PER_WORD<E> * PANEL + lane)[i % PER_WORD<E>] = row[i];
     }
@@ -306,6 +333,59 @@ void pack(const Weight* weight, const E* rows, long stride, int threads) {
         for (long panel, stop; queue.take(panel, stop);)
             for (; panel < stop; panel++)
                 pack_panel(*weight, rows, stride, panel, const_cast<Word*>(weight->panels) + panel * size);
+    });
+}
+
+// One panel of codes [rows, inputs], scales and zeros [rows, groups]; zeros: null where there are none.
+void pack_levels_panel(
+    const Weight& weight, const uint8_t* codes, const float* scales, const float* zeros, long panel, uint8_t* out
+) {
+    const Levels& levels = *weight.levels;
+    memset(out, 0, size_t(levels.panel_bytes(weight.inputs)));
+    float* const scales_at = reinterpret_cast<float*>(out + levels.code_bytes(weight.inputs));
+    for (int lane = 0; lane < PANEL; lane++) {
+        const long row = weight.row_of(panel, lane);
+        if (row < 0) continue;
+        for (long i = 0; i < weight.inputs; i++) {
+            const uint8_t code = codes[row * weight.inputs + i];
+            if (levels.bits == 8)
+                out[i * PANEL + lane] = code;
+            else
+                out[i / 2 * PANEL + lane] |= uint8_t(code << (i % 2 * 4));
+        }
+        for (long group = 0; group < levels.num_groups; group++) {
+            scales_at[group * PANEL + lane] = scales[row * levels.num_groups + group];
+            if (zeros) scales_at[(levels.num_groups + group) * PANEL + lane] = zeros[row * levels.num_groups + group];
+        }
+    }
+}
+
+// Fill the panels of a weight with levels.
+void fill_levels(const Weight* weight, const uint8_t* codes, const float* scales, const float* zeros, int threads) {
+    const long size = weight->levels->panel_bytes(weight->inputs);
+    uint8_t* const panels = reinterpret_cast<uint8_t*>(const_cast<Word*>(weight->panels));
+    on_threads(threads, weight->num_panels(), 1, [&](Queue& queue) {
+        for (long panel, stop; queue.take(panel, stop);)
+            for (; panel < stop; panel++) pack_levels_panel(*weight, codes, scales, zeros, panel, panels + panel * size);
+    });
+}
+
+// out [count, inputs]: what rows `ids` of a weight with levels stand for; not of a gated one.
+template <class E>
+void unpack_levels(const Weight* weight, const int64_t* ids, long count, E* out, int threads) {
+    const Levels& levels = *weight->levels;
+    on_threads(threads, count, 4, [&](Queue& queue) {
+        for (long row, stop; queue.take(row, stop);) {
+            for (; row < stop; row++) {
+                const uint8_t* const panel = reinterpret_cast<const uint8_t*>(weight->panels) +
+                                             ids[row] / PANEL * levels.panel_bytes(weight->inputs);
+                const int lane = int(ids[row] % PANEL);
+                for (long i = 0; i < weight->inputs; i++) {
+                    const Floats values = expand_input(levels, panel, weight->inputs, i, lane / LANES * LANES);
+                    out[row * weight->inputs + i] = from_float<E>(values[lane % LANES]);
+                }
+            }
+        }
     });
 }
 
@@ -330,6 +410,9 @@ EXPORT(unpack_f32, unpack<float>)
 EXPORT(unpack_bf16, unpack<Bf16>)
 EXPORT(pack_f32, pack<float>)
 EXPORT(pack_bf16, pack<Bf16>)
+EXPORT(pack_levels, fill_levels)
+EXPORT(unpack_levels_f32, unpack_levels<float>)
+EXPORT(unpack_levels_bf16, unpack_levels<Bf16>)
 EXPORT(uses_amx, tell_amx)
 EXPORT(grouped_f32, grouped<float>)
 EXPORT(grouped_bf16, grouped<Bf16>)

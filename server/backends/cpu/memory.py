@@ -7,12 +7,11 @@ huge pages are not switched off; elsewhere the memory is ordinary.
 
 from __future__ import annotations
 
-import mmap
-
 import torch
 from torch import Tensor
 
-PAGE_BYTES = 2**21
+from server.backends.pages import PAGE_BYTES, alone, map_pages
+
 SLAB_BYTES = 32 * PAGE_BYTES  # what is left over of a slab costs nothing but addresses
 ALIGNMENT = 64  # of every piece: a line of the cache
 
@@ -26,16 +25,9 @@ class Arena:
     def take(self, num_bytes: int) -> Tensor:
         """Zeroed bytes [num_bytes]."""
         rounded = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        if rounded >= SLAB_BYTES:
+            return alone(map_pages(rounded)[:num_bytes])  # and gone with it, whatever becomes of other pieces
         if rounded > len(self._slab):
-            self._slab = map_pages(max(rounded, SLAB_BYTES))
+            self._slab = map_pages(SLAB_BYTES)
         piece, self._slab = self._slab[:num_bytes], self._slab[rounded:]
-        return piece
-
-
-def map_pages(num_bytes: int) -> Tensor:
-    """Fresh zeroed memory of at least `num_bytes` that starts with a large page."""
-    memory = mmap.mmap(-1, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES, flags=mmap.MAP_PRIVATE)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    tensor = torch.frombuffer(memory, dtype=torch.uint8)
-    return tensor[-tensor.data_ptr() % PAGE_BYTES :]
+        return alone(piece)

@@ -13,6 +13,7 @@
 #include <immintrin.h>
 constexpr int LANES = 16, REGISTERS = 32;
 #elif defined(__AVX2__)
+#include <immintrin.h>
 constexpr int LANES = 8, REGISTERS = 16;
 #elif defined(__aarch64__)
 constexpr int LANES = 4, REGISTERS = 32;
@@ -126,6 +127,17 @@ INLINE Floats dot<Bf16>(Floats sum, Word left, Words right) {
 #else
     sum += (Floats)all(left << 16) * (Floats)(right << 16);
     return sum + (Floats)all(left & 0xFFFF0000u) * (Floats)(right & 0xFFFF0000u);
+#endif
+}
+
+// a * b + c, rounded once where the machine can: the same wherever it is written, which the compiler's own choice is not.
+INLINE Floats fused(Floats a, Floats b, Floats c) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+    return (Floats)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
 #endif
 }
 

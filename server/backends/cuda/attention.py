@@ -3,7 +3,8 @@
 Importing this module imports Triton, which a CPU server neither has nor needs. The kernels, their papers and what has
 not been run yet are described in `kernels/`.
 
-Shapes: T tokens, S sequences, N local heads, K local kv heads, H head dim, B blocks, P tokens per block.
+Shapes: T tokens, S sequences, N local heads, K local kv heads, H head dim, B blocks, P tokens per block, W
+elements that a row takes.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from torch import Tensor
 from server.backends.cuda.kernels.common import ScoreTerms, score_terms
 from server.backends.cuda.kernels.decode import decode
 from server.backends.cuda.kernels.prefill import prefill
-from server.backends.cuda.kernels.rotate import rotate_and_store
+from server.backends.cuda.kernels.rotate import rotate_and_store, rotated
 from server.backends.cuda.kernels.splits import Processors, processors_of
 from server.backends.cuda.kernels.store import store
 from server.backends.protocol import Rotation, Scores, StepMeta, split_heads
+from server.quant.kv import AS_COMPUTED, KvFormat
 
 
 class PagedAttention:
@@ -26,21 +28,22 @@ class PagedAttention:
     processors: multiprocessors to fill with decodes; None for as many as the tensors' GPU has.
     """
 
-    def __init__(self, scores: Scores, processors: int | None = None):
+    def __init__(self, scores: Scores, processors: int | None = None, *, cache: KvFormat = AS_COMPUTED):
         self._scores = scores
+        self._cache = cache
         self._wanted_processors = processors
         self._made: tuple[torch.device, ScoreTerms, Processors] | None = None  # when the first tensors tell the device
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
-        store(kv, k, v, meta.slots)
+        store(kv, k, v, meta.slots, format=self._cache)
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         out = q.new_empty(q.shape)
         terms, processors = self._on(q.device)
         if meta.num_decodes:
-            decode(q, kv, out, meta, terms, processors, window=window)
+            decode(q, kv, out, meta, terms, processors, window=window, format=self._cache)
         if meta.longest:
-            prefill(q, kv, out, meta, terms, window=window)
+            prefill(q, kv, out, meta, terms, window=window, format=self._cache)
         return out
 
     def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
@@ -48,13 +51,17 @@ class PagedAttention:
         out = q.new_empty(q.shape)
         terms, processors = self._on(q.device)
         if meta.num_decodes:
-            decode(heads, kv, out, meta, terms, processors, window=window, rotation=rotation)
+            decode(heads, kv, out, meta, terms, processors, window=window, rotation=rotation, format=self._cache)
         if meta.longest:
-            if rotation is None:
-                store(kv, k, v, meta.slots, first=meta.num_decodes)
+            first = meta.num_decodes
+            if rotation is not None and self._cache == AS_COMPUTED:
+                q = rotate_and_store(q, k, v, rotation, kv, meta.slots, first=first)
             else:
-                q = rotate_and_store(q, k, v, rotation, kv, meta.slots, first=meta.num_decodes)
-            prefill(q, kv, out, meta, terms, window=window)
+                if rotation is not None:
+                    turned = rotated(heads[:, : -kv.shape[2]], rotation, first=first)
+                    q, k = turned[:, : -kv.shape[2]], turned[:, -kv.shape[2] :]
+                store(kv, k, v, meta.slots, first=first, format=self._cache)
+            prefill(q, kv, out, meta, terms, window=window, format=self._cache)
         return out
 
     def _on(self, device: torch.device) -> tuple[ScoreTerms, Processors]:

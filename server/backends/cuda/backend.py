@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,10 +14,26 @@ from server.backends.cuda.choice import Chooser, EventClock, MeasuredCapture
 from server.backends.cuda.fused import FusedNorm, fused_gate
 from server.backends.cuda.graph import SIZES
 from server.backends.cuda.kernels.routing import FusedRouting
-from server.backends.cuda.linear import CudaDense, CudaGrouped, CudaGroupedInt8, CudaInt8, Products
+from server.backends.cuda.linear import CudaDense, CudaGrouped, Products
 from server.backends.cuda.logits import KernelLogits
-from server.backends.protocol import Attention, Device, GraphCapture, GroupedLinear, Norm, Routing, Scores
+from server.backends.cuda.packing import FLOAT8, why_not_packed
+from server.backends.cuda.quantised import CudaQuantised, grouped
+from server.backends.cuda.shares import Shares
+from server.backends.device import Device
+from server.backends.protocol import (
+    Attention,
+    GraphCapture,
+    GroupedLinear,
+    LinearFormat,
+    Maximum,
+    Norm,
+    Routing,
+    Scores,
+)
 from server.backends.reference import ReferenceBackend
+from server.backends.reference.experts import LoopedExperts
+from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quant.stored import QuantisedWeight, Stored
 
 
 class CudaBackend(ReferenceBackend):
@@ -37,18 +53,38 @@ class CudaBackend(ReferenceBackend):
         clock = EventClock(device.torch_device) if measures and dtype != torch.float32 else None
         self._chooser = Chooser(clock)
         is_older = device.torch_device.type == "cuda" and torch.cuda.get_device_capability(device.torch_device) < (9, 0)
-        self._products = Products(self._chooser, has_grouped_mm=not is_older)
-        self.formats = {
-            "dense": partial(CudaDense, gate=self.gate, products=self._products),
-            "int8": partial(CudaInt8, gate=self.gate, products=self._products),
-        }
+        self._products = Products(self._chooser, has_grouped_mm=not is_older, shares=Shares.read())
+        self._dtype = dtype
+        self._has_float8 = not is_older
+        self._left: dict[str, None] = {}  # why weights were left to the reference, each once
+        self._why_not_captured: str | None = None
 
     @property
     def description(self) -> str:
-        return "Triton kernels"
+        left = [f"quantised layers in stock operators: {why}" for why in self._left]
+        return "; ".join(["Triton kernels", *left, *([self._why_not_captured] if self._why_not_captured else [])])
 
-    def attention(self, scores: Scores) -> Attention:
-        return PagedAttention(scores)
+    def attention(self, scores: Scores, cache: KvFormat = AS_COMPUTED) -> Attention:
+        return PagedAttention(scores, cache=cache)
+
+    def dense(self, weight: Tensor, *, is_gated: bool) -> LinearFormat:
+        return CudaDense(weight, is_gated=is_gated, gate=self.gate, products=self._products)
+
+    def quantised(self, weight: QuantisedWeight, *, is_gated: bool, maximum: Maximum | None) -> LinearFormat:
+        why = self._why_not(weight)
+        if why is not None:
+            self._left[why] = None
+            return super().quantised(weight, is_gated=is_gated, maximum=maximum)
+        return self._packed(weight, is_gated=is_gated, maximum=maximum)
+
+    def _why_not(self, weight: QuantisedWeight) -> str | None:
+        if weight.codes.dtype == FLOAT8 and not self._has_float8:
+            return "float8 needs compute capability 9.0"
+        return why_not_packed(weight)
+
+    def _packed(self, weight: QuantisedWeight, *, is_gated: bool, maximum: Maximum | None) -> CudaQuantised:
+        products, gate = self._products, self.gate
+        return CudaQuantised(weight, self._dtype, is_gated=is_gated, gate=gate, products=products, maximum=maximum)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return FusedNorm(weight, bias, eps, is_centred=is_centred)
@@ -56,13 +92,36 @@ class CudaBackend(ReferenceBackend):
     def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
         return FusedRouting(num_experts, top_k, renormalise)
 
-    def grouped(self, weights: Iterable[Tensor], count: int, format: str, *, is_gated: bool = False) -> GroupedLinear:
-        if format == "int8":
-            return CudaGroupedInt8(weights, count, is_gated=is_gated, products=self._products)
+    def grouped_dense(self, weights: Iterable[Tensor], count: int, *, is_gated: bool) -> GroupedLinear:
         return CudaGrouped(weights, count, is_gated=is_gated, gate=self.gate, products=self._products)
 
-    def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
-        return None
+    def grouped_quantised(
+        self,
+        first: QuantisedWeight,
+        weights: Iterable[Stored],
+        count: int,
+        *,
+        is_gated: bool,
+        maximum: Maximum | None,
+    ) -> GroupedLinear:
+        why = self._why_not(first)
+        if why is not None:
+            self._left[why] = None
+            self._why_not_captured = f"experts are called one by one: {why}"
+            return super().grouped_quantised(first, weights, count, is_gated=is_gated, maximum=maximum)
+        experts = []
+        for weight in weights:
+            if not isinstance(weight, QuantisedWeight) or self._why_not(weight) is not None:
+                raise ValueError("the experts of one layer are not quantised alike: quantise all of them in one way")
+            experts.append(self._packed(weight, is_gated=is_gated, maximum=maximum))
+        together = grouped(experts, is_gated=is_gated, gate=self.gate, products=self._products)
+        if together is None:
+            self._why_not_captured = "experts are called one by one: they are stored in different layouts"
+            return LoopedExperts(experts)
+        return together
+
+    def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
+        return self._why_not_captured
 
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
         return MeasuredCapture(sizes or SIZES, self._capture_stream, self._chooser)

@@ -16,15 +16,20 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+from server.backends.host_copies import HostCopies, bytes_of_slots
+from server.backends.pages import map_pages
+
 # What torch's allocator cannot use of its memory, between pieces that are taken, on top of a step's peak.
 FRAGMENTATION = 0.1
 # Memory that stays free beside weights, KV cache, graphs and the largest step: kernels that are loaded at their first
 # use, workspaces of libraries and NCCL's buffers take it from the driver, where torch's allocator cannot make room.
 HEADROOM_BYTES = 2**30
+# Blocks that are gathered on the device at once on their way to or from the host; two copies of them are there.
+STAGED_BYTES = 32 * 2**20
 
 
 class CudaDevice:
-    """See `protocol.Device`. Not yet run on a GPU."""
+    """See `device.Device`. Not yet run on a GPU."""
 
     kind = "this GPU"
     measures_memory = True
@@ -57,6 +62,16 @@ class CudaDevice:
     def empty_kv(self, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(size, dtype=dtype, device=self.torch_device)
 
+    def slot(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def link(self) -> CudaLink:
+        return CudaLink(self.torch_device)
+
+    def host_copies(self, parts: Sequence[Tensor], slots: int) -> HostCopies:
+        memory = torch.empty(bytes_of_slots(parts, slots), dtype=torch.uint8, pin_memory=True)
+        return PinnedCopies(parts, memory, slots, self)
+
     def free_bytes(self, *, fraction: float, world_size: int) -> int:
         return self._unused_bytes(fraction) - HEADROOM_BYTES
 
@@ -85,3 +100,64 @@ class CudaDevice:
 
     def profiled(self) -> tuple[list[Any], str]:
         return [ProfilerActivity.CPU, ProfilerActivity.CUDA], "self_device_time_total"
+
+
+class CudaLink:
+    """See `device.Link`: a stream of its own, so that copies and kernels run beside each other."""
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    def pinned(self, num_bytes: int) -> Tensor:
+        """Registered by hand: torch's allocator of pinned memory would round a layer up to a power of two."""
+        memory = map_pages(num_bytes)
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+        return memory
+
+    def unpin(self, memory: Tensor) -> None:
+        self._stream.synchronize()
+        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+
+    def copy(self, source: Tensor, target: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
+        self._stream.wait_event(after)
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            end = torch.cuda.Event()
+            end.record(self._stream)
+        return end
+
+    def order(self, event: torch.cuda.Event) -> None:
+        torch.cuda.current_stream(self._device).wait_event(event)
+
+
+class PinnedCopies(HostCopies):
+    """Copies that take their place among the device's work. Not yet run on a GPU.
+
+    A block's parts, two for each layer, are gathered on the device first: one copy for each block crosses the bus.
+    """
+
+    def __init__(self, parts: Sequence[Tensor], memory: Tensor, num_slots: int, device: CudaDevice):
+        super().__init__(parts, memory, num_slots)
+        self._device = device
+        self._most = max(1, STAGED_BYTES // self.slot_bytes)
+
+    def save(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
+        for some in self._pieces(len(blocks)):
+            index = self._device.upload(list(blocks[some]))
+            gathered = torch.cat([part.index_select(0, index) for part, _ in self.parts], dim=1)  # [n, E]
+            for slot, block in zip(slots[some], gathered, strict=True):
+                self.slots[slot].copy_(block, non_blocking=True)
+
+    def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
+        for some in self._pieces(len(blocks)):
+            index = self._device.upload(list(blocks[some]))
+            size = (len(blocks[some]), self.slots.shape[1])
+            staged = torch.empty(size, dtype=self.slots.dtype, device=self.parts[0][0].device)  # [n, E]
+            for slot, block in zip(slots[some], staged, strict=True):
+                block.copy_(self.slots[slot], non_blocking=True)
+            for part, columns in self.parts:
+                part.index_copy_(0, index, staged[:, columns])
+
+    def _pieces(self, count: int) -> list[slice]:
+        return [slice(first, first + self._most) for first in range(0, count, self._most)]

@@ -6,7 +6,7 @@ product's launch, from two rows on (with one, its bias is a copy); the exact GEL
 own. Up to some number of rows, which one computes is measured (`choice.py`).
 
 A format's `finest` follows a rule instead: a mixture's router is the same on every rank, and its choices must be.
-Where a weight in 8 bits meets many rows, it is widened as a whole, and cuBLAS computes with that.
+Quantised weights are `quantised.py`'s business.
 
 Importing this module imports Triton. Not yet run on a GPU.
 
@@ -25,17 +25,16 @@ from torch import Tensor
 from server.arch.spec import Activation
 from server.backends.cuda.choice import Chooser
 from server.backends.cuda.kernels.linear import Epilogue, Tiling, Workspace, multiply_rows, tilings
+from server.backends.cuda.shares import Shares
 from server.backends.reference.activation import Gate
 from server.backends.reference.experts import GroupedDense
-from server.backends.reference.int8 import Int8Format, quantise
 from server.backends.reference.linear import DenseFormat
 
 # Rows up to which the kernel is the usual way, and up to which it is worth a try: between them, one of both is faster.
 USUAL_ROWS, MOST_ROWS = 8, 64
-# For a weight in 8 bits, which cuBLAS does not read.
-USUAL_ROWS_INT8, MOST_ROWS_INT8 = 128, 256
 # Rows of each expert, on average, up to which the kernel computes rather than the operator for all experts.
 ROWS_PER_EXPERT = 16
+NOTHING_MEASURED = Shares()
 # Which of cuBLASLt's epilogues an activation is: on GPUs (alone) its GELU is the one with tanh.
 HAS_GELU_EPILOGUE = {Activation.GELU_TANH: True, Activation.RELU: False}
 
@@ -46,13 +45,22 @@ Way = Callable[[Tensor, Epilogue], Tensor]
 class Products:
     """What all matrix products of a backend share: where their programs meet, and what has been measured.
 
-    has_grouped_mm: whether torch's product of all experts asks the host nothing.
+    has_grouped_mm: whether torch's product of all experts asks the host nothing; shares: what torch's operators for 8
+    bits were measured to reach; workspace: one of its own.
     """
 
-    def __init__(self, chooser: Chooser, *, has_grouped_mm: bool = True):
+    def __init__(
+        self,
+        chooser: Chooser,
+        *,
+        has_grouped_mm: bool = True,
+        shares: Shares = NOTHING_MEASURED,
+        workspace: Workspace | None = None,
+    ):
         self.chooser = chooser
+        self.shares = shares
         self.has_grouped_mm = has_grouped_mm
-        self._workspace: Workspace | None = None  # made when the first tensors tell the device
+        self._workspace = workspace  # otherwise made when the first tensors tell the device
 
     def workspace(self, device: torch.device) -> Workspace:
         """The workspace on `device`."""
@@ -73,7 +81,6 @@ class Product:
         self,
         products: Products,
         weight: Tensor,
-        scale: Tensor | None,
         *,
         is_gated: bool,
         stock: Way,
@@ -82,7 +89,6 @@ class Product:
     ):
         self._products = products
         self._weight = weight
-        self._scale = scale
         self._is_gated = is_gated
         self._stock = stock
         self._usual_rows = usual_rows
@@ -117,7 +123,6 @@ class Product:
         return multiply_rows(
             x,
             self._weight,
-            self._scale,
             epilogue,
             self._products.workspace(x.device),
             is_gated=self._is_gated,
@@ -143,7 +148,6 @@ class CudaDense(DenseFormat):
         self._product = Product(
             products,
             self.weight,
-            None,
             is_gated=is_gated,
             stock=self._stock,
             usual_rows=USUAL_ROWS,
@@ -167,37 +171,6 @@ class CudaDense(DenseFormat):
         return y if residual is None else y + residual
 
 
-class CudaInt8(Int8Format):
-    """A `LinearFormat`: a weight in 8 bits, of which few rows read half of what a dense one is."""
-
-    def __init__(self, weight: Tensor, *, is_gated: bool = False, gate: Gate, products: Products):
-        super().__init__(weight, is_gated=is_gated, gate=gate)
-        self._product = Product(
-            products,
-            self._quantised,
-            self._scale,
-            is_gated=is_gated,
-            stock=self._stock,
-            usual_rows=USUAL_ROWS_INT8,
-            most_rows=MOST_ROWS_INT8,
-        )
-
-    def __call__(
-        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
-    ) -> Tensor:
-        return self._product(x, Epilogue(bias, activation, residual))
-
-    def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        return self._product.by_rule(x, Epilogue(bias))
-
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        y = F.linear(x, self._quantised.to(x.dtype))
-        return y * self._scale if bias is None else torch.addcmul(bias, y, self._scale)
-
-    def _stock(self, x: Tensor, epilogue: Epilogue) -> Tensor:
-        return super().__call__(x, epilogue.bias, epilogue.activation, epilogue.residual)
-
-
 class CudaGrouped(GroupedDense):
     """A `GroupedLinear` of dense weights: the kernel for few rows of each expert, and for all in other dtypes."""
 
@@ -216,37 +189,8 @@ class CudaGrouped(GroupedDense):
         return multiply_rows(
             x,
             self._weights.transpose(1, 2),
-            None,
             Epilogue(activation=activation),
             self._products.workspace(x.device),
             is_gated=self._gate is not None,
-            ends=ends,
-        )
-
-
-class CudaGroupedInt8:
-    """A `GroupedLinear` of weights in 8 bits."""
-
-    def __init__(self, weights: Iterable[Tensor], count: int, *, is_gated: bool = False, products: Products):
-        for expert, weight in enumerate(weights):
-            if expert == 0:
-                self._quantised = weight.new_empty(count, *weight.shape, dtype=torch.int8)
-                self._scale = weight.new_empty(count, len(weight))
-            self._quantised[expert], self._scale[expert] = quantise(weight)
-        self._is_gated = is_gated
-        self._products = products
-
-    @property
-    def nbytes(self) -> int:
-        return self._quantised.nbytes + self._scale.nbytes
-
-    def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
-        return multiply_rows(
-            x,
-            self._quantised,
-            self._scale,
-            Epilogue(activation=activation),
-            self._products.workspace(x.device),
-            is_gated=self._is_gated,
             ends=ends,
         )

@@ -6,20 +6,21 @@ paper, against which every other one is tested; what serves is `batched_attentio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from server.arch.spec import ArchSpec
+from server.backends.device import Device
 from server.backends.protocol import (
     Attention,
-    Device,
     GraphCapture,
     GroupedLinear,
+    LinearFormat,
     Logits,
-    MakeLinear,
+    Maximum,
     Norm,
     Routing,
     Scores,
@@ -27,11 +28,13 @@ from server.backends.protocol import (
 from server.backends.reference.activation import Gate, stock_gate
 from server.backends.reference.batched_attention import BatchedAttention
 from server.backends.reference.experts import GroupedDense, LoopedExperts
-from server.backends.reference.int8 import Int8Format
 from server.backends.reference.linear import DenseFormat
 from server.backends.reference.logits import StockLogits
 from server.backends.reference.norm import make_norm
+from server.backends.reference.quantised import QuantisedFormat
 from server.backends.reference.routing import StockRouting
+from server.quant.kv import AS_COMPUTED, KvFormat
+from server.quant.stored import QuantisedWeight, Stored
 
 
 class ReferenceBackend:
@@ -47,32 +50,74 @@ class ReferenceBackend:
         self.device = device
         self.notes = tuple(notes)
         self.logits: Logits = StockLogits()
-        self.formats: Mapping[str, MakeLinear] = {
-            "dense": partial(DenseFormat, gate=self.gate),
-            "int8": partial(Int8Format, gate=self.gate),
-        }
 
     @property
     def description(self) -> str:
         return "; ".join(self.notes) or "stock torch operators"
 
-    def attention(self, scores: Scores) -> Attention:
-        return BatchedAttention(scores)
+    def attention(self, scores: Scores, cache: KvFormat = AS_COMPUTED) -> Attention:
+        return BatchedAttention(scores, cache)
+
+    def block_parts(self, kv: Tensor, cache: KvFormat, head_dim: int) -> list[Tensor]:
+        return [half.flatten(1) for half in kv]
+
+    def linear(self, weight: Stored, *, is_gated: bool = False, maximum: Maximum | None = None) -> LinearFormat:
+        if isinstance(weight, Tensor):
+            return self.dense(weight, is_gated=is_gated)
+        return self.quantised(weight, is_gated=is_gated, maximum=maximum)
+
+    def dense(self, weight: Tensor, *, is_gated: bool) -> LinearFormat:
+        """A dense weight."""
+        return DenseFormat(weight, is_gated=is_gated, gate=self.gate)
+
+    def quantised(self, weight: QuantisedWeight, *, is_gated: bool, maximum: Maximum | None) -> LinearFormat:
+        """A quantised weight."""
+        return QuantisedFormat(weight, maximum, is_gated=is_gated, gate=self.gate)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
         return make_norm(weight, bias, eps, is_centred=is_centred)
 
-    def grouped(self, weights: Iterable[Tensor], count: int, format: str, *, is_gated: bool = False) -> GroupedLinear:
-        if format == "dense":
-            return GroupedDense(weights, count, is_gated=is_gated, gate=self.gate)
-        return LoopedExperts([self.formats[format](weight, is_gated=is_gated) for weight in weights])
+    def grouped(
+        self, weights: Iterable[Stored], count: int, *, is_gated: bool = False, maximum: Maximum | None = None
+    ) -> GroupedLinear:
+        others = iter(weights)
+        first = next(others)
+        every = itertools.chain([first], others)
+        if isinstance(first, Tensor):
+            return self.grouped_dense(_all_dense(every), count, is_gated=is_gated)
+        return self.grouped_quantised(first, every, count, is_gated=is_gated, maximum=maximum)
+
+    def grouped_dense(self, weights: Iterable[Tensor], count: int, *, is_gated: bool) -> GroupedLinear:
+        """Experts whose weights are dense."""
+        return GroupedDense(weights, count, is_gated=is_gated, gate=self.gate)
+
+    def grouped_quantised(
+        self,
+        first: QuantisedWeight,
+        weights: Iterable[Stored],
+        count: int,
+        *,
+        is_gated: bool,
+        maximum: Maximum | None,
+    ) -> GroupedLinear:
+        """Experts of which `first`, the first of `weights`, is quantised."""
+        return LoopedExperts([self.linear(weight, is_gated=is_gated, maximum=maximum) for weight in weights])
 
     def routing(self, num_experts: int, top_k: int, *, renormalise: bool) -> Routing:
         expert_ids = torch.arange(num_experts, device=self.device.torch_device)
         return StockRouting(expert_ids, top_k, renormalise)
 
-    def why_not_captured(self, spec: ArchSpec, format: str, world_size: int) -> str | None:
+    def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         return "attention in stock operators needs the sequences' lengths on the host"
 
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
         raise AssertionError("why_not_captured says that nothing is")
+
+
+def _all_dense(weights: Iterable[Stored]) -> Iterator[Tensor]:
+    for weight in weights:
+        if not isinstance(weight, Tensor):
+            raise ValueError(
+                "of the experts of one layer some are quantised and some are not: quantise all, or leave all alone"
+            )
+        yield weight

@@ -1,7 +1,8 @@
 """Attention as one would write it on paper: sequence by sequence, in float32. Defines correct; every fast backend is
 tested against it.
 
-Shapes: T tokens, L context length, n queries of one sequence, N local heads, K local kv heads, H head dim.
+Shapes: T tokens, L context length, n queries of one sequence, N local heads, K local kv heads, H head dim, P tokens per
+block, W elements that a token's key or value takes in the cache.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class ReferenceAttention(StockAttention):
     def _one(self, q: Tensor, kv: Tensor, meta: StepMeta, s: int, window: int) -> Tensor:
         """One sequence's queries [n, N, H] over its own context."""
         start, stop = meta.query_starts[s : s + 2]
-        k, v = self._context(kv, meta, s, heads=q.shape[1])
+        k, v = self._context(kv, meta, s, *q.shape[1:])
         distance, hidden = distances(meta, slice(start, stop), len(k), window)  # [n, L]
         scores = torch.einsum("nhd,lhd->hnl", q[start:stop].float(), k) * self._scores.scale
         if self._scores.cap:
@@ -32,10 +33,13 @@ class ReferenceAttention(StockAttention):
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1)
         return torch.einsum("hnl,lhd->nhd", weights, v).to(q.dtype)
 
-    def _context(self, kv: Tensor, meta: StepMeta, s: int, heads: int) -> tuple[Tensor, Tensor]:
+    def _context(self, kv: Tensor, meta: StepMeta, s: int, heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
         """Keys and values [L, N, H] of one sequence, kv heads repeated for the heads that share them."""
         length, block_size = meta.context_lengths[s], kv.shape[3]
-        blocks = meta.block_tables[s, : -(-length // block_size)]
-        k, v = kv[:, blocks].transpose(2, 3).flatten(1, 2)[:, :length].float()  # [L, K, H] each
+        raw = kv[:, meta.block_tables[s, : -(-length // block_size)]].flatten(3)  # [2, blocks, K, P * W]
+        k, v = (
+            self._cache.expand(blocks, head_dim, part).transpose(1, 2).flatten(0, 1)[:length].float()  # [L, K, H]
+            for part, blocks in enumerate(raw)
+        )
         group = heads // kv.shape[2]
         return k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)

@@ -37,7 +37,7 @@ class BatchedAttention(StockAttention):
     def _decode(self, q: Tensor, kv: Tensor, meta: StepMeta, first: int, last: int, window: int) -> Tensor:
         """Sequences [first, last), one query each: q rows [G, N, H] → [G, N, H]."""
         longest = max(meta.context_lengths[first:last])
-        k, v = _gather(kv, meta.block_tables[first:last], longest)  # [G, K, L, H]
+        k, v = self._gather(q, kv, meta.block_tables[first:last], longest)  # [G, K, L, H]
         kv_heads, length, head_dim = k.shape[1:]
         queries = q[first:last].view(last - first, kv_heads, -1, head_dim)  # [G, K, g, H]
         raw = (queries @ k.transpose(2, 3)).float()  # [G, K, g, L]
@@ -48,7 +48,7 @@ class BatchedAttention(StockAttention):
     def _chunk(self, q: Tensor, kv: Tensor, meta: StepMeta, s: int, window: int) -> Tensor:
         """One sequence's queries [n, N, H] over its own context."""
         start, stop = meta.query_starts[s : s + 2]
-        k, v = _gather(kv, meta.block_tables[s : s + 1], meta.context_lengths[s])  # [1, K, L, H]
+        k, v = self._gather(q, kv, meta.block_tables[s : s + 1], meta.context_lengths[s])  # [1, K, L, H]
         queries = q[start:stop].transpose(0, 1)  # [N, n, H]
         distance, hidden = distances(meta, slice(start, stop), k.shape[2], window)  # [n, L]
         if self._scores.cap:  # the fused operator has no cap
@@ -73,6 +73,24 @@ class BatchedAttention(StockAttention):
             enable_gqa=k.shape[1] != queries.shape[0],
         )[0]
 
+    def _gather(self, q: Tensor, kv: Tensor, block_tables: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [G, K, L, H] of each block table [G, blocks], with `longest` rounded up to whole blocks.
+
+        In the queries' dtype. One copy that leaves every head's tokens in one run, which is how a matrix product wants
+        them; from a quantised cache, one of the codes and one of what they stand for.
+        """
+        _, _, kv_heads, block_size, width = kv.shape
+        wanted = block_tables[:, None, : -(-longest // block_size)]  # [G, 1, blocks]
+        rows = wanted * kv_heads + torch.arange(kv_heads, device=kv.device).unsqueeze(1)  # [G, K, blocks]
+        flat = kv.view(2, -1, block_size * width)
+        k, v = (
+            self._cache.expand(blocks.index_select(0, rows.flatten()), q.shape[-1], part)
+            .to(q.dtype)
+            .view(*rows.shape[:2], -1, q.shape[-1])
+            for part, blocks in enumerate(flat)
+        )
+        return k, v
+
     def _finish(self, scores: Tensor, distance: Tensor, hidden: Tensor) -> Tensor:
         """Scale, cap, bias and mask raw scores [N, n, L] in place; distance and hidden are [n, L]."""
         scores.mul_(self._scores.scale)
@@ -93,16 +111,3 @@ def _groups(meta: StepMeta) -> Iterator[tuple[int, int]]:
             first, longest = s, meta.context_lengths[s]
     if meta.num_decodes:
         yield first, meta.num_decodes
-
-
-def _gather(kv: Tensor, block_tables: Tensor, longest: int) -> tuple[Tensor, Tensor]:
-    """Keys and values [G, K, L, H] of each block table [G, blocks], with `longest` rounded up to whole blocks.
-
-    One copy that leaves every head's tokens in one run, which is how a matrix product wants them.
-    """
-    _, _, kv_heads, block_size, head_dim = kv.shape
-    wanted = block_tables[:, None, : -(-longest // block_size)]  # [G, 1, blocks]
-    rows = wanted * kv_heads + torch.arange(kv_heads, device=kv.device).unsqueeze(1)  # [G, K, blocks]
-    flat = kv.view(2, -1, block_size * head_dim)
-    k, v = (part.index_select(0, rows.flatten()).view(*rows.shape[:2], -1, head_dim) for part in flat)
-    return k, v

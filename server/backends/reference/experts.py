@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.arch.spec import Activation
+from server.backends.pages import alone
 from server.backends.protocol import LinearFormat
 from server.backends.reference.activation import Gate, stock_gate
 from server.backends.reference.linear import activated
@@ -36,12 +37,19 @@ class GroupedDense:
                 self._padding = -inputs % unit
                 stacked = weight.new_zeros(count, outputs, inputs + self._padding)
             stacked[expert, :, :inputs] = weight
-        self._weights = stacked.transpose(1, 2)  # [E, D, F], with D in runs
+        self._weights = alone(stacked.transpose(1, 2))  # [E, D, F], with D in runs
         self._gate = gate if is_gated else None
 
     @property
     def nbytes(self) -> int:
         return self._weights.nbytes
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return [self._weights]
+
+    def moved(self) -> None:
+        """Nothing but the tensor knows where it is."""
 
     def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
         x = F.pad(x, (0, self._padding)) if self._padding else x
@@ -57,6 +65,14 @@ class LoopedExperts:
     @property
     def nbytes(self) -> int:
         return sum(expert.nbytes for expert in self._experts)
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return [tensor for expert in self._experts for tensor in expert.memory]
+
+    def moved(self) -> None:
+        for expert in self._experts:
+            expert.moved()
 
     def __call__(self, x: Tensor, ends: Tensor, activation: Activation | None = None) -> Tensor:
         bounds = pairwise([0, *ends.tolist()])  # the one wait for the device

@@ -6,11 +6,15 @@ Shapes: T tokens, D input features, F output features.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from server.arch.spec import Activation
+from server.backends.pages import alone
+from server.backends.protocol import LinearFormat
 from server.backends.reference.activation import ACTIVATIONS, Gate, stock_gate
 
 
@@ -37,6 +41,13 @@ class StockFormat(ABC):
     def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return self.product(x, bias)
 
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return ()
+
+    def moved(self) -> None:
+        return  # nothing but the tensors knows where they are
+
 
 def activated(y: Tensor, activation: Activation | None, gate: Gate | None) -> Tensor:
     """What follows a product y [T, F], or [T, 2 F] where there is a gate."""
@@ -50,11 +61,50 @@ class DenseFormat(StockFormat):
 
     def __init__(self, weight: Tensor, *, is_gated: bool = False, gate: Gate = stock_gate):
         super().__init__(is_gated=is_gated, gate=gate)
-        self.weight = weight
+        self.weight = alone(weight)
 
     @property
     def nbytes(self) -> int:
         return self.weight.nbytes
 
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        return [self.weight]
+
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         return F.linear(x, self.weight, bias)
+
+
+class StackedLinear:
+    """A `LinearFormat` of several weights, one below the other, that are not stored alike."""
+
+    def __init__(self, parts: Sequence[LinearFormat], *, is_gated: bool):
+        self._parts = parts
+        self._is_gated = is_gated
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that all parts take."""
+        return sum(part.nbytes for part in self._parts)
+
+    @property
+    def memory(self) -> Sequence[Tensor]:
+        """See `protocol.Movable`."""
+        return [tensor for part in self._parts for tensor in part.memory]
+
+    def moved(self) -> None:
+        """See `protocol.Movable`."""
+        for part in self._parts:
+            part.moved()
+
+    def __call__(
+        self, x: Tensor, bias: Tensor | None, activation: Activation | None = None, residual: Tensor | None = None
+    ) -> Tensor:
+        """x [T, D] → activation(x @ weightᵀ + bias) + residual, [T, F], in x's dtype."""
+        y = activated(self.finest(x, bias).to(x.dtype), activation, stock_gate if self._is_gated else None)
+        return y if residual is None else y + residual
+
+    def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, D] → x @ weightᵀ + bias, [T, F]."""
+        y = torch.cat([part(x, None) for part in self._parts], dim=1)
+        return y if bias is None else y + bias

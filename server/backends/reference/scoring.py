@@ -1,6 +1,6 @@
 """What attention in stock torch operators is made of: rotating, storing, and scoring by distance.
 
-Shapes: T tokens, N local heads, K local kv heads, H head dim, B blocks, P tokens per block.
+Shapes: T tokens, N local heads, K local kv heads, H head dim.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from server.backends.protocol import Rotation, Scores, StepMeta
+from server.quant.kv import AS_COMPUTED, KvFormat
 
 
 def rotate(rotation: Rotation, x: Tensor) -> Tensor:
@@ -21,17 +22,6 @@ def rotate(rotation: Rotation, x: Tensor) -> Tensor:
     parts = (a * rotation.cos - b * rotation.sin, b * rotation.cos + a * rotation.sin)
     turned = torch.stack(parts, dim=-1).flatten(-2) if rotation.interleaved else torch.cat(parts, dim=-1)
     return torch.cat([turned.to(x.dtype), x[..., 2 * half :]], dim=-1)
-
-
-def write_slots(kv: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """Scatter k and v [T, K, H] into kv [2, B, K, P, H] at `slots` [T], block * P + offset."""
-    _, _, kv_heads, block_size, head_dim = kv.shape
-    heads = torch.arange(kv_heads, device=kv.device)
-    first = slots // block_size * kv_heads * block_size + slots % block_size  # [T], of the first kv head
-    rows = first.unsqueeze(1) + heads * block_size  # [T, K]
-    flat = kv.view(2, -1, head_dim)
-    flat[0].index_copy_(0, rows.flatten(), k.flatten(0, 1))
-    flat[1].index_copy_(0, rows.flatten(), v.flatten(0, 1))
 
 
 class StoringAttention(ABC):
@@ -53,12 +43,13 @@ class StoringAttention(ABC):
 class StockAttention(StoringAttention):
     """The part that both kinds of attention in stock operators share: everything but `attend`."""
 
-    def __init__(self, scores: Scores):
+    def __init__(self, scores: Scores, cache: KvFormat = AS_COMPUTED):
         self._scores = scores
+        self._cache = cache
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
         """See `protocol.Attention`."""
-        write_slots(kv, k, v, meta.slots)
+        self._cache.write(kv, k, v, meta.slots)
 
     def rotate_and_write(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta) -> Tensor:
         """See `StoringAttention`."""
@@ -66,7 +57,7 @@ class StockAttention(StoringAttention):
         turned, v = heads[:, :-kv_heads], heads[:, -kv_heads:]  # queries and keys, and what no position turns
         if rotation is not None:
             turned = rotate(rotation, turned)
-        write_slots(kv, turned[:, -kv_heads:], v, meta.slots)
+        self._cache.write(kv, turned[:, -kv_heads:], v, meta.slots)
         return turned[:, :-kv_heads]
 
 

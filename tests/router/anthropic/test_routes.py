@@ -13,7 +13,7 @@ import pytest
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.openai.test_routes import told
 from tests.router.served import Served, served
-from tests.router.test_app import PROMPT, Site, answering, site
+from tests.router.site import PROMPT, Site, answering, site
 
 URL = "/v1/messages"
 BODY: dict[str, Any] = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "max_tokens": 20}
@@ -316,7 +316,11 @@ def test_a_key_may_come_as_x_api_key_on_these_paths_alone(guarded: Served) -> No
                 assert "authentication_error" == told["type"] and "`x-api-key: KEY`" in told["message"]
     native = {"inputs": PROMPT}
     assert 401 == guarded.http.post("/generate", json=native, headers={"x-api-key": "secret"}).status_code
-    assert 401 == (guarded.http.get("/v1/models", headers={"x-api-key": "secret"})).status_code
+    asked = {"prompt": PROMPT}
+    assert 401 == guarded.http.post("/v1/completions", json=asked, headers={"x-api-key": "secret"}).status_code
+    assert [401, 200] == [
+        guarded.http.get("/v1/models", headers={"x-api-key": key}).status_code for key in ("Secret", "secret")
+    ]
 
 
 def test_errors_of_http_have_anthropic_s_shape(guarded: Served) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from router.aside import TaskError
-from router.aside.pool import Aside
+from router.aside.pool import NICENESS, Aside
 
 HELLO = [{"role": "user", "content": "Hello"}]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -94,7 +94,9 @@ def test_what_is_refused_is_one_sentence_and_the_same_process_does_the_next() ->
     aside(story, seconds=4.0)
 
 
-def test_it_runs_at_the_lowest_priority_and_ends_with_the_pool() -> None:
+def test_it_runs_at_the_lowest_priority_and_ends_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.aside.pool.NICENESS", NICENESS)  # which other tests do without
+
     async def story(pool: Aside) -> None:
         await pool.warm_up()
         [worker] = pool._workers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,14 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from router.aside.pool import Aside
+from router.chat.formats import tool_format_name
 from router.chat.template import ChatTemplate, check_variables
+from router.chat.tools import Tool
 from router.errors import ValidationError
 from tests.router.chat.templates import LONG, SHORT, TEMPLATES, TOOL
 
-DEMO = Path(__file__).parents[3] / "server" / "demo"
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "server" / "demo"
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,30 @@ def test_variables_reach_the_template(
         expected = tokenizer.apply_chat_template(SHORT, tokenize=False, add_generation_prompt=True, **variables)
         assert expected == runner.run(template.render(aside, SHORT, variables=variables))
         assert ("<think>" in expected) != wanted
+
+
+def test_the_documents_example_makes_what_the_document_says(
+    runner: asyncio.Runner, aside: Aside, tmp_path: Path
+) -> None:
+    blocks = dict(re.findall(r"^```(jinja|text)\n(.*?)^```$", (ROOT / "docs" / "chat.md").read_text(), re.M | re.S))
+    (tmp_path / "mine.jinja").write_text(blocks["jinja"])
+    (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
+    template = ChatTemplate.load(tmp_path, template_path=str(tmp_path / "mine.jinja"))
+    assert "hermes" == tool_format_name("auto", blocks["jinja"])
+    call = {"type": "function", "id": "1", "function": {"name": "time", "arguments": {"place": "Ulm"}}}
+    question = {"role": "user", "content": "How late is it in Ulm?"}
+    told = [
+        question,
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "12:30"},
+    ]
+    assert blocks["text"] == runner.run(template.render(aside, told, tools=[Tool("time").for_template()]))
+    plain = "<s><|im_start|>user\nHow late is it in Ulm?<|im_end|>\n<|im_start|>assistant\n"
+    assert plain == runner.run(template.render(aside, [question]))
+    begun = [question, {"role": "assistant", "content": "It is"}]
+    assert f"{plain}It is" == runner.run(template.render(aside, begun, continue_final_message=True))
+    with pytest.raises(ValidationError, match="this model knows no role boss"):
+        runner.run(template.render(aside, [{"role": "boss", "content": "x"}]))
 
 
 def test_a_template_for_tools_is_taken_where_there_are_tools(

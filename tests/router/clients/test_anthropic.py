@@ -36,6 +36,17 @@ def test_a_message(client: anthropic.Anthropic) -> None:
     assert answer.id.startswith("msg_") and answer._request_id is not None
 
 
+def test_the_models_and_one_by_its_name(client: anthropic.Anthropic) -> None:
+    page = client.models.list()
+    [model] = page.data
+    assert ("model", "a/model", "a/model", False) == (model.type, model.id, model.display_name, page.has_more)
+    assert ("a/model", "a/model") == (page.first_id, page.last_id)
+    assert 2026 <= model.created_at.year
+    assert [model] == list(page) == [client.models.retrieve("a/model")]
+    with pytest.raises(anthropic.NotFoundError, match="is not served here"):
+        client.models.retrieve("other")
+
+
 def test_a_stream_and_its_raw_events(client: anthropic.Anthropic) -> None:
     with client.messages.stream(**ASKED) as stream:
         assert "No tools here." == "".join(stream.text_stream)

@@ -14,7 +14,7 @@ from router.launch.errors import Refusal
 from router.launch.flags import build_parser
 from router.launch.settings import Settings, public_settings
 from router.launch.settings_page import render_settings
-from server.config import ShardConfig
+from server.config import QUANTIZE_REFUSED, ShardConfig
 from tests.running import ROOT
 
 LARGEST = "the largest allowed value is 2147483647"
@@ -65,6 +65,12 @@ def test_a_choice_may_be_written_in_any_case() -> None:
 )
 def test_a_chunk_is_a_number_or_auto(argv: Sequence[str], environ: Mapping[str, str], expected: int | str) -> None:
     assert expected == read(argv, environ).values["prefill_chunk"]
+
+
+@pytest.mark.parametrize("text", ["auto", "AUTO", "40%", "6GB"])
+def test_weights_on_the_device_are_a_share_a_size_or_auto(text: str) -> None:
+    expected = "auto" if text == "AUTO" else text
+    assert expected == read(["--weights-on-device", text]).values["weights_on_device"]
 
 
 def test_empty_variable_counts_as_unset() -> None:
@@ -154,6 +160,11 @@ def test_setting_and_alias_together_are_refused() -> None:
             {"LOCKSTEP_LOG_LEVEL": "loud"},
             "--log-level is loud: give one of debug, info, warn, error (from environment LOCKSTEP_LOG_LEVEL)",
         ),
+        *(
+            (["--quantize", name.upper()], {}, f"--quantize is {name.upper()}: {remedy}")
+            for name, remedy in QUANTIZE_REFUSED.items()
+        ),
+        (["--quantize-head", "int4"], {}, "--quantize-head is int4: give one of int8, none"),
         (["--num-shard", "3"], {}, "--num-shard is 3: give one of 1, 2, 4, 8"),
         (["--sharded", "maybe"], {}, "--sharded is maybe: give true or false"),
         (["--revision", ""], {}, "--revision is empty: give a value or leave it out"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from router.samples import Answer, likeliest
 from router.schemas import GenerateParameters
 from router.text import Ends, FinishReason, GeneratedText, ModelTokenizer
 from router.validation import Validator
+from router.workers import Workers
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.fake_shards import fake_raw_logprob
 from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, text_of, told
-from tests.router.test_app import PROMPT, Site, answering, site
+from tests.router.site import PROMPT, Site, answering, site
 from tests.router.test_token_bytes import metaspace_tokenizer, pieces_tokenizer
 
 Json = dict[str, Any]
@@ -326,9 +328,9 @@ def test_prompts_log_probabilities_can_be_switched_off(template: str) -> None:
 
 
 def test_an_encoder_s_prompt_has_no_log_probabilities() -> None:
-    validator = Validator(byte_tokenizer(), make_limits(), 1, decoder_start=3)
     asked = Asked(PROMPT, GenerateParameters(), num_answers=1, raw_logprobs=True, prompt_logprobs=True)
-    with pytest.raises(ValidationError, match="encoder reads the prompt"):
+    with closing(Workers(1)) as workers, pytest.raises(ValidationError, match="encoder reads the prompt"):
+        validator = Validator(byte_tokenizer(), make_limits(), workers, decoder_start=3)
         asyncio.run(validator.validate(asked))
 
 
@@ -350,7 +352,9 @@ def test_the_likeliest_answers_to_each_prompt_come_first() -> None:
 def test_best_of_generates_more_and_gives_the_likeliest(template: str) -> None:
     async def story(it: Site) -> None:
         asked = {"prompt": [PROMPT, PROMPT], "n": 2, "best_of": 3, "seed": 5, "temperature": 1, "max_tokens": 4}
-        body = await posted(it, "/v1/completions", asked)
+        answer = await it.http.post("/v1/completions", json=asked)
+        assert "16" == answer.headers["x-generated-tokens"]  # of the four answers that are given
+        body = answer.json()
         assert [0, 1, 2, 3] == [choice["index"] for choice in body["choices"]]
         assert (10, 24) == (body["usage"]["prompt_tokens"], body["usage"]["completion_tokens"])
         news = [new for step in it.shards.requests for new in step.add]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.router.doubles import fake_shards, make_limits
-from tests.router.test_app import PROMPT, Site, answering, events_in, site
+from tests.router.site import PROMPT, Site, answering, events_in, site
 
 CHAT = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0}
 TOOL = {"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}
@@ -274,7 +274,10 @@ def test_a_chat_whose_prompt_is_being_made_has_its_permit_and_its_deadline(
 def test_models_are_listed_and_found_by_name(template: str) -> None:
     async def story(it: Site) -> None:
         listed = (await it.http.get("/v1/models")).json()
-        assert ["a/model"] == [model["id"] for model in listed["data"]]
+        assert ("list", [("model", "a/model")]) == (
+            listed["object"],
+            [(model["object"], model["id"]) for model in listed["data"]],
+        )
         assert listed["data"][0] == (await it.http.get("/v1/models/a/model")).json()
         missing = await it.http.get("/v1/models/other")
         assert (404, "not_found") == (missing.status_code, missing.json()["error_type"])

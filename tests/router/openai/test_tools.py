@@ -17,7 +17,7 @@ from router.text import ModelTokenizer
 from tests.router.chat.templates import TOOL
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.openai.test_routes import chunks_of
-from tests.router.test_app import Site, site
+from tests.router.site import Site, site
 
 PATH = "/v1/chat/completions"
 PROMPT = "hello"
@@ -47,15 +47,17 @@ def told(
     after: str = "",
     prompt: str = PROMPT,
     tokenizer: ModelTokenizer | None = None,
+    decoder_start: int | None = None,
     **config: Any,
 ) -> None:
-    """after: what the template writes behind the prompt."""
+    """after: what the template writes behind the prompt. decoder_start: of an encoder-decoder."""
     (tmp_path / "template.jinja").write_text(template + after)
     ids = [*answer.encode(), EOS] if isinstance(answer, str) else answer
     limits = {**LIMITS, "max_batch_total_tokens": 8000, "vocab_size": 300}
 
     async def whole() -> None:
-        shards = fake_shards(make_limits(**limits), **answering(ids, len((prompt + after).encode())))
+        num_known = len((prompt + after).encode()) + (decoder_start is not None)
+        shards = fake_shards(make_limits(**limits), decoder_start=decoder_start, **answering(ids, num_known))
         config["chat_template"] = str(tmp_path / "template.jinja")
         async with site(shards, config=config, tokenizer=tokenizer, **limits) as it:
             it.http.timeout = 60  # the first chat waits for a process
@@ -213,13 +215,14 @@ def test_reasoning_is_told_apart(tmp_path: Path) -> None:
     told(tmp_path, story, f"<think>\nWhy?\n</think>\n\n{HERMES}", f"{{# </think> #}}{HERMES_TEMPLATE}")
 
 
-def test_an_answer_may_begin_within_reasoning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("decoder_start", [None, 7])
+def test_an_answer_may_begin_within_reasoning(tmp_path: Path, decoder_start: int | None) -> None:
     async def story(it: Site) -> None:
         message, _ = await both(it)
         assert ("Why?", "So.") == (message["reasoning_content"], message["content"])
 
     template = f"{{# </think> #}}{HERMES_TEMPLATE}"
-    told(tmp_path, story, "Why?\n</think>\nSo.", template, after="\n<think>")
+    told(tmp_path, story, "Why?\n</think>\nSo.", template, after="\n<think>", decoder_start=decoder_start)
 
 
 @pytest.mark.parametrize(("begun", "reasoning", "content"), [("<think>\nSo", "Why?", "Yes"), ("Well,", None, None)])

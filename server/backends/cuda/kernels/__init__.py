@@ -12,11 +12,13 @@ What is true of all of them:
 
 * Lengths, positions and tables are read from the device, and grids depend on shapes alone, never on a sequence's
   length: decodes can be captured in a CUDA graph and replayed while sequences grow.
-* Scores, softmax and sums are float32; a product of two tiles takes its operands in the cache's dtype.
+* Scores, softmax and sums are float32; a product of two tiles takes its operands in the queries' dtype.
+* A cache may hold a byte for each number (`codes.py`): rows are made codes where they are stored, and codes numbers in
+  registers. Scales of int8 are left to the scores and to the weights.
 * Head dims that are no power of two are padded with masked lanes, because a tile's sides are powers of two.
 * Tile sizes are fixed by head dim and dtype. Tuning at run time would stall the first requests of a server.
 
-Left out: fp8 caches, splitting a prompt's keys, the copy engine (TMA) and warp specialisation.
+Left out: splitting a prompt's keys, the copy engine (TMA) and warp specialisation.
 
 Not yet run on a GPU: the tests run the kernels in Triton's interpreter and compile them for compute capability 9.0.
 The tile sizes were chosen by registers, spills and shared memory of that compilation, not by a clock (`python -m

@@ -57,12 +57,6 @@ def load_blocks(table, keys, seen, BLOCK_SIZE: tl.constexpr):
 
 
 @triton.jit
-def cache_rows(blocks, keys, kv_head, KV_HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Rows of a cache [B * K * P, H] that hold one kv head's `keys`, which are in `blocks`."""
-    return (blocks.to(tl.int64) * KV_HEADS + kv_head) * BLOCK_SIZE + keys % BLOCK_SIZE
-
-
-@triton.jit
 def finish_scores(products, distance, heads, slopes, bias, SCALE: tl.constexpr, CAP: tl.constexpr, REACH: tl.constexpr):
     """Scale, cap and bias products of queries and keys, in base 2.
 

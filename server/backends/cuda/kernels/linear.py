@@ -6,9 +6,9 @@ units, with features where they have most room, and the few rows of the input ar
 features do not fill the GPU, several programs share one and each takes a part of the inputs (split-K): the one that
 arrives last adds the parts in their order, so that a result never depends on who was first, and needs no second launch.
 
-An int8 weight is widened on its way to the matrix units. Rows that are sorted by expert find their expert where the
-device says that each one's rows end, so the host waits for nothing. Products are summed in float32 and rounded once,
-at the end of all that follows. Left out: inputs in 8 bits, and thousands of rows, which cuBLAS does better.
+Rows that are sorted by expert find their expert where the device says that each one's rows end, so the host waits for
+nothing. Products are summed in float32 and rounded once, at the end of all that follows. Left out: quantised weights
+(`packed.py`), and thousands of rows, which cuBLAS does better.
 
 Shapes: T rows, D input features, F output features, E experts.
 """
@@ -47,21 +47,18 @@ class Tiling:
         return self.rows * self.features * (2 if is_gated else 1)
 
 
-def tilings(rows: int, weight_dtype: torch.dtype, *, is_gated: bool) -> tuple[Tiling, ...]:
+def tilings(rows: int, dtype: torch.dtype, *, is_gated: bool) -> tuple[Tiling, ...]:
     """What there is to choose from for products of up to `rows` rows; the first one where nothing was measured."""
     padded = min(max(triton.next_power_of_2(rows), 8), MAX_TILE_ROWS)
-    if weight_dtype == torch.float32:
+    if dtype == torch.float32:
         return (Tiling(min(padded, 32), 32, 32, 3, 4, 2),)
     # 32 bytes of a row at least in each piece of shared memory; half as deep for two halves.
-    depth = (256 if weight_dtype == torch.int8 else 128) // (2 if is_gated else 1)
+    depth = 128 // (2 if is_gated else 1)
     if padded == 8:
         return Tiling(8, 64, depth, 4, 4, 3), Tiling(8, 32, depth, 4, 4, 4)
     if padded == 16:
-        wide, narrow = Tiling(16, 64, depth, 3, 4, 3), Tiling(16, 32, depth, 4, 4, 4)
-        # 64 features by 16 rows are a product of a group of warps, for which int8 is widened in small pieces.
-        return (narrow, wide) if weight_dtype == torch.int8 else (wide, narrow)
+        return Tiling(16, 64, depth, 3, 4, 3), Tiling(16, 32, depth, 4, 4, 4)
     if padded <= 64:
-        depth = min(depth, 128)
         return Tiling(padded, 64, depth, 3, 4, 2), Tiling(padded, 32, depth // 2, 4, 4, 2)
     return (Tiling(padded, 64 if is_gated else 128, 64, 3, 8, 1),)
 
@@ -85,7 +82,7 @@ class Workspace:
         every = (
             (tiling, is_gated)
             for rows in (8, 16, 32, 64, 128)
-            for dtype in (torch.float32, torch.bfloat16, torch.int8)
+            for dtype in (torch.float32, torch.bfloat16)
             for is_gated in (False, True)
             for tiling in tilings(rows, dtype, is_gated=is_gated)
         )
@@ -107,7 +104,6 @@ class Epilogue:
 def multiply_rows(
     x: Tensor,
     weight: Tensor,
-    scale: Tensor | None,
     epilogue: Epilogue,
     workspace: Workspace,
     *,
@@ -116,10 +112,10 @@ def multiply_rows(
     ends: Tensor | None = None,
     tiling: Tiling | None = None,
 ) -> Tensor:
-    """x [T, D] → x @ weightᵀ * scale and its epilogue, [T, F] in `dtype`, x's unless given.
+    """x [T, D] → x @ weightᵀ and its epilogue, [T, F] in `dtype`, x's unless given.
 
-    weight: [F, D] ([2 F, D] where gated), in x's dtype, or int8 with its scale [F]. With ends [E], as those of
-    `GroupedLinear`, weight and scale have one more dimension in front, and there is neither bias nor residual.
+    weight: [F, D] ([2 F, D] where gated), in x's dtype. With ends [E], as those of `GroupedLinear`, it has one more
+    dimension in front, and there is neither bias nor residual.
     """
     rows, inputs = x.shape
     outputs = weight.shape[-2]
@@ -130,7 +126,7 @@ def multiply_rows(
     if rows == 0:
         return out
     experts = 0 if ends is None else len(ends)
-    tiling = tiling or tilings(_rows_at_once(rows, experts), weight.dtype, is_gated=is_gated)[0]
+    tiling = tiling or tilings(rows_at_once(rows, experts), weight.dtype, is_gated=is_gated)[0]
     # Of the tiles of rows that experts have, all but one each are full.
     row_tiles = triton.cdiv(rows, tiling.rows) if ends is None else min(experts, rows) + rows // tiling.rows
     tiles, depth_tiles = triton.cdiv(features, tiling.features), triton.cdiv(inputs, tiling.depth)
@@ -138,7 +134,6 @@ def multiply_rows(
     _multiply_rows[(row_tiles, tiles * splits)](
         x,
         weight,
-        scale,
         epilogue.bias,
         epilogue.residual,
         out,
@@ -164,7 +159,7 @@ def multiply_rows(
     return out
 
 
-def _rows_at_once(rows: int, experts: int) -> int:
+def rows_at_once(rows: int, experts: int) -> int:
     """Rows that most experts have, where rows belong to experts."""
     return rows if experts == 0 else max(triton.cdiv(2 * rows, experts), min(rows, 8))
 
@@ -173,7 +168,6 @@ def _rows_at_once(rows: int, experts: int) -> int:
 def _multiply_rows(
     x,
     weight,
-    scale,
     bias,
     residual,
     out,
@@ -199,12 +193,10 @@ def _multiply_rows(
     first, stop = row_tile * ROWS, rows
     halves: tl.constexpr = 2 if IS_GATED else 1
     if EXPERTS > 0:
-        first, stop, expert = _expert_rows(ends, row_tile, rows, ROWS, EXPERTS, EXPERTS_PAD)
+        first, stop, expert = expert_rows(ends, row_tile, rows, ROWS, EXPERTS, EXPERTS_PAD)
         if first >= stop:
             return
         weight += expert.to(tl.int64) * features * inputs * halves
-        if scale is not None:
-            scale += expert * features * halves
     row = first + tl.arange(0, ROWS)[None, :]
     feature = tile * FEATURES + tl.arange(0, FEATURES)[:, None]
     kept = row < stop
@@ -227,7 +219,7 @@ def _multiply_rows(
         if HAS_TAIL:
             taken, given = real & (across < inputs), kept & (down < inputs)
         columns = tl.load(x + near_row + down, mask=given, other=0.0)
-        left = tl.load(weight + near_feature + across, mask=taken, other=0)
+        left = tl.load(weight + near_feature + across, mask=taken, other=0.0)
         y = tl.dot(left.to(columns.dtype), columns, y, input_precision="ieee")
         if IS_GATED:
             left = tl.load(up_weight + near_feature + across, mask=taken, other=0)
@@ -247,18 +239,15 @@ def _multiply_rows(
             return
         tl.debug_barrier()
         tl.store(counters + place, 0)
-        y = tl.zeros((FEATURES, ROWS), tl.float32)
-        up = tl.zeros((FEATURES, ROWS), tl.float32)
-        for part in tl.static_range(SPLITS):
-            y += tl.load(parts + part * size, mask=kept, other=0.0, cache_modifier=".cg")
-            if IS_GATED:
-                up += tl.load(parts + part * size + FEATURES * ROWS, mask=kept, other=0.0, cache_modifier=".cg")
+        y = merged(parts, kept, size, SPLITS, y)
+        if IS_GATED:
+            up = merged(parts + FEATURES * ROWS, kept, size, SPLITS, up)
 
-    y = _scaled(y, scale, bias, feature, real)
+    y = biased(y, bias, feature, real)
     if ACTIVATION is not None:
         y = ACTIVATION(y)
     if IS_GATED:
-        y *= _scaled(up, scale, bias, feature + features, real)
+        y *= biased(up, bias, feature + features, real)
     place = row.to(tl.int64) * features + feature
     if residual is not None:
         y += tl.load(residual + place, mask=kept & real, other=0.0).to(tl.float32)
@@ -266,16 +255,25 @@ def _multiply_rows(
 
 
 @triton.jit
-def _scaled(y, scale, bias, feature, real):
-    if scale is not None:
-        y *= tl.load(scale + feature, mask=real, other=0.0).to(tl.float32)
+def merged(parts, kept, SIZE: tl.constexpr, SPLITS: tl.constexpr, like):
+    """The sum of what all splits have stored, in their order: float32, or int32 by its bits."""
+    total = tl.zeros_like(like)
+    for part in tl.static_range(SPLITS):
+        stored = tl.load(parts + part * SIZE, mask=kept, other=0.0, cache_modifier=".cg")
+        total += stored.to(like.dtype, bitcast=True)
+    return total
+
+
+@triton.jit
+def biased(y, bias, feature, real):
+    """y and the bias of each feature."""
     if bias is not None:
         y += tl.load(bias + feature, mask=real, other=0.0).to(tl.float32)
     return y
 
 
 @triton.jit
-def _expert_rows(ends, row_tile, rows, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr):
+def expert_rows(ends, row_tile, rows, ROWS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PAD: tl.constexpr):
     """The first row of a tile, the end of its expert's rows, and that expert; no rows behind the last tile."""
     experts = tl.arange(0, EXPERTS_PAD)
     stops = tl.load(ends + experts, mask=experts < EXPERTS, other=0)

@@ -16,8 +16,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from server.backends.cuda.kernels.common import LOWEST, ScoreTerms, cache_rows, finish_scores, load_blocks, padded
+from server.backends.cuda.kernels.codes import INT8, PLAIN, Stored, code_offsets, load_scales, numbers, scale_offsets
+from server.backends.cuda.kernels.common import LOWEST, ScoreTerms, finish_scores, load_blocks, padded
 from server.backends.protocol import StepMeta
+from server.quant.kv import AS_COMPUTED, KvFormat
 
 
 @dataclass(frozen=True)
@@ -49,17 +51,21 @@ def prefill(
     terms: ScoreTerms,
     *,
     window: int,
+    format: KvFormat = AS_COMPUTED,
 ) -> None:
-    """Attend all rows of q [T, N, H] but the decodes' over kv [2, B, K, P, H] into those of out [T, N, H]."""
-    kv_heads, block_size, head_dim = kv.shape[2:]
-    heads = q.shape[1]
-    assert kv.is_contiguous() and q.stride()[1:] == (head_dim, 1) and meta.block_tables.stride(1) == 1
+    """Attend all rows of q [T, N, H] but the decodes' over kv [2, B, K, P, W] into those of out [T, N, H]."""
+    heads, head_dim = q.shape[1:]
+    stored = Stored.of(kv, format)
+    assert q.stride()[1:] == (head_dim, 1) and meta.block_tables.stride(1) == 1
     tiles = TILES[q.element_size(), padded(head_dim) > WIDE]
     chunks = len(meta.block_tables) - meta.num_decodes
     _prefill[(triton.cdiv(meta.longest, tiles.queries), heads, chunks)](
         q,
-        kv[0],
-        kv[1],
+        stored.keys,
+        stored.values,
+        stored.key_scales,
+        stored.value_scales,
+        *format.scales,
         out,
         meta.starts,
         meta.positions,
@@ -70,14 +76,13 @@ def prefill(
         meta.num_decodes,
         q.stride(0),
         meta.block_tables.stride(0),
-        KV_HEADS=kv_heads,
-        GROUP=heads // kv_heads,
+        GROUP=heads // stored.kv_heads,
         HEAD_DIM=head_dim,
         HEAD_PAD=padded(head_dim),
-        BLOCK_SIZE=block_size,
         QUERIES=tiles.queries,
         KEYS=tiles.keys,
         WINDOW=window,
+        **stored.constants,
         **terms.constants,
         num_warps=tiles.warps,
         num_stages=tiles.stages,
@@ -89,6 +94,10 @@ def _prefill(
     q,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
+    k_divisor,
+    v_divisor,
     out,
     query_starts,
     positions,
@@ -99,14 +108,16 @@ def _prefill(
     num_decodes,
     q_stride,
     table_stride,
-    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_STRIDE: tl.constexpr,
+    KIND: tl.constexpr,
     SCALE: tl.constexpr,
     CAP: tl.constexpr,
     REACH: tl.constexpr,
@@ -139,11 +150,18 @@ def _prefill(
         keys = start + tl.arange(0, KEYS)
         present = keys < last
         blocks = load_blocks(table, keys, present, BLOCK_SIZE)
-        rows = cache_rows(blocks, keys, head // GROUP, KV_HEADS, BLOCK_SIZE)
-        offsets, loaded = rows[:, None] * HEAD_DIM + features, present[:, None] & real
-        k = tl.load(k_cache + offsets, mask=loaded, other=0.0)
-        v = tl.load(v_cache + offsets, mask=loaded, other=0.0)
+        rows = code_offsets(blocks, keys, head // GROUP, KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, HEAD_DIM)
+        offsets, loaded = rows[:, None] + features, present[:, None] & real
+        k = tl.load(k_cache + offsets, mask=loaded, other=0)
+        v = tl.load(v_cache + offsets, mask=loaded, other=0)
+        if KIND != PLAIN:
+            k, v = numbers(k, KIND).to(queries.dtype), numbers(v, KIND).to(queries.dtype)
         products = tl.dot(queries, tl.trans(k), input_precision="ieee")
+        if KIND == INT8:
+            scales = scale_offsets(blocks, keys, head // GROUP, KV_HEADS, BLOCK_SIZE, BLOCK_STRIDE, HEAD_DIM)
+            products *= load_scales(k_scales, scales, present)[None, :]
+        elif KIND != PLAIN:
+            products *= k_divisor
         distance = keys[None, :] - position[:, None]
         scores = finish_scores(products, distance, head, slopes, bias, SCALE, CAP, REACH)
         seen = keys[None, :] < reach[:, None]
@@ -153,8 +171,12 @@ def _prefill(
         new_best = tl.maximum(best, tl.max(scores, axis=1))
         kept, weights = tl.exp2(best - new_best), tl.exp2(scores - new_best[:, None])
         total = total * kept + tl.sum(weights, axis=1)
+        if KIND == INT8:
+            weights *= load_scales(v_scales, scales, present)[None, :]
         acc = tl.dot(weights.to(v.dtype), v, acc * kept[:, None], input_precision="ieee")
         best = new_best
+    if KIND != PLAIN:
+        acc *= v_divisor
     result = acc / tl.maximum(total, 1.0)[:, None]  # the best key counts 1, so that less means none
     target = out + (row * (KV_HEADS * GROUP) + head) * HEAD_DIM + features
     tl.store(target, result.to(out.dtype.element_ty), mask=asked_features)

@@ -62,6 +62,35 @@ def rotate_and_store(
     return turned
 
 
+def rotated(x: Tensor, rotation: Rotation, *, first: int = 0) -> Tensor:
+    """Rotate x [T, N, H]; what is returned for tokens before `first` is not initialised.
+
+    For keys that are stored in fewer bits: their scale is known when a whole row is rotated.
+    """
+    tokens, heads, head_dim = x.shape
+    half = rotation.cos.shape[-1]
+    assert rotation.cos.is_contiguous() and rotation.sin.is_contiguous() and x.stride()[1:] == (head_dim, 1)
+    turned = x.new_empty(x.shape)
+    half_pad = triton.next_power_of_2(half)
+    tile = min(triton.next_power_of_2(heads), max(TILE_ELEMENTS // half_pad, 1))
+    _rotate_heads[(tokens - first, triton.cdiv(heads, tile))](
+        x,
+        rotation.cos,
+        rotation.sin,
+        turned,
+        first,
+        x.stride(0),
+        HEADS=heads,
+        HEAD_DIM=head_dim,
+        HEAD_PAD=triton.next_power_of_2(head_dim),
+        HALF=half,
+        HALF_PAD=half_pad,
+        IS_INTERLEAVED=rotation.interleaved,
+        TILE=tile,
+    )
+    return turned
+
+
 @triton.jit
 def load_rotated(source, features, kept, cos, sin, token, HALF: tl.constexpr, IS_INTERLEAVED: tl.constexpr):
     """The `kept` features of heads at `source`, rotated as `token` says if there is a rotation; 0 where not kept."""
@@ -115,6 +144,42 @@ def _rotate(
         copied = kept & (features >= 2 * HALF) & (features < HEAD_DIM)
         rest = tl.load(source + heads * source_stride + features, mask=copied)
         tl.store(target + heads * target_stride + features, rest, mask=copied)
+
+
+@triton.jit(do_not_specialize=["first"])
+def _rotate_heads(
+    x,
+    cos,
+    sin,
+    turned,
+    first,
+    stride,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    HALF: tl.constexpr,
+    HALF_PAD: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """TILE heads of one token."""
+    token = first + tl.program_id(0).to(tl.int64)
+    heads = tl.program_id(1) * TILE + tl.arange(0, TILE)[:, None]
+    _rotate(
+        x + token * stride,
+        turned + token * HEADS * HEAD_DIM,
+        heads,
+        heads < HEADS,
+        HEAD_DIM,
+        HEAD_DIM,
+        cos + token * HALF,
+        sin + token * HALF,
+        HEAD_DIM,
+        HEAD_PAD,
+        HALF,
+        HALF_PAD,
+        IS_INTERLEAVED,
+    )
 
 
 @triton.jit(do_not_specialize=["first"])

@@ -13,10 +13,12 @@ import pytest
 from tests.router.anthropic.test_routes import PLAIN, TELLING, template_in
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.served import Served, served
-from tests.router.test_app import PROMPT, answering, site
+from tests.router.site import PROMPT, answering, site
 
 URL = "/v1/responses"
 BODY: dict[str, Any] = {"input": PROMPT, "temperature": 0}
+LOGPROBS = ["message.output_text.logprobs"]
+TOOL = {"type": "function", "name": "f"}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +61,8 @@ def test_a_response_has_openai_s_shape(plain: Served) -> None:
     answer = plain.http.post(URL, json={**BODY, **asked, "truncation": "auto"})
     assert 200 == answer.status_code, answer.text
     body = answer.json()
-    assert f"resp_{answer.headers['x-request-id']}" == body.pop("id") and body.pop("created_at") > 0
+    assert f"resp_{answer.headers['x-request-id']}" == body.pop("id")
+    assert 0 < body.pop("created_at") <= body.pop("completed_at")
     [item] = body.pop("output")
     assert item["id"].startswith("msg_") and message("one two") == without_id(item)
     counts = {"input_tokens": 6, "output_tokens": 8, "total_tokens": 14}
@@ -87,6 +90,7 @@ def test_a_response_has_openai_s_shape(plain: Served) -> None:
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto",
         "tools": [],
+        "top_logprobs": 0,
     }
 
 
@@ -108,15 +112,35 @@ def test_a_stream_tells_the_response_item_by_item(plain: Served) -> None:
     text, done, item, completed = events[-4:]
     assert "one two" == text["text"] == done["part"]["text"]
     assert message("one two") == without_id(item["item"])
-    changing = ("id", "created_at", "output")
+    assert created["response"]["completed_at"] is None
+    assert created["response"]["created_at"] <= completed["response"]["completed_at"]
+    changing = ("id", "created_at", "completed_at", "output")
     assert {**whole, **{name: completed["response"][name] for name in changing}} == completed["response"]
     assert [item["item"]] == completed["response"]["output"]
+
+
+def test_log_probabilities_are_those_of_chats_whole_and_streamed(plain: Served) -> None:
+    chat = {"messages": [{"role": "user", "content": PROMPT}], "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    expected = plain.http.post("/v1/chat/completions", json=chat).json()["choices"][0]["logprobs"]["content"]
+    assert "one two" == "".join(entry["token"] for entry in expected) and 2 == len(expected[0]["top_logprobs"])
+    asked = {**BODY, "include": LOGPROBS, "top_logprobs": 2}
+    whole = plain.http.post(URL, json=asked).json()
+    [part] = whole["output"][0]["content"]
+    assert ("one two", expected, 2) == (part["text"], part["logprobs"], whole["top_logprobs"])
+    events = events_of(plain.http.post(URL, json={**asked, "stream": True}).text)
+    deltas = [event for event in events if event["type"] == "response.output_text.delta"]
+    assert expected == [entry for delta in deltas for entry in delta["logprobs"]]
+    assert all(delta["delta"] == "".join(entry["token"] for entry in delta["logprobs"]) for delta in deltas)
+    text, done, item, completed = events[-4:]
+    assert ("one two", expected) == (text["text"], text["logprobs"])
+    assert part == done["part"] == item["item"]["content"][0] == completed["response"]["output"][0]["content"][0]
 
 
 def test_a_response_that_is_too_long_is_incomplete(plain: Served) -> None:
     asked = {**BODY, "max_output_tokens": 3}
     body = plain.http.post(URL, json=asked).json()
     assert ("incomplete", {"reason": "max_output_tokens"}) == (body["status"], body["incomplete_details"])
+    assert body["completed_at"] is None
     assert [message("one", "incomplete")] == [without_id(item) for item in body["output"]]
     last = events_of(plain.http.post(URL, json={**asked, "stream": True}).text)[-1]
     assert "response.incomplete" == last["type"]
@@ -197,8 +221,9 @@ def call(arguments: Any) -> dict[str, Any]:
         ({"conversation": "conv_1"}, "`conversation` needs responses that are stored"),
         ({"background": True}, "`background` needs responses that are stored"),
         ({"prompt": {"id": "x"}}, "`prompt` is not served"),
-        ({"top_logprobs": 2}, "`top_logprobs` is not served"),
-        ({"include": ["message.output_text.logprobs"]}, "`include` has message.output_text.logprobs"),
+        ({"top_logprobs": 2}, "`top_logprobs` is 2, and `include` has no message.output_text.logprobs: add it"),
+        ({"include": LOGPROBS, "top_logprobs": 99}, "`top_logprobs` must be >= 0 and <= 5 (max_top_n_tokens)"),
+        ({"include": LOGPROBS, "tools": [TOOL]}, "`include` has message.output_text.logprobs, which answers that may"),
         (
             {"text": {"format": {"type": "xml"}}},
             "`text.format.type` is xml: give one of text, json_object, ",

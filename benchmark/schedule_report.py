@@ -1,0 +1,181 @@
+"""The report of `offline --schedule`: rows with FlexGen's headings, as FlexGen prints them, and one table beside it."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from benchmark import launch, memory, shards
+from benchmark.prompts import Prompt
+from benchmark.report import GIB, Result, RunContext, arguments_of, footer, table
+from benchmark.roofline import ServedModel
+from benchmark.schedules import Phases, Policy, length_of
+from benchmark.shapes import DTYPE_BYTES
+from benchmark.streaming import Measured, Streamed
+from benchmark.timed_shards import StepRecord
+from router.client import ModelInfo
+from router.queue import blocks_for
+
+if TYPE_CHECKING:
+    from benchmark.scheduled import Job
+
+KINDS = ("prefill", "decode", "total")
+
+
+def context(
+    args: argparse.Namespace, target: shards.MeasuredShards, info: ModelInfo, prompts: Sequence[Prompt], cut: int | None
+) -> RunContext:
+    """What a reader must know of the run."""
+    return RunContext.gather(
+        "schedules",
+        model=target.name,
+        device=info.device,
+        dtype=info.dtype,
+        num_shard=info.world_size,
+        threads=info.threads,
+        quantize=info.quantize,
+        arguments=arguments_of(args),
+        work={
+            "model": target.name,
+            "num_prompts": len(prompts),
+            "prompt_tokens": sum(len(prompt.token_ids) for prompt in prompts),
+            "max_new_tokens": sum(prompt.max_new_tokens for prompt in prompts),
+            "cut_output_length": cut,
+            "stop_at_eos": args.stop_at_eos,
+        },
+    )
+
+
+def sizes(
+    policy: Policy,
+    job: Job,
+    info: ModelInfo,
+    served: ServedModel | None,
+    records: Sequence[StepRecord],
+    server: launch.Server,
+) -> dict[str, Any]:
+    """FlexGen's sizes in bytes: the KV budget of the policy, the widest step's activations, what was in memory."""
+    longest = max(map(length_of, job.prompts))
+    tokens = policy.block * blocks_for(longest, info.block_size) * info.block_size
+    widest = max(record.prompt_tokens + record.decoding for record in records)
+    width = None if served is None else served.shape.spec.hidden_size * DTYPE_BYTES[served.dtype]
+    return {
+        "model_size_bytes": sum(info.weight_bytes),
+        "cache_size_bytes": tokens * info.kv_bytes_per_token * info.world_size,
+        "hidden_size_bytes": None if width is None else widest * width,
+        "peak_gpu_memory_bytes": None if info.device == "cpu" else memory.peak_gpu_memory(server.shard_pids()),
+        "peak_host_memory_bytes": memory.peak_host_memory(server.shard_pids()),
+    }
+
+
+def row(
+    policy: Policy, phases: Phases, foreseen: Phases | None, sizes: dict[str, Any], *, is_projected: bool
+) -> dict[str, Any]:
+    """One run's figures. What was predicted is null where the model knows nothing of such a model."""
+    expected = foreseen.row() if foreseen is not None else {}
+    return {
+        "schedule": policy.schedule,
+        "num_gpu_batches": policy.num_gpu_batches,
+        "gpu_batch_size": policy.gpu_batch_size,
+        **sizes,
+        "projected": is_projected,
+        **phases.row(),
+        **{f"predicted_{k}_tokens_per_second": expected.get(f"{k}_tokens_per_second") for k in KINDS},
+    }
+
+
+def streamed(times: Streamed, began: float, ended: float) -> dict[str, Any]:
+    """What the first shard's link did in the run."""
+    return {
+        "streamed_bytes_per_step": times.pass_bytes,
+        "streamed_bytes": times.num_bytes,
+        "waited_s": times.waited_s,
+        "link_busy": times.busy(times.reads, began, ended),
+        "layers_busy": times.busy(times.computed, began, ended),
+    }
+
+
+def notes(info: ModelInfo, measured: Measured | None) -> list[str]:
+    """How the figures are meant."""
+    found = [
+        "Prefill: steps in which nothing decodes. Decode: steps without prompts, and the tokens generated behind the "
+        "first of each sequence. A step that has both counts as decode for as long as the run's median step without "
+        "prompts takes, and as prefill for the rest. Total: from the first request to the last token, and all tokens "
+        "generated.",
+        "GB = 2**30 bytes. Model size: parameters on all shards. Cache size: the KV budget of the schedule. "
+        "Hidden size (p): activations between two layers in the largest step. Peak memory: most that the shard "
+        "processes held in the run, libraries included, and keys and values that a run before has touched. Link and "
+        "layers busy: the share of the run in which something was read, or a streamed layer computed.",
+    ]
+    found += [f"Off the device: {info.offloaded}."] if info.offloaded else []
+    if measured is None:
+        return found
+    link = measured.rates.link
+    rate = f"{link / 1e9:.2f} GB/s from where weights wait" if link < math.inf else "nothing streams"
+    found.append(
+        f"Predicted from what was measured before: {rate}, {measured.rates.memory / 1e9:.1f} GB/s from memory, and for "
+        f"{measured.rates.products[-1][0]} tokens {1e12 * measured.rates.products[-1][1]:.3g} ps for a byte of weights."
+    )
+    return found
+
+
+def markdown(result: Result) -> str:
+    """Each run as FlexGen prints it, then all in one table, then what to know about them."""
+    parts = ["\n".join(_figures(row)) for row in result.rows]
+    return "\n\n".join([*parts, _table(result.rows), footer(result)])
+
+
+def _figures(row: dict[str, Any]) -> Iterator[str]:
+    yield f"#### {row['schedule']}"
+    yield ""
+    yield f"--num-gpu-batches {row['num_gpu_batches']} --gpu-batch-size {row['gpu_batch_size']}"
+    model, cache, hidden, host = (
+        _gib(row[f"{name}_bytes"]) for name in ("model_size", "cache_size", "hidden_size", "peak_host_memory")
+    )
+    gpu = "" if row["peak_gpu_memory_bytes"] is None else f"peak gpu mem: {_gib(row['peak_gpu_memory_bytes'])}\t"
+    yield f"model size: {model}\tcache size: {cache}\thidden size (p): {hidden}"
+    yield f"{gpu}peak host mem: {host}\tprojected: {row['projected']}"
+    for kind in KINDS:
+        rate = _rate(row[f"{kind}_tokens_per_second"])
+        yield f"{kind} latency: {row[f'{kind}_latency_s']:.3f} s\t{kind} throughput: {rate} token/s"
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    headings = (
+        "Schedule",
+        "n",
+        "Decode token/s",
+        "Predicted",
+        "Total token/s",
+        "Predicted",
+        "Link busy",
+        "Layers busy",
+    )
+    cells = [
+        [
+            row["schedule"],
+            row["num_gpu_batches"],
+            _rate(row["decode_tokens_per_second"]),
+            _rate(row["predicted_decode_tokens_per_second"]),
+            _rate(row["total_tokens_per_second"]),
+            _rate(row["predicted_total_tokens_per_second"]),
+            _percent(row["link_busy"]),
+            _percent(row["layers_busy"]),
+        ]
+        for row in rows
+    ]
+    return table(headings, cells)
+
+
+def _rate(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{100 * value:.0f} %"
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "not measured" if num_bytes is None else f"{num_bytes / GIB:.3f} GB"

@@ -1,0 +1,332 @@
+"""`lockstep-bench offline --schedule …`: the same prompts by several schedules on one server, in one report.
+
+For each schedule and number of batches in a block, one row with FlexGen's headings, and beside it what the cost model
+had predicted from rates that were measured before the server began. `--schedule auto` lets the model choose. What is
+extrapolated (`--cut-output-length`) is called projected, and nothing else is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmark import interrupts, launch, plots, schedule_report, shards, streaming, timeline
+from benchmark.generating import generate
+from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts
+from benchmark.report import BenchError, Result, published
+from benchmark.roofline import ServedModel
+from benchmark.schedules import (
+    SCHEDULES,
+    Found,
+    Phases,
+    Policy,
+    StreamedCost,
+    length_of,
+    planned,
+    policies,
+    predicted,
+    search,
+)
+from benchmark.shapes import BLOCK_SIZE, ModelShape
+from benchmark.streaming import Measured, Streamed
+from benchmark.timed_shards import TimedShards
+from router.client import ModelInfo, ShardedClient
+from router.text import ModelTokenizer
+from server.offload.policy import Share
+
+AUTO = "auto"
+DEFAULT_BATCHES, DEFAULT_BATCH_SIZE = 4, 4  # FlexGen's default batch, and the first row of its table
+MOST_BATCHES = 64  # in a block that `auto` tries
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be run, decided before the server starts."""
+
+    prompts: Sequence[Prompt]  # as they are wanted
+    cut: int | None  # of their generated tokens so many are; None: all
+    policies: Sequence[Policy]
+    weights_on_device: str | None  # as a launcher's flag
+    notes: Sequence[str]
+    measured: Measured | None  # None: nothing is predicted
+
+    @property
+    def run_prompts(self) -> list[Prompt]:
+        """The prompts as they are run."""
+        return [replace(p, max_new_tokens=self.cut or p.max_new_tokens) for p in self.prompts]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(map(length_of, self.prompts))
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse options that contradict each other, and weights that nothing can keep. Raises BenchError."""
+    for name in ("num_gpu_batches", "gpu_batch_size", "shortest_output_length", "cut_output_length", "offload_memory"):
+        if getattr(args, name) is not None and not args.schedule:
+            raise BenchError(f"--{name.replace('_', '-')} is for schedules: give --schedule too, or leave it out")
+    if not args.schedule:
+        return
+    if AUTO in args.schedule and len(args.schedule) > 1:
+        raise BenchError("--schedule auto is one of the others that is chosen: give it alone, or the others")
+    if args.max_batch_size or args.max_batch_total_tokens:
+        raise BenchError(
+            "--max-batch-size and --max-batch-total-tokens follow from --num-gpu-batches × --gpu-batch-size and the "
+            "longest prompt where there is a --schedule: leave them out"
+        )
+    if args.stop_at_eos and args.cut_output_length:
+        raise BenchError("--cut-output-length extrapolates, and where sequences end is not known: drop --stop-at-eos")
+    if args.shortest_output_length and (args.prompts or args.shortest_output_length > args.output_length):
+        raise BenchError(
+            f"--shortest-output-length is {args.shortest_output_length}: it is for synthetic prompts, and at most "
+            f"--output-length, {args.output_length}"
+        )
+    if args.offload_memory is not None and AUTO not in args.schedule:
+        raise BenchError(
+            "--offload-memory is what --schedule auto may fill: leave it out, or let the schedule be chosen"
+        )
+    if args.offload_memory is not None:
+        _check_size(args.offload_memory)
+
+
+def _check_size(text: str) -> None:
+    """Refuse a size that is none. Raises BenchError."""
+    try:
+        share = Share.parse(text)
+    except ValueError as error:
+        raise BenchError(f"--offload-memory is {text}: {error}") from None
+    if not share.num_bytes:
+        raise BenchError(f"--offload-memory is {text}: give a size such as 6GB")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the prompts by each schedule on a server started for it, and print the report; 0. Raises BenchError."""
+    with launch.model_for(args) as model:
+        tokenizer = load_tokenizer(model.location, with_eos=args.stop_at_eos)
+        job = plan(args, read_prompts(args, tokenizer) if args.prompts else drawn(args, tokenizer), model.location)
+        for note in job.notes:
+            print(note, file=sys.stderr, flush=True)
+        args.weights_on_device = job.weights_on_device
+        with launch.running_server([*launch.launch_flags(args, model), *_limits(args, job)]) as server:
+            shape = shards.shape_of(model.location)
+            target = shards.MeasuredShards(server.sockets, model.name, shape, model.location, server)
+            interrupts.run(_measure(args, job, target, server, tokenizer))
+    return 0
+
+
+def drawn(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[Prompt]:
+    """Synthetic prompts, whose outputs are of one length, or of any from the shortest on."""
+    prompts = synthetic_prompts(args, tokenizer)
+    if args.shortest_output_length is None:
+        return prompts
+    draw = random.Random(args.seed)
+    lengths = range(args.shortest_output_length, args.output_length + 1)
+    return [replace(prompt, max_new_tokens=draw.choice(lengths)) for prompt in prompts]
+
+
+def _limits(args: argparse.Namespace, job: Job) -> list[str]:
+    """Launcher flags under which every policy can run."""
+    sequences = max(policy.block for policy in job.policies)
+    prompt = max(len(prompt.token_ids) for prompt in job.prompts)
+    return launch.flags_of(
+        {
+            "--max-input-length": prompt,
+            "--max-total-tokens": job.longest,
+            "--max-concurrent-requests": sequences,
+            "--max-batch-prefill-tokens": args.max_batch_prefill_tokens,
+            "--max-batch-total-tokens": sequences * -(-job.longest // BLOCK_SIZE) * BLOCK_SIZE,
+        }
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------- plan
+
+
+def plan(args: argparse.Namespace, prompts: Sequence[Prompt], location: str) -> Job:
+    """What to run with how much of the weights on the device. Raises BenchError where nothing fits."""
+    shape = shards.shape_of(location)
+    cut = _cut(args, prompts)
+    size = args.gpu_batch_size or DEFAULT_BATCH_SIZE
+    can_predict = shape is not None and shape.spec.encoder is None
+    is_auto = AUTO in args.schedule
+    if is_auto and (shape is None or not can_predict):
+        raise BenchError("--schedule auto needs a decoder whose shape is known here: name a schedule instead")
+    measured = _measured(args, shape) if shape is not None and can_predict else None
+    counts = args.num_gpu_batches or ([DEFAULT_BATCHES] if not is_auto else _powers(-(-len(prompts) // size)))
+    chosen = policies(SCHEDULES if is_auto else list(dict.fromkeys(args.schedule)), counts, size)
+    most = max(policy.block for policy in chosen)
+    if most > len(prompts) and not is_auto:
+        raise BenchError(
+            f"a block of --num-gpu-batches {max(counts)} × --gpu-batch-size {size} is {most} sequences, and there are "
+            f"{len(prompts)} prompts: raise --num-prompts or lower one of the two"
+        )
+    if not is_auto:
+        return Job(prompts, cut, chosen, args.weights_on_device, (), measured)
+    assert shape is not None and measured is not None, "refused above"
+    found, served = _search(args, prompts, chosen, shape, measured)
+    return Job(
+        prompts, cut, [found.policy], streaming.percent(found.resident), [_why(found, served, measured, args)], measured
+    )
+
+
+def _measured(args: argparse.Namespace, shape: ModelShape) -> Measured:
+    from benchmark.rates import measure  # imports torch, which takes seconds
+
+    return measure(args, shape)
+
+
+def _cut(args: argparse.Namespace, prompts: Sequence[Prompt]) -> int | None:
+    cut = args.cut_output_length
+    if cut is None:
+        return None
+    lengths = {prompt.max_new_tokens for prompt in prompts}
+    if len(lengths) > 1 or cut >= min(lengths):
+        raise BenchError(
+            f"--cut-output-length is {cut}: it extrapolates outputs of one length, and must be less than that, "
+            f"{min(lengths)} here"
+        )
+    return int(cut)
+
+
+def _powers(most: int) -> list[int]:
+    """1, 2, 4 … and the first that is `most` or more, but for those that are too many."""
+    found = [1]
+    while found[-1] < most and found[-1] < MOST_BATCHES:
+        found.append(2 * found[-1])
+    return found
+
+
+def _search(
+    args: argparse.Namespace, prompts: Sequence[Prompt], chosen: Sequence[Policy], shape: ModelShape, measured: Measured
+) -> tuple[Found, ServedModel]:
+    """The best policy that fits. Raises BenchError where none does."""
+    served = ServedModel(shape, measured.dtype, args.quantize, args.kv_cache_dtype)
+    sizes = streaming.sizes_of(served)
+    memory = streaming.memory_for(args, served, measured)
+    fixed = streaming.share_of(args.weights_on_device, sizes.layers)
+    shares = [fixed] if fixed is not None else streaming.shares_of(sizes.num_layers)
+    can_stream = measured.rates.link < math.inf
+    candidates = {}
+    for policy in chosen:
+        limits = policy.limits(
+            prompts,
+            block_size=BLOCK_SIZE,
+            vocab_size=shape.spec.vocab_size,
+            prefill_tokens=args.max_batch_prefill_tokens,
+        )
+        works = planned(policy, prompts, limits)
+        candidates[policy] = (works, limits.max_batch_total_tokens * sizes.kv_per_token)
+    found = search(
+        candidates,
+        lambda share: streaming.cost_of(sizes, measured.rates, (1 - share) * sizes.layers),
+        memory,
+        shares if can_stream else [1.0],
+    )
+    if found is None:
+        remedy = "raise --offload-memory" if args.offload_memory else "lower --gpu-batch-size"
+        where = "" if can_stream else ", and nothing can stream without --offload-dir"
+        raise BenchError(f"nothing fits into {memory / 1e9:.2f} GB beside what must stay{where}: {remedy}")
+    return found, served
+
+
+def _why(found: Found, served: ServedModel, measured: Measured, args: argparse.Namespace) -> str:
+    """What was chosen, in a sentence."""
+    policy, phases = found.policy, found.phases
+    link = measured.rates.link
+    from_where = f" with {link / 1e9:.2f} GB/s from where weights wait" if link < math.inf else ""
+    return (
+        f"auto: {policy.schedule}, blocks of {policy.num_gpu_batches} × {policy.gpu_batch_size} sequences, "
+        f"{100 * found.resident:.4g} % of the layers on the device, of {found.tried} policies that fit into "
+        f"{streaming.memory_for(args, served, measured) / 1e9:.2f} GB: predicted "
+        f"{phases.total_tokens / phases.total_s:.4g} tokens/s{from_where}"
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- measure
+
+
+async def _measure(
+    args: argparse.Namespace, job: Job, target: shards.MeasuredShards, server: launch.Server, tokenizer: ModelTokenizer
+) -> None:
+    async with shards.connect(target) as connected:
+        info = connected.info
+        context = schedule_report.context(args, target, info, job.prompts, job.cut)
+        result = Result(context, notes=[*job.notes, *schedule_report.notes(info, job.measured)])
+        result.extra = launch.startup_of(server)
+        timelines: list[timeline.Timeline] = []
+        with published(result, schedule_report.markdown, args.output) as keep, shards.causes_of(target):
+            for policy in job.policies:
+                row, times = await _run_policy(args, job, policy, connected, server, tokenizer, target)
+                result.rows.append(row)
+                timelines.append(times)
+                keep()
+        if plots.wanted(args.output) and any(one.reads for one in timelines):
+            timeline.draw(timelines, args.output / "timeline.png")
+
+
+async def _run_policy(
+    args: argparse.Namespace,
+    job: Job,
+    policy: Policy,
+    connected: shards.ConnectedShards,
+    server: launch.Server,
+    tokenizer: ModelTokenizer,
+    target: shards.MeasuredShards,
+) -> tuple[dict[str, Any], timeline.Timeline]:
+    info, client = connected.info, connected.shards
+    assert isinstance(client, ShardedClient)
+    prompts, served = job.run_prompts, shards.served_model(target, info)
+    limits = policy.limits(
+        prompts, block_size=info.block_size, vocab_size=info.vocab_size, prefill_tokens=args.max_batch_prefill_tokens
+    )
+    timed = TimedShards(client, served)
+    before = Streamed.of(await client.streamed(forget=True))
+    forget_peaks(server)
+    began = time.perf_counter()
+    await generate(timed, tokenizer, limits, prompts, info.decoder_start, policy.gang)
+    ended = time.perf_counter()
+    times = Streamed.of(await client.streamed())
+    phases = Phases.of(timed.records, ended - began)
+    foreseen = _foreseen(job, policy, served, info, before, args)
+    if job.cut is not None:
+        whole = job.prompts[0].max_new_tokens
+        phases = phases.projected(job.cut, whole)
+        foreseen = None if foreseen is None else foreseen.projected(job.cut, whole)
+    sizes = schedule_report.sizes(policy, job, info, served, timed.records, server)
+    row = schedule_report.row(policy, phases, foreseen, sizes, is_projected=job.cut is not None)
+    row |= schedule_report.streamed(times, began, ended)
+    name = f"{policy.schedule}, n = {policy.num_gpu_batches}"
+    ends = [record.answered_at for record in timed.records]
+    return row, timeline.Timeline(name, began, ended, ends, times.reads, times.computed)
+
+
+def _foreseen(
+    job: Job, policy: Policy, served: ServedModel | None, info: ModelInfo, streamed: Streamed, args: argparse.Namespace
+) -> Phases | None:
+    """What the cost model says of the run; None where it knows nothing of such a model, or of where outputs end."""
+    if job.measured is None or served is None or args.stop_at_eos:
+        return None
+    prompts = job.run_prompts
+    limits = policy.limits(
+        prompts, block_size=info.block_size, vocab_size=info.vocab_size, prefill_tokens=args.max_batch_prefill_tokens
+    )
+    cost = streaming.cost_of(
+        streaming.sizes_of(served), job.measured.rates, float(streamed.pass_bytes * info.world_size)
+    )
+    return predicted(planned(policy, prompts, limits), StreamedCost(cost))
+
+
+def forget_peaks(server: launch.Server) -> None:
+    """Have each shard's peak memory begin anew, where the kernel lets us: it is then that of one run."""
+    for pid in server.shard_pids():
+        with suppress(OSError):
+            Path(f"/proc/{pid}/clear_refs").write_text("5")

@@ -1,0 +1,249 @@
+"""The order in which a batch of sequences that is larger than a step goes through a model: row, zig-zag, diagonal.
+
+FlexGen's schedules (Sheng et al. 2023, arXiv 2303.06865) as this engine has them. A *batch* is so many sequences, a
+*block* is n batches. By row, one batch runs to its end, then the next: every step brings the weights for one batch. In
+zig-zag, the batches of a block advance together, so that a layer's weights serve all n before the next layer's come;
+the next block begins when the whole block has ended. In the diagonal order the next block's sequences enter as soon as
+those of the running block end, under the same KV budget. The tokens are the same by each.
+
+What a run was, or would be, is a list of steps; what they make of it in FlexGen's headings is arithmetic here.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmark.cost import Cost, StepWork
+from benchmark.fleet import Replica, Simulated, Tally
+from benchmark.prompts import Prompt
+from benchmark.timed_shards import StepRecord
+from benchmark.traffic import NEVER
+from router.entry import ValidRequest
+from router.limits import Limits
+from router.queue import blocks_for
+from server.offload.cost import StepCost
+
+ROW, ZIG_ZAG, DIAGONAL = "row", "zig-zag", "diagonal"
+SCHEDULES = (ROW, ZIG_ZAG, DIAGONAL)
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A schedule and its sizes."""
+
+    schedule: str
+    num_gpu_batches: int  # of a block; by row 1
+    gpu_batch_size: int  # sequences
+
+    @property
+    def block(self) -> int:
+        """Sequences that are computed together."""
+        return self.num_gpu_batches * self.gpu_batch_size
+
+    @property
+    def gang(self) -> int | None:
+        """How many sequences enter together, when all before have ended; None: each enters when there is room."""
+        return None if self.schedule == DIAGONAL else self.block
+
+    def limits(self, prompts: Sequence[Prompt], *, block_size: int, vocab_size: int, prefill_tokens: int) -> Limits:
+        """What keeps a block's sequences together, under a KV budget for a block of the longest ones.
+
+        prefill_tokens: prompt tokens of a step.
+        """
+        longest = max(length_of(prompt) for prompt in prompts)
+        blocks = self.block * blocks_for(longest, block_size)
+        return Limits(
+            max_input_length=longest,
+            max_total_tokens=longest,
+            max_batch_total_tokens=blocks * block_size,
+            max_batch_prefill_tokens=prefill_tokens,
+            block_size=block_size,
+            num_blocks=blocks,
+            max_concurrent_requests=len(prompts),
+            max_batch_size=self.block,
+            waiting_served_ratio=0.0,
+            max_waiting_tokens=20,
+            max_best_of=1,
+            max_stop_sequences=0,
+            max_top_n_tokens=0,
+            vocab_size=vocab_size,
+        )
+
+
+def policies(schedules: Sequence[str], counts: Sequence[int], gpu_batch_size: int) -> list[Policy]:
+    """One for each schedule and number of batches in a block, each once: by row there are no blocks."""
+    found = [Policy(name, 1 if name == ROW else count, gpu_batch_size) for name in schedules for count in counts]
+    return list(dict.fromkeys(found))
+
+
+def length_of(prompt: Prompt) -> int:
+    """Tokens of a prompt's sequence at its end."""
+    return len(prompt.token_ids) + prompt.max_new_tokens
+
+
+def gangs(prompts: Sequence[Prompt], gang: int | None) -> Iterator[Sequence[Prompt]]:
+    """The prompts that enter together, in their order."""
+    size = gang or len(prompts)
+    return (prompts[start : start + size] for start in range(0, len(prompts), size))
+
+
+# ------------------------------------------------------------------------------------------------------- accounting
+
+
+@dataclass(frozen=True)
+class Phases:
+    """FlexGen's figures of a run: seconds and tokens of prefill, of decode, and of all."""
+
+    prefill_s: float
+    prefill_tokens: int  # of prompts
+    decode_s: float
+    decode_tokens: int  # generated behind the first of each sequence
+    total_s: float
+    total_tokens: int  # generated
+
+    @classmethod
+    def of(cls, records: Sequence[StepRecord], total_s: float) -> Phases:
+        """From a run's steps and its whole time.
+
+        A step that has prompts and sequences that decode belongs to both: as long as the run's median step without
+        prompts takes, it counts as decode, and the rest of it as prefill.
+        """
+        seconds = step_seconds(records)
+        alone = [s for s, record in zip(seconds, records, strict=True) if record.decoding and not record.prompt_tokens]
+        most = statistics.median(alone) if alone else max(seconds, default=0.0)
+        prefill_s = decode_s = 0.0
+        for s, record in zip(seconds, records, strict=True):
+            decoding = min(s, most) if record.prompt_tokens and record.decoding else s * bool(record.decoding)
+            decode_s += decoding
+            prefill_s += s - decoding
+        return cls(
+            prefill_s,
+            sum(record.prompt_tokens for record in records),
+            decode_s,
+            sum(record.decoding for record in records),
+            total_s,
+            sum(record.generated_tokens for record in records),
+        )
+
+    def projected(self, measured: int, whole: int) -> Phases:
+        """Of sequences of `whole` generated tokens, from those of `measured`, two at least: decode goes on alike."""
+        factor = (whole - 1) / (measured - 1)
+        decode_s, decode_tokens = self.decode_s * factor, round(self.decode_tokens * factor)
+        return replace(
+            self,
+            decode_s=decode_s,
+            decode_tokens=decode_tokens,
+            total_s=self.total_s + decode_s - self.decode_s,
+            total_tokens=self.total_tokens + decode_tokens - self.decode_tokens,
+        )
+
+    def row(self) -> dict[str, Any]:
+        """The figures by FlexGen's names."""
+        figures: dict[str, Any] = {}
+        for kind in ("prefill", "decode", "total"):
+            seconds, tokens = getattr(self, f"{kind}_s"), getattr(self, f"{kind}_tokens")
+            figures[f"{kind}_latency_s"] = seconds
+            figures[f"{kind}_tokens"] = tokens
+            figures[f"{kind}_tokens_per_second"] = tokens / seconds if seconds else None
+        return figures
+
+
+def step_seconds(records: Sequence[StepRecord]) -> list[float]:
+    """How long each step took: from its request, or from the reply before it if that came later, to its reply."""
+    found, free_at = [], 0.0
+    for record in records:
+        found.append(record.answered_at - max(record.sent_at, free_at))
+        free_at = record.answered_at
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- prediction
+
+
+@dataclass(frozen=True)
+class StreamedCost:
+    """`server.offload.cost` for steps as the scheduler plans them."""
+
+    cost: StepCost
+
+    def seconds(self, work: StepWork) -> float:
+        """See `cost.Cost`."""
+        return self.cost.seconds(
+            tokens=work.prompt_tokens + work.decoding, sampled=work.sampled, kv_tokens=work.context + work.prompt_read
+        )
+
+
+@dataclass
+class _Noting:
+    """A `Cost` that keeps what it was asked for, and has every step take a second."""
+
+    works: list[StepWork]
+
+    def seconds(self, work: StepWork) -> float:
+        self.works.append(work)
+        return 1.0
+
+
+def planned(policy: Policy, prompts: Sequence[Prompt], limits: Limits) -> list[StepWork]:
+    """What each step of a run computes, as the router's own scheduler plans them; times are of no matter for that."""
+    noting = _Noting([])
+    replica, now, number = Replica(limits, noting, Tally()), 0.0, 0
+    for gang in gangs(prompts, policy.gang):
+        entries = []
+        for prompt in gang:
+            request = ValidRequest(range(len(prompt.token_ids)), prompt.max_new_tokens)
+            number += 1
+            entries.append(Simulated(number, request, output_length=prompt.max_new_tokens, arrived_at=now))
+        replica.submit_together(entries, now)
+        while replica.next_reply_at < NEVER:
+            now = replica.next_reply_at
+            replica.reply(now)
+    return [work for work in noting.works if work.prompt_tokens + work.decoding]
+
+
+def predicted(works: Sequence[StepWork], cost: Cost) -> Phases:
+    """The figures of a run of these steps, one behind the other."""
+    records, now = [], 0.0
+    for work in works:
+        began, now = now, now + cost.seconds(work)
+        records.append(StepRecord(began, work.prompt_tokens, None, now, work.sampled, work.decoding))
+    return Phases.of(records, now)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best of all policies that fit."""
+
+    policy: Policy
+    resident: float  # share of the layers' weights that stays on the device
+    phases: Phases
+    tried: int
+
+
+def search(
+    candidates: Mapping[Policy, tuple[Sequence[StepWork], float]],
+    cost_of: Callable[[float], StepCost],
+    memory: float,
+    shares: Sequence[float],
+) -> Found | None:
+    """Try every policy with every share; None where none fits.
+
+    candidates: with the steps of each and the bytes of its KV cache. cost_of: a step's cost at a share; memory: bytes
+    for layers that stay, slots, and keys and values. Best is what generates most tokens a second, of equals what
+    streams least, of these what comes first.
+    """
+    found, tried = None, 0
+    for policy, (works, kv_bytes) in candidates.items():
+        for share in sorted(shares, reverse=True):
+            cost = cost_of(share)
+            if share * cost.sizes.layers + cost.sizes.slots * (share < 1) + kv_bytes > memory:
+                continue
+            tried += 1
+            phases = predicted(works, StreamedCost(cost))
+            rate, best = phases.total_tokens / phases.total_s, found.phases if found else None
+            if found is None or best is None or rate > best.total_tokens / best.total_s * (1 + 1e-6):
+                found = Found(policy, share, phases, tried)
+    return replace(found, tried=tried) if found else None

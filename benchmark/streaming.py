@@ -1,0 +1,123 @@
+"""What streaming costs, from a model's shape and measured rates, and what the shards tell of it: for `offline`.
+
+The arithmetic is the server's (`server/offload/cost.py`); here it meets a model's shape as a whole:
+the shards of a CPU share its disk and its cores, so that all of them together are looked at as one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+
+from benchmark.report import BenchError
+from benchmark.roofline import ServedModel
+from benchmark.shapes import DTYPE_BYTES
+from router.client import StreamedReply
+from server.offload.cost import Rates, Sizes, StepCost
+from server.offload.policy import Share
+from server.offload.times import MOST_SPANS, Span, busy_seconds
+
+STREAM_COPIES, STEP_COPIES = 6, 3  # of what a step holds for each token, as the server estimates it
+WORDS = ("auto",)
+MOST_SHARES = 32  # that are tried from no layers on the device to all
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A device before the server has it: its rates, what it computes well, and its free memory."""
+
+    rates: Rates
+    dtype: str
+    free_bytes: int
+
+
+def sizes_of(served: ServedModel) -> Sizes:
+    """What the whole model's parts take, in bytes."""
+    shape, head = served.shape, served.shape.head_bytes(served.dtype, served.quantize)
+    encoder = shape.spec.encoder.num_layers if shape.spec.encoder else 0
+    return Sizes(
+        layers=shape.weight_bytes(served.dtype, served.quantize) - head - rest_bytes(served),
+        num_layers=shape.spec.num_layers + encoder,
+        head=head,
+        kv_per_token=served.kv_bytes_per_token,
+    )
+
+
+def rest_bytes(served: ServedModel) -> int:
+    """Weights that are neither a layer's nor the head's: tables, the last norm."""
+    shape = served.shape
+    rest = shape.total_parameters - shape.layer_parameters - shape.head_parameters
+    return rest * DTYPE_BYTES[served.dtype]
+
+
+def memory_for(args: argparse.Namespace, served: ServedModel, measured: Measured) -> float:
+    """Bytes for layers that stay, slots, and keys and values: what was asked for, or what is free beside the rest."""
+    if args.offload_memory is not None:
+        return float(Share.parse(args.offload_memory).num_bytes or 0)
+    spec = served.shape.spec
+    widest = max(layer.mlp.width for layer in spec.layers) + 3 * spec.num_heads * spec.head_dim
+    activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest) * DTYPE_BYTES[served.dtype]
+    beside = rest_bytes(served) + sizes_of(served).head + args.max_batch_prefill_tokens * activations
+    return float(measured.free_bytes - beside)
+
+
+def share_of(text: str | None, layers: float) -> float | None:
+    """A share of the layers' weights from an option; None: not given, or to be found. Raises BenchError."""
+    if text is None or text in WORDS:
+        return None
+    try:
+        share = Share.parse(text)
+    except ValueError as error:
+        raise BenchError(f"--weights-on-device is {text}: {error} or auto") from None
+    return share.fraction if share.fraction is not None else min(1.0, (share.num_bytes or 0) / layers)
+
+
+def shares_of(num_layers: int) -> list[float]:
+    """The shares that a search tries: whole layers, of many layers not each number."""
+    steps = min(num_layers, MOST_SHARES)
+    return [step / steps for step in range(steps + 1)]
+
+
+def percent(share: float) -> str:
+    """A share as a flag has it, rounded up, so that what is meant as whole layers has room for them."""
+    return f"{min(math.ceil(share * 1e6) / 1e4, 100.0):.4f}%"
+
+
+# --------------------------------------------------------------------------------------------- what the shards tell
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """What the first shard's link and streamed layers did in one run."""
+
+    pass_bytes: int
+    num_bytes: int
+    waited_s: float
+    reads: list[Span]
+    computed: list[Span]
+
+    @classmethod
+    def of(cls, reply: StreamedReply) -> Streamed:
+        """From the wire."""
+        reads = zip(reply.read_layers, reply.read_began_s, reply.read_ended_s, strict=True)
+        computed = zip(reply.computed_layers, reply.computed_began_s, reply.computed_ended_s, strict=True)
+        return cls(
+            reply.pass_bytes,
+            reply.bytes,
+            reply.waited_s,
+            [Span(*row) for row in reads],
+            [Span(*row) for row in computed],
+        )
+
+    def busy(self, spans: list[Span], since: float, until: float) -> float | None:
+        """The share of a run in which spans say that something was done; of its end, where the earliest are lost."""
+        if not spans:
+            return None
+        since = max(since, spans[0].began_s) if len(spans) == MOST_SPANS else since
+        return busy_seconds(spans, since, until) / max(until - since, 1e-9)
+
+
+def cost_of(sizes: Sizes, rates: Rates, streamed: float) -> StepCost:
+    """The cost of steps of which so many bytes stream."""
+    return StepCost(sizes, rates, streamed)

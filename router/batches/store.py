@@ -1,0 +1,271 @@
+"""The folder of files and batches: what is in it, whose it is, and how much more may come.
+
+    DIR/lock                 held by the router that serves it
+    DIR/files/ID.data        a file's bytes; ID.json says what it is, and is written last
+    DIR/files/ID.data.journal  while a batch writes its output (`router/jobs/journal.py`)
+    DIR/batches/ID.json      a batch
+
+Everything is readable by the server's user alone. What is known is in memory, and on the disk before anybody is told of
+it; what a kill left half done is removed at the next start. Ids are looked up, never put into a path as they come.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import logging
+import os
+import secrets
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from router.errors import NotFound, Unavailable, ValidationError
+from router.fairness import may_take
+from router.jobs.journal import journal_of, replace_durably
+from router.openai.answers import now
+
+PATIENCE_S = 10.0  # for a router that ends to leave the folder
+FILE_MODE, FOLDER_MODE = 0o600, 0o700
+TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
+Record = dict[str, Any]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """max_files: files, and batches, of one owner. Sizes are in bytes."""
+
+    max_file_bytes: int
+    max_files: int
+    max_bytes: int
+
+
+class Store:
+    """All files and batches. Raises ValueError where the folder cannot be used, in one sentence.
+
+    Records are OpenAI's objects, with `owner` (the name of an API key; "" without keys) and what `_` begins beside it.
+    """
+
+    def __init__(self, folder: Path, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.folder = folder
+        self.files: dict[str, Record] = {}  # oldest first
+        self.batches: dict[str, Record] = {}
+        self.writing: dict[str, Callable[[], int]] = {}  # bytes of outputs that grow, by batch
+        self._reserved: dict[int, tuple[str, int]] = {}  # for uploads under way: whose, and how much
+        self._kept: Counter[str] = Counter()  # bytes of whole files, by owner
+        self._numbers = itertools.count(1)
+        self._lock = -1
+        try:
+            for one in (folder / "files", folder / "batches"):
+                one.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
+            self._lock = _locked(folder / "lock")
+            self._load()
+        except OSError as error:
+            self.close()
+            said = error.strerror or str(error)
+            raise ValueError(f"batch_dir {folder} cannot be used: {said}: give a folder that may be written") from None
+
+    def close(self) -> None:
+        """Leave the folder to others."""
+        if self._lock >= 0:
+            os.close(self._lock)
+        self._lock = -1
+
+    def _load(self) -> None:
+        files, batches = (self.folder / "files"), (self.folder / "batches")
+        found = list(_records(batches))
+        self.batches = {one["id"]: one for one in sorted(found, key=_age)}
+        self.files = {one["id"]: one for one in sorted(_records(files), key=_age)}
+        for one in self.files.values():
+            self._kept[one["owner"]] += one["bytes"]
+        known = (one["_number"] for one in (*self.files.values(), *found))
+        self._numbers = itertools.count(max(known, default=0) + 1)
+        growing = {one[name] for one in found if one["status"] not in TERMINAL for name in ("_output", "_errors")}
+        for path in files.iterdir():
+            name = path.name.split(".")[0]
+            is_needed = name in growing or (path.suffix != ".journal" and path.with_name(f"{name}.json").exists())
+            if not is_needed or path.suffix in (".part", ".new"):
+                with suppress(OSError):
+                    path.unlink()
+
+    def next_number(self) -> int:
+        """For a new file or batch: they are listed in this order, whatever the clock says."""
+        return next(self._numbers)
+
+    # ------------------------------------------------------------------------------------------------------- bounds
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all files, those that grow and those that are being sent."""
+        reserved = sum(size for _, size in self._reserved.values())
+        return self._kept.total() + reserved + sum(size() for size in self.writing.values())
+
+    def _num_bytes_of(self, owner: str) -> int:
+        grown = sum(size() for id, size in self.writing.items() if self.batches[id]["owner"] == owner)
+        reserved = sum(size for whose, size in self._reserved.values() if whose == owner)
+        return grown + reserved + self._kept[owner]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether outputs may not grow any more."""
+        return self.num_bytes >= self.bounds.max_bytes
+
+    @contextmanager
+    def reserved(self, owner: str, size: int) -> Iterator[None]:
+        """Keep room for one more file while it comes. Raises ValidationError where there is none."""
+        bounds = self.bounds
+        num_files = sum(one["owner"] == owner for one in self.files.values())
+        num_files += sum(whose == owner for whose, _ in self._reserved.values())
+        if num_files >= bounds.max_files:
+            raise ValidationError(f"you keep {num_files} files, of `batch_max_files` {bounds.max_files}: delete some")
+        free, held = bounds.max_bytes - self.num_bytes, self._num_bytes_of(owner)
+        is_shared = bool(owner)  # with other keys, of which none may fill the folder alone
+        if size > free or (is_shared and not may_take(size, held=held, free=free, weight=1.0)):
+            sentence = f"a file of {size} bytes does not fit into the {free} that are left of `batch_max_bytes`"
+            raise ValidationError(f"{sentence}: delete files, or send a smaller one")
+        key = secrets.randbits(64)
+        self._reserved[key] = (owner, size)
+        try:
+            yield
+        finally:
+            del self._reserved[key]
+
+    # -------------------------------------------------------------------------------------------------------- files
+
+    def data_path(self, id: str) -> Path:
+        """Where a file's bytes are. id: of ours."""
+        return self.folder / "files" / f"{id}.data"
+
+    def part_path(self, id: str) -> Path:
+        """Where they are while they come."""
+        return self.folder / "files" / f"{id}.part"
+
+    def file(self, owner: str, id: str) -> Record:
+        """An owner's file. Raises NotFound."""
+        found = self.files.get(id)
+        if found is None or found["owner"] != owner:
+            raise NotFound(f"there is no file {id[:100]}: GET /v1/files lists yours")
+        return found
+
+    def add_file(self, owner: str, id: str, filename: str, purpose: str) -> Record:
+        """Make a file known whose bytes are there and durable; may run in a thread. Raises OSError."""
+        record: Record = {
+            "id": id,
+            "object": "file",
+            "bytes": self.data_path(id).stat().st_size,
+            "created_at": now(),
+            "expires_at": None,
+            "filename": filename,
+            "purpose": purpose,
+            "status": "processed",
+            "status_details": None,
+            "owner": owner,
+            "_number": self.next_number(),
+        }
+        self._save("files", record)
+        if id not in self.files:  # a batch that was killed at its very end makes its files known again
+            self._kept[owner] += record["bytes"]
+        self.files[id] = record
+        return record
+
+    def delete_file(self, owner: str, id: str) -> None:
+        """Raises NotFound, ValidationError where a batch needs it, and OSError."""
+        self.file(owner, id)
+        for batch in self.batches.values():
+            if batch["input_file_id"] == id and batch["status"] not in TERMINAL:
+                raise ValidationError(f"the batch {batch['id']} reads this file: cancel it first, or wait for its end")
+        (self.folder / "files" / f"{id}.json").unlink(missing_ok=True)
+        self.data_path(id).unlink(missing_ok=True)
+        self._kept[owner] -= self.files.pop(id)["bytes"]
+
+    # ------------------------------------------------------------------------------------------------------ batches
+
+    def batch(self, owner: str, id: str) -> Record:
+        """An owner's batch. Raises NotFound."""
+        found = self.batches.get(id)
+        if found is None or found["owner"] != owner:
+            raise NotFound(f"there is no batch {id[:100]}: GET /v1/batches lists yours")
+        return found
+
+    def add_batch(self, record: Record) -> None:
+        """Know a new one, which is yet to be saved; of those that are over, the owner's oldest makes room.
+
+        Raises ValidationError and OSError.
+        """
+        mine = [one for one in self.batches.values() if one["owner"] == record["owner"]]
+        if len(mine) >= self.bounds.max_files:
+            over = next((one for one in mine if one["status"] in TERMINAL), None)
+            if over is None:
+                raise ValidationError(f"you have {len(mine)} batches under way: wait for one to end, or cancel one")
+            (self.folder / "batches" / f"{over['id']}.json").unlink(missing_ok=True)
+            del self.batches[over["id"]]
+        self.batches[record["id"]] = record
+
+    def save_batch(self, record: Record) -> None:
+        """Write how a batch is now. Raises OSError."""
+        self._save("batches", record)
+
+    def forget_journals(self, record: Record) -> None:
+        """A batch is over: remove what its outputs no longer need, and outputs that are empty."""
+        for id in (record["_output"], record["_errors"]):
+            journal_of(self.data_path(id)).unlink(missing_ok=True)
+            if id not in self.files:
+                self.data_path(id).unlink(missing_ok=True)
+
+    def _save(self, kind: str, record: Record) -> None:
+        path = self.folder / kind / f"{record['id']}.json"
+        replace_durably(path, orjson.dumps(record), FILE_MODE)
+
+
+def new_id(prefix: str) -> str:
+    """An id that nobody can guess."""
+    return f"{prefix}{secrets.token_hex(12)}"
+
+
+def disk_trouble(error: OSError) -> Unavailable:
+    """What a client is told when the folder fails; the log says more."""
+    logger.error("batch_dir: %s", error)
+    return Unavailable(f"The server cannot write its files ({error.strerror}): try again later", 60)
+
+
+def _records(folder: Path) -> Iterator[Record]:
+    for path in folder.glob("*.json"):
+        try:
+            found = orjson.loads(path.read_bytes())
+            if found["id"] == path.stem and found["_number"] and (folder.name == "batches" or _has_data(path)):
+                yield found
+        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
+            logger.error("%s is left out, as it cannot be read: %s", path, error)
+
+
+def _has_data(path: Path) -> bool:
+    return path.with_suffix(".data").is_file()
+
+
+def _age(record: Record) -> int:
+    age: int = record["_number"]
+    return age
+
+
+def _locked(path: Path) -> int:
+    """A descriptor that holds the lock. Raises OSError, also where another process has it for too long."""
+    file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
+    limit = time.monotonic() + PATIENCE_S
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > limit:
+                os.close(file)
+                raise OSError(0, "another server uses it") from None
+            time.sleep(0.05)

@@ -1,0 +1,122 @@
+"""The first look at a whole input: how many lines there are, which of them share a `custom_id`, and a digest.
+
+What is decided here depends on the file alone, so that a job that is started again decides the same. Of each
+`custom_id` a table keeps 10 bytes of a digest and the number of its first line: 16 bytes a place, and twice as many
+places as lines
+or up to four times. The table is a file without a name beside the output, mapped into memory: the kernel may write
+its pages back and forget them, and its space is taken before it is used, so that a full disk is an error at once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import mmap
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from router.jobs.errors import InputChanged
+from router.jobs.lines import LineFile, custom_id_of
+
+PIECE = 1 << 18  # bytes that are read at once
+PLACE = 16  # bytes: 10 of a digest, which no two ids of a file share in practice, and 6 of a line's number
+DIGEST = 10
+LEAST_PLACES = 1024
+
+# Told how much of the work is done, from 0 to 1, some times a second at most; it may raise to end the work.
+Advanced = Callable[[float], None]
+
+
+class IdTable:
+    """The first line of each id. Raises OSError where there is no space for it."""
+
+    def __init__(self, num_ids: int, folder: Path) -> None:
+        self._mask = max(LEAST_PLACES, 1 << (2 * num_ids - 1).bit_length()) - 1
+        size = (self._mask + 1) * PLACE
+        with tempfile.TemporaryFile(dir=folder) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            self._places = mmap.mmap(file.fileno(), size)
+
+    def close(self) -> None:
+        """Give its memory and its space back."""
+        self._places.close()
+
+    def note(self, custom_id: str, line: int) -> None:
+        """Keep the line, unless an earlier one has the id."""
+        digest, at = self._find(custom_id)
+        if self._places[at : at + DIGEST] != digest:
+            self._places[at : at + PLACE] = digest + line.to_bytes(PLACE - DIGEST)
+
+    def first_line(self, custom_id: str) -> int:
+        """The first line with an id; 0 where there is none."""
+        _, at = self._find(custom_id)
+        return int.from_bytes(self._places[at + DIGEST : at + PLACE])
+
+    def _find(self, custom_id: str) -> tuple[bytes, int]:
+        """The id's digest, and where it is or would be."""
+        digest = hashlib.blake2b(custom_id.encode(errors="surrogatepass"), digest_size=DIGEST).digest()
+        place = int.from_bytes(digest[:8]) & self._mask
+        while True:
+            at = place * PLACE
+            found = self._places[at : at + PLACE]
+            if found[:DIGEST] == digest or not any(found[DIGEST:]):
+                return digest, at
+            place = (place + 1) & self._mask
+
+
+@dataclass(frozen=True)
+class Census:
+    """What is known of an input. num_lines: without blank ones. changed: its size and time when it was looked at."""
+
+    path: Path
+    num_lines: int
+    num_bytes: int
+    sha256: str
+    ids: IdTable
+    changed: tuple[int, int]
+
+    def check_unchanged(self) -> None:
+        """Raises InputChanged where the file is another one by now."""
+        if _changed(self.path) != self.changed:
+            raise InputChanged(f"{self.path} changed while it was read: put it back as it was, then start again")
+
+
+def take_census(path: Path, folder: Path, most_bytes: int, advanced: Advanced) -> Census:
+    """Look at the whole file. Raises OSError and JobError.
+
+    folder: where the table's space is taken. most_bytes: of a line that is looked into.
+    """
+    changed = _changed(path)
+    size = max(1, changed[0])
+    digest, num_ends, done = hashlib.sha256(), 0, 0
+    with path.open("rb", buffering=0) as file:
+        while piece := file.read(PIECE):
+            digest.update(piece)
+            num_ends += piece.count(b"\n")
+            done += len(piece)
+            advanced(done / size / 2)
+    ids = IdTable(num_ends + 1, folder)
+    lines = LineFile(path, most_bytes)
+    try:
+        number = num_lines = offset = 0
+        while (line := lines.read(number + 1, offset)) is not None:
+            number, offset = line.number, line.end
+            num_lines += not line.is_blank
+            if (custom_id := custom_id_of(line)) is not None:
+                ids.note(custom_id, number)
+            advanced(0.5 + offset / size / 2)
+        census = Census(path, num_lines, done, digest.hexdigest(), ids, changed)
+        census.check_unchanged()
+    except BaseException:
+        ids.close()
+        raise
+    finally:
+        lines.close()
+    return census
+
+
+def _changed(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns

@@ -1,0 +1,269 @@
+"""What is done of a job, so that whatever kills it costs no line and doubles none.
+
+The output is its own journal: each line of it names the input line that it answers (`results.py`). The file beside it,
+`OUTPUT.journal`, is a checkpoint that saves reading all of that again. In this order, about once a second: the outputs'
+bytes are made durable, then the checkpoint is written under another name, made durable, and renamed over the last one.
+So a checkpoint never speaks of a line that is not there. A job that begins again
+
+* reads the checkpoint: where to go on in the input, which lines before that were under way, how long the outputs were;
+* reads what the outputs have beyond that, keeps the whole lines of this job and cuts the rest off: a torn last line, or
+  the zeros that a power cut leaves;
+* goes on with the lines that no kept line answers.
+
+Its size is bounded by how many requests are under way. A lock on the output, which the kernel drops with the process,
+keeps a second process away. Left out: reading the input (`lines.py`), asking for answers (`runner.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import threading
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from router.jobs.census import Census
+from router.jobs.errors import InputChanged, JobError
+from router.jobs.results import read_again
+
+VERSION = 1
+MOST_LINE_BYTES = 1 << 28  # of an output, far beyond what any answer has
+
+
+@dataclass
+class State:
+    """What a checkpoint says. Offsets and lengths are in bytes; `under_way` is line -> offset."""
+
+    job: str
+    sha256: str
+    num_lines: int
+    next_line: int = 1
+    next_offset: int = 0
+    under_way: dict[int, int] = field(default_factory=dict)
+    output_bytes: int = 0
+    errors_bytes: int | None = None  # None where errors are in the output
+    completed: int = 0
+    failed: int = 0
+    is_complete: bool = False
+
+    def to_json(self) -> bytes:
+        """As a file holds it."""
+        found = {"version": VERSION, **asdict(self), "under_way": sorted(self.under_way.items())}
+        return orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+
+    @staticmethod
+    def of_json(raw: bytes) -> State:
+        """Raises ValueError for what `to_json` did not write."""
+        found: dict[str, Any] = orjson.loads(raw)
+        try:
+            if found.pop("version") != VERSION:
+                raise ValueError("another version wrote it")
+            return State(**found | {"under_way": {int(line): int(at) for line, at in found["under_way"]}})
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(str(error)) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One moment of a job. content: None where nothing has changed since the last one."""
+
+    number: int
+    content: bytes | None
+
+
+def journal_of(output: Path) -> Path:
+    """The file beside an output that says how far its job is."""
+    return output.with_name(f"{output.name}.journal")
+
+
+class Journal:
+    """An output, its errors file if there is one, and the checkpoint; open for one job. Raises JobError and OSError.
+
+    mode: of files that are made.
+    """
+
+    def __init__(self, output: Path, errors: Path | None, census: Census, mode: int = 0o666) -> None:
+        self.state = State(secrets.token_hex(6), census.sha256, census.num_lines)
+        self.recovered: set[int] = set()  # lines beyond the checkpoint that are answered already
+        self._output, self._errors, self._census, self._mode = output, errors, census, mode
+        self._files: list[int] = []  # descriptors: the output's, and the errors'
+        self._is_changed = False
+        self._saving = threading.Lock()
+        self._num_snapshots = self._num_saved = 0
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def num_left(self) -> int:
+        """Lines without an answer."""
+        return self.state.num_lines - self.state.completed - self.state.failed
+
+    def close(self) -> None:
+        """Let others have the output, once nothing is being saved."""
+        with self._saving:
+            for file in self._files:
+                os.close(file)
+            self._files = []
+
+    # ------------------------------------------------------------------------------------------------- the beginning
+
+    def _open(self) -> None:
+        known = self._read_checkpoint()
+        paths = [self._output, *([self._errors] if self._errors is not None else [])]
+        for path in paths:
+            if known is None and path.exists() and (not path.is_file() or path.stat().st_size):
+                raise JobError(f"{path} exists and belongs to no job: give another name, or move it away")
+        self._files.append(os.open(self._output, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode))
+        try:
+            fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise JobError(f"another process writes {self._output}: wait for its end, or end it") from None
+        known = self._read_checkpoint()  # the holder of the lock may have ended just now, with another one
+        if self._errors is not None:
+            self._files.append(os.open(self._errors, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode))
+        if known is None:
+            self.state.errors_bytes = 0 if self._errors is not None else None
+            self._is_changed = True
+            self.save(self.snapshot())
+            return
+        self._check(known)
+        self.state = known
+        self.state.output_bytes = self._recover(0, known.output_bytes)
+        if known.errors_bytes is not None:
+            self.state.errors_bytes = self._recover(1, known.errors_bytes)
+
+    def _read_checkpoint(self) -> State | None:
+        path = journal_of(self._output)
+        try:
+            return State.of_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            raise JobError(f"{path} cannot be read ({error}): {self._anew()}") from None
+
+    def _check(self, known: State) -> None:
+        """Raises JobError where the checkpoint is not of this input and these outputs."""
+        census, journal = self._census, journal_of(self._output)
+        if (known.sha256, known.num_lines) != (census.sha256, census.num_lines):
+            raise InputChanged(
+                f"{census.path} is not the input that {self._output} was begun with: put that back, or {self._anew()}"
+            )
+        if (known.errors_bytes is None) != (self._errors is None):
+            said = "without" if known.errors_bytes is None else "with"
+            raise JobError(
+                f"{self._output} was begun {said} a file for errors: give the same options, or {self._anew()}"
+            )
+        for file, least in zip(self._files, (known.output_bytes, known.errors_bytes or 0), strict=False):
+            if os.fstat(file).st_size < least:
+                path = self._output if file == self._files[0] else self._errors
+                raise JobError(f"{path} is shorter than {journal} says: put the whole file back, or {self._anew()}")
+
+    def _anew(self) -> str:
+        return f"delete {self._output} and {journal_of(self._output)} to begin anew"
+
+    def _recover(self, index: int, offset: int) -> int:
+        """Keep the whole lines of this job beyond `offset` and cut the rest off. Returns where the file ends then."""
+        with os.fdopen(os.dup(self._files[index]), "rb") as file:
+            file.seek(offset)
+            while (raw := file.readline(MOST_LINE_BYTES)).endswith(b"\n"):
+                found = read_again(self.state.job, raw)
+                if found is None:
+                    break
+                number, is_failure = found
+                self.recovered.add(number)
+                self._count(is_failure)
+                offset += len(raw)
+        os.ftruncate(self._files[index], offset)
+        os.lseek(self._files[index], offset, os.SEEK_SET)
+        self._is_changed = True
+        return offset
+
+    # ------------------------------------------------------------------------------------------------------ the work
+
+    def begun(self, line: int, offset: int, end: int) -> None:
+        """A line was read, and what is behind it comes next."""
+        if line >= self.state.next_line:
+            self.state.next_line, self.state.next_offset = line + 1, end
+        self.state.under_way[line] = offset
+        self._is_changed = True
+
+    def passed(self, line: int) -> None:
+        """A line asks for nothing, or an earlier run has answered it."""
+        self._is_changed = True
+        del self.state.under_way[line]
+        self.recovered.discard(line)
+
+    def write(self, line: int, text: bytes, *, is_failure: bool) -> None:
+        """A line is answered. Raises OSError; the journal can only be closed then."""
+        index = 1 if is_failure and self._errors is not None else 0
+        left = memoryview(text)
+        while left:
+            left = left[os.write(self._files[index], left) :]
+        if index:
+            self.state.errors_bytes = (self.state.errors_bytes or 0) + len(text)
+        else:
+            self.state.output_bytes += len(text)
+        self._count(is_failure)
+        del self.state.under_way[line]
+        self._is_changed = True
+
+    def _count(self, is_failure: bool) -> None:
+        if is_failure:
+            self.state.failed += 1
+        else:
+            self.state.completed += 1
+
+    def snapshot(self, *, is_complete: bool = False) -> Checkpoint:
+        """What there is to save now. To be taken where the journal is written."""
+        self.state.is_complete = is_complete
+        is_new, self._is_changed = self._is_changed or is_complete, False
+        self._num_snapshots += 1
+        return Checkpoint(self._num_snapshots, self.state.to_json() if is_new else None)
+
+    def save(self, checkpoint: Checkpoint) -> None:
+        """Make durable what a checkpoint speaks of, then the checkpoint; may run in a thread. Raises OSError."""
+        with self._saving:
+            if checkpoint.content is None or checkpoint.number < self._num_saved:
+                return
+            for file in self._files:
+                os.fdatasync(file)
+            replace_durably(journal_of(self._output), checkpoint.content, self._mode)
+            self._num_saved = checkpoint.number
+
+
+def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
+    """Write a file so that, whatever happens, either the old content is there or the new. Raises OSError."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        _write_durably(new, content, mode)
+        new.replace(path)
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def _write_durably(path: Path, content: bytes, mode: int) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def is_disk_full(error: BaseException) -> bool:
+    """Whether space or a quota ran out."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

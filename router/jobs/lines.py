@@ -1,0 +1,140 @@
+"""Lines of a batch file: where each begins, and what it asks for.
+
+A file may be of any size and a line of any length: what is longer than the limit is passed over piece by piece and
+never held. Every line that cannot be sent has its own problem, which becomes its line in the output; the others go on.
+Left out: whether a server likes the body of a request, which it says itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+MOST_CUSTOM_ID = 512  # characters, so that an answer's line is never much longer than its answer
+PIECE = 1 << 16  # bytes that are read at once of what is passed over
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One line of the input. number: from 1, blank lines included. end: the offset of the next line.
+
+    raw: None where it is longer than the limit.
+    """
+
+    number: int
+    offset: int
+    end: int
+    raw: bytes | None
+
+    @property
+    def is_blank(self) -> bool:
+        """Whether it asks for nothing, as the last line of many files."""
+        return self.raw is not None and not self.raw.strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A request that can be sent. body: JSON."""
+
+    custom_id: str
+    url: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Why a line cannot be sent. custom_id: None where the line does not even say that."""
+
+    custom_id: str | None
+    code: str
+    message: str
+
+
+class LineFile:
+    """The lines of a file that is open for reading, from wherever one wants. Raises OSError."""
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
+        self._file: BinaryIO = path.open("rb", buffering=1 << 20)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def read(self, number: int, offset: int) -> Line | None:
+        """The line that begins at `offset`; None at the end of the file."""
+        if self._file.tell() != offset:
+            self._file.seek(offset)
+        raw = self._file.readline(self.most_bytes + 1)
+        if not raw:
+            return None
+        if len(raw) <= self.most_bytes or raw.endswith(b"\n"):
+            return Line(number, offset, offset + len(raw), raw.rstrip(b"\r\n"))
+        end = offset + len(raw)
+        while raw and not raw.endswith(b"\n"):
+            raw = self._file.readline(PIECE)
+            end += len(raw)
+        return Line(number, offset, end, None)
+
+
+def custom_id_of(line: Line) -> str | None:
+    """What the line calls itself, if it says so at all."""
+    if line.raw is None:
+        return None
+    try:
+        found = orjson.loads(line.raw)
+    except orjson.JSONDecodeError:
+        return None
+    return _custom_id(found) if isinstance(found, dict) else None
+
+
+def read_request(
+    line: Line, urls: tuple[str, ...], most_bytes: int, first_line: Callable[[str], int]
+) -> Wanted | Problem:
+    """What a line asks for. urls: those that may be asked; first_line: of those with a `custom_id`, 0 for none."""
+    at = f"line {line.number}"
+    if line.raw is None:
+        return Problem(None, "line_too_long", f"{at} is longer than {most_bytes} bytes: shorten its body")
+    try:
+        found = orjson.loads(line.raw)
+    except orjson.JSONDecodeError as error:
+        return Problem(None, "invalid_json_line", f"{at} is not JSON: {error.msg} at column {error.colno}")
+    if not isinstance(found, dict):
+        return Problem(None, "invalid_json_line", f"{at} is no JSON object: write one request in each line")
+    custom_id, body = _custom_id(found), found.get("body")
+    if custom_id is None:
+        sentence = f"{at} has no `custom_id`: give each line a text of 1 to {MOST_CUSTOM_ID} characters"
+        return Problem(None, "missing_custom_id", sentence)
+    if (first := first_line(custom_id)) != line.number:
+        sentence = f"{at} has the `custom_id` of line {first}: give each line its own"
+        return Problem(custom_id, "duplicate_custom_id", sentence)
+    if problem := _problem_of(found, body, urls):
+        return Problem(custom_id, *problem)
+    return Wanted(custom_id, found["url"], orjson.dumps(body))
+
+
+def _problem_of(found: dict[str, Any], body: Any, urls: tuple[str, ...]) -> tuple[str, str] | None:
+    if found.get("method") != "POST":
+        return "invalid_method", f"`method` is {_shown(found.get('method'))}: it must be POST"
+    if found.get("url") not in urls:
+        return "invalid_url", f"`url` is {_shown(found.get('url'))}: it must be {' or '.join(urls)}"
+    if not isinstance(body, dict):
+        return "invalid_body", "`body` is no JSON object: write there what you would send to the url"
+    if body.get("stream"):
+        return "invalid_body", "`stream` is for a client that reads along: leave it out of a batch"
+    return None
+
+
+def _custom_id(found: dict[str, Any]) -> str | None:
+    custom_id = found.get("custom_id")
+    return custom_id if isinstance(custom_id, str) and 1 <= len(custom_id) <= MOST_CUSTOM_ID else None
+
+
+def _shown(value: Any) -> str:
+    """A value of a client for a sentence."""
+    return "missing" if value is None else orjson.dumps(value).decode()[:60]

@@ -1,0 +1,176 @@
+"""A job under way: so many requests at once, each tried again as it should be, and a checkpoint every second.
+
+The runner does not know who answers: over HTTP (`launch/batch_http.py`), or the server that it is part of. What it
+holds in memory is the requests that are under way and their answers, whatever the size of the input.
+
+* 429 and 503 say that the request was not taken: it is sent again when the answer's `Retry-After` says, or after waits
+  that double, for ever; so it is when no connection was made.
+* A connection that is lost after the request was sent, and 408, 424 and 5xx besides, may be the request's own fault: it
+  is tried `max_tries` times in all. Its last answer, or the last sentence, is then its line.
+* 401 is everyone's: the job stops.
+* When nobody answers anything for `give_up_s`, the job stops too. Whatever stops it, started again it goes on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from router.jobs.census import Census
+from router.jobs.errors import ServerGone
+from router.jobs.journal import Journal
+from router.jobs.lines import URLS, Line, LineFile, Problem, Wanted, read_request
+from router.jobs.results import Reply, answered, unanswered
+
+TRY_LATER = frozenset({429, 503})  # the request was not taken
+TRY_AGAIN = frozenset({408, 424, *range(500, 600)}) - TRY_LATER
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 10.0
+CHECKPOINT_S = 1.0
+
+
+class Lost(Exception):
+    """There is no answer, in one sentence. was_sent: whether the server may have seen the request."""
+
+    def __init__(self, sentence: str, *, was_sent: bool) -> None:
+        super().__init__(sentence)
+        self.was_sent = was_sent
+
+
+class Sender(Protocol):
+    """Who has requests answered."""
+
+    async def send(self, wanted: Wanted, request_id: str) -> Reply | Problem:
+        """The answer, or why this request never gets one. Raises Lost, within a time of its own."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a job is run. Times are in seconds; urls: those that lines may ask; checkpoint_s: between two."""
+
+    concurrency: int
+    urls: tuple[str, ...] = URLS
+    max_tries: int = 5
+    give_up_s: float = 3600.0
+    checkpoint_s: float = CHECKPOINT_S
+
+
+class Runner:
+    """One job, from where its journal is to its end."""
+
+    def __init__(self, census: Census, lines: LineFile, journal: Journal, sender: Sender, plan: Plan) -> None:
+        self._census = census
+        self._lines = lines
+        self._journal = journal
+        self._sender = sender
+        self._plan = plan
+        self._begun_before = iter(sorted(journal.state.under_way.items()))
+        self._reading = asyncio.Lock()
+        self._silent_since: float | None = None
+        self.trouble = ""  # why requests are waiting to be tried again, for whoever watches
+
+    async def run(self) -> None:
+        """Answer every line that is left. Raises JobError and OSError; whatever ends it, a checkpoint is tried."""
+        saving = asyncio.create_task(self._save_often())
+        working: asyncio.Future[list[None]] = asyncio.gather(*(self._work() for _ in range(self._plan.concurrency)))
+        try:
+            await asyncio.wait((saving, working), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            saving.cancel()
+            working.cancel()
+            ended = await asyncio.gather(working, saving, return_exceptions=True)
+            if isinstance(ended[0], BaseException):
+                with suppress(OSError):  # the outputs say what it would
+                    await asyncio.to_thread(self._journal.save, self._journal.snapshot())
+        for error in ended:
+            if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
+                raise error
+        self._census.check_unchanged()
+        await asyncio.to_thread(self._journal.save, self._journal.snapshot(is_complete=True))
+
+    async def _save_often(self) -> None:
+        """A checkpoint now and then; one that a thread is writing when this is cancelled is written to its end."""
+        while True:
+            await asyncio.sleep(self._plan.checkpoint_s)
+            self._census.check_unchanged()
+            await asyncio.to_thread(self._journal.save, self._journal.snapshot())
+
+    async def _work(self) -> None:
+        while (line := await self._next()) is not None:
+            if line.is_blank or line.number in self._journal.recovered:
+                self._journal.passed(line.number)
+                continue
+            text, is_failure = await self._answer(line)
+            self._journal.write(line.number, text, is_failure=is_failure)
+
+    async def _next(self) -> Line | None:
+        """The next line to answer: first those that an earlier run had begun."""
+        async with self._reading:
+            number, offset = next(self._begun_before, (0, 0))
+            if not number:
+                number, offset = self._journal.state.next_line, self._journal.state.next_offset
+            line = await asyncio.to_thread(self._lines.read, number, offset)
+            if line is not None:
+                self._journal.begun(line.number, line.offset, line.end)
+            return line
+
+    async def _answer(self, line: Line) -> tuple[bytes, bool]:
+        """The output line, and whether it says that the request failed. Raises JobError."""
+        job = self._journal.state.job
+        wanted = read_request(line, self._plan.urls, self._lines.most_bytes, self._census.ids.first_line)
+        if isinstance(wanted, Wanted):
+            found = await self._reply(wanted, f"{job}-{line.number}")
+            if isinstance(found, Reply):
+                return answered(job, line.number, wanted.custom_id, found), found.status != 200
+            wanted = found
+        return unanswered(job, line.number, wanted), True
+
+    async def _reply(self, wanted: Wanted, request_id: str) -> Reply | Problem:
+        waits, num_tries = _waits(), 0
+        while True:
+            retry_after = None
+            try:
+                found = await self._sender.send(wanted, request_id)
+            except Lost as lost:
+                self.trouble, num_tries = str(lost), num_tries + lost.was_sent
+                if num_tries >= self._plan.max_tries:
+                    sentence = f"there was no answer in {num_tries} tries, at last: {lost}"
+                    return Problem(wanted.custom_id, "no_answer", sentence)
+            else:
+                if isinstance(found, Problem) or self._is_last(found, num_tries):
+                    self.trouble = ""
+                    return found
+                retry_after = found.retry_after_s
+                num_tries += found.status in TRY_AGAIN
+            self._check_patience()
+            await asyncio.sleep(max(next(waits), retry_after or 0))
+
+    def _is_last(self, reply: Reply, num_tries: int) -> bool:
+        """Whether this answer is the request's line. Raises ServerGone."""
+        if reply.status == 401:
+            raise ServerGone("the server says that the API key is missing or wrong: give --api-key, then start again")
+        if reply.status in TRY_LATER:
+            self.trouble = f"the server answers {reply.status}"
+            if reply.status == 429:
+                self._silent_since = None
+            return False
+        self._silent_since = None
+        return reply.status not in TRY_AGAIN or num_tries + 1 >= self._plan.max_tries
+
+    def _check_patience(self) -> None:
+        now = time.monotonic()
+        self._silent_since = self._silent_since or now
+        if now - self._silent_since > self._plan.give_up_s:
+            raise ServerGone(f"{self.trouble}, for {self._plan.give_up_s:g} s: see to the server, then start again")
+
+
+def _waits() -> Iterator[float]:
+    """Seconds that double, each a little less or more, so that not all requests come back at once."""
+    wait = FIRST_WAIT_S
+    while True:
+        yield wait * random.uniform(0.5, 1)
+        wait = min(2 * wait, LONGEST_WAIT_S)

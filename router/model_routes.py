@@ -1,0 +1,53 @@
+"""`/v1/models`, for OpenAI's clients and for Anthropic's, which send `anthropic-version`: to each in its shape."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+import orjson
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from router.anthropic.documents import MessageModel, MessageModels
+from router.errors import NotFound
+from router.openai import answers
+from router.openai.documents import ErrorAnswer, ServedModel, ServedModels
+from router.serving import Services
+
+VERSION = "anthropic-version"
+Json = dict[str, Any]
+
+
+def add_model_routes(app: FastAPI, services: Services) -> None:
+    """Serve what clients ask before they choose a model. There is one, and any name of it is taken elsewhere."""
+    name, created = services.config.model_id, answers.now()
+    of_openai = {"id": name, "object": "model", "created": created, "owned_by": "lockstep"}
+    of_anthropic = {
+        "type": "model",
+        "id": name,
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
+        "lifecycle": "active",
+        "max_input_tokens": services.limits.max_input_length,
+        "max_tokens": services.limits.max_total_tokens - 1,
+    }
+    page = {"data": [of_anthropic], "has_more": False, "first_id": name, "last_id": name}
+
+    async def models(request: Request) -> Response:
+        return _in_shape(request, {"object": "list", "data": [of_openai]}, page)
+
+    async def one_model(request: Request, name: str) -> Response:
+        if name != services.config.model_id:
+            raise NotFound(f"the model {name[:200]} is not served here: this server has {services.config.model_id}")
+        return _in_shape(request, of_openai, of_anthropic)
+
+    found: Json = {"response_class": Response, "responses": {200: {"model": ServedModels | MessageModels}}}
+    app.get("/v1/models", summary="The model that is served", **found)(models)
+    found["responses"] = {200: {"model": ServedModel | MessageModel}, 404: {"model": ErrorAnswer}}
+    app.get("/v1/models/{name:path}", summary="The same by its name", **found)(one_model)
+
+
+def _in_shape(request: Request, of_openai: Json, of_anthropic: Json) -> Response:
+    body = of_anthropic if VERSION in request.headers else of_openai
+    return Response(orjson.dumps(body), media_type="application/json", headers={"vary": VERSION})

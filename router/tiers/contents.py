@@ -1,0 +1,71 @@
+"""What all ranks say of their tiers, taken together: only what every rank holds is there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from router.tiers.moving import Stored, TierSizes
+
+KEY_BYTES = 16
+RESTORED_BYTES = 2**30  # of a rank, that one step copies from the host to the device: a fraction of a second
+
+
+@dataclass(frozen=True, slots=True)
+class TierContents:
+    """The tiers of one group of shards at its start."""
+
+    sizes: TierSizes
+    stored: list[Stored]
+    rank_bytes: int  # of one block on the rank where it takes most
+    trouble: str = ""  # why the disk is not used although it was asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """What became of a move on all ranks."""
+
+    is_moved: list[bool]
+    num_damaged: int = 0
+    trouble: str = ""
+    is_full: bool = False
+    is_lost: bool = False
+
+
+def contents_of(replies: Sequence[Any]) -> TierContents:
+    """One for each rank: `OpenTiersReply`."""
+    held = [set(_rows(reply)) for reply in replies]
+    trouble = next((reply.trouble for reply in replies if reply.trouble), "")
+    most = max(reply.block_bytes for reply in replies)
+    sizes = TierSizes(
+        num_slots=min(reply.num_slots for reply in replies),
+        num_places=0 if trouble else min(reply.num_places for reply in replies),
+        block_bytes=sum(reply.block_bytes for reply in replies),
+        most_restored=max(1, RESTORED_BYTES // max(most, 1)),
+    )
+    everywhere = set.intersection(*held)
+    return TierContents(sizes, _distinct(everywhere, sizes.num_places), most, trouble)
+
+
+def _rows(reply: Any) -> Iterator[Stored]:
+    for number, (place, stamp) in enumerate(zip(reply.places, reply.stamps, strict=True)):
+        yield Stored(reply.keys[number * KEY_BYTES : (number + 1) * KEY_BYTES], place, stamp)
+
+
+def _distinct(stored: set[Stored], num_places: int) -> list[Stored]:
+    """Each key once: what a crash leaves behind may have a block twice."""
+    by_key = {one.key: one for one in sorted(stored, key=lambda one: (one.stamp, one.place)) if one.place < num_places}
+    return list(by_key.values())
+
+
+def moved_of(replies: Sequence[Any], count: int) -> Moved:
+    """One for each rank: `MoveBlocksReply`, about `count` blocks."""
+    columns = [list(reply.is_moved) if len(reply.is_moved) == count else [False] * count for reply in replies]
+    return Moved(
+        is_moved=[all(column) for column in zip(*columns, strict=True)],
+        num_damaged=sum(reply.damaged for reply in replies),
+        trouble=next((reply.trouble for reply in replies if reply.trouble), ""),
+        is_full=any(reply.is_full for reply in replies),
+        is_lost=any(reply.is_lost for reply in replies),
+    )

@@ -1,0 +1,548 @@
+// Linear layers whose weights are codes of 4 or 8 bits: y = activation(x Wᵀ + bias) + residual.
+//
+// The inputs of each token are rounded to 8 bits as well, symmetrically, with one scale for all or for each block of them;
+// products of codes are summed exactly, and each block's sum is scaled and added in float32, in the order of the blocks:
+//
+//     y[t, f] = sum over b of scale[f, b] * input scale[t, b] * (sum of codes[f, d] * input codes[t, d]
+//                                                                - zero[f, b] * sum of input codes[t, d])
+//
+// So a token's result is bit for bit the same alone and in a batch, on vector units and on matrix units. A panel (panel.h)
+// has its codes first, [word of the slots][32 outputs] words of four codes; of 4 bits two words share one, the former in
+// the lower bits. Then come scales, [block][32], and zeros, [block][32], where they differ. Slots are inputs in the order
+// of the weight's groups, filled up to whole blocks; what fills them up has the input code 0.
+//
+// Jacob et al. 2017, arXiv 1712.05877; for blocks, Dettmers et al. 2022, arXiv 2110.02861.
+
+#include <optional>
+#include <utility>
+
+#include "amx.h"
+#include "codes.h"
+#include "panel.h"
+#include "threads.h"
+#include "tile.h"
+
+namespace {
+
+// Words of a panel that stay in the L1 cache, and in L2, while the tiles of a chunk pass by.
+constexpr long SHORT_STRETCH = LEFT_WORDS, LONG_STRETCH = 4 * LEFT_WORDS;
+// How far ahead of their use weights are fetched, in bytes: into the L2 cache, and from there into L1.
+constexpr long FAR = 64 * STEP, NEAR = 8 * STEP;
+// Tokens whose sums of a panel are in registers at once, beside the codes that they are made from.
+constexpr int ROWS = MAX_ROWS<VECTORS> * 2 / 3 > 1 ? MAX_ROWS<VECTORS> * 2 / 3 : 1;
+
+struct CodeWeight : Panels {
+    const uint8_t* panels;
+    const int32_t* order;  // the input of each slot, -1 where there is none; null: slot i is input i
+    const float* fixed;    // the scale of all inputs; null: each token's own decide
+    long inputs, slots;
+    long bits;         // of a code: 4 or 8
+    long block;        // slots that share scales; where it is not all of them, 32, 64 or 128
+    long is_by_token;  // whether all blocks of a token share its scale
+    long scale_bytes;  // 2: float16, 4: float32
+    long zero;         // the code of 0; -1: each row has one for each block
+
+    long blocks() const { return slots / block; }
+    long words() const { return slots / 4; }
+    long code_bytes() const { return words() * STEP * bits / 8; }
+    long scales_bytes() const { return blocks() * PANEL * scale_bytes; }
+    long panel_bytes() const {
+        return (code_bytes() + scales_bytes() + (zero < 0 ? blocks() * PANEL : 0) + 63) / 64 * 64;
+    }
+    const uint8_t* panel(long index) const { return panels + index * panel_bytes(); }
+};
+
+template <class E, class Out>
+struct Layer {
+    const CodeWeight& weight;
+    const E* x;
+    long tokens;
+    const float* scales;  // of the inputs of each token; null: they are yet to be found
+    const E* bias;
+    const E* residual;
+    Out* out;
+    int activation;
+
+    long left_words() const { return long(blocks_of(weight.words())) * LEFT_STRIDE; }
+    Parts chunks() const { return chunks_of(tokens, left_words()); }
+};
+
+// A chunk's tokens in codes: words as tile.h has them, and of each block of each token, [block][tokens], the scale and the
+// sum of codes.
+struct Left {
+    Word* words;
+    float *scales, *sums;
+    long tokens;
+};
+
+// The scales and zeros of a panel.
+struct Scales {
+    const CodeWeight& weight;
+    const uint8_t *scales, *zeros;
+    Scales(const CodeWeight& weight, const uint8_t* panel)
+        : weight(weight), scales(panel + weight.code_bytes()), zeros(scales + weight.scales_bytes()) {}
+
+    INLINE Floats scale(long block, int vector) const {
+        const long at = block * PANEL + vector * LANES;
+        if (weight.scale_bytes == 2) return load_halves(reinterpret_cast<const uint16_t*>(scales) + at);
+        return load(reinterpret_cast<const float*>(scales) + at);
+    }
+    INLINE Ints zero(long block, int vector) const {
+        if (weight.zero >= 0) return all(int32_t(weight.zero));
+        return load_bytes(zeros + block * PANEL + vector * LANES);
+    }
+};
+
+// A block's sum of products less the zero's share. Of at most 128 slots all numbers are integers that floats have room for,
+// and vectors of floats are faster.
+template <bool IS_LONG>
+INLINE Floats exact(Ints products, Ints zero, float codes) {
+    if constexpr (IS_LONG) return __builtin_convertvector(products - zero * int32_t(codes), Floats);
+    return __builtin_convertvector(products, Floats) - __builtin_convertvector(zero, Floats) * codes;
+}
+
+// One token's inputs as floats in slots, zeros where a slot has none.
+template <class E>
+INLINE void spread(const CodeWeight& weight, const E* x, float* slots) {
+    if (weight.order) {
+        for (long slot = 0; slot < weight.slots; slot++)
+            slots[slot] = weight.order[slot] < 0 ? 0.0f : to_float(x[weight.order[slot]]);
+        return;
+    }
+    long i = 0;
+    for (; i + LANES <= weight.inputs; i += LANES) store(slots + i, load(x + i));
+    if (i < weight.inputs) store(slots + i, load_part(x + i, weight.inputs - i)), i += LANES;
+    for (; i < weight.slots; i++) slots[i] = 0.0f;
+}
+
+// The scale that the largest magnitude of `count` numbers, a multiple of 4, decides; NaN where one of them is no number.
+INLINE float scale_of(const float* slots, long count) {
+    constexpr float TINY = 1e-12f, MOST = 127.0f;
+    Floats most = {}, poison = {};
+    for (long i = 0; i < count; i += LANES) {
+        const Floats x = load_part(slots + i, count - i);
+        most = max(most, max(x, -x)), poison += x - x;
+    }
+    return (max(all(largest(most)), all(TINY))[0] + sum(poison)) / MOST;
+}
+
+// Codes of `count` numbers, a multiple of 4, and their sum.
+INLINE float round_slots(const float* slots, long count, float scale, int8_t* codes) {
+    const Floats inverse = all(1.0f / scale);
+    Ints total = {};
+    for (long i = 0; i < count; i += LANES) {
+        const Ints rounded = nearest_codes(load_part(slots + i, count - i) * inverse);
+        total += rounded;
+        if (count - i >= LANES) {
+            store_codes(codes + i, rounded);
+        } else {
+            int8_t rest[LANES];
+            store_codes(rest, rounded);
+            memcpy(codes + i, rest, size_t(count - i));
+        }
+    }
+    int32_t all_lanes = 0;
+    for (int lane = 0; lane < LANES; lane++) all_lanes += total[lane];
+    return float(all_lanes);
+}
+
+// One token of a tile of `rows`: its place in the first block of words is `to`, its number in the chunk is `token`.
+template <class E, class Out>
+void pack_token(const Layer<E, Out>& layer, long number, long token, Word* to, int rows, const Left& left, float* slots) {
+    const CodeWeight& weight = layer.weight;
+    spread(weight, layer.x + number * weight.inputs, slots);
+    int8_t* const codes = reinterpret_cast<int8_t*>(slots + weight.slots + LANES);
+    float scale = layer.scales ? layer.scales[number] : weight.fixed ? *weight.fixed : 0.0f;
+    const bool is_known = layer.scales || weight.fixed;
+    if (!is_known && weight.is_by_token) scale = scale_of(slots, weight.slots);
+    for (long block = 0; block < weight.blocks(); block++) {
+        const float* const at = slots + block * weight.block;
+        if (!is_known && !weight.is_by_token) scale = scale_of(at, weight.block);
+        left.scales[block * left.tokens + token] = scale;
+        left.sums[block * left.tokens + token] = round_slots(at, weight.block, scale, codes + block * weight.block);
+    }
+    for (long word = 0; word < weight.words(); word += LEFT_WORDS, to += rows * LEFT_STRIDE)
+        memcpy(to, codes + 4 * word, size_t(4 * min(weight.words() - word, LEFT_WORDS)));
+}
+
+template <class E, class Out>
+void pack_tokens(const Layer<E, Out>& layer, const Parts& tiles, long first, const Left& left) {
+    static thread_local Workspace slots_memory;
+    float* const slots = slots_memory.take<float>(2 * layer.weight.slots + 4 * LANES);
+    const int blocks = blocks_of(layer.weight.words());
+    for (int tile = 0; tile < tiles.number; tile++) {
+        const int rows = tiles.length(tile);
+        Word* to = left.words + long(tiles.first(tile)) * blocks * LEFT_STRIDE;
+        for (int row = 0; row < rows; row++) {
+            const long token = tiles.first(tile) + row;
+            pack_token(layer, first + token, token, to + row * LEFT_STRIDE, rows, left, slots);
+        }
+    }
+}
+
+INLINE void fetch(const uint8_t* codes) {
+    for (int line = 0; line < STEP; line += 64) {
+        __builtin_prefetch(codes + NEAR + line, 0, 3);
+        __builtin_prefetch(codes + FAR + line, 0, 2);
+    }
+}
+
+// Add the products of `count` words of M tokens with those of a panel; an even number of words where they have 4 bits.
+template <int BITS, int M>
+INLINE void add_products(Ints (&totals)[M][VECTORS], const Word* left, const uint8_t* codes, long count) {
+    constexpr int TOGETHER = 8 / BITS;
+    for (long k = 0; k < count; k += TOGETHER, codes += STEP) {
+        fetch(codes);
+        Words words[VECTORS];
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) words[v] = load(reinterpret_cast<const Word*>(codes) + v * LANES);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) {
+            const Word *const at = left + m * LEFT_STRIDE + k;
+#pragma GCC unroll 8
+            for (int v = 0; v < VECTORS; v++) {
+                if constexpr (BITS == 8) {
+                    totals[m][v] = dot_codes(totals[m][v], words[v], at[0]);
+                } else {
+                    totals[m][v] = dot_codes(totals[m][v], words[v] & 0x0F0F0F0Fu, at[0]);
+                    totals[m][v] = dot_codes(totals[m][v], words[v] >> 4 & 0x0F0F0F0Fu, at[1]);
+                }
+            }
+        }
+    }
+}
+
+// Add what a block contributes to the sums of M tokens, whose input codes have the sums `codes` and the scales `inputs`.
+template <bool IS_LONG, int M>
+INLINE void add_scaled(
+    const Ints (&totals)[M][VECTORS], const Scales& scales, long block, const float* codes, const float* inputs, float* sums
+) {
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) {
+        const Floats scale = scales.scale(block, v);
+        const Ints zero = scales.zero(block, v);
+#pragma GCC unroll 12
+        for (int m = 0; m < M; m++) {
+            float* const at = sums + m * PANEL + v * LANES;
+            const Floats part = exact<IS_LONG>(totals[m][v], zero, codes[m]) * inputs[m];
+            store(at, fused(part, scale, block ? load(at) : Floats{}));
+        }
+    }
+}
+
+// The sums [M][PANEL] of a tile of M tokens with a panel, on vector units. `first` is the tile's first token in the chunk.
+template <int BITS, int M>
+void multiply_tile(const CodeWeight& weight, const uint8_t* codes, const Left& left, long first, float* sums) {
+    const Scales scales(weight, codes);
+    const Word* const words = left.words + first * blocks_of(weight.words()) * LEFT_STRIDE;
+    const long block_words = weight.block / 4;
+    long k = 0;
+    for (long block = 0; block < weight.blocks(); block++) {
+        Ints totals[M][VECTORS] = {};
+        for (const long stop = k + block_words; k < stop;) {
+            const long count = min(stop - k, LEFT_WORDS - k % LEFT_WORDS);
+            add_products<BITS, M>(totals, words + k / LEFT_WORDS * M * LEFT_STRIDE + k % LEFT_WORDS, codes, count);
+            codes += count * STEP * BITS / 8, k += count;
+        }
+        const long place = block * left.tokens + first;
+        if (block_words > LEFT_WORDS)
+            add_scaled<true, M>(totals, scales, block, left.sums + place, left.scales + place, sums);
+        else
+            add_scaled<false, M>(totals, scales, block, left.sums + place, left.scales + place, sums);
+    }
+}
+
+// multiply_tile<BITS, rows>, for 1 … ROWS rows.
+template <int BITS, int... M>
+INLINE auto multiply_tile_of(int rows, std::integer_sequence<int, M...>) {
+    static constexpr decltype(&multiply_tile<BITS, 1>) functions[] = {multiply_tile<BITS, M + 1>...};
+    return functions[rows - 1];
+}
+
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__)
+constexpr bool HAS_TILES = true;
+
+// Words of codes of 8 bits from `count` words that have 4.
+void expand(const uint8_t* codes, long count, Word* out) {
+    for (long k = 0; k < count; k += 2, codes += STEP, out += 2 * PANEL) {
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) {
+            const Words words = load(reinterpret_cast<const Word*>(codes) + v * LANES);
+            store(out + v * LANES, words & 0x0F0F0F0Fu);
+            store(out + PANEL + v * LANES, words >> 4 & 0x0F0F0F0Fu);
+        }
+    }
+}
+
+// What a tile fetches for later while it is multiplied: its share of as many words of the panel as it goes through.
+struct Ahead {
+    const uint8_t* codes;
+    long word_bytes;
+    INLINE void fetch(long first, long words) const {
+        for (long line = first * word_bytes; line < (first + words) * word_bytes; line += 64)
+            __builtin_prefetch(codes + line, 0, 2);
+    }
+};
+
+// Add the products of `words` words of a tile of tokens, `at(k)` being where they lie, to the sums in the registers.
+template <class At>
+INLINE void multiply_words(
+    amx::Registers& registers, const At& at, const Word* right, long words, int rows, const Ahead& ahead, long first
+) {
+    registers.shape(rows, int(min(words, long(amx::DEPTH))));
+    for (long k = 0; k < words; k += amx::DEPTH) {
+        ahead.fetch(first + k, min(words - k, amx::DEPTH));
+        amx::multiply_codes(at(k), right + k * PANEL, PANEL, rows > 16);
+    }
+}
+
+// Add what a block contributes to the sums of a tile.
+template <bool IS_LONG>
+void add_scaled(
+    const Scales& scales, const Left& left, long block, long first, int rows, const int32_t* products, float* sums
+) {
+    const float *const codes = left.sums + block * left.tokens + first;
+    const float* const inputs = left.scales + block * left.tokens + first;
+    for (int v = 0; v < VECTORS; v++) {
+        const Floats scale = scales.scale(block, v);
+        const Ints zero = scales.zero(block, v);
+        for (int row = 0; row < rows; row++) {
+            const Ints total = (Ints)load(reinterpret_cast<const Word*>(products) + row * PANEL + v * LANES);
+            float* const at = sums + row * PANEL + v * LANES;
+            const Floats part = exact<IS_LONG>(total, zero, codes[row]) * inputs[row];
+            store(at, fused(part, scale, block ? load(at) : Floats{}));
+        }
+    }
+}
+
+// Blocks `block` … `stop` - 1 of a tile, whose codes of 8 bits begin at `right`. A block's products are scaled while the
+// next one's are computed.
+void multiply_short_blocks(
+    amx::Registers& registers, const CodeWeight& weight, const Scales& scales, const Left& left, long first, int rows,
+    const Word* right, long block, long stop, const Ahead& ahead, float* sums
+) {
+    alignas(64) int32_t products[2][amx::ROWS * PANEL];
+    const long block_words = weight.block / 4;
+    const Word* const words = left.words + first * blocks_of(weight.words()) * LEFT_STRIDE;
+    for (const long begin = block; block < stop; block++, right += block_words * PANEL) {
+        amx::load_sums(nullptr, PANEL, rows > 16, true);
+        const auto at = [&](long k) {
+            k += block * block_words;
+            return words + k / LEFT_WORDS * rows * LEFT_STRIDE + k % LEFT_WORDS;
+        };
+        multiply_words(registers, at, right, block_words, rows, ahead, (block - begin) * block_words);
+        if (block > begin) add_scaled<false>(scales, left, block - 1, first, rows, products[(block - 1) % 2], sums);
+        amx::store_sums(reinterpret_cast<float*>(products[block % 2]), PANEL, rows > 16);
+    }
+    add_scaled<false>(scales, left, stop - 1, first, rows, products[(stop - 1) % 2], sums);
+}
+
+// Go on with the exact sums of a tile over `count` words of its one block, from word `start` on.
+void multiply_long_block(
+    amx::Registers& registers, const CodeWeight& weight, const Left& left, long first, int rows, const Word* right,
+    long start, long count, const Ahead& ahead, int32_t* products
+) {
+    const Word* const words = left.words + first * blocks_of(weight.words()) * LEFT_STRIDE;
+    float* const sums = reinterpret_cast<float*>(products);
+    const long whole = count / amx::DEPTH * amx::DEPTH;
+    const auto at_from = [&](long begin) {
+        return [=](long k) {
+            k += begin;
+            return words + k / LEFT_WORDS * rows * LEFT_STRIDE + k % LEFT_WORDS;
+        };
+    };
+    bool is_first = start == 0;
+    if (whole) {
+        registers.shape(rows, amx::DEPTH);
+        amx::load_sums(sums, PANEL, rows > 16, is_first);
+        multiply_words(registers, at_from(start), right, whole, rows, ahead, 0);
+        amx::store_sums(sums, PANEL, rows > 16);
+        is_first = false;
+    }
+    if (whole == count) return;
+    registers.shape(rows, int(count - whole));
+    amx::load_sums(sums, PANEL, rows > 16, is_first);
+    multiply_words(registers, at_from(start + whole), right + whole * PANEL, count - whole, rows, ahead, whole);
+    amx::store_sums(sums, PANEL, rows > 16);
+}
+
+// The sums [tokens][PANEL] of a chunk's tiles with a panel, on matrix units.
+void multiply_chunk(
+    amx::Registers& registers, const CodeWeight& weight, const uint8_t* panel, const Left& left, const Parts& tiles,
+    float* sums
+) {
+    alignas(64) Word expanded[SHORT_STRETCH * PANEL];
+    const Scales scales(weight, panel);
+    const bool is_long = weight.blocks() == 1 && weight.bits == 8;
+    const long stretch = is_long ? LONG_STRETCH : SHORT_STRETCH, block_words = weight.block / 4;
+    for (long start = 0; start < weight.words(); start += stretch) {
+        const long count = min(weight.words() - start, stretch);
+        const uint8_t* const codes = panel + start * STEP * weight.bits / 8;
+        const Word* right = reinterpret_cast<const Word*>(codes);
+        if (weight.bits == 4) expand(codes, count, expanded), right = expanded;
+        for (int tile = 0; tile < tiles.number; tile++) {
+            const long first = tiles.first(tile);
+            const int rows = tiles.length(tile);
+            float* const at = sums + first * PANEL;
+            const long word_bytes = STEP * weight.bits / 8, share = word_bytes / tiles.number;
+            const Ahead ahead{codes + (word_bytes + tile * share) * count, share};
+            if (!is_long) {
+                const long block = start / block_words, stop = (start + count) / block_words;
+                registers.shape(rows, int(min(block_words, long(amx::DEPTH))));
+                multiply_short_blocks(registers, weight, scales, left, first, rows, right, block, stop, ahead, at);
+                continue;
+            }
+            int32_t* const products = reinterpret_cast<int32_t*>(at);
+            multiply_long_block(registers, weight, left, first, rows, right, start, count, ahead, products);
+            if (start + count == weight.words()) add_scaled<true>(scales, left, 0, first, rows, products, at);
+        }
+    }
+}
+#else
+constexpr bool HAS_TILES = false;
+#endif
+
+// The outputs of a chunk's packed tokens, from token `first` on, that belong to a panel.
+template <class E, class Out>
+void apply_panel(
+    const Layer<E, Out>& layer, const Parts& tiles, const Left& left, long first, long panel, float* sums,
+    [[maybe_unused]] amx::Registers* registers
+) {
+    const CodeWeight& weight = layer.weight;
+    const uint8_t* const at = weight.panel(panel);
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__)
+    if (registers) multiply_chunk(*registers, weight, at, left, tiles, sums);
+#endif
+    for (int tile = 0; tile < tiles.number; tile++) {
+        const int row = tiles.first(tile), rows = tiles.length(tile);
+        if (!registers) {
+            const auto sequence = std::make_integer_sequence<int, ROWS>();
+            const auto multiply = weight.bits == 4 ? multiply_tile_of<4>(rows, sequence) : multiply_tile_of<8>(rows, sequence);
+            multiply(weight, at, left, row, sums + row * PANEL);
+        }
+        FINISH<Layer<E, Out>>[layer.activation](layer, panel, first + row, rows, sums + row * PANEL);
+    }
+}
+
+// Units of work are (chunk of tokens, panel), chunks outermost.
+template <class E, class Out>
+void work(const Layer<E, Out>& layer, Queue& queue) {
+    static thread_local Workspace left_memory, scales_memory, sums_memory;
+    const Parts chunks = layer.chunks();
+    const long panels = layer.weight.num_panels(), longest = chunks.longest(), blocks = layer.weight.blocks();
+    float* const scales = scales_memory.take<float>(2 * longest * blocks);
+    Left left{left_memory.take<Word>(longest * layer.left_words()), scales, scales + longest * blocks, longest};
+    float* const sums = sums_memory.take<float>(longest * PANEL);
+    const bool uses_amx = HAS_TILES && amx::USES_AMX;
+    std::optional<amx::Registers> state;
+    if (uses_amx) state.emplace();
+    int packed = -1;
+    for (long unit, stop; queue.take(unit, stop);) {
+        for (; unit < stop; unit++) {
+            const int chunk = int(unit / panels), tokens = chunks.length(chunk);
+            amx::Registers* const registers = uses_amx && tokens > ROWS ? &*state : nullptr;
+            const Parts tiles(tokens, registers ? amx::ROWS : ROWS);
+            if (packed != chunk) pack_tokens(layer, tiles, chunks.first(chunk), left);
+            packed = chunk;
+            apply_panel(layer, tiles, left, chunks.first(chunk), unit % panels, sums, registers);
+        }
+    }
+}
+
+// x: [T, D]; scales: [T] of the inputs, or null; bias: [rows of the weight] or null; residual: [T, F] or null; out: [T, F].
+template <class E, class Out>
+void linear(
+    const CodeWeight* weight, const E* x, long tokens, const float* scales, const E* bias, const E* residual, Out* out,
+    int activation, int threads
+) {
+    const Layer<E, Out> layer{*weight, x, tokens, scales, bias, residual, out, activation};
+    on_threads(threads, weight->num_panels() * layer.chunks().number, 2, [&](Queue& queue) { work(layer, queue); });
+}
+
+// x: [T, D] sorted by expert, of which expert e owns the tokens ends[e - 1] … ends[e] - 1; out: [T, F].
+template <class E>
+void grouped(
+    const CodeWeight* const* experts, long count, const int32_t* ends, const E* x, E* out, int activation, int threads
+) {
+    for (long expert = 0, first = 0; expert < count; first = ends[expert++]) {
+        const CodeWeight* weight = experts[expert];
+        const E* const none = nullptr;
+        const long tokens = ends[expert] - first;
+        if (!tokens) continue;
+        linear<E, E>(
+            weight, x + first * weight->inputs, tokens, nullptr, none, none, out + first * weight->outputs, activation,
+            threads
+        );
+    }
+}
+
+// One panel of codes [rows, slots], scales and zeros [rows, blocks]; a scale is a bit pattern of scale_bytes.
+void pack_panel(
+    const CodeWeight& weight, const uint8_t* codes, const uint8_t* scales, const uint8_t* zeros, long panel, uint8_t* out
+) {
+    memset(out, 0, size_t(weight.panel_bytes()));
+    uint8_t *const scales_at = out + weight.code_bytes(), *const zeros_at = scales_at + weight.scales_bytes();
+    const long blocks = weight.blocks(), size = weight.scale_bytes;
+    for (int lane = 0; lane < PANEL; lane++) {
+        const long row = weight.row_of(panel, lane);
+        if (row < 0) continue;
+        const uint8_t* const of_row = codes + row * weight.slots;
+        const long words = weight.slots / 4;
+        uint8_t* const to = out + lane * 4;
+        for (long word = 0; weight.bits == 8 && word < words; word++) memcpy(to + word * STEP, of_row + word * 4, 4);
+        for (long word = 0; weight.bits != 8 && word < words; word += 2) {
+            uint32_t low, high = 0;
+            memcpy(&low, of_row + word * 4, 4);
+            if (word + 1 < words) memcpy(&high, of_row + word * 4 + 4, 4);
+            low |= high << 4;
+            memcpy(to + word / 2 * STEP, &low, 4);
+        }
+        for (long block = 0; block < blocks; block++) {
+            memcpy(scales_at + (block * PANEL + lane) * size, scales + (row * blocks + block) * size, size_t(size));
+            if (weight.zero < 0) zeros_at[block * PANEL + lane] = zeros[row * blocks + block];
+        }
+    }
+}
+
+// Fill the panels. zeros: null where all are weight->zero.
+void pack(const CodeWeight* weight, const uint8_t* codes, const uint8_t* scales, const uint8_t* zeros, int threads) {
+    on_threads(threads, weight->num_panels(), 1, [&](Queue& queue) {
+        for (long panel, stop; queue.take(panel, stop);)
+            for (; panel < stop; panel++)
+                pack_panel(*weight, codes, scales, zeros, panel, const_cast<uint8_t*>(weight->panel(panel)));
+    });
+}
+
+// out [count, inputs]: what rows `ids` of the weight stand for; of one that is not gated.
+template <class E>
+void unpack(const CodeWeight* weight, const int64_t* ids, long count, E* out, int threads) {
+    on_threads(threads, count, 4, [&](Queue& queue) {
+        for (long row, stop; queue.take(row, stop);) {
+            for (; row < stop; row++) {
+                const uint8_t* const panel = weight->panel(ids[row] / PANEL);
+                const Scales scales(*weight, panel);
+                const int lane = int(ids[row] % PANEL), vector = lane / LANES;
+                for (long slot = 0; slot < weight->slots; slot++) {
+                    const long input = weight->order ? weight->order[slot] : slot < weight->inputs ? slot : -1;
+                    if (input < 0) continue;
+                    const long block = slot / weight->block, word = slot / 4, byte = lane * 4 + slot % 4;
+                    const int code = weight->bits == 8 ? panel[word * STEP + byte]
+                                                       : panel[word / 2 * STEP + byte] >> (word % 2 * 4) & 15;
+                    const int zero = scales.zero(block, vector)[lane % LANES];
+                    out[row * weight->inputs + input] = from_float<E>(float(code - zero) * scales.scale(block, vector)[lane % LANES]);
+                }
+            }
+        }
+    });
+}
+
+}  // namespace
+
+EXPORT(pack_codes, pack)
+EXPORT(unpack_codes_f32, unpack<float>)
+EXPORT(unpack_codes_bf16, unpack<Bf16>)
+EXPORT(grouped_codes_f32, grouped<float>)
+EXPORT(grouped_codes_bf16, grouped<Bf16>)
+EXPORT(linear_codes_f32, linear<float, float>)
+EXPORT(linear_codes_bf16, linear<Bf16, Bf16>)
+EXPORT(linear_codes_bf16_to_f32, linear<Bf16, float>)

@@ -1,0 +1,193 @@
+"""Linear layers of quantised weights by compiled kernels: 4 and 8 bits, computed in integers (`codes.cpp`).
+
+The inputs of a product are rounded to 8 bits too. Where a checkpoint wants that, it is done as it says, with one scale
+for each token. Where it leaves inputs as they are, as formats of 4 bits do, each block of at most 128 inputs of a token
+has a scale of its own; `arranged` says which. That is only done to bfloat16: who computes in float32 compares. A result
+is bit for bit the same whatever else is in the step.
+
+Left out, and computed as `levels.py` says: tables of levels (NF4, FP4), float8, zeros that are no codes, and inputs
+whose rounding has a zero of its own.
+
+Shapes: T tokens, D input features, F output features, S slots, B blocks of slots.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from server.backends.cpu.kernels import Kernels
+from server.backends.cpu.layers import LINE, PANEL_ROWS, PanelFormat, address_of
+from server.backends.cpu.memory import Arena
+from server.backends.protocol import Maximum
+from server.quant.rounding import scale_of
+from server.quant.sizes import slots_of
+from server.quant.stored import QuantisedWeight
+
+
+class _CodeWeight(ctypes.Structure):
+    """`CodeWeight` of codes.cpp."""
+
+    _fields_ = (
+        ("outputs", ctypes.c_long),
+        ("is_gated", ctypes.c_long),
+        ("panels", ctypes.c_void_p),
+        ("order", ctypes.c_void_p),
+        ("fixed", ctypes.c_void_p),
+        ("inputs", ctypes.c_long),
+        ("slots", ctypes.c_long),
+        ("bits", ctypes.c_long),
+        ("block", ctypes.c_long),
+        ("is_by_token", ctypes.c_long),
+        ("scale_bytes", ctypes.c_long),
+        ("zero", ctypes.c_long),
+    )
+
+
+@dataclass(frozen=True)
+class Arranged:
+    """A weight in the order in which its products are summed.
+
+    codes [F, S] uint8, of `bits` bits, 4 or 8; scale [F, B] float32; zero [F, B] float32, integers. order [S] int32:
+    the input of each slot, -1 where there is none; None: the inputs in their order, then none. block: slots that
+    share scales. is_by_token: whether all blocks of a token's inputs share their scale.
+    """
+
+    codes: Tensor
+    bits: int
+    scale: Tensor
+    zero: Tensor
+    order: Tensor | None
+    block: int
+    is_by_token: bool
+
+
+def takes(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
+    """Whether the kernels can compute with this weight."""
+    if weight.levels is not None or weight.codes.dtype not in (torch.uint8, torch.int8):
+        return False
+    if weight.zero is not None and not _are_codes(weight.zero + _raise(weight)):
+        return False
+    inputs = weight.inputs
+    if inputs is None:
+        return dtype == torch.bfloat16
+    return inputs.dtype == torch.int8 and not inputs.group and inputs.zero is None and inputs.most is None
+
+
+def arranged(weight: QuantisedWeight) -> Arranged:
+    """Codes and scales in slots: inputs by groups, each filled up to whole blocks."""
+    width = weight.shape[1]
+    raised = _raise(weight)
+    bits = 4 if raised == 0 and weight.bits <= 4 else 8
+    by_token = weight.inputs is not None
+    if by_token and bits == 8 and weight.scale.shape[1] == 1:
+        order, of_block, block = torch.arange(width), torch.zeros(1, dtype=torch.int64), -(-width // 4) * 4
+        order = F.pad(order, (0, block - width), value=-1)
+    else:
+        order, of_block, block = _slots(weight.groups)
+    codes = weight.codes.view(torch.uint8) ^ 128 if raised else weight.codes
+    if len(order) > width or not torch.equal(order, torch.arange(width)):
+        codes = F.pad(codes, (0, 1))[:, order]  # slot -1 is the column of zeros
+    zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
+    is_plain = torch.equal(order[:width], torch.arange(width)) and bool((order[width:] < 0).all())
+    return Arranged(
+        codes=codes.contiguous(),
+        bits=bits,
+        scale=weight.scale[:, of_block].contiguous(),
+        zero=(zero[:, of_block] + raised).contiguous(),
+        order=None if is_plain else order.int(),
+        block=block,
+        is_by_token=by_token,
+    )
+
+
+def _slots(groups: Tensor) -> tuple[Tensor, Tensor, int]:
+    """The input of each slot [S], -1 where there is none; the group of each block [B]; the slots of a block."""
+    counts = torch.bincount(groups)
+    block, slots = slots_of(counts.tolist())
+    blocks = -(-counts // block)
+    of_block = torch.repeat_interleave(torch.arange(len(counts)), blocks)
+    order = torch.full((slots,), -1, dtype=torch.int64)
+    begin = (blocks * block).cumsum(0) - blocks * block
+    by_group = torch.argsort(groups, stable=True)
+    within = torch.arange(len(groups)) - (counts.cumsum(0) - counts)[groups[by_group]]
+    order[begin[groups[by_group]] + within] = by_group
+    return order, of_block, block
+
+
+def _raise(weight: QuantisedWeight) -> int:
+    """What makes codes unsigned."""
+    return 128 if weight.codes.dtype == torch.int8 else 0
+
+
+def _are_codes(zero: Tensor) -> bool:
+    return bool(((zero == zero.round()) & (zero >= 0) & (zero <= 255)).all())
+
+
+class CodeFormat(PanelFormat):
+    """A quantised weight [F, D] that only the kernels can read.
+
+    dtype: of the inputs. is_gated: the weight is [gate | up], [2 F, D]. maximum: over all ranks, where the inputs are
+    divided among them and each token has one scale.
+    """
+
+    def __init__(
+        self,
+        kernels: Kernels,
+        arena: Arena,
+        weight: QuantisedWeight,
+        dtype: torch.dtype,
+        *,
+        is_gated: bool = False,
+        maximum: Maximum | None = None,
+    ):
+        rows, inputs = weight.shape
+        self.dtype, self.inputs, self.outputs = dtype, inputs, rows // 2 if is_gated else rows
+        laid = arranged(weight)
+        scales = laid.scale.half() if torch.equal(laid.scale.half().float(), laid.scale) else laid.scale
+        first = int(laid.zero[0, 0])
+        zeros = None if bool((laid.zero == first).all()) else laid.zero.to(torch.uint8)
+        self._order = laid.order
+        self._fixed = None if weight.inputs is None else weight.inputs.scale
+        slots, blocks = laid.codes.shape[1], laid.scale.shape[1]
+        block_bytes = PANEL_ROWS * (laid.block * laid.bits // 8 + scales.itemsize + (zeros is not None))
+        panel_rows = PANEL_ROWS // 2 if is_gated else PANEL_ROWS
+        self._panels = arena.take(-(-self.outputs // panel_rows) * (-(-blocks * block_bytes // LINE) * LINE))
+        self._weight = _CodeWeight(
+            self.outputs,
+            is_gated,
+            self._panels.data_ptr(),
+            None if laid.order is None else laid.order.data_ptr(),
+            None if self._fixed is None else self._fixed.data_ptr(),
+            inputs,
+            slots,
+            laid.bits,
+            laid.block,
+            laid.is_by_token,
+            scales.itemsize,
+            first if zeros is None else -1,
+        )
+        self.address = ctypes.addressof(self._weight)  # of what the kernels know of this weight
+        is_part = bool(weight.num_inputs) and weight.num_inputs > inputs
+        self.maximum = maximum if is_part and laid.is_by_token and self._fixed is None else None
+        self._linear = kernels.linear_codes[dtype]
+        self._linear_to_f32 = kernels.linear_codes_to_f32[dtype]
+        self._unpack = kernels.unpack_codes[dtype]
+        kernels.pack_codes(
+            self.address, laid.codes.data_ptr(), scales.data_ptr(), address_of(zeros), torch.get_num_threads()
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._panels.nbytes + (0 if self._order is None else self._order.nbytes)
+
+    def _read_by_kernel(self, x: Tensor) -> tuple[Tensor, Sequence[Tensor | None]]:
+        x, _ = super()._read_by_kernel(x)
+        if self.maximum is None:
+            return x, [None]
+        return x, [scale_of(self.maximum(x.float().abs().amax(dim=1, keepdim=True)), torch.int8)]

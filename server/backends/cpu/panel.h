@@ -1,0 +1,63 @@
+// The panels in which linear layers store their weights, and what follows the product of tokens with one of them.
+//
+// A panel has 32 outputs. A gated layer has 16 outputs of the gate and the same 16 of the other half in each, so that
+// their product needs no second pass.
+#pragma once
+
+#include "functions.h"
+#include "tile.h"
+
+constexpr int PANEL = 32;
+constexpr int VECTORS = PANEL / LANES;
+// Bytes of a panel that belong to one word of the inputs.
+constexpr long STEP = 4 * PANEL;
+// Of the inputs that a thread keeps in its L2 cache while it goes through panels; with fewer tokens than the least, all
+// the weight would pass by too often.
+constexpr long CHUNK_BYTES = 512 * 1024, LEAST_CHUNK = 48;
+
+struct Panels {
+    long outputs;  // of the layer: a gated one has half as many as its weight has rows
+    long is_gated;
+
+    long panel_outputs() const { return is_gated ? PANEL / 2 : PANEL; }
+    long num_panels() const { return (outputs + panel_outputs() - 1) / panel_outputs(); }
+    // The row of the weight that a lane of a panel is; -1: there is none.
+    long row_of(long panel, int lane) const {
+        const long output = panel * panel_outputs() + lane % panel_outputs();
+        return output < outputs ? output + lane / panel_outputs() * outputs : -1;
+    }
+};
+
+// Tokens that pass by a panel together, of `left_words` words each.
+INLINE Parts chunks_of(long tokens, long left_words) {
+    return Parts(tokens, max(CHUNK_BYTES / 4 / left_words, LEAST_CHUNK));
+}
+
+// From the sums of `rows` tokens with a panel to outputs. `first` is the number of the first token.
+template <int KIND, class Layer>
+void finish_tile(const Layer& layer, long panel, long first, long rows, const float* sums) {
+    const auto& weight = layer.weight;
+    const int vectors = int(weight.panel_outputs()) / LANES;
+    for (int v = 0; v < vectors; v++) {
+        const long column = panel * weight.panel_outputs() + v * LANES, count = weight.outputs - column;
+        if (count <= 0) return;
+        const Floats bias = layer.bias ? load_part(layer.bias + column, count) : Floats{};
+        const bool has_up_bias = weight.is_gated && layer.bias;
+        const Floats up_bias = has_up_bias ? load_part(layer.bias + weight.outputs + column, count) : Floats{};
+        for (long row = 0; row < rows; row++) {
+            const float* at = sums + row * PANEL + v * LANES;
+            const long place = (first + row) * weight.outputs + column;
+            Floats y = activate<KIND>(load(at) + bias);
+            if (weight.is_gated) y *= load(at + PANEL / 2) + up_bias;
+            if (layer.residual) y += load_part(layer.residual + place, count);
+            store_part(layer.out + place, y, count);
+        }
+    }
+}
+
+// By Activation.
+template <class Layer>
+constexpr decltype(&finish_tile<NONE, Layer>) FINISH[] = {
+    finish_tile<NONE, Layer>, finish_tile<GELU, Layer>, finish_tile<GELU_TANH, Layer>,
+    finish_tile<RELU, Layer>, finish_tile<SILU, Layer>,
+};

@@ -1,0 +1,108 @@
+"""AWQ's checkpoints (Lin et al. 2023, arXiv 2306.00978), in the order of AutoAWQ's GEMM kernels.
+
+Of a layer [F, D] with G groups, codes of 4 bits; of 8 neighbouring outputs, a word has those of `ORDER` from the lowest
+bit on:
+
+    qweight [D, F / 8] int32
+    qzeros  [G, F / 8] int32      the codes of 0
+    scales  [G, F] float16
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from server.checkpoint.formats.packing import unpack_rows
+from server.checkpoint.formats.protocol import (
+    FLOATS,
+    SCALES_OF_KV,
+    Format,
+    FormatError,
+    Part,
+    Ranges,
+    Tensors,
+    covering,
+    finite,
+)
+from server.quant import left_out
+from server.quant.configs import AGAIN, group_size, shown
+from server.quant.stored import QuantisedWeight, contiguous_groups
+
+BITS = 4
+PACKED = 8  # outputs in a word
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+PLACES = [ORDER.index(output) for output in range(PACKED)]  # where each output's code lies in its word
+
+
+class AwqFormat(Format):
+    """config: `quantization_config`. Raises FormatError for what is not served."""
+
+    name = "awq"
+    ignored = SCALES_OF_KV
+
+    def __init__(self, config: Mapping[str, Any]):
+        bits = config.get("bits", config.get("w_bit", BITS))
+        if bits != BITS:
+            raise FormatError(
+                f"`bits` of an awq checkpoint must be 4. Given: {shown(bits)}; take another checkpoint of this model"
+            )
+        version = str(config.get("version") or config.get("checkpoint_format") or "gemm").lower()
+        if config.get("is_marlin_format"):
+            version = "marlin"
+        if version != "gemm":
+            raise FormatError(
+                f"`version` {shown(version)} of an awq checkpoint is not served: gemm is, take a checkpoint in it"
+            )
+        if config.get("backend", "autoawq") != "autoawq":
+            raise FormatError(
+                f"`backend` {shown(config['backend'])} of an awq checkpoint is not served: autoawq is, take a "
+                "checkpoint of this model that it wrote"
+            )
+        if not isinstance(has_zeros := config.get("zero_point", True), bool):
+            raise FormatError(
+                f"`zero_point` of an awq checkpoint must be true or false. Given: {shown(has_zeros)}; {AGAIN}"
+            )
+        size = config.get("group_size", config.get("q_group_size", 128))
+        self._group_size = group_size(size, "an awq checkpoint")
+        self.left_out = left_out.of_config(config, self.name)
+
+    def has(self, tensors: Tensors) -> bool:
+        return tensors.has("qweight")
+
+    def read(self, tensors: Tensors, part: Part) -> QuantisedWeight:
+        outputs, inputs = part.size
+        if outputs % PACKED:
+            raise FormatError(
+                f"{tensors.name} has {outputs} outputs, and awq packs {PACKED} at a time: such a layer must be left as "
+                "it is (`modules_to_not_convert`)"
+            )
+        groups = contiguous_groups(self._group_size, inputs)
+        num_groups = int(groups[-1]) + 1
+        kept, of_input = torch.unique(groups[slice(*part.columns)], return_inverse=True)
+        first, last = int(kept[0]), int(kept[-1]) + 1
+        scale = tensors.read_box("scales", (num_groups, outputs), FLOATS, [(first, last)], part.rows)
+        codes = _codes(tensors, "qweight", (inputs, outputs // PACKED), part.columns, part.rows)
+        zeros = _codes(tensors, "qzeros", (num_groups, outputs // PACKED), (first, last), part.rows)
+        return QuantisedWeight(
+            codes,
+            BITS,
+            finite(tensors, "scales", scale).t().contiguous(),
+            of_input,
+            zero=zeros.float(),
+            first_input=part.columns[0],
+            num_inputs=inputs,
+        )
+
+
+def _codes(tensors: Tensors, suffix: str, shape: tuple[int, int], part: tuple[int, int], rows: Ranges) -> Tensor:
+    """Codes [outputs, part] of a packed tensor: those of the layer's `rows`."""
+    found = []
+    for bounds in rows:
+        (first, last), inside = covering(bounds, PACKED, shape[1] * PACKED)
+        words = tensors.read_box(suffix, shape, (torch.int32,), [part], [(first // PACKED, last // PACKED)])
+        found.append(unpack_rows(words.t().contiguous(), BITS, PLACES)[inside])
+    return found[0] if len(found) == 1 else torch.cat(found)

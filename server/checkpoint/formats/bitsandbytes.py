@@ -1,0 +1,163 @@
+"""Checkpoints of bitsandbytes: 4-bit codes of a table (QLoRA, Dettmers et al. 2023, arXiv 2305.14314), and int8.
+
+Of a layer [F, D], in blocks of 64 numbers that follow one another:
+
+    weight                                [F D / 2, 1] uint8    two codes in a byte, the first in the high half
+    weight.absmax                         [blocks]              the largest magnitude of each, float32 or codes
+    weight.quant_map                      [16] float32          what a code stands for, times that
+    weight.nested_absmax, nested_quant_map                      what those 8 bits stand for, in blocks of 256
+    weight.quant_state.bitsandbytes__nf4  uint8                 JSON: blocksize, shape, nested_offset; or …__fp4
+
+    weight [F, D] int8, SCB [F] float32                         int8: a row's largest magnitude; 127 stands for it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from server.checkpoint.formats.protocol import Format, FormatError, Part, Tensors, finite
+from server.quant import left_out
+from server.quant.configs import LEAST_GROUP, MOST_GROUP, shown, whole_number
+from server.quant.stored import QuantisedWeight, contiguous_groups
+
+MOST_STATE = 1 << 16  # bytes of a state, which has a few hundred
+KINDS = ("nf4", "fp4")
+STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in KINDS}
+
+
+class BitsAndBytesFormat(Format):
+    """config: `quantization_config`, which the tensors must agree with. Raises FormatError for what is not served."""
+
+    name = "bitsandbytes"
+
+    def __init__(self, config: Mapping[str, Any]):
+        self._is_int8 = bool(config.get("load_in_8bit") or config.get("_load_in_8bit"))
+        storage = config.get("bnb_4bit_quant_storage") or "uint8"
+        if storage != "uint8" and not self._is_int8:
+            raise FormatError(
+                f"`bnb_4bit_quant_storage` {shown(storage)} of a bitsandbytes checkpoint is not served: uint8 is"
+            )
+        self._kind = config.get("bnb_4bit_quant_type")  # older files name none
+        if self._kind not in (None, *KINDS) and not self._is_int8:
+            raise FormatError(
+                f"`bnb_4bit_quant_type` {shown(self._kind)} of a bitsandbytes checkpoint is not served: "
+                f"{' and '.join(KINDS)} are, take another checkpoint of this model"
+            )
+        self.left_out = left_out.of_config(config, self.name)
+
+    def has(self, tensors: Tensors) -> bool:
+        return tensors.has("SCB") if self._is_int8 else any(map(tensors.has, STATES.values()))
+
+    def read(self, tensors: Tensors, part: Part) -> QuantisedWeight:
+        if self._is_int8:
+            return _int8(tensors, part)
+        if self._kind is not None and not tensors.has(STATES[self._kind]):
+            found = next(kind for kind, state in STATES.items() if tensors.has(state))
+            raise FormatError(
+                f"{tensors.name} is stored as {found}, and `bnb_4bit_quant_type` in config.json says {self._kind}: "
+                "they do not belong together, download both again"
+            )
+        return _four_bits(tensors, part)
+
+
+def _int8(tensors: Tensors, part: Part) -> QuantisedWeight:
+    codes = tensors.read_box("weight", part.size, (torch.int8,), part.rows, [part.columns])
+    largest = tensors.read_ranges("SCB", (part.size[0],), (torch.float32, torch.float16), 0, part.rows)
+    if tensors.has("weight_format"):
+        tensors.read("weight_format", tensors.shape("weight_format"), (torch.uint8,))  # 0: rows, which all have
+    groups = torch.zeros(codes.shape[1], dtype=torch.int64)
+    scale = finite(tensors, "SCB", largest).reshape(-1, 1) / 127
+    return QuantisedWeight(codes.contiguous(), 8, scale, groups, first_input=part.columns[0], num_inputs=part.size[1])
+
+
+def _four_bits(tensors: Tensors, part: Part) -> QuantisedWeight:
+    outputs, inputs = part.size
+    state = next((_state(tensors, name) for name in STATES.values() if tensors.has(name)), {})
+    block = _block(tensors, state, "blocksize", 64)
+    if inputs % block:
+        raise FormatError(
+            f"{tensors.name} has {inputs} inputs, and its blocks of {block} do not end with rows: such a layer must be "
+            "left as it is"
+        )
+    if state.get("shape", list(part.size)) != list(part.size):
+        raise FormatError(
+            f"`shape` in the quant_state of {tensors.name} must be {list(part.size)}, as config.json says. Given: "
+            f"{shown(state['shape'])}; download both again"
+        )
+    row_bytes = inputs // 2
+    ranges = [(start * row_bytes, stop * row_bytes) for start, stop in part.rows]
+    data = tensors.read_ranges("weight", (outputs * row_bytes, 1), (torch.uint8,), 0, ranges)
+    codes = torch.stack([data >> 4, data & 15], dim=-1).reshape(-1, inputs)[:, slice(*part.columns)].contiguous()
+    groups = contiguous_groups(block, inputs)[slice(*part.columns)]
+    kept, of_input = torch.unique(groups, return_inverse=True)
+    largest = _largest(tensors, state, outputs * inputs // block).reshape(outputs, -1)
+    return QuantisedWeight(
+        codes,
+        4,
+        torch.cat([largest[slice(*rows)] for rows in part.rows])[:, kept].contiguous(),
+        of_input,
+        levels=_floats(tensors, "weight.quant_map", 16),
+        first_input=part.columns[0],
+        num_inputs=inputs,
+    )
+
+
+def _state(tensors: Tensors, suffix: str) -> dict[str, Any]:
+    shape = tensors.shape(suffix)
+    if len(shape) != 1 or shape[0] > MOST_STATE:
+        raise FormatError(
+            f"{tensors.name}.{suffix} has shape {list(shape)}, and must be {MOST_STATE} bytes at most one after the "
+            "other: the checkpoint is damaged, download it again"
+        )
+    try:
+        state = json.loads(bytes(tensors.read(suffix, shape, (torch.uint8,)).tolist()))
+    except (ValueError, RecursionError):
+        state = None
+    if not isinstance(state, dict):
+        raise FormatError(f"{tensors.name}.{suffix} is not JSON: the checkpoint is damaged, download it again")
+    return state
+
+
+def _block(tensors: Tensors, state: Mapping[str, Any], key: str, usual: int) -> int:
+    """How many numbers follow one another in a block."""
+    block = state.get(key, usual)
+    if not whole_number(block, LEAST_GROUP, MOST_GROUP):
+        raise FormatError(
+            f"`{key}` in the quant_state of {tensors.name} must be a whole number from {LEAST_GROUP} to {MOST_GROUP}. "
+            f"Given: {shown(block)}; the checkpoint is damaged, download it again"
+        )
+    return int(block)
+
+
+def _offset(tensors: Tensors, state: Mapping[str, Any]) -> float:
+    """What is added to the largest magnitudes that are stored in 8 bits."""
+    offset = state.get("nested_offset", 0.0)
+    most = torch.finfo(torch.float32).max
+    if not isinstance(offset, int | float) or isinstance(offset, bool) or not -most <= offset <= most:
+        raise FormatError(
+            f"`nested_offset` in the quant_state of {tensors.name} must be a finite number. Given: {shown(offset)}; "
+            "the checkpoint is damaged, download it again"
+        )
+    return float(offset)
+
+
+def _floats(tensors: Tensors, suffix: str, count: int) -> Tensor:
+    """[count] float32, all finite."""
+    return finite(tensors, suffix, tensors.read(suffix, (count,), (torch.float32,)))
+
+
+def _largest(tensors: Tensors, state: Mapping[str, Any], count: int) -> Tensor:
+    """The largest magnitude of each block [count] float32."""
+    if not tensors.has("weight.nested_absmax"):
+        return _floats(tensors, "weight.absmax", count)
+    codes = tensors.read("weight.absmax", (count,), (torch.uint8,))
+    block = _block(tensors, state, "nested_blocksize", 256)
+    scale = _floats(tensors, "weight.nested_absmax", -(-count // block))
+    levels = _floats(tensors, "weight.nested_quant_map", 256)
+    largest = levels[codes.long()] * scale[torch.arange(count) // block] + _offset(tensors, state)
+    return finite(tensors, "weight.absmax", largest)

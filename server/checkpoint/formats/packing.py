@@ -1,0 +1,102 @@
+"""Codes of a few bits in 32-bit words, as checkpoints pack them: one after the other from the lowest bit on.
+
+Codes of 3 bits run on from one word to the next; others fill a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+WORD_BITS = 32
+# Codes that fill words become bytes by moving halves apart, then halves of these: by how many bits, and what stays.
+SPREADS = {
+    2: (torch.int16, ((24, 0x000000FF000000FF), (12, 0x000F000F000F000F), (6, 0x0303030303030303))),
+    4: (torch.int32, ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0F0F0F0F))),
+}
+CACHED = 1 << 17  # elements that are worked on at a time, so that what lies between steps stays in the cache
+
+
+def words_of(count: int, bits: int) -> int:
+    """How many words hold so many codes."""
+    return -(-count * bits // WORD_BITS)
+
+
+def unit_of(bits: int) -> int:
+    """How many codes begin and end with whole words: 32 codes of 3 bits have 3 words."""
+    return math.lcm(WORD_BITS, bits) // bits
+
+
+def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
+    """int32 words → the codes in them, uint8, along `dim`, which becomes 32 / bits times as long."""
+    words = words.movedim(dim, -1)
+    if words.dtype == torch.int32 and bits in (*SPREADS, 8):
+        return _bytes_of(words, bits).movedim(-1, dim).contiguous()
+    unit = unit_of(bits)
+    num_words = unit * bits // WORD_BITS
+    pad = -words.shape[-1] % num_words
+    words = torch.nn.functional.pad(words, (0, pad)).to(torch.int64) & 0xFFFFFFFF
+    words = words.unflatten(-1, (-1, num_words))
+    codes = []
+    for index in range(unit):
+        word, shift = divmod(index * bits, WORD_BITS)
+        code = words[..., word] >> shift
+        if shift + bits > WORD_BITS:
+            code = code | (words[..., word + 1] << (WORD_BITS - shift))
+        codes.append((code & ((1 << bits) - 1)).to(torch.uint8))
+    unpacked = torch.stack(codes, dim=-1).flatten(-2)
+    if pad:
+        unpacked = unpacked[..., : -pad * WORD_BITS // bits]
+    return unpacked.movedim(-1, dim).contiguous()
+
+
+def _bytes_of(words: Tensor, bits: int) -> Tensor:
+    """Words [..., W] → codes [..., W * 32 / bits], where codes fill words. What comes first has the lowest bits."""
+    if bits == 8:
+        return words.flatten().view(torch.uint8).view(*words.shape[:-1], -1)
+    kind, steps = SPREADS[bits]
+    parts = words.flatten().view(kind)
+    codes = torch.empty(len(parts), 8, dtype=torch.uint8, device=words.device)
+    beside = torch.empty(min(len(parts), CACHED), dtype=torch.int64, device=words.device)
+    for some, out in zip(parts.split(CACHED), codes.view(torch.int64).split(CACHED), strict=True):
+        wide, moved = out.view(-1), beside[: len(some)]
+        wide.copy_(some).bitwise_and_((1 << torch.iinfo(kind).bits) - 1)
+        for shift, mask in steps:
+            torch.bitwise_left_shift(wide, shift, out=moved)
+            wide.bitwise_or_(moved).bitwise_and_(mask)
+    return codes.view(*words.shape[:-1], -1)
+
+
+def unpack_rows(words: Tensor, bits: int, places: Sequence[int]) -> Tensor:
+    """int32 words [W, D] → codes [W * n, D] uint8: row n w + i has the codes at place `places[i]` of each word of w."""
+    rows, width = words.shape
+    codes = torch.empty(rows, len(places), width, dtype=torch.uint8, device=words.device)
+    step = max(1, CACHED // max(width, 1))
+    beside = torch.empty_like(words[:step])
+    for some, out in zip(words.split(step), codes.split(step), strict=True):
+        for index, place in enumerate(places):
+            moved = beside[: len(some)]
+            torch.bitwise_right_shift(some, place * bits, out=moved)
+            out[:, index] = moved.bitwise_and_((1 << bits) - 1)
+    return codes.flatten(0, 1)
+
+
+def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
+    """Codes of `bits` bits, in whatever integers → int32 words along `dim`, the last one filled up with zeros."""
+    codes = codes.movedim(dim, -1)
+    unit = unit_of(bits)
+    num_words = unit * bits // WORD_BITS
+    wanted = words_of(codes.shape[-1], bits)
+    codes = torch.nn.functional.pad(codes.to(torch.int64), (0, -codes.shape[-1] % unit)).unflatten(-1, (-1, unit))
+    words = codes.new_zeros(*codes.shape[:-1], num_words)
+    for index in range(unit):
+        word, shift = divmod(index * bits, WORD_BITS)
+        words[..., word] |= codes[..., index] << shift
+        if shift + bits > WORD_BITS:
+            words[..., word + 1] |= codes[..., index] >> (WORD_BITS - shift)
+    words = (words & 0xFFFFFFFF).flatten(-2)[..., :wanted]
+    signed = torch.where(words >= 1 << (WORD_BITS - 1), words - (1 << WORD_BITS), words)
+    return signed.to(torch.int32).movedim(-1, dim).contiguous()

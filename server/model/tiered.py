@@ -1,0 +1,275 @@
+"""KV blocks of running sequences that are not on the device until a layer attends to them.
+
+The router knows nothing of this: it hands out ids as ever. The first ids are on the device in every layer, the rest are
+in stores, and visit the device for one layer's attention of their sequences (`server/offload/staging.py`). One tensor
+holds both, all layers' resident blocks and behind them the areas for visitors, so that attention reads blocks of both
+kinds at once, through block tables that say for each layer where in this tensor a block is. The anchor is FlexGen
+(Sheng et al. 2023, arXiv 2303.06865), which streams the cache of a block of sequences layer by layer, too.
+
+An area has room for the longest sequence at least. The sequences of a step that together need more take turns within
+each layer. Blocks in front of a sliding window stay where they are. What an encoder's own attention needs is scratch,
+and never leaves the areas.
+
+Left out: recording steps as graphs, which would have to wait for blocks; and blocks that are brought before their step
+is known.
+
+Shapes: S sequences, W blocks of the longest of them, T tokens in the step, L layers, R resident blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from server.backends.device import Device
+from server.backends.protocol import Attention, Backend, Rotation, StepMeta
+from server.model.parts import Part, Reach, parts_of
+from server.offload.block_stores import BlockStore, DividedBlocks
+from server.offload.policy import Share
+from server.offload.staging import AREAS, Staging, Visit
+from server.offload.tiers import BlockTier
+from server.stepping import cache
+from server.stepping.batch import Forward
+from server.stepping.cache import KVShape
+
+STAGE_BYTES = 64 << 20  # of an area, where one sequence does not need more: some milliseconds of a fast disk
+MOST_BLOCKS = 1 << 26  # more are never asked for
+
+
+class Call(NamedTuple):
+    """One call of a layer's attention: its parts' visits follow each other."""
+
+    layer: int
+    parts: Sequence[Part]
+
+
+@dataclass(frozen=True)
+class Division:
+    """How blocks are divided among the device and the stores."""
+
+    resident: int
+    stored: tuple[int, ...]  # by store
+    area: int  # blocks of each area
+
+
+class TieredKv:
+    """See `KvPlacement`. share: of the blocks on the device; tiers: where the others go, the last all that is left.
+
+    windows: of each layer of the decoder, 0 for none; encoder_layers: 0 where there is no encoder; stage_bytes: of an
+    area, where one sequence does not need more.
+    """
+
+    def __init__(
+        self,
+        share: Share,
+        tiers: Sequence[BlockTier],
+        windows: Sequence[int],
+        encoder_layers: int,
+        stage_bytes: int = STAGE_BYTES,
+    ):
+        self.where = "free memory with " + " and ".join(tier.name for tier in tiers)
+        self._stage_bytes = stage_bytes
+        self._share, self._tiers = share, tiers
+        self._windows, self._encoder_layers = windows, encoder_layers
+        self._division = Division(0, (), 0)
+        self._shape: KVShape | None = None
+        self._device: Device | None = None
+        self._store: BlockStore | None = None
+        self._staging: Staging | None = None
+        self._calls: Iterator[Call] = iter(())
+
+    @property
+    def staging(self) -> Staging | None:
+        """Where blocks visit; None: all are on the device."""
+        return self._staging
+
+    @property
+    def device_bytes(self) -> int:
+        """See `KvPlacement`."""
+        return 0 if self._shape is None else _device_bytes(self._division, self._shape)
+
+    @property
+    def offloaded(self) -> str:
+        """See `KvPlacement`."""
+        division, shape = self._division, self._shape
+        if shape is None or not sum(division.stored):
+            return ""
+        kept = [
+            f"{count} in {tier.name} ({count * shape.bytes_per_block / 1e9:.2f} GB)"
+            for count, tier in zip(division.stored, self._tiers, strict=True)
+            if count
+        ]
+        areas = AREAS * division.area * shape.layer_block_bytes / 1e9
+        return f"{division.resident} on the device, {', '.join(kept)}, through {areas:.2f} GB"
+
+    @property
+    def moved_bytes(self) -> int:
+        """See `KvPlacement`. Another thread may ask."""
+        store = self._store
+        return 0 if store is None else store.moved_bytes
+
+    def room(self, shape: KVShape, free_bytes: int, longest: int) -> int:
+        """See `KvPlacement`."""
+        rooms = [tier.room() for tier in self._tiers]
+
+        def fits(blocks: int) -> bool:
+            division = self._divide(shape, blocks, longest)
+            slot_bytes = [tier.slot_bytes(shape.layer_block_bytes) * shape.num_layers for tier in self._tiers]
+            stored = zip(division.stored, slot_bytes, rooms, strict=True)
+            return _device_bytes(division, shape) <= free_bytes and all(n * size <= room for n, size, room in stored)
+
+        low, high = 0, MOST_BLOCKS  # `low` fits
+        while low < high:
+            middle = (low + high + 1) // 2
+            low, high = (middle, high) if fits(middle) else (low, middle - 1)
+        return low * shape.bytes_per_block
+
+    @torch.inference_mode()  # as steps are computed
+    def allocate(self, shape: KVShape, blocks: int, longest: int, backend: Backend) -> list[Tensor]:
+        """See `KvPlacement`."""
+        self.release()
+        device = backend.device
+        division = self._divide(shape, blocks, longest)
+        if not sum(division.stored):
+            self._division, self._shape = division, shape
+            return cache.allocate(shape, blocks, device)
+        first = shape.num_layers * division.resident
+        size = shape.size_of(first + AREAS * division.area)
+        pool = device.empty_kv(size, shape.format.stored(shape.dtype))
+        parts = backend.block_parts(pool, shape.format, shape.head_dim)
+        planes = [part.view(torch.uint8) for part in parts]
+        self._store = self._open_stores(planes, shape, division, device)
+        self._staging = Staging(device, self._store, first, division.area)
+        self._division, self._shape, self._device = division, shape, device
+        return [pool] * shape.num_layers
+
+    def release(self) -> None:
+        """See `KvPlacement`."""
+        store, self._store, self._staging, self._device = self._store, None, None, None
+        self._division, self._shape = Division(0, (), 0), None
+        if store is not None:
+            store.close()
+
+    def attention(self, attention: Attention) -> Attention:
+        """See `KvPlacement`."""
+        return TieredAttention(attention, self)
+
+    @contextmanager
+    def step(self, forward: Forward) -> Iterator[None]:
+        """See `KvPlacement`."""
+        staging = self._staging
+        if staging is None:
+            yield
+            return
+        calls = self._calls_of(forward)
+        self._calls = iter(calls)
+        staging.begin([self._visit(call.layer, part) for call in calls for part in call.parts])
+        try:
+            yield
+        finally:
+            staging.end()
+
+    def visits(self, meta: StepMeta) -> Iterator[tuple[slice, StepMeta]]:
+        """The next call of attention, part by part: the tokens of each, and where they stand while it is computed."""
+        staging = self._staging
+        if staging is None:
+            yield slice(None), meta
+            return
+        layer, parts = next(self._calls)
+        for part in parts:
+            base = staging.enter()
+            yield part.tokens, part.placed(base, layer * self._division.resident)
+            staging.leave()
+
+    def _calls_of(self, forward: Forward) -> list[Call]:
+        """All calls of attention in a step, in their order: an encoder's, what is kept of it, and the decoder's."""
+        area, device = self._division.area, self._device
+        assert device is not None
+        runs, layers = forward.runs, range(len(self._windows))
+        resident = self._division.resident
+
+        def parts(meta: StepMeta, reaches: Sequence[Reach]) -> list[Part]:
+            return parts_of(meta, reaches, resident, area, device)
+
+        calls = []
+        if forward.encoding is not None:
+            read = forward.encoding.sequences
+            encoded = parts(forward.encoding.meta, [Reach(s.encoder_blocks, 0, len(s.encoder_tokens)) for s in read])
+            scratch = [part.without_moves() for part in encoded]
+            calls += [Call(0, scratch) for _ in range(self._encoder_layers)]
+            calls += [Call(layer, encoded) for layer in layers]
+        own = parts(forward.meta, [Reach(run.sequence.blocks, run.start, run.length) for run in runs])
+        if forward.cross is None:
+            return calls + [Call(layer, own) for layer in layers]
+        reaches = [Reach(run.sequence.encoder_blocks, len(run.sequence.encoder_tokens), 0) for run in runs]
+        cross = parts(forward.cross, reaches)
+        return calls + [Call(layer, which) for layer in layers for which in (own, cross)]
+
+    def _visit(self, layer: int, part: Part) -> Visit:
+        return Visit(layer, part.reads(self._windows[layer]), part.writes)
+
+    def _divide(self, shape: KVShape, blocks: int, longest: int) -> Division:
+        left = blocks - self._share.of(blocks, shape.bytes_per_block)
+        resident, stored = blocks - left, []
+        for tier in self._tiers[:-1]:
+            taken = min(left, tier.share.of(blocks, shape.bytes_per_block))
+            stored.append(taken)
+            left -= taken
+        stored.append(left)
+        area = max(longest, self._stage_bytes // shape.layer_block_bytes)
+        return Division(resident, tuple(stored), min(area, sum(stored)))
+
+    def _open_stores(self, planes: Sequence[Tensor], shape: KVShape, division: Division, device: Device) -> BlockStore:
+        stores: list[tuple[int, BlockStore]] = []
+        try:
+            for count, tier in zip(division.stored, self._tiers, strict=True):
+                if count:
+                    stores.append((count, tier.open(device, planes, shape.num_layers, count)))
+        except ValueError:
+            DividedBlocks(stores).close()
+            raise
+        return stores[0][1] if len(stores) == 1 else DividedBlocks(stores)
+
+
+@dataclass(frozen=True)
+class TieredAttention:
+    """See `Attention`: that of `inner`, over the parts of a step for whose blocks there is room."""
+
+    inner: Attention
+    tiers: TieredKv = field(repr=False)
+
+    def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
+        """See `Attention`. Raises DiskError for blocks that cannot be moved, as the others do."""
+        for tokens, placed in self.tiers.visits(meta):
+            self.inner.write(kv, k[tokens], v[tokens], placed)
+
+    def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
+        """See `Attention`."""
+        visits = self.tiers.visits(meta)
+        return _joined([self.inner.attend(q[tokens], kv, placed, window) for tokens, placed in visits])
+
+    def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
+        """See `Attention`."""
+        return _joined(
+            [
+                self.inner.self_attend(heads[tokens], kv, _of(rotation, tokens), placed, window)
+                for tokens, placed in self.tiers.visits(meta)
+            ]
+        )
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+
+
+def _of(rotation: Rotation | None, tokens: slice) -> Rotation | None:
+    return rotation and Rotation(rotation.cos[tokens], rotation.sin[tokens], rotation.interleaved)
+
+
+def _device_bytes(division: Division, shape: KVShape) -> int:
+    return division.resident * shape.bytes_per_block + AREAS * division.area * shape.layer_block_bytes

@@ -1,0 +1,141 @@
+"""How long a step takes while weights stream, and how much of them should stay: FlexGen's cost model, for this engine.
+
+The anchor is FlexGen (Sheng et al. 2023, arXiv 2303.06865, section 4.3): a step takes as long as the slower of bringing
+weights and computing, because the next layer comes while one computes; the best policy is found by trying all of a
+small set. What differs: rates are measured and not fitted, a step computes all of its sequences, and a step may have
+prompts.
+
+Plain numbers, no torch. Left out: what prompts' attention computes, a share of tokens ÷ (12 × width) of their products;
+collectives; the sampler; and that reading and computing share a CPU's memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+SLOTS = 2  # layers that are on the device while they stream: one is computed with while the other one comes
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What was measured of a device, and of what brings weights to it.
+
+    products: tokens in a step, ascending, and the seconds that each byte of stored weights costs in a step of so many.
+    """
+
+    link: float  # bytes/s
+    products: Sequence[tuple[int, float]]
+
+    def seconds_per_byte(self, tokens: float) -> float:
+        """Between the measured points by straight lines; below the first as there, beyond the last in proportion."""
+        if tokens <= 0:
+            return 0.0
+        sizes = [size for size, _ in self.products]
+        right = bisect_right(sizes, tokens)
+        if right == 0:
+            return self.products[0][1]
+        if right == len(sizes):
+            return self.products[-1][1] * tokens / sizes[-1]
+        (x0, y0), (x1, y1) = self.products[right - 1 : right + 1]
+        return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+
+    @property
+    def memory(self) -> float:
+        """Bytes/s at which a step of one token reads its weights, and any step its keys and values."""
+        return 1 / self.products[0][1]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a model's parts take, in bytes."""
+
+    layers: float  # the weights of all layers, as they are stored
+    num_layers: int
+    head: float
+    kv_per_token: float
+
+    @property
+    def slots(self) -> float:
+        """Memory through which layers stream."""
+        return SLOTS * self.layers / self.num_layers
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """How long a step takes of which so many bytes stream."""
+
+    sizes: Sizes
+    rates: Rates
+    streamed: float  # bytes that every step brings
+
+    def seconds(self, *, tokens: float, sampled: float, kv_tokens: float) -> float:
+        """tokens: computed in the step; sampled: that get logits; kv_tokens: whose keys and values are read."""
+        if not tokens:
+            return 0.0
+        return max(self.streamed / self.rates.link, self.computing(tokens=tokens, sampled=sampled, kv_tokens=kv_tokens))
+
+    def computing(self, *, tokens: float, sampled: float, kv_tokens: float) -> float:
+        """The same if all weights were there."""
+        products = self.sizes.layers * self.rates.seconds_per_byte(tokens)
+        head = self.sizes.head * self.rates.seconds_per_byte(sampled)
+        return products + head + kv_tokens * self.sizes.kv_per_token / self.rates.memory
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory of one rank, and what its limits want of it. kv_tokens: a size that the cache must have; 0: none."""
+
+    memory: float  # bytes for layers that stay, slots, and keys and values
+    longest: int  # tokens of the longest sequence
+    sequences: int  # at once at most
+    kv_tokens: int = 0
+
+    @property
+    def useful_tokens(self) -> int:
+        """More keys and values could never be used."""
+        return self.kv_tokens or self.sequences * self.longest
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How much stays, and what comes of it."""
+
+    resident: float  # bytes of layers that stay on the device
+    kv_tokens: int  # that there is room for
+    sequences: int  # of the longest kind at once
+    step_s: float  # of a decode step of so many, half through their lengths
+    streams: bool
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Decoded by all sequences together."""
+        return self.sequences / self.step_s
+
+
+def choose(sizes: Sizes, rates: Rates, room: Room) -> Choice | None:
+    """The best of all numbers of layers that stay; None where not even one sequence fits beside none of them.
+
+    Best is what decodes most tokens a second with a full cache, of equals what streams least.
+    """
+    found: Choice | None = None
+    for count in range(sizes.num_layers, -1, -1):
+        choice = _choice(sizes, rates, room, count)
+        if choice is not None and (found is None or choice.tokens_per_second > found.tokens_per_second * (1 + 1e-9)):
+            found = choice
+    return found
+
+
+def _choice(sizes: Sizes, rates: Rates, room: Room, count: int) -> Choice | None:
+    """What comes of `count` layers that stay; None where nothing can run beside them."""
+    streams = count < sizes.num_layers
+    resident = sizes.layers * count / sizes.num_layers
+    left = room.memory - resident - sizes.slots * streams
+    kv_tokens = int(min(room.useful_tokens, left / sizes.kv_per_token))
+    if kv_tokens < max(room.longest, room.kv_tokens):
+        return None
+    sequences = min(room.sequences, kv_tokens // room.longest)
+    cost = StepCost(sizes, rates, sizes.layers - resident)
+    seconds = cost.seconds(tokens=sequences, sampled=sequences, kv_tokens=sequences * room.longest / 2)
+    return Choice(resident, kv_tokens, sequences, seconds, streams)

@@ -1,0 +1,93 @@
+"""How fast weights come, and how fast they are multiplied with: what the cost model asks of a device, in some seconds.
+
+Measured and not looked up, because a disk's rate is its machine's secret, and a throttle's. What is read is as large as
+a few layers and was written just before, so a cache that the disk's host keeps may flatter it. Left out: quantised
+weights, whose bytes are taken to cost what dense ones do.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from server.backends.device import Device
+from server.backends.protocol import Backend
+from server.offload.ring import Store
+
+READ_BYTES = 256 << 20  # that are written, and then read again and again
+MOST_IMAGES = 64
+LINK_SECONDS = 2.0  # a throttle that counts in slices of time is off by a tenth in one
+TOKENS = (1, 4, 16, 64, 256, 1024)  # of the steps whose products are measured
+WIDTHS = (4096, 4096)  # (outputs, inputs) of each weight, which two caches of a processor do not hold together …
+WEIGHTS = 4  # … with the others
+PRODUCT_SECONDS = 0.1
+
+
+def link_rate(store: Store, device: Device, image_bytes: int, seconds: float = LINK_SECONDS) -> float:
+    """Bytes/s at which a store brings images of one size, a layer's, to a device, one after the other.
+
+    The first do not count: after a pause, a disk that is throttled gives more than it holds.
+    The store is of no use afterwards but to be closed. Raises DiskError where its disk is full or broken.
+    """
+    images = max(2, min(MOST_IMAGES, READ_BYTES // image_bytes))
+    slots = [device.slot(image_bytes) for _ in range(2)]
+    numbers = [store.keep(slots[0], image_bytes) for _ in range(images)]
+    waiting: deque[Callable[[], float | None]] = deque()
+    _wait(device)
+    began, first, count = time.perf_counter(), 0, 0
+    while count < first + images or time.perf_counter() < began + seconds:
+        waiting.append(store.fill(slots[count % 2], numbers[count % images], image_bytes))
+        count += 1
+        if len(waiting) == len(slots):
+            waiting.popleft()()
+            _wait(device)
+        if not first and count > images // 2:
+            began, first = time.perf_counter(), count
+    while waiting:
+        waiting.popleft()()
+    _wait(device)
+    return (count - first) * image_bytes / (time.perf_counter() - began)
+
+
+@torch.inference_mode()
+def product_rates(
+    backend: Backend, dtype: torch.dtype, tokens: Sequence[int] = TOKENS, widths: tuple[int, int] = WIDTHS
+) -> list[tuple[int, float]]:
+    """For each number of tokens, the seconds that a byte of a dense weight costs; see `cost.Rates`."""
+    device = backend.device.torch_device
+    outputs, inputs = widths
+    made = (torch.randn(outputs, inputs, dtype=torch.float32, device=device) for _ in range(WEIGHTS))
+    weights = [backend.linear(weight.mul_(inputs**-0.5).to(dtype)) for weight in made]
+    num_bytes = WEIGHTS * outputs * inputs * dtype.itemsize
+    found = []
+    for count in tokens:
+        x = torch.randn(count, inputs, device=device).to(dtype)
+
+        def multiply(x: torch.Tensor = x) -> None:
+            for weight in weights:
+                weight(x, None)
+
+        found.append((count, _best_seconds(multiply, backend.device) / num_bytes))
+    return found
+
+
+def _best_seconds(run: Callable[[], None], device: Device) -> float:
+    """The shortest of as many repeats as fit into the time, at least two, after one that does not count."""
+    run()
+    best, repeats, stop = float("inf"), 0, time.perf_counter() + PRODUCT_SECONDS
+    while repeats < 2 or time.perf_counter() < stop:
+        _wait(device)
+        began = time.perf_counter()
+        run()
+        _wait(device)
+        best, repeats = min(best, time.perf_counter() - began), repeats + 1
+    return best
+
+
+def _wait(device: Device) -> None:
+    """Until the device has done what it was given."""
+    if (end := device.event()) is not None:
+        end.synchronize()

@@ -1,0 +1,177 @@
+"""From one rank's settings to where its layers' weights are kept: on the device, in the host's memory, on a disk."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from server.arch.spec import ArchSpec, Gated, Mlp, Moe
+from server.backends import Backend, Device
+from server.backends.cpu.device import CpuDevice
+from server.backends.device import Link
+from server.config import AUTO, ShardConfig
+from server.distributed import Shard
+from server.model.streamed import OnDevice, Placement, Streaming
+from server.model.tiered import TieredKv
+from server.offload.auto import Auto, Wanted
+from server.offload.cost import Rates
+from server.offload.disk import ImageFile
+from server.offload.policy import Share
+from server.offload.probes import link_rate, product_rates
+from server.offload.ring import Store
+from server.offload.stores import DiskStore, HostStore, StagedStore
+from server.offload.tiers import BlockTier, DiskTier, HostTier
+from server.stepping.kv_placement import KvOnDevice
+
+NOTHING = Share(num_bytes=0)
+DEFAULT_TOTAL_TOKENS = 2048  # of the longest sequence, where neither the settings nor the model say
+# What a step holds at once for each token, as far as that can be said before the profile run: copies of the residual
+# stream, and of what a layer's widest products give.
+STREAM_COPIES, STEP_COPIES = 6, 3
+LOGIT_ROWS, LOGIT_BYTES = 128, 12  # rows that are looked at together; float32, and what sorting them takes
+
+
+def choose_placement(
+    config: ShardConfig, spec: ArchSpec, device: Device, auto: Auto | None = None
+) -> OnDevice | Streaming:
+    """What the settings ask for. Raises ValueError for what this device or this machine does not have.
+
+    auto: what finds the share, where the settings leave that open.
+    """
+    total_layers = spec.num_layers + (spec.encoder.num_layers if spec.encoder else 0)
+    if auto is not None:
+        return Streaming(device, auto, total_layers, _stores(config, device) if auto.why_not is None else [])
+    on_device = Share.parse(config.weights_on_device)
+    if on_device.is_all:
+        return OnDevice()
+    return Streaming(device, on_device, total_layers, _stores(config, device))
+
+
+def automatic(
+    config: ShardConfig, spec: ArchSpec, backend: Backend, dtype: torch.dtype, shard: Shard, kv_bytes_per_token: int
+) -> Auto | None:
+    """What finds how much stays, where that is asked for; it measures when the first layer is there."""
+    if config.weights_on_device != AUTO:
+        return None
+    has_somewhere = config.offload_dir is not None or backend.device.link() is not None
+    return Auto(
+        backend.device,
+        shard,
+        _wanted(config, spec, dtype, shard, kv_bytes_per_token),
+        rates=partial(_rates, config, backend, dtype),
+        why_not=None if has_somewhere else _NO_FOLDER.format(AUTO),
+        fraction=config.cuda_memory_fraction,
+    )
+
+
+def _wanted(config: ShardConfig, spec: ArchSpec, dtype: torch.dtype, shard: Shard, kv_bytes_per_token: int) -> Wanted:
+    """What the limits want of this rank's memory, beside the layers' weights."""
+    lengths = [config.max_total_tokens or DEFAULT_TOTAL_TOKENS, spec.max_positions, config.max_batch_total_tokens]
+    head = -(-spec.vocab_size // shard.world_size) * (spec.embed_dim or spec.hidden_size) * dtype.itemsize
+    widest = max(mlp_width(layer.mlp) for layer in spec.layers) + 3 * spec.num_heads * spec.head_dim
+    activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest // shard.world_size) * dtype.itemsize
+    return Wanted(
+        longest=min(length for length in lengths if length),
+        sequences=config.max_sequences or 1,
+        kv_tokens=config.max_batch_total_tokens,
+        kv_bytes_per_token=kv_bytes_per_token,
+        head_bytes=head,
+        later_bytes=0 if spec.tied_head else head,
+        step_bytes=config.max_batch_prefill_tokens * activations + LOGIT_BYTES * LOGIT_ROWS * spec.vocab_size,
+    )
+
+
+def mlp_width(mlp: Mlp) -> int:
+    """Columns of what an mlp's first matrices give for a token."""
+    if isinstance(mlp, Moe):
+        return 2 * mlp.top_k * mlp.width
+    return mlp.width * (2 if isinstance(mlp, Gated) else 1)
+
+
+def _rates(config: ShardConfig, backend: Backend, dtype: torch.dtype, layer_bytes: int) -> Rates:
+    """Measured on stores of their own, which are gone afterwards."""
+    stores = _stores(config, backend.device)
+    try:
+        links = [link_rate(store, backend.device, layer_bytes) for _, store in stores]
+    finally:
+        for _, store in stores:
+            store.close()
+    return Rates(min(links), product_rates(backend, dtype))
+
+
+def _stores(config: ShardConfig, device: Device) -> list[tuple[Share, Store]]:
+    """Where weights go that leave the device, each store with its share."""
+    link = device.link()
+    if link is None:
+        if config.weights_on_host is not None:
+            raise ValueError(
+                "--weights-on-host is for GPUs: a CPU's memory is the device's, of which --weights-on-device takes a "
+                "share; leave it out"
+            )
+        return [(NOTHING, DiskStore(_file(config)))]
+    on_host = Share.parse(config.weights_on_host or "100%")
+    host = (on_host, HostStore(device, link))
+    return [host] if on_host.is_all else [host, (NOTHING, StagedStore(_file(config), device, link))]
+
+
+def choose_kv_placement(config: ShardConfig, spec: ArchSpec, device: Device) -> KvOnDevice | TieredKv:
+    """Where the settings want KV blocks. Raises ValueError for what this device or this machine does not have."""
+    on_device = Share.parse(config.kv_on_device)
+    if on_device.is_all:
+        return KvOnDevice()
+    if config.has_tiers:
+        raise ValueError(
+            f"--kv-on-device {config.kv_on_device} has no prefix cache on host or disk: leave out "
+            "--prefix-cache-host-gb and --prefix-cache-disk-gb, or keep the KV cache on the device"
+        )
+    tiers = _kv_tiers(config, device)
+    windows = [layer.window for layer in spec.layers]
+    encoder_layers = spec.encoder.num_layers if spec.encoder else 0
+    return TieredKv(on_device, tiers, windows, encoder_layers)
+
+
+def _kv_tiers(config: ShardConfig, device: Device) -> list[BlockTier]:
+    """Where blocks go that are not on the device, the last one taking what is left."""
+    link = device.link()
+    if link is None:
+        if config.kv_on_host is not None:
+            raise ValueError(
+                "--kv-on-host is for GPUs: a CPU's memory is the device's, of which --kv-on-device takes a share; "
+                "leave it out"
+            )
+        return [_kv_file(config, None)]
+    on_host = Share.parse(config.kv_on_host or "100%")
+    host = HostTier(link, on_host, lambda: CpuDevice().free_bytes(fraction=1.0, world_size=config.world_size))
+    return [host] if on_host.is_all else [host, _kv_file(config, link)]
+
+
+def _kv_file(config: ShardConfig, link: Link | None) -> DiskTier:
+    if config.offload_dir is None:
+        raise ValueError(
+            f"--kv-on-device {config.kv_on_device} leaves KV blocks to a disk: name a folder on one with --offload-dir"
+        )
+    return DiskTier(Path(config.offload_dir), "--offload-dir", config.world_size, link)
+
+
+_NO_FOLDER = "--weights-on-device {} leaves weights to a disk: name a folder on one with --offload-dir"
+
+
+def _file(config: ShardConfig) -> ImageFile:
+    if config.offload_dir is None:
+        raise ValueError(_NO_FOLDER.format(config.weights_on_device))
+    return ImageFile(Path(config.offload_dir), "--offload-dir")
+
+
+def described(placement: Placement) -> str:
+    """Where weights are that are not on the device, for people; empty: all are there."""
+    if not isinstance(placement, Streaming) or not placement.stored:
+        return ""
+    cached = "" if all(store.is_direct for _, store in placement.stores) else ", through the page cache"
+    text = (
+        f"{len(placement.stored)} of {placement.total_layers} layers, {placement.streamed_bytes / 1e9:.2f} GB, stream "
+        f"through {placement.slot_bytes / 1e9:.2f} GB{cached}"
+    )
+    why = placement.share.description if isinstance(placement.share, Auto) else ""
+    return f"{text}; {why}" if why else text

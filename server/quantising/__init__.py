@@ -1,0 +1,1 @@
+"""Makes quantised checkpoints: `lockstep quantize`, layer by layer in bounded memory."""

@@ -1,0 +1,150 @@
+"""Scales of channels that move from a matrix's inputs into what makes them, so that the model computes the same.
+
+Inputs that matter are made larger before the matrix is rounded, and what stands before it is divided by as much: a
+norm, or the rows of a matrix whose outputs reach the inputs linearly (values through attention, and what a gate
+multiplies). Where a norm's output is the residual stream too, or an activation stands between that is not linear,
+nothing can move; nor where several heads share their values. AWQ (`awq.py`) and SmoothQuant (`smoothing.py`) choose
+the scales.
+
+Shapes: D input features of the matrices.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from server.arch.spec import ArchSpec, Gated, LayerNormSpec, Moe, Residual, RmsNormSpec
+from server.checkpoint.weights import Weights, head_ranges
+from server.quantising.made import EditedCheckpoint, MadeFormat
+from server.quantising.sites import Site
+
+# Wiring -> norms whose output goes into matrices alone -> the places of these.
+NORMS: Mapping[Residual, Mapping[str, tuple[str, ...]]] = {
+    Residual.PRE: {"attention_norm": ("qkv",), "mlp_norm": ("up",)},
+    Residual.SANDWICH: {"attention_norm": ("qkv",), "mlp_norm": ("up",)},
+    Residual.PARALLEL_TWO_NORMS: {"attention_norm": ("qkv",), "mlp_norm": ("up",)},
+    Residual.PARALLEL_ONE_NORM: {"attention_norm": ("qkv", "up")},
+}
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What makes the inputs of matrices, and can be divided by scales [D]."""
+
+    places: tuple[str, ...]  # of the matrices
+    vectors: tuple[str, ...] = ()  # tensors of which `rows` are divided
+    offset: float = 0.0  # by which the stored vectors are smaller than what they stand for
+    matrix: str | None = None  # a quantised layer of which `rows` are divided
+    rows: Tensor | None = None  # [D] int64; None: all
+    readers: tuple[str, ...] = ()  # dense matrices that read the same inputs, and are multiplied
+
+
+def origin_of(weights: Weights, spec: ArchSpec, index: int, site: Site) -> Origin | None:
+    """Where the inputs of a layer's matrices come from; None where nothing can be divided there."""
+    if site.place in ("qkv", "up"):
+        return _norm(weights.of_layer(index), spec, index, site.place)
+    if site.place == "attention_out":
+        return _values(weights.of_layer(index), spec)
+    return _gated(weights.of_layer(index), spec, index, site.expert)
+
+
+def _norm(weights: Weights, spec: ArchSpec, index: int, place: str) -> Origin | None:
+    fed = NORMS.get(spec.residual, {})
+    role = next((role for role, places in fed.items() if place == places[0]), None)
+    if role is None:
+        return None
+    name = weights.name_of(role)
+    has_bias = isinstance(spec.norm, LayerNormSpec) and spec.norm.bias
+    is_moe = isinstance(spec.layers[index].mlp, Moe) and "up" in fed[role]
+    return Origin(
+        fed[role],
+        (f"{name}.weight", f"{name}.bias") if has_bias else (f"{name}.weight",),
+        offset=1.0 if isinstance(spec.norm, RmsNormSpec) and spec.norm.unit_offset else 0.0,
+        readers=(f"{weights.name_of('router')}.weight",) if is_moe else (),
+    )
+
+
+def _values(weights: Weights, spec: ArchSpec) -> Origin | None:
+    if spec.num_heads != spec.num_kv_heads or spec.qkv_clip:
+        return None
+    width = spec.num_kv_heads * spec.head_dim
+    if weights.has("qkv"):
+        kv_heads = range(spec.num_kv_heads)
+        layout = weights.names.qkv_layout
+        ranges = head_ranges(layout, spec.num_heads, spec.num_kv_heads, spec.head_dim, range(0), kv_heads)
+        name = weights.name_of("qkv")
+        rows = torch.cat([torch.arange(*bounds) for bounds in ranges])[width:]  # k, and then v
+    else:
+        name, rows = weights.name_of("v"), torch.arange(width)
+    return Origin(("attention_out",), (f"{name}.bias",) if spec.qkv_bias else (), matrix=name, rows=rows)
+
+
+def _gated(weights: Weights, spec: ArchSpec, index: int, expert: int) -> Origin | None:
+    mlp = spec.layers[index].mlp
+    if isinstance(mlp, Moe):
+        return Origin(("down",), matrix=weights.name_of("expert_up", expert), rows=torch.arange(mlp.width))
+    if not isinstance(mlp, Gated):
+        return None
+    is_fused = weights.has("mlp_gate_up")
+    name = weights.name_of("mlp_gate_up" if is_fused else "mlp_up")
+    rows = torch.arange(mlp.width) + (mlp.width if is_fused else 0)
+    return Origin(("down",), (f"{name}.bias",) if spec.mlp_bias else (), matrix=name, rows=rows)
+
+
+def within(origin: Origin, scale: Tensor, checkpoint: EditedCheckpoint, made: MadeFormat) -> Tensor:
+    """Scales [D], each as near to what it was as lets `divide` write what it changes: float16 holds 6e-5 to 65504.
+
+    A number that became infinite would end the model, and one that became 0 its channel. Scales of 1 change nothing,
+    so that there always is one.
+    """
+    least, most = torch.zeros_like(scale), torch.full_like(scale, math.inf)
+    for name in origin.vectors:
+        stored = checkpoint.whole(name)
+        exact = stored.float() + origin.offset
+        rows = torch.arange(len(exact)) if origin.rows is None else origin.rows
+        low, high = _room(exact[rows][:, None].to(scale.device), stored.dtype)
+        least, most = least.maximum(low), most.minimum(high)
+    for name in origin.readers:
+        stored = checkpoint.whole(name)
+        low, high = _room(stored.float().t().to(scale.device), stored.dtype)
+        least, most = least.maximum(1 / high), most.minimum(1 / low)  # these are multiplied
+    if origin.matrix is not None and origin.rows is not None:
+        numbers = made.weights[origin.matrix].scale
+        low, high = _room(numbers[origin.rows.to(numbers.device)].to(scale.device), made.scale_dtype)
+        least, most = least.maximum(low), most.minimum(high)
+    return scale.clamp(least, most)
+
+
+def _room(numbers: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """By what each row of numbers [D, n] is divided at least and at most to fit in a dtype; [D] both.
+
+    A number that is smaller than the least normal one before is too small to matter.
+    """
+    limits = torch.finfo(dtype)
+    sizes = numbers.abs()
+    counted = torch.where(sizes >= limits.smallest_normal, sizes, math.inf)
+    return (sizes.amax(1) / limits.max).clamp(max=1.0), (counted.amin(1) / limits.smallest_normal).clamp(min=1.0)
+
+
+def divide(origin: Origin, scale: Tensor, checkpoint: EditedCheckpoint, made: MadeFormat) -> None:
+    """Divide what makes the inputs by scales [D], and multiply the dense matrices that read them."""
+    for name in origin.vectors:
+        # Only the weight of a norm is stored as a distance from 1; a norm that is has no bias.
+        stored = checkpoint.whole(name)
+        exact = stored.float() + origin.offset
+        rows = torch.arange(len(exact)) if origin.rows is None else origin.rows
+        exact[rows] /= scale.to(exact.device)
+        checkpoint.changed[name] = (exact - origin.offset).to(stored.dtype)
+    for name in origin.readers:
+        stored = checkpoint.whole(name)
+        checkpoint.changed[name] = (stored.float() * scale.to(stored.device)).to(stored.dtype)
+    if origin.matrix is not None and origin.rows is not None:
+        weight = made.weights[origin.matrix]
+        divided, dtype = weight.scale.clone(), made.scale_dtype
+        divided[origin.rows.to(divided.device)] /= scale[:, None]
+        made.weights[origin.matrix] = replace(weight, scale=divided.to(dtype).float())

@@ -1,0 +1,228 @@
+"""Quantises a model layer by layer, each for the inputs that come once all before it are quantised.
+
+Of weights there is one layer at a time, of texts their hidden states before it. Within a layer the matrices that read
+the same inputs are quantised together, in the order in which a step comes through them, and what follows sees their
+errors. The perplexity before and after is of texts that calibration does not see. The one before comes first, through
+all layers as they are, so that a checkpoint with tensors that no layer uses, or with weights that are not numbers, is
+refused before the long part.
+
+Left out: encoder-decoders (`plan.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from server.arch.spec import ArchSpec
+from server.backends.protocol import Backend
+from server.checkpoint.weights import Weights
+from server.layers.embedding import load_embedding, load_head
+from server.model.layer import Layer
+from server.model.load import StackLoader
+from server.quant.rounding import int8_rows
+from server.quant.stored import QuantisedWeight
+from server.quantising import awq, folding, gptq, smoothing
+from server.quantising.made import EditedCheckpoint, MadeFormat
+from server.quantising.plan import Plan
+from server.quantising.recipe import Recipe
+from server.quantising.sites import Inputs, Site, watched
+from server.quantising.streams import Streams, Texts
+
+FEW = 4  # a matrix of D inputs that saw fewer than D / FEW of them is rounded, for they say little of those to come
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What has just been done: a place in a layer, and the square error of its outputs as a share of the outputs'.
+
+    Without a place: the layer as it is, for the perplexity before.
+    """
+
+    layer: int
+    num_layers: int
+    place: str = ""
+    error: float = 0.0
+    rounded: int = 0  # matrices that were only rounded, because they saw few inputs
+
+
+Report = Callable[[Progress], None]
+Finish = Callable[[Sequence[Site]], None]  # what is done with a layer once it is quantised: it is written
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Of the same texts."""
+
+    before: float
+    after: float
+
+
+@dataclass
+class Quantiser:
+    """One run. `weights` reads an `EditedCheckpoint`, and its format is a `MadeFormat`."""
+
+    weights: Weights
+    checkpoint: EditedCheckpoint
+    made: MadeFormat
+    spec: ArchSpec
+    plan: Plan
+    backend: Backend
+    recipe: Recipe
+    report: Report
+    finish: Finish
+
+    @cached_property
+    def _loader(self) -> StackLoader:
+        return StackLoader(self.weights, self.spec, self.backend)
+
+    @torch.inference_mode()
+    def run(self, calibration: Texts, held_out: Texts) -> Perplexity:
+        """Quantise all layers. Raises ValueError for a model that has no perplexity before or after."""
+        before = self._before(held_out)
+        seen, quantised = self._streams(calibration, held_out)
+        for index, sites in enumerate(self.plan.sites):
+            for place in dict.fromkeys(site.place for site in sites):
+                inputs = self._inputs(seen, index, place)
+                self._quantise(index, [site for site in sites if site.place == place], inputs)
+            layer = self._layer(index)
+            for streams in (seen, quantised):
+                streams.through(layer)
+            self.finish(sites)
+            names = [name for site in sites for name in site.names.values()]
+            self.made.forget(names)
+        after = self._perplexity(quantised)
+        if math.isnan(after):
+            raise ValueError(
+                f"the perplexity of the quantised model is {after} and was {before:.4f}: give more --bits, or another "
+                "--method"
+            )
+        return Perplexity(before, after)
+
+    def _before(self, held_out: Texts) -> float:
+        """The perplexity of the model as it is, all of whose tensors are read for that."""
+        (dense,) = self._streams(held_out)
+        for index in range(self.spec.num_layers):
+            dense.through(self._layer(index))
+            self.report(Progress(index, self.spec.num_layers))
+        perplexity = self._perplexity(dense)
+        self.weights.refuse_leftovers()
+        if math.isnan(perplexity):
+            raise ValueError(
+                f"the perplexity of the model as it is is {perplexity}, which is not a number: its weights are damaged "
+                "or overflow float32, fetch the model again"
+            )
+        return perplexity
+
+    def _perplexity(self, streams: Streams) -> float:
+        """Of texts that are through all layers."""
+        embedding = load_embedding(self.weights, self.spec)
+        frame = self._loader.frame(embedding)
+        return streams.perplexity(frame, load_head(self.weights, self.spec, embedding, self.backend.linear))
+
+    def _streams(self, *texts: Texts) -> list[Streams]:
+        frame = self._loader.frame(load_embedding(self.weights, self.spec))
+        shape = (self.spec.num_kv_heads, self.spec.head_dim)
+        return [Streams(text, frame, shape, self.backend.device) for text in texts]
+
+    def _layer(self, index: int) -> Layer:
+        """As it is now."""
+        return self._loader.layer(index)
+
+    def _inputs(self, streams: Streams, index: int, place: str) -> dict[int, Inputs]:
+        """What comes at one place, by expert."""
+        found: dict[int, Inputs] = {}
+
+        def watch(expert: int, x: Tensor) -> None:
+            if expert not in found:
+                found[expert] = Inputs.of(x.shape[1], x.device)
+            found[expert].add(x)
+
+        streams.show(watched(self._layer(index), place, watch))
+        return found
+
+    def _quantise(self, index: int, sites: Sequence[Site], inputs: dict[int, Inputs]) -> None:
+        """All matrices at one place of a layer."""
+        if scale := self._fold(index, sites, inputs):
+            inputs = {expert: those.divided(scale[expert]) for expert, those in inputs.items()}
+        error = total = 0.0
+        rounded = 0
+        for site in sites:
+            for name in site.names.values():
+                weight = self._matrix(name)
+                width = weight.shape[1]
+                of_site = inputs.get(site.expert) or Inputs.of(width, weight.device)
+                gptq.refuse_infinite(of_site.products, f"the products of the inputs of {name}")
+                is_little = of_site.count * FEW < width
+                rounded += is_little
+                self.made.weights[name] = stored = self._made(name, weight, of_site, is_little=is_little)
+                self.checkpoint.changed.pop(f"{name}.weight", None)
+                difference = stored.dequantised() - weight
+                error += _square(difference, of_site)
+                total += _square(weight, of_site)
+        share = error / total if total else 0.0
+        self.report(Progress(index, self.spec.num_layers, sites[0].place, share, rounded))
+
+    def _made(self, name: str, weight: Tensor, inputs: Inputs, *, is_little: bool) -> QuantisedWeight:
+        recipe, scale_dtype = self.recipe, self.made.scale_dtype
+        if recipe.method == "w8a8":
+            return int8_rows(weight)
+        if is_little:
+            inputs = Inputs(torch.eye(len(inputs.products), device=weight.device), inputs.magnitudes, inputs.largest, 1)
+        if recipe.method == "awq":
+            return awq.quantise(weight, inputs, recipe, scale_dtype)
+        ordered = recipe.activation_order
+        curvature = gptq.Curvature.of(inputs.mean_products, activation_order=ordered, name=name)
+        return gptq.quantise(weight, curvature, recipe, scale_dtype)
+
+    def _matrix(self, name: str) -> Tensor:
+        """[F, D] float32, as it is to be quantised."""
+        weight = self.checkpoint.whole_float(f"{name}.weight").to(self.weights.device)
+        gptq.refuse_infinite(weight, f"the weights of {name}")
+        return weight.t().contiguous() if self.weights.names.transposed else weight
+
+    def _fold(self, index: int, sites: Sequence[Site], inputs: Mapping[int, Inputs]) -> dict[int, Tensor]:
+        """Move scales into what makes the inputs: those [D] that inputs are divided by, by expert; empty: none were."""
+        if self.recipe.method != "awq" and not self.recipe.smooth:
+            return {}
+        scales: dict[int, Tensor] = {}
+        for site in sites:
+            origin = folding.origin_of(self.weights, self.spec, index, site)
+            if origin is None:
+                continue
+            if origin.matrix is not None:
+                if self.recipe.method == "awq" and site.expert in inputs:
+                    scales[site.expert] = self._move(origin, [site], inputs)
+                continue
+            # All experts read what one norm makes, and so may matrices at another place.
+            readers = [other for other in self.plan.sites[index] if other.place in origin.places]
+            scale = self._move(origin, readers, inputs)
+            return {site.expert: scale for site in sites}
+        return scales
+
+    def _move(self, origin: folding.Origin, readers: Sequence[Site], inputs: Mapping[int, Inputs]) -> Tensor:
+        """Find the scale [D] for what `readers` read, and move it."""
+        seen = [
+            (name, inputs[site.expert]) for site in readers if site.expert in inputs for name in site.names.values()
+        ]
+        matrices = [(self._matrix(name), those) for name, those in seen]
+        if self.recipe.method == "awq":
+            scale = awq.best_scale(matrices, self.recipe, self.made.scale_dtype)
+        else:
+            scale = smoothing.scale_of(matrices, self.recipe.smooth)
+        scale = folding.within(origin, scale, self.checkpoint, self.made)
+        folding.divide(origin, scale, self.checkpoint, self.made)
+        for name in (name for site in readers for name in site.names.values()):
+            scaled = self._matrix(name) * scale
+            self.checkpoint.changed[f"{name}.weight"] = scaled.t() if self.weights.names.transposed else scaled
+        return scale
+
+
+def _square(error: Tensor, inputs: Inputs) -> float:
+    """The sum of the square outputs of a matrix [F, D]."""
+    return float((error @ inputs.products).mul_(error).sum())

@@ -1,0 +1,61 @@
+"""How far a run is, on a terminal as one line that changes, elsewhere as a line for each layer."""
+
+from __future__ import annotations
+
+import time
+from typing import TextIO
+
+from server.quantising.layerwise import Progress
+from server.quantising.sites import PLACES
+
+WIDTH = 24  # of the bar, in characters
+
+
+class Bar:
+    """Told of everything that is done."""
+
+    def __init__(self, stream: TextIO, *, is_terminal: bool) -> None:
+        self._stream = stream
+        self._is_terminal = is_terminal
+        self._started = time.monotonic()
+        self._errors: dict[str, float] = {}
+        self._rounded = 0
+
+    def __call__(self, progress: Progress) -> None:
+        """Show it."""
+        if not progress.place:
+            line = f"measuring the model as it is: layer {progress.layer + 1} of {progress.num_layers}"
+            self._show(line, (progress.layer + 1) / progress.num_layers, is_last=True)
+            self._started = time.monotonic()  # what is left is told of what comes now
+            return
+        self._errors[progress.place] = progress.error
+        self._rounded += progress.rounded
+        done = progress.layer + (list(PLACES).index(progress.place) + 1) / len(PLACES)
+        is_last = progress.place == [*PLACES][-1]
+        self._show(self._line(progress, done), done / progress.num_layers, is_last=is_last)
+        if is_last:
+            self._errors = {}
+            self._rounded = 0
+
+    def _show(self, line: str, share: float, *, is_last: bool) -> None:
+        """share: of the bar; is_last: whether nothing more is told of this layer."""
+        if self._is_terminal:
+            full = int(WIDTH * share)
+            self._stream.write(f"\r{'█' * full}{'░' * (WIDTH - full)} {line}\x1b[K")
+        elif is_last:
+            self._stream.write(f"{line}\n")
+        self._stream.flush()
+
+    def _line(self, progress: Progress, done: float) -> str:
+        left = (time.monotonic() - self._started) * (progress.num_layers / done - 1)
+        errors = ", ".join(f"{place} {error:.2%}" for place, error in self._errors.items())
+        few = f"; {self._rounded} matrices saw few tokens and are only rounded" if self._rounded else ""
+        return (
+            f"layer {progress.layer + 1} of {progress.num_layers}, {int(left) // 60}:{int(left) % 60:02} left; "
+            f"square error of outputs: {errors}{few}"
+        )
+
+    def end(self) -> None:
+        """Leave the line that changes."""
+        if self._is_terminal:
+            self._stream.write("\n")

@@ -1,0 +1,302 @@
+"""Jobs: each line exactly once, whatever ends them and wherever that leaves their files."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+from collections import Counter
+from contextlib import closing
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from router.jobs import journal as journal_module
+from router.jobs.errors import InputChanged, JobError, ServerGone
+from router.jobs.journal import Journal, State, is_disk_full, journal_of
+from router.jobs.lines import Problem, Wanted
+from router.jobs.results import Reply
+from router.jobs.runner import Lost
+from tests.router.jobs.making import Answering, census_of, read_lines, request, run_job, write_requests
+
+
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.jobs.runner.FIRST_WAIT_S", 0.0)
+
+
+class Died(Exception):
+    """The process does not get further than this."""
+
+
+def test_every_line_has_an_answer_in_the_shape_of_openai(tmp_path: Path) -> None:
+    rows = [json.dumps(request("a")), "", "{", json.dumps(request("a")), json.dumps(request("b"))]
+    (tmp_path / "in").write_text("\n".join(rows))
+    sender = Answering(lambda wanted, _: Reply(200 if wanted.custom_id == "a" else 400, "id-1", b'{"x": 1}'))
+    journal = run_job(tmp_path / "in", tmp_path / "out", sender, concurrency=1)
+    job = journal.state.job
+    found = read_lines(tmp_path / "out")
+    response = {"status_code": 200, "request_id": "id-1", "body": {"x": 1}}
+    assert {"id": f"batch_req_{job}_1", "custom_id": "a", "response": response, "error": None} == found[0]
+    assert [None, "a", "b"] == [one["custom_id"] for one in found[1:]]
+    assert ["invalid_json_line", "duplicate_custom_id"] == [one["error"]["code"] for one in found[1:3]]
+    assert (None, 400) == (found[3]["error"], found[3]["response"]["status_code"])
+    assert (1, 3, True) == (journal.state.completed, journal.state.failed, journal.state.is_complete)
+    assert {"a": 1, "b": 1} == sender.asked
+
+
+def test_what_failed_goes_to_a_file_of_its_own_if_there_is_one(tmp_path: Path) -> None:
+    (tmp_path / "in").write_text("\n".join(["nonsense", json.dumps(request("a")), json.dumps(request("b"))]))
+    sender = Answering(lambda wanted, _: Reply(200 if wanted.custom_id == "a" else 422, "x", b"{}"))
+    run_job(tmp_path / "in", tmp_path / "out", sender, errors=tmp_path / "err")
+    assert ["a"] == [one["custom_id"] for one in read_lines(tmp_path / "out")]
+    assert {None, "b"} == {one["custom_id"] for one in read_lines(tmp_path / "err")}
+    with pytest.raises(JobError, match="was begun with a file for errors"):
+        run_job(tmp_path / "in", tmp_path / "out", sender)
+
+
+@pytest.mark.parametrize("content", ["", "\n", " \n\n"])
+def test_no_lines_make_an_empty_output(tmp_path: Path, content: str) -> None:
+    (tmp_path / "in").write_text(content)
+    journal = run_job(tmp_path / "in", tmp_path / "out", Answering())
+    assert (b"", True, 0) == ((tmp_path / "out").read_bytes(), journal.state.is_complete, journal.num_left)
+
+
+def test_no_more_requests_are_under_way_than_allowed(tmp_path: Path) -> None:
+    class Together(Answering):
+        """Answers seven requests once all of them are there: with fewer it would wait for ever."""
+
+        barrier = asyncio.Barrier(7)
+        num_under_way = most_under_way = 0
+
+        async def send(self, wanted: Wanted, request_id: str) -> Reply | Problem:
+            self.num_under_way += 1
+            self.most_under_way = max(self.most_under_way, self.num_under_way)
+            await self.barrier.wait()
+            self.num_under_way -= 1
+            return await super().send(wanted, request_id)
+
+    sender = Together()
+    run_job(write_requests(tmp_path / "in", 21), tmp_path / "out", sender, concurrency=7)
+    assert (7, 21) == (sender.most_under_way, sender.asked.total())
+
+
+# ------------------------------------------------------------------------------------------------------- going on again
+
+
+def run_until_killed(source: Path, output: Path, errors: Path, left: int | None) -> list[bytes] | None:
+    """The checkpoints that might have been written, one behind each answer; None where the job came to its end."""
+    num_answers = 0
+    saved: list[bytes] = []
+    write = Journal.write
+
+    def answer(wanted: Wanted, _: int) -> Reply:
+        nonlocal num_answers
+        num_answers += 1
+        if left is not None and num_answers > left:
+            raise Died
+        return Reply(200 if int(wanted.custom_id[1:]) % 3 else 500, "x", b'{"y": "\\n"}')
+
+    def noting(self: Journal, line: int, text: bytes, *, is_failure: bool) -> None:
+        write(self, line, text, is_failure=is_failure)
+        saved.append(self.state.to_json())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Journal, "write", noting)
+        for name in ("fsync", "fdatasync"):  # no power is cut here
+            patch.setattr(journal_module.os, name, lambda _: None)
+        try:
+            run_job(source, output, Answering(answer), errors=errors, concurrency=3, max_tries=1)
+        except Died:
+            return saved
+    return None
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data())
+def test_each_line_is_there_once_wherever_the_job_was_cut(data: st.DataObject) -> None:
+    """A kill leaves some checkpoint, and outputs that are whole up to any later byte; a power cut leaves zeros."""
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        source, output, errors = write_requests(folder / "in", 12), folder / "out", folder / "err"
+        census_of(source).ids.close()
+        run_until_killed(source, output, errors, 0)
+        kept = journal_of(output).read_bytes()
+        for _ in range(data.draw(st.integers(0, 4))):
+            saved = run_until_killed(source, output, errors, data.draw(st.integers(0, 5)))
+            if saved is None:
+                break
+            # Any of these may be the last that was written, and what is beyond it may be torn.
+            kept = data.draw(st.sampled_from([kept, *saved]))
+            journal_of(output).write_bytes(kept)
+            state = State.of_json(kept)
+            for path, least in ((output, state.output_bytes), (errors, state.errors_bytes or 0)):
+                raw = path.read_bytes()
+                cut = data.draw(st.integers(least, len(raw)))
+                path.write_bytes(raw[:cut] + bytes(data.draw(st.sampled_from([0, 1, 64]))))
+        assert run_until_killed(source, output, errors, None) is None
+        found = [*read_lines(output), *read_lines(errors)]
+        assert Counter(f"r{i}" for i in range(1, 13)) == Counter(one["custom_id"] for one in found)
+        final = State.of_json(journal_of(output).read_bytes())
+        assert (8, 4, True, {}) == (final.completed, final.failed, final.is_complete, final.under_way)
+
+
+def test_lines_that_were_answered_are_not_asked_again(tmp_path: Path) -> None:
+    source, output = write_requests(tmp_path / "in", 30), tmp_path / "out"
+
+    def dies(wanted: Wanted, _: int) -> Reply:
+        if wanted.custom_id == "r20":
+            raise Died
+        return Reply(200, "x", b"{}")
+
+    with pytest.raises(Died):
+        run_job(source, output, Answering(dies))
+    there = {one["custom_id"] for one in read_lines(output)}
+    again = Answering()
+    run_job(source, output, again)
+    assert {f"r{i}" for i in range(1, 31)} - there == set(again.asked)
+    once_more = Answering()
+    assert run_job(source, output, once_more).state.completed == 30
+    assert not once_more.asked
+
+
+def test_what_is_not_this_jobs_is_refused_and_stays_as_it_was(tmp_path: Path) -> None:
+    source, output = write_requests(tmp_path / "in", 3), tmp_path / "out"
+    output.write_text("precious\n")
+    with pytest.raises(JobError, match="out exists and belongs to no job: give another name"):
+        run_job(source, output, Answering())
+    assert "precious\n" == output.read_text() and not journal_of(output).exists()
+    output.unlink()
+    (tmp_path / "err").write_text("precious\n")
+    with pytest.raises(JobError, match="err exists and belongs to no job"):
+        run_job(source, output, Answering(), errors=tmp_path / "err")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(JobError, match="exists and belongs to no job"):
+        run_job(source, tmp_path / "folder", Answering())
+
+
+def test_an_input_that_changed_is_refused(tmp_path: Path) -> None:
+    source, output = write_requests(tmp_path / "in", 3), tmp_path / "out"
+    run_job(source, output, Answering())
+    source.write_text(source.read_text().replace("hello", "other"))
+    with pytest.raises(
+        InputChanged, match=r"is not the input that .*out was begun with: put that back, or delete .*journal"
+    ):
+        run_job(source, output, Answering())
+    write_requests(source, 3)
+    assert run_job(source, output, Answering()).state.is_complete
+
+
+def test_an_input_that_changes_under_the_job_ends_it(tmp_path: Path) -> None:
+    source = write_requests(tmp_path / "in", 40)
+
+    def changes(wanted: Wanted, _: int) -> Reply:
+        source.write_text("{}\n" * 100)
+        return Reply(200, "x", b"{}")
+
+    with pytest.raises(InputChanged, match="changed while it was read"):
+        run_job(source, tmp_path / "out", Answering(changes))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [(b"nonsense", "cannot be read"), (b"[]", "cannot be read"), (b'{"version": 9}', "another version")],
+)
+def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, says: str) -> None:
+    source, output = write_requests(tmp_path / "in", 3), tmp_path / "out"
+    run_job(source, output, Answering())
+    journal_of(output).write_bytes(content)
+    with pytest.raises(JobError, match=f"{says}.*to begin anew"):
+        run_job(source, output, Answering())
+
+
+def test_an_output_that_lost_its_end_is_refused(tmp_path: Path) -> None:
+    source, output = write_requests(tmp_path / "in", 3), tmp_path / "out"
+    run_job(source, output, Answering())
+    os.truncate(output, 10)
+    with pytest.raises(JobError, match=r"is shorter than .*journal says"):
+        run_job(source, output, Answering())
+
+
+def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
+    source, output = write_requests(tmp_path / "in", 3), tmp_path / "out"
+    census = census_of(source)
+    with closing(census.ids), closing(Journal(output, None, census)):
+        with pytest.raises(JobError, match=r"another process writes .*out"):
+            run_job(source, output, Answering())
+    assert run_job(source, output, Answering()).state.is_complete
+
+
+def test_a_full_disk_ends_the_job_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, output = write_requests(tmp_path / "in", 20), tmp_path / "out"
+    real, num_writes = os.write, 0
+
+    def write(file: int, content: bytes) -> int:
+        nonlocal num_writes
+        num_writes += 1
+        if num_writes == 12:
+            return real(file, content[:5])
+        if num_writes > 12:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(file, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(journal_module.os, "write", write)
+        with pytest.raises(OSError) as full:
+            run_job(source, output, Answering())
+    assert is_disk_full(full.value) and not output.read_bytes().endswith(b"\n")
+    run_job(source, output, Answering())
+    assert {f"r{i}" for i in range(1, 21)} == {one["custom_id"] for one in read_lines(output)}
+    assert 20 == len(read_lines(output))
+
+
+# -------------------------------------------------------------------------------------------------------- trying again
+
+
+def test_requests_that_are_not_taken_are_sent_until_they_are(tmp_path: Path) -> None:
+    def answer(wanted: Wanted, times: int) -> Reply:
+        if times % 3 == 0:
+            raise Lost("no connection", was_sent=False)
+        return Reply(200 if times > 20 else (429, 503)[times % 2], "x", b"{}", 0.0)
+
+    sender = Answering(answer)
+    journal = run_job(write_requests(tmp_path / "in", 3), tmp_path / "out", sender, max_tries=1)
+    assert (3, 0) == (journal.state.completed, journal.state.failed)
+    assert all(times > 20 for times in sender.asked.values())
+
+
+def test_requests_that_fail_once_they_are_sent_are_tried_a_number_of_times(tmp_path: Path) -> None:
+    def answer(wanted: Wanted, times: int) -> Reply | Problem:
+        if wanted.custom_id == "r1":
+            raise Lost("the connection was lost: reset", was_sent=True)
+        if wanted.custom_id == "r2":
+            return Reply(502, "x", b"<html>")
+        if wanted.custom_id == "r3" and times < 3:
+            return Reply(424, "x", b"{}")
+        return Reply(400 if wanted.custom_id == "r4" else 200, "x", b"{}")
+
+    sender = Answering(answer)
+    run_job(write_requests(tmp_path / "in", 4), tmp_path / "out", sender, max_tries=3)
+    assert {"r1": 3, "r2": 3, "r3": 3, "r4": 1} == sender.asked
+    found = {one["custom_id"]: one for one in read_lines(tmp_path / "out")}
+    assert "no_answer" == found["r1"]["error"]["code"] and "in 3 tries" in found["r1"]["error"]["message"]
+    assert {"message": "<html>", "type": "not_json"} == found["r2"]["response"]["body"]["error"]
+    assert (200, 400) == (found["r3"]["response"]["status_code"], found["r4"]["response"]["status_code"])
+
+
+def test_the_job_gives_up_when_nobody_answers_and_goes_on_when_somebody_does(tmp_path: Path) -> None:
+    def nobody(wanted: Wanted, _: int) -> Reply:
+        raise Lost("no connection to x: refused", was_sent=False)
+
+    source, output = write_requests(tmp_path / "in", 4), tmp_path / "out"
+    with pytest.raises(ServerGone, match=r"no connection to x: refused, for 0.05 s"):
+        run_job(source, output, Answering(nobody), give_up_s=0.05)
+    with pytest.raises(ServerGone, match="the server answers 503, for"):
+        run_job(source, output, Answering(lambda *_: Reply(503, "x", b"")), give_up_s=0.05)
+    with pytest.raises(ServerGone, match="API key is missing or wrong"):
+        run_job(source, output, Answering(lambda *_: Reply(401, "x", b"{}")))
+    assert 4 == run_job(source, output, Answering()).state.completed

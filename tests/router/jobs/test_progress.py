@@ -1,0 +1,57 @@
+"""What a person is told of a job: what is left, how fast it goes, how long it will take."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from router.jobs.progress import Progress, duration
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_log_has_a_line_now_and_then() -> None:
+    stream, clock = io.StringIO(), Clock()
+    progress = Progress(0, stream, is_live=False, clock=clock)
+    progress.begin(10_000)
+    progress.note(1000)
+    clock.now = 10.0
+    progress.show(1400, 100, "the server answers 503")
+    told = "1,500 of 10,000 lines, 100 failed, 8,500 left, 50.0 lines/s, 2 min 50 s to go (the server answers 503)\n"
+    assert told == stream.getvalue()
+
+
+def test_a_terminal_has_one_line_in_place_and_others_above_it() -> None:
+    stream = io.StringIO()
+    progress = Progress(5, stream, is_live=True, clock=Clock())
+    progress.show(1, 0, "a long word of trouble")
+    progress.show(2, 0)
+    progress.say("a line that stays")
+    progress.show(5, 0)
+    progress.end_line()
+    first, second, gone, said, last = stream.getvalue().split("\r")[1:]
+    assert len(first) == len(second) and second.rstrip() == "2 of 5 lines, 0 failed, 3 left"
+    assert not gone.strip() and len(gone) >= len(second.rstrip()), "what stood there is covered"
+    assert ("a line that stays\n", "5 of 5 lines, 0 failed, 0 left\n") == (said, last)
+
+
+def test_the_rate_is_of_late_alone() -> None:
+    clock = Clock()
+    progress = Progress(10_000, io.StringIO(), is_live=False, clock=clock)
+    for second in range(0, 1000, 10):
+        clock.now = second
+        progress.note(second if second < 500 else 500 + 10 * (second - 500))
+    assert "10.0 lines/s" in progress.sentence(5000, 0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.2, "0 s"), (61, "1 min 1 s"), (7200, "2 h 0 min"), (200_000, "2 d 7 h")]
+)
+def test_durations_have_two_units(seconds: float, text: str) -> None:
+    assert text == duration(seconds)

@@ -1,0 +1,165 @@
+"""What a job hears from servers that answer, answer nonsense, close, or say nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+import pytest
+
+from router.jobs.lines import Problem, Wanted
+from router.jobs.results import Reply
+from router.jobs.runner import Lost
+from router.launch import batch_http as http_module
+from router.launch.batch_http import HttpSender, base_of
+
+WANTED = Wanted("a", "/v1/completions", b'{"prompt": "x"}')
+OK = b"HTTP/1.1 200 OK\r\nX-Request-Id: their-id\r\nContent-Length: 2\r\n\r\n{}"
+
+
+class Server:
+    """Says these bytes to each request, in turn; b"" closes without a word, None says nothing."""
+
+    def __init__(self, *answers: bytes | None) -> None:
+        self.heard: list[bytes] = []
+        self.num_connections = 0
+        self.tasks: list[asyncio.Task[None]] = []
+        self._answers = list(answers)
+
+    async def __call__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.num_connections += 1
+        task = asyncio.current_task()
+        assert task is not None
+        self.tasks.append(task)
+        with suppress(OSError, EOFError):
+            while self._answers:
+                head = await reader.readuntil(b"\r\n\r\n")
+                length = int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0])
+                self.heard.append(head + await reader.readexactly(length))
+                answer = self._answers.pop(0)
+                if answer is None:
+                    await reader.read()
+                    break
+                writer.write(answer)
+                if not answer or b"close" in answer.lower() or b"hunk" in answer[:9]:
+                    break
+        writer.close()
+        with suppress(OSError):
+            await writer.wait_closed()
+
+
+def told(server: Server, story: Callable[[HttpSender], Awaitable[None]], timeout_s: float = 5.0) -> None:
+    async def run() -> None:
+        async with await asyncio.start_server(server, "127.0.0.1", 0) as listener:
+            port = listener.sockets[0].getsockname()[1]
+            async with HttpSender(f"http://127.0.0.1:{port}/v1/", "the-key", timeout_s) as sender:
+                await story(sender)
+            async with asyncio.timeout(20):
+                await asyncio.gather(*server.tasks)
+
+    asyncio.run(run())
+
+
+def test_a_connection_serves_one_request_after_another() -> None:
+    server = Server(OK, OK)
+
+    async def story(sender: HttpSender) -> None:
+        for _ in range(2):
+            assert Reply(200, "their-id", b"{}") == await sender.send(WANTED, "our-id")
+
+    told(server, story)
+    assert 1 == server.num_connections and 2 == len(server.heard)
+    first = server.heard[0]
+    assert first.startswith(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:") and first.endswith(WANTED.body)
+    assert b"Authorization: Bearer the-key\r\n" in first and b"X-Request-Id: our-id\r\n" in first
+
+
+def test_chunks_and_retry_after_are_read() -> None:
+    chunked = b"HTTP/1.1 429 X\r\nRetry-After: 7\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n1\r\n}\r\n0\r\n\r\n"
+    dated = chunked.replace(b"7", b"Wed, 21 Oct 2026 07:28:00 GMT")
+
+    async def story(sender: HttpSender) -> None:
+        assert Reply(429, "our-id", b"{}", 7.0) == await sender.send(WANTED, "our-id")
+        assert Reply(429, "our-id", b"{}", None) == await sender.send(WANTED, "our-id")
+
+    told(Server(chunked, dated), story)
+
+
+def test_a_connection_that_was_closed_while_idle_is_replaced() -> None:
+    server = Server(OK, b"", OK)
+
+    async def story(sender: HttpSender) -> None:
+        for _ in range(2):
+            assert isinstance(await sender.send(WANTED, "x"), Reply)
+
+    told(server, story)
+    assert 2 == server.num_connections and 3 == len(server.heard)
+
+
+@pytest.mark.parametrize(
+    ("answer", "says"),
+    [
+        (b"", "the connection was lost: the server closed it"),
+        (OK.replace(b"OK", b"close")[:-1], "the connection was lost: the server closed it"),
+        (b"SSH-2.0 close\r\n", "the answer is not HTTP"),
+        (None, "no answer within 0.3 s"),
+    ],
+)
+def test_what_is_no_answer_has_a_sentence(answer: bytes | None, says: str) -> None:
+    async def story(sender: HttpSender) -> None:
+        with pytest.raises(Lost, match=says) as lost:
+            await sender.send(WANTED, "x")
+        assert lost.value.was_sent
+
+    told(Server(answer), story, timeout_s=0.3)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000,
+        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 100_000,
+    ],
+)
+def test_answers_are_bounded(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_module, "MOST_ANSWER_BYTES", 4000)
+
+    async def story(sender: HttpSender) -> None:
+        found = await sender.send(WANTED, "x")
+        assert isinstance(found, Problem) and ("a", "answer_too_large") == (found.custom_id, found.code)
+
+    told(Server(answer), story)
+
+
+def test_nobody_there_was_not_asked() -> None:
+    async def story() -> None:
+        async with HttpSender("http://127.0.0.1:1", None, 1) as sender:
+            with pytest.raises(Lost, match=r"no connection to 127\.0\.0\.1:1: .*refused") as lost:
+                await sender.send(WANTED, "x")
+            assert not lost.value.was_sent
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("127.0.0.1:3000", "no server's URL"),
+        ("ftp://a", "no server's URL"),
+        ("http://", "no server's URL"),
+        ("http://a/v1/completions", "no server's URL"),
+        ("http://a:99999", "no port"),
+        ("http://me:secret@a", "--api-key"),
+        ("http://a?x=1", "URL alone"),
+    ],
+)
+def test_what_is_no_url_gets_a_sentence(url: str, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        base_of(url)
+
+
+def test_urls_of_servers() -> None:
+    for url in ("https://a", "https://a/", "https://a/v1", "https://a/v1/"):
+        assert "https://a" == base_of(url)
+    assert "http://[::1]:80" == base_of("http://[::1]:80")

@@ -1,0 +1,172 @@
+"""The HTTP side over fake shards, served on loopback as the router serves it, for many test modules."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+from unittest.mock import patch
+
+import httpx2
+import uvicorn
+from fastapi import FastAPI
+
+from router.api_document import api_document
+from router.app import create_app
+from router.batcher import Batcher
+from router.config import RouterConfig
+from router.grammars.grammar import Matching
+from router.guard import GuardedHttpProtocol
+from router.metrics import Metrics
+from router.text import ModelTokenizer
+from router.tracing import NoTracer, Tracer
+from router.transport import Connections
+from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
+from tests.router.fake_shards import FakeShardedClient
+
+PROMPT = "hello"
+
+
+@dataclass
+class Site:
+    """A served application and its parts."""
+
+    app: FastAPI
+    http: httpx2.AsyncClient
+    port: int
+    batcher: Batcher
+    shards: FakeShardedClient
+    metrics: Metrics
+    settings: RouterConfig
+
+    async def post(self, path: str, inputs: str = PROMPT, *, stream: bool | None = None, **parameters: Any) -> Any:
+        body: dict[str, Any] = {"inputs": inputs, "parameters": parameters}
+        return await self.http.post(path, json=body if stream is None else {**body, "stream": stream})
+
+    async def all_free(self) -> None:
+        """Wait until no request has left anything behind."""
+        async with asyncio.timeout(60):  # a bound of liveness
+            while self.shards.live_ids or self.batcher.num_free_blocks < self.batcher.limits.num_blocks:
+                await asyncio.sleep(0.001)
+
+
+@asynccontextmanager
+async def site(shards: FakeShardedClient | None = None, **options: Any) -> AsyncIterator[Site]:
+    """What `unserved` makes, on a loopback port, through the guarded protocol."""
+    async with unserved(shards, **options) as it:
+        async with serving(it.app, it.settings) as it.port:
+            async with httpx2.AsyncClient(base_url=f"http://127.0.0.1:{it.port}", timeout=60) as it.http:
+                yield it
+
+
+@cache
+def documents() -> dict[tuple[Any, ...], bytes]:
+    return {}
+
+
+def document_once(app: FastAPI, **about: bool) -> bytes:
+    """The API's document, which takes longer to make than the rest of an application and is always the same."""
+    key = (*sorted(about.items()), any(getattr(route, "path", "") == "/v1/batches" for route in app.routes))
+    if key not in documents():
+        documents()[key] = api_document(app, **about)
+    return documents()[key]
+
+
+@asynccontextmanager
+async def unserved(
+    shards: FakeShardedClient | None = None,
+    *,
+    config: dict[str, Any] | None = None,
+    tokenizer: ModelTokenizer | None = None,
+    tracer: Tracer | None = None,
+    matching: Matching | None = None,
+    **limits: Any,
+) -> AsyncIterator[Site]:
+    """Without a port. tokenizer: None stands for one token for each byte; matching: None for no grammars."""
+    tokenizer = tokenizer or byte_tokenizer()
+    wanted = make_limits(**limits)
+    shards = shards or fake_shards(wanted)
+    given = {"model_id": "a/model", "model_path": "/nowhere", "shard_sockets": ("x",), **(config or {})}
+    settings = RouterConfig(**given)
+    metrics = Metrics(wanted)
+    batcher = Batcher(shards, tokenizer, wanted, metrics, matching=matching)
+    with patch("router.app.api_document", document_once):
+        app = create_app(
+            settings,
+            limits=wanted,
+            model=await shards.info(),
+            tokenizer=tokenizer,
+            shards=shards,
+            batcher=batcher,
+            metrics=metrics,
+            tracer=tracer or NoTracer(),
+        )
+    task = asyncio.create_task(batcher.run())
+    async with in_process(app) as http:
+        yield Site(app, http, 0, batcher, shards, metrics, settings)
+    task.cancel()
+    await asyncio.wait({task})
+
+
+@asynccontextmanager
+async def serving(app: FastAPI, settings: RouterConfig, max_connections: int = 1000) -> AsyncIterator[int]:
+    """The application on the port that this gives."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    protocol: Any = partial(GuardedHttpProtocol, shared=Connections(settings, max_connections))
+    fixed: dict[str, Any] = {"ws": "none", "log_config": None, "access_log": False}
+    # A story that fails leaves connections behind: its server ends all the same.
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol, timeout_graceful_shutdown=5, **fixed))
+    task = asyncio.create_task(server._serve([listener]))
+    while not server.started:
+        await asyncio.sleep(0.001)
+    port: int = listener.getsockname()[1]
+    try:
+        yield port
+    finally:
+        server.should_exit = True
+        await task
+
+
+def in_process(app: FastAPI) -> httpx2.AsyncClient:
+    """Straight to the ASGI application, with headers that no client library would send."""
+    return httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://test")
+
+
+def events_in(text: str) -> list[dict[str, Any]]:
+    frames = [frame for frame in text.split("\n\n") if frame and not frame.startswith(":")]
+    assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
+    return [json.loads(frame.removeprefix("data: ")) for frame in frames]
+
+
+def answering(text: str | bytes) -> dict[str, Any]:
+    """Shards that answer PROMPT with this text and then EOS."""
+    ids = [*(text.encode() if isinstance(text, str) else text), EOS]
+
+    def next_token(token_ids: Any, *_: Any) -> int:
+        return ids[min(len(token_ids) - len(PROMPT), len(ids) - 1)]
+
+    return {"vocab_size": 257, "next_token": next_token}
+
+
+def assert_is_error(answer: httpx2.Response, status: int, error_type: str) -> None:
+    assert (answer.status_code, answer.json()["error_type"]) == (status, error_type)
+    assert set(answer.json()) == {"error", "error_type"}
+    assert answer.headers["content-type"] == "application/json"
+
+
+async def raw(port: int, data: bytes) -> bytes:
+    """Everything that the server says to these bytes until it closes."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(data)
+    try:
+        async with asyncio.timeout(60):  # a bound of liveness
+            return await reader.read()
+    except ConnectionResetError:
+        return b""
+    finally:
+        writer.close()

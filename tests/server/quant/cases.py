@@ -1,0 +1,102 @@
+"""Which formats are tested with which families: every pair of a format and what is hard about a family's layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+
+from tests.server.published import save_published
+from tests.server.quant import quantised
+from tests.server.quant.quantised import How, Layer
+from tests.server.tiny import CASES, save_tiny
+
+SMALL = {"num_hidden_layers": 2}
+T5_SMALL = {"num_layers": 2, "num_decoder_layers": 2}
+BY_NAME = {"-:.*down": {}, r"+:.*\.(gate|v)_proj": {"bits": 8, "group_size": -1}}
+BLOCKS = {"intermediate_size": 128}  # which 64 divides
+WEIGHTS, ROUNDINGS = 1e-4, 1e-2  # how far logits may be from those of dequantised weights
+
+
+class Case(NamedTuple):
+    """A family's tiny model, what is changed of it, and how it is quantised."""
+
+    family: str
+    changes: dict[str, Any]
+    how: How
+    also: str = "-"  # what is quantised though tools seldom do
+    others: Mapping[str, How | None] = MappingProxyType({})  # pattern of names of layers -> how else, or not at all
+
+
+def with_config(how: How, **changes: object) -> How:
+    """The same, with more in its config."""
+    return replace(how, config=how.config | changes)
+
+
+PAIRS = {
+    # fused rows of heads, biases, a tied head
+    "bloom-gptq": Case("bloom", {"n_layer": 2}, quantised.gptq(4, 32)),
+    "bloom-int8": Case("bloom", {"n_layer": 2}, quantised.compressed_int8(is_fixed=False)),
+    "bloom-nf4": Case("bloom", {"n_layer": 2}, quantised.bitsandbytes("nf4", is_nested=True)),
+    # grouped heads, gates; 96 inputs, of which groups are cut by 2, 4 and 8 ranks
+    "llama-gptq-3": Case("llama", SMALL, quantised.gptq(3, 32, is_ordered=False)),
+    "llama-gptq-2": Case("llama", SMALL, quantised.gptq(2, 32, version=2, is_symmetric=True)),
+    "llama-int8-fixed": Case("llama", SMALL, quantised.compressed_int8(is_fixed=True, is_symmetric=False)),
+    "llama-packed": Case("llama-biased-tied", SMALL, quantised.compressed_packed(4, 32, is_symmetric=False)),
+    "llama-float8": Case("llama", SMALL, quantised.float8("fp8", "tensor", is_fixed=True)),
+    "llama-float8-rows": Case("llama", SMALL, quantised.float8("fbgemm_fp8", "channel")),
+    "mistral-awq": Case("mistral", SMALL, quantised.awq(32)),
+    "mistral-float8-blocks": Case("mistral", SMALL, quantised.float8("fp8", "block")),
+    "mistral-fp4": Case("mistral", SMALL | BLOCKS, quantised.bitsandbytes("fp4", is_nested=False)),
+    # one projection for queries, keys and values; ALiBi; three groups, as 2, 4 and 8 ranks cut the 107 of 13B
+    "baichuan-gptq": Case("baichuan-13b", {}, quantised.gptq(4, 16)),
+    "baichuan-packed": Case("baichuan-13b", {}, quantised.compressed_packed(4, 16, is_symmetric=True)),
+    # an encoder, layers that attend to it
+    "t5-gptq": Case("t5-gated", T5_SMALL, quantised.gptq(8, -1, version=2)),
+    "t5-float8": Case("t5", T5_SMALL, quantised.float8("compressed-tensors", "channel")),
+    "t5-eight-bits": Case("t5", T5_SMALL, quantised.bitsandbytes_int8()),
+    # experts
+    "mixtral-awq": Case("mixtral", SMALL, quantised.awq(-1)),
+    "mixtral-int8": Case("mixtral", SMALL, quantised.compressed_int8(is_fixed=False)),
+    "mixtral-gptq": Case("mixtral", SMALL, quantised.gptq(4, 32, is_ordered=False)),
+    # layers that are left dense, or stored in another way than their neighbours
+    "llama-awq-mixed": Case(
+        "llama", SMALL, with_config(quantised.awq(32), modules_to_not_convert=["up_proj", "layers.1.self_attn"]),
+        others={"up_proj|layers.1.self_attn": None},
+    ),
+    "llama-gptq-mixed": Case(
+        "llama",
+        SMALL,
+        with_config(quantised.gptq(4, 32), dynamic=BY_NAME),
+        others={"down_proj": None, "gate_proj|v_proj": quantised.gptq(8, -1)},
+    ),
+    "mixtral-router": Case("mixtral", SMALL, quantised.bitsandbytes_int8(), also=r"\.gate\."),
+    # a head of its own in few bits
+    "llama-gptq-head": Case(
+        "llama", SMALL | {"vocab_size": 104}, with_config(quantised.gptq(4, 32), lm_head=True), also="lm_head"
+    ),
+}  # fmt: skip
+
+
+def save(name: str, folder: Path) -> dict[str, Layer]:
+    """The checkpoint of a pair in `folder`/quantised, what it stands for in `folder`/dense; its layers by name."""
+    case = PAIRS[name]
+    (folder / "source").mkdir(parents=True)
+    if case.family in CASES:
+        save_tiny(case.family, folder / "source", **case.changes)
+    else:
+        save_published(case.family, folder / "source")
+    return quantised.quantise(folder / "source", folder, case.how, also=case.also, others=case.others)
+
+
+Quantised = Callable[[str], tuple[Path, dict[str, Layer]]]
+
+
+def prompt_of(seed: int, length: int = 12) -> list[int]:
+    """Token ids that every vocabulary here has."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(4, 100, (length,), generator=generator).tolist()

@@ -1,0 +1,152 @@
+"""Packs quantised weights as published formats define it, number by number: what our readers are held against.
+
+Written from the formats' definitions and from nothing of ours. Each returns the tensors of one linear layer by suffix.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+FLOAT8 = torch.float8_e4m3fn
+# The 16 numbers that NF4's codes stand for (QLoRA, appendix E), and those of FP4 with 2 bits of exponent and 1 of
+# mantissa, in the order of bitsandbytes' codes: 1 bit of sign above 3 that count from 0.
+NF4 = [
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+]  # fmt: skip
+FP4_HALF = [0.0, 0.0625 / 12, 8 / 12, 12 / 12, 4 / 12, 6 / 12, 2 / 12, 3 / 12]
+FP4 = [*FP4_HALF, *(-level for level in FP4_HALF)]
+
+
+def bits_of(codes: Sequence[int], bits: int) -> list[int]:
+    """A stream of codes, the lowest bit of each first."""
+    return [code >> bit & 1 for code in codes for bit in range(bits)]
+
+
+def words_of(stream: Sequence[int]) -> list[int]:
+    """Signed 32-bit words of a stream of bits, the lowest first; what is missing of the last is 0."""
+    words = []
+    for start in range(0, len(stream), 32):
+        word = sum(bit << place for place, bit in enumerate(stream[start : start + 32]))
+        words.append(word - (1 << 32) if word >= 1 << 31 else word)
+    return words
+
+
+def packed_rows(codes: Tensor, bits: int) -> Tensor:
+    """codes [R, n] → int32 [R, n bits / 32]: each row is a stream of its own."""
+    return torch.tensor([words_of(bits_of(row, bits)) for row in codes.int().tolist()], dtype=torch.int32)
+
+
+def gptq(
+    codes: Tensor, scale: Tensor, zero: Tensor, groups: Tensor, bits: int, *, version: int = 1
+) -> dict[str, Tensor]:
+    """codes [F, D], scale and zero [F, G], groups [D]."""
+    if bits == 3 and version == 1:
+        zeros = packed_rows(((zero.int() - 1) & 7).t(), bits)
+    else:
+        # As GPTQModel does: whole words less one for each code in them, so that a zero borrows from its neighbour.
+        less = sum(1 << shift for shift in range(0, 32, bits)) if version == 1 else 0
+        zeros = (packed_rows(zero.int().t(), bits).long() - less).int()
+    return {
+        "qweight": packed_rows(codes, bits).t().contiguous(),
+        "qzeros": zeros,
+        "scales": scale.t().contiguous().half(),
+        "g_idx": groups.int(),
+    }
+
+
+def awq(codes: Tensor, scale: Tensor, zero: Tensor) -> dict[str, Tensor]:
+    """codes [F, D] of 4 bits, scale and zero [F, G], groups in order."""
+
+    def shuffled(rows: Tensor) -> Tensor:
+        """rows [R, F]: in each word the outputs 0, 2, 4, 6, 1, 3, 5, 7 of eight."""
+        return rows.unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]].flatten(1)
+
+    return {
+        "qweight": packed_rows(shuffled(codes.t()), 4),
+        "qzeros": packed_rows(shuffled(zero.int().t()), 4),
+        "scales": scale.t().contiguous().half(),
+    }
+
+
+def compressed_packed(
+    codes: Tensor, scale: Tensor, bits: int, *, zero: Tensor | None = None, groups: Tensor | None = None
+) -> dict[str, Tensor]:
+    """pack-quantized: signed codes [F, D], scale and zero [F, G]; both kinds of codes are raised to be no less than 0.
+
+    groups [D]: those of a layer whose inputs were put in an order of their own.
+    """
+    raised = 1 << (bits - 1)
+    tensors = {
+        "weight_packed": packed_rows(codes.int() + raised, bits),
+        "weight_scale": scale,
+        "weight_shape": torch.tensor(codes.shape),
+    }
+    if zero is not None:
+        tensors["weight_zero_point"] = packed_rows((zero.int() + raised).t(), bits).t().contiguous()
+    if groups is not None:
+        tensors["weight_g_idx"] = groups.int()
+    return tensors
+
+
+def compressed_plain(
+    codes: Tensor,
+    scale: Tensor,
+    *,
+    zero: Tensor | None = None,
+    input_scale: Tensor | None = None,
+    input_zero: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """int-quantized of int8 codes, float-quantized of float8 codes; scale [1], [F, 1] or [F, G], or of blocks."""
+    optional = {"weight_zero_point": zero, "input_scale": input_scale, "input_zero_point": input_zero}
+    kept = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    return {"weight": codes, "weight_scale": scale, **kept}
+
+
+def float8(codes: Tensor, scale: Tensor, *, input_scale: Tensor | None = None) -> dict[str, Tensor]:
+    """float8 codes with a scale of all [] or of each row [F, 1]."""
+    return {"weight": codes, "weight_scale": scale, **({} if input_scale is None else {"input_scale": input_scale})}
+
+
+def float8_blocks(codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    """float8 codes, and what each block of 128 × 128 is multiplied with, in spite of the name."""
+    return {"weight": codes, "weight_scale_inv": scale}
+
+
+def bitsandbytes(
+    codes: Tensor,
+    largest: Tensor,
+    kind: str,
+    *,
+    block: int = 64,
+    nested: tuple[Tensor, Tensor, float] | None = None,
+) -> dict[str, Tensor]:
+    """4-bit codes [F, D] of `kind` nf4 or fp4, and the largest magnitude of each block of neighbours [F D / block].
+
+    nested: `largest` is uint8 codes of these levels [256], times a magnitude for 256 of them, plus an offset.
+    """
+    flat = codes.flatten().tolist()
+    state = {"quant_type": kind, "blocksize": block, "dtype": "float16", "shape": list(codes.shape)}
+    tensors = {
+        "weight": torch.tensor(
+            [[high << 4 | low] for high, low in zip(flat[::2], flat[1::2], strict=True)], dtype=torch.uint8
+        ),
+        "weight.absmax": largest,
+        "weight.quant_map": torch.tensor(NF4 if kind == "nf4" else FP4),
+    }
+    if nested is not None:
+        levels, magnitudes, offset = nested
+        state |= {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": offset}
+        tensors |= {"weight.nested_absmax": magnitudes, "weight.nested_quant_map": levels}
+    text = json.dumps(state).encode()
+    return tensors | {f"weight.quant_state.bitsandbytes__{kind}": torch.tensor(list(text), dtype=torch.uint8)}
+
+
+def bitsandbytes_int8(codes: Tensor, largest: Tensor) -> dict[str, Tensor]:
+    """int8 codes [F, D], of which 127 stands for a row's largest magnitude [F]."""
+    return {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}

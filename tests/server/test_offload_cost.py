@@ -1,0 +1,222 @@
+"""The cost model of streaming: what it says of a step, and how much it has stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from server.backends.cpu.device import CpuDevice
+from server.backends.reference import ReferenceBackend
+from server.offload.auto import ALL, Auto, Wanted
+from server.offload.cost import Rates, Room, Sizes, StepCost, choose
+from server.offload.disk import ImageFile
+from server.offload.policy import Share
+from server.offload.probes import link_rate, product_rates
+from server.offload.stores import DiskStore
+from server.offload.times import MOST_SPANS, Span, Times, busy_seconds
+
+MB = 10**6
+GB = 10**9
+# Ten layers of 100 MB, a head of 50 MB, 1 MB for a token; 1 GB/s from the disk, 10 GB/s from memory.
+SIZES = Sizes(layers=1 * GB, num_layers=10, head=50 * MB, kv_per_token=1 * MB)
+RATES = Rates(link=1 * GB, products=[(1, 1e-10), (100, 1e-10), (200, 2e-10)])
+ROOM = Room(memory=2 * GB, longest=10, sequences=8)
+
+
+def test_products_cost_what_was_measured_and_lines_between() -> None:
+    assert [1e-10, 1e-10, 1.5e-10, 2e-10] == [RATES.seconds_per_byte(tokens) for tokens in (1, 50, 150, 200)]
+    assert 4e-10 == RATES.seconds_per_byte(400)  # in proportion
+    assert 0.0 == RATES.seconds_per_byte(0)
+    assert 10 * GB == pytest.approx(RATES.memory)
+
+
+def test_a_step_takes_as_long_as_the_slower_of_bringing_and_computing() -> None:
+    cost = StepCost(SIZES, RATES, streamed=0.5 * GB)
+    assert 0.5 == cost.seconds(tokens=4, sampled=4, kv_tokens=100)
+    assert 0.1 + 0.005 + 0.01 == pytest.approx(cost.computing(tokens=4, sampled=4, kv_tokens=100))
+    assert 1.0 + 0.05 == pytest.approx(cost.seconds(tokens=1000, sampled=1000, kv_tokens=0))
+    assert 0.0 == cost.seconds(tokens=0, sampled=0, kv_tokens=0)
+
+
+def test_where_everything_fits_nothing_streams() -> None:
+    chosen = choose(SIZES, RATES, ROOM)
+    assert chosen is not None and not chosen.streams
+    assert (1 * GB, 80, 8) == (chosen.resident, chosen.kv_tokens, chosen.sequences)
+
+
+def test_a_wanted_cache_is_kept_and_as_much_as_fits_beside_it_stays() -> None:
+    chosen = choose(SIZES, RATES, replace(ROOM, memory=1 * GB, kv_tokens=80))
+    assert chosen is not None and chosen.streams
+    assert 7 * 100 * MB == chosen.resident  # 80 MB of keys and values and two slots of 100 MB beside
+    assert 0.3 == pytest.approx(chosen.step_s)
+
+
+def test_a_cache_that_nobody_asked_for_gives_way_to_weights() -> None:
+    """400 sequences with nothing resident take 0.6 s a step; 8 with all resident take 0.11 s: the first are faster."""
+    slow = replace(RATES, products=[(1, 1e-10)])
+    many = choose(SIZES, slow, Room(memory=4 * GB, longest=10, sequences=500))
+    assert many is not None and not many.streams
+    few = choose(SIZES, RATES, Room(memory=1.1 * GB, longest=10, sequences=500))
+    assert few is not None
+    every = [
+        option
+        for count in range(11)
+        if (option := choose(SIZES, RATES, Room(1.1 * GB, 10, 500, kv_tokens=10 * count + 10))) is not None
+    ]
+    assert few.tokens_per_second >= max(option.tokens_per_second for option in every)
+
+
+def test_what_cannot_run_at_all_is_none() -> None:
+    assert choose(SIZES, RATES, replace(ROOM, memory=0.2 * GB)) is None
+    assert choose(SIZES, RATES, replace(ROOM, memory=0.22 * GB)) is not None
+
+
+# ----------------------------------------------------------------------------------------------- the first layer's hour
+
+
+class Ranks:
+    """This rank beside one that always has less."""
+
+    world_size = 2
+
+    def __init__(self, less: float = 1.0):
+        self._less = less
+
+    def minimum(self, value: int, device: torch.device) -> int:
+        return min(value, int(value * self._less)) if value > 0 else value
+
+
+class SmallDevice(CpuDevice):
+    """A CPU with so much free memory."""
+
+    def __init__(self, free: float):
+        self._free = free
+
+    def free_bytes(self, *, fraction: float, world_size: int) -> int:
+        return int(self._free)
+
+
+WANTED = Wanted(
+    longest=10, sequences=8, kv_tokens=0, kv_bytes_per_token=MB, head_bytes=50 * MB, later_bytes=0, step_bytes=0
+)
+
+
+def auto_of(
+    free: float, *, less: float = 1.0, rates: Callable[[int], Rates] = lambda _: RATES, **changes: object
+) -> Auto:
+    wanted = replace(WANTED, **{k: v for k, v in changes.items() if k in Wanted.__dataclass_fields__})  # type: ignore[arg-type]
+    why_not = changes.get("why_not")
+    return Auto(SmallDevice(free), Ranks(less), wanted, rates, why_not if isinstance(why_not, str) else None)
+
+
+def unmeasured(layer_bytes: int) -> Rates:
+    raise AssertionError("where everything fits, nothing is measured")
+
+
+def test_auto_measures_nothing_where_everything_fits() -> None:
+    auto = auto_of(2 * GB, rates=unmeasured)
+    assert ALL == auto.choose(100 * MB, 10)
+    assert "" == auto.description
+
+
+def test_auto_says_what_it_chose_and_why() -> None:
+    auto = auto_of(0.9 * GB, kv_tokens=80)
+    assert Share(num_bytes=700 * MB) == auto.choose(100 * MB, 10)
+    assert (
+        "chosen for 8 sequences of 10 tokens in a KV cache of 80, which should decode 26.7 tokens/s at 1.00 GB/s"
+        == auto.description
+    )
+
+
+def test_all_ranks_choose_by_the_least_that_any_of_them_has() -> None:
+    auto = auto_of(0.9 * GB, kv_tokens=80, less=0.8)
+    share = auto.choose(100 * MB, 10)
+    assert Share(num_bytes=500 * MB) == share
+    assert auto.measured is not None and auto.measured.link == pytest.approx(0.8 * GB)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"kv_tokens": 900},
+            "--weights-on-device auto finds 1.00 GB for layers, slots and KV cache, and a KV cache of 900",
+        ),
+        ({"why_not": "name a folder", "kv_tokens": 80}, "name a folder"),
+    ],
+)
+def test_auto_refuses_what_cannot_be(changes: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        auto_of(0.9 * GB, **changes).choose(100 * MB, 10)
+
+
+def test_without_a_folder_all_stay_while_anything_fits_beside_them() -> None:
+    assert ALL == auto_of(0.92 * GB, why_not="name a folder").choose(100 * MB, 10)
+
+
+# ---------------------------------------------------------------------------------------------------- probes and times
+
+
+class TimedStore:
+    """Brings an image in a hundredth of a second of a clock of its own, and the first ones at once."""
+
+    read_bytes, is_direct = 0, True
+
+    def __init__(self, fast: int) -> None:
+        self.now, self.brought, self._fast = 0.0, 0, fast
+
+    def keep(self, slot: torch.Tensor, num_bytes: int) -> int:
+        return 0
+
+    def fill(self, slot: torch.Tensor, number: int, num_bytes: int) -> Callable[[], float]:
+        def finish() -> float:
+            self.brought += 1
+            self.now += 0.01 if self.brought > self._fast else 0.0
+            return self.now
+
+        return finish
+
+    def close(self) -> None:
+        """There is nothing."""
+
+
+def test_a_link_is_as_fast_as_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = TimedStore(fast=2)  # of 4 images: a throttle that gives more after a pause
+    monkeypatch.setattr("server.offload.probes.READ_BYTES", 4 * MB)
+    monkeypatch.setattr("server.offload.probes.time", SimpleNamespace(perf_counter=lambda: store.now))
+    assert 100 * MB == pytest.approx(link_rate(store, CpuDevice(), MB, seconds=1.0), rel=0.02)
+
+
+def test_rates_are_measured(tmp_path: Path) -> None:
+    store = DiskStore(ImageFile(tmp_path, "--offload-dir"))
+    try:
+        assert link_rate(store, CpuDevice(), 1 << 20, seconds=0.01) > 0
+        assert store.read_bytes >= 2 << 20
+    finally:
+        store.close()
+    backend = ReferenceBackend(CpuDevice())
+    found = product_rates(backend, torch.float32, tokens=(1, 8), widths=(64, 32))
+    assert [1, 8] == [tokens for tokens, _ in found]
+    assert all(seconds > 0 for _, seconds in found)
+
+
+def test_busy_time_counts_nothing_twice_and_nothing_outside() -> None:
+    spans = [Span(0, 1.0, 3.0), Span(1, 2.0, 4.0), Span(2, 2.5, 3.5), Span(3, 6.0, 9.0)]
+    assert 3.0 + 2.0 == busy_seconds(spans, 0.0, 8.0)
+    assert 1.5 == busy_seconds(spans, 2.5, 4.5)
+    assert 0.0 == busy_seconds([], 0.0, 8.0)
+
+
+def test_times_are_bounded_and_begin_anew() -> None:
+    times = Times(pass_bytes=7)
+    for layer in range(MOST_SPANS + 5):
+        times.reads.append(Span(layer, 0.0, 1.0))
+    times.bytes, times.waited_s = 3, 4.0
+    assert (MOST_SPANS, 5) == (len(times.reads), times.reads[0].layer)
+    times.forget()
+    assert Times(pass_bytes=7) == times

@@ -1,0 +1,51 @@
+"""A server with half of its weights on the disk keeps its promises, and says where they are."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import threading
+from pathlib import Path
+
+import httpx2
+
+from tests.running import Server, body, is_alive, start_launcher
+from tests.survival import SIGNALS, mixed_requests, recoveries, signals, survive
+
+GREEDY = body("Once upon a time there was", max_new_tokens=20, details=True)
+
+
+def test_half_of_the_weights_stream_under_streams_that_lose_a_shard(tmp_path: Path) -> None:
+    flags = ("--dtype", "float32", "--num-shard", "2", "--weights-on-device", "50%", "--offload-dir", str(tmp_path))
+    with Server(*flags) as server:
+        table = "".join(server.lines)
+        found = re.search(r"off the device +(\d+) of (\d+) layers, 0\.\d\d GB, stream through 0\.\d\d GB", table)
+        assert found is not None, table
+        assert int(found[2]) == 2 * int(found[1])
+        assert re.search(r"decode graphs +none: weights stream", table)
+        answers = []
+        plain = mixed_requests(16, random.Random(4), most_tokens=40)
+        kill = signals(SIGNALS["kill"], 1, random.Random(2), most_s=1.0)
+        tally = asyncio.run(survive(server, kill, streams=8, requests=plain))
+        assert not tally.failures
+        assert 1 == asyncio.run(recoveries(server))
+        assert [] == list(tmp_path.iterdir())
+        children = server.children()
+        client = threading.Thread(
+            target=lambda: answers.append(httpx2.post(f"{server.url}/generate", json=GREEDY, timeout=60))
+        )
+        client.start()
+        while not server.metrics().get("tgi_batch_current_size"):
+            assert not answers
+        server.stop()
+        client.join()
+        assert (0, 200) == (server.wait()[0], answers[0].status_code)
+        assert not [pid for pid in children if is_alive(pid)]
+
+
+def test_weights_without_a_place_are_refused_before_they_are_read() -> None:
+    process = start_launcher("--device", "cpu", "--port", "0", "--weights-on-device", "40%")
+    output, _ = process.communicate(timeout=60)
+    assert "--weights-on-device 40% leaves weights to a disk: name a folder on one with --offload-dir" in output
+    assert 1 == process.returncode
