@@ -1,25 +1,88 @@
-"""What holds for all tests: how many run at once, how many examples Hypothesis tries, and that an end from outside
-leaves no process.
+"""What holds for all tests: how many run at once, how many examples Hypothesis tries, which tests have the machine for
+themselves, and that an end from outside leaves no process.
 
 `HYPOTHESIS_PROFILE=large` tries five times as many, as `.ci/run` does. No profile has a deadline: how long an example
 takes says nothing on a busy machine.
+
+A test that compares times with a clock is marked `alone`. Such tests come last, and the workers of one run share a lock
+so that no other test runs beside them.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("small", max_examples=100, deadline=None)
 settings.register_profile("large", max_examples=500, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "small"))
 
+LOCKS = pytest.StashKey[Path]()
+
 # SIGTERM interrupts as Ctrl-C does, so that fixtures end the processes that they started.
 signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """One more than there are cores: many tests wait for processes that they have started."""
     return len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that run alone come last: the others' workers have little left to wait with."""
+    items.sort(key=_is_alone)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker where the locks of this run are."""
+    node.workerinput["locks"] = str(node.config.stash[LOCKS])
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Have a folder for the locks, until the run ends."""
+    folder = tempfile.TemporaryDirectory()
+    config.add_cleanup(folder.cleanup)
+    config.stash[LOCKS] = Path(folder.name)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """One test, with its fixtures: beside those of other workers, or alone."""
+    locks = getattr(item.config, "workerinput", {}).get("locks", item.config.stash[LOCKS])
+    with place(Path(locks), is_alone=_is_alone(item)):
+        return (yield)
+
+
+def _is_alone(item: pytest.Item) -> bool:
+    return item.get_closest_marker("alone") is not None
+
+
+@contextmanager
+def place(locks: Path, *, is_alone: bool) -> Iterator[None]:
+    """Shared with other tests, or for one alone. Who waits to be alone holds the door, so that nobody else enters."""
+    with ExitStack() as inside:
+        with _locked(locks / "door", fcntl.LOCK_EX):
+            inside.enter_context(_locked(locks / "room", fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH))
+        yield
+
+
+@contextmanager
+def _locked(path: Path, kind: int) -> Iterator[None]:
+    with path.open("w") as file:
+        fcntl.flock(file, kind)
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # also where a process that a test has left has the file open

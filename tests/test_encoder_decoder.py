@@ -51,7 +51,7 @@ def test_a_mixed_stream_under_tight_limits_is_what_transformers_generates(
         too_long = httpx2.post(f"{server.url}/generate", json=body(text_of([5] * 49), max_new_tokens=1), timeout=60)
     assert [generated(model, ids, 1 + i % 20) for i, ids in enumerate(asked)] == [tokens_of(a.json()) for a in answers]
     assert 0 < metrics["tgi_batch_peak_reserved_tokens"] <= 300
-    assert 48 <= metrics["tgi_batch_peak_prefill_tokens"] <= 60
+    assert max(map(len, asked)) <= metrics["tgi_batch_peak_prefill_tokens"] <= 60
     assert 1 < metrics["tgi_batch_peak_batch_size"] <= 6
     assert sum(map(len, asked)) == metrics["tgi_request_input_length_sum"]
     assert [(3, None)] == [(token["id"], token["logprob"]) for token in details["prefill"]]

@@ -235,7 +235,7 @@ def test_it_survives_the_death_of_what_computes_it(server: Server, victim: str) 
     [follower] = matcher_processes(server)
     with ThreadPoolExecutor(1) as clients:
         answers = clients.submit(generated, server, requests)
-        assert eventually(lambda: server.metrics()["tgi_batch_current_size"] >= len(requests) / 2)
+        assert eventually(lambda: server.metrics()["tgi_batch_current_size"] >= 1)
         os.kill(server.shards()[1] if victim == "shard" else follower, signal.SIGKILL)
         disturbed = answers.result()
     assert [tokens_of(answer) for answer in undisturbed] == [tokens_of(answer) for answer in disturbed]

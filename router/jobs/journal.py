@@ -10,8 +10,9 @@ So a checkpoint never speaks of a line that is not there. A job that begins agai
   the zeros that a power cut leaves;
 * goes on with the lines that no kept line answers.
 
-Its size is bounded by how many requests are under way. A lock on the output, which the kernel drops with the process,
-keeps a second process away. Left out: reading the input (`lines.py`), asking for answers (`runner.py`).
+Its size is bounded by how many requests are under way, and by how many are answered from one to the next. A lock on the
+output, which the kernel drops with the process, keeps a second process away. Left out: reading the input (`lines.py`)
+and asking for answers (`runner.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +39,11 @@ MOST_LINE_BYTES = 1 << 28  # of an output, far beyond what any answer has
 
 @dataclass
 class State:
-    """What a checkpoint says. Offsets and lengths are in bytes; `under_way` is line -> offset."""
+    """What a checkpoint says. Offsets and lengths are in bytes; `under_way` is line -> offset.
+
+    answered: lines that the outputs answer already, of those that are under way or come yet. A job that was killed
+    finds them, and it may be killed again before it has passed them all.
+    """
 
     job: str
     sha256: str
@@ -46,6 +51,7 @@ class State:
     next_line: int = 1
     next_offset: int = 0
     under_way: dict[int, int] = field(default_factory=dict)
+    answered: set[int] = field(default_factory=set)
     output_bytes: int = 0
     errors_bytes: int | None = None  # None where errors are in the output
     completed: int = 0
@@ -54,8 +60,10 @@ class State:
 
     def to_json(self) -> bytes:
         """As a file holds it."""
-        found = {"version": VERSION, **asdict(self), "under_way": sorted(self.under_way.items())}
-        return orjson.dumps(found, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE)
+        lists = {"under_way": sorted(self.under_way.items()), "answered": sorted(self.answered)}
+        return orjson.dumps(
+            {"version": VERSION, **asdict(self), **lists}, option=orjson.OPT_INDENT_2 | orjson.OPT_APPEND_NEWLINE
+        )
 
     @staticmethod
     def of_json(raw: bytes) -> State:
@@ -64,7 +72,8 @@ class State:
         try:
             if found.pop("version") != VERSION:
                 raise ValueError("another version wrote it")
-            return State(**found | {"under_way": {int(line): int(at) for line, at in found["under_way"]}})
+            under_way = {int(line): int(at) for line, at in found["under_way"]}
+            return State(**found | {"under_way": under_way, "answered": {int(line) for line in found["answered"]}})
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(str(error)) from None
 
@@ -90,7 +99,6 @@ class Journal:
 
     def __init__(self, output: Path, errors: Path | None, census: Census, mode: int = 0o666) -> None:
         self.state = State(secrets.token_hex(6), census.sha256, census.num_lines)
-        self.recovered: set[int] = set()  # lines beyond the checkpoint that are answered already
         self._output, self._errors, self._census, self._mode = output, errors, census, mode
         self._files: list[int] = []  # descriptors: the output's, and the errors'
         self._is_changed = False
@@ -179,7 +187,7 @@ class Journal:
                 if found is None:
                     break
                 number, is_failure = found
-                self.recovered.add(number)
+                self.state.answered.add(number)
                 self._count(is_failure)
                 offset += len(raw)
         os.ftruncate(self._files[index], offset)
@@ -200,7 +208,7 @@ class Journal:
         """A line asks for nothing, or an earlier run has answered it."""
         self._is_changed = True
         del self.state.under_way[line]
-        self.recovered.discard(line)
+        self.state.answered.discard(line)
 
     def write(self, line: int, text: bytes, *, is_failure: bool) -> None:
         """A line is answered. Raises OSError; the journal can only be closed then."""

@@ -101,7 +101,7 @@ class Runner:
 
     async def _work(self) -> None:
         while (line := await self._next()) is not None:
-            if line.is_blank or line.number in self._journal.recovered:
+            if line.is_blank or line.number in self._journal.state.answered:
                 self._journal.passed(line.number)
                 continue
             text, is_failure = await self._answer(line)

@@ -197,6 +197,7 @@ def test_what_openai_servers_send_is_understood() -> None:
 # ------------------------------------------------------------------------------------------------- whole runs
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("load", [("--concurrency", 8), ("--request-rate", 20)])
 def test_a_mocks_known_times_come_back(capsys: pytest.CaptureFixture[str], load: tuple[str, int]) -> None:
     """300 ms to the first of 8 tokens, 60 ms between them, 720 ms in all.

@@ -175,7 +175,7 @@ def supervise_forks(start: Start, nursery: str, **scripts: str) -> subprocess.Po
 
 
 def test_a_nursery_that_cannot_import_is_the_cause(start: Start) -> None:
-    process = supervise_forks(start, "import nothing_there", shard_0=SHARD, shard_1=SHARD, router=STUBBORN)
+    process = supervise_forks(start, "import nothing_there", shard_0=SHARD, shard_1=SHARD, router=SHARD)
     code, _, error = end(process, within=5)
     assert (1, "error: nursery cannot start: ModuleNotFoundError: No module named 'nothing_there'\n") == (code, error)
 

@@ -319,7 +319,9 @@ def test_a_greedy_key_leaves_permits_and_the_batch_to_another(tmp_path: Path) ->
     async def story() -> None:
         config = keyed(tmp_path, ALICE, {**BOB, "weight": 1})
         async with slow_site(0.01, config=config, max_batch_size=4, max_concurrent_requests=16) as it:
-            client = httpx2.AsyncClient(base_url=it.http.base_url, limits=httpx2.Limits(max_connections=None))
+            client = httpx2.AsyncClient(
+                base_url=it.http.base_url, timeout=60, limits=httpx2.Limits(max_connections=None)
+            )
             async with client:
                 greedy = [
                     asyncio.create_task(client.post("/generate", json=asked(), headers=AS_ALICE)) for _ in range(20)

@@ -94,6 +94,7 @@ def test_what_is_refused_is_one_sentence_and_the_same_process_does_the_next() ->
     aside(story, seconds=4.0)
 
 
+@pytest.mark.alone  # at this priority another test takes all the time there is
 def test_it_runs_at_the_lowest_priority_and_ends_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.aside.pool.NICENESS", NICENESS)  # which other tests do without
 
@@ -130,12 +131,12 @@ def test_another_process_is_ready_once_one_has_been_ended() -> None:
         await pool.warm_up()
         [worker] = pool._workers
         for _ in range(3):
-            with pytest.raises(TaskError, match=r"longer than 0\.1 s"):
+            with pytest.raises(TaskError, match=r"longer than 1 s"):
                 await rendered(pool, ENDLESS)
             assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
         assert {worker} == pool._workers
 
-    aside(story, seconds=0.1)
+    aside(story, seconds=1.0)  # of which a busy machine grants what a greeting takes
 
 
 def test_a_child_that_dies_is_its_task_s_failure_and_the_next_task_has_another() -> None:

@@ -145,6 +145,23 @@ def test_each_line_is_there_once_wherever_the_job_was_cut(data: st.DataObject) -
         assert (8, 4, True, {}) == (final.completed, final.failed, final.is_complete, final.under_way)
 
 
+def test_a_second_death_soon_after_the_first_doubles_no_line(tmp_path: Path) -> None:
+    """Line 4 is answered beyond the first checkpoint; the second speaks of its bytes before the job has come to it."""
+    source, output, errors = write_requests(tmp_path / "in", 12), tmp_path / "out", tmp_path / "err"
+    run_until_killed(source, output, errors, 0)
+    first = journal_of(output).read_bytes()
+    run_until_killed(source, output, errors, 4)  # 1, 2 and 4 in the output, 3 among the errors
+    journal_of(output).write_bytes(first)
+    errors.write_bytes(b"")
+    saved = run_until_killed(source, output, errors, 1)
+    assert saved is not None
+    journal_of(output).write_bytes(saved[0])
+    assert (4, {4}) == ((state := State.of_json(saved[0])).next_line, state.answered)
+    assert run_until_killed(source, output, errors, None) is None
+    found = [*read_lines(output), *read_lines(errors)]
+    assert Counter(f"r{i}" for i in range(1, 13)) == Counter(one["custom_id"] for one in found)
+
+
 def test_lines_that_were_answered_are_not_asked_again(tmp_path: Path) -> None:
     source, output = write_requests(tmp_path / "in", 30), tmp_path / "out"
 
