@@ -15,6 +15,12 @@ from router.openai.responses import answers as responses
 OPENAI = "/v1/"  # what its paths begin with
 ANTHROPIC = "/v1/messages"
 RESPONSES = "/v1/responses"
+# What clients look for and may not find, by what its paths begin with.
+MAYBE_NOT_SERVED = {
+    RESPONSES + "/": responses.NOT_STORED,
+    "/v1/files": "files are served where the server was started with --batch-dir",
+    "/v1/batches": "batches are served where the server was started with --batch-dir",
+}
 
 
 def error_response(error: RouterError, path: str) -> Response:
@@ -36,8 +42,11 @@ def status_response(status: int, path: str, headers: Mapping[str, str] | None = 
     phrase, error_type = errors.status_sentence(status, headers), errors.status_type(status)
     if path.startswith(ANTHROPIC):
         return errors.json_error(anthropic.error_of(status, phrase, error_type), status, headers or {})
-    is_stored = status == 404 and path.startswith(RESPONSES + "/")  # what clients would find there
-    sentence = responses.NOT_STORED if is_stored else phrase
+    sentence = (status == 404 and _why_not_there(path)) or phrase
     kind = "server_error" if status >= 500 else "invalid_request_error"
     told = {"message": sentence, "type": kind, "param": None, "code": None}
     return errors.json_error({"error": told, "error_type": error_type}, status, headers or {})
+
+
+def _why_not_there(path: str) -> str | None:
+    return next((sentence for prefix, sentence in MAYBE_NOT_SERVED.items() if path.startswith(prefix)), None)

@@ -413,6 +413,7 @@ def test_without_a_folder_there_are_no_such_routes() -> None:
             for path in ("/v1/files", "/v1/batches"):
                 answer: httpx2.Response = await it.http.get(path)
                 assert 404 == answer.status_code
+                assert "started with --batch-dir" in answer.json()["error"]["message"]
             assert "/v1/files" not in (await it.http.get("/openapi.json")).json()["paths"]
 
     asyncio.run(story())
