@@ -14,21 +14,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark import interrupts, launch, options, scheduled, shards
+from benchmark import flexgen, interrupts, launch, options, scheduled, shards
 from benchmark.generating import generate
-from benchmark.memory import peak_gpu_memory, peak_host_memory
 from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts
-from benchmark.report import GIB, Result, RunContext, arguments_of, footer, prepare_output, published, table
-from benchmark.roofline import Ceilings, ServedModel, describe
+from benchmark.report import Result, footer, prepare_output, published, table
+from benchmark.roofline import Ceilings, describe
 from benchmark.schedules import SCHEDULES
-from benchmark.shapes import DTYPE_BYTES
 from benchmark.timed_shards import StepRecord, TimedShards
-from router.client import ModelInfo
 from router.limits import Limits
 from router.text import ModelTokenizer
-
-KINDS = ("prefill", "decode", "total")
-
 
 # --------------------------------------------------------------------------------------------------- command line
 
@@ -125,7 +119,7 @@ async def _measure(
             probe.measure()
         timed = TimedShards(connected.shards, served)
         limits = _router_limits(args, connected, len(prompts))
-        result = Result(_context(args, target, info, prompts), notes=_notes())
+        result = Result(flexgen.context("offline", args, target, info, prompts), notes=_notes())
         with published(result, markdown, args.output), shards.causes_of(target):
             started = time.perf_counter()
             await generate(timed, tokenizer, limits, prompts, info.decoder_start)
@@ -134,7 +128,9 @@ async def _measure(
                 probe.measure()
             ceilings = None if probe is None else probe.best
             result.rows = rows(timed.records, seconds, ceilings)
-            result.extra = _sizes(server, connected, timed, served) | launch.startup_of(server)
+            tokens, widest = limits.max_batch_total_tokens, max(record.num_tokens for record in timed.records)
+            sizes = flexgen.sizes(info, served, server.shard_pids(), cache_tokens=tokens, widest_step=widest)
+            result.extra = sizes | launch.startup_of(server)
             result.notes += [describe(probe.seen)] if probe is not None else []
 
 
@@ -164,9 +160,9 @@ def _router_limits(args: argparse.Namespace, connected: shards.ConnectedShards, 
 
 def rows(records: Sequence[StepRecord], total_seconds: float, ceilings: Ceilings | None) -> list[dict[str, Any]]:
     """One row each for prefill, decode and total, in which tokens / latency_s is exactly tokens_per_second."""
-    busy = dict.fromkeys(KINDS, 0.0)
-    tokens = dict.fromkeys(KINDS, 0)
-    floors = dict.fromkeys(KINDS, 0.0)
+    busy = dict.fromkeys(flexgen.KINDS, 0.0)
+    tokens = dict.fromkeys(flexgen.KINDS, 0)
+    floors = dict.fromkeys(flexgen.KINDS, 0.0)
     free_at = 0.0  # when the shards had answered the step before
     for record in records:
         busy[record.kind] += record.answered_at - max(record.sent_at, free_at)
@@ -176,7 +172,7 @@ def rows(records: Sequence[StepRecord], total_seconds: float, ceilings: Ceilings
         for kind in (record.kind, "total"):
             floors[kind] += record.needed.floor_ms(ceilings) / 1000 if record.needed and ceilings else 0.0
     busy["total"] = total_seconds
-    return [_row(kind, busy[kind], tokens[kind], floors[kind] if ceilings else None) for kind in KINDS]
+    return [_row(kind, busy[kind], tokens[kind], floors[kind] if ceilings else None) for kind in flexgen.KINDS]
 
 
 def _row(kind: str, seconds: float, tokens: int, floor: float | None) -> dict[str, Any]:
@@ -188,45 +184,6 @@ def _row(kind: str, seconds: float, tokens: int, floor: float | None) -> dict[st
         "floor_s": floor,
         "percent_of_limit": 100 * floor / seconds if floor is not None and seconds else None,
     }
-
-
-def _sizes(
-    server: launch.Server, connected: shards.ConnectedShards, timed: TimedShards, served: ServedModel | None
-) -> dict[str, Any]:
-    """FlexGen's sizes in bytes. Peak memory is measured; the others are what is allocated."""
-    info = connected.info
-    tokens = connected.info.num_blocks * connected.info.block_size
-    widest = max(record.prompt_tokens + record.generated_tokens for record in timed.records)
-    width = None if served is None else served.shape.spec.hidden_size * DTYPE_BYTES[served.dtype]
-    return {
-        "model_size_bytes": sum(info.weight_bytes),
-        "cache_size_bytes": tokens * info.kv_bytes_per_token * info.world_size,
-        "hidden_size_bytes": None if width is None else widest * width,
-        "peak_memory_bytes": (peak_host_memory if info.device == "cpu" else peak_gpu_memory)(server.shard_pids()),
-        "peak_memory_kind": "cpu" if info.device == "cpu" else "gpu",
-    }
-
-
-def _context(
-    args: argparse.Namespace, target: shards.MeasuredShards, info: ModelInfo, prompts: Sequence[Prompt]
-) -> RunContext:
-    return RunContext.gather(
-        "offline",
-        model=target.name,
-        device=info.device,
-        dtype=info.dtype,
-        num_shard=info.world_size,
-        threads=info.threads,
-        quantize=info.quantize,
-        arguments=arguments_of(args),
-        work={
-            "model": target.name,
-            "num_prompts": len(prompts),
-            "prompt_tokens": sum(len(prompt.token_ids) for prompt in prompts),
-            "max_new_tokens": sum(prompt.max_new_tokens for prompt in prompts),
-            "stop_at_eos": args.stop_at_eos,
-        },
-    )
 
 
 def _notes() -> list[str]:
@@ -250,20 +207,10 @@ def markdown(result: Result) -> str:
 
 
 def _figures(result: Result) -> Iterator[str]:
-    sizes = result.extra
-    if sizes:
-        model, cache, hidden, peak = (
-            _gib(sizes[f"{name}_bytes"]) for name in ("model_size", "cache_size", "hidden_size", "peak_memory")
-        )
-        yield f"model size: {model}\tcache size: {cache}\thidden size (p): {hidden}"
-        yield f"peak {sizes['peak_memory_kind']} mem: {peak}\tprojected: False"
+    if result.extra:
+        yield from flexgen.size_lines(result.extra, result.context.device, is_projected=False)
     for row in result.rows:
-        rate = f"{row['step']} throughput: {row['tokens_per_second']:.3f} token/s"
-        yield f"{row['step']} latency: {row['latency_s']:.3f} s\t{rate}"
-
-
-def _gib(num_bytes: int | None) -> str:
-    return "not measured" if num_bytes is None else f"{num_bytes / GIB:.3f} GB"
+        yield flexgen.phase_line(row["step"], row["latency_s"], row["tokens_per_second"])
 
 
 def _floor_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -2,72 +2,32 @@
 
 from __future__ import annotations
 
-import argparse
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from benchmark import launch, memory, shards
-from benchmark.prompts import Prompt
-from benchmark.report import GIB, Result, RunContext, arguments_of, footer, table
+from benchmark import flexgen
+from benchmark.report import Result, footer, table
 from benchmark.roofline import ServedModel
-from benchmark.schedules import Phases, Policy, length_of
-from benchmark.shapes import DTYPE_BYTES
+from benchmark.schedules import Phases, Policy
 from benchmark.streaming import Measured, Streamed
 from benchmark.timed_shards import StepRecord
 from router.client import ModelInfo
 from router.queue import blocks_for
 
-if TYPE_CHECKING:
-    from benchmark.scheduled import Job
-
-KINDS = ("prefill", "decode", "total")
-
-
-def context(
-    args: argparse.Namespace, target: shards.MeasuredShards, info: ModelInfo, prompts: Sequence[Prompt], cut: int | None
-) -> RunContext:
-    """What a reader must know of the run."""
-    return RunContext.gather(
-        "schedules",
-        model=target.name,
-        device=info.device,
-        dtype=info.dtype,
-        num_shard=info.world_size,
-        threads=info.threads,
-        quantize=info.quantize,
-        arguments=arguments_of(args),
-        work={
-            "model": target.name,
-            "num_prompts": len(prompts),
-            "prompt_tokens": sum(len(prompt.token_ids) for prompt in prompts),
-            "max_new_tokens": sum(prompt.max_new_tokens for prompt in prompts),
-            "cut_output_length": cut,
-            "stop_at_eos": args.stop_at_eos,
-        },
-    )
-
 
 def sizes(
     policy: Policy,
-    job: Job,
+    longest: int,
     info: ModelInfo,
     served: ServedModel | None,
     records: Sequence[StepRecord],
-    server: launch.Server,
+    pids: Sequence[int],
 ) -> dict[str, Any]:
-    """FlexGen's sizes in bytes: the KV budget of the policy, the widest step's activations, what was in memory."""
-    longest = max(map(length_of, job.prompts))
+    """FlexGen's sizes, with the KV budget of the policy. longest: tokens of the longest sequence."""
     tokens = policy.block * blocks_for(longest, info.block_size) * info.block_size
-    widest = max(record.prompt_tokens + record.decoding for record in records)
-    width = None if served is None else served.shape.spec.hidden_size * DTYPE_BYTES[served.dtype]
-    return {
-        "model_size_bytes": sum(info.weight_bytes),
-        "cache_size_bytes": tokens * info.kv_bytes_per_token * info.world_size,
-        "hidden_size_bytes": None if width is None else widest * width,
-        "peak_gpu_memory_bytes": None if info.device == "cpu" else memory.peak_gpu_memory(server.shard_pids()),
-        "peak_host_memory_bytes": memory.peak_host_memory(server.shard_pids()),
-    }
+    widest = max(record.num_tokens for record in records)
+    return flexgen.sizes(info, served, pids, cache_tokens=tokens, widest_step=widest)
 
 
 def row(
@@ -82,7 +42,7 @@ def row(
         **sizes,
         "projected": is_projected,
         **phases.row(),
-        **{f"predicted_{k}_tokens_per_second": expected.get(f"{k}_tokens_per_second") for k in KINDS},
+        **{f"predicted_{k}_tokens_per_second": expected.get(f"{k}_tokens_per_second") for k in flexgen.KINDS},
     }
 
 
@@ -123,23 +83,17 @@ def notes(info: ModelInfo, measured: Measured | None) -> list[str]:
 
 def markdown(result: Result) -> str:
     """Each run as FlexGen prints it, then all in one table, then what to know about them."""
-    parts = ["\n".join(_figures(row)) for row in result.rows]
+    parts = ["\n".join(_figures(row, result.context.device)) for row in result.rows]
     return "\n\n".join([*parts, _table(result.rows), footer(result)])
 
 
-def _figures(row: dict[str, Any]) -> Iterator[str]:
+def _figures(row: dict[str, Any], device: str) -> Iterator[str]:
     yield f"#### {row['schedule']}"
     yield ""
     yield f"--num-gpu-batches {row['num_gpu_batches']} --gpu-batch-size {row['gpu_batch_size']}"
-    model, cache, hidden, host = (
-        _gib(row[f"{name}_bytes"]) for name in ("model_size", "cache_size", "hidden_size", "peak_host_memory")
-    )
-    gpu = "" if row["peak_gpu_memory_bytes"] is None else f"peak gpu mem: {_gib(row['peak_gpu_memory_bytes'])}\t"
-    yield f"model size: {model}\tcache size: {cache}\thidden size (p): {hidden}"
-    yield f"{gpu}peak host mem: {host}\tprojected: {row['projected']}"
-    for kind in KINDS:
-        rate = _rate(row[f"{kind}_tokens_per_second"])
-        yield f"{kind} latency: {row[f'{kind}_latency_s']:.3f} s\t{kind} throughput: {rate} token/s"
+    yield from flexgen.size_lines(row, device, is_projected=row["projected"])
+    for kind in flexgen.KINDS:
+        yield flexgen.phase_line(kind, row[f"{kind}_latency_s"], row[f"{kind}_tokens_per_second"])
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:
@@ -157,10 +111,10 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         [
             row["schedule"],
             row["num_gpu_batches"],
-            _rate(row["decode_tokens_per_second"]),
-            _rate(row["predicted_decode_tokens_per_second"]),
-            _rate(row["total_tokens_per_second"]),
-            _rate(row["predicted_total_tokens_per_second"]),
+            flexgen.rate(row["decode_tokens_per_second"]),
+            flexgen.rate(row["predicted_decode_tokens_per_second"]),
+            flexgen.rate(row["total_tokens_per_second"]),
+            flexgen.rate(row["predicted_total_tokens_per_second"]),
             _percent(row["link_busy"]),
             _percent(row["layers_busy"]),
         ]
@@ -169,13 +123,5 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     return table(headings, cells)
 
 
-def _rate(value: float | None) -> str:
-    return "–" if value is None else f"{value:.3f}"
-
-
 def _percent(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.0f} %"
-
-
-def _gib(num_bytes: int | None) -> str:
-    return "not measured" if num_bytes is None else f"{num_bytes / GIB:.3f} GB"

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmark import interrupts, launch, plots, schedule_report, shards, streaming, timeline
+from benchmark import flexgen, interrupts, launch, plots, schedule_report, shards, streaming, timeline
 from benchmark.generating import generate
 from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts
 from benchmark.report import BenchError, Result, published
@@ -259,7 +259,7 @@ async def _measure(
 ) -> None:
     async with shards.connect(target) as connected:
         info = connected.info
-        context = schedule_report.context(args, target, info, job.prompts, job.cut)
+        context = flexgen.context("schedules", args, target, info, job.prompts, cut_output_length=job.cut)
         result = Result(context, notes=[*job.notes, *schedule_report.notes(info, job.measured)])
         result.extra = launch.startup_of(server)
         timelines: list[timeline.Timeline] = []
@@ -301,7 +301,7 @@ async def _run_policy(
         whole = job.prompts[0].max_new_tokens
         phases = phases.projected(job.cut, whole)
         foreseen = None if foreseen is None else foreseen.projected(job.cut, whole)
-    sizes = schedule_report.sizes(policy, job, info, served, timed.records, server)
+    sizes = schedule_report.sizes(policy, job.longest, info, served, timed.records, server.shard_pids())
     row = schedule_report.row(policy, phases, foreseen, sizes, is_projected=job.cut is not None)
     row |= schedule_report.streamed(times, began, ended)
     name = f"{policy.schedule}, n = {policy.num_gpu_batches}"

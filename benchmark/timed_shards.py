@@ -27,6 +27,11 @@ class StepRecord:
     decoding: int = 0  # sequences that got their next token; the other generated tokens are the first of theirs
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that the step computes."""
+        return self.prompt_tokens + self.decoding
+
+    @property
     def kind(self) -> str:
         """A step with any prompt chunk counts as prefill, whatever decodes beside it."""
         return "prefill" if self.prompt_tokens else "decode"

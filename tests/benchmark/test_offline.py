@@ -139,9 +139,9 @@ def test_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
     for row in result["rows"]:
         assert row["tokens"] / row["latency_s"] == pytest.approx(row["tokens_per_second"])
         assert 0 < row["percent_of_limit"] < 105
-    assert 100 * 2**20 < result["peak_memory_bytes"] < 10 * 2**30
+    assert 100 * 2**20 < result["peak_host_memory_bytes"] < 10 * 2**30
     assert 14_680_064 == result["model_size_bytes"]
     assert lines[0].startswith("model size: 0.014 GB\tcache size: ")
-    assert lines[1].startswith("peak cpu mem: ") and lines[1].endswith("\tprojected: False")
+    assert lines[1].startswith("peak host mem: ") and lines[1].endswith("\tprojected: False")
     shown = [f"{row['step']} latency: {row['latency_s']:.3f} s" for row in result["rows"]]
     assert shown == [line.split("\t")[0] for line in lines[2:5]]
