@@ -11,7 +11,7 @@ import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from server.quant.expressions import Expression, ExpressionError, Steps
+from server.quant.expressions import Budget, Expression, ExpressionError
 
 Read = TypeVar("Read")
 
@@ -61,18 +61,18 @@ def compiled(expressions: Sequence[str]) -> list[Expression]:
             f"`quantization_config` has {len(expressions)} expressions for names of layers, and {MOST_EXPRESSIONS} at "
             "most are served: take another checkpoint of this model"
         )
-    steps = Steps()
-    return [_compiled(expression, steps) for expression in expressions]
+    budget = Budget()
+    return [_compiled(expression, budget) for expression in expressions]
 
 
-def _compiled(expression: str, steps: Steps) -> Expression:
+def _compiled(expression: str, budget: Budget) -> Expression:
     if len(expression) > MOST_EXPRESSION:
         raise FormatError(
             f"an expression for names of layers in `quantization_config` has {len(expression)} characters, and "
             f"{MOST_EXPRESSION} at most are served. Given: {shown(expression)}; take another checkpoint of this model"
         )
     try:
-        return Expression(expression, steps)
+        return Expression(expression, budget)
     except ExpressionError as error:
         raise FormatError(
             f"an expression for names of layers in `quantization_config` must be a regular one. Given: "
