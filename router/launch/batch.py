@@ -72,6 +72,9 @@ def read_command(argv: Sequence[str], environ: Mapping[str, str]) -> Command:
             base_of(given.url)
         except ValueError as error:
             problems.append(f"--url: {error}")
+    api_key = given.api_key or environ.get("API_KEY") or None
+    if api_key is not None and (not api_key.isprintable() or api_key != api_key.strip()):
+        problems.append("the API key has line ends, or spaces around it, which no header may have: give it without")
     bounds = (("concurrency", 1, MOST_CONCURRENCY), ("max_tries", 1, 1000))
     bounds_s = (("timeout", 0.1, 7 * 86400.0), ("give_up_after", 0.0, 30 * 86400.0))
     for name, least, most in (*bounds, *bounds_s):
@@ -82,7 +85,6 @@ def read_command(argv: Sequence[str], environ: Mapping[str, str]) -> Command:
     if problems:
         raise Refusal(problems, 2)
     plan = Plan(given.concurrency, max_tries=given.max_tries, give_up_s=given.give_up_after)
-    api_key = given.api_key or environ.get("API_KEY") or None
     places = (paths["input"], paths["output"], paths.get("errors"))
     return Command(*places, given.url, api_key, tuple(flags), given.timeout, plan)
 

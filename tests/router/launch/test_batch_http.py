@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import socket
+import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+import httpx2
 import pytest
 
 from router.jobs.lines import Problem, Wanted
@@ -87,22 +90,60 @@ def test_chunks_and_retry_after_are_read() -> None:
 
 
 def test_a_connection_that_was_closed_while_idle_is_replaced() -> None:
+    server = Server(OK.replace(b"OK", b"close"), OK)
+
+    async def story(sender: HttpSender) -> None:
+        assert isinstance(await sender.send(WANTED, "x"), Reply)
+        await asyncio.gather(*server.tasks)  # the server has closed it, and did not say so in a header
+        assert isinstance(await sender.send(WANTED, "x"), Reply)
+
+    told(server, story)
+    assert 2 == server.num_connections and 2 == len(server.heard)
+
+
+def test_a_connection_that_is_closed_when_a_request_comes_costs_a_try() -> None:
     server = Server(OK, b"", OK)
 
     async def story(sender: HttpSender) -> None:
-        for _ in range(2):
-            assert isinstance(await sender.send(WANTED, "x"), Reply)
+        assert isinstance(await sender.send(WANTED, "x"), Reply)
+        with pytest.raises(Lost, match="without sending a response") as lost:
+            await sender.send(WANTED, "x")
+        assert lost.value.was_sent
+        assert isinstance(await sender.send(WANTED, "x"), Reply)
 
     told(server, story)
     assert 2 == server.num_connections and 3 == len(server.heard)
 
 
+def test_what_a_server_sets_or_moves_is_not_followed() -> None:
+    moved = OK.replace(b"200 OK", b"307 X").replace(b"X-Req", b"Location: /v1/x\r\nSet-Cookie: a=b\r\nX-Req")
+    server = Server(moved, OK)
+
+    async def story(sender: HttpSender) -> None:
+        assert Reply(307, "their-id", b"{}") == await sender.send(WANTED, "x")
+        assert Reply(200, "their-id", b"{}") == await sender.send(WANTED, "x")
+
+    told(server, story)
+    assert b"cookie" not in server.heard[1].lower() and b"accept-encoding" not in server.heard[1].lower()
+
+
+def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+
+    async def story(sender: HttpSender) -> None:
+        assert isinstance(await sender.send(WANTED, "x"), Reply)
+
+    told(Server(OK), story)
+
+
 @pytest.mark.parametrize(
     ("answer", "says"),
     [
-        (b"", "the connection was lost: the server closed it"),
-        (OK.replace(b"OK", b"close")[:-1], "the connection was lost: the server closed it"),
-        (b"SSH-2.0 close\r\n", "the answer is not HTTP"),
+        (b"", "the answer is not whole, or is not HTTP: Server disconnected without sending a response"),
+        (OK.replace(b"OK", b"close")[:-1], "the answer is not whole.*received 1 bytes, expected 2"),
+        (b"SSH-2.0 close\r\n\r\n", "the answer is not whole, or is not HTTP: illegal status line"),
+        (b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 100_000, "Receive buffer too long"),
         (None, "no answer within 0.3 s"),
     ],
 )
@@ -115,27 +156,57 @@ def test_what_is_no_answer_has_a_sentence(answer: bytes | None, says: str) -> No
     told(Server(answer), story, timeout_s=0.3)
 
 
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000,
-        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 100_000,
-    ],
-)
-def test_answers_are_bounded(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "MOST_ANSWER_BYTES", 4000)
 
     async def story(sender: HttpSender) -> None:
         found = await sender.send(WANTED, "x")
         assert isinstance(found, Problem) and ("a", "answer_too_large") == (found.custom_id, found.code)
 
-    told(Server(answer), story)
+    told(Server(b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000), story)
+
+
+def test_a_reset_is_named() -> None:
+    async def reset(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        raw = writer.get_extra_info("socket")
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    async def run() -> None:
+        async with await asyncio.start_server(reset, "127.0.0.1", 0) as listener:
+            url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+            async with HttpSender(url, None, 5) as sender:
+                with pytest.raises(Lost, match="the connection was lost: connection reset by peer") as lost:
+                    await sender.send(WANTED, "x")
+                assert lost.value.was_sent
+
+    asyncio.run(run())
+
+
+def test_keep_alive_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    ask = httpx2.AsyncHTTPTransport.handle_async_request
+
+    async def asked(self: httpx2.AsyncHTTPTransport, request: httpx2.Request) -> httpx2.Response:
+        response = await ask(self, request)
+        raw = response.extensions["network_stream"].get_extra_info("socket")
+        found.extend(raw.getsockopt(level, option) for level, option, _ in http_module.SOCKET_OPTIONS)
+        return response
+
+    monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", asked)
+
+    async def story(sender: HttpSender) -> None:
+        assert isinstance(await sender.send(WANTED, "x"), Reply)
+
+    told(Server(OK), story)
+    assert [1, 60, 15, 4] == found
 
 
 def test_nobody_there_was_not_asked() -> None:
     async def story() -> None:
         async with HttpSender("http://127.0.0.1:1", None, 1) as sender:
-            with pytest.raises(Lost, match=r"no connection to 127\.0\.0\.1:1: .*refused") as lost:
+            with pytest.raises(Lost, match=r"no connection to http://127\.0\.0\.1:1: connection refused$") as lost:
                 await sender.send(WANTED, "x")
             assert not lost.value.was_sent
 
@@ -152,6 +223,8 @@ def test_nobody_there_was_not_asked() -> None:
         ("http://a:99999", "no port"),
         ("http://me:secret@a", "--api-key"),
         ("http://a?x=1", "URL alone"),
+        ("http://a\x00b", "no server's URL"),
+        ("http://\u2603\u0301.\u06e6", "no server's URL"),
     ],
 )
 def test_what_is_no_url_gets_a_sentence(url: str, says: str) -> None:
