@@ -2,6 +2,10 @@
 
 Pure bytes to pieces, without files and sockets. A part's headers, the number of parts and what surrounds them are
 bounded. Left out: encodings of parts, which no client sends, and file names in other forms than quoted ones.
+
+Why not python-multipart 0.0.34: what makes its callbacks into these pieces takes 113 lines, this module was 134, and
+where a body is full of almost-boundaries it goes byte by byte, at 6 to 13 MB a second on the event loop that everybody
+shares; here such a body is refused at once. Ordinary files pass through both at 1.6 GB a second.
 """
 
 from __future__ import annotations
