@@ -91,6 +91,7 @@ class TierIndex:
         if self.sizes.num_slots and not (key in self._host or key in self._saving or key in self._fetching):
             stamp = (self._first_group + sequence << DEPTH_BITS) + min(depth, 2**DEPTH_BITS - 1)
             self._unsaved[key] = _Unsaved(block, stamp)
+            self._host_use.touch(stamp >> DEPTH_BITS)
 
     def forgotten(self, key: bytes, block: int) -> None:
         """The device gives this block away: what it holds is saved with the next step or not at all."""
@@ -119,10 +120,14 @@ class TierIndex:
             else:
                 saves.append(Saved(key, unsaved.block, slot, unsaved.stamp))
         for key, unsaved in list(islice(self._unsaved.items(), most - len(saves))):
-            if (slot := self._take_slot(unsaved.stamp >> DEPTH_BITS)) is None:
-                break  # what goes to the disk makes room, or the device forgets them first
+            slot = self._take_slot(unsaved.stamp >> DEPTH_BITS)
+            if slot is None and (saves or self._makes_room):
+                break
             del self._unsaved[key]
-            saves.append(Saved(key, unsaved.block, slot, unsaved.stamp))
+            if slot is None:
+                self.counts.dropped += 1
+            else:
+                saves.append(Saved(key, unsaved.block, slot, unsaved.stamp))
         for saved in saves:
             self._saving.add(saved.key)
             self._touched[saved.slot] = step
@@ -145,14 +150,22 @@ class TierIndex:
         self._stamps[key] = stamp
         self._host_use.use([key], stamp >> DEPTH_BITS)
 
+    @property
+    def _makes_room(self) -> bool:
+        """Whether blocks of the host, which cannot go now, soon can."""
+        return bool(self._saving or self._pins or self._unstored or self._storing)
+
     def _take_slot(self, group: int) -> int | None:
-        """A slot for a block of this group, at the cost of another group's. None: there is none, or only its own."""
+        """A slot for a block of this group, at the cost of another group's, or of one that is on the disk too.
+
+        None: there is none. Of its own group only what comes behind the others would go, for what comes behind that.
+        """
         if self._free_slots:
             return self._free_slots.pop()
         for key, owner in islice(self._host_use.victims(), MOST_LOOKED_AT):
-            if owner == group:
+            if owner == group and key not in self._disk:
                 return None
-            if not (self._pins[key] or key in self._unstored or key in self._storing):
+            if not (key in self._pins or key in self._unstored or key in self._storing):
                 self._host_use.remove(key)
                 self._from_disk.discard(key)
                 del self._stamps[key]

@@ -26,6 +26,11 @@ class Recency:
                 self._group_of[key] = group
                 members[key] = None
 
+    def touch(self, group: int) -> None:
+        """What is known of this group was used last."""
+        if (members := self._groups.pop(group, None)) is not None:
+            self._groups[group] = members
+
     def remove(self, key: bytes) -> None:
         """Forget a key, if it is known."""
         if (group := self._group_of.pop(key, None)) is not None:

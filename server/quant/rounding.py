@@ -18,6 +18,7 @@ from server.quant.stored import QuantisedWeight, RoundedInputs
 
 MOST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 TINY = 1e-12  # for a row of zeros
+PIECE = 1 << 18  # weights that are looked at together: a head in float32 would be gigabytes
 
 
 def int8_rows(weight: Tensor) -> QuantisedWeight:
@@ -36,10 +37,17 @@ def float8_rows(weight: Tensor) -> QuantisedWeight:
 
 
 def _rows(weight: Tensor, dtype: torch.dtype) -> QuantisedWeight:
-    exact = weight.float()
-    scale = scale_of(exact.abs().amax(dim=1, keepdim=True), dtype)
-    groups = torch.zeros(weight.shape[1], dtype=torch.int64, device=weight.device)
-    return QuantisedWeight(rounded(exact / scale, dtype), 8, scale, groups, inputs=RoundedInputs(dtype))
+    outputs, inputs = weight.shape
+    codes = torch.empty(outputs, inputs, dtype=dtype, device=weight.device)
+    scale = torch.empty(outputs, 1, device=weight.device)
+    step = max(1, PIECE // inputs)
+    for start in range(0, outputs, step):
+        rows = slice(start, start + step)
+        exact = weight[rows].float()
+        scale[rows] = scale_of(exact.abs().amax(dim=1, keepdim=True), dtype)
+        codes[rows] = rounded(exact / scale[rows], dtype)
+    groups = torch.zeros(inputs, dtype=torch.int64, device=weight.device)
+    return QuantisedWeight(codes, 8, scale, groups, inputs=RoundedInputs(dtype))
 
 
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:

@@ -76,6 +76,30 @@ def test_the_end_of_what_was_used_least_recently_goes_first() -> None:
     assert [key(0), key(1), key(2)] == index.find([key(n) for n in range(4)])
 
 
+def test_a_sequence_that_goes_on_is_not_the_least_recently_used() -> None:
+    """Its second block found only its first one to go, and held up whatever was computed behind it."""
+    for places in (0, 200):
+        index = TierIndex(TierSizes(4, places, 10, 100))
+        for sequence in range(4):
+            assert 1 == len(saved(index, range(sequence, sequence + 1), sequence))
+            stored(index)
+        assert 1 == len(saved(index, range(10, 11), sequence=0))
+        for number in range(20, 60):
+            stored(index)
+            assert 1 == len(saved(index, range(number, number + 1), sequence=number))
+        assert (0, 0) == (index.num_unsaved, index.counts.dropped)
+
+
+def test_a_sequence_that_is_larger_than_the_host_goes_on_to_the_disk() -> None:
+    index = TierIndex(TierSizes(4, 200, 10, 100))
+    for depth in range(20):
+        index.computed(key(depth), depth, 1, depth)
+    for step in range(20):
+        index.saved(index.save(step, 100), is_done=True)
+        stored(index)
+    assert ({"host": 4, "disk": 20}, 0, 0) == (index.num_blocks, index.num_unsaved, index.counts.dropped)
+
+
 def test_a_slot_that_a_step_reads_is_not_given_away() -> None:
     index = TierIndex(TierSizes(1, 0, 10, 100))
     saved(index, range(1))
@@ -201,9 +225,24 @@ class Machine:
             assert all(self.slots[r.slot] == r.key for r in restores)
 
 
+    def finish(self) -> None:
+        """All that is under way ends well, and what waits has its turn."""
+        for _ in range(20):
+            while self.saves:
+                self.act(2, 1)
+            while self.restores:
+                self.act(4, 0)
+            while self.moves:
+                self.end(self.moves.pop(), 1)
+            for action in (1, 6):
+                self.act(action, 0)
+
+
 @given(st.lists(st.tuples(st.integers(0, 7), st.integers(0, 9)), max_size=80))
 def test_no_slot_is_two_blocks_and_what_is_found_is_there(actions: list[tuple[int, int]]) -> None:
     machine = Machine()
     for action, number in actions:
         machine.act(action, number)
         machine.check()
+    machine.finish()
+    assert 0 == machine.index.num_unsaved
