@@ -38,7 +38,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output-length", type=options.positive, default=100, help="generated tokens (100)")
     parser.add_argument("--stop-at-eos", action="store_true", help="let an end token end a sequence")
     parser.add_argument("--max-batch-size", type=options.positive, help="sequences at once (default: what fits)")
-    parser.add_argument("--max-batch-prefill-tokens", type=options.positive, default=4096, help="in one step (4096)")
+    parser.add_argument(
+        "--max-batch-prefill-tokens", type=options.positive, metavar="N",
+        help=f"prompt tokens in one step ({scheduled.PREFILL_TOKENS}; with schedules those of a whole block)",
+    )  # fmt: skip
     parser.add_argument("--max-batch-total-tokens", type=options.positive, help="size of the KV cache")
     parser.add_argument("--seed", type=options.not_negative, default=0, help="of the synthetic prompts (0)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
@@ -96,7 +99,7 @@ def _limits(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:
         "--max-input-length": max(len(prompt.token_ids) for prompt in prompts),
         "--max-total-tokens": max(len(prompt.token_ids) + prompt.max_new_tokens for prompt in prompts),
         "--max-concurrent-requests": len(prompts),
-        "--max-batch-prefill-tokens": args.max_batch_prefill_tokens,
+        "--max-batch-prefill-tokens": args.max_batch_prefill_tokens or scheduled.PREFILL_TOKENS,
         "--max-batch-total-tokens": args.max_batch_total_tokens,
     }
     return launch.flags_of(limits)
@@ -141,7 +144,7 @@ def _router_limits(args: argparse.Namespace, connected: shards.ConnectedShards, 
         max_input_length=tokens,
         max_total_tokens=tokens,
         max_batch_total_tokens=tokens,
-        max_batch_prefill_tokens=args.max_batch_prefill_tokens,
+        max_batch_prefill_tokens=args.max_batch_prefill_tokens or scheduled.PREFILL_TOKENS,
         block_size=connected.info.block_size,
         num_blocks=connected.info.num_blocks,
         max_concurrent_requests=num_prompts,

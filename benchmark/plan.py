@@ -144,7 +144,7 @@ def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args:
     kv_bytes = served.kv_bytes_per_token * copies // num_shard
     free = device.free_bytes(weights, _activation_bytes(served, num_shard, args.max_batch_prefill_tokens), num_shard)
     tokens = max(0, int(free // (kv_bytes * shapes.BLOCK_SIZE)) * shapes.BLOCK_SIZE)
-    useful = args.max_concurrent_requests * args.max_total_tokens
+    useful = args.max_concurrent_requests * -(-args.max_total_tokens // shapes.BLOCK_SIZE) * shapes.BLOCK_SIZE
     problem = shape.split_problem(num_shard)
     if problem is None and not tokens:
         problem = f"{weights / 1e9:.2f} GB of weights a shard leave no room for a KV cache with {num_shard} shards"

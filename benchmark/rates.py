@@ -33,8 +33,11 @@ def measure(args: argparse.Namespace, shape: ModelShape) -> Measured:
         sizes = sizes_of(ServedModel(shape, dtype, args.quantize))
         layer_bytes = int(sizes.layers / sizes.num_layers / (args.num_shard or 1))
         backend = backends.choose(device, getattr(torch, dtype))
-        rates = Rates(_link(args, device, layer_bytes), product_rates(backend, getattr(torch, dtype)))
-        return Measured(rates, dtype, device.free_bytes(fraction=1.0, world_size=1))
+        link, products = _link(args, device, layer_bytes), product_rates(backend, getattr(torch, dtype))
+        # Each shard of a GPU has one of its own, and shards of a CPU share all there is.
+        devices = 1 if device.link() is None else args.num_shard or 1
+        rates = Rates(devices * link, [(tokens, seconds / devices) for tokens, seconds in products])
+        return Measured(rates, dtype, devices * device.free_bytes(fraction=1.0, world_size=1))
     except (ValueError, DiskError) as error:
         raise BenchError(str(error)) from None
 

@@ -7,27 +7,27 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmark import flexgen
+from benchmark.prompts import Prompt
 from benchmark.report import Result, footer, table
 from benchmark.roofline import ServedModel
 from benchmark.schedules import Phases, Policy
 from benchmark.streaming import Measured, Streamed
 from benchmark.timed_shards import StepRecord
 from router.client import ModelInfo
-from router.queue import blocks_for
 
 
 def sizes(
     policy: Policy,
-    longest: int,
+    prompts: Sequence[Prompt],
     info: ModelInfo,
     served: ServedModel | None,
     records: Sequence[StepRecord],
     pids: Sequence[int],
 ) -> dict[str, Any]:
-    """FlexGen's sizes, with the KV budget of the policy. longest: tokens of the longest sequence."""
-    tokens = policy.block * blocks_for(longest, info.block_size) * info.block_size
+    """FlexGen's sizes, with the KV budget of the policy for these prompts."""
+    blocks = policy.kv_blocks(prompts, info.block_size, is_encoded=info.decoder_start is not None)
     widest = max(record.num_tokens for record in records)
-    return flexgen.sizes(info, served, pids, cache_tokens=tokens, widest_step=widest)
+    return flexgen.sizes(info, served, pids, cache_tokens=blocks * info.block_size, widest_step=widest)
 
 
 def row(
@@ -66,8 +66,9 @@ def notes(info: ModelInfo, measured: Measured | None) -> list[str]:
         "generated.",
         "GB = 2**30 bytes. Model size: parameters on all shards. Cache size: the KV budget of the schedule. "
         "Hidden size (p): activations between two layers in the largest step. Peak memory: most that the shard "
-        "processes held in the run, libraries included, and keys and values that a run before has touched. Link and "
-        "layers busy: the share of the run in which something was read, or a streamed layer computed.",
+        "processes held while the run lasted, libraries included, and keys and values that a run before has touched: "
+        "smaller blocks are run first. On GPUs it is the driver's figure, with all that the largest block needs. Link "
+        "and layers busy: the share of the run in which something was read, or a streamed layer computed.",
     ]
     found += [f"Off the device: {info.offloaded}."] if info.offloaded else []
     if measured is None:

@@ -29,6 +29,7 @@ from benchmark.schedules import (
     Phases,
     Policy,
     StreamedCost,
+    largest_gang,
     length_of,
     planned,
     policies,
@@ -39,12 +40,14 @@ from benchmark.shapes import BLOCK_SIZE, ModelShape
 from benchmark.streaming import Measured, Streamed
 from benchmark.timed_shards import TimedShards
 from router.client import ModelInfo, ShardedClient
+from router.limits import Limits
 from router.text import ModelTokenizer
 from server.offload.policy import Share
 
 AUTO = "auto"
 DEFAULT_BATCHES, DEFAULT_BATCH_SIZE = 4, 4  # FlexGen's default batch, and the first row of its table
 MOST_BATCHES = 64  # in a block that `auto` tries
+PREFILL_TOKENS = 4096  # of a step at most, unless a block's prompts are more
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,8 @@ class Job:
     weights_on_device: str | None  # as a launcher's flag
     notes: Sequence[str]
     measured: Measured | None  # None: nothing is predicted
+    prefill_tokens: int  # of a step at most
+    is_encoded: bool  # an encoder reads the prompts
 
     @property
     def run_prompts(self) -> list[Prompt]:
@@ -116,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
         for note in job.notes:
             print(note, file=sys.stderr, flush=True)
         args.weights_on_device = job.weights_on_device
-        with launch.running_server([*launch.launch_flags(args, model), *_limits(args, job)]) as server:
+        with launch.running_server([*launch.launch_flags(args, model), *_limits(job)]) as server:
             shape = shards.shape_of(model.location)
             target = shards.MeasuredShards(server.sockets, model.name, shape, model.location, server)
             interrupts.run(_measure(args, job, target, server, tokenizer))
@@ -133,17 +138,18 @@ def drawn(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[Prompt]:
     return [replace(prompt, max_new_tokens=draw.choice(lengths)) for prompt in prompts]
 
 
-def _limits(args: argparse.Namespace, job: Job) -> list[str]:
+def _limits(job: Job) -> list[str]:
     """Launcher flags under which every policy can run."""
     sequences = max(policy.block for policy in job.policies)
     prompt = max(len(prompt.token_ids) for prompt in job.prompts)
+    blocks = (policy.kv_blocks(job.prompts, BLOCK_SIZE, is_encoded=job.is_encoded) for policy in job.policies)
     return launch.flags_of(
         {
             "--max-input-length": prompt,
             "--max-total-tokens": job.longest,
             "--max-concurrent-requests": sequences,
-            "--max-batch-prefill-tokens": args.max_batch_prefill_tokens,
-            "--max-batch-total-tokens": sequences * -(-job.longest // BLOCK_SIZE) * BLOCK_SIZE,
+            "--max-batch-prefill-tokens": job.prefill_tokens,
+            "--max-batch-total-tokens": BLOCK_SIZE * max(blocks),
         }
     )
 
@@ -170,12 +176,28 @@ def plan(args: argparse.Namespace, prompts: Sequence[Prompt], location: str) -> 
             f"{len(prompts)} prompts: raise --num-prompts or lower one of the two"
         )
     if not is_auto:
-        return Job(prompts, cut, chosen, args.weights_on_device, (), measured)
+        is_encoded = shape is not None and shape.spec.encoder is not None
+        prefill_tokens = _prefill_tokens(args, prompts, chosen)
+        return Job(prompts, cut, chosen, args.weights_on_device, (), measured, prefill_tokens, is_encoded)
     assert shape is not None and measured is not None, "refused above"
-    found, served = _search(args, prompts, chosen, shape, measured)
-    return Job(
-        prompts, cut, [found.policy], streaming.percent(found.resident), [_why(found, served, measured, args)], measured
-    )
+    prefill_tokens = args.max_batch_prefill_tokens or PREFILL_TOKENS
+    one_step = [policy for policy in chosen if largest_gang(prompts, [policy]) <= prefill_tokens]
+    served = ServedModel(shape, measured.dtype, args.quantize, args.kv_cache_dtype)
+    memory = streaming.memory_for(args, served, measured, prefill_tokens)
+    found = _search(args, prompts, one_step, served, measured, memory, prefill_tokens)
+    why = _why(found, measured, memory)
+    return Job(prompts, cut, [found.policy], streaming.percent(found.resident), [why], measured, prefill_tokens, False)
+
+
+def _prefill_tokens(args: argparse.Namespace, prompts: Sequence[Prompt], chosen: Sequence[Policy]) -> int:
+    """Prompt tokens of a step, in which a block's prompts are computed together. Raises BenchError."""
+    least, given = largest_gang(prompts, chosen), args.max_batch_prefill_tokens
+    if given is not None and given < least:
+        raise BenchError(
+            f"--max-batch-prefill-tokens is {given}, and the prompts of a block, which are computed together, have "
+            f"{least} tokens: raise it or leave it out, or take smaller blocks"
+        )
+    return int(given or max(PREFILL_TOKENS, least))
 
 
 def _measured(args: argparse.Namespace, shape: ModelShape) -> Measured:
@@ -198,20 +220,22 @@ def _cut(args: argparse.Namespace, prompts: Sequence[Prompt]) -> int | None:
 
 
 def _powers(most: int) -> list[int]:
-    """1, 2, 4 … and the first that is `most` or more, but for those that are too many."""
-    found = [1]
-    while found[-1] < most and found[-1] < MOST_BATCHES:
-        found.append(2 * found[-1])
-    return found
+    """1, 2, 4 … and `most`, but for those that are too many."""
+    powers = (1 << exponent for exponent in range(MOST_BATCHES.bit_length()))
+    return [*(power for power in powers if power < most), *([most] if most <= MOST_BATCHES else [])]
 
 
 def _search(
-    args: argparse.Namespace, prompts: Sequence[Prompt], chosen: Sequence[Policy], shape: ModelShape, measured: Measured
-) -> tuple[Found, ServedModel]:
-    """The best policy that fits. Raises BenchError where none does."""
-    served = ServedModel(shape, measured.dtype, args.quantize, args.kv_cache_dtype)
+    args: argparse.Namespace,
+    prompts: Sequence[Prompt],
+    chosen: Sequence[Policy],
+    served: ServedModel,
+    measured: Measured,
+    memory: float,
+    prefill_tokens: int,
+) -> Found:
+    """The best policy that fits into the memory. Raises BenchError where none does."""
     sizes = streaming.sizes_of(served)
-    memory = streaming.memory_for(args, served, measured)
     fixed = streaming.share_of(args.weights_on_device, sizes.layers)
     shares = [fixed] if fixed is not None else streaming.shares_of(sizes.num_layers)
     can_stream = measured.rates.link < math.inf
@@ -220,8 +244,8 @@ def _search(
         limits = policy.limits(
             prompts,
             block_size=BLOCK_SIZE,
-            vocab_size=shape.spec.vocab_size,
-            prefill_tokens=args.max_batch_prefill_tokens,
+            vocab_size=served.shape.spec.vocab_size,
+            prefill_tokens=prefill_tokens,
         )
         works = planned(policy, prompts, limits)
         candidates[policy] = (works, limits.max_batch_total_tokens * sizes.kv_per_token)
@@ -235,10 +259,10 @@ def _search(
         remedy = "raise --offload-memory" if args.offload_memory else "lower --gpu-batch-size"
         where = "" if can_stream else ", and nothing can stream without --offload-dir"
         raise BenchError(f"nothing fits into {memory / 1e9:.2f} GB beside what must stay{where}: {remedy}")
-    return found, served
+    return found
 
 
-def _why(found: Found, served: ServedModel, measured: Measured, args: argparse.Namespace) -> str:
+def _why(found: Found, measured: Measured, memory: float) -> str:
     """What was chosen, in a sentence."""
     policy, phases = found.policy, found.phases
     link = measured.rates.link
@@ -246,7 +270,7 @@ def _why(found: Found, served: ServedModel, measured: Measured, args: argparse.N
     return (
         f"auto: {policy.schedule}, blocks of {policy.num_gpu_batches} × {policy.gpu_batch_size} sequences, "
         f"{100 * found.resident:.4g} % of the layers on the device, of {found.tried} policies that fit into "
-        f"{streaming.memory_for(args, served, measured) / 1e9:.2f} GB: predicted "
+        f"{memory / 1e9:.2f} GB: predicted "
         f"{phases.total_tokens / phases.total_s:.4g} tokens/s{from_where}"
     )
 
@@ -262,13 +286,14 @@ async def _measure(
         context = flexgen.context("schedules", args, target, info, job.prompts, cut_output_length=job.cut)
         result = Result(context, notes=[*job.notes, *schedule_report.notes(info, job.measured)])
         result.extra = launch.startup_of(server)
-        timelines: list[timeline.Timeline] = []
+        done: dict[Policy, tuple[dict[str, Any], timeline.Timeline]] = {}
         with published(result, schedule_report.markdown, args.output) as keep, shards.causes_of(target):
-            for policy in job.policies:
+            for policy in sorted(job.policies, key=lambda one: one.block):  # peaks of memory grow with blocks
                 row, times = await _run_policy(args, job, policy, connected, server, tokenizer, target)
-                result.rows.append(row)
-                timelines.append(times)
+                done[policy] = (row, times)
+                result.rows[:] = [done[one][0] for one in job.policies if one in done]
                 keep()
+        timelines = [done[policy][1] for policy in job.policies]
         if plots.wanted(args.output) and any(one.reads for one in timelines):
             timeline.draw(timelines, args.output / "timeline.png")
 
@@ -285,9 +310,7 @@ async def _run_policy(
     info, client = connected.info, connected.shards
     assert isinstance(client, ShardedClient)
     prompts, served = job.run_prompts, shards.served_model(target, info)
-    limits = policy.limits(
-        prompts, block_size=info.block_size, vocab_size=info.vocab_size, prefill_tokens=args.max_batch_prefill_tokens
-    )
+    limits = _limits_of(job, policy, info)
     timed = TimedShards(client, served)
     before = Streamed.of(await client.streamed(forget=True))
     forget_peaks(server)
@@ -301,12 +324,22 @@ async def _run_policy(
         whole = job.prompts[0].max_new_tokens
         phases = phases.projected(job.cut, whole)
         foreseen = None if foreseen is None else foreseen.projected(job.cut, whole)
-    sizes = schedule_report.sizes(policy, job.longest, info, served, timed.records, server.shard_pids())
+    sizes = schedule_report.sizes(policy, job.prompts, info, served, timed.records, server.shard_pids())
     row = schedule_report.row(policy, phases, foreseen, sizes, is_projected=job.cut is not None)
     row |= schedule_report.streamed(times, began, ended)
     name = f"{policy.schedule}, n = {policy.num_gpu_batches}"
     ends = [record.answered_at for record in timed.records]
     return row, timeline.Timeline(name, began, ended, ends, times.reads, times.computed)
+
+
+def _limits_of(job: Job, policy: Policy, info: ModelInfo) -> Limits:
+    return policy.limits(
+        job.run_prompts,
+        block_size=info.block_size,
+        vocab_size=info.vocab_size,
+        prefill_tokens=job.prefill_tokens,
+        is_encoded=info.decoder_start is not None,
+    )
 
 
 def _foreseen(
@@ -316,9 +349,7 @@ def _foreseen(
     if job.measured is None or served is None or args.stop_at_eos:
         return None
     prompts = job.run_prompts
-    limits = policy.limits(
-        prompts, block_size=info.block_size, vocab_size=info.vocab_size, prefill_tokens=args.max_batch_prefill_tokens
-    )
+    limits = _limits_of(job, policy, info)
     cost = streaming.cost_of(
         streaming.sizes_of(served), job.measured.rates, float(streamed.pass_bytes * info.world_size)
     )

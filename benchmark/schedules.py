@@ -12,7 +12,7 @@ What a run was, or would be, is a list of steps; what they make of it in FlexGen
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ from benchmark.timed_shards import StepRecord
 from benchmark.traffic import NEVER
 from router.entry import ValidRequest
 from router.limits import Limits
-from router.queue import blocks_for
+from router.queue import RequestSize
 from server.offload.cost import StepCost
 
 ROW, ZIG_ZAG, DIAGONAL = "row", "zig-zag", "diagonal"
@@ -48,13 +48,23 @@ class Policy:
         """How many sequences enter together, when all before have ended; None: each enters when there is room."""
         return None if self.schedule == DIAGONAL else self.block
 
-    def limits(self, prompts: Sequence[Prompt], *, block_size: int, vocab_size: int, prefill_tokens: int) -> Limits:
-        """What keeps a block's sequences together, under a KV budget for a block of the longest ones.
+    def kv_blocks(self, prompts: Sequence[Prompt], block_size: int, *, is_encoded: bool) -> int:
+        """The KV budget: a block of the longest sequences. is_encoded: an encoder reads the prompts."""
+        sizes = (RequestSize(len(one.token_ids), one.max_new_tokens, is_encoded) for one in prompts)
+        return self.block * max(size.blocks(block_size) for size in sizes)
 
-        prefill_tokens: prompt tokens of a step.
-        """
+    def limits(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        block_size: int,
+        vocab_size: int,
+        prefill_tokens: int,
+        is_encoded: bool = False,
+    ) -> Limits:
+        """What keeps a block's sequences together. prefill_tokens: prompt tokens of a step."""
         longest = max(length_of(prompt) for prompt in prompts)
-        blocks = self.block * blocks_for(longest, block_size)
+        blocks = self.kv_blocks(prompts, block_size, is_encoded=is_encoded)
         return Limits(
             max_input_length=longest,
             max_total_tokens=longest,
@@ -82,6 +92,12 @@ def policies(schedules: Sequence[str], counts: Sequence[int], gpu_batch_size: in
 def length_of(prompt: Prompt) -> int:
     """Tokens of a prompt's sequence at its end."""
     return len(prompt.token_ids) + prompt.max_new_tokens
+
+
+def largest_gang(prompts: Sequence[Prompt], policies: Iterable[Policy]) -> int:
+    """Prompt tokens of those that enter together and must be one step, lest they advance apart; 0: none must."""
+    together = (gang for policy in policies if policy.gang for gang in gangs(prompts, policy.gang))
+    return max((sum(len(prompt.token_ids) for prompt in gang) for gang in together), default=0)
 
 
 def gangs(prompts: Sequence[Prompt], gang: int | None) -> Iterator[Sequence[Prompt]]:

@@ -1,7 +1,7 @@
 """What streaming costs, from a model's shape and measured rates, and what the shards tell of it: for `offline`.
 
 The arithmetic is the server's (`server/offload/cost.py`); here it meets a model's shape as a whole:
-the shards of a CPU share its disk and its cores, so that all of them together are looked at as one.
+all shards together are looked at as one, which has what all of them have.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from benchmark.roofline import ServedModel
 from benchmark.shapes import DTYPE_BYTES
 from router.client import StreamedReply
 from server.offload.cost import Rates, Sizes, StepCost
+from server.offload.footprint import step_bytes
 from server.offload.policy import Share
 from server.offload.times import MOST_SPANS, Span, busy_seconds
 
-STREAM_COPIES, STEP_COPIES = 6, 3  # of what a step holds for each token, as the server estimates it
 WORDS = ("auto",)
 MOST_SHARES = 32  # that are tried from no layers on the device to all
 
@@ -51,15 +51,15 @@ def rest_bytes(served: ServedModel) -> int:
     return rest * DTYPE_BYTES[served.dtype]
 
 
-def memory_for(args: argparse.Namespace, served: ServedModel, measured: Measured) -> float:
-    """Bytes for layers that stay, slots, and keys and values: what was asked for, or what is free beside the rest."""
+def memory_for(args: argparse.Namespace, served: ServedModel, measured: Measured, prefill_tokens: int) -> float:
+    """Bytes for layers that stay, slots, and keys and values: what was asked for, or what is free beside the rest.
+
+    prefill_tokens: prompt tokens of the largest step.
+    """
     if args.offload_memory is not None:
         return float(Share.parse(args.offload_memory).num_bytes or 0)
-    spec = served.shape.spec
-    widest = max(layer.mlp.width for layer in spec.layers) + 3 * spec.num_heads * spec.head_dim
-    activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest) * DTYPE_BYTES[served.dtype]
-    beside = rest_bytes(served) + sizes_of(served).head + args.max_batch_prefill_tokens * activations
-    return float(measured.free_bytes - beside)
+    step = step_bytes(served.shape.spec, prefill_tokens, DTYPE_BYTES[served.dtype])
+    return float(measured.free_bytes - rest_bytes(served) - sizes_of(served).head - step)
 
 
 def share_of(text: str | None, layers: float) -> float | None:
@@ -76,7 +76,7 @@ def share_of(text: str | None, layers: float) -> float | None:
 def shares_of(num_layers: int) -> list[float]:
     """The shares that a search tries: whole layers, of many layers not each number."""
     steps = min(num_layers, MOST_SHARES)
-    return [step / steps for step in range(steps + 1)]
+    return sorted({num_layers * step // steps / num_layers for step in range(steps + 1)})
 
 
 def percent(share: float) -> str:

@@ -14,6 +14,7 @@ from benchmark import plan, shapes
 from benchmark.cost import Fitted, Roofline, fit, read_latency
 from benchmark.report import BenchError
 from benchmark.roofline import ServedModel
+from benchmark.shapes import BLOCK_SIZE
 from router.config import RouterConfig
 from router.limits import derive_lengths, useful_tokens
 
@@ -87,8 +88,13 @@ def _fitted(args: argparse.Namespace) -> Subject:
         num_shard=first["num_shard"],
         quantize=first["quantize"],
         note=_fit_note(cost, len(results)),
-        kv_tokens=lambda config: useful_tokens(config, derive_lengths(config, 0, has_encoder=False)),
+        kv_tokens=_useful_tokens,
     )
+
+
+def _useful_tokens(config: RouterConfig) -> int:
+    lengths = derive_lengths(config, 0, has_encoder=False)
+    return useful_tokens(config, lengths, block_size=BLOCK_SIZE, has_encoder=False)
 
 
 def _fit_note(cost: Fitted, num_results: int) -> str:

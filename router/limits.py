@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from router.config import DEFAULT_MAX_INPUT_LENGTH, DEFAULT_MAX_TOTAL_TOKENS, RouterConfig, relation_problems
+from router.queue import blocks_for
 
 UINT32_MAX = 2**32 - 1  # what the wire carries for a number of tokens
 
@@ -97,9 +98,13 @@ def max_sequences(config: RouterConfig) -> int:
     return min(config.max_concurrent_requests, config.max_batch_size or config.max_concurrent_requests)
 
 
-def useful_tokens(config: RouterConfig, lengths: LengthLimits) -> int:
-    """How many tokens of KV cache the largest load that is admitted could fill; more would never be used."""
-    return min(max_sequences(config) * lengths.max_total_tokens, UINT32_MAX)
+def useful_tokens(config: RouterConfig, lengths: LengthLimits, *, block_size: int, has_encoder: bool) -> int:
+    """How many tokens of KV cache the largest load that is admitted could fill; more would never be used.
+
+    A sequence has whole blocks, and what an encoder has read has blocks of its own.
+    """
+    blocks = blocks_for(lengths.max_total_tokens, block_size) + has_encoder
+    return min(max_sequences(config) * blocks * block_size, UINT32_MAX)
 
 
 def resolve(

@@ -47,7 +47,7 @@ async def start(config: RouterConfig, shards: Shards) -> Started:
         max_batch_prefill_tokens=config.max_batch_prefill_tokens,
         max_total_tokens=lengths.max_total_tokens,
         max_batch_total_tokens=config.max_batch_total_tokens or 0,
-        useful_tokens=useful_tokens(config, lengths),
+        useful_tokens=useful_tokens(config, lengths, block_size=model.block_size, has_encoder=has_encoder),
         max_top_n_tokens=config.max_top_n_tokens,
         max_sequences=max_sequences(config),
     )

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
-from server.arch.spec import ArchSpec, Gated, Mlp, Moe
+from server.arch.spec import ArchSpec
 from server.backends import Backend, Device
 from server.backends.cpu.device import CpuDevice
 from server.backends.device import Link
+from server.blocks import BLOCK_SIZE, num_blocks
 from server.config import AUTO, ShardConfig
 from server.distributed import Shard
 from server.model.streamed import OnDevice, Placement, Streaming
@@ -18,6 +19,7 @@ from server.model.tiered import TieredKv
 from server.offload.auto import Auto, Wanted
 from server.offload.cost import Rates
 from server.offload.disk import ImageFile
+from server.offload.footprint import layer_sizes, step_bytes
 from server.offload.policy import Share
 from server.offload.probes import link_rate, product_rates
 from server.offload.ring import Store
@@ -27,10 +29,6 @@ from server.stepping.kv_placement import KvOnDevice
 
 NOTHING = Share(num_bytes=0)
 DEFAULT_TOTAL_TOKENS = 2048  # of the longest sequence, where neither the settings nor the model say
-# What a step holds at once for each token, as far as that can be said before the profile run: copies of the residual
-# stream, and of what a layer's widest products give.
-STREAM_COPIES, STEP_COPIES = 6, 3
-LOGIT_ROWS, LOGIT_BYTES = 128, 12  # rows that are looked at together; float32, and what sorting them takes
 
 
 def choose_placement(
@@ -70,24 +68,17 @@ def _wanted(config: ShardConfig, spec: ArchSpec, dtype: torch.dtype, shard: Shar
     """What the limits want of this rank's memory, beside the layers' weights."""
     lengths = [config.max_total_tokens or DEFAULT_TOTAL_TOKENS, spec.max_positions, config.max_batch_total_tokens]
     head = -(-spec.vocab_size // shard.world_size) * (spec.embed_dim or spec.hidden_size) * dtype.itemsize
-    widest = max(mlp_width(layer.mlp) for layer in spec.layers) + 3 * spec.num_heads * spec.head_dim
-    activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest // shard.world_size) * dtype.itemsize
+    longest = num_blocks(min(length for length in lengths if length)) + (spec.encoder is not None)
     return Wanted(
-        longest=min(length for length in lengths if length),
+        longest=longest * BLOCK_SIZE,
         sequences=config.max_sequences or 1,
         kv_tokens=config.max_batch_total_tokens,
         kv_bytes_per_token=kv_bytes_per_token,
         head_bytes=head,
         later_bytes=0 if spec.tied_head else head,
-        step_bytes=config.max_batch_prefill_tokens * activations + LOGIT_BYTES * LOGIT_ROWS * spec.vocab_size,
+        step_bytes=step_bytes(spec, config.max_batch_prefill_tokens, dtype.itemsize, shard.world_size),
+        layer_sizes=layer_sizes(spec),
     )
-
-
-def mlp_width(mlp: Mlp) -> int:
-    """Columns of what an mlp's first matrices give for a token."""
-    if isinstance(mlp, Moe):
-        return 2 * mlp.top_k * mlp.width
-    return mlp.width * (2 if isinstance(mlp, Gated) else 1)
 
 
 def _rates(config: ShardConfig, backend: Backend, dtype: torch.dtype, layer_bytes: int) -> Rates:

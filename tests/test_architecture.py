@@ -26,14 +26,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmark": {
         "benchmark", "router.client", "router.entry", "router.queue", "router.version", "router.wire",
         "server.arch.families", "server.arch.names", "server.arch.spec", "server.pb", "server.process",
-        "server.checkpoint.quantize_config", "server.offload.cost", "server.offload.policy", "server.offload.times",
+        "server.checkpoint.quantize_config",
+        "server.offload.cost", "server.offload.footprint", "server.offload.policy", "server.offload.times",
         "server.quant.sizes",
     },
     "benchmark.generating": {
         "benchmark", "router.batcher", "router.entry", "router.limits", "router.metrics", "router.text",
     },
     "benchmark.rates": {"benchmark", "server.backends", "server.offload"},
-    "benchmark.scheduled": {"benchmark", "router.client", "router.text", "server.offload.policy"},
+    "benchmark.scheduled": {"benchmark", "router.client", "router.limits", "router.text", "server.offload.policy"},
     "benchmark.schedules": {
         "benchmark", "router.entry", "router.limits", "router.queue", "server.offload.cost",
     },
@@ -155,10 +156,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.backends.device", "server.backends.pages", "server.backends.protocol", "server.offload",
     },
     "server.offload.cost": set(),
+    "server.offload.footprint": {"server.arch.spec"},
     "server.offload.policy": set(),
     "server.offload.times": set(),
     "server.offloading": {
-        "server.arch.spec", "server.backends", "server.config", "server.distributed", "server.model",
+        "server.arch.spec", "server.backends", "server.blocks", "server.config", "server.distributed", "server.model",
         "server.offload", "server.stepping.kv_placement",
     },
     "server.output": set(),

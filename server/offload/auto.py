@@ -1,14 +1,16 @@
 """`--weights-on-device auto`: how much of the layers stays, found when the first layer is there.
 
-Its size is then known to the byte, in whatever format it is stored, and so is the memory that is still free, limits of
-control groups included. The cost model tries every number of layers that could stay beside the KV cache that the limits
-want, and what decodes most tokens a second is chosen (`cost.py`). All ranks measure, and all choose by the least of
-what any of them found: the ranks must agree on whether anything streams, because steps that do are not captured.
+Its size is then known to the byte, in whatever format it is stored, and that of the others by what their matrices are
+to its own; so is the memory that is still free, limits of control groups included. The cost model tries every number of
+layers that could stay beside the KV cache that the limits want, and what decodes most tokens a second is chosen
+(`cost.py`). All ranks measure, and all choose by the least of what any of them found: the ranks must agree on whether
+anything streams, because steps that do are not captured. Left out: that a step which decodes has no use for the layers
+of an encoder.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -44,6 +46,7 @@ class Wanted:
     head_bytes: int
     later_bytes: int  # of weights beside the layers that are loaded after them
     step_bytes: int  # what the largest step takes
+    layer_sizes: Sequence[int] = ()  # of all layers beside one another, in the order of loading; none: they are alike
 
 
 @dataclass
@@ -64,8 +67,9 @@ class Auto:
         wanted = self.wanted
         free = self.device.free_bytes(fraction=self.fraction, world_size=self.ranks.world_size)
         memory = self._least(free + layer_bytes - wanted.later_bytes - wanted.step_bytes)
-        layers = float(self._most(layer_bytes) * total_layers)
-        sizes = Sizes(layers, total_layers, wanted.head_bytes, max(wanted.kv_bytes_per_token, 1))
+        unit = self._most(layer_bytes) / (wanted.layer_sizes or (1,))[0]
+        layers, largest = unit * sum(wanted.layer_sizes or [1] * total_layers), unit * max(wanted.layer_sizes or (1,))
+        sizes = Sizes(layers, total_layers, wanted.head_bytes, max(wanted.kv_bytes_per_token, 1), largest)
         room = Room(memory, wanted.longest, wanted.sequences, wanted.kv_tokens)
         if memory >= layers + room.useful_tokens * sizes.kv_per_token:
             return ALL  # and there is nothing to be measured

@@ -55,11 +55,12 @@ class Sizes:
     num_layers: int
     head: float
     kv_per_token: float
+    largest: float = 0.0  # of the layers; 0: they are alike
 
     @property
     def slots(self) -> float:
         """Memory through which layers stream."""
-        return SLOTS * self.layers / self.num_layers
+        return SLOTS * max(self.largest, self.layers / self.num_layers)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ def link_rate(store: Store, device: Device, image_bytes: int, seconds: float = L
             waiting.popleft()()
             _wait(device)
         if not first and count > images // 2:
-            began, first = time.perf_counter(), count
+            began, first = time.perf_counter(), count - 1  # the last one is still to come
     while waiting:
         waiting.popleft()()
     _wait(device)

@@ -9,12 +9,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
-from benchmark import schedules
+from benchmark import scheduled, schedules
 from benchmark.__main__ import main
 from benchmark.generating import generate
 from benchmark.prompts import Prompt
-from benchmark.schedules import DIAGONAL, ROW, SCHEDULES, ZIG_ZAG, Phases, Policy, StreamedCost, planned, predicted
+from benchmark.schedules import (
+    DIAGONAL,
+    ROW,
+    SCHEDULES,
+    ZIG_ZAG,
+    Phases,
+    Policy,
+    StreamedCost,
+    largest_gang,
+    planned,
+    predicted,
+)
 from benchmark.streaming import Streamed, cost_of, percent, shares_of
 from benchmark.timed_shards import StepRecord, TimedShards
 from server.offload.cost import Rates, Sizes
@@ -73,6 +85,23 @@ def test_who_is_computed_with_whom(name: str) -> None:
         first_of_second = next(i for i, request in enumerate(fake.requests) if 5 in [new.id for new in request.add])
         assert {1, 2, 3, 4} <= {id for request in fake.requests[: first_of_second + 1] for id in request.retire}
         assert max(record.decoding for record in records) == 2
+
+
+def test_prompts_that_enter_together_are_one_step() -> None:
+    prompts = [Prompt([5] * length, 1) for length in (10, 20, 30, 40, 50)]
+    assert 50 == largest_gang(prompts, [Policy(ROW, 1, 1)])
+    assert 70 == largest_gang(prompts, [Policy(ROW, 1, 1), Policy(ZIG_ZAG, 2, 1)])
+    assert 0 == largest_gang(prompts, [Policy(DIAGONAL, 2, 1)])
+
+
+def test_what_an_encoder_reads_has_blocks_of_its_own() -> None:
+    prompts = [Prompt([5] * 37, 9), Prompt([5], 40)]
+    policy = Policy(ZIG_ZAG, 3, 2)
+    assert (6 * 3, 6 * 4) == tuple(policy.kv_blocks(prompts, 16, is_encoded=encoded) for encoded in (False, True))
+
+
+def test_auto_tries_no_blocks_of_more_prompts_than_there_are() -> None:
+    assert [[1], [1, 2, 3], [1, 2, 4], [1, 2, 4, 8, 16, 32, 64]] == [scheduled._powers(n) for n in (1, 3, 4, 99)]
 
 
 def test_row_has_no_blocks_and_appears_once() -> None:
@@ -217,6 +246,18 @@ def test_schedules_on_weights_that_stream(tmp_path: Path, shape: Path, capfd: py
     assert any("4 of 4 layers" in note for note in result["notes"])
 
 
+def test_an_encoder_s_prompts_are_computed_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    shape = tmp_path / "t5.json"
+    config = AutoConfig.for_model("t5", d_model=32, d_kv=8, num_heads=4, d_ff=32, num_layers=1, vocab_size=256)
+    shape.write_text(json.dumps(config.to_dict() | {"torch_dtype": "float32", "decoder_start_token_id": 0}))
+    flags = ["--schedule", "row", "zig-zag", "--num-gpu-batches", "2", "--input-length", "37", "--output-length", "9"]
+    offline(shape, *flags)
+    rows = json.loads(capfd.readouterr().out.splitlines()[-1])["rows"]
+    assert [12 * 37] * 2 == [row["prefill_tokens"] for row in rows]
+    assert [12 * 9] * 2 == [row["total_tokens"] for row in rows]
+    assert all(row["predicted_total_tokens_per_second"] is None for row in rows)
+
+
 def test_auto_chooses_says_why_and_runs_it(tmp_path: Path, shape: Path, capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["--schedule", "auto", "--num-gpu-batches", "1", "2", "--output-length", "6", "--cut-output-length", "3"]
     offline(shape, *flags, "--offload-dir", str(tmp_path), "--offload-memory", "500MB")
@@ -235,6 +276,10 @@ def test_auto_chooses_says_why_and_runs_it(tmp_path: Path, shape: Path, capfd: p
         (["--schedule", "auto", "row"], "--schedule auto is one of the others that is chosen"),
         (["--schedule", "row", "--max-batch-size", "4"], "--max-batch-size and --max-batch-total-tokens follow from"),
         (["--schedule", "zig-zag", "--num-gpu-batches", "8"], "is 16 sequences, and there are 12 prompts"),
+        (
+            ["--schedule", "zig-zag", "--num-gpu-batches", "3", "--max-batch-prefill-tokens", "71"],
+            "--max-batch-prefill-tokens is 71, and the prompts of a block, which are computed together, have 72 tokens",
+        ),
         (["--schedule", "row", "--cut-output-length", "100"], "--cut-output-length is 100: it extrapolates outputs"),
         (["--schedule", "row", "--shortest-output-length", "101"], "--shortest-output-length is 101: it is for synth"),
         (["--schedule", "row", "--offload-memory", "2GB"], "--offload-memory is what --schedule auto may fill"),

@@ -71,9 +71,15 @@ def test_prompts_of_an_encoder_fit_into_one_step() -> None:
 
 def test_useful_tokens_are_what_the_limits_can_fill() -> None:
     config = make_config(max_concurrent_requests=10, max_total_tokens=100)
-    assert useful_tokens(config, derive_lengths(config, 0, has_encoder=False)) == 1000
+    assert 1120 == useful_of(config)
+    assert 1280 == useful_of(config, has_encoder=True)
     config = make_config(max_concurrent_requests=10, max_total_tokens=100, max_batch_size=4)
-    assert useful_tokens(config, derive_lengths(config, 0, has_encoder=False)) == 400
+    assert 448 == useful_of(config)
+
+
+def useful_of(config: RouterConfig, *, has_encoder: bool = False) -> int:
+    lengths = derive_lengths(config, 0, has_encoder=has_encoder)
+    return useful_tokens(config, lengths, block_size=16, has_encoder=has_encoder)
 
 
 def test_table_says_what_takes_memory() -> None:

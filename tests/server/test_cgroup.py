@@ -55,6 +55,20 @@ def test_the_narrowest_quota_counts(tmp_path: Path, files: Files, membership: st
             "9:memory:/x\n",
             60,
         ),
+        (
+            {"a/memory.max": "100", "a/memory.current": "90", "a/memory.stat": "file 50\ninactive_file 40\n"},
+            "0::/a\n",
+            50,
+        ),
+        (
+            {
+                "memory/x/memory.limit_in_bytes": "100",
+                "memory/x/memory.usage_in_bytes": "90",
+                "memory/x/memory.stat": "inactive_file 1\ntotal_inactive_file 40",
+            },
+            "9:memory:/x\n",
+            50,
+        ),
     ],
 )
 def test_what_memory_is_left(tmp_path: Path, files: Files, membership: str, left: int | None) -> None:

@@ -9,12 +9,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
+from server.arch import families
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
 from server.offload.auto import ALL, Auto, Wanted
 from server.offload.cost import Rates, Room, Sizes, StepCost, choose
 from server.offload.disk import ImageFile
+from server.offload.footprint import layer_sizes
 from server.offload.policy import Share
 from server.offload.probes import link_rate, product_rates
 from server.offload.stores import DiskStore
@@ -124,6 +127,21 @@ def test_auto_measures_nothing_where_everything_fits() -> None:
     assert "" == auto.description
 
 
+def test_auto_knows_that_layers_differ() -> None:
+    """The first of four layers is the encoder's, and the decoder's are twice as large."""
+    sizes = (100, 100, 200, 200)
+    assert ALL == auto_of(0.70 * GB, rates=unmeasured, layer_sizes=sizes, kv_tokens=80).choose(100 * MB, 4)
+    assert auto_of(0.55 * GB, layer_sizes=sizes, kv_tokens=80).choose(100 * MB, 4) != ALL
+    assert 400 * MB == Sizes(600 * MB, 4, 0, 1, 200 * MB).slots
+
+
+def test_layers_are_counted_from_the_encoder_on() -> None:
+    config = AutoConfig.for_model("t5", d_model=16, num_heads=4, d_kv=8, d_ff=24, num_layers=2, num_decoder_layers=1)
+    _, spec = families.find(config.to_dict())
+    attention, mlp = 4 * 16 * 32, 2 * 16 * 24
+    assert [attention + mlp, attention + mlp, 2 * attention + mlp] == layer_sizes(spec)
+
+
 def test_auto_says_what_it_chose_and_why() -> None:
     auto = auto_of(0.9 * GB, kv_tokens=80)
     assert Share(num_bytes=700 * MB) == auto.choose(100 * MB, 10)
@@ -163,20 +181,23 @@ def test_without_a_folder_all_stay_while_anything_fits_beside_them() -> None:
 
 
 class TimedStore:
-    """Brings an image in a hundredth of a second of a clock of its own, and the first ones at once."""
+    """Brings one image after the other, each in 0.01 s of a clock of its own, but the first ones at once."""
 
     read_bytes, is_direct = 0, True
 
     def __init__(self, fast: int) -> None:
         self.now, self.brought, self._fast = 0.0, 0, fast
+        self._free_at = 0.0
 
     def keep(self, slot: torch.Tensor, num_bytes: int) -> int:
         return 0
 
     def fill(self, slot: torch.Tensor, number: int, num_bytes: int) -> Callable[[], float]:
+        self.brought += 1
+        self._free_at = there_at = max(self.now, self._free_at) + (0.01 if self.brought > self._fast else 0.0)
+
         def finish() -> float:
-            self.brought += 1
-            self.now += 0.01 if self.brought > self._fast else 0.0
+            self.now = max(self.now, there_at)
             return self.now
 
         return finish
@@ -189,7 +210,7 @@ def test_a_link_is_as_fast_as_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TimedStore(fast=2)  # of 4 images: a throttle that gives more after a pause
     monkeypatch.setattr("server.offload.probes.READ_BYTES", 4 * MB)
     monkeypatch.setattr("server.offload.probes.time", SimpleNamespace(perf_counter=lambda: store.now))
-    assert 100 * MB == pytest.approx(link_rate(store, CpuDevice(), MB, seconds=1.0), rel=0.02)
+    assert 100 * MB == pytest.approx(link_rate(store, CpuDevice(), MB, seconds=0.05))
 
 
 def test_rates_are_measured(tmp_path: Path) -> None:

@@ -28,14 +28,18 @@ def cpu_quota(mounted: Path = MOUNTED, membership: Path = MEMBERSHIP) -> float |
 
 
 def memory_left(mounted: Path = MOUNTED, membership: Path = MEMBERSHIP) -> int | None:
-    """Bytes that may still be used; None: no limit."""
+    """Bytes that may still be used; None: no limit. Cached parts of files that nobody reads of late make room."""
     left = []
-    names = {"": ("memory.max", "memory.current"), "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes")}
-    for controller, (limit_name, usage_name) in names.items():
+    names = {
+        "": ("memory.max", "memory.current", "inactive_file"),
+        "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    }
+    for controller, (limit_name, usage_name, cached_name) in names.items():
         for group in _groups(mounted, membership, controller):
             limit, usage = _read(group / limit_name), _read(group / usage_name)
             if limit.isdecimal() and usage.isdecimal():
-                left.append(max(0, int(limit) - int(usage)))
+                cached = dict(line.split(" ", 1) for line in _read(group / "memory.stat").splitlines())
+                left.append(max(0, int(limit) - int(usage) + int(cached.get(cached_name, 0))))
     return min(left, default=None)
 
 

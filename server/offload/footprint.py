@@ -1,0 +1,49 @@
+"""What a model takes beside what is known to the byte, estimated from its shape before it is loaded.
+
+The server asks when its first layer is there, the benchmark before there is a server; so there is no torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from server.arch.spec import ArchSpec, Gated, LayerSpec, Mlp, Moe
+
+# What a step holds at once for each token, as far as that can be said before the profile run: copies of the residual
+# stream, and of what a layer's widest products give.
+STREAM_COPIES, STEP_COPIES = 6, 3
+LOGIT_ROWS, LOGIT_BYTES = 128, 12  # rows that are looked at together; float32, and what sorting them takes
+
+
+def step_bytes(spec: ArchSpec, prefill_tokens: int, itemsize: int, world_size: int = 1) -> int:
+    """Memory of one rank's largest step, which has so many prompt tokens. itemsize: of a number."""
+    widest = max(_products(layer.mlp) for layer in spec.layers) + 3 * spec.num_heads * spec.head_dim
+    activations = (STREAM_COPIES * spec.hidden_size + STEP_COPIES * widest // world_size) * itemsize
+    return prefill_tokens * activations + LOGIT_BYTES * LOGIT_ROWS * spec.vocab_size
+
+
+def layer_sizes(spec: ArchSpec) -> list[int]:
+    """Parameters in the matrices of every layer, in the order in which they are loaded: an encoder's first."""
+    encoder = [] if spec.encoder is None else layer_sizes(spec.encoder)
+    return [*encoder, *_sizes(spec)]
+
+
+def _sizes(spec: ArchSpec) -> Iterator[int]:
+    queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    attention = spec.hidden_size * 2 * (queries + keys)
+    cross = attention if spec.encoder is not None else 0
+    return (attention + cross + _mlp(layer, spec.hidden_size) for layer in spec.layers)
+
+
+def _mlp(layer: LayerSpec, hidden: int) -> int:
+    mlp = layer.mlp
+    if isinstance(mlp, Moe):
+        return mlp.num_experts * (3 * mlp.width + 1) * hidden
+    return hidden * mlp.width * (3 if isinstance(mlp, Gated) else 2)
+
+
+def _products(mlp: Mlp) -> int:
+    """Columns of what an mlp's first matrices give for a token."""
+    if isinstance(mlp, Moe):
+        return 2 * mlp.top_k * mlp.width
+    return mlp.width * (2 if isinstance(mlp, Gated) else 1)
