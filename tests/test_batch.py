@@ -179,6 +179,8 @@ def test_a_server_that_does_not_start_ends_the_job(tmp_path: Path) -> None:
         (["--url", "http://a", "--errors", "OUT"], "must be different files"),
         (["--url", "http://a", "--errors", "OUT.journal"], "must be different files"),
         (["--url", "http://a", "--api-key", "k\n"], "the API key has line ends"),
+        (["--url", "http://a", "--errors", "OUT.journal.new"], "must be different files"),
+        (["--url", "http://a", "--output", "OUT", "--input", "OUT.journal.new"], "must be different files"),
         (["--url", "http://a", "--url-of"], "--url-of is not an option: did you mean --url?"),
     ],
 )

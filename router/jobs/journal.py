@@ -10,9 +10,9 @@ So a checkpoint never speaks of a line that is not there. A job that begins agai
   the zeros that a power cut leaves;
 * goes on with the lines that no kept line answers.
 
-Its size is bounded by how many requests are under way, and by how many are answered from one to the next. A lock on the
-output, which the kernel drops with the process, keeps a second process away. Left out: reading the input (`lines.py`)
-and asking for answers (`runner.py`).
+Its size is bounded by how many requests are under way, and by how many are answered from one to the next. Locks on the
+output and on the errors, which the kernel drops with the process, keep a second process away. Left out: reading the
+input (`lines.py`) and asking for answers (`runner.py`).
 """
 
 from __future__ import annotations
@@ -125,19 +125,19 @@ class Journal:
     # ------------------------------------------------------------------------------------------------- the beginning
 
     def _open(self) -> None:
-        known = self._read_checkpoint()
         paths = [self._output, *([self._errors] if self._errors is not None else [])]
         for path in paths:
-            if known is None and path.exists() and (not path.is_file() or path.stat().st_size):
-                raise JobError(f"{path} exists and belongs to no job: give another name, or move it away")
-        self._files.append(os.open(self._output, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode))
-        try:
-            fcntl.flock(self._files[0], fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise JobError(f"another process writes {self._output}: wait for its end, or end it") from None
-        known = self._read_checkpoint()  # the holder of the lock may have ended just now, with another one
-        if self._errors is not None:
-            self._files.append(os.open(self._errors, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode))
+            if path.exists() and not path.is_file():
+                raise JobError(_of_no_job(path))
+            self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode))
+            try:
+                fcntl.flock(self._files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise JobError(f"another process writes {path}: wait for its end, or end it") from None
+        known = self._read_checkpoint()
+        for path, file in zip(paths, self._files, strict=True):
+            if known is None and os.fstat(file).st_size:
+                raise JobError(_of_no_job(path))
         if known is None:
             self.state.errors_bytes = 0 if self._errors is not None else None
             self._is_changed = True
@@ -248,9 +248,18 @@ class Journal:
             self._num_saved = checkpoint.number
 
 
+def _of_no_job(path: Path) -> str:
+    return f"{path} exists and belongs to no job: give another name, or move it away"
+
+
+def new_of(path: Path) -> Path:
+    """Under which name a file is written before it takes the place of the old one."""
+    return path.with_name(f"{path.name}.new")
+
+
 def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a file so that, whatever happens, either the old content is there or the new. Raises OSError."""
-    new = path.with_name(f"{path.name}.new")
+    new = new_of(path)
     try:
         _write_durably(new, content, mode)
         new.replace(path)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from router.jobs.census import Census, take_census
 from router.jobs.errors import JobError
-from router.jobs.journal import Journal, journal_of
+from router.jobs.journal import Journal, journal_of, new_of
 from router.jobs.lines import LineFile
 from router.jobs.progress import Progress, duration
 from router.jobs.runner import Plan, Runner
@@ -97,7 +97,8 @@ def _path_problems(paths: Mapping[str, Path]) -> list[str]:
     for name in ("output", "errors"):
         if name in paths and not paths[name].parent.is_dir():
             problems.append(f"--{name} {paths[name]}: there is no folder {paths[name].parent}: make it first")
-    every = [os.path.realpath(path) for path in (*paths.values(), journal_of(paths["output"]))]
+    journal = journal_of(paths["output"])
+    every = [os.path.realpath(path) for path in (*paths.values(), journal, new_of(journal))]
     if len(set(every)) < len(every):
         problems.append("--input, --output, --errors and the journal beside the output must be different files")
     return problems

@@ -248,6 +248,20 @@ def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
     assert run_job(source, output, Answering()).state.is_complete
 
 
+def test_two_jobs_do_not_share_a_file_of_errors(tmp_path: Path) -> None:
+    """Nor does one that begins when the other has just ended write over its lines."""
+    (tmp_path / "in").write_text("nonsense\n" * 3)
+    errors = tmp_path / "err"
+    census = census_of(tmp_path / "in")
+    with closing(census.ids), closing(Journal(tmp_path / "one", errors, census)):
+        with pytest.raises(JobError, match=r"another process writes .*err"):
+            run_job(tmp_path / "in", tmp_path / "two", Answering(), errors=errors)
+    run_job(tmp_path / "in", tmp_path / "one", Answering(), errors=errors)
+    with pytest.raises(JobError, match=r"err exists and belongs to no job"):
+        run_job(tmp_path / "in", tmp_path / "two", Answering(), errors=errors)
+    assert 3 == len(read_lines(errors))
+
+
 def test_a_full_disk_ends_the_job_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output = write_requests(tmp_path / "in", 20), tmp_path / "out"
     real, num_writes = os.write, 0
