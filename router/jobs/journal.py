@@ -191,7 +191,6 @@ class Journal:
                 self._count(is_failure)
                 offset += len(raw)
         os.ftruncate(self._files[index], offset)
-        os.lseek(self._files[index], offset, os.SEEK_SET)
         self._is_changed = True
         return offset
 
@@ -211,15 +210,17 @@ class Journal:
         self.state.answered.discard(line)
 
     def write(self, line: int, text: bytes, *, is_failure: bool) -> None:
-        """A line is answered. Raises OSError; the journal can only be closed then."""
+        """A line is answered. Raises OSError; what was written of the line by then counts as nothing."""
         index = 1 if is_failure and self._errors is not None else 0
+        at = (self.state.errors_bytes or 0) if index else self.state.output_bytes
         left = memoryview(text)
         while left:
-            left = left[os.write(self._files[index], left) :]
+            num_written = os.pwrite(self._files[index], left, at)
+            left, at = left[num_written:], at + num_written
         if index:
-            self.state.errors_bytes = (self.state.errors_bytes or 0) + len(text)
+            self.state.errors_bytes = at
         else:
-            self.state.output_bytes += len(text)
+            self.state.output_bytes = at
         self._count(is_failure)
         del self.state.under_way[line]
         self._is_changed = True

@@ -75,20 +75,17 @@ class Runner:
 
     async def run(self) -> None:
         """Answer every line that is left. Raises JobError and OSError; whatever ends it, a checkpoint is tried."""
-        saving = asyncio.create_task(self._save_often())
-        working: asyncio.Future[list[None]] = asyncio.gather(*(self._work() for _ in range(self._plan.concurrency)))
         try:
-            await asyncio.wait((saving, working), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            saving.cancel()
-            working.cancel()
-            ended = await asyncio.gather(working, saving, return_exceptions=True)
-            if isinstance(ended[0], BaseException):
-                with suppress(OSError):  # the outputs say what it would
-                    await asyncio.to_thread(self._journal.save, self._journal.snapshot())
-        for error in ended:
-            if isinstance(error, BaseException) and not isinstance(error, asyncio.CancelledError):
-                raise error
+            async with asyncio.TaskGroup() as group:  # the first that raises ends the others
+                saving = group.create_task(self._save_often())
+                await asyncio.wait([group.create_task(self._work()) for _ in range(self._plan.concurrency)])
+                saving.cancel()
+        except BaseException as error:
+            with suppress(OSError):  # the outputs say what it would
+                await asyncio.to_thread(self._journal.save, self._journal.snapshot())
+            if isinstance(error, BaseExceptionGroup):
+                raise error.exceptions[0] from None
+            raise
         self._census.check_unchanged()
         await asyncio.to_thread(self._journal.save, self._journal.snapshot(is_complete=True))
 

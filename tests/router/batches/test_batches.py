@@ -304,19 +304,19 @@ def test_batches_take_no_permits_and_wait_for_others(tmp_path: Path) -> None:
 
 def test_a_full_disk_lets_a_batch_wait_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batches_module, "DISK_RETRY_S", 0.05)
-    real, is_full = os.write, True
+    real, is_full = os.pwrite, True
     refused = asyncio.Event()
 
-    def write(file: int, content: Any) -> int:
-        if is_full and os.readlink(f"/proc/self/fd/{file}").endswith(".data"):
+    def write(file: int, content: Any, at: int) -> int:
+        if is_full:
             refused.set()
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(file, content)
+        return real(file, content, at)
 
     async def story() -> None:
         nonlocal is_full
         async with batch_site(tmp_path) as it, client(it) as one:
-            monkeypatch.setattr("router.jobs.journal.os.write", write)
+            monkeypatch.setattr("router.jobs.journal.os.pwrite", write)
             batch = await begun(one, lines_of(8))
             async with asyncio.timeout(20):
                 await refused.wait()

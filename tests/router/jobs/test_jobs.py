@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from router.jobs import journal as journal_module
 from router.jobs.errors import InputChanged, JobError, ServerGone
 from router.jobs.journal import Journal, State, is_disk_full, journal_of
-from router.jobs.lines import Problem, Wanted
+from router.jobs.lines import LineFile, Problem, Wanted
 from router.jobs.results import Reply
-from router.jobs.runner import Lost
-from tests.router.jobs.making import Answering, census_of, read_lines, request, run_job, write_requests
+from router.jobs.runner import Lost, Plan, Runner
+from tests.router.jobs.making import MOST_BYTES, Answering, census_of, read_lines, request, run_job, write_requests
 
 
 @pytest.fixture(autouse=True)
@@ -264,25 +264,85 @@ def test_two_jobs_do_not_share_a_file_of_errors(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_the_job_and_nothing_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, output = write_requests(tmp_path / "in", 20), tmp_path / "out"
-    real, num_writes = os.write, 0
+    real, num_writes = os.pwrite, 0
 
-    def write(file: int, content: bytes) -> int:
+    def write(file: int, content: bytes, at: int) -> int:
         nonlocal num_writes
         num_writes += 1
         if num_writes == 12:
-            return real(file, content[:5])
+            return real(file, content[:5], at)
         if num_writes > 12:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return real(file, content)
+        return real(file, content, at)
 
     with monkeypatch.context() as patch:
-        patch.setattr(journal_module.os, "write", write)
+        patch.setattr(journal_module.os, "pwrite", write)
         with pytest.raises(OSError) as full:
             run_job(source, output, Answering())
     assert is_disk_full(full.value) and not output.read_bytes().endswith(b"\n")
     run_job(source, output, Answering())
     assert {f"r{i}" for i in range(1, 21)} == {one["custom_id"] for one in read_lines(output)}
     assert 20 == len(read_lines(output))
+
+
+def test_a_failure_ends_the_requests_beside_it(tmp_path: Path) -> None:
+    """Nothing is asked or written for a job that has ended: what it says of its outputs is what they are."""
+
+    class Never(Answering):
+        num_cancelled = 0
+
+        async def send(self, wanted: Wanted, request_id: str) -> Reply | Problem:
+            if wanted.custom_id == "r4":
+                return await super().send(wanted, request_id)
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.num_cancelled += 1
+                raise
+            raise AssertionError
+
+    def fails(wanted: Wanted, _: int) -> Reply:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    async def story() -> None:
+        census, sender = census_of(tmp_path / "in"), Never(fails)
+        with closing(LineFile(tmp_path / "in", MOST_BYTES)) as lines:
+            with closing(census.ids), closing(Journal(tmp_path / "out", None, census)) as journal:
+                runner = Runner(census, lines, journal, sender, Plan(concurrency=4))
+                with pytest.raises(OSError, match="No space left"):
+                    await runner.run()
+                assert 1 == len(asyncio.all_tasks()) and 3 == sender.num_cancelled
+
+    write_requests(tmp_path / "in", 9)
+    asyncio.run(story())
+
+
+def test_a_line_that_was_written_in_part_counts_as_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next line begins where it began, and the checkpoint speaks of whole lines alone."""
+    source, output = write_requests(tmp_path / "in", 2), tmp_path / "out"
+    real, is_full = os.pwrite, False
+
+    def write(file: int, content: bytes, at: int) -> int:
+        nonlocal is_full
+        if is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        is_full = True
+        return real(file, content[:5], at)
+
+    census = census_of(source)
+    with closing(census.ids), closing(Journal(output, None, census)) as journal:
+        for line in (1, 2):
+            journal.begun(line, 0, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(journal_module.os, "pwrite", write)
+            with pytest.raises(OSError, match="No space left"):
+                journal.write(1, b'{"of": "the first"}\n', is_failure=False)
+        assert 5 == output.stat().st_size
+        journal.write(2, b'{"of": "the second"}\n', is_failure=False)
+        assert b'{"of": "the second"}\n' == output.read_bytes()
+        assert (len(output.read_bytes()), 1, {1: 0}) == (
+            journal.state.output_bytes, journal.state.completed, journal.state.under_way,
+        )  # fmt: skip
 
 
 # -------------------------------------------------------------------------------------------------------- trying again
