@@ -115,7 +115,10 @@ def read_request(
         return Problem(custom_id, "duplicate_custom_id", sentence)
     if problem := _problem_of(found, body, urls):
         return Problem(custom_id, *problem)
-    return Wanted(custom_id, found["url"], orjson.dumps(body))
+    try:
+        return Wanted(custom_id, found["url"], orjson.dumps(body))
+    except orjson.JSONEncodeError:  # it reads 1,024 levels and writes 254
+        return Problem(custom_id, "invalid_body", "`body` is nested deeper than 250 levels: no request is that deep")
 
 
 def _problem_of(found: dict[str, Any], body: Any, urls: tuple[str, ...]) -> tuple[str, str] | None:
@@ -137,4 +140,6 @@ def _custom_id(found: dict[str, Any]) -> str | None:
 
 def _shown(value: Any) -> str:
     """A value of a client for a sentence."""
+    if isinstance(value, dict | list):
+        return "a list or an object"
     return "missing" if value is None else orjson.dumps(value).decode()[:60]

@@ -7,12 +7,14 @@ out by it which lines are answered already.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import orjson
 
 from router.jobs.lines import Problem
 
-MOST_TEXT = 2000  # characters that are kept of an answer that is not JSON, such as a proxy's page
+# Characters that are kept of an answer that is not JSON, such as a proxy's page, or that is nested too deep for a line.
+MOST_TEXT = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +34,15 @@ def name_of(job: str, line: int) -> str:
 
 def answered(job: str, line: int, custom_id: str, reply: Reply) -> bytes:
     """The output line of a request that a server answered, with whatever status."""
-    try:
-        body = orjson.loads(reply.body)
-    except orjson.JSONDecodeError:
-        body = {"error": {"message": reply.body.decode(errors="replace")[:MOST_TEXT], "type": "not_json"}}
-    response = {"status_code": reply.status, "request_id": reply.request_id, "body": body}
+    response: dict[str, Any] = {"status_code": reply.status, "request_id": reply.request_id}
     found = {"id": name_of(job, line), "custom_id": custom_id, "response": response, "error": None}
-    return orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE)
+    try:
+        response["body"] = orjson.loads(reply.body)
+        return orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE)
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):  # what is nested too deep can be read and not be written
+        message = reply.body.decode(errors="replace")[:MOST_TEXT]
+        response["body"] = {"error": {"message": message, "type": "not_json"}}
+        return orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE)
 
 
 def unanswered(job: str, line: int, problem: Problem) -> bytes:

@@ -49,6 +49,13 @@ def test_every_line_has_an_answer_in_the_shape_of_openai(tmp_path: Path) -> None
     assert {"a": 1, "b": 1} == sender.asked
 
 
+def test_an_answer_that_is_nested_too_deep_is_kept_as_text(tmp_path: Path) -> None:
+    sender = Answering(lambda *_: Reply(200, "x", b"[" * 400 + b"]" * 400))
+    assert 2 == run_job(write_requests(tmp_path / "in", 2), tmp_path / "out", sender).state.completed
+    [message] = {one["response"]["body"]["error"]["message"] for one in read_lines(tmp_path / "out")}
+    assert 400 * "[" + 400 * "]" == message
+
+
 def test_what_failed_goes_to_a_file_of_its_own_if_there_is_one(tmp_path: Path) -> None:
     (tmp_path / "in").write_text("\n".join(["nonsense", json.dumps(request("a")), json.dumps(request("b"))]))
     sender = Answering(lambda wanted, _: Reply(200 if wanted.custom_id == "a" else 422, "x", b"{}"))

@@ -20,6 +20,13 @@ def asked(raw: bytes | None, number: int = 7, first: int = 7) -> Wanted | Proble
     return read_request(Line(number, 0, 9, raw), URLS, MOST_BYTES, lambda _: first)
 
 
+def nested(depth: int) -> Any:
+    found: Any = []
+    for _ in range(depth - 1):
+        found = [found]
+    return found
+
+
 def test_a_request_is_sent_as_its_body_says() -> None:
     wanted = asked(json.dumps(request("a", body={"prompt": "é\n", "n": 1})).encode())
     assert isinstance(wanted, Wanted)
@@ -45,6 +52,9 @@ def test_a_request_is_sent_as_its_body_says() -> None:
         (request("a", url=["/v1/completions"]), "a", "invalid_url", "it must be"),
         (request("a", body="hello"), "a", "invalid_body", "`body` is no JSON object"),
         (request("a", body={"stream": True}), "a", "invalid_body", "`stream`"),
+        (request("a", body={"x": nested(300)}), "a", "invalid_body", "`body` is nested deeper than 250 levels"),
+        (request("a", method=nested(300)), "a", "invalid_method", "`method` is a list or an object: it must be POST"),
+        (request("a", url=nested(300)), "a", "invalid_url", "`url` is a list or an object"),
     ],
 )
 def test_each_wrong_line_has_a_sentence(line: Any, custom_id: str | None, code: str, says: str) -> None:
