@@ -1,14 +1,15 @@
 """The first look at a whole input: how many lines there are, which of them share a `custom_id`, and a digest.
 
 What is decided here depends on the file alone, so that a job that is started again decides the same. Of each
-`custom_id` a table keeps 10 bytes of a digest and the number of its first line: 16 bytes a place, and twice as many
-places as lines
-or up to four times. The table is a file without a name beside the output, mapped into memory: the kernel may write
-its pages back and forget them, and its space is taken before it is used, so that a full disk is an error at once.
+`custom_id` a table keeps 10 bytes of a digest and the number of its first line: 16 bytes a place, and two to four
+places for each line that is long enough to have one. The table is a file without a name beside the output, mapped into
+memory: the kernel may write its pages back and forget them, and its space is taken before it is used, so that a full
+disk is an error at once.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import mmap
 import os
@@ -24,20 +25,24 @@ PIECE = 1 << 18  # bytes that are read at once
 PLACE = 16  # bytes: 10 of a digest, which no two ids of a file share in practice, and 6 of a line's number
 DIGEST = 10
 LEAST_PLACES = 1024
+LEAST_LINE = len(b'{"custom_id":"a"}\n')  # no line with an id is shorter
 
 # Told how much of the work is done, from 0 to 1, some times a second at most; it may raise to end the work.
 Advanced = Callable[[float], None]
 
 
 class IdTable:
-    """The first line of each id. Raises OSError where there is no space for it."""
+    """The first line of each id. Raises OSError where there is no space for it, or it takes more than most_bytes."""
 
-    def __init__(self, num_ids: int, folder: Path) -> None:
+    def __init__(self, num_ids: int, folder: Path, most_bytes: int | None = None) -> None:
         self._mask = max(LEAST_PLACES, 1 << (2 * num_ids - 1).bit_length()) - 1
-        size = (self._mask + 1) * PLACE
+        self.num_bytes = (self._mask + 1) * PLACE
+        if most_bytes is not None and self.num_bytes > most_bytes:
+            sentence = f"a table of ids takes {self.num_bytes} bytes, of which {most_bytes} are left"
+            raise OSError(errno.ENOSPC, sentence, str(folder))
         with tempfile.TemporaryFile(dir=folder) as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            self._places = mmap.mmap(file.fileno(), size)
+            os.posix_fallocate(file.fileno(), 0, self.num_bytes)
+            self._places = mmap.mmap(file.fileno(), self.num_bytes)
 
     def close(self) -> None:
         """Give its memory and its space back."""
@@ -83,10 +88,12 @@ class Census:
             raise InputChanged(f"{self.path} changed while it was read: put it back as it was, then start again")
 
 
-def take_census(path: Path, folder: Path, most_bytes: int, advanced: Advanced) -> Census:
+def take_census(
+    path: Path, folder: Path, most_bytes: int, advanced: Advanced, most_table_bytes: int | None = None
+) -> Census:
     """Look at the whole file. Raises OSError and JobError.
 
-    folder: where the table's space is taken. most_bytes: of a line that is looked into.
+    folder: where the table's space is taken. most_bytes: of a line that is looked into. most_table_bytes: None for any.
     """
     changed = _changed(path)
     size = max(1, changed[0])
@@ -97,7 +104,7 @@ def take_census(path: Path, folder: Path, most_bytes: int, advanced: Advanced) -
             num_ends += piece.count(b"\n")
             done += len(piece)
             advanced(done / size / 2)
-    ids = IdTable(num_ends + 1, folder)
+    ids = IdTable(1 + min(num_ends, done // LEAST_LINE), folder, most_table_bytes)
     lines = LineFile(path, most_bytes)
     try:
         number = num_lines = offset = 0

@@ -100,6 +100,22 @@ def test_the_census_counts_lines_and_knows_the_first_of_each_id(tmp_path: Path) 
             census.check_unchanged()
 
 
+def test_lines_that_are_too_short_for_an_id_take_no_place(tmp_path: Path) -> None:
+    """Places are taken for ids alone, and no more of them than there may be."""
+    path = tmp_path / "in"
+    path.write_bytes(b"\n" * 300_000)
+    census = census_of(path)
+    with closing(census.ids):
+        assert (0, 300_000) == (census.num_lines, census.num_bytes) and census.ids.num_bytes < 4 * 300_000
+    shortest = [f'{{"custom_id":"{chr(number)}"}}' for number in range(ord("0"), ord("0") + 2000) if number != 92]
+    path.write_text("\n".join(shortest))
+    census = census_of(path)
+    with closing(census.ids):
+        assert 1999 == census.num_lines == census.ids.first_line(chr(ord("0") + 1999))
+    with pytest.raises(OSError, match="a table of ids takes 65536 bytes, of which 65535 are left"):
+        take_census(path, tmp_path, MOST_BYTES, lambda _: None, 65535)
+
+
 def test_an_id_with_half_a_character_is_an_id(tmp_path: Path) -> None:
     with closing(IdTable(1, tmp_path)) as table:
         table.note("\ud800", 3)
