@@ -53,7 +53,8 @@ class BatchSettings:
     batch_max_bytes: int = field(
         default=10 * 1024**3,
         metadata={
-            "help": "All files together. Beyond it uploads are refused, and batches wait until somebody deletes files.",
+            "help": "All files together, with what batches under way write and may have to write yet. Beyond it "
+            "uploads are refused, and batches wait until somebody deletes files.",
             "unit": "bytes",
             "min": 1,
             "max": 2**50,

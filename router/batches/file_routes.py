@@ -227,7 +227,8 @@ class Uploads:
             await upload.finish()
             part.rename(store.data_path(id))
             assert upload.filename is not None
-            return await asyncio.to_thread(store.add_file, owner_of(request), id, upload.filename, "batch")
+            about = (owner_of(request), id, upload.filename, "batch")
+            return store.add_file(await asyncio.to_thread(store.write_file, *about))
         except BaseException:
             with suppress(OSError):
                 store.data_path(id).unlink(missing_ok=True)

@@ -59,7 +59,7 @@ class Store:
         self.folder = folder
         self.files: dict[str, Record] = {}  # oldest first
         self.batches: dict[str, Record] = {}
-        self.writing: dict[str, Callable[[], int]] = {}  # bytes of outputs that grow, by batch
+        self.writing: dict[str, Callable[[], int]] = {}  # what batches that have begun take, by their ids
         self._reserved: dict[int, tuple[str, int]] = {}  # for uploads under way: whose, and how much
         self._kept: Counter[str] = Counter()  # bytes of whole files, by owner
         self._numbers = itertools.count(1)
@@ -105,7 +105,7 @@ class Store:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files, those that grow and those that are being sent."""
+        """Of all files, those that are being sent, and what batches write and may have to write yet."""
         reserved = sum(size for _, size in self._reserved.values())
         return self._kept.total() + reserved + sum(size() for size in self.writing.values())
 
@@ -115,9 +115,14 @@ class Store:
         return grown + reserved + self._kept[owner]
 
     @property
+    def free(self) -> int:
+        """How many more bytes may come."""
+        return max(0, self.bounds.max_bytes - self.num_bytes)
+
+    @property
     def is_full(self) -> bool:
         """Whether outputs may not grow any more."""
-        return self.num_bytes >= self.bounds.max_bytes
+        return not self.free
 
     @contextmanager
     def reserved(self, owner: str, size: int) -> Iterator[None]:
@@ -127,7 +132,7 @@ class Store:
         num_files += sum(whose == owner for whose, _ in self._reserved.values())
         if num_files >= bounds.max_files:
             raise ValidationError(f"you keep {num_files} files, of `batch_max_files` {bounds.max_files}: delete some")
-        free, held = bounds.max_bytes - self.num_bytes, self._num_bytes_of(owner)
+        free, held = self.free, self._num_bytes_of(owner)
         is_shared = bool(owner)  # with other keys, of which none may fill the folder alone
         if size > free or (is_shared and not may_take(size, held=held, free=free, weight=1.0)):
             sentence = f"a file of {size} bytes does not fit into the {free} that are left of `batch_max_bytes`"
@@ -156,8 +161,8 @@ class Store:
             raise NotFound(f"there is no file {id[:100]}: GET /v1/files lists yours")
         return found
 
-    def add_file(self, owner: str, id: str, filename: str, purpose: str) -> Record:
-        """Make a file known whose bytes are there and durable; may run in a thread. Raises OSError."""
+    def write_file(self, owner: str, id: str, filename: str, purpose: str) -> Record:
+        """Write what a file is, whose bytes are there and durable; may run in a thread. Raises OSError."""
         record: Record = {
             "id": id,
             "object": "file",
@@ -172,9 +177,13 @@ class Store:
             "_number": self.next_number(),
         }
         self._save("files", record)
-        if id not in self.files:  # a batch that was killed at its very end makes its files known again
-            self._kept[owner] += record["bytes"]
-        self.files[id] = record
+        return record
+
+    def add_file(self, record: Record) -> Record:
+        """Know a file that was written. Returns it."""
+        if record["id"] not in self.files:  # a batch that was killed at its very end makes its files known again
+            self._kept[record["owner"]] += record["bytes"]
+        self.files[record["id"]] = record
         return record
 
     def delete_file(self, owner: str, id: str) -> None:
@@ -196,19 +205,29 @@ class Store:
             raise NotFound(f"there is no batch {id[:100]}: GET /v1/batches lists yours")
         return found
 
-    def add_batch(self, record: Record) -> None:
-        """Know a new one, which is yet to be saved; of those that are over, the owner's oldest makes room.
+    def check_one_more_batch(self, owner: str) -> None:
+        """Raises ValidationError where an owner has as many batches under way as may be."""
+        mine = self._batches_of(owner)
+        if len(mine) >= self.bounds.max_files and all(one["status"] not in TERMINAL for one in mine):
+            raise ValidationError(f"you have {len(mine)} batches under way: wait for one to end, or cancel one")
 
-        Raises ValidationError and OSError.
-        """
-        mine = [one for one in self.batches.values() if one["owner"] == record["owner"]]
-        if len(mine) >= self.bounds.max_files:
-            over = next((one for one in mine if one["status"] in TERMINAL), None)
-            if over is None:
-                raise ValidationError(f"you have {len(mine)} batches under way: wait for one to end, or cancel one")
-            (self.folder / "batches" / f"{over['id']}.json").unlink(missing_ok=True)
+    def add_batch(self, record: Record) -> None:
+        """Know a new one, which was saved; of those that are over, the owner's oldest makes room."""
+        mine = self._batches_of(record["owner"])
+        over = next((one for one in mine if one["status"] in TERMINAL), None)
+        if len(mine) >= self.bounds.max_files and over is not None:
+            with suppress(OSError):  # the next start knows one more
+                (self.folder / "batches" / f"{over['id']}.json").unlink(missing_ok=True)
             del self.batches[over["id"]]
         self.batches[record["id"]] = record
+
+    def _batches_of(self, owner: str) -> list[Record]:
+        return [one for one in self.batches.values() if one["owner"] == owner]
+
+    def num_bytes_of_outputs(self, record: Record) -> int:
+        """What an earlier server has left of a batch's outputs."""
+        paths = [self.data_path(record[name]) for name in ("_output", "_errors")]
+        return sum(path.stat().st_size for path in paths if path.exists())
 
     def save_batch(self, record: Record) -> None:
         """Write how a batch is now. Raises OSError."""
@@ -216,6 +235,7 @@ class Store:
 
     def forget_journals(self, record: Record) -> None:
         """A batch is over: remove what its outputs no longer need, and outputs that are empty."""
+        self.writing.pop(record["id"], None)
         for id in (record["_output"], record["_errors"]):
             journal_of(self.data_path(id)).unlink(missing_ok=True)
             if id not in self.files:

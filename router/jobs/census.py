@@ -18,8 +18,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import orjson
+
 from router.jobs.errors import InputChanged
 from router.jobs.lines import LineFile, custom_id_of
+from router.jobs.results import MOST_REFUSAL_BYTES
 
 PIECE = 1 << 18  # bytes that are read at once
 PLACE = 16  # bytes: 10 of a digest, which no two ids of a file share in practice, and 6 of a line's number
@@ -73,7 +76,10 @@ class IdTable:
 
 @dataclass(frozen=True)
 class Census:
-    """What is known of an input. num_lines: without blank ones. changed: its size and time when it was looked at."""
+    """What is known of an input. num_lines: without blank ones. changed: its size and time when it was looked at.
+
+    most_refusal_bytes: of the line of an output that says that a line was not sent.
+    """
 
     path: Path
     num_lines: int
@@ -81,6 +87,7 @@ class Census:
     sha256: str
     ids: IdTable
     changed: tuple[int, int]
+    most_refusal_bytes: int
 
     def check_unchanged(self) -> None:
         """Raises InputChanged where the file is another one by now."""
@@ -107,14 +114,15 @@ def take_census(
     ids = IdTable(1 + min(num_ends, done // LEAST_LINE), folder, most_table_bytes)
     lines = LineFile(path, most_bytes)
     try:
-        number = num_lines = offset = 0
+        number = num_lines = offset = longest_id = 0
         while (line := lines.read(number + 1, offset)) is not None:
             number, offset = line.number, line.end
             num_lines += not line.is_blank
             if (custom_id := custom_id_of(line)) is not None:
                 ids.note(custom_id, number)
+                longest_id = max(longest_id, len(orjson.dumps(custom_id)))
             advanced(0.5 + offset / size / 2)
-        census = Census(path, num_lines, done, digest.hexdigest(), ids, changed)
+        census = Census(path, num_lines, done, digest.hexdigest(), ids, changed, MOST_REFUSAL_BYTES + longest_id)
         census.check_unchanged()
     except BaseException:
         ids.close()

@@ -243,6 +243,16 @@ def test_a_batch_whose_window_has_passed_expires(tmp_path: Path, monkeypatch: py
         async with batch_site(tmp_path) as it, client(it) as one:
             batch = await ended(one, (await begun(one, lines_of(5))).id)
             assert "expired" == batch.status and batch.expired_at is not None
+            assert (None, None, None) == (batch.in_progress_at, batch.output_file_id, batch.error_file_id)
+            monkeypatch.setattr(batches_module, "WINDOW_S", 3600)
+            monkeypatch.setattr(Store, "is_full", True)  # it begins, and has no room for answers
+            batch = await begun(one, lines_of(5))
+            async with asyncio.timeout(20):
+                while (await one.batches.retrieve(batch.id)).status != "in_progress":
+                    await asyncio.sleep(0.001)
+            it.app.state.batches._under_way[batch.id].end("batch_expired")  # as its clock does
+            batch = await ended(one, batch.id)
+            assert "expired" == batch.status and batch.expired_at is not None
             errors = await content_of(one, batch.error_file_id)
             assert 5 * ["batch_expired"] == [line["error"]["code"] for line in errors]
 
