@@ -8,6 +8,7 @@ from typing import Any
 from router.batches.store import Record
 from router.errors import ValidationError
 
+MOST_DIGITS = 9  # of a number in a query; Python reads no number of thousands
 LIMIT_PARAMETERS = [
     {
         "name": "limit",
@@ -40,7 +41,7 @@ def page(
 ) -> dict[str, Any]:
     """A page of records, which come oldest first and are listed newest first. Raises ValidationError."""
     limit, after, order = query.get("limit", str(default)), query.get("after"), query.get("order", "desc")
-    if not limit.isascii() or not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
+    if not (limit.isascii() and limit.isdecimal() and len(limit) <= MOST_DIGITS and 1 <= int(limit) <= most):
         raise ValidationError(f"`limit` is {limit[:20]!r}: give a whole number from 1 to {most}")
     if order not in ("asc", "desc"):
         raise ValidationError(f"`order` is {order[:20]!r}: give asc or desc")
