@@ -2,22 +2,24 @@
 
 An upload goes to the disk as it comes. In place of the bounds of other bodies it has its own: of size
 (`batch_max_file_bytes`), of time (as many bytes a second as `payload_limit` in `body_timeout` asks of any body, and
-never `body_timeout` without a byte), and of how many there may be at once.
+never `body_timeout` without a byte), and of how many there may be at once, of which no API key takes all.
 """
 
 from __future__ import annotations
 
 import asyncio
-import errno
 import os
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from router.api_document import ERROR_STATUSES
 from router.batches.documents import DeletedFile, FileList, FileObject
@@ -25,6 +27,7 @@ from router.batches.multipart import Malformed, MultipartReader, PartBegins, bou
 from router.batches.pages import LIMIT_PARAMETERS, page, shown
 from router.batches.store import FILE_MODE, Record, Store, disk_trouble, new_id
 from router.errors import BodyTooLarge, Overloaded, UnsupportedMedia, ValidationError
+from router.fairness import may_take
 from router.guard import ClientConnection
 from router.openai.documents import ErrorAnswer
 from router.request_log import harmless
@@ -54,7 +57,7 @@ class Upload:
         self.filename: str | None = None
         self.purpose = bytearray()
         self._most_bytes = most_bytes
-        self._num_bytes = 0
+        self._num_bytes = self._num_form_bytes = 0  # of the file, and of the form with all of its fields
         self._part: PartBegins | None = None
         self._unwritten = bytearray()
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, FILE_MODE)
@@ -65,6 +68,9 @@ class Upload:
 
     async def take(self, reader: MultipartReader, data: bytes) -> None:
         """Take a part of the body. Raises Malformed, ValidationError, BodyTooLarge and OSError."""
+        self._num_form_bytes += len(data)
+        if self._num_form_bytes > self._most_bytes + FORM_BYTES:
+            raise too_large(self._most_bytes)
         for piece in reader.feed(data):
             if isinstance(piece, PartBegins):
                 self._part = piece
@@ -105,7 +111,9 @@ def _write(file: int, data: bytearray) -> None:
 
 def too_large(most: int) -> BodyTooLarge:
     """What a client is told whose file is larger than it may be."""
-    return BodyTooLarge(f"the file is larger than `batch_max_file_bytes`, {most} bytes: split it")
+    return BodyTooLarge(
+        f"the file, or the form around it, is larger than `batch_max_file_bytes`, {most} bytes: split it"
+    )
 
 
 def owner_of(request: Request) -> str:
@@ -141,11 +149,10 @@ def add_file_routes(app: FastAPI, services: Services, store: Store) -> None:
 
     async def content(request: Request, id: str) -> Response:
         record = store.file(owner_of(request), id)
-        path = store.data_path(record["id"])
-        if not path.is_file():
-            raise disk_trouble(FileNotFoundError(errno.ENOENT, "a file is missing", str(path)))
-        headers = {"content-length": str(record["bytes"])}
-        return StreamingResponse(_pieces(path, record["bytes"]), media_type="application/octet-stream", headers=headers)
+        try:
+            return FileAnswer(store.data_path(record["id"]).open("rb", buffering=0), record["bytes"])
+        except OSError as error:
+            raise disk_trouble(error) from None
 
     async def delete(request: Request, id: str) -> Response:
         try:
@@ -184,7 +191,7 @@ class Uploads:
     def __init__(self, services: Services, store: Store) -> None:
         self._config = services.config
         self._store = store
-        self._num_under_way = 0
+        self._under_way: Counter[str] = Counter()  # by owner
 
     async def take(self, request: Request) -> Record:
         """The whole body. Raises RouterError."""
@@ -199,16 +206,26 @@ class Uploads:
             reader = MultipartReader(boundary_of(request.headers.get("content-type", "")))
         except Malformed as error:
             raise UnsupportedMedia(str(error)) from None
-        if self._num_under_way >= MOST_UPLOADS:
-            raise Overloaded(f"{MOST_UPLOADS} files are being uploaded: try again in a moment", 5)
-        self._num_under_way += 1
         try:
-            with self._store.reserved(owner_of(request), num_bytes):
+            with self._place(request), self._store.reserved(owner_of(request), num_bytes):
                 return await self._receive(request, reader, num_bytes)
         except OSError as error:
             raise disk_trouble(error) from None
+
+    @contextmanager
+    def _place(self, request: Request) -> Iterator[None]:
+        """One of the places for uploads. Raises Overloaded where there is none, or the key has its share of them."""
+        owner, account, free = owner_of(request), account_of(request), MOST_UPLOADS - self._under_way.total()
+        if not free:
+            raise Overloaded(f"{MOST_UPLOADS} files are being uploaded: try again in a moment", 5)
+        held = self._under_way[owner]
+        if account is not None and account.owner and not may_take(1, held=held, free=free, weight=account.share):
+            raise Overloaded(f"you upload {held} files, and {free} places are left for all: try again in a moment", 5)
+        self._under_way[owner] += 1
+        try:
+            yield
         finally:
-            self._num_under_way -= 1
+            self._under_way[owner] -= 1
 
     async def _receive(self, request: Request, reader: MultipartReader, num_bytes: int) -> Record:
         config, store, id = self._config, self._store, new_id("file-")
@@ -267,12 +284,21 @@ def _check(upload: Upload, reader: MultipartReader) -> None:
         raise ValidationError("`purpose` must be `batch`: no other files are kept here")
 
 
-async def _pieces(path: Path, num_bytes: int) -> AsyncIterator[bytes]:
-    """A file's bytes, as they were when it was asked for: it may be deleted meanwhile."""
-    file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        while num_bytes > 0 and (piece := await asyncio.to_thread(os.read, file, min(PIECE, num_bytes))):
-            num_bytes -= len(piece)
-            yield piece
-    finally:
-        os.close(file)
+class FileAnswer(StreamingResponse):
+    """A file's bytes, as they were when it was asked for: it is open by now, and may be deleted meanwhile."""
+
+    def __init__(self, file: FileIO, num_bytes: int) -> None:
+        self._file = file
+        headers = {"content-length": str(num_bytes)}
+        super().__init__(_pieces(file, num_bytes), media_type="application/octet-stream", headers=headers)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it, and close it however that ends."""
+        with self._file:
+            await super().__call__(scope, receive, send)
+
+
+async def _pieces(file: FileIO, num_bytes: int) -> AsyncIterator[bytes]:
+    while num_bytes > 0 and (piece := await asyncio.to_thread(file.read, min(PIECE, num_bytes))):
+        num_bytes -= len(piece)
+        yield piece

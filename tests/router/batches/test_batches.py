@@ -20,6 +20,7 @@ from openai import AsyncOpenAI
 from openai.types import Batch
 
 from router.batches import batches as batches_module
+from router.batches.file_routes import FileAnswer
 from router.batches.store import Bounds, Store
 from router.jobs.journal import journal_of
 from tests.router.doubles import fake_shards, make_limits
@@ -131,8 +132,10 @@ def test_files_are_listed_read_and_deleted(tmp_path: Path) -> None:
 Call = Callable[[AsyncOpenAI, str], Any]
 WRONG: list[tuple[Call, int, str]] = [
     (lambda one, id: one.files.create(file=("x", b""), purpose="fine-tune"), 400, "`purpose` must be `batch`"),
-    (lambda one, id: one.files.create(file=("x", b"y" * 20_000), purpose="batch"), 413, "larger than `batch_max"),
+    (lambda one, id: one.files.create(file=("x", b"y" * 20_000), purpose="batch"), 413, "is larger than `batch_max"),
     (lambda one, id: one.files.list(limit=0), 400, "`limit` is '0'"),
+    (lambda one, id: one.files.list(extra_query={"limit": "1" * 5000}), 400, "`limit` is '11111111111111111111'"),
+    (lambda one, id: one.files.list(extra_query={"limit": "0" * 8 + "20000"}), 400, "from 1 to 10000"),
     (lambda one, id: one.files.list(after="x"), 400, "`after` is 'x'"),
     (lambda one, id: one.batches.retrieve("../lock"), 404, ""),
     (lambda one, id: one.batches.list(limit=101), 400, "from 1 to 100"),
@@ -166,6 +169,46 @@ def create(one: AsyncOpenAI, id: str, **other: Any) -> Any:
 
 
 BOUNDARY = {"content-type": "multipart/form-data; boundary=b"}
+
+
+def test_a_form_without_end_is_refused_though_no_file_is_in_it(tmp_path: Path) -> None:
+    async def story() -> None:
+        async with batch_site(tmp_path, batch_max_file_bytes=100_000) as it:
+            reader, writer = await asyncio.open_connection("127.0.0.1", it.port)
+            head = "POST /v1/files HTTP/1.1\r\nHost: 127.0.0.1\r\nTransfer-Encoding: chunked\r\n"
+            writer.write(f"{head}Content-Type: {BOUNDARY['content-type']}\r\n\r\n".encode())
+            field = b'--b\r\nContent-Disposition: form-data; name="other"\r\n\r\n'
+            writer.write(b"%x\r\n%s\r\n" % (len(field), field))
+            answer = asyncio.create_task(reader.readline())
+            async with asyncio.timeout(30):
+                while not answer.done():
+                    writer.write(b"3e8\r\n" + b"x" * 1000 + b"\r\n")
+                    await asyncio.sleep(0.001)
+            assert b"HTTP/1.1 413 " == answer.result()[:13]
+            writer.close()
+
+    asyncio.run(story())
+
+
+def test_a_file_that_is_deleted_while_it_is_sent_comes_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where that was before its first byte; and nothing stays open."""
+    content = os.urandom(200_000)
+
+    async def story() -> None:
+        async with batch_site(tmp_path) as it, client(it) as one:
+            file = await one.files.create(file=("x", content), purpose="batch")
+            store, send = it.app.state.batches.store, FileAnswer.__call__
+
+            async def deleted_first(self: FileAnswer, *given: Any) -> None:
+                store.delete_file("", file.id)
+                await send(self, *given)
+
+            monkeypatch.setattr(FileAnswer, "__call__", deleted_first)
+            assert content == (await one.files.content(file.id)).content
+            open_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
+            assert [] == [path for path in open_files if path.endswith(".data (deleted)")]
+
+    asyncio.run(story())
 
 
 FORMS = [

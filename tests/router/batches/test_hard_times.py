@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from router.batches import batches as batches_module
 from router.batches.store import Record, Store
 from router.jobs.census import Census, take_census
-from tests.router.batches.test_batches import batch_site, begun, client, content_of, create, ended, lines_of
+from tests.router.batches.test_batches import KEYS, batch_site, begun, client, content_of, create, ended, lines_of
 
 
 def test_what_nobody_expected_fails_a_batch_for_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,6 +185,32 @@ def test_batches_that_are_cancelled_before_their_turn_are_not_looked_into(
             assert (await one.files.delete(blank.id)).deleted
             await one.batches.cancel(long.id)
             await ended(one, long.id)
+
+    asyncio.run(story())
+
+
+def test_one_key_does_not_take_all_places_of_uploads(tmp_path: Path) -> None:
+    (tmp_path / "keys.json").write_text(json.dumps(KEYS))
+    folder = tmp_path / "batches"
+    head = (
+        "POST /v1/files HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer key-1\r\nContent-Length: 1000\r\n"
+        "Content-Type: multipart/form-data; boundary=b\r\n\r\n-"
+    )
+
+    async def story() -> None:
+        async with batch_site(folder, api_keys_file=str(tmp_path / "keys.json")) as it, client(it, "key-2") as other:
+            connections = [await asyncio.open_connection("127.0.0.1", it.port) for _ in range(16)]
+            for _, writer in connections:
+                writer.write(head.encode())
+            answers = [asyncio.create_task(reader.readline()) for reader, _ in connections]
+            async with asyncio.timeout(30):
+                while sum(answer.done() for answer in answers) < 4 or len(list(folder.rglob("*.part"))) < 12:
+                    await asyncio.sleep(0.001)
+            assert 4 * [b"HTTP/1.1 429 Too Many Requests\r\n"] == [a.result() for a in answers if a.done()]
+            assert 1 == (await other.files.create(file=("x", b"x"), purpose="batch")).bytes
+            for answer, (_, writer) in zip(answers, connections, strict=True):
+                answer.cancel()
+                writer.close()
 
     asyncio.run(story())
 
