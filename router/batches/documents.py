@@ -1,4 +1,4 @@
-"""OpenAI's shapes of files and batches: what is read of a request, and what answers say."""
+"""OpenAI's shapes of files and batches: what is read of a request, what answers say, and what is kept on the disk."""
 
 from __future__ import annotations
 
@@ -40,6 +40,20 @@ class FileObject(BaseModel):
     purpose: Literal["batch", "batch_output"]
     status: Literal["processed"]
     status_details: str | None
+
+
+FileId = Annotated[str, Field(pattern=r"^file-[0-9a-f]{24}$")]
+BatchId = Annotated[str, Field(pattern=r"^batch_[0-9a-f]{24}$")]
+Number = Annotated[int, Field(alias="_number", ge=1)]
+
+
+class FileRecord(FileObject):
+    """A file as it is on the disk."""
+
+    id: FileId
+    bytes: Annotated[int, Field(ge=0)]
+    owner: str
+    number: Number
 
 
 class FileList(BaseModel):
@@ -107,6 +121,19 @@ class BatchObject(BaseModel):
     cancelled_at: int | None
     request_counts: RequestCounts
     metadata: dict[str, str] | None
+
+
+class BatchRecord(BatchObject):
+    """A batch as it is on the disk."""
+
+    id: BatchId
+    input_file_id: FileId
+    owner: str
+    number: Number
+    code: Literal[None, "batch_cancelled", "batch_expired"] = Field(alias="_code")
+    output_id: FileId = Field(alias="_output")
+    errors_id: FileId = Field(alias="_errors")
+    room: int = Field(0, alias="_room", ge=0)
 
 
 class BatchList(BaseModel):

@@ -5,8 +5,11 @@
     DIR/files/ID.data.journal  while a batch writes its output (`router/jobs/journal.py`)
     DIR/batches/ID.json      a batch
 
+An ID is `file-` or `batch_` and 24 hexadecimal digits; what is written beside a file begins with its name.
+
 Everything is readable by the server's user alone. What is known is in memory, and on the disk before anybody is told of
-it; what a kill left half done is removed at the next start. Ids are looked up, never put into a path as they come.
+it; what a kill left half done is removed at the next start, by names of this form alone: whatever else is there stays.
+Ids are looked up, never put into a path as they come.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import fcntl
 import itertools
 import logging
 import os
+import re
 import secrets
 import time
 from collections import Counter
@@ -25,7 +29,10 @@ from pathlib import Path
 from typing import Any
 
 import orjson
+from pydantic import TypeAdapter
+from pydantic import ValidationError as SchemaError
 
+from router.batches.documents import BatchRecord, FileRecord
 from router.errors import NotFound, Unavailable, ValidationError
 from router.fairness import may_take
 from router.jobs.journal import journal_of, replace_durably
@@ -35,6 +42,11 @@ PATIENCE_S = 10.0  # for a router that ends to leave the folder
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
 Record = dict[str, Any]
+OURS = re.compile(
+    r"((?:file-|batch_)[0-9a-f]{24})(\.json|\.json\.new|\.part|\.data|\.data\.journal|\.data\.journal\.new)"
+)
+WHOLE = {"files": (".json", ".data"), "batches": (".json",)}  # what is there of one that is whole
+FILE_RECORD, BATCH_RECORD = TypeAdapter(FileRecord), TypeAdapter(BatchRecord)
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +81,9 @@ class Store:
                 one.mkdir(mode=FOLDER_MODE, parents=True, exist_ok=True)
             self._lock = _locked(folder / "lock")
             self._load()
+        except BlockingIOError:
+            said = "another server uses it: end that one, or give another folder"
+            raise ValueError(f"batch_dir {folder} cannot be used: {said}") from None
         except OSError as error:
             self.close()
             said = error.strerror or str(error)
@@ -82,20 +97,16 @@ class Store:
 
     def _load(self) -> None:
         files, batches = (self.folder / "files"), (self.folder / "batches")
-        found = list(_records(batches))
+        found = list(_records(batches, BATCH_RECORD))
         self.batches = {one["id"]: one for one in sorted(found, key=_age)}
-        self.files = {one["id"]: one for one in sorted(_records(files), key=_age)}
+        self.files = {one["id"]: one for one in sorted(_records(files, FILE_RECORD), key=_age)}
         for one in self.files.values():
             self._kept[one["owner"]] += one["bytes"]
         known = (one["_number"] for one in (*self.files.values(), *found))
         self._numbers = itertools.count(max(known, default=0) + 1)
         growing = {one[name] for one in found if one["status"] not in TERMINAL for name in ("_output", "_errors")}
-        for path in files.iterdir():
-            name = path.name.split(".")[0]
-            is_needed = name in growing or (path.suffix != ".journal" and path.with_name(f"{name}.json").exists())
-            if not is_needed or path.suffix in (".part", ".new"):
-                with suppress(OSError):
-                    path.unlink()
+        _clear(files, lambda id: id in growing)
+        _clear(batches, lambda id: False)
 
     def next_number(self) -> int:
         """For a new file or batch: they are listed in this order, whatever the clock says."""
@@ -257,18 +268,39 @@ def disk_trouble(error: OSError) -> Unavailable:
     return Unavailable(f"The server cannot write its files ({error.strerror}): try again later", 60)
 
 
-def _records(folder: Path) -> Iterator[Record]:
+def _records(folder: Path, kind: TypeAdapter[Any]) -> Iterator[Record]:
     for path in folder.glob("*.json"):
         try:
-            found = orjson.loads(path.read_bytes())
-            if found["id"] == path.stem and found["_number"] and (folder.name == "batches" or _has_data(path)):
-                yield found
-        except (orjson.JSONDecodeError, KeyError, TypeError) as error:
-            logger.error("%s is left out, as it cannot be read: %s", path, error)
+            raw = path.read_bytes()
+            kind.validate_json(raw, strict=True)
+            found: Record = {"_room": 0, **orjson.loads(raw)}  # an earlier version set no room aside
+            if found["id"] != path.stem:
+                raise ValueError(f"it is of {found['id']}")
+        except (OSError, ValueError) as error:
+            reason = error.errors()[0]["msg"] if isinstance(error, SchemaError) else error
+            logger.error("%s is left out, as it cannot be read: %s", path, reason)
+            continue
+        if folder.name == "batches" or path.with_suffix(".data").is_file():
+            yield found
 
 
-def _has_data(path: Path) -> bool:
-    return path.with_suffix(".data").is_file()
+def _clear(folder: Path, is_growing: Callable[[str], bool]) -> None:
+    """Remove what a kill has left half done, and nothing that is not ours."""
+    foreign = []
+    for path in sorted(folder.iterdir()):
+        if (ours := OURS.fullmatch(path.name)) is None:
+            foreign.append(path.name)
+            continue
+        id, kind = ours.groups()
+        is_whole = kind in (".json", ".data") and all(
+            path.with_name(f"{id}{one}").exists() for one in WHOLE[folder.name]
+        )
+        is_its_output = kind in (".data", ".data.journal") and is_growing(id)
+        if not (is_whole or is_its_output):
+            with suppress(OSError):
+                path.unlink()
+    if foreign:
+        logger.warning("%s has %d names that are no server's, such as %r: they stay", folder, len(foreign), foreign[0])
 
 
 def _age(record: Record) -> int:
@@ -277,7 +309,7 @@ def _age(record: Record) -> int:
 
 
 def _locked(path: Path) -> int:
-    """A descriptor that holds the lock. Raises OSError, also where another process has it for too long."""
+    """A descriptor that holds the lock. Raises OSError; BlockingIOError where another process has it for too long."""
     file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, FILE_MODE)
     limit = time.monotonic() + PATIENCE_S
     while True:
@@ -287,5 +319,5 @@ def _locked(path: Path) -> int:
         except BlockingIOError:
             if time.monotonic() > limit:
                 os.close(file)
-                raise OSError(0, "another server uses it") from None
+                raise
             time.sleep(0.05)

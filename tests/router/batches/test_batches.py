@@ -443,21 +443,54 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path, make: Callable[[P
 def test_two_servers_do_not_share_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.batches.store.PATIENCE_S", 0.0)
     store = Store(tmp_path, Bounds(1, 3, 1))
-    with pytest.raises(ValueError, match="another server uses it"):
+    with pytest.raises(ValueError, match=r"another server uses it: end that one, or give another folder$"):
         Store(tmp_path, Bounds(1, 3, 1))
     store.close()
     Store(tmp_path, Bounds(1, 3, 1)).close()
 
 
-def test_what_a_kill_left_is_cleared_and_what_cannot_be_read_stays(tmp_path: Path) -> None:
+def test_what_a_kill_left_is_cleared_and_what_is_not_ours_stays(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     Store(tmp_path, Bounds(1, 3, 1)).close()
-    files = tmp_path / "files"
-    for name in ("file-a.part", "file-b.data", "file-c.json.new"):
+    files, batches = tmp_path / "files", tmp_path / "batches"
+    a, b, c, d = (f"file-{letter * 24}" for letter in "abcd")
+    for name in (f"{a}.part", f"{b}.data", f"{c}.json", f"{c}.json.new", f"{b}.data.journal", f"{b}.data.journal.new"):
         (files / name).write_text("x")
-    for name in ("file-d.json", "file-d.data"):
+    (batches / f"batch_{'e' * 24}.json.new").write_text("x")
+    stay = {f"{d}.json", f"{d}.data", "precious.txt", "thesis.pdf", "link.data", "file-x.part", f"{a}.part.old"}
+    for name in stay - {"link.data"}:
         (files / name).write_text("{")
+    (files / "link.data").symlink_to(files / "thesis.pdf")
     Store(tmp_path, Bounds(1, 3, 1)).close()
-    assert {"file-d.json", "file-d.data"} == {path.name for path in files.iterdir()}
+    assert stay == {path.name for path in files.iterdir()} and [] == list(batches.iterdir())
+    told = [record.getMessage() for record in caplog.records if "they stay" in record.getMessage()]
+    assert 1 == len(told) and "has 5 names that are no server's, such as 'file-" in told[0]
+
+
+def test_a_damaged_record_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def story() -> None:
+        async with batch_site(tmp_path) as it, client(it) as one:
+            batch = await ended(one, (await begun(one, lines_of(2))).id)
+        known = [tmp_path / "batches" / f"{batch.id}.json", tmp_path / "files" / f"{batch.input_file_id}.json"]
+        for path in known:
+            whole = json.loads(path.read_text())
+            for field in set(whole) - {"_room"}:
+                for wrong in ({**whole, field: {"x": 1}}, {name: whole[name] for name in whole if name != field}):
+                    if field == "metadata" and field in wrong:
+                        continue  # it may be any object of texts
+                    caplog.clear()
+                    path.write_text(json.dumps(wrong))
+                    store = Store(tmp_path, Bounds(1, 3, 1))
+                    store.close()
+                    assert path.stem not in {*store.files, *store.batches}, wrong
+                    assert f"{path} is left out" in caplog.text
+            path.write_text(json.dumps({name: whole[name] for name in whole if name != "_room"}))
+            store = Store(tmp_path, Bounds(1, 3, 1))
+            store.close()
+            assert path.stem in {*store.files, *store.batches}
+
+    asyncio.run(story())
 
 
 def test_without_a_folder_there_are_no_such_routes() -> None:
