@@ -20,6 +20,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import re
 import secrets
 import threading
 from contextlib import suppress
@@ -34,6 +35,7 @@ from router.jobs.errors import InputChanged, JobError
 from router.jobs.results import read_again
 
 VERSION = 1
+JOB = re.compile("[0-9a-f]{12}")
 MOST_LINE_BYTES = 1 << 28  # of an output, far beyond what any answer has
 
 
@@ -72,10 +74,26 @@ class State:
         try:
             if found.pop("version") != VERSION:
                 raise ValueError("another version wrote it")
-            under_way = {int(line): int(at) for line, at in found["under_way"]}
-            return State(**found | {"under_way": under_way, "answered": {int(line) for line in found["answered"]}})
+            state = State(**found | {"under_way": dict(found["under_way"]), "answered": set(found["answered"])})
+            state.check()
+            return state
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(str(error)) from None
+
+    def check(self) -> None:
+        """Raises ValueError or TypeError for values that no job has."""
+        if not JOB.fullmatch(self.job) or type(self.is_complete) is not bool:
+            raise ValueError("`job` or `is_complete` is none")
+        numbers = [self.num_lines, self.next_line, self.next_offset, self.output_bytes, self.completed, self.failed]
+        numbers += [] if self.errors_bytes is None else [self.errors_bytes]
+        for one in (*numbers, *self.under_way.keys(), *self.under_way.values(), *self.answered):
+            if type(one) is not int or one < 0:
+                raise ValueError(f"{str(one)[:40]!r} is no number of lines or bytes")
+
+    @property
+    def furthest(self) -> int:
+        """The largest offset in the input."""
+        return max(self.next_offset, *self.under_way.values(), 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +183,8 @@ class Journal:
             raise InputChanged(
                 f"{census.path} is not the input that {self._output} was begun with: put that back, or {self._anew()}"
             )
+        if known.furthest > census.num_bytes:
+            raise JobError(f"{journal} speaks of bytes that {census.path} does not have: {self._anew()}")
         if (known.errors_bytes is None) != (self._errors is None):
             said = "without" if known.errors_bytes is None else "with"
             raise JobError(

@@ -238,6 +238,37 @@ def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, 
         run_job(source, output, Answering())
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[
+            (name, wrong)
+            for name in ("next_offset", "output_bytes", "completed")
+            for wrong in ("x", None, -1, 1.5, True)
+        ],
+        ("next_offset", 10**9),
+        ("next_line", "q"),
+        ("errors_bytes", ""),
+        ("under_way", [[1, -5]]),
+        ("under_way", [["x", 0]]),
+        ("under_way", [[1, 10**9]]),
+        ("under_way", [1]),
+        ("answered", [[]]),
+        ("answered", ["x"]),
+        ("job", 5),
+        ("job", "x"),
+        ("is_complete", "x"),
+    ],
+)
+def test_a_journal_with_a_value_that_is_none_is_named(tmp_path: Path, name: str, value: object) -> None:
+    source, output = write_requests(tmp_path / "in", 3), tmp_path / "out"
+    run_job(source, output, Answering())
+    found = json.loads(journal_of(output).read_bytes())
+    journal_of(output).write_text(json.dumps(found | {name: value}))
+    with pytest.raises(JobError, match=r"out\.journal (cannot be read \(|speaks of bytes).*to begin anew"):
+        run_job(source, output, Answering())
+
+
 def test_an_output_that_lost_its_end_is_refused(tmp_path: Path) -> None:
     source, output = write_requests(tmp_path / "in", 3), tmp_path / "out"
     run_job(source, output, Answering())
