@@ -20,7 +20,7 @@ from pathlib import Path
 
 import orjson
 
-from router.jobs.errors import InputChanged
+from router.jobs.errors import InputChanged, named
 from router.jobs.lines import LineFile, custom_id_of
 from router.jobs.results import MOST_REFUSAL_BYTES
 
@@ -43,7 +43,7 @@ class IdTable:
         if most_bytes is not None and self.num_bytes > most_bytes:
             sentence = f"a table of ids takes {self.num_bytes} bytes, of which {most_bytes} are left"
             raise OSError(errno.ENOSPC, sentence, str(folder))
-        with tempfile.TemporaryFile(dir=folder) as file:
+        with named(folder), tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, self.num_bytes)
             self._places = mmap.mmap(file.fileno(), self.num_bytes)
 
@@ -105,7 +105,7 @@ def take_census(
     changed = _changed(path)
     size = max(1, changed[0])
     digest, num_ends, done = hashlib.sha256(), 0, 0
-    with path.open("rb", buffering=0) as file:
+    with named(path), path.open("rb", buffering=0) as file:
         while piece := file.read(PIECE):
             digest.update(piece)
             num_ends += piece.count(b"\n")

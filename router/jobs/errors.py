@@ -7,6 +7,10 @@ JobError            the input, the output or the journal cannot be used
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
 
 class JobError(ValueError):
     """One sentence that names the file and the remedy."""
@@ -18,3 +22,14 @@ class InputChanged(JobError):
 
 class ServerGone(JobError):
     """The server does not answer, or refuses the key."""
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Have an OSError name the file, which the system leaves out for one that is open."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -31,7 +31,7 @@ from typing import Any
 import orjson
 
 from router.jobs.census import Census
-from router.jobs.errors import InputChanged, JobError
+from router.jobs.errors import InputChanged, JobError, named
 from router.jobs.results import read_again
 
 VERSION = 1
@@ -118,7 +118,8 @@ class Journal:
     def __init__(self, output: Path, errors: Path | None, census: Census, mode: int = 0o666) -> None:
         self.state = State(secrets.token_hex(6), census.sha256, census.num_lines)
         self._output, self._errors, self._census, self._mode = output, errors, census, mode
-        self._files: list[int] = []  # descriptors: the output's, and the errors'
+        self._paths = [output, *([errors] if errors is not None else [])]
+        self._files: list[int] = []  # their descriptors
         self._is_changed = False
         self._saving = threading.Lock()
         self._num_snapshots = self._num_saved = 0
@@ -143,8 +144,7 @@ class Journal:
     # ------------------------------------------------------------------------------------------------- the beginning
 
     def _open(self) -> None:
-        paths = [self._output, *([self._errors] if self._errors is not None else [])]
-        for path in paths:
+        for path in self._paths:
             if path.exists() and not path.is_file():
                 raise JobError(_of_no_job(path))
             self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode))
@@ -153,7 +153,7 @@ class Journal:
             except BlockingIOError:
                 raise JobError(f"another process writes {path}: wait for its end, or end it") from None
         known = self._read_checkpoint()
-        for path, file in zip(paths, self._files, strict=True):
+        for path, file in zip(self._paths, self._files, strict=True):
             if known is None and os.fstat(file).st_size:
                 raise JobError(_of_no_job(path))
         if known is None:
@@ -190,9 +190,9 @@ class Journal:
             raise JobError(
                 f"{self._output} was begun {said} a file for errors: give the same options, or {self._anew()}"
             )
-        for file, least in zip(self._files, (known.output_bytes, known.errors_bytes or 0), strict=False):
+        sizes = (known.output_bytes, known.errors_bytes or 0)
+        for path, file, least in zip(self._paths, self._files, sizes, strict=False):
             if os.fstat(file).st_size < least:
-                path = self._output if file == self._files[0] else self._errors
                 raise JobError(f"{path} is shorter than {journal} says: put the whole file back, or {self._anew()}")
 
     def _anew(self) -> str:
@@ -234,9 +234,10 @@ class Journal:
         index = 1 if is_failure and self._errors is not None else 0
         at = (self.state.errors_bytes or 0) if index else self.state.output_bytes
         left = memoryview(text)
-        while left:
-            num_written = os.pwrite(self._files[index], left, at)
-            left, at = left[num_written:], at + num_written
+        with named(self._paths[index]):
+            while left:
+                num_written = os.pwrite(self._files[index], left, at)
+                left, at = left[num_written:], at + num_written
         if index:
             self.state.errors_bytes = at
         else:
@@ -263,8 +264,9 @@ class Journal:
         with self._saving:
             if checkpoint.content is None or checkpoint.number < self._num_saved:
                 return
-            for file in self._files:
-                os.fdatasync(file)
+            for path, file in zip(self._paths, self._files, strict=True):
+                with named(path):
+                    os.fdatasync(file)
             replace_durably(journal_of(self._output), checkpoint.content, self._mode)
             self._num_saved = checkpoint.number
 
@@ -282,7 +284,8 @@ def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
     """Write a file so that, whatever happens, either the old content is there or the new. Raises OSError."""
     new = new_of(path)
     try:
-        _write_durably(new, content, mode)
+        with named(new):
+            _write_durably(new, content, mode)
         new.replace(path)
     except OSError:
         with suppress(OSError):

@@ -14,6 +14,8 @@ from typing import Any, BinaryIO
 
 import orjson
 
+from router.jobs.errors import named
+
 URLS = ("/v1/chat/completions", "/v1/completions")
 MOST_CUSTOM_ID = 512  # characters, so that an answer's line is never much longer than its answer
 PIECE = 1 << 16  # bytes that are read at once of what is passed over
@@ -60,6 +62,7 @@ class LineFile:
 
     def __init__(self, path: Path, most_bytes: int) -> None:
         self.most_bytes = most_bytes
+        self._path = path
         self._file: BinaryIO = path.open("rb", buffering=1 << 20)
 
     def close(self) -> None:
@@ -68,6 +71,10 @@ class LineFile:
 
     def read(self, number: int, offset: int) -> Line | None:
         """The line that begins at `offset`; None at the end of the file."""
+        with named(self._path):
+            return self._read(number, offset)
+
+    def _read(self, number: int, offset: int) -> Line | None:
         if self._file.tell() != offset:
             self._file.seek(offset)
         raw = self._file.readline(self.most_bytes + 1)

@@ -317,10 +317,26 @@ def test_a_full_disk_ends_the_job_and_nothing_is_lost(tmp_path: Path, monkeypatc
         patch.setattr(journal_module.os, "pwrite", write)
         with pytest.raises(OSError) as full:
             run_job(source, output, Answering())
-    assert is_disk_full(full.value) and not output.read_bytes().endswith(b"\n")
+    assert is_disk_full(full.value) and str(output) == full.value.filename
+    assert not output.read_bytes().endswith(b"\n")
     run_job(source, output, Answering())
     assert {f"r{i}" for i in range(1, 21)} == {one["custom_id"] for one in read_lines(output)}
     assert 20 == len(read_lines(output))
+
+
+@pytest.mark.parametrize(
+    ("call", "name"), [("fdatasync", "out"), ("fsync", "out.journal.new"), ("posix_fallocate", "")]
+)
+def test_a_full_disk_is_said_of_a_file_or_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, name: str
+) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(journal_module.os, call, full)
+    with pytest.raises(OSError) as error:
+        run_job(write_requests(tmp_path / "in", 1), tmp_path / "out", Answering())
+    assert is_disk_full(error.value) and str(tmp_path / name) == error.value.filename
 
 
 def test_a_failure_ends_the_requests_beside_it(tmp_path: Path) -> None:
