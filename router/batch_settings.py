@@ -43,7 +43,8 @@ class BatchSettings:
     batch_max_files: int = field(
         default=1000,
         metadata={
-            "help": "Files, and batches, that one API key may keep; without keys, that all may keep.",
+            "help": "Files, and batches, that one API key may keep; without keys, that all may keep. A batch under way "
+            "counts as the two files that it may make.",
             "unit": "files",
             "min": 3,
             "max": 100_000,

@@ -41,6 +41,7 @@ from router.openai.answers import now
 PATIENCE_S = 10.0  # for a router that ends to leave the folder
 FILE_MODE, FOLDER_MODE = 0o600, 0o700
 TERMINAL = frozenset({"completed", "failed", "expired", "cancelled"})
+OUTPUTS = 2  # files of a batch: answers, and errors
 Record = dict[str, Any]
 OURS = re.compile(
     r"((?:file-|batch_)[0-9a-f]{24})(\.json|\.json\.new|\.part|\.data|\.data\.journal|\.data\.journal\.new)"
@@ -138,11 +139,7 @@ class Store:
     @contextmanager
     def reserved(self, owner: str, size: int) -> Iterator[None]:
         """Keep room for one more file while it comes. Raises ValidationError where there is none."""
-        bounds = self.bounds
-        num_files = sum(one["owner"] == owner for one in self.files.values())
-        num_files += sum(whose == owner for whose, _ in self._reserved.values())
-        if num_files >= bounds.max_files:
-            raise ValidationError(f"you keep {num_files} files, of `batch_max_files` {bounds.max_files}: delete some")
+        self._check_files(owner, 1)
         free, held = self.free, self._num_bytes_of(owner)
         is_shared = bool(owner)  # with other keys, of which none may fill the folder alone
         if size > free or (is_shared and not may_take(size, held=held, free=free, weight=1.0)):
@@ -154,6 +151,16 @@ class Store:
             yield
         finally:
             del self._reserved[key]
+
+    def _check_files(self, owner: str, num_more: int) -> None:
+        """Raises ValidationError where an owner may not have so many more files. Batches under way make theirs yet."""
+        num_files = sum(one["owner"] == owner for one in self.files.values())
+        num_files += sum(whose == owner for whose, _ in self._reserved.values())
+        num_outputs = OUTPUTS * sum(one["status"] not in TERMINAL for one in self._batches_of(owner))
+        if num_files + num_outputs + num_more > self.bounds.max_files:
+            said = f"you keep {num_files} files" + (f" and await {num_outputs} of batches" if num_outputs else "")
+            remedy = "delete some" + (", or wait for batches to end" if num_outputs else "")
+            raise ValidationError(f"{said}, of `batch_max_files` {self.bounds.max_files}: {remedy}")
 
     # -------------------------------------------------------------------------------------------------------- files
 
@@ -217,10 +224,8 @@ class Store:
         return found
 
     def check_one_more_batch(self, owner: str) -> None:
-        """Raises ValidationError where an owner has as many batches under way as may be."""
-        mine = self._batches_of(owner)
-        if len(mine) >= self.bounds.max_files and all(one["status"] not in TERMINAL for one in mine):
-            raise ValidationError(f"you have {len(mine)} batches under way: wait for one to end, or cancel one")
+        """Raises ValidationError where there is no room for the files of one more."""
+        self._check_files(owner, OUTPUTS)
 
     def add_batch(self, record: Record) -> None:
         """Know a new one, which was saved; of those that are over, the owner's oldest makes room."""

@@ -131,6 +131,26 @@ def test_a_batch_that_cannot_be_saved_was_never_there(tmp_path: Path, monkeypatc
     asyncio.run(story())
 
 
+def test_files_that_batches_make_count_before_they_are_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Store, "is_full", True)  # no batch ends by itself
+
+    async def story() -> None:
+        async with batch_site(tmp_path, batch_max_files=4) as it, client(it) as one:
+            batch = await begun(one, lines_of(1))
+            with pytest.raises(
+                openai.BadRequestError, match="you keep 1 files and await 2 of batches, of `batch_max_f"
+            ):
+                await create(one, batch.input_file_id)
+            await one.files.create(file=("x", b"y"), purpose="batch")
+            with pytest.raises(openai.BadRequestError, match="delete some, or wait for batches to end"):
+                await one.files.create(file=("x", b"y"), purpose="batch")
+            await one.batches.cancel(batch.id)
+            await ended(one, batch.id)
+            await one.files.create(file=("x", b"y"), purpose="batch")
+
+    asyncio.run(story())
+
+
 # --------------------------------------------------------------------------------------------------- many at one time
 
 
