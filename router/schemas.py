@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic import ValidationError as SchemaError
 
 from router.errors import MalformedBody, ValidationError
+from router.json_values import has_more_values
 from router.text import FinishReason
 
 # Of a 64-bit seed. What lies outside is no number that any field could mean.
@@ -292,18 +293,6 @@ def parse(schema: type[Body], body: bytes, most_values: int = MOST_VALUES) -> Bo
 
 
 def refuse_many_values(body: bytes, most: int) -> None:
-    """Raises ValidationError for a body of more than so many values, before any of them is built.
-
-    Every value but the last of a list or object is followed by a comma, and the last by a bracket. Those within strings
-    count for nothing: a prompt may have as many as it likes.
-    """
-    if _num_ends(body) <= most:
-        return
-    without_escapes = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    outside_strings = without_escapes.split(b'"', 4 * most)[::2]  # in so many strings are commas enough
-    if _num_ends(b"".join(outside_strings)) > most:
+    """Raises ValidationError for a body of more than so many values, before any of them is built."""
+    if has_more_values(body, most):
         raise ValidationError(f"the body has more than {most} values: leave out what is no field of a request")
-
-
-def _num_ends(data: bytes) -> int:
-    return sum(map(data.count, (b",", b"]", b"}")))

@@ -57,7 +57,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.launch": {
         "router.config", "router.launch", "router.version", "server.config", "server.output", "server.process",
     },
-    "router.jobs": {"router.jobs"},
+    "router.jobs": {"router.jobs", "router.json_values"},
+    "router.json_values": set(),
     "router.launch.batch": {"router.jobs", "router.launch"},
     "router.launch.batch_http": {"router.jobs"},
     "router.launch.quantize": {"router.launch", "router.text", "server.quantising.recipe"},

@@ -25,12 +25,12 @@ from router.accounts import NOBODY, Account
 from router.errors import RetryLater, RouterError
 from router.generation import Generator
 from router.guard import EXTENSION
-from router.jobs.lines import Problem, Wanted
+from router.jobs.lines import LineBounds, Problem, Wanted
 from router.jobs.results import Reply
 from router.key_file import ApiKey
 from router.metrics import Metrics
 from router.openai import answers
-from router.openai.routes import add_openai_routes
+from router.openai.routes import add_openai_routes, most_values_of
 from router.permits import Permits
 from router.request_log import harmless
 from router.serving import Handler, Services
@@ -39,6 +39,7 @@ from router.tracing import Tracer
 WEIGHT = 0.01  # of a batch beside its key's other requests: next to nothing, and enough to go on where there is room
 MOST_WAITING = 4  # requests of batches in the queue: as many as may join in one step or two
 LOOK_AGAIN_S = 0.02
+ENVELOPE_BYTES, ENVELOPE_VALUES = 4096, 16  # of a line around its body
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,10 @@ class NoConnection:
 
 
 class Answering:
-    """The server as its batches see it: handlers by url, and one bound for all that they ask."""
+    """The server as its batches see it: handlers by url, and one bound for all that they ask.
+
+    bounds: of lines whose bodies no handler would refuse for their size.
+    """
 
     def __init__(self, services: Services, metrics: Metrics, tracer: Tracer) -> None:
         config, batcher = services.config, services.batcher
@@ -94,6 +98,7 @@ class Answering:
         permits = Permits(most, batcher.seconds_until_free)  # never too few: places bound them
         generator = Generator(services.validator, batcher, metrics, tracer, permits)
         chat, completions = add_openai_routes(FastAPI(), replace(services, permits=permits, generator=generator))
+        self.bounds = LineBounds(config.payload_limit + ENVELOPE_BYTES, most_values_of(services) + ENVELOPE_VALUES)
         self._handlers: dict[str, Handler] = {"/v1/chat/completions": chat, "/v1/completions": completions}
 
     async def answer(self, wanted: Wanted, request_id: str, batch: str, account: Account | None) -> Reply:

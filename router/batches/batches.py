@@ -44,7 +44,6 @@ DISK_RETRY_S = 30.0
 MOST_AT_ONCE = 16  # batches whose files are open
 MOST_ENDING = 4  # beside them: of those that have to end before their turn
 MOST_COUNTING = 2  # threads that count lines: not those that uploads, downloads and saves share
-ENVELOPE_BYTES = 4096  # of a line around its body
 FOREVER_S = 10 * 365 * 86400.0  # the window ends a batch, and nothing before it
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
 
@@ -80,7 +79,6 @@ class Batches:
         self.store = store
         self._answering = answering
         self._account_of = account_of
-        self._most_line_bytes = config.payload_limit + ENVELOPE_BYTES
         self._concurrency = config.batch_concurrency
         self._saving = asyncio.Lock()
         self._under_way: dict[str, UnderWay] = {}
@@ -282,7 +280,7 @@ class Batches:
             take_census,
             source,
             self.store.folder,
-            self._most_line_bytes,
+            self._answering.bounds,
             partial(self._yield, work),
             most_table_bytes,
         )
@@ -308,7 +306,7 @@ class Batches:
             work.journal = journal
             if journal.state.is_complete:
                 return None
-            lines = stack.enter_context(closing(LineFile(census.path, self._most_line_bytes)))
+            lines = stack.enter_context(closing(LineFile(census.path, self._answering.bounds)))
             plan = Plan(self._concurrency, (record["endpoint"],), give_up_s=FOREVER_S)
             running = asyncio.create_task(Runner(census, lines, journal, sender, plan).run())
             try:

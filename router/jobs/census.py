@@ -21,7 +21,7 @@ from pathlib import Path
 import orjson
 
 from router.jobs.errors import InputChanged, named
-from router.jobs.lines import LineFile, custom_id_of
+from router.jobs.lines import LineBounds, LineFile, custom_id_of
 from router.jobs.results import MOST_REFUSAL_BYTES
 
 PIECE = 1 << 18  # bytes that are read at once
@@ -96,11 +96,11 @@ class Census:
 
 
 def take_census(
-    path: Path, folder: Path, most_bytes: int, advanced: Advanced, most_table_bytes: int | None = None
+    path: Path, folder: Path, bounds: LineBounds, advanced: Advanced, most_table_bytes: int | None = None
 ) -> Census:
     """Look at the whole file. Raises OSError and JobError.
 
-    folder: where the table's space is taken. most_bytes: of a line that is looked into. most_table_bytes: None for any.
+    folder: where the table's space is taken. most_table_bytes: None for any.
     """
     changed = _changed(path)
     size = max(1, changed[0])
@@ -112,13 +112,13 @@ def take_census(
             done += len(piece)
             advanced(done / size / 2)
     ids = IdTable(1 + min(num_ends, done // LEAST_LINE), folder, most_table_bytes)
-    lines = LineFile(path, most_bytes)
+    lines = LineFile(path, bounds)
     try:
         number = num_lines = offset = longest_id = 0
         while (line := lines.read(number + 1, offset)) is not None:
             number, offset = line.number, line.end
             num_lines += not line.is_blank
-            if (custom_id := custom_id_of(line)) is not None:
+            if (custom_id := custom_id_of(line, bounds)) is not None:
                 ids.note(custom_id, number)
                 longest_id = max(longest_id, len(orjson.dumps(custom_id)))
             advanced(0.5 + offset / size / 2)

@@ -118,7 +118,7 @@ class Runner:
     async def _answer(self, line: Line) -> tuple[bytes, bool]:
         """The output line, and whether it says that the request failed. Raises JobError."""
         job = self._journal.state.job
-        wanted = read_request(line, self._plan.urls, self._lines.most_bytes, self._census.ids.first_line)
+        wanted = read_request(line, self._plan.urls, self._lines.bounds, self._census.ids.first_line)
         if isinstance(wanted, Wanted):
             found = await self._reply(wanted, f"{job}-{line.number}")
             if isinstance(found, Reply):

@@ -29,11 +29,14 @@ from router.serving import Handler, Services, collect, json_response, read, shap
 STREAM_HEADERS = {"cache-control": "no-cache", "X-Accel-Buffering": "no"}
 
 
+def most_values_of(services: Services) -> int:
+    """Of a body. A prompt may be as many token ids as fit, and a few of them more before they are counted."""
+    return MOST_VALUES + services.config.max_client_batch_size * services.limits.max_input_length
+
+
 def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handler]:
     """Serve what OpenAI's clients ask for. Returns what answers chats, and what answers completions."""
-    config = services.config
-    # A prompt may be as many token ids as fit, and a few of them more before they are counted.
-    most_values = MOST_VALUES + config.max_client_batch_size * services.limits.max_input_length
+    config, most_values = services.config, most_values_of(services)
 
     async def chat(request: Request) -> Response:
         body = await read(request, services, ChatRequest)

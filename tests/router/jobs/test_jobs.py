@@ -21,7 +21,7 @@ from router.jobs.journal import Journal, State, is_disk_full, journal_of
 from router.jobs.lines import LineFile, Problem, Wanted
 from router.jobs.results import Reply
 from router.jobs.runner import Lost, Plan, Runner
-from tests.router.jobs.making import MOST_BYTES, Answering, census_of, read_lines, request, run_job, write_requests
+from tests.router.jobs.making import BOUNDS, Answering, census_of, read_lines, request, run_job, write_requests
 
 
 @pytest.fixture(autouse=True)
@@ -360,7 +360,7 @@ def test_a_failure_ends_the_requests_beside_it(tmp_path: Path) -> None:
 
     async def story() -> None:
         census, sender = census_of(tmp_path / "in"), Never(fails)
-        with closing(LineFile(tmp_path / "in", MOST_BYTES)) as lines:
+        with closing(LineFile(tmp_path / "in", BOUNDS)) as lines:
             with closing(census.ids), closing(Journal(tmp_path / "out", None, census)) as journal:
                 runner = Runner(census, lines, journal, sender, Plan(concurrency=4))
                 with pytest.raises(OSError, match="No space left"):
