@@ -239,7 +239,7 @@ class Batches:
             await self._finish(record, work.ending.result())
             return
         with closing(census.ids):
-            if not (work.has_begun or await self._has_begun(work, census)):
+            if not (work.has_begun or await self._let_begin(work, census)):
                 return
             if record["_code"] is None:
                 sender = _Sender(record, self.store, self._answering, account)
@@ -251,7 +251,7 @@ class Batches:
         await self._publish(record)
         await self._finish(record, record["_code"])
 
-    async def _has_begun(self, work: UnderWay, census: Census) -> bool:
+    async def _let_begin(self, work: UnderWay, census: Census) -> bool:
         """Let it begin; False where it ended instead. Raises OSError, also where there is no room for it."""
         record, store = work.record, self.store
         record["_room"] = census.num_lines * census.most_refusal_bytes
@@ -260,10 +260,10 @@ class Batches:
             await self._finish(record, work.ending.result())
         elif not census.num_lines:
             await self._fail(record, "empty_file", "the input file has no lines: give each request one")
-        elif room > store.bounds.max_bytes:
-            said = f"{census.num_lines} lines may need {room} bytes of `batch_max_bytes` {store.bounds.max_bytes} for"
-            await self._fail(record, "too_many_lines", f"{said} their errors: split the input")
-        elif room > store.free:
+        elif room > store.bounds.max_bytes // 2:
+            said = f"errors of {census.num_lines} lines may need {room} bytes, more than half of `batch_max_bytes`"
+            await self._fail(record, "too_many_lines", f"{said} {store.bounds.max_bytes}: split the input")
+        elif not store.has_room(record["owner"], room):
             raise OSError(errno.ENOSPC, f"of batch_max_bytes {store.free} bytes are left, and it may need {room}")
         else:
             work.looked_at(census)

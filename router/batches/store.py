@@ -136,14 +136,17 @@ class Store:
         """Whether outputs may not grow any more."""
         return not self.free
 
+    def has_room(self, owner: str, size: int) -> bool:
+        """Whether an owner may have so many more bytes. Where there are keys, none may fill the folder alone."""
+        free, held = self.free, self._num_bytes_of(owner)
+        return size <= free and (not owner or may_take(size, held=held, free=free, weight=1.0))
+
     @contextmanager
     def reserved(self, owner: str, size: int) -> Iterator[None]:
         """Keep room for one more file while it comes. Raises ValidationError where there is none."""
         self._check_files(owner, 1)
-        free, held = self.free, self._num_bytes_of(owner)
-        is_shared = bool(owner)  # with other keys, of which none may fill the folder alone
-        if size > free or (is_shared and not may_take(size, held=held, free=free, weight=1.0)):
-            sentence = f"a file of {size} bytes does not fit into the {free} that are left of `batch_max_bytes`"
+        if not self.has_room(owner, size):
+            sentence = f"a file of {size} bytes does not fit into the {self.free} that are left of `batch_max_bytes`"
             raise ValidationError(f"{sentence}: delete files, or send a smaller one")
         key = secrets.randbits(64)
         self._reserved[key] = (owner, size)
@@ -235,6 +238,7 @@ class Store:
             with suppress(OSError):  # the next start knows one more
                 (self.folder / "batches" / f"{over['id']}.json").unlink(missing_ok=True)
             del self.batches[over["id"]]
+            self.writing.pop(over["id"], None)
         self.batches[record["id"]] = record
 
     def _batches_of(self, owner: str) -> list[Record]:

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from router.batches import batches as batches_module
-from router.batches.store import Record, Store
+from router.batches.store import Bounds, Record, Store
 from router.jobs.census import Census, take_census
 from tests.router.batches.test_batches import KEYS, batch_site, begun, client, content_of, create, ended, lines_of
 
@@ -90,6 +90,16 @@ def test_a_batch_begins_once_there_is_room_for_an_error_of_each_line(
             assert ("completed", 100) == (batch.status, len(await content_of(one, batch.output_file_id)))
 
     asyncio.run(story())
+
+
+def test_what_batches_may_have_to_write_counts_for_their_key(tmp_path: Path) -> None:
+    store = Store(tmp_path, Bounds(1000, 3, 1000))
+    assert store.has_room("one", 700)
+    store.batches["b"], store.writing["b"] = {"owner": "one"}, lambda: 700
+    assert not store.has_room("one", 100) and store.has_room("other", 100)
+    store.batches["b"]["owner"] = ""
+    assert store.has_room("", 300) and not store.has_room("", 301)
+    store.close()
 
 
 def test_a_batch_that_waits_for_room_hears_that_it_is_cancelled(
