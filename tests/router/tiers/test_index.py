@@ -224,7 +224,6 @@ class Machine:
         for restores in self.restores:
             assert all(self.slots[r.slot] == r.key for r in restores)
 
-
     def finish(self) -> None:
         """All that is under way ends well, and what waits has its turn."""
         for _ in range(20):
