@@ -33,6 +33,7 @@ from router.launch.restarts import Renewal
 from router.launch.settings import Settings, read_settings
 from router.launch.settings_page import render_settings
 from router.launch.signals import leave_on_signal, signals_to_pipe
+from router.launch.storage import storage_problems, storage_warnings
 from router.launch.supervisor import Supervisor
 from router.launch.terminal import open_standard_streams
 from router.version import version
@@ -89,6 +90,7 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, 
     try:
         gpus = 0 if settings.values["device"] == "cpu" else visible_gpus(environ)
         device, count = plan_shards(settings, gpus)
+        problems += storage_problems(settings, device)
     except ValueError as error:
         problems.append(str(error))
     if problems:
@@ -109,6 +111,8 @@ def launch(settings: Settings, environ: Mapping[str, str], device: str, count: i
             log.warn(f"other machines can reach {hostname} and there is no API key: {remedy}")
         shards = f"{count} shards" if count > 1 else "one shard"
         log.info(f"Lockstep {version()} starts {settings.shown_model} on {device} with {shards}")
+        for sentence in storage_warnings(settings):
+            log.warn(sentence)
         model = resolve_model(settings, environ, log)
         wakeup = stack.enter_context(signals_to_pipe())
         folder = stack.enter_context(private_folder())
