@@ -25,7 +25,7 @@ from router.launch.config import DEMO, TOKEN_VARIABLES
 from router.launch.crew import Crew
 from router.launch.errors import Refusal
 from router.launch.files import private_folder, shared_sockets
-from router.launch.flags import read_command_line
+from router.launch.flags import read_command_line, refuse_misspelt
 from router.launch.logs import Log
 from router.launch.machine import bind, describe_environment, is_on_loopback, plan_shards, visible_gpus
 from router.launch.processes import child_environment
@@ -51,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = COMMANDS.get(arguments[0]) if arguments else None
         if command is not None:
             return command(arguments[1:], os.environ)
+        refuse_misspelt(arguments, COMMANDS)
         prepared = prepare(arguments, os.environ)
         if prepared is None:
             return 0

@@ -98,6 +98,12 @@ def test_a_run_that_is_killed_leaves_nothing_that_looks_whole(number: int, text:
         (["--sample-tokens", "8"], "--sample-tokens is 8: give 16 to 32768"),
         (["--output", str(DEMO)], f"--output {DEMO} is there already and not empty: give another folder, or remove it"),
         (["--methd", "awq"], "--methd is not an option: did you mean --method?"),
+        (["--zzz"], "--zzz is not an option: see lockstep quantize --help"),
+        (["more"], "more belongs to no option: see lockstep quantize --help"),
+        (
+            ["--quantize", "int4"],
+            "--quantize is not an option of lockstep quantize, only of lockstep itself: see lockstep quantize --help",
+        ),
     ],
 )
 def test_wrong_options_are_refused(arguments: list[str], expected: str, text: Path, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from router.launch.errors import Refusal
-from router.launch.flags import Parser, add_option, unknown_arguments
+from router.launch.flags import Parser, add_option, unknown_arguments, with_negative_values
 from router.launch.settings import Settings, public_settings, read_settings
 from router.text import ModelTokenizer, TokenizerError
 from server.quantising.recipe import (
@@ -124,7 +124,7 @@ def _read(file: Path, most: int) -> str:
 def read_command(argv: Sequence[str], environ: Mapping[str, str]) -> Command:
     """What the command line asks for. Raises Refusal with every problem at once."""
     parser = _parser()
-    namespace, unknown = parser.parse_known_args(argv)
+    namespace, unknown = parser.parse_known_args(with_negative_values(argv))
     given: dict[str, Any] = vars(namespace)
     own = {name: given.pop(name) for name in OWN}
     settings, problems = read_settings(given | {"model_id": own["model"]}, environ, ("model_id", *SETTINGS))

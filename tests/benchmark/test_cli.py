@@ -67,7 +67,7 @@ def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.Captur
         (["gpu", "--serving-shape", "gpt-17"], "error: no shape is called gpt-17"),
         (["latency", "--shard-uds-path", "/nowhere/shard"], "error: no shards listen at /nowhere/shard-0"),
         (["offline", "--model-id", "/nowhere"], "error: "),
-        (["latency", "--model-id", "/nowhere"], "error: the server did not start: --model-id /nowhere is not a folder"),
+        (["latency", "--model-id", "/nowhere"], "error: the server did not start: the model /nowhere is not a folder"),
         (["latency", "--device", "abacus"], "error: the server did not start: --device is abacus: give one of"),
     ],
 )

@@ -19,6 +19,7 @@ from router.launch.storage import storage_warnings
 from server.config import QUANTIZE_REFUSED, ShardConfig
 from tests.running import ROOT
 
+SHARES = "give a share such as 40%, or a size such as 6GB, 500MB or 5.5GiB"
 LARGEST = "the largest allowed value is 2147483647"
 
 
@@ -174,6 +175,8 @@ def test_setting_and_alias_together_are_refused() -> None:
         (["--prot", "1"], {}, "--prot is not an option: did you mean --port?"),
         (["--api-kye=hunter2"], {}, "--api-kye is not an option: did you mean --api-key?"),
         (["--zzzzzz"], {}, "--zzzzzz is not an option: see lockstep --help"),
+        (["--weights-on-device", "-5%"], {}, f"--weights-on-device is -5%: {SHARES}"),
+        (["--port", "-1"], {}, "--port is -1: the smallest allowed value is 0"),
         (["my/model"], {}, "my/model belongs to no option: a model is given as --model-id my/model"),
         (["--dtype", "\x1b[31m"], {}, r"--dtype is \x1b[31m: give one of float32, float16, bfloat16"),
     ],
