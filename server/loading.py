@@ -167,7 +167,8 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     )
     model = model_loading.load(weights, spec, backend, cache, placement, kv_placement)
     offloaded = offloading.described(placement)
-    why_not = "weights stream" if offloaded else backend.why_not_captured(spec, quantised.name, config.world_size)
+    streams = isinstance(placement, Streaming) and bool(placement.stored)
+    why_not = "weights stream" if streams else backend.why_not_captured(spec, quantised.name, config.world_size)
     return Loaded(
         model,
         shard,

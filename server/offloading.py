@@ -155,9 +155,12 @@ def _file(config: ShardConfig) -> ImageFile:
 
 
 def described(placement: Placement) -> str:
-    """Where weights are that are not on the device, for people; empty: all are there."""
-    if not isinstance(placement, Streaming) or not placement.stored:
+    """Where weights are that are not on the device, for people; empty: all are there, as the settings say."""
+    if not isinstance(placement, Streaming):
         return ""
+    if not placement.stored:
+        why = placement.share.description if isinstance(placement.share, Auto) else ""
+        return f"nothing; {why}" if why else ""
     cached = "" if all(store.is_direct for _, store in placement.stores) else ", through the page cache"
     text = (
         f"{len(placement.stored)} of {placement.total_layers} layers, {placement.streamed_bytes / 1e9:.2f} GB, stream "

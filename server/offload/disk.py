@@ -115,7 +115,7 @@ class ImageFile:
                 self._file.write([_bytes_of(memory, start, min(READ_BYTES, size - start))], place + start)
         except DiskError as error:
             raise DiskError(
-                f"{error}, {(place + size) / 1e9:.1f} GB in all: free space there, or leave more on the device with "
+                f"{error} behind the first {place / 1e9:.2f} GB: free space there, or leave more on the device with "
                 "--weights-on-device"
             ) from None
         self._written += size
