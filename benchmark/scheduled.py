@@ -74,6 +74,7 @@ def check(args: argparse.Namespace) -> None:
     for name in ("num_gpu_batches", "gpu_batch_size", "shortest_output_length", "cut_output_length", "offload_memory"):
         if getattr(args, name) is not None and not args.schedule:
             raise BenchError(f"--{name.replace('_', '-')} is for schedules: give --schedule too, or leave it out")
+    streaming.share_of(args.weights_on_device, 1.0)  # before anything is measured
     if not args.schedule:
         return
     if AUTO in args.schedule and len(args.schedule) > 1:
@@ -181,6 +182,8 @@ def plan(args: argparse.Namespace, prompts: Sequence[Prompt], location: str) -> 
 def _measured(args: argparse.Namespace, shape: ModelShape) -> Measured:
     from benchmark.rates import measure  # imports torch, which takes seconds
 
+    print("measuring what predictions need", file=sys.stderr, flush=True)
+
     return measure(args, shape)
 
 
@@ -215,7 +218,7 @@ def _search(
     fixed = streaming.share_of(args.weights_on_device, sizes.layers)
     shares = [fixed] if fixed is not None else streaming.shares_of(sizes.num_layers)
     can_stream = measured.rates.link < math.inf
-    candidates = {}
+    tried, candidates = shares if can_stream else [1.0], {}
     for policy in chosen:
         limits = policy.limits(
             prompts,
@@ -229,10 +232,14 @@ def _search(
         candidates,
         lambda share: streaming.cost_of(sizes, measured.rates, (1 - share) * sizes.layers),
         memory,
-        shares if can_stream else [1.0],
+        tried,
     )
     if found is None:
-        remedy = "raise --offload-memory" if args.offload_memory else "lower --gpu-batch-size"
+        layers = min(share * sizes.layers + sizes.slots * (share < 1) for share in tried)
+        least = layers + min(kv_bytes for _, kv_bytes in candidates.values())
+        remedy = (
+            f"give --offload-memory {math.ceil(least / 1e6)}MB" if args.offload_memory else "lower --gpu-batch-size"
+        )
         where = "" if can_stream else ", and nothing can stream without --offload-dir"
         raise BenchError(f"nothing fits into {memory / 1e9:.2f} GB beside what must stay{where}: {remedy}")
     return found, served
@@ -241,13 +248,14 @@ def _search(
 def _why(found: Found, served: ServedModel, measured: Measured, args: argparse.Namespace) -> str:
     """What was chosen, in a sentence."""
     policy, phases = found.policy, found.phases
+    beside = streaming.rest_bytes(served) + streaming.sizes_of(served).head
     link = measured.rates.link
     from_where = f" with {link / 1e9:.2f} GB/s from where weights wait" if link < math.inf else ""
     return (
         f"auto: {policy.schedule}, blocks of {policy.num_gpu_batches} × {policy.gpu_batch_size} sequences, "
         f"{100 * found.resident:.4g} % of the layers on the device, of {found.tried} policies that fit into "
-        f"{streaming.memory_for(args, served, measured) / 1e9:.2f} GB: predicted "
-        f"{phases.total_tokens / phases.total_s:.4g} tokens/s{from_where}"
+        f"{streaming.memory_for(args, served, measured) / 1e9:.2f} GB beside {beside / 1e9:.2f} GB of embedding and "
+        f"head: predicted {phases.total_tokens / phases.total_s:.4g} tokens/s{from_where}"
     )
 
 
@@ -264,7 +272,9 @@ async def _measure(
         result.extra = launch.startup_of(server)
         timelines: list[timeline.Timeline] = []
         with published(result, schedule_report.markdown, args.output) as keep, shards.causes_of(target):
-            for policy in job.policies:
+            for number, policy in enumerate(job.policies, 1):
+                block = f"{policy.num_gpu_batches} × {policy.gpu_batch_size} sequences"
+                print(f"{policy.schedule}, {block}: {number} of {len(job.policies)}", file=sys.stderr, flush=True)
                 row, times = await _run_policy(args, job, policy, connected, server, tokenizer, target)
                 result.rows.append(row)
                 timelines.append(times)

@@ -98,3 +98,11 @@ def test_sockets_are_found_in_rank_order(tmp_path: Path) -> None:
         launch.sockets_at(str(tmp_path / "shard"))
     (tmp_path / "shard-10").unlink()
     assert [f"{tmp_path}/shard-0", f"{tmp_path}/shard-1"] == launch.sockets_at(f"{tmp_path}/shard")
+
+
+def test_a_wrong_choice_is_one_line_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["offline", "--schedule", "zigzag"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert 2 == left.value.code and line.startswith("error: argument --schedule: invalid choice: 'zigzag'")
+    assert "zig-zag" in line and line.endswith("see lockstep-bench offline --help")
