@@ -25,7 +25,7 @@ from router.launch.config import DEMO, TOKEN_VARIABLES
 from router.launch.crew import Crew
 from router.launch.errors import Refusal
 from router.launch.files import private_folder, shared_sockets
-from router.launch.flags import read_command_line
+from router.launch.flags import read_command_line, refuse_misspelt
 from router.launch.logs import Log
 from router.launch.machine import bind, describe_environment, is_on_loopback, plan_shards, visible_gpus
 from router.launch.processes import child_environment
@@ -33,6 +33,7 @@ from router.launch.restarts import Renewal
 from router.launch.settings import Settings, read_settings
 from router.launch.settings_page import render_settings
 from router.launch.signals import leave_on_signal, signals_to_pipe
+from router.launch.storage import storage_problems, storage_warnings
 from router.launch.supervisor import Supervisor
 from router.launch.terminal import open_standard_streams
 from router.version import version
@@ -50,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = COMMANDS.get(arguments[0]) if arguments else None
         if command is not None:
             return command(arguments[1:], os.environ)
+        refuse_misspelt(arguments, COMMANDS)
         prepared = prepare(arguments, os.environ)
         if prepared is None:
             return 0
@@ -89,6 +91,7 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, 
     try:
         gpus = 0 if settings.values["device"] == "cpu" else visible_gpus(environ)
         device, count = plan_shards(settings, gpus)
+        problems += storage_problems(settings, device)
     except ValueError as error:
         problems.append(str(error))
     if problems:
@@ -109,6 +112,8 @@ def launch(settings: Settings, environ: Mapping[str, str], device: str, count: i
             log.warn(f"other machines can reach {hostname} and there is no API key: {remedy}")
         shards = f"{count} shards" if count > 1 else "one shard"
         log.info(f"Lockstep {version()} starts {settings.shown_model} on {device} with {shards}")
+        for sentence in storage_warnings(settings):
+            log.warn(sentence)
         model = resolve_model(settings, environ, log)
         wakeup = stack.enter_context(signals_to_pipe())
         folder = stack.enter_context(private_folder())

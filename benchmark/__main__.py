@@ -11,7 +11,7 @@ import importlib
 import signal
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+from typing import NoReturn, Protocol, cast
 
 from benchmark.report import BenchError
 
@@ -58,8 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}: see {self.prog} --help\n")
+
+
 def _parser(chosen: str | None, command: Subcommand | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="lockstep-bench", description="Measures Lockstep and its peers, and what the machine could do at best."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -44,7 +44,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--max-batch-total-tokens", type=options.positive, help="size of the KV cache")
     parser.add_argument("--seed", type=options.not_negative, default=0, help="of the synthetic prompts (0)")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR",
+        help="folder for result.md and result.json, and with --schedule timeline.png, what link and layers did when",
+    )  # fmt: skip
     _add_schedules(parser.add_argument_group("schedules, compared on one server"))
     launch.add_server_arguments(parser)
 
@@ -72,7 +75,8 @@ def _add_schedules(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--offload-memory", metavar="SIZE",
-        help="for layers that stay, slots and KV cache with --schedule auto, such as 6GB (default: what is free)",
+        help="for layers that stay, slots and KV cache with --schedule auto, such as 6GB (default: what is free beside "
+        "the rest); embedding, head and what a step takes come on top",
     )  # fmt: skip
 
 

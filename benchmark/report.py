@@ -288,10 +288,16 @@ def _unwritable(output_dir: Path, error: OSError) -> BenchError:
 def publish(result: Result, markdown: str, output_dir: Path | None) -> None:
     """Print the tables, then the result as one JSON object on the last line, and write both to the folder.
 
-    Everything is printed before anything is written, so that a full disk cannot cost a measurement. Raises BenchError.
+    On a terminal, where nobody reads that line, it is said where it is instead. Everything is printed before anything
+    is written, so that a full disk cannot cost a measurement. Raises BenchError.
     """
     print(markdown)
-    print(json.dumps(result.to_json(), allow_nan=False), flush=True)
+    if not sys.stdout.isatty():
+        print(json.dumps(result.to_json(), allow_nan=False), flush=True)
+    elif output_dir is None:
+        print("\nAs JSON: with --output DIR, or on the last line in a pipe or a file.", flush=True)
+    else:
+        print(f"\nAs JSON: {output_dir / 'result.json'}", flush=True)
     save(result, markdown, output_dir)
 
 

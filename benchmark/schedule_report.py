@@ -74,10 +74,12 @@ def notes(info: ModelInfo, measured: Measured | None) -> list[str]:
     if measured is None:
         return found
     link = measured.rates.link
+    took = 1e12 * measured.rates.products[-1][1]
+    picoseconds = f"{took:.3g}" if took < 999.5 else f"{took:.0f}"
     rate = f"{link / 1e9:.2f} GB/s from where weights wait" if link < math.inf else "nothing streams"
     found.append(
         f"Predicted from what was measured before: {rate}, {measured.rates.memory / 1e9:.1f} GB/s from memory, and for "
-        f"{measured.rates.products[-1][0]} tokens {1e12 * measured.rates.products[-1][1]:.3g} ps for a byte of weights."
+        f"{measured.rates.products[-1][0]} tokens {picoseconds} ps for a byte of weights."
     )
     return found
 

@@ -79,6 +79,7 @@ def check(args: argparse.Namespace) -> None:
     for name in ("num_gpu_batches", "gpu_batch_size", "shortest_output_length", "cut_output_length", "offload_memory"):
         if getattr(args, name) is not None and not args.schedule:
             raise BenchError(f"--{name.replace('_', '-')} is for schedules: give --schedule too, or leave it out")
+    streaming.share_of(args.weights_on_device, 1.0)  # before anything is measured
     if not args.schedule:
         return
     if AUTO in args.schedule and len(args.schedule) > 1:
@@ -185,7 +186,7 @@ def plan(args: argparse.Namespace, prompts: Sequence[Prompt], location: str) -> 
     served = ServedModel(shape, measured.dtype, args.quantize, args.kv_cache_dtype)
     memory = streaming.memory_for(args, served, measured, prefill_tokens)
     found = _search(args, prompts, one_step, served, measured, memory, prefill_tokens)
-    why = _why(found, measured, memory)
+    why = _why(found, served, measured, memory)
     return Job(prompts, cut, [found.policy], streaming.percent(found.resident), [why], measured, prefill_tokens, False)
 
 
@@ -202,6 +203,8 @@ def _prefill_tokens(args: argparse.Namespace, prompts: Sequence[Prompt], chosen:
 
 def _measured(args: argparse.Namespace, shape: ModelShape) -> Measured:
     from benchmark.rates import measure  # imports torch, which takes seconds
+
+    print("measuring what predictions need", file=sys.stderr, flush=True)
 
     return measure(args, shape)
 
@@ -239,7 +242,7 @@ def _search(
     fixed = streaming.share_of(args.weights_on_device, sizes.layers)
     shares = [fixed] if fixed is not None else streaming.shares_of(sizes.num_layers)
     can_stream = measured.rates.link < math.inf
-    candidates = {}
+    tried, candidates = shares if can_stream else [1.0], {}
     for policy in chosen:
         limits = policy.limits(
             prompts,
@@ -253,24 +256,29 @@ def _search(
         candidates,
         lambda share: streaming.cost_of(sizes, measured.rates, (1 - share) * sizes.layers),
         memory,
-        shares if can_stream else [1.0],
+        tried,
     )
     if found is None:
-        remedy = "raise --offload-memory" if args.offload_memory else "lower --gpu-batch-size"
+        layers = min(share * sizes.layers + sizes.slots * (share < 1) for share in tried)
+        least = layers + min(kv_bytes for _, kv_bytes in candidates.values())
+        remedy = (
+            f"give --offload-memory {math.ceil(least / 1e6)}MB" if args.offload_memory else "lower --gpu-batch-size"
+        )
         where = "" if can_stream else ", and nothing can stream without --offload-dir"
         raise BenchError(f"nothing fits into {memory / 1e9:.2f} GB beside what must stay{where}: {remedy}")
     return found
 
 
-def _why(found: Found, measured: Measured, memory: float) -> str:
+def _why(found: Found, served: ServedModel, measured: Measured, memory: float) -> str:
     """What was chosen, in a sentence."""
     policy, phases = found.policy, found.phases
+    beside = streaming.rest_bytes(served) + streaming.sizes_of(served).head
     link = measured.rates.link
     from_where = f" with {link / 1e9:.2f} GB/s from where weights wait" if link < math.inf else ""
     return (
         f"auto: {policy.schedule}, blocks of {policy.num_gpu_batches} × {policy.gpu_batch_size} sequences, "
         f"{100 * found.resident:.4g} % of the layers on the device, of {found.tried} policies that fit into "
-        f"{memory / 1e9:.2f} GB: predicted "
+        f"{memory / 1e9:.2f} GB beside {beside / 1e9:.2f} GB of embedding and head: predicted "
         f"{phases.total_tokens / phases.total_s:.4g} tokens/s{from_where}"
     )
 
@@ -288,7 +296,10 @@ async def _measure(
         result.extra = launch.startup_of(server)
         done: dict[Policy, tuple[dict[str, Any], timeline.Timeline]] = {}
         with published(result, schedule_report.markdown, args.output) as keep, shards.causes_of(target):
-            for policy in sorted(job.policies, key=lambda one: one.block):  # peaks of memory grow with blocks
+            in_turn = sorted(job.policies, key=lambda one: one.block)  # peaks of memory grow with blocks
+            for number, policy in enumerate(in_turn, 1):
+                block = f"{policy.num_gpu_batches} × {policy.gpu_batch_size} sequences"
+                print(f"{policy.schedule}, {block}: {number} of {len(in_turn)}", file=sys.stderr, flush=True)
                 row, times = await _run_policy(args, job, policy, connected, server, tokenizer, target)
                 done[policy] = (row, times)
                 result.rows[:] = [done[one][0] for one in job.policies if one in done]

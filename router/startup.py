@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,6 +27,9 @@ TABLE_LIMITS = (
     "max_stop_sequences",
     "max_top_n_tokens",
 )
+WIDTH = 120  # columns of the table
+MOST_VALUE = 50  # of them for a value; a longer one, such as a model's path, stands out of line
+LEAST_NOTE = 40  # of them for a note behind such a value
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +140,7 @@ def _size(num_bytes: int) -> str:
     """Decimal units, as on the box of a GPU."""
     value = float(num_bytes)
     for unit in ("B", "kB", "MB"):
-        if value < 1000:
+        if value < 999.5:  # which three digits still show as such
             return f"{value:.3g} {unit}"
         value /= 1000
     return f"{value:.2f} GB"
@@ -144,5 +148,13 @@ def _size(num_bytes: int) -> str:
 
 def _align(rows: Iterable[tuple[str, str, str]]) -> str:
     rows = list(rows)
-    widths = [max(len(row[column]) for row in rows) for column in range(2)]
-    return "\n".join(f"{name:<{widths[0]}}  {value:<{widths[1]}}  {note}".rstrip() for name, value, note in rows)
+    widths = [max(len(row[column]) for row in rows if len(row[column]) <= MOST_VALUE) for column in range(2)]
+    heads = (f"{name:<{widths[0]}}  {value:<{widths[1]}}  " for name, value, _ in rows)
+    return "\n".join(_with_note(head, note) for head, (_, _, note) in zip(heads, rows, strict=True))
+
+
+def _with_note(head: str, note: str) -> str:
+    """A row, with as many lines as its note needs."""
+    room = max(WIDTH - len(head), LEAST_NOTE)
+    first, *more = textwrap.wrap(note, room, break_long_words=False, break_on_hyphens=False) or [""]
+    return "\n".join([f"{head}{first}".rstrip(), *(" " * len(head) + line for line in more)])

@@ -181,8 +181,8 @@ class ShardConfig:
             "help": "Folder for weights and KV blocks that stream from a disk: files that no other process can open, "
             "and that are gone with the shard.",
             "default": "none",
-            "when": "With weights_on_device or kv_on_device below 100%. On the fastest disk there is, never in "
-            "memory (tmpfs).",
+            "when": "With weights_on_device or kv_on_device below 100%. On the fastest disk there is; one in "
+            "memory (tmpfs) is refused.",
         },
     )
     rope_scaling: str | None = field(
@@ -316,30 +316,3 @@ class ShardConfig:
         target = Path(path)
         target.touch(mode=0o600)
         target.write_text(json.dumps(asdict(self)))
-
-
-def tier_problems(
-    *,
-    prefix_cache_host_gb: float,
-    prefix_cache_disk_gb: float,
-    prefix_cache_dir: str | None,
-    disable_prefix_caching: bool,
-) -> list[str]:
-    """What is wrong with these settings together, each with its remedy."""
-    problems = []
-    if prefix_cache_disk_gb and not prefix_cache_dir:
-        problems.append(
-            f"prefix_cache_disk_gb is {prefix_cache_disk_gb:g} but there is no prefix_cache_dir: give a folder on a "
-            "local disk, or leave both out"
-        )
-    if prefix_cache_dir and not prefix_cache_disk_gb:
-        problems.append(
-            f"prefix_cache_dir is {prefix_cache_dir} but prefix_cache_disk_gb is 0: say how much of that disk the "
-            "prefix cache may take, or leave both out"
-        )
-    if disable_prefix_caching and (prefix_cache_host_gb or prefix_cache_disk_gb):
-        problems.append(
-            "disable_prefix_caching is set, so nothing could use prefix_cache_host_gb and prefix_cache_disk_gb: leave "
-            "out either it or them"
-        )
-    return problems

@@ -6,8 +6,10 @@ What can be refused is refused from config.json alone, before a byte of weights 
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +41,10 @@ from server.stepping.sampling import Watermark
 from server.tiers.identity import identity as identify
 from server.tiers.mover import TierConfig, Tiers
 
+log = logging.getLogger(__name__)
+
+SAY_SECONDS = 10.0  # between two lines about how far loading is
+
 
 class ChooseBackend(Protocol):
     """How a backend is chosen: `backends.choose`, or what a test has in its place."""
@@ -61,6 +67,27 @@ class Loaded:
     offloaded: str = ""  # where weights are that are not on the device, for people
     read_bytes: Callable[[], int] = lambda: 0  # of them, from a disk, so far
     times: Times | None = None  # what streaming has cost, where weights stream
+
+
+@dataclass
+class LayerCount:
+    """Says how many layers have been loaded, once in `SAY_SECONDS` at most: of a small model nothing."""
+
+    total: int
+    clock: Callable[[], float] = time.monotonic
+    _loaded: int = 0
+    _said_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._said_at = self.clock()
+
+    def __call__(self) -> None:
+        """One more has been loaded."""
+        self._loaded += 1
+        now = self.clock()
+        if self._loaded < self.total and now - self._said_at >= SAY_SECONDS:
+            self._said_at = now
+            log.info("%d of %d layers loaded", self._loaded, self.total)
 
 
 def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[Engine, pb.InfoReply]:
@@ -165,9 +192,14 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         quantised.quantise,
         quantised.quantise_head,
     )
-    model = model_loading.load(weights, spec, backend, cache, placement, kv_placement)
+    report = LayerCount(spec.num_layers + (spec.encoder.num_layers if spec.encoder else 0))
+    model = model_loading.load(
+        *(weights, spec, backend, cache, placement, kv_placement),
+        report if config.rank == 0 else lambda: None,  # the ranks load alike
+    )
     offloaded = offloading.described(placement)
-    why_not = "weights stream" if offloaded else backend.why_not_captured(spec, quantised.name, config.world_size)
+    streams = isinstance(placement, Streaming) and bool(placement.stored)
+    why_not = "weights stream" if streams else backend.why_not_captured(spec, quantised.name, config.world_size)
     return Loaded(
         model,
         shard,

@@ -26,6 +26,7 @@ from server.offload.ring import Store
 from server.offload.stores import DiskStore, HostStore, StagedStore
 from server.offload.tiers import BlockTier, DiskTier, HostTier
 from server.stepping.kv_placement import KvOnDevice
+from server.storage_settings import NO_FOLDER, NO_HOST, NO_KV_FOLDER
 
 NOTHING = Share(num_bytes=0)
 DEFAULT_TOTAL_TOKENS = 2048  # of the longest sequence, where neither the settings nor the model say
@@ -59,7 +60,7 @@ def automatic(
         shard,
         _wanted(config, spec, dtype, shard, kv_bytes_per_token),
         rates=partial(_rates, config, backend, dtype),
-        why_not=None if has_somewhere else _NO_FOLDER.format(AUTO),
+        why_not=None if has_somewhere else NO_FOLDER.format(AUTO),
         fraction=config.cuda_memory_fraction,
     )
 
@@ -97,10 +98,7 @@ def _stores(config: ShardConfig, device: Device) -> list[tuple[Share, Store]]:
     link = device.link()
     if link is None:
         if config.weights_on_host is not None:
-            raise ValueError(
-                "--weights-on-host is for GPUs: a CPU's memory is the device's, of which --weights-on-device takes a "
-                "share; leave it out"
-            )
+            raise ValueError(NO_HOST.format("weights"))
         return [(NOTHING, DiskStore(_file(config)))]
     on_host = Share.parse(config.weights_on_host or "100%")
     host = (on_host, HostStore(device, link))
@@ -128,10 +126,7 @@ def _kv_tiers(config: ShardConfig, device: Device) -> list[BlockTier]:
     link = device.link()
     if link is None:
         if config.kv_on_host is not None:
-            raise ValueError(
-                "--kv-on-host is for GPUs: a CPU's memory is the device's, of which --kv-on-device takes a share; "
-                "leave it out"
-            )
+            raise ValueError(NO_HOST.format("kv"))
         return [_kv_file(config, None)]
     on_host = Share.parse(config.kv_on_host or "100%")
     host = HostTier(link, on_host, lambda: CpuDevice().free_bytes(fraction=1.0, world_size=config.world_size))
@@ -140,25 +135,23 @@ def _kv_tiers(config: ShardConfig, device: Device) -> list[BlockTier]:
 
 def _kv_file(config: ShardConfig, link: Link | None) -> DiskTier:
     if config.offload_dir is None:
-        raise ValueError(
-            f"--kv-on-device {config.kv_on_device} leaves KV blocks to a disk: name a folder on one with --offload-dir"
-        )
+        raise ValueError(NO_KV_FOLDER.format(config.kv_on_device))
     return DiskTier(Path(config.offload_dir), "--offload-dir", config.world_size, link)
-
-
-_NO_FOLDER = "--weights-on-device {} leaves weights to a disk: name a folder on one with --offload-dir"
 
 
 def _file(config: ShardConfig) -> ImageFile:
     if config.offload_dir is None:
-        raise ValueError(_NO_FOLDER.format(config.weights_on_device))
+        raise ValueError(NO_FOLDER.format(config.weights_on_device))
     return ImageFile(Path(config.offload_dir), "--offload-dir")
 
 
 def described(placement: Placement) -> str:
-    """Where weights are that are not on the device, for people; empty: all are there."""
-    if not isinstance(placement, Streaming) or not placement.stored:
+    """Where weights are that are not on the device, for people; empty: all are there, as the settings say."""
+    if not isinstance(placement, Streaming):
         return ""
+    if not placement.stored:
+        why = placement.share.description if isinstance(placement.share, Auto) else ""
+        return f"nothing; {why}" if why else ""
     cached = "" if all(store.is_direct for _, store in placement.stores) else ", through the page cache"
     text = (
         f"{len(placement.stored)} of {placement.total_layers} layers, {placement.streamed_bytes / 1e9:.2f} GB, stream "

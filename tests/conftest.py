@@ -22,6 +22,8 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from server.folders import refuse_memory
+
 settings.register_profile("small", max_examples=100, deadline=None)
 settings.register_profile("large", max_examples=500, deadline=None)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "small"))
@@ -51,10 +53,21 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Have a folder for the locks, until the run ends."""
+    """Have a folder for the locks, until the run ends; and those of tests on a disk, which some of them need."""
+    if is_in_memory(Path(tempfile.gettempdir())):
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
     folder = tempfile.TemporaryDirectory()
     config.add_cleanup(folder.cleanup)
     config.stash[LOCKS] = Path(folder.name)
+
+
+def is_in_memory(folder: Path) -> bool:
+    """Whether a folder is refused for what leaves memory."""
+    try:
+        refuse_memory(folder, "")
+    except ValueError:
+        return True
+    return False
 
 
 @pytest.hookimpl(wrapper=True)

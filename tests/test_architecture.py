@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.__main__": {"router", "server.logs"},
     "router.launch": {
         "router.config", "router.launch", "router.version", "server.config", "server.output", "server.process",
+        "server.storage_settings",
     },
     "router.jobs": {"router.jobs", "router.json_values"},
     "router.json_values": set(),
@@ -131,6 +132,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.checkpoint.spm_model": set(),
     "server.checkpoint.spm_normalizer": {"server.checkpoint.spm_model"},
     "server.config": {"server.offload.policy"},
+    "server.folders": set(),
+    "server.storage_settings": {"server.config", "server.folders", "server.offload.policy"},
     "server.distributed": {"server.process", "server.symmetric"},
     "server.layers": {
         "server.arch.spec", "server.backends.protocol", "server.backends.reference.linear", "server.blocks",
@@ -154,7 +157,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.null": {"server.blocks", "server.config", "server.pb", "server.relay"},
     "server.pb": {"server.pb"},
     "server.offload": {
-        "server.backends.device", "server.backends.pages", "server.backends.protocol", "server.offload",
+        "server.backends.device", "server.backends.pages", "server.backends.protocol", "server.folders",
+        "server.offload",
     },
     "server.offload.cost": set(),
     "server.offload.footprint": {"server.arch.spec"},
@@ -162,7 +166,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.offload.times": set(),
     "server.offloading": {
         "server.arch.spec", "server.backends", "server.blocks", "server.config", "server.distributed", "server.model",
-        "server.offload", "server.stepping.kv_placement",
+        "server.offload", "server.stepping.kv_placement", "server.storage_settings",
     },
     "server.output": set(),
     "server.process": set(),
@@ -191,7 +195,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.backends.failures", "server.blocks", "server.distributed", "server.offload.times", "server.pb",
         "server.profiling", "server.relay", "server.stepping", "server.tiers",
     },
-    "server.tiers": {"server.tiers"},
+    "server.tiers": {"server.folders", "server.tiers"},
     "server.tiers.identity": {"server.checkpoint.files"},
     "server.stepping": {
         "server.backends.failures", "server.backends.device", "server.backends.host_copies",

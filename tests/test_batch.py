@@ -182,6 +182,10 @@ def test_a_server_that_does_not_start_ends_the_job(tmp_path: Path) -> None:
         (["--url", "http://a", "--errors", "OUT.journal.new"], "must be different files"),
         (["--url", "http://a", "--output", "OUT", "--input", "OUT.journal.new"], "must be different files"),
         (["--url", "http://a", "--url-of"], "--url-of is not an option: did you mean --url?"),
+        (
+            ["--model-id", "a", "--dtype", "bfloat16"],
+            "--dtype is not an option of lockstep batch: give it to the server, behind --",
+        ),
     ],
 )
 def test_a_wrong_option_gets_a_sentence(tmp_path: Path, options: list[str], says: str) -> None:

@@ -13,6 +13,7 @@ import launcher
 from router.config import RouterConfig
 from router.launch.crew import Crew
 from router.launch.errors import Refusal
+from router.launch.flags import refuse_misspelt
 from router.launch.logs import Log
 from router.launch.machine import bind
 from router.launch.settings_page import render_settings
@@ -94,6 +95,14 @@ def test_refusal_on_the_command_line() -> None:
     ] == done.stderr.splitlines()
 
 
+@pytest.mark.parametrize("given", ["quantise", "bach", "watermarks"])
+def test_a_misspelt_command_is_one_problem(given: str) -> None:
+    with pytest.raises(Refusal, match=f"{given} is not a command: did you mean lockstep (quantize|batch|watermark)"):
+        refuse_misspelt([given, "--output", "x"], launcher.COMMANDS)
+    for arguments in ([], ["--port", "1"], ["some/model"], ["batch"]):
+        refuse_misspelt(arguments, launcher.COMMANDS)
+
+
 def test_version_and_settings_page_print_and_leave() -> None:
     assert (0, f"lockstep {version()}\n") == ((done := run("--version")).returncode, done.stdout)
     assert render_settings() == run("--print-settings").stdout
@@ -102,7 +111,7 @@ def test_version_and_settings_page_print_and_leave() -> None:
 def test_missing_model_folder_is_refused_after_the_environment_is_printed(tmp_path: Path) -> None:
     done = run("--env", "--model-id", str(tmp_path / "none"), "--port", "0", "--api-key", "hunter2", HF_TOKEN="hf_x")
     assert 1 == done.returncode
-    assert f"error: --model-id {tmp_path}/none is not a folder: check the path\n" == done.stderr
+    assert f"error: the model {tmp_path}/none is not a folder: check the path\n" == done.stderr
     assert "torch" in done.stdout and "cores" in done.stdout
     assert "hunter2" not in done.stdout + done.stderr and "hf_x" not in done.stdout + done.stderr
 

@@ -44,8 +44,10 @@ def test_half_of_the_weights_stream_under_streams_that_lose_a_shard(tmp_path: Pa
         assert not [pid for pid in children if is_alive(pid)]
 
 
-def test_weights_without_a_place_are_refused_before_they_are_read() -> None:
-    process = start_launcher("--device", "cpu", "--port", "0", "--weights-on-device", "40%")
-    output, _ = process.communicate(timeout=60)
-    assert "--weights-on-device 40% leaves weights to a disk: name a folder on one with --offload-dir" in output
-    assert 1 == process.returncode
+def test_weights_without_a_place_are_refused_before_a_model_is_asked_for() -> None:
+    for given in (["--weights-on-device", "40%"], ["--weights-on-device", "40%", "--offload-dir", "/nothing/here"]):
+        process = start_launcher("--device", "cpu", "--port", "0", "--model-id", "no/model", *given)
+        output, _ = process.communicate(timeout=60)
+        problem = "a disk: name a folder on one with" if len(given) == 2 else "/nothing/here: no file can be made there"
+        assert output.startswith("error: --") and problem in output and "no/model" not in output
+        assert 2 == process.returncode

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
 from router.launch.config import GROUPS
@@ -14,6 +15,7 @@ from router.launch.terminal import printable
 
 EXIT_CODES = "Exit codes: 0 after a stop by a signal, 1 where something failed, 2 for options that cannot be used."
 SHORT_FLAGS = {"port": "-p", "env": "-e"}
+NEGATIVE = re.compile(r"-\.?\d.*")  # a value such as -5%, which argparse would take for an option
 
 
 class Parser(argparse.ArgumentParser):
@@ -30,7 +32,7 @@ def read_command_line(argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """
     parser = build_parser(public_settings())
     dashed = [flag(a[2:].split("=")[0]) + a[len(a.split("=")[0]) :] if a.startswith("--") else a for a in argv]
-    namespace, unknown = parser.parse_known_args(dashed)
+    namespace, unknown = parser.parse_known_args(with_negative_values(dashed))
     return vars(namespace), unknown_arguments(unknown, parser)
 
 
@@ -86,16 +88,45 @@ def _metavar(setting: Setting) -> str:
     return str(setting.metadata.get("unit", setting.kind.__name__)).upper().replace("TUPLE", "ORIGIN")
 
 
+def with_negative_values(argv: Sequence[str]) -> list[str]:
+    """The arguments with each that begins like a negative number written behind its option and a `=`."""
+    found: list[str] = []
+    for argument in argv:
+        if found and found[-1].startswith("--") and "=" not in found[-1] and NEGATIVE.fullmatch(argument):
+            found[-1] += f"={argument}"
+        else:
+            found.append(argument)
+    return found
+
+
+def refuse_misspelt(argv: Sequence[str], commands: Iterable[str]) -> None:
+    """Raise Refusal for a first argument that is nearly a command: what follows it is of no use to a launch."""
+    nearest = difflib.get_close_matches(argv[0], list(commands), n=1, cutoff=0.75) if argv else []
+    if nearest and argv[0] != nearest[0]:
+        raise Refusal([f"{printable(argv[0])} is not a command: did you mean lockstep {nearest[0]}?"], 2)
+
+
 def unknown_arguments(unknown: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
-    """One sentence for each argument that is no option, with the nearest option that exists."""
+    """One sentence for each argument that is no option, with what was meant as far as that can be told."""
     known = [option for action in parser._actions for option in action.option_strings if option.startswith("--")]
     problems = []
     for position, argument in enumerate(unknown):
         name = printable(argument.split("=")[0])  # the value of a misspelt --api-key is not for the screen
         if argument.startswith("-"):
-            nearest = difflib.get_close_matches(name, known, n=1)
-            remedy = f"did you mean {nearest[0]}?" if nearest else "see lockstep --help"
-            problems.append(f"{name} is not an option: {remedy}")
+            problems.append(f"{name} is not an option{_remedy(name, known, parser)}")
         elif position == 0 or not unknown[position - 1].startswith("-"):
-            problems.append(f"{name} belongs to no option: a model is given as --model-id {name}")
+            has_model = "--model-id" in known
+            remedy = f"a model is given as --model-id {name}" if has_model else f"see {parser.prog} --help"
+            problems.append(f"{name} belongs to no option: {remedy}")
     return problems
+
+
+def _remedy(name: str, known: Sequence[str], parser: argparse.ArgumentParser) -> str:
+    """What to do about an option that the parser does not know."""
+    of_a_launch = {flag(name) for setting in public_settings().values() for name in setting.names}
+    if flag(name[2:]) in of_a_launch and "[-- " in (parser.usage or ""):
+        return f" of {parser.prog}: give it to the server, behind --"
+    if flag(name[2:]) in of_a_launch:
+        return f" of {parser.prog}, only of lockstep itself: see {parser.prog} --help"
+    nearest = difflib.get_close_matches(name, known, n=1)
+    return f": did you mean {nearest[0]}?" if nearest else f": see {parser.prog} --help"

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import Any
 
 from router.launch.errors import Refusal
-from router.launch.flags import Parser, add_option, unknown_arguments
+from router.launch.flags import Parser, add_option, unknown_arguments, with_negative_values
 from router.launch.settings import Settings, public_settings, read_settings
 from router.text import ModelTokenizer, TokenizerError
 from server.quantising.recipe import (
@@ -34,6 +34,7 @@ from server.quantising.recipe import (
 )
 
 SETTINGS = ("revision", "huggingface_hub_cache")
+DEFAULT_GROUP = 128
 # What a token is at most taken to stand for, when a text is read no further than it is needed.
 CHARACTERS = 32
 # Files of a model's folder that readers want beside its weights.
@@ -124,13 +125,14 @@ def _read(file: Path, most: int) -> str:
 def read_command(argv: Sequence[str], environ: Mapping[str, str]) -> Command:
     """What the command line asks for. Raises Refusal with every problem at once."""
     parser = _parser()
-    namespace, unknown = parser.parse_known_args(argv)
+    namespace, unknown = parser.parse_known_args(with_negative_values(argv))
     given: dict[str, Any] = vars(namespace)
     own = {name: given.pop(name) for name in OWN}
     settings, problems = read_settings(given | {"model_id": own["model"]}, environ, ("model_id", *SETTINGS))
     problems += unknown_arguments(unknown, parser)
     bits = own["bits"] if own["bits"] is not None else 8 if own["method"] == "w8a8" else 4
-    recipe = Recipe(own["method"], bits, own["group_size"], own["symmetric"], not own["plain_order"], own["smooth"])
+    group = DEFAULT_GROUP if own["group_size"] is None else own["group_size"]
+    recipe = Recipe(own["method"], bits, group, own["symmetric"], not own["plain_order"], own["smooth"])
     output = Path(own["output"]).expanduser()
     problems += [*recipe.problems(), *_problems(own, output)]
     if settings.is_null_model:
@@ -147,6 +149,10 @@ def _problems(own: Mapping[str, Any], output: Path) -> list[str]:
     problems = []
     if problem := output_problem(output):
         problems.append(problem)
+    if own["method"] == "w8a8" and own["group_size"] not in (None, -1):
+        problems.append(f"--group-size is {own['group_size']}: --method w8a8 has one scale for each row, leave it out")
+    if own["method"] != "gptq" and own["plain_order"]:
+        problems.append(f"--plain-order is of --method gptq, and --method is {own['method']}: leave it out")
     if not 2 <= own["num_samples"] <= MOST_SAMPLES:
         problems.append(f"--num-samples is {own['num_samples']}: give 2 to {MOST_SAMPLES}")
     if not LEAST_TOKENS <= own["sample_tokens"] <= MOST_TOKENS:
@@ -193,9 +199,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--group-size",
         type=int,
-        default=128,
         metavar="INPUTS",
-        help="inputs that share a scale; -1: all of a row. Default: 128",
+        help=f"inputs that share a scale; -1: all of a row, as w8a8 has it. Default: {DEFAULT_GROUP}",
     )
     add("--symmetric", action="store_true", help="leave out zero points: the code of 0 is the middle one")
     add("--plain-order", action="store_true", help="gptq rounds columns as they come, not those first that vary most")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from router.launch.errors import Refusal
-from router.launch.flags import Parser, add_option, unknown_arguments
+from router.launch.flags import Parser, add_option, unknown_arguments, with_negative_values
 from router.launch.settings import Settings, public_settings, read_settings
 from router.text import ModelTokenizer, TokenizerError
 from router.watermark import MOST_LIKELY_BY_CHANCE, Detection, TextTooShort, detect
@@ -25,7 +25,7 @@ SETTINGS = ("model_id", "revision", "huggingface_hub_cache", "watermark_gamma")
 def read_command(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, str, bool]:
     """(settings, file, whether JSON is wanted). Raises Refusal with every problem at once."""
     parser = _parser()
-    namespace, unknown = parser.parse_known_args(argv)
+    namespace, unknown = parser.parse_known_args(with_negative_values(argv))
     given: dict[str, Any] = vars(namespace)
     file, as_json = given.pop("file"), given.pop("json")
     settings, problems = read_settings(given, environ, SETTINGS)

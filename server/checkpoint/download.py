@@ -71,7 +71,7 @@ class Repository:
             validate_repo_id(self.model_id)
         except HFValidationError:
             raise HubError(
-                f"--model-id {self.model_id!r} is neither a folder nor a repository name such as bigscience/bloomz-560m"
+                f"the model {self.model_id!r} is neither a folder nor a repository name such as bigscience/bloomz-560m"
             ) from None
         if self.revision is not None and (not REVISION.fullmatch(self.revision) or ".." in self.revision):
             raise HubError(
@@ -157,8 +157,8 @@ class Repository:
             )
         except LocalEntryNotFoundError:
             raise HubError(
-                f"{self.model_id} is not in the cache and cannot be downloaded ({reason}): connect once, or give a "
-                "folder as --model-id"
+                f"{self.model_id} is no folder here, is not in the cache and cannot be downloaded ({reason}): check "
+                "the path, or connect once"
             ) from None
         self.report(f"Using the cached files of {self.model_id} ({reason})")
         return Path(folder)
@@ -191,9 +191,12 @@ class Repository:
         if isinstance(error, RevisionNotFoundError):
             return HubError(f"{name} has no revision {self.revision!r}: check --revision")
         if status == 401:
-            return HubError(f"{name} does not exist or is private: check --model-id, or set HF_TOKEN to a token")
+            return HubError(
+                f"{name} is no folder here, and on the hub it does not exist or is private: check the name, or set "
+                "HF_TOKEN to a token"
+            )
         if status == 404:
-            return HubError(f"{name} was not found on the hub: check --model-id")
+            return HubError(f"{name} is neither a folder here nor on the hub: check the name")
         if status is None:
             return HubUnreachable(f"the hub cannot be reached ({_innermost(error)}): check the network, or HF_ENDPOINT")
         kind = HubUnreachable if status in RETRY_STATUS else HubError

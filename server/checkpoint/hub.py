@@ -66,7 +66,7 @@ def resolve(
     if is_local:
         folder = local.resolve()
     elif model_id.startswith((".", "/", "~")):
-        raise HubError(f"--model-id {model_id} is not a folder: check the path")
+        raise HubError(f"the model {model_id} is not a folder: check the path")
     else:
         repository = Repository(model_id, revision, cache_dir, token, offline, endpoint, report, pauses)
         folder = repository.download(with_weights=with_weights and weights_override is None)

@@ -5,6 +5,7 @@ Shapes: D model width, N heads, K kv heads, H head dim.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -35,16 +36,17 @@ def load(
     cache: KvFormat = AS_COMPUTED,
     placement: Placement = ON_DEVICE,
     kv_placement: KvPlacement | None = None,
+    report: Callable[[], None] = lambda: None,
 ) -> Transformer:
     """Pull this rank's slices out of the checkpoint. Raises CheckpointError when config and weights disagree.
 
     cache: how keys and values are stored, but for scales that the checkpoint has. placement: where the layers' weights
-    are kept. kv_placement: where KV blocks are; None: on the device.
+    are kept. kv_placement: where KV blocks are; None: on the device. report: told of each layer that has been loaded.
     """
     kv_placement = kv_placement or KvOnDevice()
     embedding = load_embedding(weights, spec)
     head = load_head(weights, spec, embedding, backend.linear)  # before the layers: a tied table is then held twice
-    loader = StackLoader(weights, spec, backend, cache, placement, kv_placement)
+    loader = StackLoader(weights, spec, backend, cache, placement, kv_placement, report)
     model = Transformer(
         spec=spec,
         encoder=replace(loader, weights=weights.of_encoder(), spec=spec.encoder).stack(embedding)
@@ -70,6 +72,7 @@ class StackLoader:
     cache: KvFormat = AS_COMPUTED
     placement: Placement = ON_DEVICE
     kv_placement: KvPlacement = field(default_factory=KvOnDevice)
+    report: Callable[[], None] = lambda: None
 
     def stack(self, embedding: Embedding) -> Stack:
         """All layers, with what stands before and after them."""
@@ -78,7 +81,9 @@ class StackLoader:
     def layer(self, index: int) -> Layer:
         """One layer of the stack."""
         own = replace(self, weights=self.weights.of_layer(index))
-        return own._layer(self.spec.layers[index], self._attention_of(index))
+        layer = own._layer(self.spec.layers[index], self._attention_of(index))
+        self.report()
+        return layer
 
     def frame(self, embedding: Embedding) -> Stack:
         """What stands before and after the layers, without these."""

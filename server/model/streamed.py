@@ -21,6 +21,7 @@ from server.backends.device import Device
 from server.backends.protocol import StepMeta
 from server.model.layer import Layer, LayerStep, Stream
 from server.offload.cost import SLOTS
+from server.offload.disk import DiskError
 from server.offload.image import Image
 from server.offload.policy import Share
 from server.offload.ring import Ring, Store, Stored
@@ -195,7 +196,11 @@ class Streaming:
         slot = self._slot_of(image.nbytes)
         image.write(slot)
         store = self._store_for(image.nbytes, expected)
-        self.stored.append(Stored(image, store, store.keep(slot, image.nbytes)))
+        try:
+            kept = store.keep(slot, image.nbytes)
+        except DiskError as error:
+            raise DiskError(f"{error}; about {self._last_bytes(expected) / 1e9:.2f} GB go there") from None
+        self.stored.append(Stored(image, store, kept))
         return StreamedLayer(layer, len(self.stored) - 1, self)
 
     def _choose(self, layer_bytes: int) -> Share:
@@ -209,6 +214,11 @@ class Streaming:
                 self._taken[index] += num_bytes
                 return store
         raise AssertionError("what streams has a store")
+
+    def _last_bytes(self, expected: int) -> int:
+        """What the last store will have taken, of so many bytes of all layers."""
+        shares = [self._share, *(share for share, _ in self.stores[:-1])]
+        return max(0, expected - sum(share.bytes_of(expected) for share in shares if share is not None))
 
     def _slot_of(self, num_bytes: int) -> Tensor:
         """A slot for so many bytes; what the last one held is kept elsewhere by now."""

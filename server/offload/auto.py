@@ -61,6 +61,7 @@ class Auto:
     fraction: float = 1.0  # share of a GPU's memory that we may use
     chosen: Choice | None = None
     measured: Rates | None = None
+    fitting: str = ""  # why all weights stay, for people, where they do
 
     def choose(self, layer_bytes: int, total_layers: int) -> Share:
         """See `streamed.Chooser`. Raises ValueError where too little memory is free, or where nothing can stream."""
@@ -72,6 +73,7 @@ class Auto:
         sizes = Sizes(layers, total_layers, wanted.head_bytes, max(wanted.kv_bytes_per_token, 1), largest)
         room = Room(memory, wanted.longest, wanted.sequences, wanted.kv_tokens)
         if memory >= layers + room.useful_tokens * sizes.kv_per_token:
+            self.fitting = f"{layers / 1e9:.2f} GB of layers fit beside a KV cache of {room.useful_tokens} tokens"
             return ALL  # and there is nothing to be measured
         self.measured = self._agreed(self.rates(layer_bytes) if self.why_not is None else NO_LINK)
         self.chosen = choose(sizes, self.measured, room)
@@ -83,6 +85,10 @@ class Auto:
                 "lower --max-batch-total-tokens or --max-total-tokens, or use more shards"
             )
         if not self.chosen.streams:
+            self.fitting = (
+                f"{layers / 1e9:.2f} GB of layers fit beside a KV cache of {self.chosen.kv_tokens} tokens, and decode "
+                "more there than a larger one would"
+            )
             return ALL
         if self.why_not is not None:
             raise ValueError(self.why_not)
@@ -90,9 +96,9 @@ class Auto:
 
     @property
     def description(self) -> str:
-        """What was chosen, why, and what it should do, for people; empty where everything fits."""
+        """What was chosen, why, and what it should do, for people."""
         if self.chosen is None or self.measured is None or not self.chosen.streams:
-            return ""
+            return self.fitting
         chosen = self.chosen
         return (
             f"chosen for {chosen.sequences} sequences of {self.wanted.longest} tokens in a KV cache of "

@@ -12,11 +12,8 @@ writing it.
 from __future__ import annotations
 
 import ctypes
-import errno
-import fcntl
 import mmap
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -24,6 +21,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 from torch import Tensor
+
+from server.folders import open_unnamed
 
 PAGE = mmap.PAGESIZE  # what direct reads and writes are multiples of, and aligned to
 READ_BYTES = 8 << 20  # of one request to the disk
@@ -37,25 +36,6 @@ class DiskError(RuntimeError):
 def page_aligned(num_bytes: int) -> int:
     """The least multiple of a page that holds so many bytes."""
     return -(-num_bytes // PAGE) * PAGE
-
-
-def open_unnamed(folder: Path, flag: str) -> tuple[int, bool]:
-    """A descriptor of a new file that no folder names, and whether what is read and written passes the page cache by.
-
-    Raises ValueError for a folder that cannot have such a file; flag: the setting that names the folder.
-    """
-    try:
-        try:
-            return _unnamed_file(folder, os.O_DIRECT), True
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return _unnamed_file(folder, 0), False  # a file system that knows no direct reads
-    except OSError as error:
-        raise ValueError(
-            f"{flag} {folder}: no file can be made there ({error.strerror}): name a folder on a disk that this user "
-            "may write to"
-        ) from None
 
 
 class UnnamedFile:
@@ -135,7 +115,7 @@ class ImageFile:
                 self._file.write([_bytes_of(memory, start, min(READ_BYTES, size - start))], place + start)
         except DiskError as error:
             raise DiskError(
-                f"{error}, {(place + size) / 1e9:.1f} GB in all: free space there, or leave more on the device with "
+                f"{error} behind the first {place / 1e9:.2f} GB: free space there, or leave more on the device with "
                 "--weights-on-device"
             ) from None
         self._written += size
@@ -177,24 +157,6 @@ def _behind(pieces: Sequence[memoryview], count: int) -> list[memoryview]:
             return [piece[count:], *pieces[index + 1 :]]
         count -= len(piece)
     return []
-
-
-def _unnamed_file(folder: Path, flags: int) -> int:
-    """A descriptor of a new file that no folder names. Raises OSError."""
-    try:
-        return os.open(folder, os.O_TMPFILE | os.O_RDWR | flags, 0o600)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # what file systems without such files say
-            raise
-    descriptor, name = tempfile.mkstemp(dir=folder, prefix=".lockstep-")
-    os.unlink(name)
-    try:
-        if flags:
-            fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | flags)
-    except OSError:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _bytes_of(memory: Tensor, start: int, size: int) -> memoryview:

@@ -46,6 +46,10 @@ class Share:
             return int(self.fraction * count + 1e-9)
         return min(count, (self.num_bytes or 0) // piece_bytes)
 
+    def bytes_of(self, total: int) -> int:
+        """The bytes of a whole of so many that belong to the share."""
+        return int(self.fraction * total) if self.fraction is not None else min(total, self.num_bytes or 0)
+
     def admits(self, taken: int, size: int, seen: int, total: int) -> bool:
         """Whether the next piece belongs to the share, so that those that do are spread over all.
 

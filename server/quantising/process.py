@@ -28,6 +28,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 def main(path: str) -> int:
     """Do the job of a file. Returns the exit code."""
     job = Job.from_json(Path(path).read_text())
+    samples, length = len(job.calibration), len(job.calibration[0])
+    print(f"{samples} samples of {length} tokens, and {len(job.held_out)} more held out", file=sys.stderr)
     bar = Bar(sys.stderr, is_terminal=os.isatty(2))
     try:
         device = backends.open_device(job.device, 0, 1)
@@ -72,7 +74,12 @@ def told(job: Job, outcome: Outcome) -> str:
     tokens = len(job.held_out) * (len(job.held_out[0]) - 1)
     change = f" ({after / before - 1:+.2%})" if math.isfinite(before) else ""
     return (
-        f"perplexity of {tokens} held-out tokens: {before:.4f} before, {after:.4f} after{change}\n"
+        f"perplexity of {tokens} held-out tokens: {_figure(before)} before, {_figure(after)} after{change}\n"
         f"weights: {outcome.bytes_before / 1e6:.1f} MB before, {outcome.bytes_after / 1e6:.1f} MB after\n"
         f"{job.output}: {job.recipe.method} with {job.recipe.bits} bits, as {outcome.format}\n"
     )
+
+
+def _figure(perplexity: float) -> str:
+    """With the decimals that say something: a model that is hardly better than chance has none."""
+    return f"{perplexity:.4f}" if perplexity < 1000 else f"{perplexity:.0f}"

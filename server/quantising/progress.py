@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from typing import TextIO
 
@@ -40,22 +41,27 @@ class Bar:
     def _show(self, line: str, share: float, *, is_last: bool) -> None:
         """share: of the bar; is_last: whether nothing more is told of this layer."""
         if self._is_terminal:
-            full = int(WIDTH * share)
-            self._stream.write(f"\r{'█' * full}{'░' * (WIDTH - full)} {line}\x1b[K")
+            full, room = int(WIDTH * share), shutil.get_terminal_size().columns - WIDTH - 2
+            shown = line if len(line) <= room else f"{line[: max(room - 1, 0)]}…"
+            self._stream.write(f"\r{'█' * full}{'░' * (WIDTH - full)} {shown}\x1b[K")
         elif is_last:
             self._stream.write(f"{line}\n")
         self._stream.flush()
 
     def _line(self, progress: Progress, done: float) -> str:
-        left = (time.monotonic() - self._started) * (progress.num_layers / done - 1)
+        passed = time.monotonic() - self._started
+        left = f", {_clock(passed * (progress.num_layers / done - 1))} left"
+        if progress.place == [*PLACES][-1] and not self._is_terminal:
+            left = f" done after {_clock(passed)}"  # a line that stays
         errors = ", ".join(f"{place} {error:.2%}" for place, error in self._errors.items())
         few = f"; {self._rounded} matrices saw few tokens and are only rounded" if self._rounded else ""
-        return (
-            f"layer {progress.layer + 1} of {progress.num_layers}, {int(left) // 60}:{int(left) % 60:02} left; "
-            f"square error of outputs: {errors}{few}"
-        )
+        return f"layer {progress.layer + 1} of {progress.num_layers}{left}; square error of outputs: {errors}{few}"
 
     def end(self) -> None:
         """Leave the line that changes."""
         if self._is_terminal:
             self._stream.write("\n")
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"

@@ -22,6 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from server.folders import refuse_memory
+
 ALIGNMENT = 4096  # of places and of memory that goes to them or comes from there, as reads past the page cache need it
 KEY_BYTES = 16
 MOST_PLACES = 2**20  # what a place holds is told to the router at its start, in 28 bytes
@@ -69,6 +71,7 @@ class PrefixFile:
         self._descriptors: list[int] = []
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            refuse_memory(folder, "--prefix-cache-dir")
             self._index = self._open(folder / f"{name}.index", 0)
             self._lock()
             self._file, self._is_cached = self._open_past_cache()
@@ -76,6 +79,8 @@ class PrefixFile:
         except OSError as error:
             self.close()
             raise DiskTrouble(f"{error.filename or self._path}: {error.strerror}") from None
+        except ValueError as error:  # before anything was opened
+            raise DiskTrouble(str(error)) from None
         except DiskTrouble:
             self.close()
             raise

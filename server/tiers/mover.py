@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import logging
 import mmap
 import threading
 from collections.abc import Iterator, Sequence
@@ -23,6 +24,8 @@ from pathlib import Path
 from typing import Protocol
 
 from server.tiers.disk import KEY_BYTES, MOST_PLACES, Damaged, DiskTrouble, Entry, PrefixFile
+
+log = logging.getLogger(__name__)
 
 STAGED_BYTES = 10**9  # of the host for blocks on their way from and to the disk, where the host has no tier of its own
 READERS = 2  # one checks a block while the other one's is read
@@ -163,6 +166,7 @@ class Tiers:
             name = f"{config.identity.hex()}-{config.name}"
             try:
                 self._file = PrefixFile(config.folder, name, config.identity, slots.slot_bytes, config.disk_bytes)
+                self._say_what_is_left(self._file)
             except DiskTrouble as trouble:
                 self._trouble = str(trouble)
         self._slots = slots
@@ -170,6 +174,18 @@ class Tiers:
         if self._file is None:
             return Contents(slots.num_slots, 0, slots.slot_bytes, trouble=self._trouble)
         return Contents(slots.num_slots, self._file.num_places, slots.slot_bytes, dict(self._file.entries))
+
+    def _say_what_is_left(self, file: PrefixFile) -> None:
+        """Warn, once for all ranks, where the file can never be as large as the settings allow."""
+        asked, most = self.config.disk_bytes, MOST_PLACES * file.place_bytes
+        if asked > most and self.config.name.startswith("0-of-"):
+            log.warning(
+                "--prefix-cache-disk-gb asks for %.2f GB in each shard, of which %.2f GB are used: a file has at most "
+                "%d blocks",
+                asked / 1e9,
+                most / 1e9,
+                MOST_PLACES,
+            )
 
     async def move(self, move: Move) -> Moved:
         """Do it, behind the step that it names. One that is cancelled stops behind the block that is under way."""

@@ -67,7 +67,7 @@ def test_wrong_arguments_exit_with_2(arguments: list[str], capsys: pytest.Captur
         (["gpu", "--serving-shape", "gpt-17"], "error: no shape is called gpt-17"),
         (["latency", "--shard-uds-path", "/nowhere/shard"], "error: no shards listen at /nowhere/shard-0"),
         (["offline", "--model-id", "/nowhere"], "error: "),
-        (["latency", "--model-id", "/nowhere"], "error: the server did not start: --model-id /nowhere is not a folder"),
+        (["latency", "--model-id", "/nowhere"], "error: the server did not start: the model /nowhere is not a folder"),
         (["latency", "--device", "abacus"], "error: the server did not start: --device is abacus: give one of"),
     ],
 )
@@ -98,3 +98,11 @@ def test_sockets_are_found_in_rank_order(tmp_path: Path) -> None:
         launch.sockets_at(str(tmp_path / "shard"))
     (tmp_path / "shard-10").unlink()
     assert [f"{tmp_path}/shard-0", f"{tmp_path}/shard-1"] == launch.sockets_at(f"{tmp_path}/shard")
+
+
+def test_a_wrong_choice_is_one_line_with_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["offline", "--schedule", "zigzag"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert 2 == left.value.code and line.startswith("error: argument --schedule: invalid choice: 'zigzag'")
+    assert "zig-zag" in line and line.endswith("see lockstep-bench offline --help")

@@ -178,3 +178,16 @@ def test_an_interruption_keeps_the_rows(interruption: type[BaseException], capsy
     with pytest.raises(interruption), published(result, footer, None):
         raise interruption
     assert "interrupted" == json.loads(capsys.readouterr().out.splitlines()[-1])["failure"]
+
+
+def test_a_terminal_is_told_where_the_result_is_and_a_pipe_gets_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = Result(context(), rows=[{"a": 1}])
+    publish(result, "table", tmp_path)
+    assert [{"a": 1}] == json.loads(capsys.readouterr().out.splitlines()[-1])["rows"]
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    for folder, said in ((tmp_path, f"As JSON: {tmp_path}/result.json"), (None, "As JSON: with --output DIR, or")):
+        publish(result, "table", folder)
+        out = capsys.readouterr().out
+        assert "table" in out and out.splitlines()[-1].startswith(said)

@@ -262,6 +262,8 @@ def test_auto_chooses_says_why_and_runs_it(tmp_path: Path, shape: Path, capfd: p
     flags = ["--schedule", "auto", "--num-gpu-batches", "1", "2", "--output-length", "6", "--cut-output-length", "3"]
     offline(shape, *flags, "--offload-dir", str(tmp_path), "--offload-memory", "500MB")
     out, errors = capfd.readouterr()
+    assert "zig-zag, " in errors or "row, " in errors or "diagonal, " in errors
+    assert " GB of embedding and head: predicted " in errors and ": 1 of 1\n" in errors
     assert "auto: " in errors and "100 % of the layers on the device, of " in errors and "predicted" in errors
     result = json.loads(out.splitlines()[-1])
     (row,) = result["rows"]
@@ -285,6 +287,8 @@ def test_auto_chooses_says_why_and_runs_it(tmp_path: Path, shape: Path, capfd: p
         (["--schedule", "row", "--offload-memory", "2GB"], "--offload-memory is what --schedule auto may fill"),
         (["--schedule", "auto", "--offload-memory", "40%"], "--offload-memory is 40%: give a size such as 6GB"),
         (["--schedule", "auto", "--offload-memory", "0.1MB"], "nothing fits into 0.00 GB beside what must stay, and"),
+        (["--schedule", "auto", "--offload-memory", "0.1MB"], "without --offload-dir: give --offload-memory 1MB"),
+        (["--schedule", "row", "--weights-on-device", "150%"], "--weights-on-device is 150%: a share is at most 100%"),
         (
             ["--schedule", "auto", "--weights-on-device", "much"],
             "--weights-on-device is much: give a share such as 40%",

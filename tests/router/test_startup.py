@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from router import startup
 from router.client import KvCache
 from router.config import RouterConfig
 from router.limits import Limits, derive_lengths, useful_tokens
@@ -92,6 +93,24 @@ def test_table_says_what_takes_memory() -> None:
     assert "KV cache 4096 tokens 2.00 GB per shard" in lines
     assert "decode graphs 24 batch sizes up to 256 300 MB per shard" in lines
     assert "memory left 7.00 GB per shard the largest step takes 500 MB" in lines
+
+
+def test_sizes_have_three_digits_and_no_exponent() -> None:
+    assert ["999 B", "1 kB", "999 MB", "1.00 GB"] == [startup._size(n) for n in (999, 1000, 999 * 10**6, 999_900_000)]
+
+
+def test_rows_fit_on_a_terminal_beside_a_model_of_any_name() -> None:
+    started = asyncio.run(start(make_config(), FakeShardedClient()))
+    where = "100 on the device, 190 in the host's memory (31.13 GB), 90 in --offload-dir (14.75 GB), through 0.20 GB"
+    streams = "17 of 24 layers, 0.43 GB, stream through 0.05 GB; chosen for 16 sequences of 512 tokens in a KV cache"
+    model, cache = replace(started.model, offloaded=streams), replace(started.cache, offloaded=where)
+    for name in ("short", "/a/path/" * 10):
+        config = replace(make_config(), model_id=name)
+        rows = table(config, replace(started, model=model, cache=cache), "http://a").splitlines()
+        assert max(len(row) for row in rows if "/a/path/" not in row) <= 120
+        at = next(number for number, row in enumerate(rows) if row.startswith("KV blocks"))
+        until = next(number for number, row in enumerate(rows) if number > at and not row.startswith(" "))
+        assert " ".join(["KV", "blocks", str(cache.num_blocks), where]) == " ".join(" ".join(rows[at:until]).split())
 
 
 @pytest.mark.parametrize("offloaded", ["", "9 of 24 layers", "9 of 24 layers; chosen for 4 sequences"])

@@ -484,9 +484,13 @@ def test_lasting_fault_ends_after_five_tries(fake_hub: FakeHub, download: Any) -
 @pytest.mark.parametrize(
     ("status", "expected"),
     [
-        (401, "some/model does not exist or is private: check --model-id, or set HF_TOKEN to a token"),
+        (
+            401,
+            "some/model is no folder here, and on the hub it does not exist or is private: check the name, or set "
+            "HF_TOKEN to a token",
+        ),
         (403, "some/model is gated: accept its terms on its hub page and set HF_TOKEN to your token"),
-        (404, "some/model was not found on the hub: check --model-id"),
+        (404, "some/model is neither a folder here nor on the hub: check the name"),
     ],
 )
 def test_refusal_of_the_hub_is_one_sentence_and_not_retried(
@@ -537,7 +541,9 @@ def test_offline_uses_the_cache_without_a_connection(fake_hub: FakeHub, download
 
 
 def test_offline_without_cache_says_what_to_do(download: Any) -> None:
-    with pytest.raises(HubError, match=r"not in the cache .*HF_HUB_OFFLINE is set.*: connect once, or give a folder"):
+    with pytest.raises(
+        HubError, match=r"no folder here, is not in the cache .*HF_HUB_OFFLINE is set.*: check the path, or connect"
+    ):
         download(offline=True)
 
 

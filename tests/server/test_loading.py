@@ -31,6 +31,7 @@ from server.checkpoint import weights
 from server.checkpoint.files import HubError
 from server.checkpoint.weights import Checkpoint, CheckpointError, Weights
 from server.distributed import Shard
+from server.loading import LayerCount
 from server.model.load import load as load_model
 from server.model.transformer import Transformer
 from tests.server.checkpoints import Checkpoints
@@ -309,3 +310,21 @@ def test_a_missing_tensor_is_named_as_the_file_would_name_it(tiny_bloom: Path, t
         del tensors["h.1.input_layernorm.weight"]
 
     assert "tensor h.1.input_layernorm.weight is missing" in refusal(copy_model(tiny_bloom, tmp_path, strip))
+
+
+def test_layers_are_counted_aloud_every_ten_seconds_but_not_to_the_last(caplog: pytest.LogCaptureFixture) -> None:
+    now = iter([0.0, 4.0, 9.0, 11.0, 12.0, 21.5, 40.0])
+    caplog.set_level("INFO")
+    count = LayerCount(6, clock=lambda: next(now))
+    for _ in range(6):
+        count()
+    assert ["3 of 6 layers loaded", "5 of 6 layers loaded"] == caplog.messages
+
+
+def test_each_layer_of_both_stacks_is_told_once(checkpoints: Checkpoints) -> None:
+    folder, _ = checkpoints("t5")
+    family, spec = families.find(json.loads((folder / "config.json").read_text()))
+    told: list[int] = []
+    opened = Weights.open(Checkpoint(folder), family.names, Shard(), torch.float32, CPU)
+    load_model(opened, spec, ReferenceBackend(CpuDevice()), report=lambda: told.append(1))
+    assert spec.encoder is not None and spec.num_layers + spec.encoder.num_layers == len(told)

@@ -124,7 +124,7 @@ def unmeasured(layer_bytes: int) -> Rates:
 def test_auto_measures_nothing_where_everything_fits() -> None:
     auto = auto_of(2 * GB, rates=unmeasured)
     assert ALL == auto.choose(100 * MB, 10)
-    assert "" == auto.description
+    assert "1.00 GB of layers fit beside a KV cache of 80 tokens" == auto.description
 
 
 def test_auto_knows_that_layers_differ() -> None:
@@ -174,7 +174,9 @@ def test_auto_refuses_what_cannot_be(changes: dict[str, object], sentence: str) 
 
 
 def test_without_a_folder_all_stay_while_anything_fits_beside_them() -> None:
-    assert ALL == auto_of(0.92 * GB, why_not="name a folder").choose(100 * MB, 10)
+    auto = auto_of(0.92 * GB, why_not="name a folder")
+    assert ALL == auto.choose(100 * MB, 10)
+    assert auto.description.startswith("1.00 GB of layers fit beside a KV cache of ")
 
 
 # ---------------------------------------------------------------------------------------------------- probes and times

@@ -136,7 +136,8 @@ def test_auto_leaves_all_where_all_fits(checkpoints: Checkpoints, tmp_path: Path
     placement = choose_placement(config, spec, CpuDevice(), auto)
     assert isinstance(placement, Streaming)
     load_engine(folder, placement=placement, warms_up=False)
-    assert (0, "", None) == (len(placement.stored), described(placement), placement.times)
+    assert (0, None) == (len(placement.stored), placement.times)
+    assert re.fullmatch(r"nothing; 0\.00 GB of layers fit beside a KV cache of 128 tokens", described(placement))
 
 
 def test_reads_and_layers_are_noted(checkpoints: Checkpoints, tmp_path: Path) -> None:
@@ -248,10 +249,25 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     file = ImageFile(tmp_path, "--offload-dir")
     with pytest.raises(
         DiskError,
-        match=r"weights cannot be written .No space left on device., 0\.0 GB in all: free space there, or leave",
+        match=r"weights cannot be written .No space left on device. behind the first 0\.00 GB: free space there",
     ):
         _stored(file, 1)
     file.close()
+
+
+def test_a_full_disk_says_how_much_goes_there(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    folder, _ = checkpoints("llama")
+    monkeypatch.setattr(disk.os, "pwritev", full)
+    with streaming(folder, "0%", tmp_path) as placement, pytest.raises(DiskError, match=r"; about 0\.00 GB go there"):
+        load_engine(folder, placement=placement, warms_up=False)
+    placement.stores = [(Share(num_bytes=6), placement.stores[0][1]), *placement.stores]
+    placement._share = Share(fraction=0.25)
+    assert 69 == placement._last_bytes(100)
 
 
 def test_the_file_has_no_name_and_no_other_reader(tmp_path: Path) -> None:

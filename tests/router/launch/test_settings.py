@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from pathlib import Path
 
 import pytest
 
@@ -14,9 +15,11 @@ from router.launch.errors import Refusal
 from router.launch.flags import build_parser
 from router.launch.settings import Settings, public_settings
 from router.launch.settings_page import render_settings
+from router.launch.storage import storage_warnings
 from server.config import QUANTIZE_REFUSED, ShardConfig
 from tests.running import ROOT
 
+SHARES = "give a share such as 40%, or a size such as 6GB, 500MB or 5.5GiB"
 LARGEST = "the largest allowed value is 2147483647"
 
 
@@ -68,9 +71,9 @@ def test_a_chunk_is_a_number_or_auto(argv: Sequence[str], environ: Mapping[str, 
 
 
 @pytest.mark.parametrize("text", ["auto", "AUTO", "40%", "6GB"])
-def test_weights_on_the_device_are_a_share_a_size_or_auto(text: str) -> None:
+def test_weights_on_the_device_are_a_share_a_size_or_auto(text: str, tmp_path: Path) -> None:
     expected = "auto" if text == "AUTO" else text
-    assert expected == read(["--weights-on-device", text]).values["weights_on_device"]
+    assert expected == read(["--weights-on-device", text, "--offload-dir", str(tmp_path)]).values["weights_on_device"]
 
 
 def test_empty_variable_counts_as_unset() -> None:
@@ -172,6 +175,8 @@ def test_setting_and_alias_together_are_refused() -> None:
         (["--prot", "1"], {}, "--prot is not an option: did you mean --port?"),
         (["--api-kye=hunter2"], {}, "--api-kye is not an option: did you mean --api-key?"),
         (["--zzzzzz"], {}, "--zzzzzz is not an option: see lockstep --help"),
+        (["--weights-on-device", "-5%"], {}, f"--weights-on-device is -5%: {SHARES}"),
+        (["--port", "-1"], {}, "--port is -1: the smallest allowed value is 0"),
         (["my/model"], {}, "my/model belongs to no option: a model is given as --model-id my/model"),
         (["--dtype", "\x1b[31m"], {}, r"--dtype is \x1b[31m: give one of float32, float16, bfloat16"),
     ],
@@ -187,6 +192,24 @@ def test_flag_without_its_value_is_refused() -> None:
 def test_rules_between_settings_are_checked() -> None:
     (problem,) = problems(["--max-input-length", "10", "--max-total-tokens", "10"])
     assert problem.startswith("max_input_length is 10 but must be less than max_total_tokens, 10")
+
+
+def test_settings_of_the_prefix_cache_are_named_as_options() -> None:
+    (problem,) = problems(["--prefix-cache-disk-gb", "1"])
+    assert problem.startswith("--prefix-cache-disk-gb is 1 but there is no --prefix-cache-dir: give a folder")
+
+
+def test_what_needs_a_folder_or_a_gpu_is_found_by_the_flags_alone() -> None:
+    given = ["--model-id", "no/model", "--kv-on-device", "5%", "--weights-on-host", "1GB", "--offload-dir", "/no/where"]
+    starts = ["--weights-on-host is for GPUs", "--offload-dir /no/where: no file can be made there"]
+    assert [True, True] == [found.startswith(start) for found, start in zip(problems(given), starts, strict=True)]
+    assert "null" == read(["--model-id", "null", "--kv-on-device", "5%"]).values["model_id"]
+
+
+def test_what_changes_nothing_is_said(tmp_path: Path) -> None:
+    assert [] == storage_warnings(read(["--batch-dir", str(tmp_path), "--batch-concurrency", "4"]))
+    idle = read(["--batch-concurrency", "4", "--offload-dir", str(tmp_path)])
+    assert ["without --batch-dir", "--offload-dir holds"] == [" ".join(x.split()[:2]) for x in storage_warnings(idle)]
 
 
 def test_every_problem_is_reported_at_once() -> None:

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from server.quant.stored import QuantisedWeight
+from server.quantising import process
 from server.quantising.folder import MARKER, output_folder, partial_of
 from server.quantising.folding import Origin, divide, within
 from server.quantising.layerwise import Progress, Quantiser
@@ -298,8 +299,21 @@ def test_the_pass_that_only_measures_is_told_too(is_terminal: bool) -> None:
     lines = stream.getvalue().split(end)
     assert lines[0].endswith("measuring the model as it is: layer 1 of 2")
     assert lines[1].endswith("measuring the model as it is: layer 2 of 2")
-    assert "layer 1 of 2, 0:00 left; square error of outputs: " in lines[-2]
+    left = ", 0:00 left" if is_terminal else " done after 0:00"
+    assert f"layer 1 of 2{left}; square error of outputs: " in lines[-2]
     assert (2 + len(PLACES) if is_terminal else 3) == len(lines) - 1
+
+
+def test_a_line_is_cut_where_the_terminal_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "50")
+    stream = io.StringIO()
+    Bar(stream, is_terminal=True)(Progress(0, 2))
+    (line,) = stream.getvalue().removeprefix("\r").split("\x1b[K")[:-1]
+    assert 49 == len(line) and line.endswith(" measuring the model as …")
+
+
+def test_a_perplexity_has_the_decimals_that_say_something() -> None:
+    assert ["12.3457", "49021", "inf"] == [process._figure(number) for number in (12.345678, 49021.3445, float("inf"))]
 
 
 def damaged(model: Path, folder: Path, name: str, number: float) -> Path:

@@ -149,3 +149,15 @@ def test_whatever_changes_keys_and_values_changes_the_name(tiny_bloom: Path) -> 
         os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
     assert plain == identity(tiny_bloom, tiny_bloom, ["bfloat16", "1 rank"])
     assert 4 == len({plain, *others})
+
+
+def test_a_file_that_may_be_larger_than_it_can_be_is_said_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("server.tiers.disk.MOST_PLACES", 2)
+    monkeypatch.setattr("server.tiers.mover.MOST_PLACES", 2)
+    for rank, places in ((0, 2), (0, 4), (1, 4)):
+        tiers = Tiers(TierConfig(0, places * 8192, tmp_path / str(places), f"{rank}-of-2", b"i" * 16))
+        tiers.open(Memory(), 1)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert "asks for 0.00 GB in each shard, of which 0.00 GB are used: a file has at most 2 blocks" in message

@@ -1,0 +1,34 @@
+"""What settings ask of this machine's memory and disks, looked at before a model is asked for."""
+
+from __future__ import annotations
+
+from router.launch.settings import Settings, flag
+from server.storage_settings import folder_problems, idle_settings, offload_problems, room_problem
+
+OFFLOADING = ("weights_on_device", "weights_on_host", "kv_on_device", "kv_on_host", "offload_dir")
+BATCHES = ("batch_concurrency", "batch_max_file_bytes", "batch_max_files", "batch_max_bytes")
+
+
+def storage_problems(settings: Settings, device: str) -> list[str]:
+    """One sentence for each setting that this machine cannot do. device: what computes."""
+    if settings.is_null_model:
+        return []
+    values = settings.values
+    return [
+        *offload_problems(**{name: values[name] for name in OFFLOADING}, has_own_memory=device != "cpu"),
+        *folder_problems(values["prefix_cache_dir"]),
+    ]
+
+
+def storage_warnings(settings: Settings) -> list[str]:
+    """One sentence for each setting that does less than it says, or nothing."""
+    values, found = settings.values, []
+    idle = [flag(name) for name in BATCHES if settings.sources[name] != "default"]
+    if idle and values["batch_dir"] is None:
+        found.append(f"without --batch-dir nothing is served that needs {' and '.join(idle)}: name a folder with it")
+    if settings.is_null_model:
+        return found
+    found += idle_settings(values)
+    if problem := room_problem(values["prefix_cache_disk_gb"], values["prefix_cache_dir"]):
+        found.append(problem)
+    return found

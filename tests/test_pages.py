@@ -1,0 +1,37 @@
+"""What pages for people say: every page is found from the README, and commands can be typed as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from router.launch.settings import flag, public_settings
+from tests.running import ROOT
+
+README = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *(ROOT / "docs/embedded-model").glob("*.md")]
+HELP = "settings.md"  # made of the help texts, in which `lockstep` is the installed command
+BARE = re.compile(r"(?:^|`)((?:lockstep(?:-bench)? (?=[a-z-])|python3? (?=launcher\.py|-m )).*)", re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.name != HELP], ids=lambda page: page.stem)
+def test_commands_are_found_after_the_steps_of_the_readme(page: Path) -> None:
+    """Nothing is on the PATH after `make serve`: `.venv/bin/` stands before each of them."""
+    assert [] == BARE.findall(page.read_text())
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    """A page about what Lockstep does; those about the project itself are linked from others."""
+    silent = {page.name for page in (ROOT / "docs").glob("*.md") if f"](docs/{page.name}" not in README}
+    assert set() == silent
+
+
+def test_the_readme_says_what_runs_that_does_not_fit_into_memory() -> None:
+    found = set(re.findall(r"--(?:weights|kv|offload|prefix)-[a-z-]+", README))
+    names = {"weights_on_device", "kv_on_device", "offload_dir", "prefix_cache_disk_gb", "prefix_cache_dir"}
+    assert {flag(name) for name in names} <= found <= {flag(name) for name in public_settings()}
+    page, heading = "docs/operating.md", "The prefix cache on the host and on disk"
+    assert f"]({page}#{heading.lower().replace(' ', '-')})" in README
+    assert f"\n## {heading}\n" in (ROOT / page).read_text()
