@@ -205,7 +205,6 @@ def _measured(args: argparse.Namespace, shape: ModelShape) -> Measured:
     from benchmark.rates import measure  # imports torch, which takes seconds
 
     print("measuring what predictions need", file=sys.stderr, flush=True)
-
     return measure(args, shape)
 
 
@@ -260,10 +259,9 @@ def _search(
     )
     if found is None:
         layers = min(share * sizes.layers + sizes.slots * (share < 1) for share in tried)
-        least = layers + min(kv_bytes for _, kv_bytes in candidates.values())
-        remedy = (
-            f"give --offload-memory {math.ceil(least / 1e6)}MB" if args.offload_memory else "lower --gpu-batch-size"
-        )
+        least = layers + min((kv_bytes for _, kv_bytes in candidates.values()), default=0.0)
+        enough = f"give --offload-memory {math.ceil(least / 1e6)}MB"
+        remedy = enough if candidates and args.offload_memory else "lower --gpu-batch-size"
         where = "" if can_stream else ", and nothing can stream without --offload-dir"
         raise BenchError(f"nothing fits into {memory / 1e9:.2f} GB beside what must stay{where}: {remedy}")
     return found
@@ -278,8 +276,8 @@ def _why(found: Found, served: ServedModel, measured: Measured, memory: float) -
     return (
         f"auto: {policy.schedule}, blocks of {policy.num_gpu_batches} × {policy.gpu_batch_size} sequences, "
         f"{100 * found.resident:.4g} % of the layers on the device, of {found.tried} policies that fit into "
-        f"{memory / 1e9:.2f} GB beside {beside / 1e9:.2f} GB of embedding and head: predicted "
-        f"{phases.total_tokens / phases.total_s:.4g} tokens/s{from_where}"
+        f"{memory / 1e9:.2f} GB beside {beside / 1e9:.2f} GB of embedding and head: "
+        f"predicted {phases.total_tokens / phases.total_s:.4g} tokens/s{from_where}"
     )
 
 
@@ -296,10 +294,10 @@ async def _measure(
         result.extra = launch.startup_of(server)
         done: dict[Policy, tuple[dict[str, Any], timeline.Timeline]] = {}
         with published(result, schedule_report.markdown, args.output) as keep, shards.causes_of(target):
-            in_turn = sorted(job.policies, key=lambda one: one.block)  # peaks of memory grow with blocks
-            for number, policy in enumerate(in_turn, 1):
+            in_order = sorted(job.policies, key=lambda one: one.block)  # peaks of memory grow with blocks
+            for number, policy in enumerate(in_order, 1):
                 block = f"{policy.num_gpu_batches} × {policy.gpu_batch_size} sequences"
-                print(f"{policy.schedule}, {block}: {number} of {len(in_turn)}", file=sys.stderr, flush=True)
+                print(f"{policy.schedule}, {block}: {number} of {len(in_order)}", file=sys.stderr, flush=True)
                 row, times = await _run_policy(args, job, policy, connected, server, tokenizer, target)
                 done[policy] = (row, times)
                 result.rows[:] = [done[one][0] for one in job.policies if one in done]

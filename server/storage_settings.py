@@ -59,6 +59,11 @@ def offload_problems(
 ) -> list[str]:
     """What is wrong with these settings on this machine, each with its remedy. has_own_memory: of the device."""
     problems = []
+    if weights_on_device == AUTO and not Share.parse(kv_on_device).is_all:
+        problems.append(
+            f"--weights-on-device auto chooses beside a KV cache that is all on the device, and --kv-on-device is "
+            f"{kv_on_device}: give a share of the weights, such as 40%, or leave --kv-on-device out"
+        )
     for name, on_device, on_host, sentence in (
         ("weights", weights_on_device, weights_on_host, NO_FOLDER),
         ("kv", kv_on_device, kv_on_host, NO_KV_FOLDER),

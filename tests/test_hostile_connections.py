@@ -10,12 +10,14 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx2
+import pytest
 import uvloop
 
 from tests.hostile_connections import KINDS, CrowdProcess, Timeouts, gaps, held, outlived
 from tests.running import Server
 
 TIMEOUTS = Timeouts(header=1.0, body=2.0, keep_alive=3.0, unread=2.0)
+pytestmark = pytest.mark.alone
 PROBE_INTERVAL_S = 1.0  # shorter than keep_alive: these stay
 TOKENS = 100
 

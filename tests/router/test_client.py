@@ -32,7 +32,8 @@ class StubShard(ShardServicer):  # type: ignore[misc]
         self.steps = StepStream(rank, sockets, self.start)
 
     async def Info(self, request: Any, context: Any) -> pb.InfoReply:
-        return pb.InfoReply(model_type="fake", dtype="float32", world_size=2, vocab_size=256, weight_bytes=self.rank)
+        sizes = {"world_size": 2, "vocab_size": 256, "weight_bytes": self.rank, "block_size": 16}
+        return pb.InfoReply(model_type="fake", dtype="float32", **sizes)
 
     async def Warmup(self, request: Any, context: Any) -> pb.WarmupReply:
         if request.max_batch_total_tokens > 4096:

@@ -59,6 +59,11 @@ def test_memory_is_no_disk_for_anything(tmp_path: Path, in_memory: str) -> None:
 @pytest.mark.parametrize(
     ("given", "has_own_memory", "expected"),
     [
+        (
+            {"weights_on_device": "auto", "kv_on_device": "50%", "offload_dir": "/tmp"},
+            False,
+            "--weights-on-device auto chooses beside a KV cache that is all on the device, and --kv-on-device is 50%",
+        ),
         ({}, False, None),
         ({"weights_on_device": "auto"}, False, None),
         ({"weights_on_device": "50%"}, True, None),
