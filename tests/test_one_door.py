@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import httpx2
 import pytest
 
-from tests.running import Server, body, children_of
+from tests.running import Server, body, children_of, open_files
 
 KEY, TOKEN = "Canary-4711", "hf_Canary4712"
 LISTENS = "0A"  # the state of a socket in /proc/net/tcp
@@ -25,8 +25,7 @@ def tree_of(pid: int) -> list[int]:
 
 def inodes_of(pids: list[int]) -> set[str]:
     """Sockets that the processes hold."""
-    links = (link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir())
-    found = (re.fullmatch(r"socket:\[(\d+)\]", str(link.readlink())) for link in links)
+    found = (re.fullmatch(r"socket:\[(\d+)\]", name) for pid in pids for name in open_files(pid))
     return {match[1] for match in found if match}
 
 

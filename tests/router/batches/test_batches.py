@@ -26,6 +26,7 @@ from router.jobs.journal import journal_of
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.jobs.making import request
 from tests.router.site import Site, site
+from tests.running import open_files
 
 KEYS = {"keys": [{"name": "one", "key": "key-1"}, {"name": "other", "key": "key-2"}]}
 
@@ -205,8 +206,7 @@ def test_a_file_that_is_deleted_while_it_is_sent_comes_whole(tmp_path: Path, mon
 
             monkeypatch.setattr(FileAnswer, "__call__", deleted_first)
             assert content == (await one.files.content(file.id)).content
-            open_files = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.exists()]
-            assert [] == [path for path in open_files if path.endswith(".data (deleted)")]
+            assert [] == [path for path in open_files(os.getpid()) if path.endswith(".data (deleted)")]
 
     asyncio.run(story())
 
