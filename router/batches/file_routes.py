@@ -74,6 +74,8 @@ class Upload:
         for piece in reader.feed(data):
             if isinstance(piece, PartBegins):
                 self._part = piece
+                if piece.name.startswith("expires_after"):
+                    raise ValidationError("`expires_after` is not served: files stay until deleted, leave it out")
                 if piece.name == "file":
                     if self.filename is not None:
                         raise Malformed("the form has two parts `file`: send one file at a time")

@@ -134,6 +134,13 @@ Call = Callable[[AsyncOpenAI, str], Any]
 WRONG: list[tuple[Call, int, str]] = [
     (lambda one, id: one.files.create(file=("x", b""), purpose="fine-tune"), 400, "`purpose` must be `batch`"),
     (lambda one, id: one.files.create(file=("x", b"y" * 20_000), purpose="batch"), 413, "is larger than `batch_max"),
+    (
+        lambda one, id: one.files.create(
+            file=("x", b"{}"), purpose="batch", expires_after={"anchor": "created_at", "seconds": 3600}
+        ),
+        400,
+        "`expires_after` is not served",
+    ),
     (lambda one, id: one.files.list(limit=0), 400, "`limit` is '0'"),
     (lambda one, id: one.files.list(extra_query={"limit": "1" * 5000}), 400, "`limit` is '11111111111111111111'"),
     (lambda one, id: one.files.list(extra_query={"limit": "0" * 8 + "20000"}), 400, "from 1 to 10000"),
