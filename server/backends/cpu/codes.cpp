@@ -513,6 +513,24 @@ void pack(const CodeWeight* weight, const uint8_t* codes, const uint8_t* scales,
     });
 }
 
+constexpr long AHEAD = 24;  // words
+
+// What the four slots from `slot` on of a row stand for, at their inputs' places.
+template <class E>
+INLINE void unpack_word(
+    const CodeWeight& weight, const uint8_t* panel, int lane, long slot, float scale, int zero, E* out
+) {
+    const long word = slot / 4;
+    const uint8_t* const codes = panel + (weight.bits == 8 ? word : word / 2) * STEP + lane * 4;
+    const int shift = weight.bits == 8 ? 0 : int(word % 2 * 4), mask = weight.bits == 8 ? 255 : 15;
+    __builtin_prefetch(codes + AHEAD * STEP);  // a row's words are as far apart as no processor expects
+    for (int i = 0; i < 4; i++) {
+        const long input = weight.order ? weight.order[slot + i] : slot + i;
+        if (input < 0 || input >= weight.inputs) continue;
+        out[input] = from_float<E>(float((codes[i] >> shift & mask) - zero) * scale);
+    }
+}
+
 // out [count, inputs]: what rows `ids` of the weight stand for; of one that is not gated.
 template <class E>
 void unpack(const CodeWeight* weight, const int64_t* ids, long count, E* out, int threads) {
@@ -522,14 +540,11 @@ void unpack(const CodeWeight* weight, const int64_t* ids, long count, E* out, in
                 const uint8_t* const panel = weight->panel(ids[row] / PANEL);
                 const Scales scales(*weight, panel);
                 const int lane = int(ids[row] % PANEL), vector = lane / LANES;
-                for (long slot = 0; slot < weight->slots; slot++) {
-                    const long input = weight->order ? weight->order[slot] : slot < weight->inputs ? slot : -1;
-                    if (input < 0) continue;
-                    const long block = slot / weight->block, word = slot / 4, byte = lane * 4 + slot % 4;
-                    const int code = weight->bits == 8 ? panel[word * STEP + byte]
-                                                       : panel[word / 2 * STEP + byte] >> (word % 2 * 4) & 15;
+                for (long first = 0, block = 0; first < weight->slots; first += weight->block, block++) {
+                    const float scale = scales.scale(block, vector)[lane % LANES];
                     const int zero = scales.zero(block, vector)[lane % LANES];
-                    out[row * weight->inputs + input] = from_float<E>(float(code - zero) * scales.scale(block, vector)[lane % LANES]);
+                    for (long slot = first; slot < first + weight->block; slot += 4)  // slots are whole blocks
+                        unpack_word(*weight, panel, lane, slot, scale, zero, out + row * weight->inputs);
                 }
             }
         }
