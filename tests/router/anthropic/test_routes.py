@@ -189,6 +189,7 @@ def test_tokens_are_counted_without_generating(plain: Served) -> None:
     assert num_steps == len(plain.site.shards.requests)
 
 
+@pytest.mark.alone
 def test_a_count_holds_a_permit_and_keeps_its_deadline(tmp_path: Path) -> None:
     endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     template = template_in(tmp_path, f"{{% if messages[0].content == 'endless' %}}{endless}{{% endif %}}")

@@ -120,6 +120,7 @@ def test_a_process_that_dies_is_replaced_and_every_text_goes_on() -> None:
     following(story)
 
 
+@pytest.mark.alone
 def test_a_process_of_which_nothing_is_heard_is_replaced_and_every_text_goes_on() -> None:
     async def story(follower: Follower) -> None:
         asked, idle = Reader(follower, compiled()), Reader(follower, compiled())
@@ -135,6 +136,7 @@ def test_a_process_of_which_nothing_is_heard_is_replaced_and_every_text_goes_on(
     following(story, seconds=0.1)
 
 
+@pytest.mark.alone
 def test_a_text_that_takes_too_long_fails_alone() -> None:
     """Not who is asked of first, nor who waits behind it."""
 
