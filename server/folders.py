@@ -12,11 +12,8 @@ import tempfile
 from pathlib import Path
 
 MOUNTS = Path("/proc/self/mountinfo")
-IN_MEMORY = (
-    "tmpfs",
-    "ramfs",
-    "devtmpfs",
-)  # of file systems; since Linux 6.6 such files can be opened with O_DIRECT, too
+# File systems; that a file can be opened with O_DIRECT does not tell them, for since Linux 6.6 theirs can.
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 
 
 def refuse_memory(folder: Path, flag: str) -> None:
