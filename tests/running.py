@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -87,14 +88,23 @@ class Server:
         return next(pid for pid in self.children() if b"\0router\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
 
     def shards(self) -> list[int]:
-        """Process ids of the shards that run now, by rank."""
+        """Process ids of the shards by rank, as soon as every one runs: a lost one is started again meanwhile."""
+        wanted = int(self.flags[self.flags.index("--num-shard") + 1]) if "--num-shard" in self.flags else 1
+        deadline = time.monotonic() + 60
+        while sorted(found := self._running_shards()) != list(range(wanted)):
+            assert time.monotonic() < deadline, f"of {wanted} shards {sorted(found)} run"
+            time.sleep(0.02)
+        return [found[rank] for rank in range(wanted)]
+
+    def _running_shards(self) -> dict[int, int]:
+        """Process ids by rank of the shards that run now."""
         found = {}
         for pid in self.children():
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 _, name, state = re.split(r" ?[()] ?", Path(f"/proc/{pid}/stat").read_text())
                 if name.startswith("shard-") and state[0] not in "ZX":
                     found[int(name.removeprefix("shard-"))] = pid
-        return [found[rank] for rank in sorted(found)]
+        return found
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its name and labels."""

@@ -238,8 +238,8 @@ def test_where_nobody_starts_shards_again_every_stream_is_told(rank: int) -> Non
 
 def test_deaths_without_a_token_between_are_given_up() -> None:
     with Server("--model-id", "null", "--max-deaths", "3") as server:
-        for _ in range(3):
-            again(server)
+        for death in range(3):
+            asyncio.run(recovery_after(server, death - 1))
             [shard] = server.shards()
             os.kill(shard, signal.SIGTERM)
             while Path(f"/proc/{shard}").exists() and server.process.poll() is None:
