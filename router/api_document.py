@@ -49,12 +49,14 @@ def documented(
     answer: Any = None,
     *,
     events: Any = None,
+    last_data: str = "",
     errors: Any = schemas.ErrorResponse,
     statuses: Sequence[int] = ERROR_STATUSES,
 ) -> Json:
     """What a route that takes JSON says of itself, as arguments of `app.post`.
 
-    bodies: one of these. answer: the JSON that answers; events: what a stream's events are, if there may be one.
+    bodies: one of these. answer: the JSON that answers; events: what a stream's events are, if there may be one;
+    last_data: what its last event may say in place of JSON.
     """
     every = [_inlined(body, "validation") for body in ([bodies] if isinstance(bodies, type) else bodies)]
     content = {"application/json": {"schema": every[0] if len(every) == 1 else {"anyOf": every}}}
@@ -63,7 +65,9 @@ def documented(
         good["model"] = answer
     if events is not None:
         both = [_inlined(kind, "serialization") for kind in (events, errors)]
-        data = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": both}}
+        data: Json = {"type": "string", "contentMediaType": "application/json", "contentSchema": {"anyOf": both}}
+        if last_data:
+            data = {"anyOf": [{"const": last_data}, data]}
         event = {"type": "object", "required": ["data"], "properties": {"data": data}}
         good["content"] = {"text/event-stream": {"itemSchema": event}}
     return {

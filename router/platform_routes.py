@@ -17,6 +17,7 @@ from router import schemas, tgi
 from router.api_document import documented
 from router.asked import Asked
 from router.errors import ValidationError
+from router.openai.answers import DONE_DATA
 from router.openai.asked import of_chat
 from router.openai.documents import ChatChunk, ChatCompletion, ErrorAnswer, TextChunk, TextCompletion
 from router.openai.routes import rendering_of
@@ -88,7 +89,8 @@ def add_platform_routes(app: FastAPI, services: Services, generate: Handler, cha
 
     summary = "SageMaker's: a body of `/`, `/v1/chat/completions` or `/v1/completions`, answered as there"
     bodies = (GenerateRequest, ChatRequest, CompletionRequest)
-    said = documented(bodies, list[schemas.GenerateResponse] | ChatCompletion | TextCompletion, events=Event)
+    answer = list[schemas.GenerateResponse] | ChatCompletion | TextCompletion
+    said = documented(bodies, answer, events=Event, last_data=DONE_DATA)
     app.post("/invocations", summary=summary, response_class=Response, **said)(invocations)
     of_vertex = documented(VertexRequest, VertexResponse)
     app.post("/vertex", summary="Vertex AI's: several prompts at once", response_class=Response, **of_vertex)(vertex)

@@ -22,7 +22,8 @@ from router.text import FinishReason
 from router.tgi import frame
 from router.version import version
 
-DONE = b"data: [DONE]\n\n"
+DONE_DATA = "[DONE]"
+DONE = f"data: {DONE_DATA}\n\n".encode()
 FINGERPRINT = f"lockstep-{version()}"
 REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS_TOKEN: "stop", FinishReason.STOP_SEQUENCE: "stop"}
 ERROR_TYPES = {

@@ -19,6 +19,7 @@ from router.chat.tools import Offer
 from router.event_stream import Frames
 from router.generation import OpenRequest
 from router.openai import answers, asked, logprobs, read_answers, tgi_client, tools
+from router.openai.answers import DONE_DATA
 from router.openai.documents import ChatChunk, ChatCompletion, ErrorAnswer, TextChunk, TextCompletion
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
 from router.openai.scored import ScoredFrames, Scoring, add_to_chat, add_to_completion
@@ -90,7 +91,7 @@ def _add(
     handler: Handler,
 ) -> None:
     statuses = [status for status in ERROR_STATUSES if status != 422]  # answers.py makes it a 400
-    said = documented(body, answer, events=event, errors=ErrorAnswer, statuses=statuses)
+    said = documented(body, answer, events=event, last_data=DONE_DATA, errors=ErrorAnswer, statuses=statuses)
     app.post(path, summary=f"{summary}; server-sent events if `stream` is true", response_class=Response, **said)(
         handler
     )

@@ -91,10 +91,17 @@ def schema_of(document: Json, path: str, status: int, media_type: str = "applica
     operations = document["paths"][path]
     operation = operations.get("post", operations.get("get"))
     content = operation["responses"][str(status)]["content"][media_type]
-    schema: Json = (
-        content["itemSchema"]["properties"]["data"]["contentSchema"] if "itemSchema" in content else content["schema"]
-    )
-    return {**schema, "components": document["components"]}
+    if "itemSchema" not in content:
+        return {**content["schema"], "components": document["components"]}
+    data = content["itemSchema"]["properties"]["data"]
+    [payload] = [kind for kind in data.get("anyOf", [data]) if "contentSchema" in kind]
+    return {**payload["contentSchema"], "components": document["components"]}
+
+
+def last_data_of(document: Json, path: str) -> list[str]:
+    """What the last event of a stream may say in place of JSON."""
+    content = document["paths"][path]["post"]["responses"]["200"]["content"]["text/event-stream"]
+    return [kind["const"] for kind in content["itemSchema"]["properties"]["data"].get("anyOf", []) if "const" in kind]
 
 
 def test_answers_and_events_are_as_it_says(template: str) -> None:
@@ -112,6 +119,8 @@ def test_answers_and_events_are_as_it_says(template: str) -> None:
             text = answer.text
             for event in events_of(text):
                 jsonschema.validate(event, schema)
+            last = text.splitlines()[-2].removeprefix("data: ")
+            assert last.startswith("{") or [last] == last_data_of(document, known)
 
         details = {"details": True, "top_n_tokens": 2, "max_new_tokens": 3}
         sampled = {**details, "best_of": 2, "do_sample": True, "decoder_input_details": True}
