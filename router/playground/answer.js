@@ -72,6 +72,7 @@ export class TokenView {
 /** The card that says what is known of a token. One for the page; it follows the pointer, the arrow keys and taps. */
 export class TokenCard {
   #shown = null;
+  #at = null; // where its token stood when it was shown
 
   constructor(element) {
     this.element = element;
@@ -79,7 +80,7 @@ export class TokenCard {
     document.addEventListener("pointerdown", (event) => {
       if (!event.target.closest?.(".token, .card")) this.hide();
     });
-    addEventListener("scroll", () => this.hide(), { capture: true, passive: true });
+    addEventListener("scroll", () => this.#hideIfMoved(), { capture: true, passive: true });
     addEventListener("resize", () => this.hide());
   }
 
@@ -111,10 +112,8 @@ export class TokenCard {
     }[event.key];
     if (to !== undefined) {
       event.preventDefault();
-      view.spans[to].scrollIntoView({ block: "nearest" });
-      // Scrolling hides the card, once it has happened.
-      requestAnimationFrame(() => requestAnimationFrame(() => this.show(view.spans[to])));
-      this.#mark(view.spans[to]);
+      view.spans[to].scrollIntoView({ block: "nearest", behavior: "instant" });
+      this.show(view.spans[to]);
     } else if (event.key === "Escape" && !this.element.hidden) {
       event.stopPropagation();
       this.hide();
@@ -125,6 +124,13 @@ export class TokenCard {
     this.span?.classList.remove("active");
     this.span = span;
     span?.classList.add("active");
+  }
+
+  /** The event of a scroll comes after it, and may come after the card was shown beside what was scrolled to. */
+  #hideIfMoved() {
+    if (this.element.hidden) return;
+    const { left, top } = placeOf(this.span);
+    if (Math.abs(left - this.#at.left) + Math.abs(top - this.#at.top) > 1) this.hide();
   }
 
   hide() {
@@ -139,7 +145,8 @@ export class TokenCard {
     this.#mark(span);
     this.element.replaceChildren(...span.tokens.slice(0, 8).map(described));
     this.element.hidden = false;
-    this.#place(span.getClientRects()[0] ?? span.getBoundingClientRect());
+    this.#at = placeOf(span);
+    this.#place(this.#at);
   }
 
   #place(token) {
@@ -151,6 +158,11 @@ export class TokenCard {
     this.element.style.left = `${left}px`;
     this.element.style.top = `${fits ? below : token.top - height - 4}px`;
   }
+}
+
+/** Of a token of several lines, its first. */
+function placeOf(span) {
+  return span.getClientRects()[0] ?? span.getBoundingClientRect();
 }
 
 function described(token) {

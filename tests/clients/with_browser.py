@@ -157,7 +157,7 @@ def test_a_completion_a_chat_and_a_look_at_the_batch(browser: Browser, server: S
         expect(page.locator("#model")).to_have_text("server/demo")
         expect(page.locator("#requests")).to_contain_text("other-0")
         look(page, f"{name}-1-first")
-        generate(page, max_new_tokens="300", ignore_eos="yes")
+        generate(page, max_new_tokens="1500", ignore_eos="yes")
         expect(page.locator("#requests .ours")).to_contain_text("this page")
         expect(page.locator("#running")).to_have_text("2 / 2")
         expect(page.locator("#decode-bars")).to_have_attribute("d", re.compile("M"))
