@@ -101,44 +101,55 @@ INLINE Floats exact(Ints products, Ints zero, float codes) {
     return __builtin_convertvector(products, Floats) - __builtin_convertvector(zero, Floats) * codes;
 }
 
-// One token's inputs as floats in slots, zeros where a slot has none.
+// One token's inputs as floats by their slots, zeros where a slot has none.
 template <class E>
-INLINE void spread(const CodeWeight& weight, const E* x, float* slots) {
-    if (weight.order) {
+class Slots {
+  public:
+    // room: for a float of each slot, and one vector more.
+    Slots(const CodeWeight& weight, const E* x, float* room) : x_(x), inputs_(weight.inputs), ordered_(nullptr) {
+        if (!weight.order) return;
         for (long slot = 0; slot < weight.slots; slot++)
-            slots[slot] = weight.order[slot] < 0 ? 0.0f : to_float(x[weight.order[slot]]);
-        return;
+            room[slot] = weight.order[slot] < 0 ? 0.0f : to_float(x[weight.order[slot]]);
+        ordered_ = room;
     }
-    long i = 0;
-    for (; i + LANES <= weight.inputs; i += LANES) store(slots + i, load(x + i));
-    if (i < weight.inputs) store(slots + i, load_part(x + i, weight.inputs - i)), i += LANES;
-    for (; i < weight.slots; i++) slots[i] = 0.0f;
-}
+    // From `slot` on; what is behind the first `count` is not to be used.
+    INLINE Floats at(long slot, long count) const {
+        if (ordered_) return load_part(ordered_ + slot, count);
+        return load_part(x_ + slot, min(count, inputs_ - slot));
+    }
 
-// The scale that the largest magnitude of `count` numbers, a multiple of 4, decides; NaN where one of them is no number.
-INLINE float scale_of(const float* slots, long count) {
+  private:
+    const E* x_;
+    long inputs_;
+    const float* ordered_;
+};
+
+// The scale that the largest magnitude in slots `first` … `stop` - 1 decides; NaN where one of them is no number.
+template <class E>
+INLINE float scale_of(const Slots<E>& slots, long first, long stop) {
     constexpr float TINY = 1e-12f, MOST = 127.0f;
     Floats most = {}, poison = {};
-    for (long i = 0; i < count; i += LANES) {
-        const Floats x = load_part(slots + i, count - i);
+    for (; first < stop; first += LANES) {
+        const Floats x = slots.at(first, stop - first);
         most = max(most, max(x, -x)), poison += x - x;
     }
     return (max(all(largest(most)), all(TINY))[0] + sum(poison)) / MOST;
 }
 
-// Codes of `count` numbers, a multiple of 4, and their sum.
-INLINE float round_slots(const float* slots, long count, float scale, int8_t* codes) {
+// Codes of slots `first` … `stop` - 1, a multiple of 4 of them, and their sum.
+template <class E>
+INLINE float round_slots(const Slots<E>& slots, long first, long stop, float scale, int8_t* codes) {
     const Floats inverse = all(1.0f / scale);
     Ints total = {};
-    for (long i = 0; i < count; i += LANES) {
-        const Ints rounded = nearest_codes(load_part(slots + i, count - i) * inverse);
+    for (; first < stop; first += LANES, codes += LANES) {
+        const Ints rounded = nearest_codes(slots.at(first, stop - first) * inverse);
         total += rounded;
-        if (count - i >= LANES) {
-            store_codes(codes + i, rounded);
+        if (stop - first >= LANES) {
+            store_codes(codes, rounded);
         } else {
             int8_t rest[LANES];
             store_codes(rest, rounded);
-            memcpy(codes + i, rest, size_t(count - i));
+            memcpy(codes, rest, size_t(stop - first));
         }
     }
     int32_t all_lanes = 0;
@@ -148,34 +159,38 @@ INLINE float round_slots(const float* slots, long count, float scale, int8_t* co
 
 // One token of a tile of `rows`: its place in the first block of words is `to`, its number in the chunk is `token`.
 template <class E, class Out>
-void pack_token(const Layer<E, Out>& layer, long number, long token, Word* to, int rows, const Left& left, float* slots) {
+void pack_token(const Layer<E, Out>& layer, long number, long token, Word* to, int rows, const Left& left, float* room) {
+    constexpr long TOGETHER = 4 * LEFT_WORDS;  // slots whose codes lie together
     const CodeWeight& weight = layer.weight;
-    spread(weight, layer.x + number * weight.inputs, slots);
-    int8_t* const codes = reinterpret_cast<int8_t*>(slots + weight.slots + LANES);
+    const Slots<E> slots(weight, layer.x + number * weight.inputs, room);
     float scale = layer.scales ? layer.scales[number] : weight.fixed ? *weight.fixed : 0.0f;
     const bool is_known = layer.scales || weight.fixed;
-    if (!is_known && weight.is_by_token) scale = scale_of(slots, weight.slots);
-    for (long block = 0; block < weight.blocks(); block++) {
-        const float* const at = slots + block * weight.block;
-        if (!is_known && !weight.is_by_token) scale = scale_of(at, weight.block);
+    if (!is_known && weight.is_by_token) scale = scale_of(slots, 0, weight.slots);
+    for (long block = 0, slot = 0; block < weight.blocks(); block++) {
+        const long end = slot + weight.block;
+        if (!is_known && !weight.is_by_token) scale = scale_of(slots, slot, end);
+        float codes = 0.0f;
+        for (long stop; slot < end; slot = stop) {
+            stop = min(end, slot / TOGETHER * TOGETHER + TOGETHER);
+            int8_t* const at = reinterpret_cast<int8_t*>(to + slot / TOGETHER * rows * LEFT_STRIDE) + slot % TOGETHER;
+            codes += round_slots(slots, slot, stop, scale, at);
+        }
         left.scales[block * left.tokens + token] = scale;
-        left.sums[block * left.tokens + token] = round_slots(at, weight.block, scale, codes + block * weight.block);
+        left.sums[block * left.tokens + token] = codes;
     }
-    for (long word = 0; word < weight.words(); word += LEFT_WORDS, to += rows * LEFT_STRIDE)
-        memcpy(to, codes + 4 * word, size_t(4 * min(weight.words() - word, LEFT_WORDS)));
 }
 
 template <class E, class Out>
 void pack_tokens(const Layer<E, Out>& layer, const Parts& tiles, long first, const Left& left) {
     static thread_local Workspace slots_memory;
-    float* const slots = slots_memory.take<float>(2 * layer.weight.slots + 4 * LANES);
+    float* const room = slots_memory.take<float>(layer.weight.slots + LANES);
     const int blocks = blocks_of(layer.weight.words());
     for (int tile = 0; tile < tiles.number; tile++) {
         const int rows = tiles.length(tile);
         Word* to = left.words + long(tiles.first(tile)) * blocks * LEFT_STRIDE;
         for (int row = 0; row < rows; row++) {
             const long token = tiles.first(tile) + row;
-            pack_token(layer, first + token, token, to + row * LEFT_STRIDE, rows, left, slots);
+            pack_token(layer, first + token, token, to + row * LEFT_STRIDE, rows, left, room);
         }
     }
 }

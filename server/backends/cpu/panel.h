@@ -33,22 +33,31 @@ INLINE Parts chunks_of(long tokens, long left_words) {
     return Parts(tokens, max(CHUNK_BYTES / 4 / left_words, LEAST_CHUNK));
 }
 
+// Rows ahead of the one that is written whose places in memory are fetched: they are far from each other, so that
+// no processor foresees them.
+constexpr long ROWS_AHEAD = 8;
+
 // From the sums of `rows` tokens with a panel to outputs. `first` is the number of the first token.
 template <int KIND, class Layer>
 void finish_tile(const Layer& layer, long panel, long first, long rows, const float* sums) {
     const auto& weight = layer.weight;
-    const int vectors = int(weight.panel_outputs()) / LANES;
+    const long width = weight.outputs, column = panel * weight.panel_outputs();
+    const int vectors = int(min(weight.panel_outputs(), width - column) + LANES - 1) / LANES;
+    const bool has_up_bias = weight.is_gated && layer.bias;
+    Floats bias[VECTORS] = {}, up_bias[VECTORS] = {};
     for (int v = 0; v < vectors; v++) {
-        const long column = panel * weight.panel_outputs() + v * LANES, count = weight.outputs - column;
-        if (count <= 0) return;
-        const Floats bias = layer.bias ? load_part(layer.bias + column, count) : Floats{};
-        const bool has_up_bias = weight.is_gated && layer.bias;
-        const Floats up_bias = has_up_bias ? load_part(layer.bias + weight.outputs + column, count) : Floats{};
-        for (long row = 0; row < rows; row++) {
-            const float* at = sums + row * PANEL + v * LANES;
-            const long place = (first + row) * weight.outputs + column;
-            Floats y = activate<KIND>(load(at) + bias);
-            if (weight.is_gated) y *= load(at + PANEL / 2) + up_bias;
+        const long at = column + v * LANES;
+        if (layer.bias) bias[v] = load_part(layer.bias + at, width - at);
+        if (has_up_bias) up_bias[v] = load_part(layer.bias + width + at, width - at);
+    }
+    for (long row = 0; row < rows; row++, sums += PANEL) {
+        const long start = (first + row) * width + column, ahead = start + min(ROWS_AHEAD, rows - 1 - row) * width;
+        __builtin_prefetch(layer.out + ahead, 1);
+        if (layer.residual) __builtin_prefetch(layer.residual + ahead);
+        for (int v = 0; v < vectors; v++) {
+            const long place = start + v * LANES, count = width - column - v * LANES;
+            Floats y = activate<KIND>(load(sums + v * LANES) + bias[v]);
+            if (weight.is_gated) y *= load(sums + PANEL / 2 + v * LANES) + up_bias[v];
             if (layer.residual) y += load_part(layer.residual + place, count);
             store_part(layer.out + place, y, count);
         }
