@@ -120,7 +120,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.blocks": set(),
     "server.checkpoint": {
         "server.arch.names", "server.blocks", "server.checkpoint", "server.distributed", "server.quant.configs",
-        "server.quant.left_out", "server.quant.sizes", "server.quant.stored",
+        "server.quant.left_out", "server.quant.packing", "server.quant.sizes", "server.quant.stored",
     },
     "server.checkpoint.download": {"server.checkpoint.files"},
     "server.checkpoint.files": set(),
@@ -175,6 +175,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.quant.configs": {"server.quant.expressions"},
     "server.quant.expressions": set(),
     "server.quant.left_out": {"server.quant.configs", "server.quant.expressions"},
+    "server.quant.packing": set(),
     "server.quant.sizes": {"server.quant.configs", "server.quant.left_out"},
     "server.quantisation": {"server.checkpoint.formats", "server.checkpoint.quantize_config", "server.quant"},
     "server.quantising": {

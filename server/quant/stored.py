@@ -1,7 +1,7 @@
 """A weight in fewer bits, as plain data: what checkpoint formats read, quantisers make and backends store.
 
 All formats are one thing here: codes, what each code stands for, and a scale for each row of each group of inputs.
-Left out: how codes are packed, which is a checkpoint's affair on one side and a backend's on the other.
+Left out: how codes are packed, which is a checkpoint's affair on one side (`packing.py`) and a backend's on the other.
 
 Shapes: F output features, D input features, G groups of inputs.
 """
@@ -10,10 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from server.quant.packing import Codes, joined_outputs, unpacked
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class RoundedInputs:
 class QuantisedWeight:
     """A weight [F, D]: row f and input d stand for (code - zero[f, g]) * scale[f, g], where g is the group of d."""
 
-    codes: Tensor  # [F, D] uint8, int8 or float8_e4m3fn
+    held: Codes  # [F, D] uint8, int8 or float8_e4m3fn, or packed in words until somebody asks for `codes`
     bits: int  # of a code
     scale: Tensor  # [F, G] float32
     groups: Tensor  # [D] int64: the group of each input
@@ -46,24 +49,29 @@ class QuantisedWeight:
     first_input: int = 0  # of the whole layer, where this is a part of its inputs
     num_inputs: int = 0  # of the whole layer; 0: it is the whole
 
+    @cached_property
+    def codes(self) -> Tensor:
+        """[F, D] uint8, int8 or float8_e4m3fn, unpacked the first time."""
+        return unpacked(self.held)
+
     @property
     def shape(self) -> tuple[int, int]:
         """(F, D)."""
-        return self.codes.shape[0], self.codes.shape[1]
+        return self.held.shape[0], self.held.shape[1]
 
     @property
     def device(self) -> torch.device:
         """Where it is."""
-        return self.codes.device
+        return self.held.device
 
     @property
     def nbytes(self) -> int:
         """Memory that it takes."""
-        tensors = (self.codes, self.scale, self.groups, self.zero, self.levels)
+        tensors = (self.held, self.scale, self.groups, self.zero, self.levels)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def to(self, device: torch.device) -> QuantisedWeight:
-        """The same on a device."""
+        """The same on a device; codes are unpacked to go to another one."""
         inputs = self.inputs
         if inputs is not None:
             inputs = replace(
@@ -74,7 +82,7 @@ class QuantisedWeight:
             )
         return replace(
             self,
-            codes=self.codes.to(device),
+            held=self.held if self.device == device else self.codes.to(device),
             scale=self.scale.to(device),
             groups=self.groups.to(device),
             zero=_moved(self.zero, device),
@@ -94,7 +102,7 @@ class QuantisedWeight:
     def rows(self, ids: Tensor) -> Tensor:
         """What rows ids [T] int64 stand for, [T, D] float32."""
         zero = None if self.zero is None else self.zero.index_select(0, ids)
-        chosen = replace(self, codes=self.codes[ids], scale=self.scale.index_select(0, ids), zero=zero)
+        chosen = replace(self, held=self.codes[ids], scale=self.scale.index_select(0, ids), zero=zero)
         return chosen.dequantised()
 
     def columns(self, start: int, stop: int) -> QuantisedWeight:
@@ -103,12 +111,12 @@ class QuantisedWeight:
         kept, of_input = torch.unique(groups, return_inverse=True)
         return replace(
             self,
-            codes=self.codes[:, start:stop].contiguous(),
+            held=self.codes[:, start:stop].contiguous(),
             scale=self.scale[:, kept].contiguous(),
             groups=of_input,
             zero=None if self.zero is None else self.zero[:, kept].contiguous(),
             first_input=self.first_input + start,
-            num_inputs=self.num_inputs or self.codes.shape[1],
+            num_inputs=self.num_inputs or self.shape[1],
         )
 
 
@@ -128,7 +136,7 @@ def joined(parts: Sequence[Stored]) -> Stored | None:
         return None
     return replace(
         first,
-        codes=torch.cat([part.codes for part in alike]),
+        held=joined_outputs([part.held for part in alike]),
         scale=torch.cat([part.scale for part in alike]),
         zero=None if first.zero is None else torch.cat([part.zero for part in alike if part.zero is not None]),
     )
@@ -143,7 +151,7 @@ def padded(weight: Stored, count: int) -> Stored:
         return F.pad(weight, rows)
     return replace(
         weight,
-        codes=F.pad(weight.codes.view(torch.uint8), rows).view(weight.codes.dtype),
+        held=F.pad(weight.codes.view(torch.uint8), rows).view(weight.codes.dtype),
         scale=F.pad(weight.scale, rows),
         zero=None if weight.zero is None else F.pad(weight.zero, rows),
     )
@@ -173,7 +181,7 @@ def _all_dense(parts: Sequence[Stored]) -> bool:
 def _is_alike(one: QuantisedWeight, other: QuantisedWeight) -> bool:
     """Whether both have the same groups, codes that mean the same, and inputs that are rounded in the same way."""
     return (
-        one.codes.dtype == other.codes.dtype
+        one.held.dtype == other.held.dtype
         and one.bits == other.bits
         and (one.zero is None) == (other.zero is None)
         and _is_equal(one.levels, other.levels)

@@ -91,4 +91,4 @@ def _rows(weight: QuantisedWeight, ranges: Ranges) -> QuantisedWeight:
         return torch.cat([tensor[start:stop] for start, stop in ranges])
 
     zero = None if weight.zero is None else cut(weight.zero)
-    return replace(weight, codes=cut(weight.codes), scale=cut(weight.scale), zero=zero)
+    return replace(weight, held=cut(weight.codes), scale=cut(weight.scale), zero=zero)

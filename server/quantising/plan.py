@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from server.arch.spec import ArchSpec
-from server.checkpoint.formats.packing import unit_of
 from server.checkpoint.weights import Checkpoint, Weights
+from server.quant.packing import unit_of
 from server.quantising.recipe import Recipe
 from server.quantising.sites import Site, sites_of
 

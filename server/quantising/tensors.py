@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from server.checkpoint.formats.packing import pack
+from server.quant.packing import pack
 from server.quant.stored import QuantisedWeight
 from server.quantising.recipe import Recipe
 

@@ -50,6 +50,9 @@ struct CodeWeight : Panels {
         return (code_bytes() + scales_bytes() + (zero < 0 ? blocks() * PANEL : 0) + 63) / 64 * 64;
     }
     const uint8_t* panel(long index) const { return panels + index * panel_bytes(); }
+    uint8_t* to(long index) const { return const_cast<uint8_t*>(panel(index)); }  // where it is filled
+    // The input of a slot; -1: there is none.
+    long input_of(long slot) const { return order ? order[slot] : slot < inputs ? slot : -1; }
 };
 
 template <class E, class Out>
@@ -491,40 +494,125 @@ void grouped(
     }
 }
 
-// One panel of codes [rows, slots], scales and zeros [rows, blocks]; a scale is a bit pattern of scale_bytes.
-void pack_panel(
-    const CodeWeight& weight, const uint8_t* codes, const uint8_t* scales, const uint8_t* zeros, long panel, uint8_t* out
-) {
-    memset(out, 0, size_t(weight.panel_bytes()));
-    uint8_t *const scales_at = out + weight.code_bytes(), *const zeros_at = scales_at + weight.scales_bytes();
-    const long blocks = weight.blocks(), size = weight.scale_bytes;
-    for (int lane = 0; lane < PANEL; lane++) {
-        const long row = weight.row_of(panel, lane);
-        if (row < 0) continue;
-        const uint8_t* const of_row = codes + row * weight.slots;
-        const long words = weight.slots / 4;
-        uint8_t* const to = out + lane * 4;
-        for (long word = 0; weight.bits == 8 && word < words; word++) memcpy(to + word * STEP, of_row + word * 4, 4);
-        for (long word = 0; weight.bits != 8 && word < words; word += 2) {
-            uint32_t low, high = 0;
-            memcpy(&low, of_row + word * 4, 4);
-            if (word + 1 < words) memcpy(&high, of_row + word * 4 + 4, 4);
-            low |= high << 4;
-            memcpy(to + word / 2 * STEP, &low, 4);
+// Run body(first, stop) on ranges of panels, of which `together` neighbours are never torn apart.
+template <class Body>
+void for_panels(const CodeWeight& weight, long together, int threads, const Body& body) {
+    const long units = (weight.num_panels() + together - 1) / together;
+    on_threads(threads, units, 1, [&](Queue& queue) {
+        for (long unit, stop; queue.take(unit, stop);)
+            body(unit * together, min(stop * together, weight.num_panels()));
+    });
+}
+
+// Fill the panels, which are zeros, with codes [rows, slots].
+void fill_codes(const CodeWeight* weight, const uint8_t* codes, int threads) {
+    const long words = weight->words();
+    for_panels(*weight, 1, threads, [=](long panel, long stop) {
+        for (; panel < stop; panel++) {
+            for (int lane = 0; lane < PANEL; lane++) {
+                const long row = weight->row_of(panel, lane);
+                if (row < 0) continue;
+                const uint8_t* const of_row = codes + row * weight->slots;
+                uint8_t* const to = weight->to(panel) + lane * 4;
+                for (long word = 0; weight->bits == 8 && word < words; word++)
+                    memcpy(to + word * STEP, of_row + word * 4, 4);
+                for (long word = 0; weight->bits != 8 && word < words; word += 2) {
+                    Word low, high = 0;
+                    memcpy(&low, of_row + word * 4, 4);
+                    if (word + 1 < words) memcpy(&high, of_row + word * 4 + 4, 4);
+                    low |= high << 4;
+                    memcpy(to + word / 2 * STEP, &low, 4);
+                }
+            }
         }
-        for (long block = 0; block < blocks; block++) {
-            memcpy(scales_at + (block * PANEL + lane) * size, scales + (row * blocks + block) * size, size_t(size));
-            if (weight.zero < 0) zeros_at[block * PANEL + lane] = zeros[row * blocks + block];
+    });
+}
+
+// Codes as a checkpoint packs them (`PackedCodes` of packing.py): in words of rows, which belong to inputs.
+struct PackedCodes {
+    const Word* words;
+    const int32_t* places;  // in its word, of each of the neighbours that share one
+    long row_words;
+    long bits;           // of a code: 2, 4 or 8
+    long along_outputs;  // whether the neighbours are outputs
+
+    int word_bits() const { return 5 - __builtin_ctzl(bits); }  // the binary logarithm of how many codes a word has
+};
+
+// Where the lanes of a panel have their codes in a row of words.
+struct PackedLanes {
+    Ints at[VECTORS];
+    Words shift[VECTORS], mask[VECTORS];  // a lane without an output has the mask 0
+
+    PackedLanes(const CodeWeight& weight, const PackedCodes& packed, long panel) {
+        const long word_bits = packed.along_outputs ? packed.word_bits() : 0, rest = (1l << word_bits) - 1;
+        for (int lane = 0; lane < PANEL; lane++) {
+            const long row = weight.row_of(panel, lane), known = max(row, 0);
+            at[lane / LANES][lane % LANES] = int32_t(known >> word_bits);
+            shift[lane / LANES][lane % LANES] =
+                packed.along_outputs ? Word(packed.places[known & rest] * packed.bits) : 0;
+            mask[lane / LANES][lane % LANES] = row < 0 ? 0 : (1u << packed.bits) - 1;
         }
+    }
+
+    // The codes of an input, OR-ed into the words of a panel, shifted by `place` bits.
+    INLINE void add(const PackedCodes& packed, long input, int place, Words (&words)[VECTORS]) const {
+        const int word_bits = packed.along_outputs ? 0 : packed.word_bits();
+        const Word* const row = packed.words + (input >> word_bits) * packed.row_words;
+        const long number = input & ((1l << word_bits) - 1);
+        const Word of_input = packed.along_outputs ? 0 : Word(packed.places[number] * packed.bits);
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++)
+            words[v] |= (gather(row, at[v]) >> (shift[v] + of_input) & mask[v]) << place;
+    }
+};
+
+// Fill the slots `first` … `stop` - 1 of a panel, whose codes have BITS bits.
+template <int BITS>
+void pack_slots(const CodeWeight& weight, const PackedCodes& packed, long panel, long first, long stop) {
+    constexpr int TOGETHER = 32 / BITS;  // slots that share a word of a lane
+    const PackedLanes lanes(weight, packed, panel);
+    Word* to = reinterpret_cast<Word*>(weight.to(panel) + first / TOGETHER * STEP);
+    for (; first < stop; first += TOGETHER, to += PANEL) {
+        Words words[VECTORS] = {};
+        for (int k = 0; k < TOGETHER && first + k < stop; k++) {
+            const long input = weight.input_of(first + k);
+            if (input >= 0) lanes.add(packed, input, k % 4 * 8 + k / 4 * BITS, words);
+        }
+#pragma GCC unroll 8
+        for (int v = 0; v < VECTORS; v++) store(to + v * LANES, words[v]);
     }
 }
 
-// Fill the panels. zeros: null where all are weight->zero.
-void pack(const CodeWeight* weight, const uint8_t* codes, const uint8_t* scales, const uint8_t* zeros, int threads) {
-    on_threads(threads, weight->num_panels(), 1, [&](Queue& queue) {
-        for (long panel, stop; queue.take(panel, stop);)
-            for (; panel < stop; panel++)
-                pack_panel(*weight, codes, scales, zeros, panel, const_cast<uint8_t*>(weight->panel(panel)));
+// Fill the panels with codes that are still packed. A line of the cache has words of neighbouring panels, so that these
+// are filled together, a piece of their slots at a time.
+void fill_words(const CodeWeight* weight, const PackedCodes* packed, int threads) {
+    constexpr long NEIGHBOURS = 8, PIECE = 128;
+    const auto pack = weight->bits == 8 ? pack_slots<8> : pack_slots<4>;
+    for_panels(*weight, NEIGHBOURS, threads, [=](long begin, long end) {
+        for (; begin < end; begin += NEIGHBOURS)
+            for (long slot = 0; slot < weight->slots; slot += PIECE)
+                for (long panel = begin; panel < min(begin + NEIGHBOURS, end); panel++)
+                    pack(*weight, *packed, panel, slot, min(slot + PIECE, weight->slots));
+    });
+}
+
+// Fill in scales and zeros [rows, blocks]. A scale is a bit pattern of scale_bytes; zeros: null where all are weight->zero.
+void fill_scales(const CodeWeight* weight, const uint8_t* scales, const uint8_t* zeros, int threads) {
+    const long blocks = weight->blocks(), size = weight->scale_bytes;
+    for_panels(*weight, 1, threads, [=](long panel, long stop) {
+        for (; panel < stop; panel++) {
+            uint8_t *const scales_at = weight->to(panel) + weight->code_bytes();
+            uint8_t *const zeros_at = scales_at + weight->scales_bytes();
+            for (int lane = 0; lane < PANEL; lane++) {
+                const long row = weight->row_of(panel, lane);
+                for (long block = 0; row >= 0 && block < blocks; block++) {
+                    const long from = row * blocks + block, to = block * PANEL + lane;
+                    memcpy(scales_at + to * size, scales + from * size, size_t(size));
+                    if (weight->zero < 0) zeros_at[to] = zeros[from];
+                }
+            }
+        }
     });
 }
 
@@ -568,7 +656,9 @@ void unpack(const CodeWeight* weight, const int64_t* ids, long count, E* out, in
 
 }  // namespace
 
-EXPORT(pack_codes, pack)
+EXPORT(pack_codes, fill_codes)
+EXPORT(pack_words, fill_words)
+EXPORT(pack_scales, fill_scales)
 EXPORT(unpack_codes_f32, unpack<float>)
 EXPORT(unpack_codes_bf16, unpack<Bf16>)
 EXPORT(grouped_codes_f32, grouped<float>)

@@ -25,6 +25,7 @@ from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.layers import LINE, PANEL_ROWS, PanelFormat, address_of
 from server.backends.cpu.memory import Arena
 from server.backends.protocol import Maximum
+from server.quant.packing import WORD_BITS, PackedCodes
 from server.quant.rounding import scale_of
 from server.quant.sizes import slots_of
 from server.quant.stored import QuantisedWeight
@@ -49,27 +50,48 @@ class _CodeWeight(ctypes.Structure):
     )
 
 
+class _PackedWords(ctypes.Structure):
+    """`PackedCodes` of codes.cpp."""
+
+    _fields_ = (
+        ("words", ctypes.c_void_p),
+        ("places", ctypes.c_void_p),
+        ("row_words", ctypes.c_long),
+        ("bits", ctypes.c_long),
+        ("along_outputs", ctypes.c_long),
+    )
+
+
 @dataclass(frozen=True)
 class Arranged:
     """A weight in the order in which its products are summed.
 
-    codes [F, S] uint8, of `bits` bits, 4 or 8; scale [F, B] float32; zero [F, B] float32, integers. order [S] int32:
-    the input of each slot, -1 where there is none; None: the inputs in their order, then none. block: slots that
-    share scales. is_by_token: whether all blocks of a token's inputs share their scale.
+    bits: of a code, 4 or 8; slots: S; scale [F, B] float32; zero [F, B] float32, integers. order [S] int32: the input
+    of each slot, -1 where there is none; None: the inputs in their order, then none. block: slots that share scales.
+    is_by_token: whether all blocks of a token's inputs share their scale.
     """
 
-    codes: Tensor
+    weight: QuantisedWeight
     bits: int
+    slots: int
     scale: Tensor
     zero: Tensor
     order: Tensor | None
     block: int
     is_by_token: bool
 
+    @property
+    def codes(self) -> Tensor:
+        """[F, S] uint8, contiguous."""
+        codes = self.weight.codes.view(torch.uint8) ^ 128 if _raise(self.weight) else self.weight.codes
+        if self.order is not None:
+            codes = F.pad(codes, (0, 1))[:, self.order]  # slot -1 is the column of zeros
+        return F.pad(codes, (0, self.slots - codes.shape[1])).contiguous()
+
 
 def takes(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
     """Whether the kernels can compute with this weight."""
-    if weight.levels is not None or weight.codes.dtype not in (torch.uint8, torch.int8):
+    if weight.levels is not None or weight.held.dtype not in (torch.uint8, torch.int8):
         return False
     if weight.zero is not None and not _are_codes(weight.zero + _raise(weight)):
         return False
@@ -80,7 +102,7 @@ def takes(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
 
 
 def arranged(weight: QuantisedWeight) -> Arranged:
-    """Codes and scales in slots: inputs by groups, each filled up to whole blocks."""
+    """Where codes go, and scales, in slots: inputs by groups, each filled up to whole blocks."""
     width = weight.shape[1]
     raised = _raise(weight)
     bits = 4 if raised == 0 and weight.bits <= 4 else 8
@@ -90,14 +112,12 @@ def arranged(weight: QuantisedWeight) -> Arranged:
         order = F.pad(order, (0, block - width), value=-1)
     else:
         order, of_block, block = _slots(weight.groups)
-    codes = weight.codes.view(torch.uint8) ^ 128 if raised else weight.codes
-    if len(order) > width or not torch.equal(order, torch.arange(width)):
-        codes = F.pad(codes, (0, 1))[:, order]  # slot -1 is the column of zeros
     zero = torch.zeros_like(weight.scale) if weight.zero is None else weight.zero
     is_plain = torch.equal(order[:width], torch.arange(width)) and bool((order[width:] < 0).all())
     return Arranged(
-        codes=codes.contiguous(),
+        weight=weight,
         bits=bits,
+        slots=len(order),
         scale=weight.scale[:, of_block].contiguous(),
         zero=(zero[:, of_block] + raised).contiguous(),
         order=None if is_plain else order.int(),
@@ -122,7 +142,7 @@ def _slots(groups: Tensor) -> tuple[Tensor, Tensor, int]:
 
 def _raise(weight: QuantisedWeight) -> int:
     """What makes codes unsigned."""
-    return 128 if weight.codes.dtype == torch.int8 else 0
+    return 128 if weight.held.dtype == torch.int8 else 0
 
 
 def _are_codes(zero: Tensor) -> bool:
@@ -154,7 +174,7 @@ class CodeFormat(PanelFormat):
         zeros = None if bool((laid.zero == first).all()) else laid.zero.to(torch.uint8)
         self._order = laid.order
         self._fixed = None if weight.inputs is None else weight.inputs.scale
-        slots, blocks = laid.codes.shape[1], laid.scale.shape[1]
+        slots, blocks = laid.slots, laid.scale.shape[1]
         block_bytes = PANEL_ROWS * (laid.block * laid.bits // 8 + scales.itemsize + (zeros is not None))
         panel_rows = PANEL_ROWS // 2 if is_gated else PANEL_ROWS
         self._panels = arena.take(-(-self.outputs // panel_rows) * (-(-blocks * block_bytes // LINE) * LINE))
@@ -178,9 +198,19 @@ class CodeFormat(PanelFormat):
         self._linear = kernels.linear_codes[dtype]
         self._linear_to_f32 = kernels.linear_codes_to_f32[dtype]
         self._unpack = kernels.unpack_codes[dtype]
-        kernels.pack_codes(
-            self.address, laid.codes.data_ptr(), scales.data_ptr(), address_of(zeros), torch.get_num_threads()
-        )
+        self._pack_codes(kernels, laid)
+        kernels.pack_scales(self.address, scales.data_ptr(), address_of(zeros), torch.get_num_threads())
+
+    def _pack_codes(self, kernels: Kernels, laid: Arranged) -> None:
+        held, threads = laid.weight.held, torch.get_num_threads()
+        if not isinstance(held, PackedCodes):
+            codes = laid.codes
+            kernels.pack_codes(self.address, codes.data_ptr(), threads)
+            return
+        words = held.words.contiguous()
+        places = torch.tensor(held.places or range(WORD_BITS // held.bits), dtype=torch.int32)
+        packed = _PackedWords(words.data_ptr(), places.data_ptr(), words.shape[1], held.bits, held.places is not None)
+        kernels.pack_words(self.address, ctypes.addressof(packed), threads)
 
     @property
     def nbytes(self) -> int:

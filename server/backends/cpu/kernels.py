@@ -63,7 +63,9 @@ class Kernels:
         self.grouped = self._by_dtype("grouped", "plpppii")
         self.pack_levels = self._function("pack_levels", "ppppi")
         self.unpack_levels = self._by_dtype("unpack_levels", "pplpi")
-        self.pack_codes = self._function("pack_codes", "ppppi")
+        self.pack_codes = self._function("pack_codes", "ppi")
+        self.pack_words = self._function("pack_words", "ppi")
+        self.pack_scales = self._function("pack_scales", "pppi")
         self.unpack_codes = self._by_dtype("unpack_codes", "pplpi")
         self.linear_codes = self._by_dtype("linear_codes", "pplppppii")
         self.linear_codes_to_f32 = {

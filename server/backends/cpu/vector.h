@@ -169,6 +169,19 @@ INLINE Ints iota() {
     return lanes;
 }
 
+// The words at `places` behind an address.
+INLINE Words gather(const Word* at, Ints places) {
+#if defined(__AVX512F__)
+    return (Words)_mm512_i32gather_epi32((__m512i)places, at, 4);
+#elif defined(__AVX2__)
+    return (Words)_mm256_i32gather_epi32(reinterpret_cast<const int*>(at), (__m256i)places, 4);
+#else
+    Words words;
+    for (int lane = 0; lane < LANES; lane++) words[lane] = at[places[lane]];
+    return words;
+#endif
+}
+
 // The lanes of a vector joined by `join`, in pairs, then in pairs of pairs.
 template <class Join>
 INLINE float reduce(Floats x, const Join& join) {

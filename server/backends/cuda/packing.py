@@ -136,7 +136,7 @@ def pack(weight: QuantisedWeight, dtype: torch.dtype) -> PackedWeight:
     """
     inputs = weight.inputs
     if inputs is not None and inputs.dtype == torch.int8:
-        weight = replace(weight, codes=_shifted(weight).to(torch.int8), zero=None)
+        weight = replace(weight, held=_shifted(weight).to(torch.int8), zero=None)
     bits, places = _slot(weight), _places(weight)
     assert places is not None
     codes = _placed(weight.codes, places, bits)

@@ -35,7 +35,7 @@ class QuantisedFormat(StockFormat):
     ):
         super().__init__(is_gated=is_gated, gate=gate)
         zero = None if weight.zero is None else alone(weight.zero)
-        self.weight = weight = replace(weight, codes=alone(weight.codes), scale=alone(weight.scale), zero=zero)
+        self.weight = weight = replace(weight, held=alone(weight.codes), scale=alone(weight.scale), zero=zero)
         self._rounding = None if weight.inputs is None else InputRounding(weight, weight.inputs, maximum)
 
     @property

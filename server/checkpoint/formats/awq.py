@@ -14,9 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from server.checkpoint.formats.packing import unpack_rows
 from server.checkpoint.formats.protocol import (
     FLOATS,
     SCALES_OF_KV,
@@ -30,12 +28,13 @@ from server.checkpoint.formats.protocol import (
 )
 from server.quant import left_out
 from server.quant.configs import AGAIN, group_size, shown
+from server.quant.packing import Codes, PackedCodes, joined_outputs, unpacked
 from server.quant.stored import QuantisedWeight, contiguous_groups
 
 BITS = 4
 PACKED = 8  # outputs in a word
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-PLACES = [ORDER.index(output) for output in range(PACKED)]  # where each output's code lies in its word
+PLACES = tuple(ORDER.index(output) for output in range(PACKED))  # where each output's code lies in its word
 
 
 class AwqFormat(Format):
@@ -92,17 +91,18 @@ class AwqFormat(Format):
             BITS,
             finite(tensors, "scales", scale).t().contiguous(),
             of_input,
-            zero=zeros.float(),
+            zero=unpacked(zeros).float(),
             first_input=part.columns[0],
             num_inputs=inputs,
         )
 
 
-def _codes(tensors: Tensors, suffix: str, shape: tuple[int, int], part: tuple[int, int], rows: Ranges) -> Tensor:
+def _codes(tensors: Tensors, suffix: str, shape: tuple[int, int], part: tuple[int, int], rows: Ranges) -> Codes:
     """Codes [outputs, part] of a packed tensor: those of the layer's `rows`."""
-    found = []
+    found: list[Codes] = []
     for bounds in rows:
         (first, last), inside = covering(bounds, PACKED, shape[1] * PACKED)
         words = tensors.read_box(suffix, shape, (torch.int32,), [part], [(first // PACKED, last // PACKED)])
-        found.append(unpack_rows(words.t().contiguous(), BITS, PLACES)[inside])
-    return found[0] if len(found) == 1 else torch.cat(found)
+        whole = PackedCodes(words, BITS, PLACES)
+        found.append(whole if (first, last) == bounds else whole.unpacked()[inside])
+    return joined_outputs(found)

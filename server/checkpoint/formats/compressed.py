@@ -22,7 +22,6 @@ from torch import Tensor
 
 from server.checkpoint.formats.compressed_scheme import FLOAT8, Scheme, scheme_of, sorted_by_precision
 from server.checkpoint.formats.float8 import read_input_scale, read_scalar
-from server.checkpoint.formats.packing import unit_of, unpack, words_of
 from server.checkpoint.formats.protocol import (
     FLOATS,
     SCALES_OF_KV,
@@ -38,6 +37,7 @@ from server.checkpoint.formats.protocol import (
 )
 from server.quant import left_out
 from server.quant.configs import AGAIN, shown, strings
+from server.quant.packing import Codes, packed_inputs, unit_of, unpack, words_of
 from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 
 ALONE = ((), (1,), (1, 1))  # shapes of a tensor of one number
@@ -84,7 +84,8 @@ class CompressedFormat(Format):
         scheme = self._scheme_of(tensors.name)
         groups = _groups(tensors, part, scheme)
         kept, of_input = torch.unique(groups, return_inverse=True)
-        codes, zero = _packed(tensors, part, scheme) if scheme.is_packed else _plain(tensors, part, scheme)
+        read = _packed if scheme.is_packed else _plain
+        codes, zero = read(tensors, part, scheme)
         if zero is not None:
             zero = zero.expand(-1, scheme.num_groups(part.size[1]))[:, kept].contiguous()
         return QuantisedWeight(
@@ -124,16 +125,16 @@ def _groups(tensors: Tensors, part: Part, scheme: Scheme) -> Tensor:
     return checked_groups(tensors, "weight_g_idx", groups, scheme.num_groups(inputs))[slice(*part.columns)]
 
 
-def _packed(tensors: Tensors, part: Part, scheme: Scheme) -> tuple[Tensor, Tensor]:
+def _packed(tensors: Tensors, part: Part, scheme: Scheme) -> tuple[Codes, Tensor]:
     """Codes [rows, columns] uint8 and the codes of 0 [rows, G or 1] float32."""
     outputs, inputs = part.size
     bits, unit = scheme.bits, unit_of(scheme.bits)
     wide, inside = covering(part.columns, unit, inputs)
     columns = [(words_of(wide[0], bits), words_of(wide[1], bits))]
     words = tensors.read_box("weight_packed", (outputs, words_of(inputs, bits)), (torch.int32,), part.rows, columns)
-    codes = unpack(words, bits, dim=1)[:, inside].contiguous()
+    codes = packed_inputs(words.t(), bits, inside)
     if not scheme.has_zero:
-        return codes, torch.full((len(codes), 1), float(1 << (bits - 1)))
+        return codes, torch.full((len(words), 1), float(1 << (bits - 1)))
     if not scheme.is_of_rows:
         return codes, rows_of_all(read_scalar(tensors, "weight_zero_point"), part) + (1 << (bits - 1))
     shape = (words_of(outputs, bits), scheme.num_groups(inputs))

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from server.checkpoint.formats.packing import WORD_BITS, unit_of, unpack, words_of
 from server.checkpoint.formats.protocol import (
     FLOATS,
     SCALES_OF_KV,
@@ -32,6 +31,7 @@ from server.checkpoint.formats.protocol import (
 )
 from server.quant import left_out
 from server.quant.configs import group_size, shown
+from server.quant.packing import WORD_BITS, packed_inputs, unit_of, unpack, words_of
 from server.quant.stored import QuantisedWeight, contiguous_groups
 
 BITS = (2, 3, 4, 8)
@@ -90,7 +90,7 @@ class GptqFormat(Format):
         num_groups = settings.num_groups(inputs)
         scale = _of_groups(tensors, "scales", (num_groups, outputs), FLOATS, kept, part.rows)
         return QuantisedWeight(
-            unpack(words.t(), bits, dim=1)[:, inside].contiguous(),
+            packed_inputs(words, bits, inside),
             bits,
             finite(tensors, "scales", scale).t().contiguous(),
             of_input,

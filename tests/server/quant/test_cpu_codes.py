@@ -22,6 +22,7 @@ from server.backends.reference.activation import ACTIVATIONS
 from server.backends.reference.experts import LoopedExperts
 from server.backends.reference.quantised import QuantisedFormat
 from server.quant import sizes
+from server.quant.packing import WORD_BITS, PackedCodes, pack
 from server.quant.rounding import float8_rows, int8_rows, int8_weights
 from server.quant.sizes import Storage
 from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
@@ -145,6 +146,48 @@ def test_products_are_what_integers_say(make: Make, weight: QuantisedWeight) -> 
     for tokens in TOKENS:
         x = random(tokens, weight.shape[1], seed=tokens).bfloat16()
         assert torch.equal(emulated(weight, x), linear.finest(x, None)), tokens
+
+
+def still_packed(weight: QuantisedWeight, *, along_outputs: bool) -> QuantisedWeight:
+    """The same in words: of outputs, which lie in them in some order, or of inputs."""
+    if not along_outputs:
+        return replace(weight, held=PackedCodes(pack(weight.codes.t(), weight.bits, dim=0), weight.bits))
+    per_word = WORD_BITS // weight.bits
+    places = torch.randperm(per_word, generator=torch.manual_seed(0))
+    in_order = weight.codes.t().unflatten(1, (-1, per_word))
+    moved = torch.empty_like(in_order).index_copy_(2, places, in_order).flatten(1)
+    return replace(weight, held=PackedCodes(pack(moved, weight.bits, dim=1), weight.bits, tuple(places.tolist())))
+
+
+PACKED = {
+    "4 bits": grouped(112, 512, 128),  # the last panel has half its outputs
+    "4 bits in a panel": grouped(8, 8, -1),
+    "8 bits": grouped(36, 304, 16, bits=8),
+    "2 bits": grouped(1040, 96, 32, bits=2),  # more panels than are filled together
+    "many pieces": grouped(64, 1000, 40),  # and blocks that groups do not fill
+    "out of order": out_of_order(grouped(72, 512, 128)),
+    "rounded inputs": replace(grouped(40, 264, 264, bits=8), inputs=RoundedInputs(torch.int8)),
+}
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("along_outputs", [False, True])
+@pytest.mark.parametrize("weight", PACKED.values(), ids=PACKED.keys())
+def test_packed_codes_fill_the_same_panels(
+    make: Make, weight: QuantisedWeight, along_outputs: bool, is_gated: bool
+) -> None:
+    packed = still_packed(weight, along_outputs=along_outputs)
+    assert torch.equal(weight.codes, packed.codes)
+    (expected,), (found,) = (make(one, is_gated=is_gated).memory for one in (weight, packed))
+    assert expected.any()
+    assert torch.equal(expected, found)
+
+
+def test_words_in_any_strides_fill_the_same_panels(make: Make) -> None:
+    weight = still_packed(grouped(64, 512, 128), along_outputs=False)
+    words = weight.held.words.t().contiguous().t()  # type: ignore[union-attr]
+    strided = replace(weight, held=PackedCodes(words, weight.bits))
+    assert torch.equal(make(weight).memory[0], make(strided).memory[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -52,7 +52,7 @@ def test_a_layer_is_the_dense_one_of_the_same_numbers(
         even = weight.shape[0] // 2 * 2
         weight = replace(
             weight,
-            codes=weight.codes[:even],
+            held=weight.codes[:even],
             scale=weight.scale[:even],
             zero=None if weight.zero is None else weight.zero[:even],
         )

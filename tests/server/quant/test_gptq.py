@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.checkpoint.formats.packing import pack, unpack
+from server.quant.packing import pack, unpack
 from server.quantising import gptq
 from server.quantising.grids import Grid, plain, search
 from server.quantising.recipe import Recipe

@@ -23,6 +23,7 @@ from server.checkpoint.weights import RandomCheckpoint, Weights
 from server.distributed import Shard
 from server.model.load import load as load_model
 from server.quant import sizes
+from server.quant.packing import PackedCodes, joined_outputs, packed_inputs, unpack, unpacked
 from server.quant.stored import QuantisedWeight, padded, with_unit_rows
 from tests.server.driver import CPU, all_logits, load_engine
 from tests.server.quant.cases import PAIRS, Quantised, prompt_of
@@ -104,3 +105,29 @@ def test_rows_of_a_quantised_head_are_made_as_long_as_1() -> None:
     assert isinstance(expected, Tensor)
     torch.testing.assert_close(expected, found.dequantised())
     assert [1, 1, 0] == expected.norm(dim=1).round(decimals=5).tolist()
+
+
+def four_bits(outputs: int) -> PackedCodes:
+    return PackedCodes(torch.arange(2 * outputs, dtype=torch.int32).view(2, outputs), 4)
+
+
+def test_outputs_of_parts_stay_packed_where_these_are_packed_alike() -> None:
+    parts = [four_bits(3), four_bits(5)]
+    together = joined_outputs(parts)
+    assert isinstance(together, PackedCodes)
+    assert (8, 16) == together.shape
+    expected = torch.cat([part.unpacked() for part in parts])
+    assert torch.equal(expected, together.unpacked())
+    for other in (parts[1].unpacked(), PackedCodes(torch.ones(16, 1, dtype=torch.int32), 4, tuple(range(8)))):
+        mixed = joined_outputs([parts[0], other])
+        assert isinstance(mixed, Tensor)
+        assert torch.equal(torch.cat([parts[0].unpacked(), unpacked(other)]), mixed)
+
+
+def test_codes_are_unpacked_where_a_unit_of_words_is_cut_or_runs_on() -> None:
+    words = torch.arange(96, dtype=torch.int32).view(6, 16)
+    assert isinstance(packed_inputs(words, 4, slice(0, 48)), PackedCodes)
+    for bits, inside in ((4, slice(3, 48)), (3, slice(0, 64))):
+        found = packed_inputs(words, bits, inside)
+        assert isinstance(found, Tensor)
+        assert torch.equal(unpack(words.t(), bits, dim=1)[:, inside], found)

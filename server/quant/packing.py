@@ -1,12 +1,16 @@
 """Codes of a few bits in 32-bit words, as checkpoints pack them: one after the other from the lowest bit on.
 
-Codes of 3 bits run on from one word to the next; others fill a word.
+Codes of 3 bits run on from one word to the next; others fill a word, and may stay in it until a backend stores them
+(`PackedCodes`).
+
+Shapes: F output features, D input features, n codes in a word.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +22,77 @@ SPREADS = {
     4: (torch.int32, ((16, 0x0000FFFF0000FFFF), (8, 0x00FF00FF00FF00FF), (4, 0x0F0F0F0F0F0F0F0F))),
 }
 CACHED = 1 << 17  # elements that are worked on at a time, so that what lies between steps stays in the cache
+
+
+@dataclass(frozen=True)
+class PackedCodes:
+    """The codes [F, D] of a weight in words that they fill, as they come from a checkpoint.
+
+    words: int32 [D, F / n], of n neighbouring outputs, or [D / n, F], of n inputs, in any strides. bits: 2, 4 or 8.
+    places [n]: where in a word of outputs each of them lies; None: words are of inputs, in their order.
+    """
+
+    words: Tensor
+    bits: int
+    places: tuple[int, ...] | None = None
+
+    dtype = torch.uint8  # of the codes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(F, D)."""
+        rows, columns = self.words.shape
+        per_word = WORD_BITS // self.bits
+        return (columns, rows * per_word) if self.places is None else (columns * per_word, rows)
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+        return self.words.device
+
+    @property
+    def nbytes(self) -> int:
+        """Memory that they take."""
+        return self.words.nbytes
+
+    def unpacked(self) -> Tensor:
+        """[F, D] uint8, contiguous."""
+        if self.places is None:
+            return unpack(self.words.t(), self.bits, dim=1)
+        return unpack_rows(self.words.t().contiguous(), self.bits, self.places)
+
+    def is_alike(self, other: PackedCodes) -> bool:
+        """Whether both are packed in the same way, so that their outputs can be joined."""
+        return (self.bits, self.places, len(self.words)) == (other.bits, other.places, len(other.words))
+
+
+# Codes [F, D] of a weight: uint8, int8 or float8_e4m3fn, or still packed.
+Codes = Tensor | PackedCodes
+
+
+def unpacked(codes: Codes) -> Tensor:
+    """Codes [F, D], one in each element."""
+    return codes.unpacked() if isinstance(codes, PackedCodes) else codes
+
+
+def joined_outputs(parts: Sequence[Codes]) -> Codes:
+    """The outputs of all parts, one behind the other; packed if all are, and alike."""
+    first, *others = parts
+    if not others:
+        return first
+    if isinstance(first, PackedCodes):
+        alike = [part.words for part in parts if isinstance(part, PackedCodes) and part.is_alike(first)]
+        if len(alike) == len(parts):
+            return PackedCodes(torch.cat(alike, dim=1), first.bits, first.places)
+    return torch.cat([unpacked(part) for part in parts])
+
+
+def packed_inputs(words: Tensor, bits: int, inside: slice) -> Codes:
+    """Codes `inside` of words [W, F] of inputs: still packed where they fill words and none is cut."""
+    is_cut = inside != slice(0, len(words) * WORD_BITS // bits)
+    if is_cut or WORD_BITS % bits:
+        return unpack(words.t(), bits, dim=1)[:, inside].contiguous()
+    return PackedCodes(words, bits)
 
 
 def words_of(count: int, bits: int) -> int:
