@@ -210,7 +210,7 @@ def _this(served: ServedModel) -> tuple[DatasheetDevice, str]:
     is_cpu = served.on_cpu
     name = "cpu" if is_cpu else torch.cuda.get_device_name()
     threads = torch.get_num_threads()
-    weights = served.step_weight_bytes
+    weights = int(served.step_weight_bytes())
     probe = Probe(
         name,
         served.dtype,
