@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from benchmark import plots
-from benchmark.report import BenchError, prepare_output, table, write_atomically
+from benchmark.report import BenchError, prepare_output, show, table, write_atomically
 
 Row = Mapping[str, Any]
 
@@ -123,8 +123,7 @@ def run(args: argparse.Namespace) -> int:
     rows = compare(systems)
     text = markdown(systems, rows)
     answer = json.dumps(to_json(systems, rows), allow_nan=False)
-    print(text)
-    print(answer, flush=True)
+    show(text, answer, args.output and args.output / "compare.json")
     if args.output is not None:
         _write(args.output, systems, text, answer)
     return 0
