@@ -61,6 +61,7 @@ class Roofline:
     flops_per_second: float
     overhead_s: float  # of any step: launches, the sampler
     experts: Mapping[float, float] = field(default_factory=dict)  # their bytes, by the share that a token goes to
+    token_s: float = 0.0  # of each token: its part of the sums over shards
 
     @classmethod
     def of(cls, served: ServedModel, ceilings: Ceilings, efficiency: float, overhead_s: float) -> Roofline:
@@ -95,7 +96,7 @@ class Roofline:
         experts = sum(num_bytes * share_read(share, tokens) for share, num_bytes in self.experts.items())
         moving = (self.weight_bytes + experts + self.kv_bytes * kv_tokens) / self.bytes_per_second
         flops = self.token_flops * tokens + self.key_flops * attended + self.sampled_flops * work.sampled
-        return max(moving, flops / self.flops_per_second) + self.overhead_s
+        return max(moving, flops / self.flops_per_second) + self.overhead_s + self.token_s * tokens
 
 
 # ------------------------------------------------------------------------------------------------- latency's results

@@ -144,6 +144,23 @@ class ModelShape:
         storage = self.storage(quantize)
         return 0 if storage is None or ranks == 1 else linears.padding_bytes(self._linears, storage, ranks)
 
+    def copied_bytes(self, dtype: str, quantize: str | None, ranks: int) -> int:
+        """Bytes of a rank beside its share of the weights, because every rank has all of them: norms, positions,
+        routers, and keys' and values' matrices where there are more ranks than key-value heads."""
+        spec, size = self.spec, DTYPE_BYTES[dtype]
+        position = spec.layers[0].position
+        rows = position.size + position.offset if isinstance(position, Learned) else 0
+        norms = (NORMS_PER_LAYER[spec.residual] * spec.num_layers + spec.final_norm + spec.embed_norm) * (
+            self._norm_parameters
+        )
+        routers = sum(spec.hidden_size * layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, Moe))
+        everywhere = (norms + routers + rows * spec.hidden_size) * size * (ranks - 1) // ranks
+        if ranks <= spec.num_kv_heads:
+            return everywhere
+        storage, head = self.storage(quantize), 2 * spec.head_dim
+        one = head * spec.hidden_size * size if storage is None else storage.weight_bytes(head, spec.hidden_size)
+        return everywhere + spec.num_layers * one * (ranks - spec.num_kv_heads) // ranks
+
     @property
     def _linears(self) -> tuple[linears.Linear, ...]:
         return (*linears.of_decoder(self.spec, self.names), *linears.of_encoder(self.spec, self.names))
