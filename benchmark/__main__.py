@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol, cast
 
-from benchmark.report import BenchError
+from benchmark.report import BenchError, forget_reader
 
 COMMANDS: Mapping[str, str] = {
     "latency": "prefill and decode times by batch size, straight at the shards",
@@ -41,7 +41,31 @@ class Subcommand(Protocol):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command that the arguments name; the exit code of the console script."""
+    """Run the command that the arguments name; the exit code of the console script.
+
+    A reader of standard output who leaves early, as `head` does, is no error.
+    """
+    try:
+        return _run(argv)
+    except BrokenPipeError:
+        if not _reader_has_left():
+            raise
+        return 0
+    finally:
+        if _reader_has_left():
+            forget_reader()
+
+
+def _reader_has_left() -> bool:
+    """Whether what was printed cannot be written, because nobody will read it."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
+
+
+def _run(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((argument for argument in arguments[:1] if argument in COMMANDS), None)
     command = None if name is None else cast(Subcommand, importlib.import_module(f"benchmark.{name}"))

@@ -12,14 +12,15 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmark import plots
-from benchmark.report import BenchError, prepare_output, table, write_atomically
+from benchmark.report import BenchError, prepare_output, show, table, write_atomically
+from benchmark.stretches import STRETCHES
 
 Row = Mapping[str, Any]
 
@@ -43,6 +44,7 @@ class ResultColumns:
 
     keys: Mapping[str, str]  # what a row is about, with the column's title
     metrics: Sequence[ComparedMetric]
+    tokens: str = ""  # the key of how many tokens were produced; empty where it follows from the work
 
 
 RESULT_COLUMNS: Mapping[str, ResultColumns] = {
@@ -51,6 +53,7 @@ RESULT_COLUMNS: Mapping[str, ResultColumns] = {
         metrics=(ComparedMetric("mean_ms", "Average (ms)", ("samples_ms",)),),
     ),
     "serving": ResultColumns(
+        tokens="output_tokens",
         keys={
             "input_length": "Input Length",
             "output_length": "Output Length",
@@ -58,8 +61,10 @@ RESULT_COLUMNS: Mapping[str, ResultColumns] = {
             "request_rate": "Request Rate",
         },
         metrics=(
-            ComparedMetric("requests_per_second", "Throughput (requests/s)"),
-            ComparedMetric("output_tokens_per_second", "Throughput (output token/s)"),
+            ComparedMetric("requests_per_second", "Throughput (requests/s)", ("samples", "requests_per_second")),
+            ComparedMetric(
+                "output_tokens_per_second", "Throughput (output token/s)", ("samples", "output_tokens_per_second")
+            ),
             ComparedMetric(
                 "latency_per_token_ms", "Average latency per token (ms)", ("samples", "latency_per_token_ms")
             ),
@@ -74,10 +79,11 @@ RESULT_COLUMNS: Mapping[str, ResultColumns] = {
         ),
     ),
     "offline": ResultColumns(
+        tokens="tokens",
         keys={"step": "Step"},
         metrics=(
             ComparedMetric("latency_s", "Latency (s)"),
-            ComparedMetric("tokens_per_second", "Throughput (token/s)"),
+            ComparedMetric("tokens_per_second", "Throughput (token/s)", ("samples", "tokens_per_second")),
         ),
     ),
 }
@@ -123,8 +129,7 @@ def run(args: argparse.Namespace) -> int:
     rows = compare(systems)
     text = markdown(systems, rows)
     answer = json.dumps(to_json(systems, rows), allow_nan=False)
-    print(text)
-    print(answer, flush=True)
+    show(text, answer, args.output and args.output / "compare.json")
     if args.output is not None:
         _write(args.output, systems, text, answer)
     return 0
@@ -243,6 +248,58 @@ def _samples(row: Row, metric: ComparedMetric) -> list[float]:
     return list(found)
 
 
+@dataclass(frozen=True)
+class UnequalTokens:
+    """A row of which two systems did not produce the same number of tokens: its times and rates decide nothing."""
+
+    about: str
+    base: str
+    base_tokens: int
+    other: str
+    other_tokens: int
+
+    def __str__(self) -> str:
+        fewer, more = sorted(
+            [(self.base_tokens, self.base), (self.other_tokens, self.other)], key=lambda counted: counted[0]
+        )
+        return (
+            f"**{self.about}: {fewer[1]} produced {fewer[0]} tokens and {more[1]} {more[0]}: "
+            f"{100 * (1 - fewer[0] / more[0]):.1f} % are missing.** What {fewer[1]} is better at here is no win: "
+            "compare where both answers are whole."
+        )
+
+
+def unequal_tokens(systems: Sequence[System]) -> list[UnequalTokens]:
+    """The rows of which a system did not produce as many tokens as the first one."""
+    columns = RESULT_COLUMNS[systems[0].result["command"]]
+    base, found = systems[0], []
+    for row in base.result["rows"]:
+        about = about_of(row, columns)
+        for other in systems[1:]:
+            mine, theirs = _tokens(row, columns), _tokens(other.row(columns, about), columns)
+            if mine is not None and theirs is not None and mine != theirs:
+                found.append(UnequalTokens(_named(columns, about), base.name, mine, other.name, theirs))
+    return found
+
+
+def _tokens(row: Row | None, columns: ResultColumns) -> int | None:
+    """How many tokens a row's system produced; None where the row is missing or does not tell.
+
+    Of older results it follows from the rate and the time.
+    """
+    if row is None or not columns.tokens:
+        return None
+    if columns.tokens in row:
+        return int(row[columns.tokens])
+    rate, seconds = row.get("output_tokens_per_second"), row.get("seconds")
+    return None if rate is None or seconds is None else round(rate * seconds)
+
+
+def _named(columns: ResultColumns, about: tuple[Any, ...]) -> str:
+    titles = zip(columns.keys.values(), about, strict=True)
+    return ", ".join(f"{title} {value}" for title, value in titles if value is not None)
+
+
 def bootstrap_ratio(base: Sequence[float], other: Sequence[float]) -> tuple[float, float] | None:
     """95 % interval of mean(other) / mean(base), both resampled; None with fewer than two samples of either."""
     if min(len(base), len(other)) < 2:
@@ -266,7 +323,14 @@ def _resampled_means(samples: Sequence[float], random: np.random.Generator) -> n
 def to_json(systems: Sequence[System], rows: Sequence[Row]) -> dict[str, Any]:
     """The whole comparison as one JSON object."""
     files = [{"name": system.name, "path": str(system.path)} for system in systems]
-    return {"command": "compare", "of": systems[0].result["command"], "systems": files, "rows": list(rows)}
+    unequal = [asdict(one) for one in unequal_tokens(systems)]
+    return {
+        "command": "compare",
+        "of": systems[0].result["command"],
+        "systems": files,
+        "unequal_tokens": unequal,
+        "rows": list(rows),
+    }
 
 
 def markdown(systems: Sequence[System], rows: Sequence[Row]) -> str:
@@ -302,9 +366,10 @@ def _ratio(figure: Mapping[str, Any]) -> str:
 def _notes(systems: Sequence[System], rows: Sequence[Row]) -> list[str]:
     columns = RESULT_COLUMNS[systems[0].result["command"]]
     notes = [
+        *map(str, unequal_tokens(systems)),
         f"In brackets: {CONFIDENCE:g} % bootstrap interval of the ratio of means, {RESAMPLES} resamples, seed {SEED}. "
-        "It covers the scatter within these measurements, not that between repeated ones. A figure of which a run has "
-        "only one has no interval.",
+        "It covers the scatter within these measurements, not that between repeated ones. A throughput is the mean of "
+        f"those in {STRETCHES} equal stretches of its run. A figure of which a run has only one has no interval.",
     ]
     compared = {tuple(row[key] for key in columns.keys) for row in rows}
     for system in systems:

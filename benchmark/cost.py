@@ -17,11 +17,12 @@ import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
+from benchmark.linears import share_read
 from benchmark.report import BenchError
 from benchmark.roofline import Ceilings, ServedModel, mean_context
 
@@ -51,14 +52,16 @@ class Cost(Protocol):
 class Roofline:
     """Bytes and operations of a step, held against what a device can do of both; see `roofline.ServedModel.step`."""
 
-    weight_bytes: float  # of any step
+    weight_bytes: float  # of any step, experts apart
     kv_bytes: float  # of a token that is read or written
     token_flops: float
     key_flops: float  # of a token looking at one key
     sampled_flops: float
     bytes_per_second: float  # reached, of all devices together
     flops_per_second: float
-    overhead_s: float  # of any step: launches, collectives, the sampler
+    overhead_s: float  # of any step: launches, the sampler
+    experts: Mapping[float, float] = field(default_factory=dict)  # their bytes, by the share that a token goes to
+    token_s: float = 0.0  # of each token: its part of the sums over shards
 
     @classmethod
     def of(cls, served: ServedModel, ceilings: Ceilings, efficiency: float, overhead_s: float) -> Roofline:
@@ -80,6 +83,7 @@ class Roofline:
             bytes_per_second=ceilings.bytes_per_second * reached,
             flops_per_second=ceilings.flops_per_second * reached,
             overhead_s=overhead_s,
+            experts=served.shape.expert_bytes(served.dtype, served.quantize),
         )
 
     def seconds(self, work: StepWork) -> float:
@@ -89,9 +93,10 @@ class Roofline:
             return 0.0
         kv_tokens = work.context + work.prompt_read + work.prompt_tokens  # what decoding writes is part of its context
         attended = work.context + work.prompt_pairs
-        moving = (self.weight_bytes + self.kv_bytes * kv_tokens) / self.bytes_per_second
+        experts = sum(num_bytes * share_read(share, tokens) for share, num_bytes in self.experts.items())
+        moving = (self.weight_bytes + experts + self.kv_bytes * kv_tokens) / self.bytes_per_second
         flops = self.token_flops * tokens + self.key_flops * attended + self.sampled_flops * work.sampled
-        return max(moving, flops / self.flops_per_second) + self.overhead_s
+        return max(moving, flops / self.flops_per_second) + self.overhead_s + self.token_s * tokens
 
 
 # ------------------------------------------------------------------------------------------------- latency's results

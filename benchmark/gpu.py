@@ -26,7 +26,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmark import options, plan, probes, shapes
+from benchmark import options, probes, shapes
+from benchmark.devices import DEVICES
 from benchmark.report import ROOT, BenchError, commit, prepare_output, table, versions, write_atomically
 from benchmark.roofline import Ceilings, ServedModel, mean_context
 
@@ -86,10 +87,10 @@ class Report:
 
     @property
     def ceilings(self) -> Ceilings:
-        """What the device does at best, by its data sheet as in `plan`, else by the probes. Raises BenchError."""
+        """What the device does at best, as achievable in `plan`, else by the probes. Raises BenchError."""
         words = re.split(r"[^a-z0-9]+", self.device.lower())
-        known = next((sheet for name, sheet in plan.DEVICES.items() if name in words), None)
-        ceilings = known.dense_ceilings(self.args.dtype, 1) if known else self.measured_ceilings
+        known = next((sheet for name, sheet in DEVICES.items() if name in words), None)
+        ceilings = known.achievable(known.dense_ceilings(self.args.dtype, 1)) if known else self.measured_ceilings
         if ceilings is None:
             raise BenchError("the probes found no ceilings to compare it with")
         return ceilings
@@ -109,8 +110,8 @@ class Report:
         context = [f"{self.started_at:%Y-%m-%d}", f"commit {commit() or 'unknown'}", software, self.args.dtype]
         parts = [
             f"# {self.device}",
-            f"{'; '.join(context)}, random weights; {minutes:.1f} minutes. Floors and ceilings are those of "
-            "`lockstep-bench plan`, explained in docs/roofline.md.",
+            f"{'; '.join(context)}, random weights; {minutes:.1f} minutes. Floors and ceilings are the "
+            "achievable ones of `lockstep-bench plan`, explained in docs/roofline.md.",
             self.table(),
             *(f"## Start of {model}\n\n```\n{text}\n```" for model, text in self.startups),
             *(f"## `{command}`\n\n````\n{text.rstrip()}\n````" for command, text in self.details),

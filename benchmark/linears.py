@@ -6,6 +6,7 @@ no format stores in fewer bits (norms, biases, positions, routers), and the head
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -34,6 +35,11 @@ class Linear:
         """Of one copy."""
         return self.outputs * self.inputs
 
+    @property
+    def is_expert(self) -> bool:
+        """Whether a token goes to some of the copies only."""
+        return self.active < self.copies
+
 
 def of_decoder(spec: ArchSpec, names: NameMap) -> Iterator[Linear]:
     """Those of a decoder, or of the decoder of an encoder-decoder."""
@@ -47,14 +53,33 @@ def of_encoder(spec: ArchSpec, names: NameMap) -> Iterator[Linear]:
     return _of_stack(spec.encoder, names.encoder, names.prefixes[0], of_prompts=True)
 
 
-def saved_bytes(linears: Iterable[Linear], storage: Storage, dtype_bytes: int, *, active: bool) -> int:
-    """By how much the layers are smaller in this storage; active: of a mixture, those of one token's experts alone."""
+def stored_bytes(linear: Linear, storage: Storage | None, dtype_bytes: int) -> int:
+    """Bytes of all copies of a layer. storage: how it is stored where it is not left out; None: dense."""
+    if storage is None or storage.leaves_out(linear.name):
+        return linear.copies * linear.parameters * dtype_bytes
+    return linear.copies * storage.weight_bytes(linear.outputs, linear.inputs)
+
+
+def saved_bytes(linears: Iterable[Linear], storage: Storage | None, dtype_bytes: int) -> int:
+    """By how much the layers, all copies of each, are smaller in this storage than dense."""
     return sum(
-        (linear.active if active else linear.copies)
-        * (linear.parameters * dtype_bytes - storage.weight_bytes(linear.outputs, linear.inputs))
+        linear.copies * linear.parameters * dtype_bytes - stored_bytes(linear, storage, dtype_bytes)
         for linear in linears
-        if not storage.leaves_out(linear.name)
     )
+
+
+def expert_bytes(linears: Iterable[Linear], storage: Storage | None, dtype_bytes: int) -> dict[float, int]:
+    """Bytes of all experts, by the share of them that one token goes to; empty where no layer is a mixture."""
+    found: dict[float, int] = defaultdict(int)
+    for linear in linears:
+        if linear.is_expert:
+            found[linear.active / linear.copies] += stored_bytes(linear, storage, dtype_bytes)
+    return dict(found)
+
+
+def share_read(share: float, tokens: int) -> float:
+    """Which share of the experts `tokens` tokens are expected to go to, each to `share` of them at random."""
+    return 1 - (1 - share) ** tokens
 
 
 def padding_bytes(linears: Iterable[Linear], storage: Storage, ranks: int) -> int:

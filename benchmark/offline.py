@@ -20,6 +20,7 @@ from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_pr
 from benchmark.report import Result, footer, prepare_output, published, table
 from benchmark.roofline import Ceilings, describe
 from benchmark.schedules import SCHEDULES
+from benchmark.stretches import rates
 from benchmark.timed_shards import StepRecord, TimedShards
 from router.limits import Limits
 from router.text import ModelTokenizer
@@ -134,7 +135,7 @@ async def _measure(
             if probe is not None:
                 probe.measure()
             ceilings = None if probe is None else probe.best
-            result.rows = rows(timed.records, seconds, ceilings)
+            result.rows = rows(timed.records, seconds, ceilings, started)
             tokens, widest = limits.max_batch_total_tokens, max(record.num_tokens for record in timed.records)
             sizes = flexgen.sizes(info, served, server.shard_pids(), cache_tokens=tokens, widest_step=widest)
             result.extra = sizes | launch.startup_of(server)
@@ -165,21 +166,33 @@ def _router_limits(args: argparse.Namespace, connected: shards.ConnectedShards, 
 # ---------------------------------------------------------------------------------------------------------- report
 
 
-def rows(records: Sequence[StepRecord], total_seconds: float, ceilings: Ceilings | None) -> list[dict[str, Any]]:
-    """One row each for prefill, decode and total, in which tokens / latency_s is exactly tokens_per_second."""
+def rows(
+    records: Sequence[StepRecord], total_seconds: float, ceilings: Ceilings | None, started: float = 0.0
+) -> list[dict[str, Any]]:
+    """One row each for prefill, decode and total, in which tokens / latency_s is exactly tokens_per_second.
+
+    started: when the run began, of the records' clock.
+    """
     busy = dict.fromkeys(flexgen.KINDS, 0.0)
     tokens = dict.fromkeys(flexgen.KINDS, 0)
     floors = dict.fromkeys(flexgen.KINDS, 0.0)
+    ended: dict[str, list[tuple[float, int]]] = {kind: [] for kind in flexgen.KINDS}  # after how long of its kind
     free_at = 0.0  # when the shards had answered the step before
     for record in records:
         busy[record.kind] += record.answered_at - max(record.sent_at, free_at)
         free_at = record.answered_at
         tokens[record.kind] += record.prompt_tokens or record.generated_tokens
         tokens["total"] += record.generated_tokens
+        ended[record.kind].append((busy[record.kind], record.prompt_tokens or record.generated_tokens))
+        ended["total"].append((record.answered_at - started, record.generated_tokens))
         for kind in (record.kind, "total"):
             floors[kind] += record.needed.floor_ms(ceilings) / 1000 if record.needed and ceilings else 0.0
     busy["total"] = total_seconds
-    return [_row(kind, busy[kind], tokens[kind], floors[kind] if ceilings else None) for kind in flexgen.KINDS]
+    return [
+        _row(kind, busy[kind], tokens[kind], floors[kind] if ceilings else None)
+        | {"samples": {"tokens_per_second": rates(ended[kind], busy[kind])}}
+        for kind in flexgen.KINDS
+    ]
 
 
 def _row(kind: str, seconds: float, tokens: int, floor: float | None) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from benchmark.http_client import Reply
 from benchmark.report import Result, SampleSummary, footer, table
+from benchmark.stretches import rates
 from benchmark.workload import Lengths
 
 LATE_MS = 10.0  # a client that sends later than this needs more of the machine, or another machine
@@ -108,8 +109,12 @@ def row_of(
     """One row of the JSON. The row's time runs from the first intended sending to the last end of any request."""
     good = [outcome for outcome in outcomes if outcome.reply.error is None]
     kinds = Counter(outcome.reply.error for outcome in outcomes if outcome.reply.error is not None)
-    seconds = max(o.reply.ended_at for o in outcomes) - min(o.intended_at for o in outcomes)
-    samples = _samples(good)
+    began = min(outcome.intended_at for outcome in outcomes)
+    seconds = max(outcome.reply.ended_at for outcome in outcomes) - began
+    samples = _samples(good) | {
+        "requests_per_second": rates(((o.reply.ended_at - began, 1) for o in good), seconds),
+        "output_tokens_per_second": rates(((at - began, 1) for o in good for at in o.reply.token_times), seconds),
+    }
     return {
         "input_length": cell.input_length,
         "output_length": cell.output_length,
@@ -125,6 +130,8 @@ def row_of(
         "errors": kinds.total(),
         "errors_by_kind": dict(sorted(kinds.items())),
         "requests": len(outcomes),
+        "output_tokens": sum(outcome.reply.num_tokens for outcome in good),
+        "asked_tokens": sum(outcome.lengths.output_length for outcome in outcomes),
         "short": sum(outcome.is_short for outcome in good),
         "other_input_length": sum(_is_other_input(outcome) for outcome in good),
         "seconds": seconds,

@@ -30,7 +30,10 @@ class TransformersPeer:
         """Load the model. location: a folder or a repository; threads: 0 for as many as torch takes."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
+        from transformers.utils import logging
 
+        said: Any = logging
+        said.disable_progress_bar()  # of its loading, amid our tables
         self._threads = threads
         config = AutoConfig.from_pretrained(location)
         auto: Any = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM

@@ -7,60 +7,24 @@ Arithmetic over a shape and a data sheet: nothing is loaded or started, and torc
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmark import options, shapes
+from benchmark.devices import DEVICES, RESERVED_BYTES, DatasheetDevice, all_reduces
 from benchmark.report import BenchError, Result, RunContext, arguments_of, prepare_output, published, table
-from benchmark.roofline import BytesAndFlops, Ceilings, Probe, ServedModel, describe, mean_context
+from benchmark.roofline import BytesAndFlops, Probe, ServedModel, describe, mean_context
+from router.queue import blocks_for
+from server.offload.footprint import LOGIT_BYTES, step_bytes
 from server.quant import sizes
 
-RESERVED_BYTES = 2 * 10**9  # of a GPU, for its context, libraries and fragmentation
-CPU_HEADROOM = 0.2  # of the memory that is free, left to other programs; as the server leaves it
+CAPTURED_FORMS = 3  # in which a server captures decode steps, each with the logits of its largest batch
+CAPTURED_BATCH = 256  # sequences of the largest captured step
 STEPS = ("Prefill", "Decode (token)", "Decode (total)")
 
 
-@dataclass(frozen=True)
-class DatasheetDevice:
-    """One accelerator, or the whole of a CPU."""
-
-    bytes_per_second: float
-    flops_16: float  # dense matrix products in float16 or bfloat16
-    flops_32: float
-    memory_bytes: float
-    is_cpu: bool = False  # its shards share it
-    ops_int8: float = 0.0  # of products of int8; 0: as fast as in 16 bits
-    ops_float8: float = 0.0  # of float8; 0: it has none, and multiplies in 16 bits
-
-    def ceilings(self, served: ServedModel, num_shards: int) -> Ceilings:
-        """What `num_shards` of this device can do at best for a model; the shards of a CPU share it."""
-        ops = {"int8": self.ops_int8, "float8": self.ops_float8}.get(served.product_kind, 0.0)
-        return replace(self.dense_ceilings(served.dtype, num_shards), ops_8_per_second=ops)
-
-    def dense_ceilings(self, dtype: str, num_shards: int) -> Ceilings:
-        """The same for a dtype, where nothing is quantised."""
-        flops = self.flops_32 if dtype == "float32" else self.flops_16
-        return Ceilings(self.bytes_per_second, flops, 1 if self.is_cpu else num_shards)
-
-    def free_bytes(self, weights: float, activations: float, num_shards: int) -> float:
-        """Bytes that one shard may take for its KV cache, beside its weights."""
-        if self.is_cpu:
-            return (self.memory_bytes / num_shards - weights) * (1 - CPU_HEADROOM)
-        return self.memory_bytes - RESERVED_BYTES - weights - activations
-
-
-# Data sheets, without sparsity; memory as CUDA reports it. The H200's figures were measured (a copy, a large product):
-# its data sheet says 4.8 TB/s and 989 TFLOP/s. Those of 2020 have no float8.
-DEVICES: Mapping[str, DatasheetDevice] = {
-    "a100-40g": DatasheetDevice(1.555e12, 312e12, 19.5e12, 42.3e9, ops_int8=624e12),
-    "a100-80g": DatasheetDevice(2.039e12, 312e12, 19.5e12, 85.0e9, ops_int8=624e12),
-    "h100": DatasheetDevice(3.35e12, 989e12, 67e12, 85.0e9, ops_int8=1979e12, ops_float8=1979e12),
-    "h200": DatasheetDevice(4.3e12, 790e12, 67e12, 150.1e9, ops_int8=1979e12, ops_float8=1979e12),
-    "l4": DatasheetDevice(300e9, 121e12, 30.3e12, 23.6e9, ops_int8=242e12, ops_float8=242e12),
-    "a6000": DatasheetDevice(768e9, 154.8e12, 38.7e12, 51.0e9, ops_int8=309.7e12),
-}
 THIS = "this"
 
 
@@ -113,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     capacities = [capacity(served, device, num_shard, args) for num_shard in args.num_shard]
     if all(found.problem for found in capacities):
         raise BenchError(f"{named.name} on {args.device}: " + "; ".join(f.problem for f in capacities if f.problem))
-    result = Result(_context(args, named.name, served), notes=[source, *_notes(args)])
+    result = Result(_context(args, named.name, served), notes=[source, *_notes(args, named.shape.spec.max_positions)])
     result.extra["capacity"] = [asdict(found) for found in capacities]
     with published(result, lambda r: markdown(r, args, named.name, served, capacities), args.output):
         result.rows = [row for found in capacities for row in rows(args, served, device, found)]
@@ -140,9 +104,10 @@ def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args:
     shape = served.shape
     weights = shape.weight_bytes(served.dtype, served.quantize) // num_shard
     weights += shape.padding_bytes(served.quantize, num_shard)
+    weights += shape.copied_bytes(served.dtype, served.quantize, num_shard)
     copies = max(1, num_shard // shape.spec.num_kv_heads)  # shards that hold the same key-value head
     kv_bytes = served.kv_bytes_per_token * copies // num_shard
-    free = device.free_bytes(weights, _activation_bytes(served, num_shard, args.max_batch_prefill_tokens), num_shard)
+    free = device.free_bytes(weights, _step_bytes(served, num_shard, args), num_shard)
     tokens = max(0, int(free // (kv_bytes * shapes.BLOCK_SIZE)) * shapes.BLOCK_SIZE)
     useful = args.max_concurrent_requests * -(-args.max_total_tokens // shapes.BLOCK_SIZE) * shapes.BLOCK_SIZE
     problem = shape.split_problem(num_shard)
@@ -151,11 +116,13 @@ def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args:
     return Capacity(num_shard, weights, kv_bytes, tokens, min(tokens, useful), problem)
 
 
-def _activation_bytes(served: ServedModel, num_shard: int, prefill_tokens: int) -> float:
-    """Bytes of the largest prompt step: the residual stream and its copies, whole, and this shard's mlp columns."""
-    shape = served.shape
-    width = 4 * shape.spec.hidden_size + 3 * max(layer.mlp.width for layer in shape.spec.layers) / num_shard
-    return prefill_tokens * width * shapes.DTYPE_BYTES[served.dtype]
+def _step_bytes(served: ServedModel, num_shard: int, args: argparse.Namespace) -> float:
+    """Bytes of the largest prompt step, and of the decode steps that a GPU keeps captured: most of it their logits."""
+    spec, itemsize = served.shape.spec, shapes.DTYPE_BYTES[served.dtype]
+    captured = min(CAPTURED_BATCH, args.max_concurrent_requests)
+    logits: int = CAPTURED_FORMS * captured * LOGIT_BYTES * spec.vocab_size
+    prompts = step_bytes(spec, args.max_batch_prefill_tokens, itemsize, num_shard)
+    return prompts + logits
 
 
 def rows(
@@ -169,15 +136,32 @@ def rows(
         for batch_size in args.batch_size:
             needed, tokens = _step(args, served, step, batch_size)
             floor = needed.floor_ms(ceilings)
+            reduces = _all_reduce_ms(args, served, device, found.num_shard, step, batch_size)
             yield {
                 "num_shard": found.num_shard,
                 "step": step,
                 "batch_size": batch_size,
                 "floor_ms": floor,
                 "bound_by": needed.bound_by(ceilings),
-                "tokens_per_second": 1000 * tokens / floor,
-                "fits": batch_size * (args.sequence_length + args.decode_length) <= found.max_batch_total_tokens,
+                "achievable_ms": needed.floor_ms(device.achievable(ceilings)) + reduces,
+                "all_reduce_ms": reduces,
+                "tokens_per_second": 1000 * tokens / (floor + reduces),
+                "fits": batch_size * _tokens_of_a_sequence(args) <= found.kv_tokens,
             }
+
+
+def _tokens_of_a_sequence(args: argparse.Namespace) -> int:
+    """Slots that one sequence of the planned length takes in the cache: whole blocks."""
+    return blocks_for(args.sequence_length + args.decode_length, shapes.BLOCK_SIZE) * shapes.BLOCK_SIZE
+
+
+def _all_reduce_ms(
+    args: argparse.Namespace, served: ServedModel, device: DatasheetDevice, num_shard: int, step: str, batch_size: int
+) -> float:
+    """What the sums over the shards of a step, or of all decode steps, take at least."""
+    fixed, per_token = all_reduces(served, device, num_shard)
+    tokens = batch_size * (args.sequence_length if step == "Prefill" else 1)
+    return 1000 * (fixed + per_token * tokens) * (args.decode_length - 1 if step == "Decode (total)" else 1)
 
 
 def _step(args: argparse.Namespace, served: ServedModel, step: str, batch_size: int) -> tuple[BytesAndFlops, int]:
@@ -210,7 +194,7 @@ def _this(served: ServedModel) -> tuple[DatasheetDevice, str]:
     is_cpu = served.on_cpu
     name = "cpu" if is_cpu else torch.cuda.get_device_name()
     threads = torch.get_num_threads()
-    weights = served.step_weight_bytes
+    weights = int(served.step_weight_bytes())
     probe = Probe(
         name,
         served.dtype,
@@ -254,18 +238,28 @@ def _data_sheet(name: str) -> str:
     device = DEVICES[name]
     return (
         f"{name}: {device.bytes_per_second / 1e12:g} TB/s, {device.flops_16 / 1e12:g} TFLOP/s in 16 bits, "
-        f"{device.memory_bytes / 1e9:g} GB."
+        f"{device.memory_bytes / 1e9:g} GB, {device.link_bytes_per_second / 1e9:g} GB/s to other shards: "
+        f"{device.source}. Achievable: {100 * device.reached_bytes:.0f} % of that bandwidth and "
+        f"{100 * device.reached_flops:.0f} % of those products, {device.reached_source}."
     )
 
 
-def _notes(args: argparse.Namespace) -> list[str]:
+def _notes(args: argparse.Namespace, longest: int) -> list[str]:
     context = mean_context(args.sequence_length, args.decode_length)
+    length = args.sequence_length + args.decode_length
+    too_long = (
+        f"**No server would take this**: --sequence-length and --decode-length make {length} tokens, and the model's "
+        f"longest sequence is {longest}: shorten one of them."
+    )
     return [
+        *([too_long] if 0 < longest < length else []),
         f"Floors are limits and not forecasts, of decode steps with a context of {context:g} tokens; "
         "docs/roofline.md has the formulas.",
         f"max_batch_total_tokens: what fits, at most {args.max_concurrent_requests} requests of "
-        f"{args.max_total_tokens} tokens. On a GPU, {RESERVED_BYTES / 1e9:g} GB and the activations of "
-        f"{args.max_batch_prefill_tokens} prompt tokens are kept free.",
+        f"{args.max_total_tokens} tokens. On a GPU, {RESERVED_BYTES / 1e9:g} GB, the activations of "
+        f"{args.max_batch_prefill_tokens} prompt tokens and the captured decode steps are kept free.",
+        "All-reduces: what the sums over the shards take at least, which the ceilings of throughput include. "
+        "Achievable: with what kernels reach of the data sheet, and all-reduces.",
     ]
 
 
@@ -314,8 +308,18 @@ def _capacity_table(capacities: list[Capacity]) -> str:
 
 
 def _floor_table(rows: list[dict[str, Any]]) -> str:
-    cells = [[r["step"], r["batch_size"], _unless_too_large(r, f"{r['floor_ms']:.2f} ms"), r["bound_by"]] for r in rows]
-    return table(("Step", "Batch Size", "Floor", "Bound by"), cells)
+    cells = [
+        [
+            r["step"],
+            r["batch_size"],
+            _unless_too_large(r, f"{r['floor_ms']:.2f} ms"),
+            r["bound_by"],
+            f"{r['all_reduce_ms']:.2f} ms",
+            f"{r['achievable_ms']:.2f} ms",
+        ]
+        for r in rows
+    ]
+    return table(("Step", "Batch Size", "Floor", "Bound by", "All-reduces", "Achievable"), cells)
 
 
 def _throughput_table(rows: list[dict[str, Any]]) -> str:

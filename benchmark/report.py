@@ -288,17 +288,32 @@ def _unwritable(output_dir: Path, error: OSError) -> BenchError:
 def publish(result: Result, markdown: str, output_dir: Path | None) -> None:
     """Print the tables, then the result as one JSON object on the last line, and write both to the folder.
 
-    On a terminal, where nobody reads that line, it is said where it is instead. Everything is printed before anything
-    is written, so that a full disk cannot cost a measurement. Raises BenchError.
+    Everything is printed before anything is written, so that a full disk cannot cost a measurement; it is written even
+    if whoever reads the tables has left. Raises BenchError.
     """
-    print(markdown)
-    if not sys.stdout.isatty():
-        print(json.dumps(result.to_json(), allow_nan=False), flush=True)
-    elif output_dir is None:
-        print("\nAs JSON: with --output DIR, or on the last line in a pipe or a file.", flush=True)
-    else:
-        print(f"\nAs JSON: {output_dir / 'result.json'}", flush=True)
+    show(markdown, json.dumps(result.to_json(), allow_nan=False), output_dir and output_dir / "result.json")
     save(result, markdown, output_dir)
+
+
+def show(text: str, as_json: str, path: Path | None) -> None:
+    """Print the text, then the JSON as the last line; on a terminal, where nobody reads that line, where it is instead.
+
+    path: the file that has the JSON, None without one. A reader who leaves early, as `head` does, is no error.
+    """
+    if sys.stdout.isatty():
+        where = "with --output DIR, or on the last line in a pipe or a file." if path is None else str(path)
+        as_json = f"\nAs JSON: {where}"
+    try:
+        print(f"{text}\n{as_json}", flush=True)
+    except BrokenPipeError:
+        forget_reader()
+
+
+def forget_reader() -> None:
+    """Send what is still to be printed nowhere, because nobody reads standard output any more."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 @contextmanager

@@ -108,10 +108,10 @@ class ServedModel:
         """Of which numbers of 8 bits some of its products are, int8 or float8; empty: none are."""
         return self.shape.product_kind(self.dtype, self.quantize, on_cpu=self.on_cpu)
 
-    @property
-    def step_weight_bytes(self) -> int:
-        """Weights that every step reads once, whatever its batch: all layers and the head, not the embedding table."""
-        return self.shape.step_weight_bytes(self.dtype, self.quantize)
+    def step_weight_bytes(self, tokens: int = 1) -> float:
+        """Bytes of weights that a step over so many tokens reads once: all layers and the head, but not the embedding
+        table, and of a mixture those experts that any of the tokens goes to."""
+        return self.shape.step_weight_bytes(self.dtype, self.quantize, tokens)
 
     def step(self, *, tokens: int, attended: float, kv_read: float, sampled: int) -> BytesAndFlops:
         """What any step needs.
@@ -125,7 +125,7 @@ class ServedModel:
         attention = 4 * shape.spec.num_layers * shape.spec.num_heads * shape.spec.head_dim * attended
         layers, head = shape.eight_bit_parameters(self.dtype, self.quantize, on_cpu=self.on_cpu)
         in_8_bits = 2 * layers * tokens + 2 * head * sampled
-        return BytesAndFlops(self.step_weight_bytes + kv, matrices + attention, in_8_bits)
+        return BytesAndFlops(self.step_weight_bytes(tokens) + kv, matrices + attention, in_8_bits)
 
     def encode(self, lengths: Sequence[int]) -> BytesAndFlops:
         """What an encoder-decoder adds to a step for prompts of these lengths: every token sees its whole prompt."""

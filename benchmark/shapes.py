@@ -62,7 +62,7 @@ class ModelShape:
 
     @property
     def step_parameters(self) -> int:
-        """Parameters of all layers that every step reads; of a mixture of experts, those that one token goes to."""
+        """Parameters of all layers that one token is multiplied with; of a mixture, the experts that it goes to."""
         return sum(self._layer(layer, active=True) for layer in self.spec.layers)
 
     @property
@@ -103,14 +103,26 @@ class ModelShape:
         """
         return self.stored or sizes.described(quantize or "dense")
 
-    def step_weight_bytes(self, dtype: str, quantize: str | None = None) -> int:
-        """Bytes that every step reads once, whatever its batch: all layers and the head, not the embedding table."""
-        layers = self.step_parameters * DTYPE_BYTES[dtype] - self._saved(dtype, quantize, of_prompts=False, active=True)
-        return layers + self.head_bytes(dtype, quantize)
+    def step_weight_bytes(self, dtype: str, quantize: str | None = None, tokens: int = 1) -> float:
+        """Bytes that a step over so many tokens reads: all layers and the head, not the embedding table.
+
+        They do not depend on the batch but for mixtures of experts, of which a step reads those that any of its tokens
+        goes to: as many as there would be on average if each token went to any of them.
+        """
+        experts = self.expert_bytes(dtype, quantize)
+        read = sum(num_bytes * linears.share_read(share, tokens) for share, num_bytes in experts.items())
+        all_layers = (self.layer_parameters - self.encode_parameters) * DTYPE_BYTES[dtype]
+        layers = all_layers - self._saved(dtype, quantize, of_prompts=False) - sum(experts.values())
+        return layers + read + self.head_bytes(dtype, quantize)
+
+    def expert_bytes(self, dtype: str, quantize: str | None = None) -> dict[float, int]:
+        """Bytes of all experts, by the share of them that one token goes to; empty without mixtures of experts."""
+        decoder = (linear for linear in self._linears if not linear.of_prompts)
+        return linears.expert_bytes(decoder, self.storage(quantize), DTYPE_BYTES[dtype])
 
     def encode_bytes(self, dtype: str, quantize: str | None = None) -> int:
         """Bytes that a step reads besides when an encoder-decoder gets new prompts."""
-        return self.encode_parameters * DTYPE_BYTES[dtype] - self._saved(dtype, quantize, of_prompts=True, active=True)
+        return self.encode_parameters * DTYPE_BYTES[dtype] - self._saved(dtype, quantize, of_prompts=True)
 
     def head_bytes(self, dtype: str, quantize: str | None = None) -> int:
         """Bytes of the stored output head, with a scale for each row where it is in int8."""
@@ -123,7 +135,7 @@ class ModelShape:
 
     def weight_bytes(self, dtype: str, quantize: str | None = None) -> int:
         """Bytes of all weights in memory, the input embedding included."""
-        saved = sum(self._saved(dtype, quantize, of_prompts=prompts, active=False) for prompts in (False, True))
+        saved = sum(self._saved(dtype, quantize, of_prompts=prompts) for prompts in (False, True))
         rest = self.total_parameters - self.head_parameters
         return rest * DTYPE_BYTES[dtype] - saved + self.head_bytes(dtype, quantize)
 
@@ -131,6 +143,23 @@ class ModelShape:
         """Bytes of a rank beside its share of the weights; 0 but for layers whose groups are scattered over ranks."""
         storage = self.storage(quantize)
         return 0 if storage is None or ranks == 1 else linears.padding_bytes(self._linears, storage, ranks)
+
+    def copied_bytes(self, dtype: str, quantize: str | None, ranks: int) -> int:
+        """Bytes of a rank beside its share of the weights, because every rank has all of them: norms, positions,
+        routers, and keys' and values' matrices where there are more ranks than key-value heads."""
+        spec, size = self.spec, DTYPE_BYTES[dtype]
+        position = spec.layers[0].position
+        rows = position.size + position.offset if isinstance(position, Learned) else 0
+        norms = (NORMS_PER_LAYER[spec.residual] * spec.num_layers + spec.final_norm + spec.embed_norm) * (
+            self._norm_parameters
+        )
+        routers = sum(spec.hidden_size * layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, Moe))
+        everywhere = (norms + routers + rows * spec.hidden_size) * size * (ranks - 1) // ranks
+        if ranks <= spec.num_kv_heads:
+            return everywhere
+        storage, head = self.storage(quantize), 2 * spec.head_dim
+        one = head * spec.hidden_size * size if storage is None else storage.weight_bytes(head, spec.hidden_size)
+        return everywhere + spec.num_layers * one * (ranks - spec.num_kv_heads) // ranks
 
     @property
     def _linears(self) -> tuple[linears.Linear, ...]:
@@ -164,14 +193,11 @@ class ModelShape:
         """Whether a head of its own is stored as the layers are."""
         return storage.includes_head and not self.spec.tied_head
 
-    def _saved(self, dtype: str, quantize: str | None, *, of_prompts: bool, active: bool) -> int:
+    def _saved(self, dtype: str, quantize: str | None, *, of_prompts: bool) -> int:
         """Bytes by which storage is smaller than the dtype: of what only new prompts of an encoder read, or of all
         else."""
-        storage = self.storage(quantize)
-        if storage is None:
-            return 0
         wanted = (linear for linear in self._linears if linear.of_prompts == of_prompts)
-        return linears.saved_bytes(wanted, storage, DTYPE_BYTES[dtype], active=active)
+        return linears.saved_bytes(wanted, self.storage(quantize), DTYPE_BYTES[dtype])
 
     def split_problem(self, num_shards: int) -> str | None:
         """Why the model cannot be split over so many shards, or None."""

@@ -164,6 +164,6 @@ def probe_for(served: ServedModel, info: ModelInfo) -> Probe:
         info.dtype,
         threads=info.threads * info.world_size,
         num_devices=num_devices,
-        step_weight_bytes=served.step_weight_bytes // num_devices,
+        step_weight_bytes=int(served.step_weight_bytes()) // num_devices,
         product_kind=served.product_kind,
     )

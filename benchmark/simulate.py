@@ -19,8 +19,9 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmark import fleet, options, plan, shapes, traffic
+from benchmark import fleet, options, shapes, traffic
 from benchmark.cost import Cost
+from benchmark.devices import DEVICES
 from benchmark.prediction import comparison, figures, markdown, progress, read_serving, remarks
 from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output, published
 from benchmark.subject import Subject, subject_of
@@ -74,7 +75,7 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
         help="result.json of latency runs of one model: step times as measured; several --sequence-length are better",
     )  # fmt: skip
     group.add_argument("--shape", metavar="SHAPE", help="instead: a config.json, a model folder, or a shape by name")
-    group.add_argument("--device", choices=list(plan.DEVICES), help="its data sheet, with --shape")
+    group.add_argument("--device", choices=list(DEVICES), help="its data sheet, with --shape")
     group.add_argument("--num-shard", type=options.positive, metavar="N", help="GPUs of a replica, with --shape (1)")
     group.add_argument("--dtype", choices=list(shapes.DTYPE_BYTES), help="with --shape (default: the published one)")
     group.add_argument("--quantize", choices=list(sizes.IN_FLIGHT), help="with --shape: format of the layers")
@@ -226,7 +227,7 @@ def _complete_cost(args: argparse.Namespace) -> None:
         names = ", ".join(given)
         raise BenchError(f"--cost says how long steps take: leave out {names}, which belong to --shape")
     if args.shape is not None and args.device is None:
-        raise BenchError(f"--shape needs --device, one of {', '.join(plan.DEVICES)}; or give --cost")
+        raise BenchError(f"--shape needs --device, one of {', '.join(DEVICES)}; or give --cost")
     args.num_shard = args.num_shard or 1
     args.efficiency = args.efficiency or EFFICIENCY
 

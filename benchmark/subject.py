@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmark import plan, shapes
 from benchmark.cost import Fitted, Roofline, fit, read_latency
+from benchmark.devices import DEVICES, all_reduces
 from benchmark.report import BenchError
 from benchmark.roofline import ServedModel
 from benchmark.shapes import BLOCK_SIZE
@@ -39,12 +40,14 @@ def subject_of(args: argparse.Namespace) -> Subject:
 
 
 def _on_device(args: argparse.Namespace) -> Subject:
-    named, device = shapes.find(args.shape), plan.DEVICES[args.device]
+    named, device = shapes.find(args.shape), DEVICES[args.device]
     if named.shape.spec.encoder is not None:
         raise BenchError(f"{named.name} is an encoder-decoder, which the simulator does not know: take a decoder")
     quantize = plan.stored_as(named, args.quantize)
     served = ServedModel(named.shape, args.dtype or named.shape.dtype, quantize, args.kv_cache_dtype)
     ceilings = device.ceilings(served, args.num_shard)
+    cost = Roofline.of(served, ceilings, args.efficiency, args.overhead_ms / 1000)
+    fixed, per_token = all_reduces(served, device, args.num_shard)
 
     def kv_tokens(config: RouterConfig) -> int:
         found = plan.capacity(
@@ -62,7 +65,7 @@ def _on_device(args: argparse.Namespace) -> Subject:
         return found.max_batch_total_tokens
 
     return Subject(
-        cost=Roofline.of(served, ceilings, args.efficiency, args.overhead_ms / 1000),
+        cost=replace(cost, overhead_s=cost.overhead_s + fixed, token_s=per_token),
         model=named.name,
         device=args.device,
         dtype=served.dtype,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import os
+import pty
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +92,53 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
     blocked.write_text("")
     assert 1 == main([*command, "--output", str(blocked)])
     assert "error: cannot write results to" in capsys.readouterr().err
+
+
+PLAN = ["-m", "benchmark", "plan", "--model-id", "bloom-560m", "--device", "l4"]
+
+
+@pytest.mark.parametrize("arguments", [PLAN, [*PLAN[:2], "--help"]])
+def test_a_reader_who_leaves_ends_nothing_with_a_traceback(arguments: list[str], tmp_path: Path) -> None:
+    """As `| head -1`, whose end of the pipe may be closed before anything is written."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    output = ["--output", str(tmp_path)] if arguments is PLAN else []
+    try:
+        done = subprocess.run(
+            [sys.executable, *arguments, *output], cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True
+        )
+    finally:
+        os.close(writing)
+    assert (0, "") == (done.returncode, done.stderr)
+    assert not output or json.loads((tmp_path / "result.json").read_text())["rows"]  # which is kept all the same
+
+
+def test_a_terminal_gets_no_json(tmp_path: Path) -> None:
+    """Of `plan`, and of `compare`, whose JSON is as long; a pipe gets both on the last line."""
+    rows = [{"step": "prefill", "batch_size": 1, "mean_ms": 2.0, "samples_ms": [1.0, 3.0]}]
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"command": "latency", "work": {}, "rows": rows}))
+    compare = ["-m", "benchmark", "compare", f"{tmp_path}/a.json", f"{tmp_path}/b.json"]
+    for arguments in (PLAN, compare):
+        shown = on_a_terminal([sys.executable, *arguments])
+        piped = subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert "As JSON: with --output DIR" in shown and "{" not in shown
+        assert json.loads(piped.stdout.splitlines()[-1])["rows"]
+
+
+def on_a_terminal(command: list[str]) -> str:
+    """What the command writes to a pseudo-terminal."""
+    ours, theirs = pty.openpty()
+    written = b""
+    with subprocess.Popen(command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs):
+        os.close(theirs)
+        try:
+            while part := os.read(ours, 65536):
+                written += part
+        except OSError:  # the command has ended, and with it the terminal's other end
+            pass
+    os.close(ours)
+    return written.decode()
 
 
 def test_sockets_are_found_in_rank_order(tmp_path: Path) -> None:

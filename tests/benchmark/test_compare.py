@@ -11,6 +11,7 @@ import pytest
 
 from benchmark.__main__ import main
 from benchmark.compare import bootstrap_ratio
+from benchmark.stretches import rates
 
 WORK = {"model": "demo", "input_length": [64], "output_length": [32], "concurrency": [1]}
 
@@ -24,7 +25,9 @@ def serving_row(scale: float, output_length: int = 32) -> dict[str, Any]:
     row |= {"requests_per_second": 10 / scale, "output_tokens_per_second": 320 / scale, "errors": 0}
     row |= {"latency_per_token_ms": mean, "latency_per_output_token_ms": mean}
     row |= {name: {"mean": mean, "p50": mean} for name in ("ttft_ms", "tpot_ms", "e2e_ms")}
-    return row | {"samples": dict.fromkeys(names, samples)}
+    rates = [320 / scale + 10 * (index - 10) for index in range(21)]
+    row["output_tokens"] = 640
+    return row | {"samples": dict.fromkeys(names, samples) | {"output_tokens_per_second": rates}}
 
 
 def write(folder: Path, name: str, rows: list[dict[str, Any]], command: str = "serving", **work: Any) -> Path:
@@ -48,7 +51,10 @@ def test_ratios_are_to_the_first_and_intervals_hold_them(capsys: pytest.CaptureF
     assert 0 == code
     by_measure = {row["measure"]: row["systems"] for row in result["rows"]}
     assert pytest.approx(1 / 1.5) == by_measure["requests_per_second"]["b"]["ratio"]
-    assert by_measure["requests_per_second"]["b"]["interval"] is None  # one figure a run
+    assert by_measure["requests_per_second"]["b"]["interval"] is None  # of results without samples of it
+    low, high = by_measure["output_tokens_per_second"]["b"]["interval"]
+    assert 0.5 < low < 1 / 1.5 < high < 0.9
+    assert [] == result["unequal_tokens"] and "are missing" not in text
     latency = by_measure["latency_per_token_ms"]
     assert [1, 1.5, 0.5] == pytest.approx([latency[name]["ratio"] for name in "abc"])
     low, high = latency["b"]["interval"]
@@ -114,6 +120,31 @@ def test_what_is_no_result_is_refused(capsys: pytest.CaptureFixture[str], tmp_pa
     code, _, printed = compare(capsys, write(tmp_path, "a", [serving_row(1)]), path)
     assert 1 == code
     assert "x.json is not a result of lockstep-bench" in printed
+
+
+def test_missing_tokens_are_said_with_both_counts(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The one side is three times as fast, with a fifth of the tokens: of new results, and of those before counts."""
+    whole, short = serving_row(1), serving_row(0.3) | {"output_tokens": 128}
+    paths = [write(tmp_path, "a", [whole]), write(tmp_path, "b", [short])]
+    _, result, text = compare(capsys, *paths)
+    sentence = "Input Length 64, Output Length 32, Concurrency 1: b produced 128 tokens and a 640: 80.0 % are missing."
+    assert sentence in text
+    assert [("a", 640, "b", 128)] == [
+        (one["base"], one["base_tokens"], one["other"], one["other_tokens"]) for one in result["unequal_tokens"]
+    ]
+    assert "b produced 128 tokens" in compare(capsys, *reversed(paths))[2]
+    old = {key: value for key, value in short.items() if key != "output_tokens"}
+    old |= {"output_tokens_per_second": 64.0, "seconds": 2.0}
+    assert sentence.replace(": b", ": c") in compare(capsys, paths[0], write(tmp_path, "c", [old]))[2]
+
+
+def test_a_run_s_rates_have_its_rate_for_their_mean() -> None:
+    """A second with a token at each tenth, and one of silence."""
+    found = rates(((tenth / 10, 1) for tenth in range(10)), 2.0)
+    assert ([10.0] * 10, [0.0] * 10) == (found[:10], found[10:])
+    assert 5.0 == sum(found) / len(found)
+    assert 1 / 3.0 == pytest.approx(sum(rates([(3.0, 1)], 3.0)) / 20)  # what ends with the run is of its last stretch
+    assert [] == rates([], 0.0)
 
 
 def test_names_must_tell_the_results_apart(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

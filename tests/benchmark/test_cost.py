@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 
-from benchmark import plan, shapes
+from benchmark import shapes
 from benchmark.cost import Curve, Fitted, Roofline, StepWork, fit, read_latency
+from benchmark.devices import DEVICES
 from benchmark.report import BenchError
 from benchmark.roofline import ServedModel, mean_context
 
 
 def test_a_data_sheet_costs_what_the_roofline_says() -> None:
     work = ServedModel(shapes.shape("bloomz-7b1-mt"), "float16")
-    ceilings = plan.DEVICES["a100-40g"].dense_ceilings("float16", 2)
+    ceilings = DEVICES["a100-40g"].dense_ceilings("float16", 2)
     cost = Roofline.of(work, ceilings, efficiency=0.5, overhead_s=0.001)
     decode = StepWork(decoding=32, context=32 * 150, sampled=32)
     assert work.decode(32, 150).floor_ms(ceilings) / 500 + 0.001 == pytest.approx(cost.seconds(decode))
@@ -27,7 +28,7 @@ def test_a_data_sheet_costs_what_the_roofline_says() -> None:
 
 def test_a_mixed_step_reads_the_weights_once() -> None:
     work = ServedModel(shapes.shape("bloomz-7b1-mt"), "float16")
-    cost = Roofline.of(work, plan.DEVICES["h200"].dense_ceilings("float16", 1), 1.0, 0.0)
+    cost = Roofline.of(work, DEVICES["h200"].dense_ceilings("float16", 1), 1.0, 0.0)
     few, decode = StepWork(prompt_tokens=8, prompt_pairs=32), StepWork(decoding=8, context=800, sampled=8)
     mixed = StepWork(prompt_tokens=8, prompt_pairs=32, decoding=8, context=800, sampled=8)
     weights = cost.weight_bytes / cost.bytes_per_second

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from benchmark import gpu, launch, plan, probes, shapes
+from benchmark import gpu, launch, probes, shapes
 from benchmark.__main__ import main
+from benchmark.devices import DEVICES
 from benchmark.gpu import Report
 from benchmark.roofline import Ceilings, ServedModel
 from server.backends.cpu.device import CpuDevice
 from server.backends.protocol import Scores
 from server.backends.reference import ReferenceBackend
 
-H200 = plan.DEVICES["h200"].dense_ceilings("bfloat16", 1)
+H200 = DEVICES["h200"].achievable(DEVICES["h200"].dense_ceilings("bfloat16", 1))
 TINY = ["--latency-shape", str(launch.DEMO), "--serving-shape", str(launch.DEMO), "--offline-shape", str(launch.DEMO)]
 LENGTHS = ["--latency-lengths", "8", "4", "--serving-lengths", "8", "4", "--offline-lengths", "8", "4"]
 FEW = ["-b", "2", "--runs", "1", "--concurrency", "2", "--num-prompts", "4"]

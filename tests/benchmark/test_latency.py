@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.utils import logging
 
 from benchmark import latency, latency_figures, launch, live, profile, shapes, shards
 from benchmark.__main__ import main
@@ -283,8 +284,10 @@ def test_a_profile_names_operators_and_leaves_traces(tmp_path: Path, capfd: pyte
 @pytest.mark.parametrize("model", [["--model-id", str(launch.DEMO)], ["--random-weights", str(launch.DEMO)]])
 def test_transformers_generates_beside_us(model: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     flags = ["-b", "1", "3", "-s", "9", "-d", "5", "-r", "2", "--device", "cpu", "--beside-transformers", *model]
+    logging.enable_progress_bar()  # as in a process that has loaded nothing yet
     assert 0 == main(["latency", *flags])
-    shown = capfd.readouterr().out
+    shown, told = capfd.readouterr()
+    assert "Loading weights" not in told and "it/s" not in told  # a bar of that library's, amid the tables
     result = json.loads(shown.splitlines()[-1])
     ours = {(row["step"], row["batch_size"]): row["p50_ms"] for row in result["rows"]}
     for row in result["transformers"]:

@@ -89,6 +89,9 @@ def test_tokens_over_latency_is_throughput() -> None:
     assert (3, 6.0, 0.5) == (total["tokens"], total["latency_s"], total["tokens_per_second"])
     assert [1.0, 1.0, 2.0] == [row["floor_s"] for row in (prefill, decode, total)]
     assert 50.0 == decode["percent_of_limit"]
+    for row in (prefill, decode, total):  # of which a comparison takes its interval
+        sampled = row["samples"]["tokens_per_second"]
+        assert row["tokens_per_second"] == pytest.approx(sum(sampled) / len(sampled))
 
 
 def read(path: Path) -> list[Prompt]:

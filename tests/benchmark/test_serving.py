@@ -68,6 +68,9 @@ def test_a_row_from_two_requests() -> None:
     assert pytest.approx(1.5) == row["seconds"]  # 10.0 to 11.5
     assert pytest.approx(2 / 1.5) == row["requests_per_second"]
     assert pytest.approx(8 / 1.5) == row["output_tokens_per_second"]
+    for name in ("requests_per_second", "output_tokens_per_second"):  # of which a comparison takes its interval
+        assert pytest.approx(row[name]) == sum(row["samples"][name]) / len(row["samples"][name])
+    assert (8, 8) == (row["output_tokens"], row["asked_tokens"])
     assert pytest.approx((80 + 100) / 2) == row["latency_per_token_ms"]
     assert pytest.approx((200 + 250) / 2) == row["latency_per_output_token_ms"]
     assert pytest.approx(500) == row["ttft_ms"]["p50"]

@@ -14,6 +14,7 @@ from server.backends.cpu import CpuBackend, Kernels
 from server.backends.reference.quantised import QuantisedFormat
 from server.config import ShardConfig
 from server.loading import ChooseBackend, load
+from server.model.transformer import Transformer
 from tests.server.driver import Prompt, all_logits, generate
 from tests.server.quant.test_quantisation import AWQ, FP8, GPTQ, LLM_INT8, NF4, W4A16, W8A8
 
@@ -80,8 +81,13 @@ def check(
     engine, info = load(config, choose)
     torch.set_num_threads(threads)
     monkeypatch.setattr(QuantisedFormat, "nbytes", property(packed_bytes))
-    planned = shapes.from_config(model).weight_bytes("bfloat16", info.quantize)
-    assert planned == pytest.approx(engine.model.nbytes, rel=0.01)
+    shape = shapes.from_config(model)
+    assert shape.weight_bytes("bfloat16", info.quantize) == pytest.approx(engine.model.nbytes, rel=0.01)
+    assert isinstance(engine.model, Transformer)
+    encoder, decoder, head = engine.model.encoder, engine.model.decoder, engine.model.head.weight
+    read = decoder.nbytes + head.nbytes + (encoder.nbytes if encoder else 0)  # by tokens that go to all experts
+    planned = shape.step_weight_bytes("bfloat16", info.quantize, tokens=1000)
+    assert planned + shape.encode_bytes("bfloat16", info.quantize) == pytest.approx(read, rel=0.01)
     engine.allocate(256, total_tokens=256)
     logits = all_logits(engine, list(range(5, 25)))
     assert logits.isfinite().all() and 0 < logits.std() < 100
