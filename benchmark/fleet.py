@@ -59,13 +59,23 @@ class Tally:
     num_tokens: int = 0
     num_steps: int = 0
     num_step_tokens: int = 0  # computed, of prompts and answers; some answers' after their end
+    num_given: int = 0  # tokens that reached clients
     started_at: float = NEVER  # the first arrival
+    last_arrival_at: float = 0.0
+    ended_by_then: int = 0  # requests, when the last one came
+    given_by_then: int = 0  # tokens
     ended_at: float = 0.0
     busy: float = 0.0  # seconds that replicas computed, of all replicas together
     batch: float = 0.0  # integral over those seconds of the running sequences
     blocks: float = 0.0  # integral over those seconds of the KV blocks reserved
     peak_batch: int = 0
     peak_blocks: int = 0
+
+    def arrived(self, now: float) -> None:
+        """Count a request that comes at `now`, not before the others, and what was answered until then."""
+        self.num_requests += 1
+        self.started_at = min(self.started_at, now)
+        self.last_arrival_at, self.ended_by_then, self.given_by_then = now, len(self.e2e), self.num_given
 
     def ended(self, entry: Simulated, now: float) -> None:
         """Count a request whose last token has reached its client at `now`."""
@@ -136,6 +146,7 @@ class Replica:
         step = self._under_way.popleft()
         self._scheduler.computed(step.plan)
         self._scheduler.timed(step.plan, step.ends_at - step.begins_at)
+        self._tally.num_given += self._streaming + len(step.firsts)
         if self._streaming:
             self._tally.gaps.append(now - self._replied_at)
             self._tally.gap_counts.append(self._streaming)
@@ -248,11 +259,10 @@ def simulate(
             index = choose(tally.num_requests, replicas, random)
             replica, was_idle = replicas[index], replicas[index].next_reply_at == NEVER
             request = traffic.take()
-            tally.num_requests += 1
-            tally.started_at = min(tally.started_at, request.arrives_at)
+            tally.arrived(request.arrives_at)
             if replica.is_full:
                 tally.num_refused += 1
-                traffic.ended(request.arrives_at)
+                traffic.refused(request.arrives_at)
                 continue
             replica.submit(_entry(tally.num_requests, request), request.arrives_at)
             if was_idle:

@@ -37,6 +37,7 @@ def figures(
         "seconds": seconds,
         "requests_per_second": len(tally.e2e) / seconds,
         "output_tokens_per_second": tally.num_tokens / seconds,
+        "while_arriving": _while_arriving(tally),
         "goodput": _goodput(tally, seconds, objectives),
         "ttft_ms": percentiles(tally.ttft, 1000),
         "tpot_ms": percentiles([value for value in tally.tpot if value], 1000),
@@ -52,6 +53,18 @@ def figures(
         "steps": tally.num_steps,
         "mean_step_ms": 1000 * tally.busy / tally.num_steps,
         "tokens_per_step": tally.num_step_tokens / tally.num_steps,
+    }
+
+
+def _while_arriving(tally: Tally) -> dict[str, float] | None:
+    """Throughput from the first arrival to the last: without the end, when replicas run empty. None for one moment."""
+    seconds = tally.last_arrival_at - tally.started_at
+    if seconds <= 0:
+        return None
+    return {
+        "seconds": seconds,
+        "requests_per_second": tally.ended_by_then / seconds,
+        "output_tokens_per_second": tally.given_by_then / seconds,
     }
 
 
@@ -189,6 +202,8 @@ TABLES: Sequence[Sequence[Column]] = (
     (
         ("Throughput (requests/s)", _of("requests_per_second")),
         ("Throughput (output token/s)", _of("output_tokens_per_second")),
+        ("While requests came (requests/s)", _of("while_arriving", "requests_per_second")),
+        ("While requests came (token/s)", _of("while_arriving", "output_tokens_per_second")),
         ("Goodput (requests/s)", _of("goodput", "requests_per_second")),
         ("Met (%)", _of("goodput", "share", ".1f", 100)),
         ("Refused", _of("refused", form=".0f")),

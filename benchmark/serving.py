@@ -191,7 +191,11 @@ def run(args: argparse.Namespace) -> int:
     with _target(args) as target:
         _refuse_what_is_too_long(args, target.info)
         sweep = Sweep(args, target)
-        result = Result(_context(args, target), notes=_notes(args), extra=launch.startup_of(target.server))
+        result = Result(
+            _context(args, target),
+            notes=_notes(args),
+            extra=launch.startup_of(target.server) | {"server": dict(target.info)},
+        )
         with published(result, markdown, args.output) as keep:
             interrupts.run(sweep.run(result, keep))
     if draws:

@@ -181,11 +181,12 @@ def run(args: argparse.Namespace) -> int:
     prepare_output(args.output)
     measured = None if args.compare is None else read_serving(args.compare)
     trace = traffic.read_trace(args.trace) if args.trace else None
+    told = {} if measured is None else _take_limits(args, measured)
     subject = subject_of(args)
     settings = list(_settings(args))
     cases = traffic.cases(args, trace) if measured is None else traffic.cases_of(measured)
     plans = [(values, case, _limits(args, values, cases, subject, trace)) for values in settings for case in cases]
-    result = Result(_context(args, subject, cases), notes=[*_notes(args, subject), *remarks(measured)])
+    result = Result(_context(args, subject, cases), notes=[*_notes(args, subject), *_told(told), *remarks(measured)])
     result.extra = {"cost": asdict(subject.cost)}
     with published(result, partial(markdown, swept=[name for name, _ in args.sweep]), args.output) as keep:
         for values, case, limits in plans:
@@ -230,6 +231,21 @@ def _complete_cost(args: argparse.Namespace) -> None:
         raise BenchError(f"--shape needs --device, one of {', '.join(DEVICES)}; or give --cost")
     args.num_shard = args.num_shard or 1
     args.efficiency = args.efficiency or EFFICIENCY
+
+
+def _take_limits(args: argparse.Namespace, measured: Mapping[str, Any]) -> dict[str, Any]:
+    """Set the limits that the measured server said it had, where the user gave none; those that were set."""
+    server = measured.get("server") or {}
+    told = {name: server[name] for name in LIMITS if server.get(name) is not None}
+    told = {name: value for name, value in told.items() if getattr(args, name) == SETTINGS[name].default}
+    vars(args).update(told)
+    return told
+
+
+def _told(limits: Mapping[str, Any]) -> Iterator[str]:
+    if limits:
+        values = ", ".join(f"{name} {value}" for name, value in limits.items())
+        yield f"Limits of the measured server, as it told serving: {values}."
 
 
 def _settings(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -325,8 +341,9 @@ def _notes(args: argparse.Namespace, subject: Subject) -> list[str]:
         f"Simulated, in virtual time: {subject.model}, {subject.dtype}. docs/simulation.md says what is left out.",
         subject.note,
         f"Limits are the server's defaults unless given or swept. Requests go to replicas by {args.dispatch}.",
-        "Times count from a request's arrival; throughput until the last request has ended. Goodput: requests that "
-        "keep the objectives; refused ones do not. Busy: share of the time that replicas computed; batch size and KV "
-        "cache (blocks reserved): means over that time.",
+        "Times count from a request's arrival; throughput until the last request has ended, and, without the end in "
+        "which replicas run empty, while requests came. A refused stream sends again after a round trip. Goodput: "
+        "requests that keep the objectives; refused ones do not. Busy: share of the time that replicas computed; batch "
+        "size and KV cache (blocks reserved): means over that time.",
         PERCENTILE_RULE,
     ]

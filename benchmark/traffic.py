@@ -7,9 +7,9 @@ same seed is the same work. Prompts are lengths only. What becomes of the reques
 from __future__ import annotations
 
 import argparse
+import heapq
 import json
 import math
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -23,6 +23,7 @@ from benchmark.report import BenchError
 from benchmark.workload import Lengths
 
 NEVER = math.inf
+REFUSAL_SECONDS = 0.005  # from a request to its refusal at the client: a round trip and some HTTP
 
 
 class Request(NamedTuple):
@@ -160,7 +161,10 @@ class Traffic(Protocol):
         """The next request, which `next_at` has announced."""
 
     def ended(self, now: float) -> None:
-        """Note that a request was answered or refused at `now`."""
+        """Note that a request was answered at `now`."""
+
+    def refused(self, now: float) -> None:
+        """Note that a request was refused at `now`."""
 
 
 class OpenLoop:
@@ -183,14 +187,21 @@ class OpenLoop:
     def ended(self, now: float) -> None:
         """Nothing follows from it: the next request comes at its own time."""
 
+    def refused(self, now: float) -> None:
+        """Nothing follows from it either."""
+
 
 class ClosedLoop:
-    """Streams that each send the next request as soon as their last one has ended."""
+    """Streams that each send the next request as soon as their last one has ended.
 
-    def __init__(self, requests: Iterator[Request], concurrency: int) -> None:
+    A stream that is refused sends its next request when the refusal has reached it.
+    """
+
+    def __init__(self, requests: Iterator[Request], concurrency: int, refusal_s: float = REFUSAL_SECONDS) -> None:
         self._requests = requests
         self._next = next(requests, None)
-        self._free = deque([0.0] * concurrency)  # since when each idle stream is
+        self._free = [0.0] * concurrency  # a heap: since when each idle stream is, or from when on
+        self._refusal_s = refusal_s
 
     def next_at(self) -> float:
         """When the next request comes, in virtual seconds; NEVER when none is due."""
@@ -200,8 +211,12 @@ class ClosedLoop:
         """The next request, which `next_at` has announced."""
         taken, self._next = self._next, next(self._requests, None)
         assert taken is not None, "next_at has said that there is one"
-        return taken._replace(arrives_at=self._free.popleft())
+        return taken._replace(arrives_at=heapq.heappop(self._free))
 
     def ended(self, now: float) -> None:
         """The stream of the request that ended may send again from `now` on."""
-        self._free.append(now)
+        heapq.heappush(self._free, now)
+
+    def refused(self, now: float) -> None:
+        """The stream may send again when its client knows."""
+        heapq.heappush(self._free, now + self._refusal_s)

@@ -13,6 +13,7 @@ import pytest
 from benchmark import fleet
 from benchmark.cost import StepWork
 from benchmark.fleet import Tally
+from benchmark.prediction import figures
 from benchmark.traffic import ClosedLoop, OpenLoop, Request, arrival_times
 from router.batcher import Batcher
 from router.entry import Finished, Timings, ValidRequest
@@ -166,6 +167,30 @@ def test_a_full_server_refuses() -> None:
     limits = make_limits(max_concurrent_requests=2)
     tally = simulated(requests((5, 10), (5, 10), (5, 10), (5, 10), at=[0, 0, 0.001, 9]), limits)
     assert (4, 1, 3) == (tally.num_requests, tally.num_refused, len(tally.e2e))
+
+
+def test_a_refused_stream_does_not_send_again_in_the_same_instant() -> None:
+    """Three streams at a server for two: the third asks anew after each round trip, while the two are served."""
+    wanted = requests(*[(10, 40)] * 60)
+    traffic = ClosedLoop(iter(wanted), concurrency=3, refusal_s=0.01)
+    tally = fleet.simulate(traffic, make_limits(max_concurrent_requests=2), Linear())
+    busy_s = tally.last_arrival_at - tally.started_at
+    assert 60 == tally.num_requests == tally.num_refused + len(tally.e2e)
+    assert 0 < tally.num_refused <= busy_s / 0.01 + 1
+    at_once = fleet.simulate(ClosedLoop(iter(wanted), 3, refusal_s=0), make_limits(max_concurrent_requests=2), Linear())
+    assert 58 == at_once.num_refused  # which is what is not wanted: nearly all of the work gone in an instant
+
+
+def test_throughput_while_requests_come_is_without_the_end() -> None:
+    """One short request each second, and a long one last, whose answer alone is the end of the run."""
+    wanted = requests(*[(10, 5)] * 10, (10, 400), at=list(range(11)))
+    tally = simulated(wanted, make_limits())
+    assert (0, 10, 10, 50) == (tally.started_at, tally.last_arrival_at, tally.ended_by_then, tally.given_by_then)
+    assert 450 == tally.num_given == tally.num_tokens
+    row = figures(tally, make_limits(), 1, (None, None))
+    assert {"seconds": 10, "requests_per_second": 1.0, "output_tokens_per_second": 5.0} == row["while_arriving"]
+    assert row["requests_per_second"] < 1.0
+    assert figures(simulated(wanted[:1], make_limits()), make_limits(), 1, (None, None))["while_arriving"] is None
 
 
 def test_replicas_share_the_load() -> None:

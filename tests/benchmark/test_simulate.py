@@ -74,9 +74,11 @@ def test_figures_of_two_requests_worked_out_by_hand() -> None:
     ):  # fmt: skip
         samples.extend(values)
     tally.gap_counts.extend((1, 9))
+    tally.last_arrival_at, tally.ended_by_then, tally.given_by_then = 2.0, 1, 8
     tally.started_at, tally.ended_at, tally.busy, tally.batch, tally.blocks = 1.0, 3.0, 1.0, 1.5, 16.0
     row = figures(tally, make_limits(), 2, (200.0, 30.0))
     assert (1.0, 6.0, 0.25) == tuple(row[k] for k in ("requests_per_second", "output_tokens_per_second", "busy_share"))
+    assert {"seconds": 1.0, "requests_per_second": 1.0, "output_tokens_per_second": 8.0} == row["while_arriving"]
     assert pytest.approx({"share": 1 / 3, "requests_per_second": 0.5}) == {
         name: row["goodput"][name] for name in ("share", "requests_per_second")
     }
@@ -157,6 +159,22 @@ def test_a_latency_result_predicts_a_serving_result(capsys: pytest.CaptureFixtur
     assert {1.0} == {entry["ratio"] for entry in result["comparison"]}
     assert 12 == len(result["comparison"])
     assert any("| yes" in line or " yes " in line for line in lines)
+
+
+def test_a_comparison_takes_the_limits_that_the_server_had(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Four at once of eight streams: the others are refused here as they were there, unless the user says otherwise."""
+    latency, serving = tmp_path / "latency.json", tmp_path / "serving.json"
+    latency.write_text(json.dumps(latency_result(100)))
+    _, measured = run(capsys, "--cost", latency, "--concurrency", 8, "--num-requests", 40)
+    told = {"max_concurrent_requests": 4, "max_batch_prefill_tokens": 512, "max_batch_size": None, "model_id": "m"}
+    serving.write_text(json.dumps(measured | {"command": "serving", "server": told}))
+    compare = ("--cost", latency, "--compare", serving)
+    lines, result = run(capsys, *compare)
+    settings = result["rows"][0]["settings"]
+    assert (4, 512) == (settings["max_concurrent_requests"], settings["max_batch_prefill_tokens"])
+    assert result["rows"][0]["refused"] > 0
+    assert any("as it told serving: max_batch_prefill_tokens 512, max_concurrent_requests 4" in line for line in lines)
+    assert 0 == run(capsys, *compare, "--max-concurrent-requests", 9)[1]["rows"][0]["refused"]
 
 
 def test_a_comparison_says_what_makes_it_unfair(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
