@@ -21,6 +21,7 @@ from benchmark.report import (
     BenchError,
     Result,
     RunContext,
+    above_limit_notes,
     arguments_of,
     footer,
     percentile_notes,
@@ -128,7 +129,9 @@ async def _measure(args: argparse.Namespace, target: shards.MeasuredShards) -> l
                 await _measure_point(args, info, driver, point, view, probe)
                 points.append(point)
                 result.rows = rows(points, served)
-                result.notes[num_notes:] = [describe(probe.seen)] if probe is not None else []
+                result.notes[num_notes:] = (
+                    [describe(probe.seen), *above_limit_notes(result.rows)] if probe is not None else []
+                )
                 if peer is not None:
                     runs = await asyncio.to_thread(_run_peer, args, info, peer, batch_size)
                     result.extra.setdefault("transformers", []).extend(peer_rows(result.rows, batch_size, runs))

@@ -6,7 +6,8 @@ Arithmetic and text on finished runs; no clock and no shards, so that every form
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from statistics import median
 from typing import Any
 
 from benchmark.report import SampleSummary, table
@@ -85,8 +86,9 @@ def _row(point: Point, step: str, served: ServedModel | None) -> dict[str, Any]:
         "p99_ms": summary.p99,
         "computed_p50_ms": SampleSummary.of(point.computed_ms[step]).p50,
         "tokens_per_second": SampleSummary.of(point.throughputs(step)).mean,
-        "floor_ms": SampleSummary.of(floors).p50 if floors else None,
-        "percent_of_limit": SampleSummary.of(percents).p50 if percents else None,
+        "floor_ms": median(floors) if floors else None,
+        "percent_of_limit": median(percents) if percents else None,
+        "ceilings": [asdict(ceilings) for ceilings in point.ceilings],  # beside each sample
         "samples_ms": samples,
         "tokens_per_sample": point.tokens(step),
     }

@@ -11,13 +11,14 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from benchmark import flexgen, interrupts, launch, options, scheduled, shards
 from benchmark.generating import generate
 from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts
-from benchmark.report import Result, footer, prepare_output, published, table
+from benchmark.report import Result, above_limit_notes, footer, prepare_output, published, table
 from benchmark.roofline import Ceilings, describe
 from benchmark.schedules import SCHEDULES
 from benchmark.stretches import rates
@@ -129,6 +130,9 @@ async def _measure(
         limits = _router_limits(args, connected, len(prompts))
         result = Result(flexgen.context("offline", args, target, info, prompts), notes=_notes())
         with published(result, markdown, args.output), shards.causes_of(target):
+            # What only a first request does, imports above all, is no part of what is measured.
+            first = [warmup_prompt(prompts)]
+            await generate(TimedShards(connected.shards, None), tokenizer, limits, first, info.decoder_start)
             started = time.perf_counter()
             await generate(timed, tokenizer, limits, prompts, info.decoder_start)
             seconds = time.perf_counter() - started
@@ -138,8 +142,16 @@ async def _measure(
             result.rows = rows(timed.records, seconds, ceilings, started)
             tokens, widest = limits.max_batch_total_tokens, max(record.num_tokens for record in timed.records)
             sizes = flexgen.sizes(info, served, server.shard_pids(), cache_tokens=tokens, widest_step=widest)
-            result.extra = sizes | launch.startup_of(server)
-            result.notes += [describe(probe.seen)] if probe is not None else []
+            result.extra = (
+                sizes | {"ceilings": [asdict(seen) for seen in probe.seen] if probe else []} | launch.startup_of(server)
+            )
+            result.notes += [describe(probe.seen), *above_limit_notes(result.rows)] if probe is not None else []
+
+
+def warmup_prompt(prompts: Sequence[Prompt]) -> Prompt:
+    """The shortest of the prompts, with one decode step if it has any."""
+    shortest = min(prompts, key=lambda prompt: len(prompt.token_ids))
+    return Prompt(shortest.token_ids, min(2, shortest.max_new_tokens))
 
 
 def _router_limits(args: argparse.Namespace, connected: shards.ConnectedShards, num_prompts: int) -> Limits:
@@ -211,7 +223,7 @@ def _notes() -> list[str]:
         "Prefill: steps with any prompt tokens in them, and those prompt tokens. Decode: the other steps, and the "
         "tokens generated in them. Total: from the first request to the last token, and all generated tokens, the "
         "first token of each sequence included. A step's time runs from its request, or from the reply before it if "
-        "that came later, to its reply.",
+        "that came later, to its reply. One sequence ran before, which is not recorded.",
         "GB = 2**30 bytes. Model size: parameters on all shards. Cache size: the KV cache that the shards allocated. "
         "Hidden size (p): activations between two layers in the largest step. Peak memory: most that the shard "
         "processes ever held, libraries and loading included (VmHWM of each; on GPUs what the driver reports at the "

@@ -240,6 +240,17 @@ class Result:
         return {**asdict(self.context), **self.extra, "rows": self.rows, "notes": self.notes, **ends}
 
 
+def above_limit_notes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What a reader must know of rows that were faster than their limit; nothing where none was."""
+    above = [row["percent_of_limit"] for row in rows if (row.get("percent_of_limit") or 0.0) > 100]
+    if not above:
+        return []
+    return [
+        f"**Above its limit**: {len(above)} of {len(rows)} rows, up to {max(above):.1f} %, which cannot be: the device "
+        "was slower while its ceilings were measured, or the floor is too high. Measure again."
+    ]
+
+
 def footer(result: Result) -> str:
     """The Markdown after the tables: context, notes, and what went wrong."""
     failure = [f"**Incomplete**: {result.failure}"] if result.failure else []

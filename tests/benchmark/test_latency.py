@@ -214,9 +214,20 @@ def test_each_run_is_held_against_the_ceilings_beside_it() -> None:
     assert token["floor_ms"] == pytest.approx(floors[2])
     percents = [100 * f / t for f, t in zip(floors, token["samples_ms"], strict=True)]
     assert token["percent_of_limit"] == pytest.approx(sorted(percents)[1])
+    assert [50e9, 30e9, 40e9] == [ceilings["bytes_per_second"] for ceilings in token["ceilings"]]
     assert f"| Decode (token) | 4          | 111.11 ms  | {token['floor_ms']:.2f} ms" in latency_figures.floor_table(
         rows
     )
+
+
+def test_the_median_of_an_even_number_is_between_the_two() -> None:
+    work = ServedModel(shapes.shape("bloom-560m"), "bfloat16")
+    speeds = [Ceilings(10e9, 1e12), Ceilings(20e9, 1e12)]
+    two = latency_figures.Point(4, 50, 10, [Times(0.2, 0.9, [0.1] * 9, 0.1, 0.8)] * 2, speeds)
+    token = next(row for row in latency_figures.rows([two], work) if row["step"] == "decode_token")
+    slow, fast = (work.decode(4, 55).floor_ms(speed) for speed in speeds)
+    assert (slow + fast) / 2 == pytest.approx(token["floor_ms"])
+    assert (slow + fast) / 2 == pytest.approx(token["percent_of_limit"])  # of steps of 100 ms
 
 
 def test_sampling_is_neutral_unless_asked_for() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
@@ -14,6 +16,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from benchmark import offline, shapes
 from benchmark.__main__ import main
+from benchmark.generating import generate
 from benchmark.prompts import Prompt, load_tokenizer, read_prompts
 from benchmark.report import BenchError
 from benchmark.roofline import BytesAndFlops, Ceilings, ServedModel
@@ -130,7 +133,16 @@ def test_a_missing_file_and_a_missing_model_are_named(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path), with_eos=False)
 
 
-def test_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    async def noting(
+        timed: TimedShards, tokenizer: ModelTokenizer, limits: Limits, prompts: Sequence[Prompt], *rest: Any
+    ) -> Any:
+        ran.append((len(prompts), [prompt.max_new_tokens for prompt in prompts]))
+        return await generate(timed, tokenizer, limits, prompts, *rest)
+
+    monkeypatch.setattr(offline, "generate", noting)
     flags = ["--num-prompts", "6", "--input-length", "20", "--output-length", "8", "--device", "cpu"]
     assert 0 == main(["offline", *flags, "--max-batch-size", "4", "--output", str(tmp_path)])
     *lines, last = capfd.readouterr().out.splitlines()
@@ -144,6 +156,8 @@ def test_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
         assert 0 < row["percent_of_limit"] < 105
     assert 100 * 2**20 < result["peak_host_memory_bytes"] < 10 * 2**30
     assert 14_680_064 == result["model_size_bytes"]
+    assert 2 == len(result["ceilings"]) and all(seen["bytes_per_second"] > 0 for seen in result["ceilings"])
+    assert [(1, [2]), (6, [8] * 6)] == ran  # one that is not recorded, then all of them
     assert lines[0].startswith("model size: 0.014 GB\tcache size: ")
     assert lines[1].startswith("peak host mem: ") and lines[1].endswith("\tprojected: False")
     shown = [f"{row['step']} latency: {row['latency_s']:.3f} s" for row in result["rows"]]

@@ -14,6 +14,7 @@ from benchmark.report import (
     Result,
     RunContext,
     SampleSummary,
+    above_limit_notes,
     footer,
     percentile,
     percentile_notes,
@@ -102,6 +103,13 @@ def test_few_samples_are_said_to_have_no_p99(runs: int, words: str) -> None:
 
 def test_many_samples_need_no_excuse() -> None:
     assert 1 == len(percentile_notes(100))
+
+
+def test_a_row_above_its_limit_is_told() -> None:
+    rows = [{"percent_of_limit": value} for value in (99.0, 104.2, None)]
+    (note,) = above_limit_notes([*rows, {}])
+    assert note.startswith("**Above its limit**: 1 of 4 rows, up to 104.2 %")
+    assert [] == above_limit_notes([{"percent_of_limit": 100.0}, {"percent_of_limit": None}])
 
 
 def test_the_context_says_where_and_with_what() -> None:
