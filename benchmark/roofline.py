@@ -161,6 +161,11 @@ def mean_context(sequence_length: int, decode_length: int) -> float:
 # ------------------------------------------------------------------------------------------------------ measurement
 
 
+def gpu_read_bytes(free: int) -> int:
+    """How much a probe reads on a GPU with so many bytes free: a server's KV cache may have left little beside it."""
+    return max(READ_BYTES, min(GPU_READ_BYTES, free // 4))
+
+
 class Probe:
     """Measures the ceilings of the device that the shards use, again and again.
 
@@ -190,7 +195,8 @@ class Probe:
         self._num_devices = num_devices
         self._threads = threads
         is_cpu = self._device.type == "cpu"
-        num_bytes = max(2**16, min(READ_BYTES if is_cpu else GPU_READ_BYTES, step_weight_bytes))
+        most = READ_BYTES if is_cpu else gpu_read_bytes(torch.cuda.mem_get_info(self._device)[0])
+        num_bytes = max(2**16, min(most, step_weight_bytes))
         # One thread alone reads a small buffer faster than several that wait for each other on a busy machine.
         self._reads: list[Callable[[], float]] = [
             partial(self._best_seconds, r, n) for r in _readers(num_bytes, self._device) for n in (1, threads)

@@ -19,6 +19,7 @@ from benchmark.roofline import (
     ServedModel,
     _product_of_float8,
     describe,
+    gpu_read_bytes,
     mean_context,
 )  # fmt: skip
 from tests.benchmark.mixtral import MIXTRAL, SMALL_MIXTRAL
@@ -191,3 +192,10 @@ def test_a_probe_knows_the_best_that_it_has_seen() -> None:
     assert (16, 32) == _product_of_float8(small, torch.device("cpu")).run().shape
     assert "TOP/s" in describe(in_8_bits.seen) and "TOP/s" not in describe(probe.seen)
     assert "2 measurements" in describe(probe.seen) and "GB/s" in describe(probe.seen)
+
+
+def test_a_probe_beside_a_full_cache_takes_a_quarter_of_what_is_left() -> None:
+    gib = 2**30
+    assert 2 * gib == gpu_read_bytes(free=100 * gib)
+    assert gib // 2 == gpu_read_bytes(free=2 * gib)
+    assert gib // 4 == gpu_read_bytes(free=0)  # less would be read from the L2 cache
