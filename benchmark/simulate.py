@@ -133,8 +133,8 @@ def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
         setting = SETTINGS[name]
         default = setting.metadata.get("default", setting.default)
         group.add_argument(
-            options.option(name), type=_limit(name), default=setting.default,
-            metavar="N", help=f"{setting.metadata['help'].replace('%', '%%')} ({default})",
+            options.option(name), type=_limit(name), metavar="N",
+            help=f"{setting.metadata['help'].replace('%', '%%')} ({default})",
         )  # fmt: skip
 
 
@@ -181,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
     prepare_output(args.output)
     measured = None if args.compare is None else read_serving(args.compare)
     trace = traffic.read_trace(args.trace) if args.trace else None
-    told = {} if measured is None else _take_limits(args, measured)
+    told = _settle_limits(args, (measured or {}).get("server") or {})
     subject = subject_of(args)
     settings = list(_settings(args))
     cases = traffic.cases(args, trace) if measured is None else traffic.cases_of(measured)
@@ -233,12 +233,11 @@ def _complete_cost(args: argparse.Namespace) -> None:
     args.efficiency = args.efficiency or EFFICIENCY
 
 
-def _take_limits(args: argparse.Namespace, measured: Mapping[str, Any]) -> dict[str, Any]:
-    """Set the limits that the measured server said it had, where the user gave none; those that were set."""
-    server = measured.get("server") or {}
-    told = {name: server[name] for name in LIMITS if server.get(name) is not None}
-    told = {name: value for name, value in told.items() if getattr(args, name) == SETTINGS[name].default}
-    vars(args).update(told)
+def _settle_limits(args: argparse.Namespace, server: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the user gave no limit, take what the measured server said, or else the default; what the server said."""
+    open_ones = [name for name in LIMITS if getattr(args, name) is None]
+    told = {name: server[name] for name in open_ones if server.get(name) is not None}
+    vars(args).update({name: SETTINGS[name].default for name in open_ones} | told)
     return told
 
 

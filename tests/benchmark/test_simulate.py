@@ -17,6 +17,7 @@ from benchmark.__main__ import main
 from benchmark.fleet import Tally
 from benchmark.prediction import comparison, figures
 from benchmark.report import BenchError
+from benchmark.simulate import SETTINGS
 from benchmark.traffic import Request, arrival_times, read_trace
 from tests.benchmark.test_cost import latency_result
 from tests.router.doubles import make_limits
@@ -174,7 +175,8 @@ def test_a_comparison_takes_the_limits_that_the_server_had(capsys: pytest.Captur
     assert (4, 512) == (settings["max_concurrent_requests"], settings["max_batch_prefill_tokens"])
     assert result["rows"][0]["refused"] > 0
     assert any("as it told serving: max_batch_prefill_tokens 512, max_concurrent_requests 4" in line for line in lines)
-    assert 0 == run(capsys, *compare, "--max-concurrent-requests", 9)[1]["rows"][0]["refused"]
+    for given in (9, SETTINGS["max_concurrent_requests"].default):
+        assert 0 == run(capsys, *compare, "--max-concurrent-requests", given)[1]["rows"][0]["refused"]
 
 
 def test_a_comparison_says_what_makes_it_unfair(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
