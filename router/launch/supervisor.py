@@ -387,6 +387,7 @@ class Supervisor:
             child.close()
         self._selector.close()
         limit = time.monotonic() + 1.0
+        self._log.flush()  # says what was dropped, too, where the last record took the rest of the backlog with it
         while self._log.output.pending and time.monotonic() < limit:
             time.sleep(0.01)
             self._log.flush()

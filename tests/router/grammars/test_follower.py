@@ -145,7 +145,7 @@ def test_a_text_that_takes_too_long_fails_alone() -> None:
         await asyncio.gather(go_on(idle, 2), go_on(asked, 2))
         pid = await running(follower)
         asked.advance()
-        late = Reader(follower, CompiledGrammar(long_schema(3000), compiled().first))
+        late = Reader(follower, CompiledGrammar(long_schema(12_000), compiled().first))
         answer = await asyncio.wait_for(late.answers.get(), 60)
         assert isinstance(answer, GenerationError)
         assert "the grammar cannot be followed: it takes too much time or memory" in str(answer)
