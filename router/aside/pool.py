@@ -222,8 +222,7 @@ class _Worker:
         except (ConnectionError, ValueError):  # a line beyond the limit, of which nobody knows where it ends
             line = b""
         if not line:
-            self._process.kill()
-            await self._process.wait()
+            await self.end()
             return None
         try:
             answer: dict[str, Any] = json.loads(line)
@@ -238,7 +237,7 @@ class _Worker:
         return cpu_seconds(self._child)
 
     async def end(self) -> None:
-        """Kill the process, and wait until it is gone."""
+        """Kill the process, which may just have gone, and wait until it is gone."""
         with suppress(ProcessLookupError):
             self._process.kill()
         self._orders.close()

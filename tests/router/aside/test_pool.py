@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from asyncio.subprocess import PIPE
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 
 from router.aside import TaskError
-from router.aside.pool import NICENESS, Aside
+from router.aside.pool import NICENESS, Aside, _Worker
 
 HELLO = [{"role": "user", "content": "Hello"}]
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -218,3 +219,12 @@ def test_a_process_that_ends_before_it_is_ready_is_replaced(monkeypatch: pytest.
         assert 2 == len(commands)
 
     aside(story)
+
+
+def test_a_process_whose_end_is_already_known_has_no_next_answer() -> None:
+    async def story() -> None:
+        process = await asyncio.create_subprocess_exec("/bin/false", stdin=PIPE, stdout=PIPE)
+        await process.wait()
+        assert await _Worker(process)._line() is None
+
+    asyncio.run(story())
