@@ -69,6 +69,7 @@ class RandomCheckpoint:
         dim: int = 0,
         part: tuple[int, int] | None = None,
         dtypes: Sequence[torch.dtype] = FLOATS,
+        mapped: bool = False,
     ) -> Tensor:
         """A random tensor of the shape of what `Checkpoint.read` would return: of any bits, where it is no number."""
         start, stop = part or (0, shape[dim] if shape else 1)
@@ -118,6 +119,7 @@ class RandomLayer:
         dim: int = 0,
         part: tuple[int, int] | None = None,
         dtypes: Sequence[torch.dtype] = FLOATS,
+        mapped: bool = False,
     ) -> Tensor:
         """A tensor as `RandomCheckpoint.read` makes it, or what stands for numbers of a sensible size."""
         if ".quant_state." in name:

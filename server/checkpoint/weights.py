@@ -109,10 +109,12 @@ class Checkpoint:
         dim: int = 0,
         part: tuple[int, int] | None = None,
         dtypes: Sequence[torch.dtype] = FLOATS,
+        mapped: bool = False,
     ) -> Tensor:
         """Tensor `name` of full shape `shape`, or its half-open `part` along `dim`. Contiguous and owned.
 
-        dtypes: those that it may be stored in.
+        dtypes: those that it may be stored in. mapped: it may be the file itself instead, in any strides, to be read
+        once and let go: a copy would need fresh memory, which costs more than what is copied.
         """
         name = name if name in self._paths else self._shared.get(name, name)
         view = self._slice(name)
@@ -127,18 +129,25 @@ class Checkpoint:
         region = [part if part and d == dim else (0, size) for d, size in enumerate(shape)]
         nothing = self._checked(name, view[(slice(0, 0),)], dtypes)
         self._ahead.passed(self._paths[name], name)
-        tensor = nothing.new_empty([stop - start for start, stop in region])
-        (first, last), *others = region
-        row_bytes = math.prod(shape[1:]) * tensor.itemsize  # a row's pages come whole
-        for begin, end in _pieces(first, last, max(1, PIECE_BYTES // row_bytes)):
-            if self._mapped > PIECE_BYTES:
-                self._files.clear()
-                self._mapped = 0
-            rows = self._slice(name)[tuple(slice(*bounds) for bounds in [(begin, end), *others])]
-            tensor[begin - first : end - first] = rows  # a copy: `rows` is the file itself, mapped
-            self._mapped += (end - begin) * row_bytes
+        row_bytes = math.prod(shape[1:]) * nothing.itemsize  # a row's pages come whole
+        if mapped:
+            tensor = self._rows(name, region, row_bytes)
+        else:
+            (first, last), *others = region
+            tensor = nothing.new_empty([stop - start for start, stop in region])
+            for begin, end in _pieces(first, last, max(1, PIECE_BYTES // row_bytes)):
+                tensor[begin - first : end - first] = self._rows(name, [(begin, end), *others], row_bytes)
         self.bytes_read += tensor.nbytes
         return tensor
+
+    def _rows(self, name: str, region: Sequence[tuple[int, int]], row_bytes: int) -> Tensor:
+        """Part of a tensor as it lies in its file, mapped; of which not much more is mapped afterwards."""
+        if self._mapped > PIECE_BYTES:
+            self._files.clear()
+            self._mapped = 0
+        rows: Tensor = self._slice(name)[tuple(slice(*bounds) for bounds in region)]
+        self._mapped += (region[0][1] - region[0][0]) * row_bytes
+        return rows
 
     def _checked(self, name: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> Tensor:
         """The tensor, which counts as read if its dtype is one of `dtypes`."""

@@ -28,11 +28,13 @@ CACHED = 1 << 17  # elements that are worked on at a time, so that what lies bet
 class PackedCodes:
     """The codes [F, D] of a weight in words that they fill, as they come from a checkpoint.
 
-    words: int32 [D, F / n], of n neighbouring outputs, or [D / n, F], of n inputs, in any strides. bits: 2, 4 or 8.
-    places [n]: where in a word of outputs each of them lies; None: words are of inputs, in their order.
+    parts: the words of outputs, some behind the others: each int32 [D, F' / n], of n neighbouring outputs, or
+    [D / n, F'], of n inputs, in any strides. They may lie in a mapped file: who keeps codes for long unpacks them or
+    stores them otherwise. bits: 2, 4 or 8. places [n]: where in a word of outputs each of them lies; None: words are of
+    inputs, in their order.
     """
 
-    words: Tensor
+    parts: tuple[Tensor, ...]
     bits: int
     places: tuple[int, ...] | None = None
 
@@ -41,29 +43,29 @@ class PackedCodes:
     @property
     def shape(self) -> tuple[int, int]:
         """(F, D)."""
-        rows, columns = self.words.shape
         per_word = WORD_BITS // self.bits
+        rows, columns = len(self.parts[0]), sum(part.shape[1] for part in self.parts)
         return (columns, rows * per_word) if self.places is None else (columns * per_word, rows)
 
     @property
     def device(self) -> torch.device:
         """Where they are."""
-        return self.words.device
+        return self.parts[0].device
 
     @property
     def nbytes(self) -> int:
         """Memory that they take."""
-        return self.words.nbytes
+        return sum(part.nbytes for part in self.parts)
 
     def unpacked(self) -> Tensor:
-        """[F, D] uint8, contiguous."""
+        """[F, D] uint8, contiguous and no part of the words."""
         if self.places is None:
-            return unpack(self.words.t(), self.bits, dim=1)
-        return unpack_rows(self.words.t().contiguous(), self.bits, self.places)
+            return torch.cat([unpack(part.t(), self.bits, dim=1) for part in self.parts])
+        return torch.cat([unpack_rows(part.t().contiguous(), self.bits, self.places) for part in self.parts])
 
     def is_alike(self, other: PackedCodes) -> bool:
         """Whether both are packed in the same way, so that their outputs can be joined."""
-        return (self.bits, self.places, len(self.words)) == (other.bits, other.places, len(other.words))
+        return (self.bits, self.places, len(self.parts[0])) == (other.bits, other.places, len(other.parts[0]))
 
 
 # Codes [F, D] of a weight: uint8, int8 or float8_e4m3fn, or still packed.
@@ -81,9 +83,9 @@ def joined_outputs(parts: Sequence[Codes]) -> Codes:
     if not others:
         return first
     if isinstance(first, PackedCodes):
-        alike = [part.words for part in parts if isinstance(part, PackedCodes) and part.is_alike(first)]
+        alike = [part for part in parts if isinstance(part, PackedCodes) and part.is_alike(first)]
         if len(alike) == len(parts):
-            return PackedCodes(torch.cat(alike, dim=1), first.bits, first.places)
+            return PackedCodes(tuple(words for part in alike for words in part.parts), first.bits, first.places)
     return torch.cat([unpacked(part) for part in parts])
 
 
@@ -92,7 +94,7 @@ def packed_inputs(words: Tensor, bits: int, inside: slice) -> Codes:
     is_cut = inside != slice(0, len(words) * WORD_BITS // bits)
     if is_cut or WORD_BITS % bits:
         return unpack(words.t(), bits, dim=1)[:, inside].contiguous()
-    return PackedCodes(words, bits)
+    return PackedCodes((words,), bits)
 
 
 def words_of(count: int, bits: int) -> int:

@@ -37,11 +37,12 @@ class EditedCheckpoint(Checkpoint):
         dim: int = 0,
         part: tuple[int, int] | None = None,
         dtypes: Sequence[torch.dtype] = FLOATS,
+        mapped: bool = False,
     ) -> Tensor:
         """See `Checkpoint.read`. A changed tensor is not copied."""
         changed = self.changed.get(name)
         if changed is None:
-            return super().read(name, shape, dim=dim, part=part, dtypes=dtypes)
+            return super().read(name, shape, dim=dim, part=part, dtypes=dtypes, mapped=mapped)
         return changed if part is None else changed.narrow(dim, part[0], part[1] - part[0])
 
     def whole(self, name: str) -> Tensor:

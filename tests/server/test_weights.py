@@ -97,6 +97,19 @@ def test_a_rank_reads_its_share_of_the_bytes(tiny_bloom: Path) -> None:
     assert all(bytes_read(rank, 4) < whole / 4 * 1.05 for rank in range(4))
 
 
+def test_what_may_be_the_file_itself_is_not_copied_and_counts_as_read(four_by_four: Path) -> None:
+    checkpoint = Checkpoint(four_by_four)
+    for dim, part in ((0, (1, 3)), (1, (2, 4)), (0, None)):
+        copied = checkpoint.read("up.0.weight", (4, 4), dim=dim, part=part)
+        before = checkpoint.bytes_read
+        found = checkpoint.read("up.0.weight", (4, 4), dim=dim, part=part, mapped=True)
+        assert torch.equal(copied, found)
+        assert copied.nbytes == checkpoint.bytes_read - before
+    mapped = [checkpoint.read("up.0.weight", (4, 4), mapped=True).data_ptr() for _ in range(2)]
+    assert mapped[0] == mapped[1]
+    assert mapped[0] != copied.data_ptr()
+
+
 def test_a_padded_vocabulary_ends_in_zeros(tiny_bloom: Path) -> None:
     family, spec = families.find(json.loads((tiny_bloom / "config.json").read_text()))  # 103 rows over 4 ranks: 26 each
     weights = Weights.open(Checkpoint(tiny_bloom), family.names, Shard(3, 4), torch.float32, CPU)

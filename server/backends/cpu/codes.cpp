@@ -528,72 +528,106 @@ void fill_codes(const CodeWeight* weight, const uint8_t* codes, int threads) {
     });
 }
 
-// Codes as a checkpoint packs them (`PackedCodes` of packing.py): in words of rows, which belong to inputs.
+// Codes of some rows as a checkpoint packs them (`PackedCodes` of packing.py): in words of rows, which belong to inputs.
 struct PackedCodes {
     const Word* words;
     const int32_t* places;  // in its word, of each of the neighbours that share one
     long row_words;
     long bits;           // of a code: 2, 4 or 8
     long along_outputs;  // whether the neighbours are outputs
+    long first, rows;    // which rows of the weight these are
 
     int word_bits() const { return 5 - __builtin_ctzl(bits); }  // the binary logarithm of how many codes a word has
 };
 
 // Where the lanes of a panel have their codes in a row of words.
 struct PackedLanes {
-    Ints at[VECTORS];
-    Words shift[VECTORS], mask[VECTORS];  // a lane without an output has the mask 0
+    Ints at[VECTORS] = {};  // behind the vector's `base`
+    Words shift[VECTORS] = {}, mask[VECTORS] = {};  // a lane without a row that is packed has the mask 0
+    long base[VECTORS];
+    bool is_used[VECTORS], is_near = true;  // whether the words of each vector that is used are found with one load
+    bool is_any = false;
 
+    PackedLanes() = default;
     PackedLanes(const CodeWeight& weight, const PackedCodes& packed, long panel) {
+        for (int v = 0; v < VECTORS; v++) find(weight, packed, panel, v);
+    }
+
+    void find(const CodeWeight& weight, const PackedCodes& packed, long panel, int v) {
         const long word_bits = packed.along_outputs ? packed.word_bits() : 0, rest = (1l << word_bits) - 1;
-        for (int lane = 0; lane < PANEL; lane++) {
-            const long row = weight.row_of(panel, lane), known = max(row, 0);
-            at[lane / LANES][lane % LANES] = int32_t(known >> word_bits);
-            shift[lane / LANES][lane % LANES] =
-                packed.along_outputs ? Word(packed.places[known & rest] * packed.bits) : 0;
-            mask[lane / LANES][lane % LANES] = row < 0 ? 0 : (1u << packed.bits) - 1;
+        long rows[LANES], least = packed.rows, most = -1;
+        for (int lane = 0; lane < LANES; lane++) {
+            const long row = weight.row_of(panel, v * LANES + lane) - packed.first;
+            rows[lane] = row < packed.rows ? max(row, -1) : -1;
+            if (rows[lane] >= 0) least = min(least, row), most = max(most, row);
+        }
+        is_used[v] = most >= 0;
+        if (!is_used[v]) return;
+        is_any = true;
+        base[v] = max(min(least >> word_bits, packed.row_words - LANES), 0);  // no load goes beyond a row
+        is_near &= packed.row_words >= LANES && (most >> word_bits) - base[v] < LANES;
+        for (int lane = 0; lane < LANES; lane++) {
+            if (rows[lane] < 0) continue;
+            at[v][lane] = int32_t((rows[lane] >> word_bits) - base[v]);
+            shift[v][lane] = packed.along_outputs ? Word(packed.places[rows[lane] & rest] * packed.bits) : 0;
+            mask[v][lane] = (1u << packed.bits) - 1;
         }
     }
 
     // The codes of an input, OR-ed into the words of a panel, shifted by `place` bits.
+    template <bool IS_NEAR>
     INLINE void add(const PackedCodes& packed, long input, int place, Words (&words)[VECTORS]) const {
         const int word_bits = packed.along_outputs ? 0 : packed.word_bits();
         const Word* const row = packed.words + (input >> word_bits) * packed.row_words;
         const long number = input & ((1l << word_bits) - 1);
         const Word of_input = packed.along_outputs ? 0 : Word(packed.places[number] * packed.bits);
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++)
-            words[v] |= (gather(row, at[v]) >> (shift[v] + of_input) & mask[v]) << place;
+        for (int v = 0; v < VECTORS; v++) {
+            if (!is_used[v]) continue;
+            const Word* const from = row + base[v];
+            const Words found = IS_NEAR ? __builtin_shuffle(load(from), (Words)at[v]) : gather(from, at[v]);
+            words[v] |= (found >> (shift[v] + of_input) & mask[v]) << place;
+        }
     }
 };
 
-// Fill the slots `first` … `stop` - 1 of a panel, whose codes have BITS bits.
-template <int BITS>
-void pack_slots(const CodeWeight& weight, const PackedCodes& packed, long panel, long first, long stop) {
+// Fill the slots `first` … `stop` - 1 of a panel with what is packed of its rows. Codes in panels have BITS bits.
+template <int BITS, bool IS_NEAR>
+void pack_slots(
+    const CodeWeight& weight, const PackedCodes& packed, const PackedLanes& lanes, long panel, long first, long stop
+) {
     constexpr int TOGETHER = 32 / BITS;  // slots that share a word of a lane
-    const PackedLanes lanes(weight, packed, panel);
     Word* to = reinterpret_cast<Word*>(weight.to(panel) + first / TOGETHER * STEP);
     for (; first < stop; first += TOGETHER, to += PANEL) {
         Words words[VECTORS] = {};
         for (int k = 0; k < TOGETHER && first + k < stop; k++) {
             const long input = weight.input_of(first + k);
-            if (input >= 0) lanes.add(packed, input, k % 4 * 8 + k / 4 * BITS, words);
+            if (input >= 0) lanes.add<IS_NEAR>(packed, input, k % 4 * 8 + k / 4 * BITS, words);
         }
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) store(to + v * LANES, words[v]);
+        for (int v = 0; v < VECTORS; v++)
+            if (lanes.is_used[v]) store(to + v * LANES, load(to + v * LANES) | words[v]);
     }
 }
 
-// Fill the panels with codes that are still packed. A line of the cache has words of neighbouring panels, so that these
-// are filled together, a piece of their slots at a time.
+// Fill the panels, which are zeros where these rows are, with codes that are still packed. Inputs' words are far from each
+// other, so that of each some lines are read at a time, which belong to neighbouring panels.
 void fill_words(const CodeWeight* weight, const PackedCodes* packed, int threads) {
-    constexpr long NEIGHBOURS = 8, PIECE = 128;
-    const auto pack = weight->bits == 8 ? pack_slots<8> : pack_slots<4>;
+    constexpr long NEIGHBOURS = 32, PIECE = 128;
     for_panels(*weight, NEIGHBOURS, threads, [=](long begin, long end) {
-        for (; begin < end; begin += NEIGHBOURS)
+        PackedLanes lanes[NEIGHBOURS];
+        for (; begin < end; begin += NEIGHBOURS) {
+            const long count = min(NEIGHBOURS, end - begin);
+            for (long i = 0; i < count; i++) lanes[i] = PackedLanes(*weight, *packed, begin + i);
             for (long slot = 0; slot < weight->slots; slot += PIECE)
-                for (long panel = begin; panel < min(begin + NEIGHBOURS, end); panel++)
-                    pack(*weight, *packed, panel, slot, min(slot + PIECE, weight->slots));
+                for (long i = 0; i < count; i++) {
+                    if (!lanes[i].is_any) continue;
+                    const auto near = weight->bits == 8 ? pack_slots<8, true> : pack_slots<4, true>;
+                    const auto far = weight->bits == 8 ? pack_slots<8, false> : pack_slots<4, false>;
+                    const long stop = min(slot + PIECE, weight->slots);
+                    (lanes[i].is_near ? near : far)(*weight, *packed, lanes[i], begin + i, slot, stop);
+                }
+        }
     });
 }
 

@@ -59,6 +59,8 @@ class _PackedWords(ctypes.Structure):
         ("row_words", ctypes.c_long),
         ("bits", ctypes.c_long),
         ("along_outputs", ctypes.c_long),
+        ("first", ctypes.c_long),
+        ("rows", ctypes.c_long),
     )
 
 
@@ -207,10 +209,23 @@ class CodeFormat(PanelFormat):
             codes = laid.codes
             kernels.pack_codes(self.address, codes.data_ptr(), threads)
             return
-        words = held.words.contiguous()
-        places = torch.tensor(held.places or range(WORD_BITS // held.bits), dtype=torch.int32)
-        packed = _PackedWords(words.data_ptr(), places.data_ptr(), words.shape[1], held.bits, held.places is not None)
-        kernels.pack_words(self.address, ctypes.addressof(packed), threads)
+        per_word = WORD_BITS // held.bits
+        places = torch.tensor(held.places or range(per_word), dtype=torch.int32)
+        first = 0  # row of the part
+        for part in held.parts:
+            words = part.contiguous()
+            rows = words.shape[1] * (1 if held.places is None else per_word)
+            packed = _PackedWords(
+                words.data_ptr(),
+                places.data_ptr(),
+                words.shape[1],
+                held.bits,
+                held.places is not None,
+                first,
+                rows,
+            )
+            kernels.pack_words(self.address, ctypes.addressof(packed), threads)
+            first += rows
 
     @property
     def nbytes(self) -> int:

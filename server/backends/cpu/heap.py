@@ -1,7 +1,8 @@
 """The heap of the host while weights are loaded.
 
 The C library keeps freed memory for later, in pieces of up to 32 MiB. The original of every matrix that is packed or
-uploaded is freed at once, and what the library kept of them came to more than half of a model's weights.
+uploaded is freed at once, and what the library kept of them came to more than half of a model's weights. Small pieces
+it may keep, and gives back at the end: scales and zeros of a layer are worked on in dozens of them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt(3)
-SMALL_BYTES = 1 << 16  # what is larger comes from the system and returns to it, page by page
+SMALL_BYTES = 4 << 20  # what is larger comes from the system and returns to it, page by page
 USUAL_BYTES = 32 << 20  # where glibc's own threshold ends up in a program that frees large pieces
 
 

@@ -11,6 +11,7 @@ bit on:
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -102,7 +103,9 @@ def _codes(tensors: Tensors, suffix: str, shape: tuple[int, int], part: tuple[in
     found: list[Codes] = []
     for bounds in rows:
         (first, last), inside = covering(bounds, PACKED, shape[1] * PACKED)
-        words = tensors.read_box(suffix, shape, (torch.int32,), [part], [(first // PACKED, last // PACKED)])
-        whole = PackedCodes(words, BITS, PLACES)
+        words = replace(tensors, mapped=True).read_box(
+            suffix, shape, (torch.int32,), [part], [(first // PACKED, last // PACKED)]
+        )
+        whole = PackedCodes((words,), BITS, PLACES)
         found.append(whole if (first, last) == bounds else whole.unpacked()[inside])
     return joined_outputs(found)

@@ -11,7 +11,7 @@ Of a layer [F, D] with G groups, codes of b bits, packed from the lowest bit on:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -84,7 +84,9 @@ class GptqFormat(Format):
             )
         wide, inside = covering(part.columns, unit, inputs)
         box = [(words_of(wide[0], bits), words_of(wide[1], bits))]
-        words = tensors.read_box("qweight", (words_of(inputs, bits), outputs), (torch.int32,), box, part.rows)
+        words = replace(tensors, mapped=True).read_box(
+            "qweight", (words_of(inputs, bits), outputs), (torch.int32,), box, part.rows
+        )
         groups = _groups(tensors, settings, inputs)
         kept, of_input = torch.unique(groups[slice(*part.columns)], return_inverse=True)
         num_groups = settings.num_groups(inputs)

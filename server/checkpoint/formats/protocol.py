@@ -35,6 +35,7 @@ class Source(Protocol):
         dim: int = 0,
         part: tuple[int, int] | None = None,
         dtypes: Sequence[torch.dtype] = (),
+        mapped: bool = False,
     ) -> Tensor: ...
 
 
@@ -49,10 +50,14 @@ class Part:
 
 @dataclass(frozen=True)
 class Tensors:
-    """The tensors of one linear layer: `name` is without what follows the last dot."""
+    """The tensors of one linear layer: `name` is without what follows the last dot.
+
+    mapped: whether what is read may be the file itself, in any strides, to be read once and let go.
+    """
 
     source: Source
     name: str
+    mapped: bool = False
 
     def has(self, suffix: str) -> bool:
         """Whether there is such a tensor."""
@@ -72,7 +77,7 @@ class Tensors:
         part: tuple[int, int] | None = None,
     ) -> Tensor:
         """The tensor, or its half-open part along `dim`. Raises CheckpointError."""
-        return self.source.read(f"{self.name}.{suffix}", shape, dim=dim, part=part, dtypes=dtypes)
+        return self.source.read(f"{self.name}.{suffix}", shape, dim=dim, part=part, dtypes=dtypes, mapped=self.mapped)
 
     def read_ranges(
         self, suffix: str, shape: tuple[int, ...], dtypes: Sequence[torch.dtype], dim: int, ranges: Ranges

@@ -151,12 +151,12 @@ def test_products_are_what_integers_say(make: Make, weight: QuantisedWeight) -> 
 def still_packed(weight: QuantisedWeight, *, along_outputs: bool) -> QuantisedWeight:
     """The same in words: of outputs, which lie in them in some order, or of inputs."""
     if not along_outputs:
-        return replace(weight, held=PackedCodes(pack(weight.codes.t(), weight.bits, dim=0), weight.bits))
+        return replace(weight, held=PackedCodes((pack(weight.codes.t(), weight.bits, dim=0),), weight.bits))
     per_word = WORD_BITS // weight.bits
     places = torch.randperm(per_word, generator=torch.manual_seed(0))
     in_order = weight.codes.t().unflatten(1, (-1, per_word))
     moved = torch.empty_like(in_order).index_copy_(2, places, in_order).flatten(1)
-    return replace(weight, held=PackedCodes(pack(moved, weight.bits, dim=1), weight.bits, tuple(places.tolist())))
+    return replace(weight, held=PackedCodes((pack(moved, weight.bits, dim=1),), weight.bits, tuple(places.tolist())))
 
 
 PACKED = {
@@ -183,10 +183,25 @@ def test_packed_codes_fill_the_same_panels(
     assert torch.equal(expected, found)
 
 
+@pytest.mark.parametrize("is_gated", [False, True])
+@pytest.mark.parametrize("along_outputs", [False, True])
+@pytest.mark.parametrize("first", [8, 40, 560])  # rows of the first part: within a vector of lanes, a panel, and beyond
+def test_parts_fill_the_panels_that_the_whole_fills(
+    make: Make, first: int, along_outputs: bool, is_gated: bool
+) -> None:
+    weight = still_packed(grouped(1120, 96, 32), along_outputs=along_outputs)
+    (words,) = weight.held.parts  # type: ignore[union-attr]
+    outputs = words.shape[1] * first // 1120
+    parts = replace(weight.held, parts=(words[:, :outputs], words[:, outputs:]))
+    assert torch.equal(weight.codes, parts.unpacked())
+    whole, found = (make(one, is_gated=is_gated).memory[0] for one in (weight, replace(weight, held=parts)))
+    assert torch.equal(whole, found)
+
+
 def test_words_in_any_strides_fill_the_same_panels(make: Make) -> None:
     weight = still_packed(grouped(64, 512, 128), along_outputs=False)
-    words = weight.held.words.t().contiguous().t()  # type: ignore[union-attr]
-    strided = replace(weight, held=PackedCodes(words, weight.bits))
+    words = weight.held.parts[0].t().contiguous().t()  # type: ignore[union-attr]
+    strided = replace(weight, held=PackedCodes((words,), weight.bits))
     assert torch.equal(make(weight).memory[0], make(strided).memory[0])
 
 

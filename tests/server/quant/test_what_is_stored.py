@@ -108,7 +108,7 @@ def test_rows_of_a_quantised_head_are_made_as_long_as_1() -> None:
 
 
 def four_bits(outputs: int) -> PackedCodes:
-    return PackedCodes(torch.arange(2 * outputs, dtype=torch.int32).view(2, outputs), 4)
+    return PackedCodes((torch.arange(2 * outputs, dtype=torch.int32).view(2, outputs),), 4)
 
 
 def test_outputs_of_parts_stay_packed_where_these_are_packed_alike() -> None:
@@ -118,7 +118,7 @@ def test_outputs_of_parts_stay_packed_where_these_are_packed_alike() -> None:
     assert (8, 16) == together.shape
     expected = torch.cat([part.unpacked() for part in parts])
     assert torch.equal(expected, together.unpacked())
-    for other in (parts[1].unpacked(), PackedCodes(torch.ones(16, 1, dtype=torch.int32), 4, tuple(range(8)))):
+    for other in (parts[1].unpacked(), PackedCodes((torch.ones(16, 1, dtype=torch.int32),), 4, tuple(range(8)))):
         mixed = joined_outputs([parts[0], other])
         assert isinstance(mixed, Tensor)
         assert torch.equal(torch.cat([parts[0].unpacked(), unpacked(other)]), mixed)
