@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
@@ -71,6 +72,7 @@ def _run(argv: Sequence[str] | None) -> int:
     command = None if name is None else cast(Subcommand, importlib.import_module(f"benchmark.{name}"))
     args = _parser(name, command).parse_args(arguments)
     assert command is not None, "the parser asks for a command"
+    os.putenv("GRPC_ENABLE_FORK_SUPPORT", "0")  # servers that are started run another program: no warning at each
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: rows are printed and servers stopped
     try:
         return command.run(args)

@@ -182,6 +182,11 @@ def read_result(path: Path) -> Mapping[str, Any]:
         raise BenchError(
             f"{path} is not a result of lockstep-bench {', '.join(RESULT_COLUMNS)}: give the result.json files"
         )
+    if isinstance(counts := result.get("num_shard"), list):
+        raise BenchError(
+            f"{path} has {len(counts)} numbers of shards, {' '.join(map(str, counts))}: measure each into a folder of "
+            "its own to compare it"
+        )
     return result
 
 

@@ -9,13 +9,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from dataclasses import asdict
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from benchmark import interrupts, launch, live, options, plots, profile, shapes, shards
-from benchmark.latency_figures import STEPS, Point, floor_table, latency_table, rows, throughput_table
+from benchmark.latency_figures import (
+    STEPS,
+    Point,
+    efficiencies,
+    efficiency_table,
+    floor_table,
+    latency_table,
+    of_splits,
+    rows,
+    throughput_table,
+)
 from benchmark.peer import PeerTimes, TransformersPeer, peer_rows, peer_table
 from benchmark.report import (
     BenchError,
@@ -74,19 +85,51 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="after each batch size, the same prompts by transformers' own `generate` in this process, greedy",
     )
-    launch.add_server_arguments(parser)
+    launch.add_server_arguments(parser, several_splits=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure every batch size and print the tables; 0. Raises BenchError."""
+    """Measure every batch size, split by split, and print the tables; 0. Raises BenchError."""
     prepare_output(args.output)
     args.batch_size = options.distinct(args.batch_size or BATCH_SIZES)
+    splits = options.distinct(args.num_shard or [None])
+    _refuse_several(args, splits)
     draws = plots.wanted(args.output)
-    with shards.target_for(args, _limits(args)) as target:
-        measured = interrupts.run(_measure(args, target))
-    if draws:
-        plots.plot_latency(measured, args.output / "latency.png")
+    report = _Report(args)
+    with report.stack:
+        for count in splits:
+            one = argparse.Namespace(**vars(args) | {"num_shard": count})
+            with shards.target_for(one, _limits(args)) as target:
+                interrupts.run(_measure(args, target, report))
+    if draws and report.result:
+        _draw(report.result, args.output)
     return 0
+
+
+def _refuse_several(args: argparse.Namespace, splits: Sequence[int | None]) -> None:
+    """Refuse several splits where there can be one, and those that no model of this shape has, before one is measured.
+
+    Raises BenchError.
+    """
+    if len(splits) > 1:
+        names = ("shard_uds_path", "profile", "beside_transformers")
+        if single := options.options_given(args, names):
+            raise BenchError(f"--num-shard {' '.join(map(str, splits))} with {single[0]}: give one number of shards")
+    location = args.random_weights or args.model_id
+    shape = shards.shape_of(location) if location else None
+    for count in splits:
+        if shape is not None and count is not None and (problem := shape.split_problem(count)):
+            raise BenchError(f"--num-shard {count} is not possible: {problem}")
+
+
+def _draw(result: Result, folder: Path) -> None:
+    by_split, name = of_splits(result.rows), f"{result.context.model} on {result.context.device}"
+    if len(by_split) == 1:
+        plots.plot_latency(result.rows, folder / "latency.png")
+        return
+    plots.plot_latency_systems({f"{count} shards": own for count, own in by_split.items()}, folder / "latency.png")
+    shares = efficiencies(result.rows, is_shared=result.context.device == "cpu")
+    plots.plot_efficiency(shares, name, folder / "efficiency.png")
 
 
 def _limits(args: argparse.Namespace) -> list[str]:
@@ -108,39 +151,67 @@ def _limits(args: argparse.Namespace) -> list[str]:
 # ---------------------------------------------------------------------------------------------------- measurement
 
 
-async def _measure(args: argparse.Namespace, target: shards.MeasuredShards) -> list[dict[str, Any]]:
-    """Measure all batch sizes and publish each as it is done; the rows. Raises BenchError."""
+@dataclass
+class _Report:
+    """The one report of all splits. It begins with what the first server says, and is published when `stack` closes."""
+
+    args: argparse.Namespace
+    stack: ExitStack = field(default_factory=ExitStack)
+    result: Result | None = None
+    _keep: Callable[[], None] = field(default=lambda: None)
+    _finished: list[dict[str, Any]] = field(default_factory=list)  # rows of splits that are done
+    _notes: list[str] = field(default_factory=list)  # what all splits have
+
+    def begin(self, target: shards.MeasuredShards, info: ModelInfo, served: ServedModel | None) -> Result:
+        """The result, to which a split's rows are to be added."""
+        if self.result is None:
+            self.result = Result(_context(self.args, target, info), notes=_notes(self.args, served))
+            self.result.extra |= launch.startup_of(target.server)
+            name = target.name
+            self._keep = self.stack.enter_context(
+                published(self.result, lambda result: markdown(result, self.args, name), self.args.output)
+            )
+        else:
+            before = self.result.context.num_shard
+            counts = [*([before] if isinstance(before, int) else before), info.world_size]
+            self.result.context = replace(self.result.context, num_shard=counts)
+        self._finished, self._notes = list(self.result.rows), list(self.result.notes)
+        return self.result
+
+    def keep(self, rows: Sequence[dict[str, Any]], notes: Sequence[str]) -> None:
+        """So much is known of the split that is being measured."""
+        assert self.result is not None, "it has begun"
+        self.result.rows = [*self._finished, *rows]
+        self.result.notes = [*self._notes, *notes]
+        self._keep()
+
+
+async def _measure(args: argparse.Namespace, target: shards.MeasuredShards, report: _Report) -> None:
+    """Measure all batch sizes of one split, each kept as it is done. Raises BenchError."""
     async with shards.connect(target) as connected:
         info = connected.info
         driver = StepDriver(connected.shards, info.block_size, info.num_blocks, info.decoder_start)
         _check(args, info, driver)
         served = shards.served_model(target, info)
         probe = None if served is None else shards.probe_for(served, info)
-        result = Result(_context(args, target, info), notes=_notes(args, served))
-        result.extra |= launch.startup_of(target.server)
+        result = report.begin(target, info, served)
         view = live.view(target.name, args.sequence_length, args.decode_length, args.batch_size, args.runs)
-        render = partial(markdown, args=args, model=target.name)
-        with published(result, render, args.output) as keep, view, shards.causes_of(target):
-            num_notes = len(result.notes)
+        with view, shards.causes_of(target):
             points: list[Point] = []
             peer = _peer(args, target, info)
             for batch_size in args.batch_size:
-                point = Point(batch_size, args.sequence_length, args.decode_length)
+                point = Point(batch_size, args.sequence_length, args.decode_length, num_shard=info.world_size)
                 await _measure_point(args, info, driver, point, view, probe)
                 points.append(point)
-                result.rows = rows(points, served)
-                result.notes[num_notes:] = (
-                    [describe(probe.seen), *above_limit_notes(result.rows)] if probe is not None else []
-                )
+                found = rows(points, served)
                 if peer is not None:
                     runs = await asyncio.to_thread(_run_peer, args, info, peer, batch_size)
-                    result.extra.setdefault("transformers", []).extend(peer_rows(result.rows, batch_size, runs))
-                keep()
+                    result.extra.setdefault("transformers", []).extend(peer_rows(found, batch_size, runs))
+                report.keep(found, [] if probe is None else [describe(probe.seen), *above_limit_notes(found)])
             if args.profile:
                 result.extra["profile"] = [
                     row for n in args.batch_size for row in await _profile_rows(args, connected, driver, n)
                 ]
-    return result.rows
 
 
 def _peer(args: argparse.Namespace, target: shards.MeasuredShards, info: ModelInfo) -> TransformersPeer | None:
@@ -255,11 +326,15 @@ def _notes(args: argparse.Namespace, served: ServedModel | None) -> list[str]:
 
 
 def markdown(result: Result, args: argparse.Namespace, model: str) -> str:
-    """The tables of TGI's benchmark, then floors, then what to know about the numbers."""
-    parts = [
-        arguments_table(args, model),
-        f"{latency_table(result.rows)}\n\n\n{throughput_table(result.rows)}",
-        floor_table(result.rows),
+    """The tables of TGI's benchmark for each split, then floors, then what to know about the numbers."""
+    by_split = of_splits(result.rows)
+    parts = [arguments_table(args, model)]
+    for count, own in by_split.items():
+        title = f"# Tensor Parallel (TP) - {count} shard{'s' if count > 1 else ''}"
+        parts += [title] if len(by_split) > 1 else []
+        parts += [f"{latency_table(own)}\n\n\n{throughput_table(own)}", floor_table(own)]
+    parts += [
+        efficiency_table(result.rows, is_shared=result.context.device == "cpu"),
         peer_table(result.extra.get("transformers", []), STEPS),
         profile.profile_table(result.extra.get("profile", [])),
         footer(result),

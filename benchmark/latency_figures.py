@@ -27,6 +27,7 @@ class Point:
     decode_length: int
     runs: list[Times] = field(default_factory=list)
     ceilings: list[Ceilings] = field(default_factory=list)  # beside each run; empty where no floor is known
+    num_shard: int = 1
 
     @property
     def samples_ms(self) -> dict[str, list[float]]:
@@ -77,6 +78,7 @@ def _row(point: Point, step: str, served: ServedModel | None) -> dict[str, Any]:
     percents = [100 * floor / sample for floor, sample in zip(floors, samples, strict=True)] if floors else []
     return {
         "step": step,
+        "num_shard": point.num_shard,
         "batch_size": point.batch_size,
         "mean_ms": summary.mean,
         "min_ms": summary.min,
@@ -110,6 +112,46 @@ def throughput_table(rows: Sequence[dict[str, Any]]) -> str:
 def _rates(row: dict[str, Any]) -> list[str]:
     rates = SampleSummary.of([1000 * row["tokens_per_sample"] / sample for sample in row["samples_ms"]])
     return [f"{rate:.2f} tokens/secs" for rate in (rates.mean, rates.min, rates.max)]
+
+
+def of_splits(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:
+    """The rows by the number of shards."""
+    found: dict[int, list[dict[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(row["num_shard"], []).append(row)
+    return found
+
+
+def efficiencies(rows: Sequence[dict[str, Any]], *, is_shared: bool) -> list[tuple[str, int, dict[int, float]]]:
+    """Of each step and batch size: (step, batch size, {number of shards: efficiency}).
+
+    Efficiency: time with the fewest shards x their devices / (time x devices). 1: twice as many need half as long.
+    is_shared: all shards are on one device, whatever their number.
+    """
+    least = min(row["num_shard"] for row in rows)
+    costs = [row["mean_ms"] * (1 if is_shared else row["num_shard"]) for row in rows]
+    abouts = [(row["step"], row["batch_size"]) for row in rows]
+    base = {about: cost for about, cost, row in zip(abouts, costs, rows, strict=True) if row["num_shard"] == least}
+    found: dict[tuple[str, int], dict[int, float]] = {about: {} for about in base}
+    for about, cost, row in zip(abouts, costs, rows, strict=True):
+        if about in base:
+            found[about][row["num_shard"]] = base[about] / cost
+    return [(step, batch_size, by_count) for (step, batch_size), by_count in found.items()]
+
+
+def efficiency_table(rows: Sequence[dict[str, Any]], *, is_shared: bool) -> str:
+    """How much of each further shard arrives; empty where there is one split."""
+    counts = list(of_splits(rows))
+    if len(counts) < 2:
+        return ""
+    fewest = f"time with {min(counts)} shard{'s' if min(counts) > 1 else ''}"
+    formula = f"{fewest} / time, as all share the cores" if is_shared else f"{fewest} × {min(counts)} / (time × shards)"
+    title = f"Efficiency: {formula}, of averages."
+    cells = [
+        [STEPS[step], batch_size, *(f"{100 * by_count[n]:.1f} %" if n in by_count else "-" for n in counts)]
+        for step, batch_size, by_count in efficiencies(rows, is_shared=is_shared)
+    ]
+    return f"{title}\n\n{table(('Step', 'Batch Size', *(f'{n} shards' for n in counts)), cells)}"
 
 
 def floor_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -154,6 +154,24 @@ def plot_latency_systems(systems: Mapping[str, Sequence[Row]], path: Path) -> No
     save(_with_legend(figure, panels), path)
 
 
+def plot_efficiency(shares: Sequence[tuple[str, int, Mapping[int, float]]], name: str, path: Path) -> None:
+    """What of each further shard arrives, by the number of shards: a line for each batch size. Raises BenchError.
+
+    shares: (step, batch size, {number of shards: efficiency}); name: of model and device.
+    """
+    figure, panels = _panels(len(STEP_TITLES), f"Efficiency of tensor parallelism: {name}")
+    counts = sorted({count for _, _, by_count in shares for count in by_count})
+    for panel, step in zip(panels, STEP_TITLES, strict=True):
+        panel.set_title(STEP_TITLES[step], fontsize=10)
+        lines = [(batch_size, by_count) for one, batch_size, by_count in shares if one == step]
+        for style, (batch_size, by_count) in enumerate(lines):
+            points = [(count, 100 * share) for count, share in by_count.items()]
+            _draw(panel, style, f"Batch size {batch_size}", points)
+        _draw(panel, 0, "Ideal", [(n, 100.0) for n in counts], linestyle="--", marker="", color="grey")
+        _label(panel, "Shards", "Efficiency (%)", counts)
+    save(_with_legend(figure, panels), path)
+
+
 # ---------------------------------------------------------------------------------------------------------- drawing
 
 

@@ -122,7 +122,7 @@ class RunContext:
     model: str
     device: str
     dtype: str
-    num_shard: int
+    num_shard: int | Sequence[int]  # several: one after the other
     threads: int  # intra-op threads of each shard; 0: not known, for a server that is not ours
     quantize: str | None
     versions: Mapping[str, str]
@@ -140,7 +140,7 @@ class RunContext:
         model: str,
         device: str,
         dtype: str,
-        num_shard: int,
+        num_shard: int | Sequence[int],
         threads: int,
         quantize: str | None,
         arguments: Mapping[str, Any],
@@ -165,7 +165,9 @@ class RunContext:
 
     def lines(self) -> list[str]:
         """The context as one Markdown line for people."""
-        shards = f"{self.num_shard or 'an unknown number of'} shard{'s' if self.num_shard != 1 else ''}"
+        counts = [self.num_shard] if isinstance(self.num_shard, int) else self.num_shard
+        number = " and ".join(map(str, counts)) if any(counts) else "an unknown number of"
+        shards = f"{number} shard{'s' if counts != [1] else ''}"
         threads = f" x {self.threads} threads" if self.threads else ""
         quantize = f", {self.quantize}" if self.quantize and self.quantize != "dense" else ""
         machine = ", ".join(str(value) for value in self.hardware.values() if value)
