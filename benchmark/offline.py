@@ -17,7 +17,7 @@ from typing import Any
 
 from benchmark import flexgen, interrupts, launch, options, scheduled, shards
 from benchmark.generating import generate
-from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts
+from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts, warmup_prompt
 from benchmark.report import Result, above_limit_notes, footer, prepare_output, published, table
 from benchmark.roofline import Ceilings, describe
 from benchmark.schedules import SCHEDULES
@@ -131,8 +131,9 @@ async def _measure(
         result = Result(flexgen.context("offline", args, target, info, prompts), notes=_notes())
         with published(result, markdown, args.output), shards.causes_of(target):
             # What only a first request does, imports above all, is no part of what is measured.
-            first = [warmup_prompt(prompts)]
-            await generate(TimedShards(connected.shards, None), tokenizer, limits, first, info.decoder_start)
+            await generate(
+                TimedShards(connected.shards, None), tokenizer, limits, [warmup_prompt(prompts)], info.decoder_start
+            )
             started = time.perf_counter()
             await generate(timed, tokenizer, limits, prompts, info.decoder_start)
             seconds = time.perf_counter() - started
@@ -146,12 +147,6 @@ async def _measure(
                 sizes | {"ceilings": [asdict(seen) for seen in probe.seen] if probe else []} | launch.startup_of(server)
             )
             result.notes += [describe(probe.seen), *above_limit_notes(result.rows)] if probe is not None else []
-
-
-def warmup_prompt(prompts: Sequence[Prompt]) -> Prompt:
-    """The shortest of the prompts, with one decode step if it has any."""
-    shortest = min(prompts, key=lambda prompt: len(prompt.token_ids))
-    return Prompt(shortest.token_ids, min(2, shortest.max_new_tokens))
 
 
 def _router_limits(args: argparse.Namespace, connected: shards.ConnectedShards, num_prompts: int) -> Limits:

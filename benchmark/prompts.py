@@ -78,3 +78,9 @@ def synthetic_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> li
     size = tokenizer.tokenizer.get_vocab_size()
     drawn = random_prompts(args.num_prompts, args.input_length, size, args.seed)
     return [Prompt(token_ids, args.output_length) for token_ids in drawn]
+
+
+def warmup_prompt(prompts: Sequence[Prompt]) -> Prompt:
+    """The shortest of the prompts, with one decode step if it has any."""
+    shortest = min(prompts, key=lambda prompt: len(prompt.token_ids))
+    return Prompt(shortest.token_ids, min(2, shortest.max_new_tokens))

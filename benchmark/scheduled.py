@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmark import flexgen, interrupts, launch, plots, schedule_report, shards, streaming, timeline
 from benchmark.generating import generate
-from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts
+from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts, warmup_prompt
 from benchmark.report import BenchError, Result, published
 from benchmark.roofline import ServedModel
 from benchmark.schedules import (
@@ -295,6 +295,9 @@ async def _measure(
         done: dict[Policy, tuple[dict[str, Any], timeline.Timeline]] = {}
         with published(result, schedule_report.markdown, args.output) as keep, shards.causes_of(target):
             in_order = sorted(job.policies, key=lambda one: one.block)  # peaks of memory grow with blocks
+            # What only a first request does, imports above all, is no part of what is measured.
+            limits, first = _limits_of(job, in_order[0], info), [warmup_prompt(job.run_prompts)]
+            await generate(TimedShards(connected.shards, None), tokenizer, limits, first, info.decoder_start)
             for number, policy in enumerate(in_order, 1):
                 block = f"{policy.num_gpu_batches} × {policy.gpu_batch_size} sequences"
                 print(f"{policy.schedule}, {block}: {number} of {len(in_order)}", file=sys.stderr, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -246,7 +247,17 @@ def test_schedules_on_weights_that_stream(tmp_path: Path, shape: Path, capfd: py
     assert any("4 of 4 layers" in note for note in result["notes"])
 
 
-def test_an_encoder_s_prompts_are_computed_together(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_encoder_s_prompts_are_computed_together_and_one_before_what_is_measured(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    generate = scheduled.generate
+
+    async def counted(timed: Any, tokenizer: Any, limits: Any, prompts: Sequence[Prompt], *rest: Any) -> Any:
+        ran.append(len(prompts))
+        return await generate(timed, tokenizer, limits, prompts, *rest)
+
+    monkeypatch.setattr(scheduled, "generate", counted)
     shape = tmp_path / "t5.json"
     config = AutoConfig.for_model("t5", d_model=32, d_kv=8, num_heads=4, d_ff=32, num_layers=1, vocab_size=256)
     shape.write_text(json.dumps(config.to_dict() | {"torch_dtype": "float32", "decoder_start_token_id": 0}))
@@ -255,6 +266,7 @@ def test_an_encoder_s_prompts_are_computed_together(tmp_path: Path, capfd: pytes
     rows = json.loads(capfd.readouterr().out.splitlines()[-1])["rows"]
     assert [12 * 37] * 2 == [row["prefill_tokens"] for row in rows]
     assert [12 * 9] * 2 == [row["total_tokens"] for row in rows]
+    assert [1, 12, 12] == ran
     assert all(row["predicted_total_tokens_per_second"] is None for row in rows)
 
 
