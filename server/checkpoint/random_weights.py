@@ -69,18 +69,19 @@ class RandomCheckpoint:
         dim: int = 0,
         part: tuple[int, int] | None = None,
         dtypes: Sequence[torch.dtype] = FLOATS,
+        dtype: torch.dtype | None = None,
         mapped: bool = False,
     ) -> Tensor:
         """A random tensor of the shape of what `Checkpoint.read` would return: of any bits, where it is no number."""
         start, stop = part or (0, shape[dim] if shape else 1)
         size = [stop - start if d == dim else n for d, n in enumerate(shape)]
-        count, dtype = math.prod(size), self._block.dtype if self._block.dtype in dtypes else dtypes[0]
-        if dtype in FLOATS:
-            return _repeated(self._block.to(dtype), count).view(size)
-        bits = _repeated(self._bytes, count * dtype.itemsize)
-        if dtype == torch.float8_e4m3fn:
+        count, stored = math.prod(size), self._block.dtype if self._block.dtype in dtypes else dtypes[0]
+        if stored in FLOATS:
+            return _repeated(self._block.to(dtype or stored), count).view(size)
+        bits = _repeated(self._bytes, count * stored.itemsize)
+        if stored == torch.float8_e4m3fn:
             bits = bits & 0b1011_1111  # below 2 and never NaN
-        return bits.view(dtype).view(size)
+        return bits.view(stored).view(size)
 
     def leftovers(self, ignore: tuple[str, ...]) -> list[str]:
         """Nothing: there is no tensor that could be left over."""

@@ -109,12 +109,14 @@ class Checkpoint:
         dim: int = 0,
         part: tuple[int, int] | None = None,
         dtypes: Sequence[torch.dtype] = FLOATS,
+        dtype: torch.dtype | None = None,
         mapped: bool = False,
     ) -> Tensor:
         """Tensor `name` of full shape `shape`, or its half-open `part` along `dim`. Contiguous and owned.
 
-        dtypes: those that it may be stored in. mapped: it may be the file itself instead, in any strides, to be read
-        once and let go: a copy would need fresh memory, which costs more than what is copied.
+        dtypes: those that it may be stored in. dtype: what it is converted to; None: it stays as it is. mapped: it may
+        be the file itself instead, in any strides, to be read once and let go: a copy would need fresh memory, which
+        costs more than what is copied.
         """
         name = name if name in self._paths else self._shared.get(name, name)
         view = self._slice(name)
@@ -125,19 +127,20 @@ class Checkpoint:
                 "they do not belong together, download both again"
             )
         if not shape:  # a number, which has no slices
-            return self._checked(name, self._number(name), dtypes)
+            return self._checked(name, self._number(name), dtypes).to(dtype)
         region = [part if part and d == dim else (0, size) for d, size in enumerate(shape)]
         nothing = self._checked(name, view[(slice(0, 0),)], dtypes)
         self._ahead.passed(self._paths[name], name)
         row_bytes = math.prod(shape[1:]) * nothing.itemsize  # a row's pages come whole
         if mapped:
+            assert dtype is None, "what is mapped stays as it is"
             tensor = self._rows(name, region, row_bytes)
         else:
             (first, last), *others = region
-            tensor = nothing.new_empty([stop - start for start, stop in region])
+            tensor = nothing.new_empty([stop - start for start, stop in region], dtype=dtype)
             for begin, end in _pieces(first, last, max(1, PIECE_BYTES // row_bytes)):
                 tensor[begin - first : end - first] = self._rows(name, [(begin, end), *others], row_bytes)
-        self.bytes_read += tensor.nbytes
+        self.bytes_read += tensor.numel() * nothing.itemsize
         return tensor
 
     def _rows(self, name: str, region: Sequence[tuple[int, int]], row_bytes: int) -> Tensor:
@@ -250,7 +253,7 @@ class Weights:
     def vector(self, role: str, size: int, *, suffix: str = "weight", ranges: Ranges | None = None) -> Tensor:
         """A tensor [size], or the half-open `ranges` of it one after the other."""
         name = f"{self._name(role)}.{suffix}"
-        parts = [self.checkpoint.read(name, (size,), part=part) for part in ranges or [(0, size)]]
+        parts = [self._read(name, (size,), 0, part) for part in ranges or [(0, size)]]
         return self._own(parts, dim=0)
 
     def bias(self, role: str, size: int, *, ranges: Ranges | None = None) -> Tensor:
@@ -312,19 +315,22 @@ class Weights:
 
     def table(self, role: str, size: tuple[int, int], part: tuple[int, int] | None = None) -> Tensor:
         """Rows of a table [rows, features], which no family stores transposed, as they are in the checkpoint."""
-        return self._own([self.checkpoint.read(f"{self._name(role)}.weight", size, part=part)], dim=0)
+        return self._own([self._read(f"{self._name(role)}.weight", size, 0, part)], dim=0)
 
     def _matrix(self, role: str, size: tuple[int, int], dim: int, ranges: Ranges, expert: int) -> Tensor:
         name = f"{self._name(role, expert)}.weight"
         if not self.names.transposed:
-            return self._own([self.checkpoint.read(name, size, dim=dim, part=part) for part in ranges], dim)
+            return self._own([self._read(name, size, dim, part) for part in ranges], dim)
         stored = (size[1], size[0])
-        parts = [self.checkpoint.read(name, stored, dim=1 - dim, part=part).t() for part in ranges]
-        return self._own(parts, dim)
+        return self._own([self._read(name, stored, 1 - dim, part).t() for part in ranges], dim)
+
+    def _read(self, name: str, shape: tuple[int, ...], dim: int, part: tuple[int, int] | None) -> Tensor:
+        """In our dtype, but on the host."""
+        return self.checkpoint.read(name, shape, dim=dim, part=part, dtype=self.dtype)
 
     def _own(self, parts: list[Tensor], dim: int) -> Tensor:
         whole = torch.cat(parts, dim) if len(parts) > 1 else parts[0]
-        return whole.to(device=self.device, dtype=self.dtype).contiguous()
+        return whole.to(self.device).contiguous()
 
     def _name(self, role: str, expert: int = 0) -> str:
         short = self._short_names(role, expert)

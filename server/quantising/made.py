@@ -37,13 +37,14 @@ class EditedCheckpoint(Checkpoint):
         dim: int = 0,
         part: tuple[int, int] | None = None,
         dtypes: Sequence[torch.dtype] = FLOATS,
+        dtype: torch.dtype | None = None,
         mapped: bool = False,
     ) -> Tensor:
-        """See `Checkpoint.read`. A changed tensor is not copied."""
+        """See `Checkpoint.read`. A changed tensor is not copied unless it is converted."""
         changed = self.changed.get(name)
         if changed is None:
-            return super().read(name, shape, dim=dim, part=part, dtypes=dtypes, mapped=mapped)
-        return changed if part is None else changed.narrow(dim, part[0], part[1] - part[0])
+            return super().read(name, shape, dim=dim, part=part, dtypes=dtypes, dtype=dtype, mapped=mapped)
+        return (changed if part is None else changed.narrow(dim, part[0], part[1] - part[0])).to(dtype)
 
     def whole(self, name: str) -> Tensor:
         """A tensor as it is stored, or as it was changed."""

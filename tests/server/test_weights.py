@@ -97,6 +97,20 @@ def test_a_rank_reads_its_share_of_the_bytes(tiny_bloom: Path) -> None:
     assert all(bytes_read(rank, 4) < whole / 4 * 1.05 for rank in range(4))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_what_is_read_is_converted_as_torch_does(tmp_path: Path, dtype: torch.dtype) -> None:
+    square = torch.randn(5, 7, generator=torch.manual_seed(0))
+    checkpoint = Checkpoint(save(tmp_path, words__weight=square, number=torch.tensor(0.3)))
+    for dim, part in ((0, None), (0, (1, 4)), (1, (2, 6))):
+        stored = checkpoint.read("words.weight", (5, 7), dim=dim, part=part)
+        found = checkpoint.read("words.weight", (5, 7), dim=dim, part=part, dtype=dtype)
+        assert torch.equal(stored.to(dtype), found) and found.dtype == dtype and found.is_contiguous()
+    before = checkpoint.bytes_read
+    checkpoint.read("words.weight", (5, 7), dtype=dtype)
+    assert square.nbytes == checkpoint.bytes_read - before  # of the file
+    assert torch.tensor(0.3).to(dtype) == checkpoint.read("number", (), dtype=dtype)
+
+
 def test_what_may_be_the_file_itself_is_not_copied_and_counts_as_read(four_by_four: Path) -> None:
     checkpoint = Checkpoint(four_by_four)
     for dim, part in ((0, (1, 3)), (1, (2, 4)), (0, None)):
