@@ -180,7 +180,13 @@ class RunContext:
 
 def arguments_of(args: argparse.Namespace) -> dict[str, Any]:
     """A command's arguments in a form that JSON has."""
-    return {name: str(value) if isinstance(value, Path) else value for name, value in sorted(vars(args).items())}
+    return {name: _plain(value) for name, value in sorted(vars(args).items())}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value if value is None or isinstance(value, (str, int, float)) else str(value)
 
 
 def versions() -> dict[str, str]:

@@ -23,10 +23,10 @@ from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmark import interrupts, launch, options, plots, workload
+from benchmark import interrupts, launch, options, plots, slo, workload
 from benchmark.http_client import DISCONNECTED, Api, HttpClient, OpenAiApi, TgiApi
 from benchmark.loops import closed_loop, open_loop, sender, unreachable
-from benchmark.outcomes import Load, Objectives, loads, markdown, progress, row_of
+from benchmark.outcomes import Load, Objectives, Outcome, loads, markdown, progress, row_of
 from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output, published
 from benchmark.workload import Lengths, PlannedRequest
 
@@ -72,6 +72,8 @@ class Sweep:
     async def run(self, result: Result, keep: Callable[[], None]) -> None:
         """Add the rows to the result, one at a time. Raises BenchError; the finished rows are there."""
         try:
+            for cell in self._cells() if self._args.slo else ():
+                await self._search(cell, result, keep)
             for cell, load in product(self._cells(), loads(self._args.concurrency, self._args.request_rate)):
                 row = await self._measure(cell, load)
                 result.rows.append(row)
@@ -99,6 +101,39 @@ class Sweep:
         else:
             outcomes = await open_loop(self._send, requests)
         return row_of(cell, load, outcomes, self._objectives, self._args.length_distribution)
+
+    async def _search(self, cell: Lengths, result: Result, keep: Callable[[], None]) -> None:
+        """Find the highest rate that keeps the objectives; its last probe is a row. Raises BenchError."""
+        random = Random(f"{self._args.seed} {cell} slo")
+        outcomes: list[Outcome] = []
+
+        async def send(rate: float, count: int) -> list[Outcome]:
+            outcomes[:] = await open_loop(self._send, await self._plan(cell, Load(request_rate=rate), count, random))
+            return outcomes
+
+        [first] = await closed_loop(self._send, await self._plan(cell, Load(concurrency=1), 1, random), 1)
+        if first.reply.error is not None:
+            raise BenchError(f"the first request failed: {first.reply.error}")
+        alone = 1000 / first.e2e_ms  # requests per second of one stream
+        search = slo.Search(
+            self._args.slo, send, lambda line: print(line, file=sys.stderr, flush=True), self._args.probe_seconds
+        )
+        found = {
+            "input_length": cell.input_length,
+            "output_length": cell.output_length,
+            "objectives": [str(objective) for objective in self._args.slo],
+            "requests_per_second": None,
+        }
+        searches = result.extra.setdefault("slo_searches", [])
+        searches.append(found)
+        try:
+            rate = found["requests_per_second"] = await search.run(self._args.slo_start_rate or alone, alone / 2)
+        finally:
+            found["probes"] = [probe.row() for probe in search.probes]
+            keep()
+        load = Load(request_rate=rate)
+        result.rows.append(row_of(cell, load, outcomes, self._objectives, self._args.length_distribution))
+        keep()
 
     async def _plan(self, cell: Lengths, load: Load, count: int, random: Random) -> list[PlannedRequest]:
         if self._given is not None:
@@ -179,6 +214,15 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--warmups", type=options.not_negative, default=1, metavar="N", help="requests before a row (1)")
     group.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (0)")
+    group.add_argument(
+        "--slo", type=slo.Objective.parse, nargs="+", action="extend", default=[], metavar="TIME:PERCENTILE:BOUND",
+        help="search for the highest rate that keeps these, such as ttft:p99:500ms tpot:p90:50ms (or itl, e2e)",
+    )  # fmt: skip
+    group.add_argument("--slo-start-rate", type=ABOVE_ZERO, metavar="R", help="where the search begins (one stream's)")
+    group.add_argument(
+        "--probe-seconds", type=ABOVE_ZERO, metavar="S",
+        help="of each rate that is tried (10, or 40 times the largest bound of ttft and e2e)",
+    )  # fmt: skip
     group.add_argument("--ttft-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
     group.add_argument("--tpot-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
 
@@ -196,7 +240,7 @@ def run(args: argparse.Namespace) -> int:
             notes=_notes(args),
             extra=launch.startup_of(target.server) | {"server": dict(target.info)},
         )
-        with published(result, markdown, args.output) as keep:
+        with published(result, _markdown, args.output) as keep:
             interrupts.run(sweep.run(result, keep))
     if draws:
         plots.plot_serving({target.model: result.rows}, args.output)
@@ -207,8 +251,9 @@ def _complete(args: argparse.Namespace) -> None:
     """Fill in defaults, and refuse what contradicts itself or cannot be read. Raises BenchError."""
     args.input_length = options.distinct(args.input_length or LENGTHS)
     args.output_length = options.distinct(args.output_length or LENGTHS)
+    _refuse_half_a_search(args)
     args.request_rate = options.distinct(args.request_rate or ())
-    args.concurrency = options.distinct(args.concurrency or (() if args.request_rate else (CONCURRENCY,)))
+    args.concurrency = options.distinct(args.concurrency or (() if args.request_rate or args.slo else (CONCURRENCY,)))
     is_file = args.length_distribution not in workload.DISTRIBUTIONS
     args.lengths_file = Path(args.length_distribution) if is_file else None
     if args.lengths_file is not None:
@@ -221,6 +266,13 @@ def _complete(args: argparse.Namespace) -> None:
         raise BenchError(f"--url measures a server that runs already: leave out {names}, which are for one to start")
     if not _is_url(args.url):
         raise BenchError(f"{args.url} is not a URL: write it as http://127.0.0.1:3000")
+
+
+def _refuse_half_a_search(args: argparse.Namespace) -> None:
+    if args.slo and (given := options.options_given(args, ("concurrency", "request_rate", "num_requests"))):
+        raise BenchError(f"--slo chooses the load: leave out {', '.join(given)}, or --slo")
+    if not args.slo and (given := options.options_given(args, ("slo_start_rate", "probe_seconds"))):
+        raise BenchError(f"{', '.join(given)} is for a search: give --slo too, or leave it out")
 
 
 def _is_url(text: str) -> bool:
@@ -328,12 +380,18 @@ def _context(args: argparse.Namespace, target: MeasuredServer) -> RunContext:
 
 def _work(args: argparse.Namespace, model: str) -> dict[str, Any]:
     """What two results must have in common to be compared. Not how the server is set up: that is the comparison."""
-    work = {name: getattr(args, name) for name in ("concurrency", "request_rate", "num_requests", "seed")}
+    work = {"slo": [str(one) for one in args.slo]} if args.slo else {}
+    work |= {name: getattr(args, name) for name in ("concurrency", "request_rate", "num_requests", "seed")}
     if args.lengths_file is not None:
         lengths: dict[str, Any] = {"lengths_sha256": hashlib.sha256(args.lengths_file.read_bytes()).hexdigest()}
     else:
         lengths = {name: getattr(args, name) for name in ("length_distribution", "input_length", "output_length")}
     return {"model": model} | work | lengths
+
+
+def _markdown(result: Result) -> str:
+    searches = slo.sections(result.extra.get("slo_searches", []))
+    return "\n\n".join(part for part in (searches, markdown(result)) if part)
 
 
 def _notes(args: argparse.Namespace) -> list[str]:

@@ -43,6 +43,7 @@ class Mock:
     def __init__(self, options: argparse.Namespace) -> None:
         self._options = options
         self._num_generations = 0
+        self._slots = asyncio.Semaphore(options.slots)
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode()
@@ -50,7 +51,8 @@ class Mock:
         body = await reader.readexactly(int(lengths[0]) if lengths else 0)
         route = head.split()[1]
         if route in ("/generate_stream", "/v1/completions") and route != f"/{self._options.without}":
-            await self._generate(route, json.loads(body), writer)
+            async with self._slots:
+                await self._generate(route, json.loads(body), writer)
         else:
             status, answer = self._plain(route, json.loads(body or b"null"))
             self._write_json(writer, status, answer)
@@ -142,6 +144,7 @@ def main() -> None:
     parser.add_argument("--break-every", type=int, default=0)
     parser.add_argument("--die-at", type=int, default=0, help="the generation in whose middle the process ends")
     parser.add_argument("--max-input-length", type=int, default=4096, help="what it says that it takes")
+    parser.add_argument("--slots", type=int, default=10**6, help="generations at once; others wait")
     parser.add_argument("--without", default="", help="a route that is not there")
     asyncio.run(serve(parser.parse_args()))
 

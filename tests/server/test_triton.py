@@ -23,8 +23,15 @@ HAS_TRITON = sys.platform == "linux" and platform.machine() == "x86_64"  # where
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton exists for Linux on x86-64 alone")
 
 
-# Those that are in the suite, and the rest: which tests of a module are run.
-PARTS = pytest.mark.parametrize("part", ["not kernels", pytest.param("kernels", marks=pytest.mark.kernels)])
+SUITE, REST = "not kernels", "kernels"  # which tests of a module are run: those that are in the suite, and the others
+ATTENTION = ["interpreted_kernels", "interpreted_cache"]  # all of them are in the suite
+LAYERS = ["interpreted_logits", "interpreted_linear", "interpreted_quantised"]
+COMPILED = [["compiled_kernels"], ["compiled_wiring", "compiled_logits", "compiled_linear", "compiled_quantised"]]
+
+
+def both(names: Sequence[str]) -> list[object]:
+    """A group of modules in the suite, and the rest of it."""
+    return [pytest.param(names, SUITE), pytest.param(names, REST, marks=pytest.mark.kernels)]
 
 
 def run_tests(environment: dict[str, str], part: str, names: Sequence[str]) -> subprocess.CompletedProcess[str]:
@@ -45,24 +52,14 @@ def run_tests(environment: dict[str, str], part: str, names: Sequence[str]) -> s
 
 
 @needs_triton
-@PARTS
-@pytest.mark.parametrize(
-    "names",
-    [
-        ["interpreted_kernels", "interpreted_cache"],
-        ["interpreted_logits", "interpreted_linear", "interpreted_quantised"],
-    ],
-)
+@pytest.mark.parametrize("names, part", [(ATTENTION, SUITE), *both(LAYERS)])
 def test_interpreted_kernels_equal_the_reference(names: list[str], part: str) -> None:
     result = run_tests({"TRITON_INTERPRET": "1"}, part, names)
     assert 0 == result.returncode, result.stdout + result.stderr
 
 
 @needs_triton
-@PARTS
-@pytest.mark.parametrize(
-    "names", [["compiled_kernels"], ["compiled_wiring", "compiled_logits", "compiled_linear", "compiled_quantised"]]
-)
+@pytest.mark.parametrize("names, part", [case for names in COMPILED for case in both(names)])
 def test_kernels_compile_for_a_gpu(names: list[str], part: str, pytestconfig: pytest.Config) -> None:
     # Compiling is most of the time. Triton keeps each result under a hash of the kernel's source, of all that it calls,
     # of the options and of Triton itself; a clean checkout, as in CI, has none.
