@@ -134,9 +134,9 @@ def _values(rows: Sequence[Row], key: str) -> list[Any]:
 # ---------------------------------------------------------------------------------------------------------- latency
 
 
-def plot_latency(rows: Sequence[Row], path: Path) -> None:
+def plot_latency(rows: Sequence[Row], path: Path, about: str = "") -> None:
     """Mean step times of one result over the batch size, with the floors. Raises BenchError."""
-    plot_latency_systems({"Measured (mean)": rows}, path)
+    plot_latency_systems({"Measured (mean)": rows}, path, about)
 
 
 def plot_latency_systems(systems: Mapping[str, Sequence[Row]], path: Path, about: str = "") -> None:
@@ -164,7 +164,7 @@ def plot_efficiency(shares: Sequence[tuple[str, int, Mapping[int, float]]], name
 
     shares: (step, batch size, {number of shards: efficiency}); name: of model and device.
     """
-    figure, panels = _panels(len(STEP_TITLES), f"Efficiency of tensor parallelism: {name}")
+    figure, panels = _panels(len(STEP_TITLES), "Efficiency of tensor parallelism", name)
     counts = sorted({count for _, _, by_count in shares for count in by_count})
     for panel, step in zip(panels, STEP_TITLES, strict=True):
         panel.set_title(STEP_TITLES[step], fontsize=10)
@@ -187,7 +187,7 @@ class Panel:
     title: str
     x_label: str
     y_label: str
-    lines: Mapping[str, Sequence[tuple[float, float]]]
+    lines: Mapping[str, Sequence[tuple[float, float]]]  # without points: not drawn
     dashed: Sequence[str] = ()  # names of lines that are limits, not measurements
 
 

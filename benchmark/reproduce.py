@@ -94,7 +94,7 @@ def _measured(args: argparse.Namespace, job: Job) -> Result:
         "sizes": dict(scale.sizes),
         "reductions": list(scale.reductions),
     }
-    hardware = hardware_of(result)
+    hardware = result.context.machine
     with published(result, lambda found: tables.markdown(found, job, hardware), args.output) as keep:
         for part in rows(job):
             result.rows += part
@@ -110,18 +110,12 @@ def _context(args: argparse.Namespace, job: Job) -> RunContext:
         model=job.seed.title,
         device=job.machine.device,
         dtype=job.dtype,
-        num_shard=max(job.num_shards),
+        num_shard=job.num_shards,
         threads=0,
         quantize=None if stored is None else stored.description,
         arguments=arguments_of(args),
         work={"seed": job.seed.name, "layers": job.scale.layers, "sizes": dict(job.scale.sizes)},
     )
-
-
-def hardware_of(result: Result) -> str:
-    """The machine in a few words: the GPU, or the CPU with its cores."""
-    context = result.context
-    return f"{context.hardware['cpu']}, {context.hardware['cores']}" if context.device == "cpu" else context.device
 
 
 # ------------------------------------------------------------------------------------------------------------ plots
@@ -130,7 +124,7 @@ def hardware_of(result: Result) -> str:
 def _draw(job: Job, result: Result, folder: Path) -> None:
     """The pictures of the document's kind, with its figures where the whole sweep was run. Raises BenchError."""
     draw = {"latency": _draw_latency, "serving": _draw_serving, "flexgen": _draw_flexgen}[job.seed.kind]
-    draw(job, result, folder, tables.short_title(job, hardware_of(result)))
+    draw(job, result, folder, tables.short_title(job, result.context.machine))
 
 
 def _draw_latency(job: Job, result: Result, folder: Path, about: str) -> None:
