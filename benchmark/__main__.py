@@ -20,6 +20,7 @@ COMMANDS: Mapping[str, str] = {
     "latency": "prefill and decode times by batch size, straight at the shards",
     "serving": "requests per second and latencies over HTTP, of any compatible server",
     "offline": "a file of prompts through the engine, without HTTP",
+    "reproduce": "a published benchmark document's sweep on this machine, its figures beside ours",
     "plan": "what a model needs and could do at best on a device; loads nothing",
     "simulate": "what a fleet would do under a load and its limits, in virtual time; loads nothing",
     "probes": "what a GPU, or the CPU, does at best, operator by operator; loads no model",

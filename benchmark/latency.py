@@ -123,13 +123,15 @@ def _refuse_several(args: argparse.Namespace, splits: Sequence[int | None]) -> N
 
 
 def _draw(result: Result, folder: Path) -> None:
-    by_split, name = of_splits(result.rows), f"{result.context.model} on {result.context.device}"
+    by_split, name = of_splits(result.rows), f"{result.context.model} on {result.context.machine}"
+    lengths = "{sequence_length} in, {decode_length} out".format_map(result.context.arguments)
     if len(by_split) == 1:
-        plots.plot_latency(result.rows, folder / "latency.png")
+        plots.plot_latency(result.rows, folder / "latency.png", f"{name}; {lengths}")
         return
-    plots.plot_latency_systems({f"{count} shards": own for count, own in by_split.items()}, folder / "latency.png")
+    systems = {f"{count} shards": own for count, own in by_split.items()}
+    plots.plot_latency_systems(systems, folder / "latency.png", f"{name}; {lengths}")
     shares = efficiencies(result.rows, is_shared=result.context.device == "cpu")
-    plots.plot_efficiency(shares, name, folder / "efficiency.png")
+    plots.plot_efficiency(shares, f"{name}; {lengths}", folder / "efficiency.png")
 
 
 def _limits(args: argparse.Namespace) -> list[str]:

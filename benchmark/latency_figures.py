@@ -5,7 +5,7 @@ Arithmetic and text on finished runs; no clock and no shards, so that every form
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
@@ -110,8 +110,13 @@ def throughput_table(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def _rates(row: dict[str, Any]) -> list[str]:
+    return [f"{rate:.2f} tokens/secs" for rate in throughputs_of(row)]
+
+
+def throughputs_of(row: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Tokens per second of a row's runs: their mean, the lowest and the highest."""
     rates = SampleSummary.of([1000 * row["tokens_per_sample"] / sample for sample in row["samples_ms"]])
-    return [f"{rate:.2f} tokens/secs" for rate in (rates.mean, rates.min, rates.max)]
+    return rates.mean, rates.min, rates.max
 
 
 def of_splits(rows: Sequence[dict[str, Any]]) -> dict[int, list[dict[str, Any]]]:

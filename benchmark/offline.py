@@ -15,16 +15,21 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmark import flexgen, interrupts, launch, options, scheduled, shards
+from benchmark import flexgen, interrupts, launch, options, plots, scheduled, shards
 from benchmark.generating import generate
 from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts, warmup_prompt
-from benchmark.report import Result, above_limit_notes, footer, prepare_output, published, table
-from benchmark.roofline import Ceilings, describe
+from benchmark.report import BenchError, Result, above_limit_notes, footer, prepare_output, published, table
+from benchmark.roofline import Ceilings, Probe, ServedModel, describe
 from benchmark.schedules import SCHEDULES
 from benchmark.stretches import rates
 from benchmark.timed_shards import StepRecord, TimedShards
 from router.limits import Limits
 from router.text import ModelTokenizer
+
+SWEEP = "offline-sweep"  # what a result of several numbers of prompts is called: `compare` knows none
+SEVERAL_NOTE = (
+    "All numbers of prompts ran on one server, the fewest first: its cache is that of the most, peaks only grow."
+)
 
 # --------------------------------------------------------------------------------------------------- command line
 
@@ -35,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prompts", type=Path, metavar="FILE",
         help='JSON lines, each with "prompt" or "token_ids", and "max_new_tokens" where it differs from the option',
     )  # fmt: skip
-    parser.add_argument("--num-prompts", type=options.positive, default=32, help="synthetic prompts (32)")
+    parser.add_argument(
+        "--num-prompts", type=options.positive, nargs="+", default=[32], metavar="N",
+        help="synthetic prompts (32); several numbers are run one after the other on one server, in one report",
+    )  # fmt: skip
     parser.add_argument("--input-length", type=options.positive, default=100, help="tokens of a synthetic prompt (100)")
     parser.add_argument("--output-length", type=options.positive, default=100, help="generated tokens (100)")
     parser.add_argument("--stop-at-eos", action="store_true", help="let an end token end a sequence")
@@ -48,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=options.not_negative, default=0, help="of the synthetic prompts (0)")
     parser.add_argument(
         "--output", type=Path, metavar="DIR",
-        help="folder for result.md and result.json, and with --schedule timeline.png, what link and layers did when",
+        help="folder for result.md and result.json, and with --schedule timeline.png, what link and layers did when; "
+        "with several --num-prompts throughput.png",
     )  # fmt: skip
     _add_schedules(parser.add_argument_group("schedules, compared on one server"))
     launch.add_server_arguments(parser)
@@ -84,19 +93,39 @@ def _add_schedules(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Generate for all prompts on a server that is started for it, and print the figures; 0. Raises BenchError."""
+    counts = _counts(args)
     scheduled.check(args)
     prepare_output(args.output)
     if args.schedule:
         return scheduled.run(args)
+    draws = len(counts) > 1 and plots.wanted(args.output)
     with launch.model_for(args) as model:
         tokenizer = load_tokenizer(model.location, with_eos=args.stop_at_eos)
         prompts = read_prompts(args, tokenizer) if args.prompts else synthetic_prompts(args, tokenizer)
+        parts = [prompts[:count] for count in counts] if len(counts) > 1 else [prompts]
         flags = [*launch.launch_flags(args, model), *_limits(args, prompts)]
         with launch.running_server(flags) as server:
             shape = shards.shape_of(model.location)
             target = shards.MeasuredShards(server.sockets, model.name, shape, model.location, server)
-            interrupts.run(_measure(args, target, server, tokenizer, prompts))
+            result = interrupts.run(_measure(args, target, server, tokenizer, parts))
+    if draws:
+        _draw(args, result)
     return 0
+
+
+def _counts(args: argparse.Namespace) -> list[int]:
+    """The numbers of prompts in ascending order, because peaks of memory only grow; a single one stays a number.
+
+    Raises BenchError for several where there can be one.
+    """
+    counts = sorted(options.distinct(args.num_prompts))
+    args.num_prompts = counts if len(counts) > 1 else counts[0]
+    said = f"--num-prompts {' '.join(map(str, counts))}"
+    if len(counts) > 1 and args.prompts:
+        raise BenchError(f"{said} is for synthetic prompts, and --prompts names those there are: leave one of them out")
+    if len(counts) > 1 and args.schedule:
+        raise BenchError(f"{said} with --schedule: give one number there, and several of --num-gpu-batches")
+    return counts
 
 
 def _limits(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:
@@ -119,34 +148,58 @@ async def _measure(
     target: shards.MeasuredShards,
     server: launch.Server,
     tokenizer: ModelTokenizer,
-    prompts: Sequence[Prompt],
-) -> None:
+    parts: Sequence[Sequence[Prompt]],
+) -> Result:
+    """Run the parts one after the other, in ascending order of their sizes."""
     async with shards.connect(target) as connected:
         info, served = connected.info, shards.served_model(target, connected.info)
         probe = None if served is None else shards.probe_for(served, info)
-        if probe is not None:
-            probe.measure()
-        timed = TimedShards(connected.shards, served)
-        limits = _router_limits(args, connected, len(prompts))
-        result = Result(flexgen.context("offline", args, target, info, prompts), notes=_notes())
-        with published(result, markdown, args.output), shards.causes_of(target):
+        counts, most = [len(part) for part in parts], parts[-1]
+        several: dict[str, Any] = {"num_prompts": counts} if len(counts) > 1 else {}
+        name = SWEEP if several else "offline"
+        result = Result(flexgen.context(name, args, target, info, most, **several), notes=_notes())
+        result.notes += [SEVERAL_NOTE] if several else []
+        with published(result, markdown, args.output) as keep, shards.causes_of(target):
             # What only a first request does, imports above all, is no part of what is measured.
-            await generate(
-                TimedShards(connected.shards, None), tokenizer, limits, [warmup_prompt(prompts)], info.decoder_start
-            )
-            started = time.perf_counter()
-            await generate(timed, tokenizer, limits, prompts, info.decoder_start)
-            seconds = time.perf_counter() - started
-            if probe is not None:
-                probe.measure()
-            ceilings = None if probe is None else probe.best
-            result.rows = rows(timed.records, seconds, ceilings, started)
-            tokens, widest = limits.max_batch_total_tokens, max(record.num_tokens for record in timed.records)
-            sizes = flexgen.sizes(info, served, server.shard_pids(), cache_tokens=tokens, widest_step=widest)
-            result.extra = (
-                sizes | {"ceilings": [asdict(seen) for seen in probe.seen] if probe else []} | launch.startup_of(server)
-            )
-            result.notes += [describe(probe.seen), *above_limit_notes(result.rows)] if probe is not None else []
+            limits, first = _router_limits(args, connected, 1), [warmup_prompt(most)]
+            await generate(TimedShards(connected.shards, None), tokenizer, limits, first, info.decoder_start)
+            num_notes = len(result.notes)
+            for part in parts:
+                limits = _router_limits(args, connected, len(part))
+                timed, row_list, ceilings = await _run(connected, tokenizer, limits, part, served, probe)
+                widest = max(record.num_tokens for record in timed.records)
+                cache = limits.max_batch_total_tokens
+                sizes = flexgen.sizes(info, served, server.shard_pids(), cache_tokens=cache, widest_step=widest)
+                found = sizes | {"ceilings": ceilings}
+                if several:
+                    row_list = [{"num_prompts": len(part)} | row for row in row_list]
+                    found = {"runs": [*result.extra.get("runs", []), {"num_prompts": len(part)} | found]}
+                result.rows += row_list
+                result.extra |= found | launch.startup_of(server)
+                result.notes[num_notes:] = [describe(probe.seen), *above_limit_notes(result.rows)] if probe else []
+                keep()
+    return result
+
+
+async def _run(
+    connected: shards.ConnectedShards,
+    tokenizer: ModelTokenizer,
+    limits: Limits,
+    prompts: Sequence[Prompt],
+    served: ServedModel | None,
+    probe: Probe | None,
+) -> tuple[TimedShards, list[dict[str, Any]], list[dict[str, Any]]]:
+    """Generate for the prompts: the steps that were taken, the rows, and the ceilings before and after."""
+    timed = TimedShards(connected.shards, served)
+    before = None if probe is None else probe.measure()
+    started = time.perf_counter()
+    await generate(timed, tokenizer, limits, prompts, connected.info.decoder_start)
+    seconds = time.perf_counter() - started
+    if probe is None or before is None:
+        return timed, rows(timed.records, seconds, None, started), []
+    after = probe.measure()
+    found = rows(timed.records, seconds, before.best_of(after), started)
+    return timed, found, [asdict(before), asdict(after)]
 
 
 def _router_limits(args: argparse.Namespace, connected: shards.ConnectedShards, num_prompts: int) -> Limits:
@@ -228,16 +281,66 @@ def _notes() -> list[str]:
 
 def markdown(result: Result) -> str:
     """The figures as FlexGen prints them, then the floors, then what to know about them."""
-    return "\n\n".join(
-        part for part in ("\n".join(_figures(result)), _floor_table(result.rows), footer(result)) if part
-    )
+    if "runs" in result.extra:
+        parts = [part for run in result.extra["runs"] for part in _run_parts(result, run)]
+        parts.append(_sweep_table(result))
+    else:
+        parts = ["\n".join(_figures(result, result.extra, result.rows)), _floor_table(result.rows)]
+    return "\n\n".join(part for part in [*parts, footer(result)] if part)
 
 
-def _figures(result: Result) -> Iterator[str]:
-    if result.extra:
-        yield from flexgen.size_lines(result.extra, result.context.device, is_projected=False)
-    for row in result.rows:
+def _run_parts(result: Result, run: dict[str, Any]) -> Iterator[str]:
+    """The figures of one of several numbers of prompts."""
+    yield f"#### --num-prompts {run['num_prompts']}"
+    yield "\n".join(_figures(result, run, _rows_of(result, run["num_prompts"])))
+
+
+def _rows_of(result: Result, num_prompts: int) -> list[dict[str, Any]]:
+    return [row for row in result.rows if row["num_prompts"] == num_prompts]
+
+
+def _figures(result: Result, sizes: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    if sizes:
+        yield from flexgen.size_lines(sizes, result.context.device, is_projected=False)
+    for row in rows:
         yield flexgen.phase_line(row["step"], row["latency_s"], row["tokens_per_second"])
+
+
+def _sweep_table(result: Result) -> str:
+    """Throughputs by the number of prompts, with the share of the limit where there is one."""
+    headings = ["Prompts", *(f"{kind.capitalize()} token/s" for kind in flexgen.KINDS), "Total s"]
+    cells: list[list[object]] = []
+    for run in result.extra["runs"]:
+        own = _rows_of(result, run["num_prompts"])
+        rates = [
+            f"{row['tokens_per_second']:.2f}"
+            + ("" if row["percent_of_limit"] is None else f" ({row['percent_of_limit']:.1f} %)")
+            for row in own
+        ]
+        cells.append([run["num_prompts"], *rates, f"{own[-1]['latency_s']:.2f}"])
+    if any(row["percent_of_limit"] is not None for row in result.rows):
+        headings[1:-1] = [f"{heading} (% of limit)" for heading in headings[1:-1]]
+    return table(headings, cells)
+
+
+def _draw(args: argparse.Namespace, result: Result) -> None:
+    """Throughputs over the number of prompts, and what share of the limit they were. Raises BenchError."""
+    panels = []
+    for title, label, key in (
+        ("Throughput", "Tokens/s", "tokens_per_second"),
+        ("Of the limit", "%", "percent_of_limit"),
+    ):
+        kinds = flexgen.KINDS[1:] if key == "tokens_per_second" else flexgen.KINDS  # a prefill's rate dwarfs the others
+        lines = {
+            kind.capitalize(): [
+                (row["num_prompts"], row[key]) for row in result.rows if row["step"] == kind and row[key] is not None
+            ]
+            for kind in kinds
+        }
+        panels.append(plots.Panel(title, "Prompts", label, lines))
+    context = result.context
+    about = f"{context.model} on {context.machine}; {args.input_length} in, {args.output_length} out"
+    plots.plot_panels(panels, "Prompts through the engine, without HTTP", args.output / "throughput.png", about)
 
 
 def _floor_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -11,6 +11,7 @@ import importlib
 import io
 import math
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ Row = Mapping[str, Any]
 DOTS_PER_INCH = 120
 PANEL_INCHES = (5.0, 3.6)
 PANELS_ABREAST = 2
+LETTERS_PER_INCH = 9  # of a title
 # Colours that people with any colour vision tell apart (Okabe and Ito 2008); markers say it again in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -79,21 +81,21 @@ def _import(name: str) -> Any:
 # ---------------------------------------------------------------------------------------------------------- serving
 
 
-def plot_serving(systems: Mapping[str, Sequence[Row]], folder: Path) -> list[Path]:
+def plot_serving(systems: Mapping[str, Sequence[Row]], folder: Path, about: str = "") -> list[Path]:
     """One PNG per measure, one panel per input length, one line per system. Raises BenchError.
 
     The x axis is the output length, or what else was varied where there is only one. Rows without a figure, because
-    all of their requests failed, are left out.
+    all of their requests failed, are left out. about: model, hardware and load, for the titles.
     """
-    return [save(_serving_figure(systems, metric), folder / metric.filename) for metric in METRICS]
+    return [save(_serving_figure(systems, metric, about), folder / metric.filename) for metric in METRICS]
 
 
-def _serving_figure(systems: Mapping[str, Sequence[Row]], metric: PlottedMetric) -> Any:
+def _serving_figure(systems: Mapping[str, Sequence[Row]], metric: PlottedMetric, about: str) -> Any:
     everything = [row for rows in systems.values() for row in rows]
     axis = _axis(everything)
     lines = _lines(systems, axis, several_loads=len({_load(row) for row in everything}) > 1)
     input_lengths = _values(everything, "input_length")
-    figure, panels = _panels(len(input_lengths), metric.title)
+    figure, panels = _panels(len(input_lengths), metric.title, about)
     for panel, input_length in zip(panels, input_lengths, strict=True):
         panel.set_title(f"Input length {input_length} tokens", fontsize=10)
         for style, (label, rows) in enumerate(lines.items()):
@@ -132,16 +134,19 @@ def _values(rows: Sequence[Row], key: str) -> list[Any]:
 # ---------------------------------------------------------------------------------------------------------- latency
 
 
-def plot_latency(rows: Sequence[Row], path: Path) -> None:
+def plot_latency(rows: Sequence[Row], path: Path, about: str = "") -> None:
     """Mean step times of one result over the batch size, with the floors. Raises BenchError."""
-    plot_latency_systems({"Measured (mean)": rows}, path)
+    plot_latency_systems({"Measured (mean)": rows}, path, about)
 
 
-def plot_latency_systems(systems: Mapping[str, Sequence[Row]], path: Path) -> None:
-    """Mean step times in ms over the batch size, prefill and decode apart; floors dashed. Raises BenchError."""
+def plot_latency_systems(systems: Mapping[str, Sequence[Row]], path: Path, about: str = "") -> None:
+    """Mean step times in ms over the batch size, prefill and decode apart; floors dashed. Raises BenchError.
+
+    about: model, hardware and load, for the title.
+    """
     everything = [row for rows in systems.values() for row in rows]
     steps = [step for step in STEP_TITLES if any(row["step"] == step for row in everything)]
-    figure, panels = _panels(len(steps), "Time of one step, and the least that the device could need")
+    figure, panels = _panels(len(steps), "Time of one step, and the least that the device could need", about)
     for panel, step in zip(panels, steps, strict=True):
         panel.set_title(STEP_TITLES[step], fontsize=10)
         for style, (name, rows) in enumerate(systems.items()):
@@ -159,7 +164,7 @@ def plot_efficiency(shares: Sequence[tuple[str, int, Mapping[int, float]]], name
 
     shares: (step, batch size, {number of shards: efficiency}); name: of model and device.
     """
-    figure, panels = _panels(len(STEP_TITLES), f"Efficiency of tensor parallelism: {name}")
+    figure, panels = _panels(len(STEP_TITLES), "Efficiency of tensor parallelism", name)
     counts = sorted({count for _, _, by_count in shares for count in by_count})
     for panel, step in zip(panels, STEP_TITLES, strict=True):
         panel.set_title(STEP_TITLES[step], fontsize=10)
@@ -172,17 +177,44 @@ def plot_efficiency(shares: Sequence[tuple[str, int, Mapping[int, float]]], name
     save(_with_legend(figure, panels), path)
 
 
+# ----------------------------------------------------------------------------------------------------------- others
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One picture among others: lines of (x, y) by their names, over doubling x."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: Mapping[str, Sequence[tuple[float, float]]]  # without points: not drawn
+    dashed: Sequence[str] = ()  # names of lines that are limits, not measurements
+
+
+def plot_panels(panels: Sequence[Panel], title: str, path: Path, about: str = "") -> None:
+    """Panels in rows of two, in which a name looks the same everywhere. about: for the title. Raises BenchError."""
+    names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
+    figure, drawn = _panels(len(panels), title, about)
+    for axes, panel in zip(drawn, panels, strict=True):
+        axes.set_title(panel.title, fontsize=10)
+        for name, points in panel.lines.items():
+            look = {"linestyle": "--", "marker": ""} if name in panel.dashed else {}
+            _draw(axes, names.index(name), name, points, **look)
+        _label(axes, panel.x_label, panel.y_label, sorted({x for line in panel.lines.values() for x, _ in line}))
+    save(_with_legend(figure, drawn), path)
+
+
 # ---------------------------------------------------------------------------------------------------------- drawing
 
 
-def _panels(count: int, title: str) -> tuple[Any, list[Any]]:
-    """A figure with `count` panels in rows of two."""
+def _panels(count: int, title: str, about: str = "") -> tuple[Any, list[Any]]:
+    """A figure with `count` panels in rows of two. about: below the title, in lines that fit."""
     columns = min(count, PANELS_ABREAST)
     lines = math.ceil(count / columns)
     size = (PANEL_INCHES[0] * max(columns, 1.2), PANEL_INCHES[1] * lines + 0.8)
     figure = _import("matplotlib.figure").Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
-    figure.suptitle(title)
+    figure.suptitle("\n".join([title, *textwrap.wrap(about, int(LETTERS_PER_INCH * size[0]))]))
     return figure, [figure.add_subplot(lines, columns, number + 1) for number in range(count)]
 
 
@@ -210,7 +242,7 @@ def _label(panel: Any, x_label: str, y_label: str, ticks: Sequence[float]) -> No
     panel.set_xscale("log", base=2)
     panel.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     panel.minorticks_off()
-    panel.set_ylim(bottom=0)
+    panel.set_ylim(0, 1.08 * max(panel.dataLim.ymax, 1e-9))  # room for the marker of the highest
     panel.grid(visible=True, alpha=0.35)
 
 

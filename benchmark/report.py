@@ -163,6 +163,11 @@ class RunContext:
             work=work,
         )
 
+    @property
+    def machine(self) -> str:
+        """What computed, in a few words for titles: the GPU, or the CPU with its cores."""
+        return f"{self.hardware['cpu']}, {self.hardware['cores']}" if self.device == "cpu" else self.device
+
     def lines(self) -> list[str]:
         """The context as one Markdown line for people."""
         counts = [self.num_shard] if isinstance(self.num_shard, int) else self.num_shard

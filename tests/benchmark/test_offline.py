@@ -162,3 +162,37 @@ def test_the_embedded_model(tmp_path: Path, capfd: pytest.CaptureFixture[str], m
     assert lines[1].startswith("peak host mem: ") and lines[1].endswith("\tprojected: False")
     shown = [f"{row['step']} latency: {row['latency_s']:.3f} s" for row in result["rows"]]
     assert shown == [line.split("\t")[0] for line in lines[2:5]]
+
+
+def test_several_numbers_of_prompts_in_one_report(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    flags = ["--input-length", "20", "--output-length", "8", "--device", "cpu", "--output", str(tmp_path)]
+    assert 0 == main(["offline", "--num-prompts", "6", "2", "6", *flags])
+    result = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert [2, 2, 2, 6, 6, 6] == [row["num_prompts"] for row in result["rows"]]
+    assert [2 * 20, 6 * 20] == [row["tokens"] for row in result["rows"] if row["step"] == "prefill"]
+    assert [2 * 8, 6 * 8] == [row["tokens"] for row in result["rows"] if row["step"] == "total"]
+    assert [2, 6] == [run["num_prompts"] for run in result["runs"]] == result["work"]["num_prompts"]
+    assert all(2 == len(run["ceilings"]) for run in result["runs"])
+    text = (tmp_path / "result.md").read_text()
+    assert "#### --num-prompts 2\n" in text and "#### --num-prompts 6\n" in text
+    assert "| Prompts | Prefill token/s (% of limit) | Decode token/s (% of limit) |" in text
+    assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "again.json").write_text((tmp_path / "result.json").read_text())
+    assert 1 == main(["compare", f"{tmp_path}/result.json", f"{tmp_path}/again.json"])
+    assert "is not a result of lockstep-bench" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["--prompts", "x"], "--num-prompts 32 64 is for synthetic prompts, and --prompts names those there are"),
+        (["--schedule", "row"], "--num-prompts 32 64 with --schedule: give one number there, and several of --num-gpu"),
+    ],
+)
+def test_several_numbers_of_prompts_where_there_can_be_one(
+    flags: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert 1 == main(["offline", "--num-prompts", "64", "32", *flags])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {problem}")

@@ -1,0 +1,142 @@
+"""The best that a device could do of a document's work: what either side's figures are a share of.
+
+The same arithmetic for the device at hand, by its probes, and for the document's, by its data sheet.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from benchmark.devices import DEVICES, DatasheetDevice
+from benchmark.gpu import ceiling_of
+from benchmark.plan import Capacity, capacity
+from benchmark.report import BenchError
+from benchmark.roofline import Ceilings, ServedModel, mean_context
+from benchmark.seeds.documents import Seed
+from benchmark.seeds.machine import Machine
+from benchmark.seeds.scales import Scale
+from benchmark.shapes import BLOCK_SIZE
+
+MOST_SEQUENCES = 256  # at once, of a server whose load is not named
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A model on a device. free_bytes: of all devices together, before the weights are there."""
+
+    served: ServedModel
+    ceilings: Ceilings
+    free_bytes: float
+
+    def best_of(self, other: Limit) -> Limit:
+        """The same with the higher ceilings of both."""
+        return replace(self, ceilings=self.ceilings.best_of(other.ceilings))
+
+    def step_ms(self, step: str, batch_size: int, sequence_length: int, decode_length: int) -> float:
+        """The least milliseconds of a step of `latency`."""
+        if step == "prefill":
+            return self.served.prefill(batch_size, sequence_length).floor_ms(self.ceilings)
+        one = self.served.decode(batch_size, mean_context(sequence_length, decode_length))
+        return one.times(1 if step == "decode_token" else decode_length - 1).floor_ms(self.ceilings)
+
+    def tokens_per_second(self, sequences: int, given: int, generated: int) -> float:
+        """The most generated tokens a second of sequences that run together, so many as fit at their mean length."""
+        weights = self.served.shape.weight_bytes(self.served.dtype, self.served.quantize)
+        room = (self.free_bytes - weights) / (self.served.kv_bytes_per_token * (given + generated / 2))
+        return ceiling_of(self.served, max(1, min(sequences, int(room))), given, generated, self.ceilings)
+
+    def output_token_ms(self, given: int, generated: int) -> float:
+        """The least milliseconds of a request that is alone, for each of its generated tokens."""
+        prefill = self.step_ms("prefill", 1, given, generated)
+        return (prefill + self.step_ms("decode_total", 1, given, generated)) / generated
+
+
+def of_document(seed: Seed, num_shard: int) -> Limit:
+    """The limit of the document's hardware, by its data sheet."""
+    device = DEVICES[seed.device]
+    served = ServedModel(seed.model(None).shape, seed.dtype)
+    return Limit(served, device.ceilings(served, num_shard), device.memory_bytes * num_shard)
+
+
+def percent(limit: float, measured: float | None, *, is_rate: bool) -> float | None:
+    """The share of a limit that was reached. is_rate: of a rate; else of a time."""
+    if not measured:
+        return None
+    return 100 * (measured / limit if is_rate else limit / measured)
+
+
+def document_percents(seed: Seed, limit: Limit, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Which shares of its hardware's limit a row of the document reached, by figure. limit: `of_document`."""
+    sizes: Mapping[str, Any] = seed.sweep
+    if seed.kind == "latency":
+        floor = limit.step_ms(row["step"], row["batch_size"], sizes["sequence_length"], sizes["decode_length"])
+        mean = row["mean_ms"]
+        return {"percent_of_limit": percent(floor, mean, is_rate=False), "floor_ms": floor}
+    if seed.kind == "serving":
+        given, generated = row["input_length"], row["output_length"]
+        most = limit.tokens_per_second(MOST_SEQUENCES, given, generated)
+        least = limit.output_token_ms(given, generated)
+        return {
+            "throughput_percent": percent(most, row["output_tokens_per_second"], is_rate=True),
+            "latency_percent": percent(least, row["latency_per_output_token_ms"], is_rate=False),
+        }
+    sequences = row["num_gpu_batches"] * sizes["gpu_batch_size"]
+    most = limit.tokens_per_second(sequences, sizes["input_length"], sizes["output_length"])
+    return {"percent_of_limit": percent(most, row["total_tokens_per_second"], is_rate=True)}
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+
+
+def require_room(seed: Seed, scale: Scale, machine: Machine, dtype: str, num_shard: int) -> None:
+    """Refuse what the free memory cannot hold, before anything is loaded. Raises BenchError with what would fit."""
+    tokens, prefill, sequences = _needed(seed, scale)
+    found = _capacity(seed, scale.layers, machine, dtype, num_shard, prefill, sequences)
+    if found.kv_tokens >= tokens:
+        return
+    whole = scale.layers or seed.num_layers
+    fitting = (
+        n
+        for n in range(whole - 1, 0, -1)
+        if _capacity(seed, n, machine, dtype, num_shard, prefill, sequences).kv_tokens >= tokens
+    )
+    most = next(fitting, None)
+    remedy = f"give --layers {most}, which fits" if most else "give --quick, or smaller sizes"
+    weights = found.weight_bytes_per_shard * num_shard / 1e9
+    cache = tokens * found.kv_bytes_per_token_per_shard * num_shard / 1e9
+    each = "" if machine.is_cpu else f" on each of {num_shard} GPUs" if num_shard > 1 else " on the GPU"
+    kept = "a fifth is left to others" if machine.is_cpu else "a step's activations take some"
+    raise BenchError(
+        f"{seed.title} needs {weights:.1f} GB for {whole} layers and {cache:.1f} GB for keys and values of {tokens} "
+        f"tokens, and {machine.free_bytes / 1e9:.1f} GB are free{each}, of which {kept}: {remedy}"
+    )
+
+
+def _needed(seed: Seed, scale: Scale) -> tuple[int, int, int]:
+    """Tokens that the KV cache must hold at once, of the largest prefill, and sequences."""
+    if seed.kind == "latency":
+        batch, given = max(scale.several("batch_size")), scale.one("sequence_length")
+        return batch * _whole(given + scale.one("decode_length")), batch * given, batch
+    if seed.kind == "serving":
+        longest = max(scale.several("input_length")) + max(scale.several("output_length"))
+        return _whole(longest), 4096, scale.streams
+    sequences = max(scale.several("num_gpu_batches")) * scale.one("gpu_batch_size")
+    given = scale.one("input_length")
+    return sequences * _whole(given + scale.one("output_length")), sequences * given, sequences
+
+
+def _whole(tokens: int) -> int:
+    """Tokens of whole blocks."""
+    return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE
+
+
+def _capacity(
+    seed: Seed, layers: int | None, machine: Machine, dtype: str, num_shard: int, prefill: int, sequences: int
+) -> Capacity:
+    served = ServedModel(seed.model(layers).shape, dtype, on_cpu=machine.is_cpu)
+    device = DatasheetDevice(1.0, 1.0, 1.0, machine.free_bytes, machine.is_cpu)
+    limits = Namespace(max_batch_prefill_tokens=prefill, max_concurrent_requests=sequences, max_total_tokens=1)
+    return capacity(served, device, num_shard, limits)

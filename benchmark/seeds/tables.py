@@ -1,0 +1,238 @@
+"""What people read of a reproduced document: its own headings, ours and the document's figures in each cell.
+
+A reduced run has no figure of the document, and its title says what it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmark import flexgen
+from benchmark.latency_figures import STEPS, THROUGHPUT_STEPS, throughputs_of
+from benchmark.report import Result, footer, table
+from benchmark.seeds.documents import Seed
+from benchmark.seeds.runs import Job
+
+Row = Mapping[str, Any]
+LOAD_NOTE = (
+    "The document names no load. Its latencies hardly differ from length to length, and are far below what its "
+    "throughputs would make of them: they are read as those of one request at a time, its throughputs as those of a "
+    "full server. So ours are from two runs: throughputs with {streams} streams, latencies with one."
+)
+
+
+def title(job: Job, hardware: str) -> str:
+    """What was run, on what, and what of it."""
+    return _title(job, "; ".join(job.scale.reductions), hardware)
+
+
+def short_title(job: Job, hardware: str) -> str:
+    """The same for pictures, whose axes say the sizes."""
+    reduced = [f"{job.scale.layers} of {job.seed.num_layers} layers"] if job.scale.layers else []
+    return _title(job, ", ".join(["reduced", *reduced]) if job.scale.reductions else "", hardware)
+
+
+def _title(job: Job, reduced: str, hardware: str) -> str:
+    return f"{job.seed.title}{f' ({reduced})' if reduced else ''}: Lockstep on {hardware}"
+
+
+def markdown(result: Result, job: Job, hardware: str) -> str:
+    """The whole report."""
+    parts = [f"# {title(job, hardware)}", _legend(job)]
+    parts += {"latency": _latency, "serving": _serving, "flexgen": _flexgen}[job.seed.kind](result, job)
+    return "\n\n".join(part for part in [*parts, footer(result)] if part)
+
+
+def notes(job: Job) -> list[str]:
+    """What to know about the figures of either side."""
+    seed = job.seed
+    found = [] if job.scale.reductions else list(seed.notes)
+    if seed.kind == "serving":
+        found.append(LOAD_NOTE.format(streams=job.scale.streams))
+    if seed.is_device_assumed and not job.scale.reductions:
+        found.append(f"The document names no GPU: the shares of its limit are those of {seed.device}, an assumption.")
+    found.append(
+        "% of limit: of the least time, or the highest throughput, that the device could have (docs/seeds.md)."
+    )
+    return found
+
+
+def short_answers(seed: Seed) -> list[str]:
+    """Systems of a document whose answers had fewer tokens than were asked for, in sentences."""
+    found = []
+    for one in seed.tables:
+        shares = [
+            r["output_tokens_per_second"] / r["requests_per_second"] / r["output_length"] for r in one.rows
+        ]  # to as many digits as the document has
+        short = [share for share in shares if share < 0.9]
+        if len(short) > len(shares) / 2:
+            found.append(
+                f"Answers of {one.system} were short in {len(short)} of {len(shares)} rows, with "
+                f"{100 * min(short):.0f} % of their tokens at worst: compare output token/s, not requests/s."
+            )
+    return found
+
+
+def _legend(job: Job) -> str:
+    seed = job.seed
+    if job.scale.reductions:
+        return (
+            f"A reduced run: no figure of the document ({seed.document}) stands beside it. Without the options that "
+            "reduce it, the whole sweep is run."
+        )
+    places = "; ".join(dict.fromkeys(one.where for one in seed.tables))
+    return f"In each cell: Lockstep / the document ({seed.document}, {seed.hardware}: {places})."
+
+
+def _pair(ours: float | None, theirs: float | None, unit: str = "", digits: int = 2, *, is_full: bool = True) -> str:
+    """Ours, and the document's where the whole sweep was run."""
+    texts = [_number(ours, digits), *([_number(theirs, digits)] if is_full else [])]
+    return " / ".join(texts) + (f" {unit}" if unit else "")
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:.{digits}f}"
+
+
+# --------------------------------------------------------------------------------------------------------- latency
+
+
+def _latency(result: Result, job: Job) -> Iterator[str]:
+    pairs = [
+        ("Model", job.seed.title),
+        ("Sequence Length", job.scale.one("sequence_length")),
+        ("Decode Length", job.scale.one("decode_length")),
+        ("N Runs", job.scale.one("runs")),
+        ("Warmups", job.scale.one("warmups")),
+    ]
+    yield table(("Parameter", "Value"), pairs)
+    for num_shard in job.num_shards:
+        own = [row for row in result.rows if row["num_shard"] == num_shard]
+        if own:
+            yield f"# Tensor Parallel (TP) - {_split(job, num_shard)}{_other_split(own)}"
+            yield _times(own)
+            yield _rates(own, job)
+
+
+def _split(job: Job, num_shard: int) -> str:
+    if job.machine.is_cpu:
+        return f"{num_shard} shard{'s' if num_shard > 1 else ''} of one CPU"
+    return f"{num_shard} GPU{'s' if num_shard > 1 else ''}"
+
+
+def _other_split(rows: Sequence[Row]) -> str:
+    document = rows[0]["document"]
+    if document is None or document["num_shard"] == rows[0]["num_shard"]:
+        return ""
+    return f", beside the document's {document['num_shard']} GPUs"
+
+
+def _times(rows: Sequence[Row]) -> str:
+    names = ("mean_ms", "min_ms", "max_ms", "p50_ms", "p90_ms", "p99_ms")
+    is_full = rows[0]["document"] is not None
+    cells = []
+    for row in rows:
+        theirs = row["document"] or {}
+        times = [_pair(row[name], theirs.get(name), "ms", is_full=is_full) for name in names]
+        share = _pair(row["percent_of_limit"], theirs.get("percent_of_limit"), "%", 1, is_full=is_full)
+        cells.append([STEPS[row["step"]], row["batch_size"], *times, share])
+    headings = ("Step", "Batch Size", "Average", "Lowest", "Highest", "p50", "p90", "p99", "% of limit")
+    return table(headings, cells)
+
+
+def _rates(rows: Sequence[Row], job: Job) -> str:
+    is_full = rows[0]["document"] is not None
+    cells = []
+    for row in rows:
+        if row["step"] not in THROUGHPUT_STEPS:
+            continue
+        theirs = row["document"] or {}
+        factor = job.scale.one("sequence_length") if row["step"] == "prefill" else 1  # it counts prompts
+        names = ("mean_per_second", "min_per_second", "max_per_second")
+        others = [None if theirs.get(name) is None else factor * theirs[name] for name in names]
+        pairs = zip(throughputs_of(row), others, strict=True)
+        rates = [_pair(ours, other, "tokens/secs", is_full=is_full) for ours, other in pairs]
+        cells.append([THROUGHPUT_STEPS[row["step"]], row["batch_size"], *rates])
+    return table(("Step", "Batch Size", "Average", "Lowest", "Highest"), cells)
+
+
+# --------------------------------------------------------------------------------------------------------- serving
+
+
+SERVING_COLUMNS: Mapping[str, str] = {
+    "requests_per_second": "Throughput (requests/s)",
+    "output_tokens_per_second": "Throughput (output token/s)",
+    "latency_per_token_ms": "Average latency per token (ms)",
+    "latency_per_output_token_ms": "Average latency per output token (ms)",
+    "throughput_percent": "% of limit, throughput",
+    "latency_percent": "% of limit, latency",
+}
+
+
+def _serving(result: Result, job: Job) -> Iterator[str]:
+    headings = ("Input Length", "Output Length", *SERVING_COLUMNS.values())
+    if job.scale.reductions:
+        yield "## Lockstep"
+        yield table(headings, [_cells(row, None) for row in result.rows], centred=True)
+    else:
+        for one in job.seed.tables:
+            yield f"## {one.system}"
+            yield table(headings, [_cells(row, one.system) for row in result.rows], centred=True)
+    failed = sum(row["errors"] for row in result.rows)
+    yield f"- {failed} of {sum(row['requests'] for row in result.rows)} requests failed." if failed else ""
+
+
+def _cells(row: Row, system: str | None) -> list[object]:
+    theirs = (row["document"] or {}).get(system, {})
+    values = [
+        _pair(row[name], theirs.get(name), digits=1 if "percent" in name else 2, is_full=system is not None)
+        for name in SERVING_COLUMNS
+    ]
+    return [row["input_length"], row["output_length"], *values]
+
+
+# --------------------------------------------------------------------------------------------------------- flexgen
+
+
+def _flexgen(result: Result, job: Job) -> Iterator[str]:
+    yield f"### {_engines(job)}"
+    for one in job.seed.tables:
+        own = [row for row in result.rows if row["schedule"] == one.schedule]
+        order = one.system.rpartition(" ")[2]
+        if own:
+            yield f"#### {one.schedule}" + (f" (the document's {order})" if order != one.schedule else "")
+        for row in own:
+            yield "\n".join(_block(row, result.context.device))
+    is_full = not job.scale.reductions
+    cells = []
+    for row in result.rows:
+        theirs = row["document"] or {}
+        rates = [
+            _pair(row[f"{kind}_tokens_per_second"], theirs.get(f"{kind}_tokens_per_second"), "", 1, is_full=is_full)
+            for kind in flexgen.KINDS
+        ]
+        share = _pair(row["percent_of_limit"], theirs.get("percent_of_limit"), "", 1, is_full=is_full)
+        cells.append([row["schedule"], row["num_gpu_batches"], *rates, share])
+    headings = ("Schedule", "n", *(f"{kind} token/s".capitalize() for kind in flexgen.KINDS), "% of limit, total")
+    yield table(headings, cells)
+
+
+def _engines(job: Job) -> str:
+    return "Lockstep" if job.scale.reductions else "Lockstep, and Flexgen beside it"
+
+
+def _block(row: Row, device: str) -> Iterator[str]:
+    yield f"--num-gpu-batches {row['num_gpu_batches']}"
+    yield from flexgen.size_lines(row, device, is_projected=row["projected"])
+    for kind in flexgen.KINDS:
+        yield flexgen.phase_line(kind, row[f"{kind}_latency_s"], row[f"{kind}_tokens_per_second"])
+    theirs = row["document"]
+    if theirs is None:
+        return
+    yield f"the document, {theirs['system']}:"
+    names = {"model size": "model_size_gb", "cache size": "cache_size_gb", "hidden size (p)": "hidden_size_gb"}
+    sizes = [f"{words}: {theirs[name]:.3f} GB" for words, name in names.items() if theirs[name] is not None]
+    yield "\t".join([*sizes, f"peak gpu mem: {theirs['peak_gpu_memory_gb']:.3f} GB\tprojected: True"])
+    for kind in flexgen.KINDS:
+        yield flexgen.phase_line(kind, theirs[f"{kind}_latency_s"], theirs[f"{kind}_tokens_per_second"])

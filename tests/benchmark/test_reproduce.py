@@ -1,0 +1,341 @@
+"""`reproduce`: the documents' figures, their sweeps and limits, whole and reduced runs, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmark import reproduce
+from benchmark.__main__ import main
+from benchmark.report import BenchError
+from benchmark.roofline import Ceilings, ServedModel
+from benchmark.seeds import documents, limits, machine, runs, scales, tables
+from benchmark.seeds.machine import Machine
+from benchmark.shapes import from_config
+
+NAMES = ["flexgen-opt", "tgi-bloomz", "vllm-baichuan2-gptq", "vllm-chatglm3", "vllm-mistral-awq"]
+FIGURES = {"flexgen-opt": 8, "tgi-bloomz": 90, "vllm-baichuan2-gptq": 15, "vllm-chatglm3": 16, "vllm-mistral-awq": 32}
+CPU = Machine("cpu", 1, 64e9, 2)
+GPU = Machine("NVIDIA Imagined", 1, 140e9, 16)
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    reproduce.add_arguments(parser)
+    return parser.parse_args(flags)
+
+
+def scale(name: str, *flags: str) -> scales.Scale:
+    return scales.scale_of(documents.find(name), arguments(name, *flags))
+
+
+# ------------------------------------------------------------------------------------------------------- documents
+
+
+def test_every_document_is_there_with_all_its_rows() -> None:
+    assert NAMES == documents.names()
+    assert FIGURES == {name: sum(len(table.rows) for table in documents.find(name).tables) for name in NAMES}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_figures_fit_each_other(name: str) -> None:
+    """A typing error in one figure would contradict another."""
+    seed = documents.find(name)
+    for table in seed.tables:
+        for row in table.rows:
+            if seed.kind == "serving":
+                ratio = row["latency_per_token_ms"] * (row["input_length"] + row["output_length"])
+                alone = row["latency_per_output_token_ms"] * row["output_length"]
+                if table.system.startswith("vllm"):  # every answer has its tokens
+                    tokens = row["requests_per_second"] * row["output_length"]
+                    assert row["output_tokens_per_second"] == pytest.approx(tokens, abs=0.006 * row["output_length"])
+                    assert ratio == pytest.approx(alone, rel=0.01)
+            elif seed.kind == "flexgen":
+                tokens = row["num_gpu_batches"] * 8 * 32
+                assert tokens / row["total_latency_s"] == pytest.approx(row["total_tokens_per_second"], rel=1e-3)
+            elif "mean_ms" in row:
+                assert row["min_ms"] <= row["mean_ms"] <= row["max_ms"] >= row["p50_ms"] >= row["min_ms"]
+
+
+def test_times_and_rates_of_steps_fit_each_other() -> None:
+    tables = documents.find("tgi-bloomz").tables
+    assert [2, 2, 4, 4, 8, 8] == [table.num_shard for table in tables]
+    for times, rates in zip(tables[::2], tables[1::2], strict=True):
+        for row in rates.rows:
+            found = times.row(step=row["step"], batch_size=row["batch_size"])
+            assert found is not None
+            tokens = row["batch_size"] * (99 if row["step"] == "decode_total" else 1)
+            assert 1000 * tokens / found["mean_ms"] == pytest.approx(row["mean_per_second"], rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "table", "row", "percents"),
+    [
+        ("tgi-bloomz", 0, 0, {"percent_of_limit": 6.9}),
+        ("tgi-bloomz", 4, 11, {"percent_of_limit": 1.9}),
+        ("vllm-mistral-awq", 0, 0, {"throughput_percent": 10.8, "latency_percent": 20.3}),
+        ("vllm-baichuan2-gptq", 0, 0, {"throughput_percent": 17.7, "latency_percent": 42.0}),
+        ("flexgen-opt", 1, 3, {"percent_of_limit": 24.9}),
+    ],
+)
+def test_shares_of_the_documents_hardware(name: str, table: int, row: int, percents: dict[str, float]) -> None:
+    seed = documents.find(name)
+    found = limits.document_percents(
+        seed, limits.of_document(seed, seed.tables[table].num_shard), seed.tables[table].rows[row]
+    )
+    assert percents == {key: pytest.approx(found[key], abs=0.06) for key in percents}
+
+
+def test_a_document_keeps_the_format_of_its_model() -> None:
+    for name, words in (("vllm-mistral-awq", "awq, 4 bits"), ("vllm-baichuan2-gptq", "gptq, 4 bits")):
+        stored = documents.find(name).model(2).shape.stored
+        assert stored is not None and stored.description.startswith(words)
+    assert documents.find("vllm-chatglm3").model(3).shape.spec.num_layers == 3
+
+
+def test_a_format_that_is_not_there_yet_says_so() -> None:
+    seed = replace(documents.find("vllm-mistral-awq"), config_changes={"quantization_config": {"quant_method": "exl2"}})
+    with pytest.raises(BenchError, match=r"vllm-mistral-awq cannot be reproduced yet: .*exl2"):
+        seed.model(None)
+
+
+def test_a_schedule_that_is_not_there_yet_says_so() -> None:
+    seed = documents.find("flexgen-opt")
+    seed = replace(seed, tables=[replace(seed.tables[0], schedule="column")])
+    job = runs.Job(seed, scale("flexgen-opt"), CPU, "bfloat16", [1], Path("x.json"))
+    with pytest.raises(BenchError, match="cannot be reproduced yet: there is no schedule column"):
+        next(runs.rows(job))
+
+
+# ---------------------------------------------------------------------------------------------------------- scales
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_without_options_the_whole_sweep_is_run(name: str) -> None:
+    found = scale(name)
+    assert ((), None) == (found.reductions, found.layers)
+
+
+def test_what_is_reduced_is_named() -> None:
+    found = scale("tgi-bloomz", "--layers", "2", "--batch-size", "4", "1", "--runs", "3")
+    assert ("2 of 30 layers", "batch sizes 1 4 of 1 2 4 8 16 32", "runs 3 of 10") == found.reductions
+    assert [1, 4] == found.several("batch_size") and 100 == found.one("decode_length")
+    assert () == scale("tgi-bloomz", "--layers", "30", "--runs", "10").reductions
+
+
+def test_a_load_that_no_document_names_reduces_nothing() -> None:
+    found = scale("vllm-chatglm3", "--concurrency", "16")
+    assert ((), 16, 64) == (found.reductions, found.streams, found.one("num_requests"))
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (["tgi-bloom"], "no seed is called tgi-bloom: give one of " + ", ".join(NAMES)),
+        (["tgi-bloomz", "--layers", "31"], "--layers is 31, and bloomz-7b1-mt has 30: give at most so many"),
+        (["tgi-bloomz", "--batch-size", "64"], "--batch-size is 64, and tgi-bloomz goes up to 32: give at most that"),
+        (["tgi-bloomz", "--runs", "11"], "--runs is 11, and tgi-bloomz goes up to 10"),
+        (["tgi-bloomz", "--input-length", "9"], "--input-length is no size of tgi-bloomz: leave it out, or give one"),
+        (["tgi-bloomz", "--concurrency", "9"], "--concurrency is for documents of servers, and tgi-bloomz is none"),
+        (["flexgen-opt", "--input-length", "9", "8"], "--input-length is 9 8, and flexgen-opt has one such size"),
+        (["flexgen-opt", "--num-shard", "2"], "--num-shard is 2, and flexgen-opt has one device: leave it out"),
+        (["tgi-bloomz", "--num-shard", "3"], "--num-shard is 3: the model has 32 attention heads, which --num-shard 3"),
+        (["tgi-bloomz", "--device", "cuda", "--num-shard", "2"], "--num-shard is 2, and this machine has 1 GPUs"),
+    ],
+)
+def test_what_cannot_be_run_is_one_sentence(
+    flags: list[str], problem: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "look", lambda kind: GPU if kind == "cuda" else CPU)
+    assert 1 == main(["reproduce", *flags])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {problem}")
+
+
+def test_a_machine_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(BenchError, match="--device is cuda, and this machine shows no GPU: give cpu"):
+        machine._look("cuda")
+    found = machine._look("auto")
+    assert found.is_cpu and found.free_bytes > 2**20 and found.most_shards >= 1
+
+
+# ---------------------------------------------------------------------------------------------------------- memory
+
+
+def test_too_little_memory_is_said_with_what_fits(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "look", lambda kind: replace(CPU, free_bytes=10e9))
+    assert 1 == main(["reproduce", "tgi-bloomz"])
+    said = capsys.readouterr().err
+    pattern = r"needs 14\.1 GB for 30 layers and 3\.3 GB for keys and values of 6656 tokens, and 10\.0 GB are free"
+    assert re.search(pattern, said)
+    (fitting,) = re.findall(r"give --layers (\d+), which fits", said)
+    seed, poor = documents.find("tgi-bloomz"), replace(CPU, free_bytes=10e9)
+    limits.require_room(seed, scale("tgi-bloomz", "--layers", fitting), poor, "bfloat16", 1)
+    with pytest.raises(BenchError, match="which fits"):
+        limits.require_room(seed, scale("tgi-bloomz", "--layers", str(int(fitting) + 1)), poor, "bfloat16", 1)
+
+
+def test_where_no_layer_fits_the_sizes_must_shrink() -> None:
+    with pytest.raises(BenchError, match="give --quick, or smaller sizes"):
+        limits.require_room(
+            documents.find("tgi-bloomz"), scale("tgi-bloomz"), replace(CPU, free_bytes=1e9), "float16", 2
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ runs
+
+
+class Fake:
+    """Stands for the other commands: notes their lines, and answers with figures of its own."""
+
+    def __init__(self) -> None:
+        self.commands: list[Sequence[str]] = []
+
+    def __call__(self, command: Sequence[str]) -> Mapping[str, Any]:
+        self.commands.append(command)
+        return {"rows": list({"latency": self.latency, "serving": self.serving, "offline": self.offline}[command[0]]())}
+
+    def values(self, option: str) -> list[int]:
+        command = list(self.commands[-1])
+        values = []
+        for value in command[command.index(option) + 1 :]:
+            if value.startswith("--"):
+                break
+            values.append(int(value))
+        return values
+
+    def latency(self) -> list[dict[str, Any]]:
+        names = ("mean_ms", "min_ms", "max_ms", "p50_ms", "p90_ms", "p99_ms")
+        return [
+            {"step": step, "batch_size": n, **dict.fromkeys(names, 7.0), "percent_of_limit": 12.5, "floor_ms": 1.0,
+             "samples_ms": [7.0], "tokens_per_sample": n}
+            for step in ("prefill", "decode_token", "decode_total") for n in self.values("--batch-size")
+        ]  # fmt: skip
+
+    def serving(self) -> list[dict[str, Any]]:
+        names = (
+            "requests_per_second", "output_tokens_per_second", "latency_per_token_ms", "latency_per_output_token_ms",
+        )  # fmt: skip
+        (streams,) = self.values("--concurrency")
+        return [
+            {"input_length": i, "output_length": o, **dict.fromkeys(names, 7.0 * streams), "errors": 0, "requests": 3}
+            for i in self.values("--input-length") for o in self.values("--output-length")
+        ]  # fmt: skip
+
+    def offline(self) -> list[dict[str, Any]]:
+        figures = {f"{k}_{f}": 7.0 for k in ("prefill", "decode", "total") for f in ("latency_s", "tokens_per_second")}
+        sizes = dict.fromkeys(
+            [f"{n}_bytes" for n in ("model_size", "cache_size", "hidden_size", "peak_host_memory")], 2**30
+        )
+        (count,) = self.values("--num-gpu-batches")
+        return [
+            {"schedule": schedule, "num_gpu_batches": count, **figures, **sizes, "peak_gpu_memory_bytes": None,
+             "projected": False}
+            for schedule in ("zig-zag", "diagonal")
+        ]  # fmt: skip
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    found = Fake()
+    monkeypatch.setattr(machine, "look", lambda kind: GPU if kind == "cuda" else CPU)
+    monkeypatch.setattr(machine, "ceilings_of", lambda *which: Ceilings(50e9, 1e12))
+    monkeypatch.setattr(runs.rows, "__defaults__", (found,))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "figures"),
+    [
+        ("tgi-bloomz", ["# Tensor Parallel (TP) - 2 shards of one CPU", "7.00 / 65.65 ms", "12.5 / 6.9 %"]),
+        ("vllm-mistral-awq", ["## vllm v0.2.5", "## tgi v1.3.4", "1792.00 / 9.36", "7.00 / 12.62", "/ 20.3"]),
+        ("vllm-chatglm3", ["## vllm v0.2.7", "1792.00 / 2733.53"]),
+        ("vllm-baichuan2-gptq", ["## vllm 0.2.7", "1792.00 / 865.93", "1792.00 / –"]),
+        ("flexgen-opt", ["#### zig-zag (the document's origin)", "total throughput: 386.495 token/s", "7.0 / 386.5"]),
+    ],
+)
+def test_a_whole_run_has_the_documents_figure_beside_each_of_ours(
+    name: str, figures: list[str], fake: Fake, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert 0 == main(["reproduce", name, "--output", str(tmp_path)])
+    text = (tmp_path / "result.md").read_text()
+    assert [] == [figure for figure in figures if figure not in text]
+    assert " of " not in text.splitlines()[0]
+    assert json.loads(capfd.readouterr().out.splitlines()[-1])["reductions"] == []
+    assert list(tmp_path.glob("*.png"))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_reduced_run_says_so_in_its_title_and_shows_no_figure_of_the_document(
+    name: str, fake: Fake, tmp_path: Path
+) -> None:
+    assert 0 == main(["reproduce", name, "--quick", "--output", str(tmp_path)])
+    text = (tmp_path / "result.md").read_text()
+    assert re.match(r"# .* \(2 of \d+ layers; ", text)
+    assert " / " not in text.split("\n- ")[0]
+    assert not any(row["document"] for row in json.loads((tmp_path / "result.json").read_text())["rows"])
+
+
+def test_a_single_gpu_stands_beside_the_fewest_of_the_document(fake: Fake, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    assert 0 == main(["reproduce", "tgi-bloomz", "--device", "cuda", "--output", str(tmp_path)])
+    text = (tmp_path / "result.md").read_text()
+    assert "# Tensor Parallel (TP) - 1 GPU, beside the document's 2 GPUs" in text
+    assert "NVIDIA Imagined" in text.splitlines()[0] and "a100-40g, an assumption" in text
+    assert "float16" in fake.commands[0]  # as the document; a CPU would compute in bfloat16
+
+
+def test_short_answers_of_a_document_are_named() -> None:
+    (said,) = tables.short_answers(documents.find("vllm-mistral-awq"))
+    assert said.startswith("Answers of tgi v1.3.4 were short in 15 of 16 rows, with 14 % of their tokens at worst")
+    assert [] == tables.short_answers(documents.find("vllm-chatglm3"))
+
+
+def test_a_block_is_run_alone_as_in_the_document(fake: Fake, tmp_path: Path) -> None:
+    assert 0 == main(["reproduce", "flexgen-opt", "--output", str(tmp_path)])
+    prompts = [line[list(line).index("--num-prompts") + 1] for line in fake.commands]
+    assert ["32", "64", "128", "256"] == prompts
+
+
+def test_what_was_measured_before_a_failure_is_kept(
+    fake: Fake, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def failing(command: Sequence[str]) -> Mapping[str, Any]:
+        if len(fake.commands) == 2:
+            raise BenchError("offline failed: the disk is full")
+        return fake(command)
+
+    monkeypatch.setattr(runs.rows, "__defaults__", (failing,))
+    assert 1 == main(["reproduce", "flexgen-opt", "--output", str(tmp_path)])
+    assert 4 == len(json.loads((tmp_path / "result.json").read_text())["rows"])
+    assert "**Incomplete**: offline failed: the disk is full" in (tmp_path / "result.md").read_text()
+    assert "error: offline failed: the disk is full" in capsys.readouterr().err
+
+
+def test_a_command_that_fails_says_why_by_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(BenchError, match="plan failed: no shape is called gpt-17"):
+        runs.run_command(["plan", "--model-id", "gpt-17", "--device", "l4"])
+    assert "lockstep-bench plan --model-id gpt-17" in capfd.readouterr().err
+
+
+def test_a_command_leaves_its_result() -> None:
+    assert runs.run_command(["plan", "--model-id", "bloom-560m", "--device", "l4"])["rows"]
+
+
+def test_streams_that_do_not_fit_raise_no_limit() -> None:
+    """As many sequences as the memory has keys and values for, and one at least."""
+    shape = from_config({"model_type": "bloom", "vocab_size": 64, "hidden_size": 32, "n_head": 4, "n_layer": 2})
+    limit = limits.Limit(ServedModel(shape, "float16"), Ceilings(1e9, 1e12), 1e6)
+    assert limit.tokens_per_second(10**6, 16, 16) == limit.tokens_per_second(10**7, 16, 16)
+    assert limit.tokens_per_second(1, 16, 16) == replace(limit, free_bytes=0.0).tokens_per_second(9, 16, 16)
