@@ -1,4 +1,4 @@
-"""A small balancer of real servers, which runs the simulator's policy code: `python -m tests.benchmark.fleets.balancer`.
+"""A small balancer of real servers that runs the simulator's policy code: `python -m tests.benchmark.fleets.balancer`.
 
 HTTP/1.1 with a length, one request a connection, answers passed on as they come. For measurements on one machine, and
 no product: it knows neither TLS nor health.
