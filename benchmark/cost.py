@@ -99,6 +99,20 @@ class Roofline:
         return max(moving, flops / self.flops_per_second) + self.overhead_s + self.token_s * tokens
 
 
+@dataclass(frozen=True)
+class Fixed:
+    """Steps of a fixed time, and so much more for each prompt token: the null model's with the flags of these names."""
+
+    step_s: float
+    token_s: float = 0.0
+
+    def seconds(self, work: StepWork) -> float:
+        """How long the shards wait. A step without tokens takes no time."""
+        if not work.prompt_tokens + work.decoding:
+            return 0.0
+        return self.step_s + self.token_s * work.prompt_tokens
+
+
 # ------------------------------------------------------------------------------------------------- latency's results
 
 

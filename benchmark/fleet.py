@@ -5,26 +5,41 @@ events, with nothing to wait for: plan until two steps are under way, take the o
 content. A token comes from every step once a prompt is through, so that a request's last step is known when its first
 token is: the work per step does not grow with its sequences but for what the scheduler itself does.
 
+Which replica gets a request, and what befalls replicas, is in `fleets/`.
+
 Left out: HTTP, tokenising and detokenising, the router's own time (hidden behind the shards unless steps are very
-short), clients that leave, the prefix cache, and shards that fail.
+short), clients that leave, and the blocks of answers in the prefix cache.
 """
 
 from __future__ import annotations
 
-import heapq
 from array import array
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from random import Random
+from itertools import takewhile
+from struct import Struct
 
 from benchmark.cost import Cost, StepWork
-from benchmark.traffic import NEVER, Request, Traffic
+from benchmark.traffic import NEVER, Request
 from router.batcher import MAX_STEPS_UNDER_WAY
-from router.entry import Scheduled, ValidRequest
+from router.entry import Scheduled
 from router.limits import Limits
 from router.plan import StepPlan
+from router.prefix import PrefixKeys
 from router.scheduler import Scheduler
+from router.tiers.index import TierIndex
+from router.tiers.moving import Restored
+
+_unique = Struct("<qI").pack  # of a request, and of a block's place in it
+_shared = Struct("<QIx").pack  # one byte longer, so that none is the other
+
+
+class NamedKeys(PrefixKeys):
+    """Keys of a prompt that has no content: of the beginning that its hashes name, and behind it keys of its own."""
+
+    def __init__(self, keys: list[bytes]) -> None:
+        self.keys = keys
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -35,6 +50,22 @@ class Simulated(Scheduled):
     arrived_at: float
     admitted_at: float = 0.0
     first_token_at: float = 0.0
+    asked: Request | None = None  # what the client sent, to send it again
+    attempt: int = 0  # how often it was sent before
+    replica: int = -1  # whose it is
+    is_first_leg: bool = False  # its first token is computed here, and the others elsewhere
+    began_at: float | None = None  # where its first token was computed elsewhere: when that came
+
+    def prefix_keys(self, block_size: int) -> PrefixKeys:
+        """A key for each full block of the prompt. Equal hashes are equal keys, as equal tokens would be."""
+        num_blocks = self.request.input_length // block_size
+        asked, known = self.asked, 0
+        keys: list[bytes] = []
+        if asked is not None and asked.hashes and self.began_at is None:
+            size, hashes = asked.hash_tokens, asked.hashes
+            known = min(num_blocks, len(hashes) * size // block_size)
+            keys = [_shared(hashes[((n + 1) * block_size - 1) // size] & 2**64 - 1, n) for n in range(known)]
+        return NamedKeys(keys + [_unique(self.id, n) for n in range(known, num_blocks)])
 
     @property
     def context(self) -> int:
@@ -56,6 +87,13 @@ class Tally:
     gap_counts: array[int] = field(default_factory=lambda: array("q"))  # how many requests saw each of `gaps`
     num_requests: int = 0
     num_refused: int = 0
+    num_lost: int = 0  # by replicas that failed, of which those below were sent again
+    num_retried: int = 0
+    num_prompt_tokens: int = 0  # of those admitted
+    num_cached_tokens: int = 0  # of these, found in the prefix cache
+    transferred: float = 0.0  # bytes of keys and values, from one replica to another
+    replica_seconds: float = 0.0  # paid for
+    price: float = 0.0  # of those seconds
     num_tokens: int = 0
     num_steps: int = 0
     num_step_tokens: int = 0  # computed, of prompts and answers; some answers' after their end
@@ -79,13 +117,41 @@ class Tally:
 
     def ended(self, entry: Simulated, now: float) -> None:
         """Count a request whose last token has reached its client at `now`."""
-        gaps = entry.output_length - 1
-        self.ttft.append(entry.first_token_at - entry.arrived_at)
-        self.tpot.append((now - entry.first_token_at) / gaps if gaps else 0.0)
+        began_at = entry.first_token_at if entry.began_at is None else entry.began_at
+        num_tokens = entry.output_length + (entry.began_at is not None)
+        self.ttft.append(began_at - entry.arrived_at)
+        self.tpot.append((now - began_at) / (num_tokens - 1) if num_tokens > 1 else 0.0)
         self.e2e.append(now - entry.arrived_at)
         self.queued.append(entry.admitted_at - entry.arrived_at)
-        self.num_tokens += entry.output_length
+        self.num_tokens += num_tokens
         self.ended_at = now
+
+
+class Arrived(TierIndex):
+    """Keys and values that came from another replica: the step that admits their request has them in its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._keys: set[bytes] = set()
+
+    def add(self, keys: Sequence[bytes]) -> None:
+        """These are there."""
+        self._keys.update(keys)
+
+    def find(self, keys: Iterable[bytes]) -> list[bytes]:
+        """The first of them that are there."""
+        return list(takewhile(self._keys.__contains__, keys)) if self._keys else []
+
+    def restore(self, keys: Sequence[bytes], blocks: Sequence[int], sequence: int) -> list[Restored]:
+        """Put them into these blocks. Nobody else asks for them."""
+        self._keys.difference_update(keys)
+        return [Restored(key, 0, block) for key, block in zip(keys, blocks, strict=True)]
+
+    def restoring(self, restores: Sequence[Restored], step: int) -> None:
+        """Nothing follows from it: no slot is kept."""
+
+    def restored(self, restores: Sequence[Restored]) -> None:
+        """Nothing follows from it either."""
 
 
 # ----------------------------------------------------------------------------------------------------------- replica
@@ -105,12 +171,12 @@ class Replica:
     """One server in virtual time: a router's scheduler, and shards whose steps take what a cost model says."""
 
     def __init__(self, limits: Limits, cost: Cost, tally: Tally) -> None:
-        self.outstanding_tokens = 0  # of requests waiting and running, as long as they may become
         self._limits = limits
         self._cost = cost
         self._tally = tally
-        self._scheduler: Scheduler[Simulated] = Scheduler(limits)
-        self._num_outstanding = 0
+        self._arrived = Arrived()
+        self._scheduler: Scheduler[Simulated] = Scheduler(limits, self._arrived)
+        self.num_outstanding = 0  # requests waiting and running
         self._under_way: deque[_SimulatedStep] = deque()
         self._free_at = 0.0  # when the shards will have computed what was sent
         self._replied_at = 0.0
@@ -126,7 +192,7 @@ class Replica:
     @property
     def is_full(self) -> bool:
         """Whether one more request is refused."""
-        return self._num_outstanding >= self._limits.max_concurrent_requests
+        return self.num_outstanding >= self._limits.max_concurrent_requests
 
     def submit(self, entry: Simulated, now: float) -> None:
         """Queue a request. A loop that waits for a reply will look at it then, an idle one now."""
@@ -136,13 +202,23 @@ class Replica:
         """Queue requests that come at one moment, so that the next step may take them all."""
         for entry in entries:
             self._scheduler.add(entry)
-            self._num_outstanding += 1
-            self.outstanding_tokens += entry.request.size().tokens
+            self.num_outstanding += 1
         if not self._under_way:
             self._fill(now)
 
-    def reply(self, now: float) -> int:
-        """Take the reply to the oldest step; returns how many requests ended with it."""
+    def receive(self, entry: Simulated, now: float) -> None:
+        """Queue a request whose prompt another replica has computed: its full blocks are here."""
+        self._arrived.add(entry.prefix_keys(self._limits.block_size).keys)
+        self.submit(entry, now)
+
+    def abandon(self) -> list[Simulated]:
+        """The replica is lost; returns the requests that it had, in the order of their arrival here."""
+        ending = (entry for entries in self._last_tokens.values() for entry in entries)  # some are retired by now
+        had = dict.fromkeys((*ending, *self._scheduler.running.values(), *self._scheduler.waiting))
+        return sorted((entry for entry in had if not entry.is_over), key=lambda entry: entry.id)
+
+    def reply(self, now: float) -> Sequence[Simulated]:
+        """Take the reply to the oldest step; returns the requests that ended with it."""
         step = self._under_way.popleft()
         self._scheduler.computed(step.plan)
         self._scheduler.timed(step.plan, step.ends_at - step.begins_at)
@@ -158,13 +234,13 @@ class Replica:
             self._end(entry, now)
         self._streaming += len(step.firsts) - len(ended)
         self._fill(now)
-        return len(ended)
+        return ended
 
     def _end(self, entry: Simulated, now: float) -> None:
         entry.is_over = True
-        self._num_outstanding -= 1
-        self.outstanding_tokens -= entry.request.size().tokens
-        self._tally.ended(entry, now)
+        self.num_outstanding -= 1
+        if not entry.is_first_leg:
+            self._tally.ended(entry, now)
 
     def _fill(self, now: float) -> None:
         """Send steps until two are under way or nothing is left to do."""
@@ -172,6 +248,9 @@ class Replica:
             firsts = self._completed(plan)
             for entry in plan.admitted:
                 entry.admitted_at = now
+                if entry.began_at is None:
+                    self._tally.num_prompt_tokens += entry.request.input_length
+                    self._tally.num_cached_tokens += plan.cached(entry)
             for entry in firsts:
                 self._last_tokens.setdefault(plan.number + entry.output_length - 1, []).append(entry)
             begins_at = max(now, self._free_at)
@@ -207,70 +286,3 @@ class Replica:
         tally.blocks += blocks * seconds
         tally.peak_batch = max(tally.peak_batch, batch)
         tally.peak_blocks = max(tally.peak_blocks, blocks)
-
-
-# ------------------------------------------------------------------------------------------------------------- fleet
-
-Dispatch = Callable[[int, Sequence[Replica], Random], int]  # the request's number -> the replica's
-
-
-def _in_turn(number: int, replicas: Sequence[Replica], random: Random) -> int:
-    """Choose the replicas one after the other."""
-    return number % len(replicas)
-
-
-def _better_of_two(number: int, replicas: Sequence[Replica], random: Random) -> int:
-    """Choose, of two replicas at random, the one with fewer tokens outstanding (Mitzenmacher 2001).
-
-    This is nearly as good as asking all, at a cost that does not grow with the fleet.
-    """
-    one, other = int(random.random() * len(replicas)), int(random.random() * len(replicas))
-    return one if replicas[one].outstanding_tokens <= replicas[other].outstanding_tokens else other
-
-
-DISPATCHES: Mapping[str, Dispatch] = {"better-of-two": _better_of_two, "round-robin": _in_turn}
-
-
-def simulate(
-    traffic: Traffic,
-    limits: Limits,
-    cost: Cost,
-    *,
-    num_replicas: int = 1,
-    dispatch: str = "better-of-two",
-    seed: int = 0,
-) -> Tally:
-    """Run the traffic to its end on so many equal replicas. Every request must fit the limits on its own."""
-    tally, random, choose = Tally(), Random(seed), DISPATCHES[dispatch]
-    replicas = [Replica(limits, cost, tally) for _ in range(num_replicas)]
-    replies: list[tuple[float, int]] = []  # a heap: when each replica that computes has its next reply
-    while True:
-        arrival_at = traffic.next_at()
-        if replies and replies[0][0] <= arrival_at:  # of one moment the reply is first: the loop plans before it reads
-            now, index = replies[0]
-            replica = replicas[index]
-            for _ in range(replica.reply(now)):
-                traffic.ended(now)
-            if (next_at := replica.next_reply_at) < NEVER:
-                heapq.heapreplace(replies, (next_at, index))
-            else:
-                heapq.heappop(replies)
-        elif arrival_at < NEVER:
-            index = choose(tally.num_requests, replicas, random)
-            replica, was_idle = replicas[index], replicas[index].next_reply_at == NEVER
-            request = traffic.take()
-            tally.arrived(request.arrives_at)
-            if replica.is_full:
-                tally.num_refused += 1
-                traffic.refused(request.arrives_at)
-                continue
-            replica.submit(_entry(tally.num_requests, request), request.arrives_at)
-            if was_idle:
-                heapq.heappush(replies, (replica.next_reply_at, index))
-        else:
-            return tally
-
-
-def _entry(id: int, request: Request) -> Simulated:
-    valid = ValidRequest(range(request.input_length), request.max_new_tokens)
-    return Simulated(id, valid, output_length=request.output_length, arrived_at=request.arrives_at)

@@ -49,10 +49,24 @@ def figures(
             "mean": tally.blocks / tally.busy / limits.num_blocks,
             "peak": tally.peak_blocks / limits.num_blocks,
         },
-        "busy_share": tally.busy / (seconds * num_replicas),
+        "busy_share": tally.busy / (tally.replica_seconds or seconds * num_replicas),
         "steps": tally.num_steps,
         "mean_step_ms": 1000 * tally.busy / tally.num_steps,
         "tokens_per_step": tally.num_step_tokens / tally.num_steps,
+        "fleet": _fleet(tally, seconds * num_replicas),
+    }
+
+
+def _fleet(tally: Tally, seconds: float) -> dict[str, float]:
+    """What is of a fleet alone. seconds: of all replicas, where the tally does not know."""
+    return {
+        "prefix_hit_share": tally.num_cached_tokens / max(tally.num_prompt_tokens, 1),
+        "lost": tally.num_lost,
+        "retried": tally.num_retried,
+        "transferred_gb": tally.transferred / 1e9,
+        "replica_hours": (tally.replica_seconds or seconds) / 3600,
+        "price": tally.price,
+        "price_per_million_tokens": tally.price / max(tally.num_tokens + tally.num_prompt_tokens, 1) * 1e6,
     }
 
 
@@ -218,6 +232,15 @@ TABLES: Sequence[Sequence[Column]] = (
         ("KV cache, peak (%)", _of("kv_share", "peak", ".1f", 100)),
         ("Step, mean (ms)", _of("mean_step_ms")),
         ("Tokens a step", _of("tokens_per_step", form=".1f")),
+    ),
+    (
+        ("Found in the prefix cache (%)", _of("fleet", "prefix_hit_share", ".1f", 100)),
+        ("Lost", _of("fleet", "lost", ".0f")),
+        ("Sent again", _of("fleet", "retried", ".0f")),
+        ("KV moved (GB)", _of("fleet", "transferred_gb", ".1f")),
+        ("Replica hours", _of("fleet", "replica_hours")),
+        ("Price", _of("fleet", "price")),
+        ("Price per million tokens", _of("fleet", "price_per_million_tokens", ".4f")),
     ),
 )
 

@@ -107,29 +107,16 @@ class Sweep:
         random = Random(f"{self._args.seed} {cell} slo")
         outcomes: list[Outcome] = []
 
-        async def send(rate: float, count: int) -> list[Outcome]:
-            outcomes[:] = await open_loop(self._send, await self._plan(cell, Load(request_rate=rate), count, random))
+        async def send(rate: float | None, count: int) -> list[Outcome]:
+            planned = await self._plan(cell, Load(request_rate=rate) if rate else Load(concurrency=1), count, random)
+            outcomes[:] = await (open_loop(self._send, planned) if rate else closed_loop(self._send, planned, 1))
             return outcomes
 
-        [first] = await closed_loop(self._send, await self._plan(cell, Load(concurrency=1), 1, random), 1)
-        if first.reply.error is not None:
-            raise BenchError(f"the first request failed: {first.reply.error}")
-        alone = 1000 / first.e2e_ms  # requests per second of one stream
-        search = slo.Search(
-            self._args.slo, send, lambda line: print(line, file=sys.stderr, flush=True), self._args.probe_seconds
-        )
-        found = {
-            "input_length": cell.input_length,
-            "output_length": cell.output_length,
-            "objectives": [str(objective) for objective in self._args.slo],
-            "requests_per_second": None,
-        }
-        searches = result.extra.setdefault("slo_searches", [])
-        searches.append(found)
+        found = {"input_length": cell.input_length, "output_length": cell.output_length}
+        result.extra.setdefault("slo_searches", []).append(found)
         try:
-            rate = found["requests_per_second"] = await search.run(self._args.slo_start_rate or alone, alone / 2)
+            rate = await slo.searched(self._args, send, found)
         finally:
-            found["probes"] = [probe.row() for probe in search.probes]
             keep()
         load = Load(request_rate=rate)
         result.rows.append(row_of(cell, load, outcomes, self._objectives, self._args.length_distribution))
@@ -214,15 +201,7 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--warmups", type=options.not_negative, default=1, metavar="N", help="requests before a row (1)")
     group.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (0)")
-    group.add_argument(
-        "--slo", type=slo.Objective.parse, nargs="+", action="extend", default=[], metavar="TIME:PERCENTILE:BOUND",
-        help="search for the highest rate that keeps these, such as ttft:p99:500ms tpot:p90:50ms (or itl, e2e)",
-    )  # fmt: skip
-    group.add_argument("--slo-start-rate", type=ABOVE_ZERO, metavar="R", help="where the search begins (one stream's)")
-    group.add_argument(
-        "--probe-seconds", type=ABOVE_ZERO, metavar="S",
-        help="of each rate that is tried (10, or 40 times the largest bound of ttft and e2e)",
-    )  # fmt: skip
+    slo.add_arguments(group)
     group.add_argument("--ttft-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
     group.add_argument("--tpot-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
 
@@ -251,7 +230,7 @@ def _complete(args: argparse.Namespace) -> None:
     """Fill in defaults, and refuse what contradicts itself or cannot be read. Raises BenchError."""
     args.input_length = options.distinct(args.input_length or LENGTHS)
     args.output_length = options.distinct(args.output_length or LENGTHS)
-    _refuse_half_a_search(args)
+    slo.check(args)
     args.request_rate = options.distinct(args.request_rate or ())
     args.concurrency = options.distinct(args.concurrency or (() if args.request_rate or args.slo else (CONCURRENCY,)))
     is_file = args.length_distribution not in workload.DISTRIBUTIONS
@@ -266,13 +245,6 @@ def _complete(args: argparse.Namespace) -> None:
         raise BenchError(f"--url measures a server that runs already: leave out {names}, which are for one to start")
     if not _is_url(args.url):
         raise BenchError(f"{args.url} is not a URL: write it as http://127.0.0.1:3000")
-
-
-def _refuse_half_a_search(args: argparse.Namespace) -> None:
-    if args.slo and (given := options.options_given(args, ("concurrency", "request_rate", "num_requests"))):
-        raise BenchError(f"--slo chooses the load: leave out {', '.join(given)}, or --slo")
-    if not args.slo and (given := options.options_given(args, ("slo_start_rate", "probe_seconds"))):
-        raise BenchError(f"{', '.join(given)} is for a search: give --slo too, or leave it out")
 
 
 def _is_url(text: str) -> bool:

@@ -19,9 +19,12 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmark import fleet, options, shapes, traffic
-from benchmark.cost import Cost
+from benchmark import options, shapes, traffic
 from benchmark.devices import DEVICES
+from benchmark.fleets import asked, sizing, traces
+from benchmark.fleets.balancing import ALIASES, POLICIES
+from benchmark.fleets.conditions import Pool
+from benchmark.fleets.events import Fleet
 from benchmark.prediction import comparison, figures, markdown, progress, read_serving, remarks
 from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output, published
 from benchmark.subject import Subject, subject_of
@@ -58,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_cost_arguments(parser.add_argument_group("shards"))
     _add_work_arguments(parser.add_argument_group("work"))
     _add_server_arguments(parser.add_argument_group("servers (limits: as the launcher's, of each replica)"))
+    asked.add_arguments(parser.add_argument_group("fleet"))
     parser.add_argument(
         "--sweep", type=_sweep, action="append", default=[], metavar="NAME=A,B,…",
         help=f"a row for each value, of each combination if repeated: {', '.join((REPLICAS, *LIMITS))}",
@@ -74,6 +78,8 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
         "--cost", type=Path, nargs="+", metavar="FILE",
         help="result.json of latency runs of one model: step times as measured; several --sequence-length are better",
     )  # fmt: skip
+    group.add_argument("--step-ms", type=_positive, metavar="MS", help="instead: a fixed time, as the null model's")
+    group.add_argument("--token-us", type=_not_negative, default=0.0, metavar="US", help="and of a prompt's token (0)")
     group.add_argument("--shape", metavar="SHAPE", help="instead: a config.json, a model folder, or a shape by name")
     group.add_argument("--device", choices=list(DEVICES), help="its data sheet, with --shape")
     group.add_argument("--num-shard", type=options.positive, metavar="N", help="GPUs of a replica, with --shape (1)")
@@ -113,7 +119,8 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--trace", type=Path, metavar="FILE",
-        help='JSONL of {"arrival_s": …, "input_length": …, "output_length": …}, and "max_new_tokens" where it differs',
+        help='JSONL of {"arrival_s": …, "input_length": …, "output_length": …}, and "max_new_tokens" where it differs; '
+        "or a Mooncake trace",
     )  # fmt: skip
     group.add_argument(
         "--num-requests", type=options.positive, metavar="N", help=f"of a row ({REQUESTS_PER_REPLICA} x replicas)"
@@ -126,8 +133,9 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
 def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--replicas", type=options.positive, default=1, metavar="N", help="servers (1)")
     group.add_argument(
-        "--dispatch", choices=list(fleet.DISPATCHES), default=next(iter(fleet.DISPATCHES)),
-        help="who gets a request: of two replicas at random that with fewer tokens outstanding (default), or in turn",
+        "--dispatch", choices=[*POLICIES, *ALIASES], default=next(iter(POLICIES)),
+        help="who gets a request: of two replicas at random that with fewer tokens outstanding (default), all in turn, "
+        "that with the fewest, or where the prompt's beginning was computed",
     )  # fmt: skip
     for name in LIMITS:
         setting = SETTINGS[name]
@@ -180,17 +188,23 @@ def run(args: argparse.Namespace) -> int:
     _complete(args)
     prepare_output(args.output)
     measured = None if args.compare is None else read_serving(args.compare)
-    trace = traffic.read_trace(args.trace) if args.trace else None
+    trace = traces.read(args.trace) if args.trace else None
     told = _settle_limits(args, (measured or {}).get("server") or {})
     subject = subject_of(args)
     settings = list(_settings(args))
     cases = traffic.cases(args, trace) if measured is None else traffic.cases_of(measured)
-    plans = [(values, case, _limits(args, values, cases, subject, trace)) for values in settings for case in cases]
+    has_prefixes = asked.has_prefixes(args, trace)
+
+    def limits_of(values: Mapping[str, Any], subject: Subject) -> Limits:
+        return _limits(args, values, cases, subject, trace, has_prefixes=has_prefixes)
+
+    pools = [asked.pools(args, subject, values, partial(limits_of, values), trace) for values in settings]
+    plans = [(values, case, found) for values, found in zip(settings, pools, strict=True) for case in cases]
     result = Result(_context(args, subject, cases), notes=[*_notes(args, subject), *_told(told), *remarks(measured)])
     result.extra = {"cost": asdict(subject.cost)}
     with published(result, partial(markdown, swept=[name for name, _ in args.sweep]), args.output) as keep:
-        for values, case, limits in plans:
-            result.rows.append(_simulated(args, subject.cost, values, case, limits, trace))
+        for values, case, found in plans:
+            result.rows.append(_sized(args, values, case, found, trace))
             if measured is not None:
                 result.extra["comparison"] = comparison(measured["rows"], result.rows)
             keep()
@@ -222,13 +236,18 @@ def _complete(args: argparse.Namespace) -> None:
 def _complete_cost(args: argparse.Namespace) -> None:
     """Require measured files or a data sheet, but not both. Raises BenchError."""
     of_shape = ("device", "num_shard", "dtype", "quantize", "kv_cache_dtype", "efficiency")
-    if (args.cost is None) == (args.shape is None):
-        raise BenchError("give either --cost with latency results, or --shape and --device")
+    if sum(source is not None for source in (args.cost, args.shape, args.step_ms)) != 1:
+        raise BenchError("give either --cost with latency results, or --shape and --device, or --step-ms")
     if args.cost is not None and (given := options.options_given(args, of_shape)):
         names = ", ".join(given)
         raise BenchError(f"--cost says how long steps take: leave out {names}, which belong to --shape")
     if args.shape is not None and args.device is None:
         raise BenchError(f"--shape needs --device, one of {', '.join(DEVICES)}; or give --cost")
+    if args.step_ms is not None and (given := options.options_given(args, of_shape)):
+        raise BenchError(f"--step-ms says how long steps take: leave out {', '.join(given)}, which belong to --shape")
+    if args.step_ms is None and args.token_us:
+        raise BenchError(f"--token-us is {args.token_us:g} without --step-ms, to which it belongs: give that too")
+    asked.complete(args)
     args.num_shard = args.num_shard or 1
     args.efficiency = args.efficiency or EFFICIENCY
 
@@ -260,6 +279,8 @@ def _limits(
     cases: Sequence[Case],
     subject: Subject,
     trace: Sequence[Request] | None,
+    *,
+    has_prefixes: bool,
 ) -> Limits:
     """What the server would settle on for these settings, set up for the longest request. Raises BenchError."""
     longest_input, longest_output = traffic.longest(cases, trace)
@@ -281,30 +302,51 @@ def _limits(
             max_batch_total_tokens=tokens,
             block_size=shapes.BLOCK_SIZE,
             num_blocks=blocks_for(tokens, shapes.BLOCK_SIZE),
-            shares_prefixes=False,
+            shares_prefixes=has_prefixes,
             pads_chunks=subject.device != "cpu",
         )
     except ValueError as error:
         raise BenchError(str(error)) from None
 
 
-def _simulated(
+def _sized(
     args: argparse.Namespace,
-    cost: Cost,
     values: Mapping[str, Any],
     case: Case,
-    limits: Limits,
+    pools: Sequence[Pool],
+    trace: Sequence[Request] | None,
+) -> dict[str, Any]:
+    """The row of one load under one setting, or of the fewest replicas that keep the objectives."""
+    if args.fewest_replicas is None:
+        return _simulated(args, values, case, pools, trace)
+
+    def with_replicas(count: int) -> dict[str, Any]:
+        return _simulated(args, {**values, REPLICAS: count}, case, sizing.resized(pools, count), trace)
+
+    return sizing.fewest(with_replicas, args.fewest_replicas, (args.ttft_objective, args.tpot_objective))
+
+
+def _simulated(
+    args: argparse.Namespace,
+    values: Mapping[str, Any],
+    case: Case,
+    pools: Sequence[Pool],
     trace: Sequence[Request] | None,
 ) -> dict[str, Any]:
     """The row of one load under one setting: what it is about, the limits, and the figures."""
-    count = case.num_requests or REQUESTS_PER_REPLICA * values[REPLICAS]
-    requests = OpenLoop(iter(trace)) if trace is not None else traffic.draw(case, args, count)
-    tally = fleet.simulate(
-        requests, limits, cost, num_replicas=values[REPLICAS], dispatch=args.dispatch, seed=args.seed
-    )
+    num_replicas, limits = sum(pool.num_replicas for pool in pools), pools[0].limits
+    count = case.num_requests or REQUESTS_PER_REPLICA * num_replicas
+    drawn = OpenLoop(iter(trace)) if trace is not None else traffic.draw(case, args, count)
+    requests = asked.prefixed(drawn, args)
+    tally = Fleet(requests, pools, asked.conditions(args), args.dispatch).run()
+    if not tally.e2e:
+        raise BenchError(
+            f"none of {tally.num_requests} requests was answered, {tally.num_refused} were refused: give more "
+            "--replicas, --retries or a larger --max-concurrent-requests"
+        )
     settled = dict(values) | {name: getattr(limits, name) for name in LIMITS}
     objectives = (args.ttft_objective, args.tpot_objective)
-    return _about(case) | {"settings": settled} | figures(tally, limits, values[REPLICAS], objectives)
+    return _about(case) | {"settings": settled} | figures(tally, limits, num_replicas, objectives)
 
 
 def _about(case: Case) -> dict[str, Any]:

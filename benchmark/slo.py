@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import fmean
 from typing import Any
 
+from benchmark import options
 from benchmark.outcomes import Outcome
 from benchmark.report import BenchError, percentile, table
 
@@ -197,6 +200,52 @@ def grows(good: Sequence[Outcome], seconds: float) -> bool:
     return last - first > 1000 * GROWTH * between
 
 
+# ------------------------------------------------------------------------------------------- of the command `serving`
+
+
+def add_arguments(group: argparse._ArgumentGroup) -> None:
+    """Declare the options of a search."""
+    group.add_argument(
+        "--slo", type=Objective.parse, nargs="+", action="extend", default=[], metavar="TIME:PERCENTILE:BOUND",
+        help="search for the highest rate that keeps these, such as ttft:p99:500ms tpot:p90:50ms (or itl, e2e)",
+    )  # fmt: skip
+    above_zero = options.number(above=0)
+    group.add_argument("--slo-start-rate", type=above_zero, metavar="R", help="where the search begins (one stream's)")
+    group.add_argument(
+        "--probe-seconds", type=above_zero, metavar="S",
+        help="of each rate that is tried (10, or 40 times the largest bound of ttft and e2e)",
+    )  # fmt: skip
+
+
+def check(args: argparse.Namespace) -> None:
+    """Refuse what contradicts a search. Raises BenchError."""
+    if args.slo and (given := options.options_given(args, ("concurrency", "request_rate", "num_requests"))):
+        raise BenchError(f"--slo chooses the load: leave out {', '.join(given)}, or --slo")
+    if not args.slo and (given := options.options_given(args, ("slo_start_rate", "probe_seconds"))):
+        raise BenchError(f"{', '.join(given)} is for a search: give --slo too, or leave it out")
+
+
+async def searched(
+    args: argparse.Namespace, send: Callable[[float | None, int], Awaitable[Sequence[Outcome]]], found: dict[str, Any]
+) -> float:
+    """The highest rate; `found` gets what was tried, also where nothing is found. Raises BenchError.
+
+    send: so many requests at a rate; None: one after the other.
+    """
+    found |= {"objectives": [str(objective) for objective in args.slo], "requests_per_second": None, "probes": []}
+    [first] = await send(None, 1)
+    if first.reply.error is not None:
+        raise BenchError(f"the first request failed: {first.reply.error}")
+    alone = 1000 / first.e2e_ms  # requests per second of one stream
+    say = partial(print, file=sys.stderr, flush=True)
+    search = Search(args.slo, send, say, args.probe_seconds)
+    try:
+        found["requests_per_second"] = await search.run(args.slo_start_rate or alone, alone / 2)
+    finally:
+        found["probes"] = [probe.row() for probe in search.probes]
+    return float(found["requests_per_second"])
+
+
 def sections(searches: Sequence[dict[str, Any]]) -> str:
     """What was found for each pair of lengths, and how."""
     parts = []
@@ -206,7 +255,8 @@ def sections(searches: Sequence[dict[str, Any]]) -> str:
             "none was found" if one["requests_per_second"] is None else f"{one['requests_per_second']:.4g} requests/s"
         )
         lengths = f"{one['input_length']} in, {one['output_length']} out"
-        parts += [f"## Highest rate with {wanted}, {lengths}: {found}", slo_table(one["probes"])]
+        parts.append(f"## Highest rate with {wanted}, {lengths}: {found}")
+        parts += [slo_table(one["probes"])] if one["probes"] else []
     return "\n\n".join(parts)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from benchmark import plan, shapes
-from benchmark.cost import Fitted, Roofline, fit, read_latency
+from benchmark.cost import Fitted, Fixed, Roofline, fit, read_latency
 from benchmark.devices import DEVICES, all_reduces
 from benchmark.report import BenchError
 from benchmark.roofline import ServedModel
@@ -24,7 +24,7 @@ from router.limits import derive_lengths, useful_tokens
 class Subject:
     """What is simulated: its step times, and how it is named in the report."""
 
-    cost: Roofline | Fitted
+    cost: Roofline | Fitted | Fixed
     model: str
     device: str
     dtype: str
@@ -36,7 +36,23 @@ class Subject:
 
 def subject_of(args: argparse.Namespace) -> Subject:
     """What the arguments describe by either a shape or latency results. Raises BenchError."""
+    if args.step_ms is not None:
+        return _paced(args)
     return _fitted(args) if args.shape is None else _on_device(args)
+
+
+def _paced(args: argparse.Namespace) -> Subject:
+    """The null model with these flags."""
+    return Subject(
+        cost=Fixed((args.step_ms + args.overhead_ms) / 1000, args.token_us / 1e6),
+        model="null",
+        device="cpu",
+        dtype="float32",
+        num_shard=1,
+        quantize=None,
+        note=f"Steps: {args.step_ms + args.overhead_ms:g} ms, and {args.token_us:g} us for each prompt token.",
+        kv_tokens=_useful_tokens,
+    )
 
 
 def _on_device(args: argparse.Namespace) -> Subject:

@@ -33,6 +33,9 @@ class Request(NamedTuple):
     input_length: int
     output_length: int
     max_new_tokens: int  # asked for and reserved; above output_length where an end token comes first
+    hashes: tuple[int, ...] = ()  # what it begins with: a name for each `hash_tokens` of them, in order …
+    hash_tokens: int = 0  # … where each name also stands for all before it
+    model: str | None = None  # None: any
 
 
 @dataclass(frozen=True)
@@ -136,7 +139,7 @@ def _request_of(line: str, where: str) -> Request:
         record = json.loads(line)
         at, lengths = float(record["arrival_s"]), (record["input_length"], record["output_length"])
         request = Request(at, *lengths, max_new_tokens=record.get("max_new_tokens", lengths[1]))
-        is_valid = all(type(length) is int for length in request[1:]) and min(request[1:3]) >= 1
+        is_valid = all(type(length) is int for length in request[1:4]) and min(request[1:3]) >= 1
         is_valid = is_valid and 0 <= at < math.inf and request.max_new_tokens >= request.output_length
     except (ValueError, KeyError, TypeError, AttributeError):
         is_valid = False

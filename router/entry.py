@@ -220,6 +220,10 @@ class Scheduled:
     num_losses: int = 0  # Losses of the shards in a step that computed it, since its last token.
     num_preempted: int = 0  # How often it made room for another key's request.
 
+    def prefix_keys(self, block_size: int) -> PrefixKeys:
+        """The names of its full blocks, of its prompt and of what it has got."""
+        return PrefixKeys([*self.request.token_ids, *self.generated_ids], block_size)
+
     @property
     def num_prompt_left(self) -> int:
         """Tokens of the prompt, and of what is known behind it, that no step sent so far computes."""

@@ -23,7 +23,6 @@ from router.fairness import Ledger, divide, fair_order, preempted_for
 from router.grammars.grammar import Continuation
 from router.limits import Limits
 from router.plan import FilledBlock, S, StepPlan
-from router.prefix import PrefixKeys
 from router.prefix_cache import Found, PrefixCache
 from router.queue import Budget, RequestSize, min_size, next_batch
 from router.tiers.index import TierIndex
@@ -80,7 +79,7 @@ class Scheduler(Generic[S]):
         entry.num_known = len(entry.generated_ids) + len(entry.forced)
         # Prompt log-probabilities need every prompt token computed; an encoder's prompt is no sequence's beginning.
         if self.limits.prefix_caching and not request.prompt_logprobs and not request.encoder_ids:
-            entry.keys = PrefixKeys([*request.token_ids, *entry.generated_ids], self.limits.block_size)
+            entry.keys = entry.prefix_keys(self.limits.block_size)
 
     def allow(self, entry: S, found: Continuation) -> None:
         """Its grammar allows this behind the tokens that have come back. It may go on."""

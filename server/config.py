@@ -271,6 +271,26 @@ class ShardConfig:
             "when": "Together with prefix_cache_disk_gb, on a local disk that only you can read.",
         },
     )
+    null_step_ms: float = field(
+        default=0.0,
+        metadata={
+            "help": "How long each step of the null model takes, as if something were computed.",
+            "unit": "milliseconds",
+            "min": 0.0,
+            "max": 60_000.0,
+            "when": "With model_id null: a server of known speed, to check clients, balancers and benchmarks against.",
+        },
+    )
+    null_token_us: float = field(
+        default=0.0,
+        metadata={
+            "help": "How much longer each prompt token makes a step of the null model that computes it.",
+            "unit": "microseconds",
+            "min": 0.0,
+            "max": 1_000_000.0,
+            "when": "With null_step_ms, where long prompts or the prefix cache matter to what is checked.",
+        },
+    )
     disable_custom_kernels: bool = field(
         default=False,
         metadata={

@@ -1,4 +1,7 @@
-"""The null model: a shard that answers every step at once, with the next word of one sentence. It measures the router.
+"""The null model: a shard that answers every step with the next word of one sentence. It measures the router.
+
+Steps are answered at once, or, one after the other, as long after they could begin as `null_step_ms` and
+`null_token_us` say: a server of known speed.
 
 What a client sees of `--model-id null` is HTTP, validation, batching, the wire, text and delivery, and nothing of a
 model: no weights, no arithmetic, no torch. It keeps the wire contract (retire, add, extend, chunks, decode, in this
@@ -10,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -146,6 +150,23 @@ class NullEngine:
             reply.top_logprobs.extend(LOGPROB - rank for rank in range(count))
 
 
+class Pace:
+    """When steps end that take so many seconds each, and so many more for each prompt token, one after the other."""
+
+    def __init__(self, step_s: float, token_s: float) -> None:
+        self._step_s = step_s
+        self._token_s = token_s
+        self._free_at = -math.inf
+
+    def ends_at(self, now: float, request: pb.StepRequest) -> float:
+        """When a step ends that arrives at `now`, behind those before it. One that only lets go takes no time."""
+        seconds = 0.0
+        if request.decode or request.chunk_tokens:
+            seconds = self._step_s + self._token_s * sum(request.chunk_tokens)
+        self._free_at = max(now, self._free_at) + seconds
+        return self._free_at
+
+
 class NullService(pb_grpc.ShardServicer):
     """The gRPC face of the null model: one rank."""
 
@@ -157,7 +178,9 @@ class NullService(pb_grpc.ShardServicer):
         end_ids = model.get("eos_token_id")
         self._engine = NullEngine(end_ids if isinstance(end_ids, list) else [] if end_ids is None else [end_ids])
         self._num_blocks = 0
+        self._pace = Pace(config.null_step_ms / 1000, config.null_token_us / 1e6)
         self._num_steps = 0
+        self._num_finished = 0
         self.steps = StepStream(config.rank, config.step_sockets, self._start)
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoReply:
@@ -186,8 +209,8 @@ class NullService(pb_grpc.ShardServicer):
         return pb.WarmupReply(max_batch_total_tokens=tokens, block_size=BLOCK_SIZE, num_blocks=self._num_blocks)
 
     async def Health(self, request: pb.HealthRequest, context: grpc.aio.ServicerContext) -> pb.HealthReply:
-        """Every step is finished when it arrives."""
-        return pb.HealthReply(steps_received=self._num_steps, steps_finished=self._num_steps)
+        """Without a pace, every step is finished when it arrives."""
+        return pb.HealthReply(steps_received=self._num_steps, steps_finished=self._num_finished)
 
     async def Profile(self, request: pb.ProfileRequest, context: grpc.aio.ServicerContext) -> NoReturn:
         """Refused: there is nothing to profile."""
@@ -202,16 +225,29 @@ class NullService(pb_grpc.ShardServicer):
     async def Run(
         self, requests: AsyncIterator[pb.StepRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[pb.StepReply]:
-        """The ordered stream of steps, each answered at once."""
+        """The ordered stream of steps."""
         async for reply in self.steps.run(requests, context):
             yield reply
 
     def _start(self, request: pb.StepRequest) -> asyncio.Future[pb.StepReply]:
         self._num_steps += 1
         reply = self._engine.step(request)
-        done: asyncio.Future[pb.StepReply] = asyncio.get_running_loop().create_future()
-        done.set_result(reply if self._rank == 0 else pb.StepReply(step=request.step))
+        if self._rank:
+            reply = pb.StepReply(step=request.step)
+        loop = asyncio.get_running_loop()
+        done: asyncio.Future[pb.StepReply] = loop.create_future()
+        now = loop.time()
+        ends_at = self._pace.ends_at(now, request)
+        if ends_at > now:
+            loop.call_at(ends_at, self._finish, done, reply)
+        else:
+            self._finish(done, reply)
         return done
+
+    def _finish(self, done: asyncio.Future[pb.StepReply], reply: pb.StepReply) -> None:
+        self._num_finished += 1
+        if not done.done():
+            done.set_result(reply)
 
 
 @asynccontextmanager

@@ -44,8 +44,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmark.products": {"benchmark", "server.arch.spec", "server.backends"},
     "benchmark.quantised": {"server.quant.stored"},
     "benchmark.fleet": {
-        "benchmark", "router.batcher", "router.entry", "router.limits", "router.plan", "router.scheduler",
+        "benchmark", "router.batcher", "router.entry", "router.limits", "router.plan", "router.prefix",
+        "router.scheduler", "router.tiers",
     },
+    "benchmark.fleets": {"benchmark", "router.entry", "router.limits"},
+    "benchmark.fleets.balancing": set(),
     "benchmark.simulate": {
         "benchmark", "router.config", "router.limits", "router.queue", "server.quant.sizes",
     },

@@ -20,7 +20,7 @@ from router.entry import ValidRequest
 from router.text import ModelTokenizer
 from router.wire import new_sequence, step_request
 from server.config import ShardConfig
-from server.null import LOGPROB, SENTENCE, NullEngine, serving
+from server.null import LOGPROB, SENTENCE, NullEngine, Pace, serving
 from server.pb import generate_pb2 as pb
 from tests.running import ROOT, Server, body, events_of, tokens_of
 
@@ -87,10 +87,15 @@ def test_candidates_and_prompt_log_probabilities_come_for_who_asked() -> None:
 
 
 @asynccontextmanager
-async def served(folder: Path, num_ranks: int) -> AsyncIterator[ShardedClient]:
+async def served(folder: Path, num_ranks: int, **settings: float) -> AsyncIterator[ShardedClient]:
     paths = [str(folder / f"rank-{rank}") for rank in range(num_ranks)]
     steps = tuple(str(folder / f"steps-{rank}") for rank in range(1, num_ranks))
-    given = {"model_path": str(DEMO), "weights_path": str(DEMO), "world_size": num_ranks, "rendezvous": "file:///none"}
+    given: dict[str, Any] = settings | {
+        "model_path": str(DEMO),
+        "weights_path": str(DEMO),
+        "world_size": num_ranks,
+        "rendezvous": "file:///none",
+    }
     async with AsyncExitStack() as stack:
         for rank, path in enumerate(paths):
             config = ShardConfig(rank=rank, socket_path=path, step_sockets=steps, **given)
@@ -120,6 +125,31 @@ def test_the_wire_contract(num_ranks: int, tmp_path: Path) -> None:
             assert (2, 2, 0) == (health.steps_received, health.steps_finished, health.oldest_step_ms)
             with pytest.raises(ValueError, match="the null model computes nothing"):
                 await shards.start_profile()
+
+    asyncio.run(story())
+
+
+def test_steps_with_a_pace_end_one_after_the_other() -> None:
+    pace = Pace(0.010, 0.001)
+    prompt = step_request(1, add=[sequence(1, 5)], chunks=[(1, 5)])
+    decode, goodbye = step_request(2, decode=True), step_request(3, retire=[1])
+    ends = [pace.ends_at(now, step) for now, step in ((1.0, prompt), (1.001, decode), (1.002, goodbye), (2.0, decode))]
+    assert pytest.approx([1.015, 1.025, 1.025, 2.010]) == ends
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_pace_delays_the_replies_and_keeps_their_order(num_ranks: int, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with served(tmp_path, num_ranks, null_step_ms=20.0, null_token_us=1000.0) as shards:
+            loop = asyncio.get_running_loop()
+            started = loop.time()
+            shards.send(step_request(1, add=[sequence(1, 10)], chunks=[(1, 10)]))
+            shards.send(step_request(2, decode=True))
+            replies = [await shards.receive(), await shards.receive()]
+            assert loop.time() - started >= 0.050
+            assert [(1, {1: SENTENCE[0]}), (2, {1: SENTENCE[1]})] == [(reply.step, tokens(reply)) for reply in replies]
+            health = await shards.health()
+            assert (2, 2) == (health.steps_received, health.steps_finished)
 
     asyncio.run(story())
 

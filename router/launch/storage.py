@@ -28,6 +28,9 @@ def storage_warnings(settings: Settings) -> list[str]:
         found.append(f"without --batch-dir nothing is served that needs {' and '.join(idle)}: name a folder with it")
     if settings.is_null_model:
         return found
+    for name in ("null_step_ms", "null_token_us"):
+        if values[name]:
+            found.append(f"{flag(name)} is {values[name]:g} but there is a model: it slows --model-id null alone")
     found += idle_settings(values)
     if problem := room_problem(values["prefix_cache_disk_gb"], values["prefix_cache_dir"]):
         found.append(problem)

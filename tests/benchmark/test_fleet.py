@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from benchmark import fleet
 from benchmark.cost import StepWork
 from benchmark.fleet import Tally
+from benchmark.fleets.balancing import POLICIES
+from benchmark.fleets.conditions import Conditions, Pool
+from benchmark.fleets.events import Fleet
 from benchmark.prediction import figures
 from benchmark.traffic import ClosedLoop, OpenLoop, Request, arrival_times
 from router.batcher import Batcher
@@ -43,8 +45,15 @@ def requests(*lengths: tuple[int, int], at: Sequence[float] = (), asked: int = 0
     return [Request(t, n_in, out, max(out, asked)) for t, (n_in, out) in zip(times, lengths, strict=True)]
 
 
-def simulated(wanted: Sequence[Request], limits: Limits, **options: Any) -> Tally:
-    return fleet.simulate(OpenLoop(iter(wanted)), limits, Linear(), **options)
+def simulated(
+    wanted: Sequence[Request], limits: Limits, num_replicas: int = 1, dispatch: str = "power-of-two", seed: int = 0
+) -> Tally:
+    pools = [Pool("all", limits, Linear(), num_replicas)]
+    return Fleet(OpenLoop(iter(wanted)), pools, Conditions(seed=seed), dispatch).run()
+
+
+def looped(traffic: ClosedLoop, limits: Limits) -> Tally:
+    return Fleet(traffic, [Pool("all", limits, Linear(), 1)], Conditions()).run()
 
 
 # ---------------------------------------------------------------------------------------- against the real loop
@@ -173,11 +182,11 @@ def test_a_refused_stream_does_not_send_again_in_the_same_instant() -> None:
     """Three streams at a server for two: the third asks anew after each round trip, while the two are served."""
     wanted = requests(*[(10, 40)] * 60)
     traffic = ClosedLoop(iter(wanted), concurrency=3, refusal_s=0.01)
-    tally = fleet.simulate(traffic, make_limits(max_concurrent_requests=2), Linear())
+    tally = looped(traffic, make_limits(max_concurrent_requests=2))
     busy_s = tally.last_arrival_at - tally.started_at
     assert 60 == tally.num_requests == tally.num_refused + len(tally.e2e)
     assert 0 < tally.num_refused <= busy_s / 0.01 + 1
-    at_once = fleet.simulate(ClosedLoop(iter(wanted), 3, refusal_s=0), make_limits(max_concurrent_requests=2), Linear())
+    at_once = looped(ClosedLoop(iter(wanted), 3, refusal_s=0), make_limits(max_concurrent_requests=2))
     assert 58 == at_once.num_refused  # which is what is not wanted: nearly all of the work gone in an instant
 
 
@@ -207,13 +216,13 @@ def test_the_better_of_two_avoids_who_is_busy() -> None:
     wanted = requests(*long_ones_on_one, at=[n / 60 for n in range(60)])
     waits = {
         dispatch: sum(simulated(wanted, make_limits(), num_replicas=2, dispatch=dispatch).queued)
-        for dispatch in fleet.DISPATCHES
+        for dispatch in POLICIES
     }
-    assert waits["better-of-two"] < waits["round-robin"]
+    assert max(waits["power-of-two"], waits["least-tokens"]) < waits["round-robin"]
 
 
 def test_a_closed_loop_keeps_its_streams_busy() -> None:
-    tally = fleet.simulate(ClosedLoop(iter(requests(*[(10, 5)] * 12)), concurrency=3), make_limits(), Linear())
+    tally = looped(ClosedLoop(iter(requests(*[(10, 5)] * 12)), concurrency=3), make_limits())
     assert (12, 3) == (len(tally.e2e), tally.peak_batch)
     last = Linear().seconds(StepWork())  # which only lets the last sequences go
     assert tally.ended_at - tally.started_at == pytest.approx(tally.busy - last)

@@ -212,6 +212,15 @@ def test_what_changes_nothing_is_said(tmp_path: Path) -> None:
     assert ["without --batch-dir", "--offload-dir holds"] == [" ".join(x.split()[:2]) for x in storage_warnings(idle)]
 
 
+def test_a_pace_of_the_null_model_is_idle_beside_a_model() -> None:
+    paced = ["--null-step-ms", "5"]
+    sentence = "--null-step-ms is 5 but there is a model: it slows --model-id null alone"
+    assert [sentence] == storage_warnings(read(paced))
+    assert [] == storage_warnings(read(["--model-id", "null", *paced]))
+    bound = ["--null-step-ms is 70000: the largest allowed value is 60000.0"]
+    assert bound == problems(["--null-step-ms", "70000"])
+
+
 def test_every_problem_is_reported_at_once() -> None:
     found = problems(["--max-batch-size", "0", "--colour"], {"PORT": "x", "MAX_TOTAL_TOKENS": "1"})
     assert 4 == len(found)
