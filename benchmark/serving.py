@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmark import interrupts, launch, options, plots, slo, workload
-from benchmark.http_client import DISCONNECTED, Api, HttpClient, OpenAiApi, TgiApi
+from benchmark.http_client import DISCONNECTED, Api, ChatApi, HttpClient, OpenAiApi, TgiApi
 from benchmark.loops import closed_loop, open_loop, sender, unreachable
 from benchmark.outcomes import Load, Objectives, Outcome, loads, markdown, progress, row_of
 from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output, published
@@ -173,9 +173,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
     target = parser.add_argument_group("server to measure")
     target.add_argument("--url", help="of a running server; without it one is started. --model-id then only names it")
-    target.add_argument("--api", choices=("tgi", "openai"), default="tgi", help="what it speaks (tgi)")
+    target.add_argument(
+        "--api", choices=("tgi", "openai", "chat"), default="tgi",
+        help="/generate_stream, /v1/completions or /v1/chat/completions (tgi)",
+    )  # fmt: skip
     target.add_argument("--api-key-file", type=Path, metavar="FILE", help="the server's key")
-    target.add_argument("--no-ignore-eos", action="store_true", help="for openai servers that refuse `ignore_eos`")
+    target.add_argument("--no-ignore-eos", action="store_true", help="let models end their answers")
     target.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer.json's folder, without /tokenize")
     target.add_argument("--timeout", type=ABOVE_ZERO, default=600.0, metavar="S", help="of a request (600)")
     _add_work_arguments(parser.add_argument_group("work"))
@@ -276,7 +279,7 @@ async def _running(args: argparse.Namespace) -> MeasuredServer:
         raise unreachable(args.url, error) from None
     info = info if isinstance(info, dict) else {}
     model = args.model_id or _first_model(models) or info.get("model_id")
-    if model is None and args.api == "openai":
+    if model is None and args.api != "tgi":
         raise BenchError(f"{args.url}/v1/models names no model: give --model-id")
     return MeasuredServer(args.url, model or "unknown", info)
 
@@ -297,7 +300,10 @@ def _client(args: argparse.Namespace, url: str) -> HttpClient:
 
 
 def _api(args: argparse.Namespace, model: str) -> Api:
-    return TgiApi() if args.api == "tgi" else OpenAiApi(model, ignore_eos=not args.no_ignore_eos)
+    ignore_eos = not args.no_ignore_eos
+    if args.api == "tgi":
+        return TgiApi(ignore_eos=ignore_eos)
+    return (ChatApi if args.api == "chat" else OpenAiApi)(model, ignore_eos=ignore_eos)
 
 
 def _refuse_what_is_too_long(args: argparse.Namespace, info: Mapping[str, Any]) -> None:
