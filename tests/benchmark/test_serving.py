@@ -17,7 +17,9 @@ import pytest
 from benchmark import loops, serving
 from benchmark.__main__ import main
 from benchmark.http_client import ChatApi, HttpClient, OpenAiApi, Reply, TgiApi
-from benchmark.outcomes import Load, Objectives, Outcome, loads, row_of, throughput_table
+from benchmark.load.arguments import loads_of
+from benchmark.load.sweep import num_requests
+from benchmark.outcomes import Load, Objectives, Outcome, row_of, throughput_table
 from benchmark.report import BenchError
 from benchmark.workload import Lengths, PlannedRequest
 from tests.benchmark.mock_server import mock_server
@@ -347,9 +349,9 @@ def test_what_follows_two_dashes_goes_to_the_launcher() -> None:
 
 def test_loads_and_lengths_can_be_repeated_and_have_defaults() -> None:
     args = parsed("--concurrency", "1", "8", "--concurrency", "8", "--request-rate", "2.5")
-    wanted = loads(args.concurrency, args.request_rate)
+    wanted = loads_of(args)
     assert [Load(concurrency=1), Load(concurrency=8), Load(request_rate=2.5)] == wanted
-    assert [32, 32, 150] == [serving.num_requests(args, load) for load in wanted]
+    assert [32, 32, 150] == [num_requests(args, load) for load in wanted]
     assert ([128, 512, 1024, 2048], [16]) == (parsed().input_length, parsed().concurrency)
 
 
