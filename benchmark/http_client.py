@@ -14,9 +14,9 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -24,6 +24,20 @@ import orjson
 
 PLAIN_TIMEOUT_S = 30.0  # of everything but generation
 UNREACHABLE, DISCONNECTED, TIMEOUT, MALFORMED = "unreachable", "disconnected", "timeout", "malformed"
+
+
+# What a request asks: a text, or the messages of a conversation, each with its role and its content.
+Asked = str | Sequence[Mapping[str, str]]
+
+
+def as_text(asked: Asked) -> str:
+    """A conversation as one text, its messages on lines of their own, for an API that takes no messages."""
+    return asked if isinstance(asked, str) else "\n".join(message["content"] for message in asked)
+
+
+def as_messages(asked: Asked) -> list[Mapping[str, str]]:
+    """A text as the one message of a user."""
+    return [{"role": "user", "content": asked}] if isinstance(asked, str) else list(asked)
 
 
 @dataclass(slots=True)
@@ -37,10 +51,11 @@ class Reply:
     num_prompt_tokens: int | None = None  # as the server counted them, where it tells
     error: str | None = None  # None; a status such as "429"; the server's own word; or one of the four above
     detail: str = ""  # what the server said with the error
+    status: int = 0  # of HTTP; 0 where no answer came
+    text: str = ""  # of the answer, where it was asked for
 
 
-@dataclass(frozen=True, slots=True)
-class StreamEvent:
+class StreamEvent(NamedTuple):
     """What one server-sent event says, whatever the API."""
 
     has_token: bool = False
@@ -48,6 +63,7 @@ class StreamEvent:
     num_tokens: int | None = None  # of the whole request, where the server counts for us
     num_prompt_tokens: int | None = None
     error: str | None = None
+    text: str = ""
 
 
 class Api(Protocol):
@@ -55,7 +71,7 @@ class Api(Protocol):
 
     path: str
 
-    def body(self, prompt: str, output_length: int) -> dict[str, Any]:
+    def body(self, asked: Asked, output_length: int) -> dict[str, Any]:
         """The body of a streamed, greedy request for `output_length` tokens."""
 
     def read(self, data: bytes) -> StreamEvent:
@@ -63,13 +79,17 @@ class Api(Protocol):
 
 
 class TgiApi:
-    """`/generate_stream` of Lockstep and TGI. Nothing here makes a model go on after its end token."""
+    """`/generate_stream` of Lockstep and TGI. Lockstep reads `ignore_eos`; TGI, which cannot, passes over it."""
 
     path = "/generate_stream"
 
-    def body(self, prompt: str, output_length: int) -> dict[str, Any]:
+    def __init__(self, *, ignore_eos: bool = False) -> None:
+        self._further: dict[str, Any] = {"ignore_eos": True} if ignore_eos else {}
+
+    def body(self, asked: Asked, output_length: int) -> dict[str, Any]:
         """The body of a streamed, greedy request, with details so that the server counts its tokens."""
-        return {"inputs": prompt, "parameters": {"max_new_tokens": output_length, "details": True}}
+        parameters = {"max_new_tokens": output_length, "details": True, **self._further}
+        return {"inputs": as_text(asked), "parameters": parameters}
 
     def read(self, data: bytes) -> StreamEvent:
         """One event. Raises ValueError, LookupError, TypeError or AttributeError if it is none of this API."""
@@ -82,6 +102,7 @@ class TgiApi:
             is_last=event["generated_text"] is not None,
             num_tokens=details.get("generated_tokens"),
             num_prompt_tokens=details.get("input_length"),
+            text=event["token"]["text"],
         )
 
 
@@ -91,14 +112,12 @@ class OpenAiApi:
     path = "/v1/completions"
 
     def __init__(self, model: str, *, ignore_eos: bool = True) -> None:
-        self._model = model
-        self._ignore_eos = ignore_eos
+        self._always: dict[str, Any] = {"model": model, "temperature": 0, "stream": True}
+        self._always |= {"stream_options": {"include_usage": True}} | ({"ignore_eos": True} if ignore_eos else {})
 
-    def body(self, prompt: str, output_length: int) -> dict[str, Any]:
+    def body(self, asked: Asked, output_length: int) -> dict[str, Any]:
         """The body of a streamed, greedy request that also asks for the count of its tokens."""
-        body: dict[str, Any] = {"model": self._model, "prompt": prompt, "max_tokens": output_length, "temperature": 0}
-        body |= {"stream": True, "stream_options": {"include_usage": True}}
-        return body | ({"ignore_eos": True} if self._ignore_eos else {})
+        return {"prompt": as_text(asked), "max_tokens": output_length, **self._always}
 
     def read(self, data: bytes) -> StreamEvent:
         """One event. Raises ValueError, LookupError, TypeError or AttributeError if it is none of this API."""
@@ -108,13 +127,30 @@ class OpenAiApi:
         if "choices" not in event:
             return StreamEvent(error=_openai_error(event))
         usage = event.get("usage") or {}
-        choice = event["choices"][0] if event["choices"] else {"text": "", "finish_reason": "usage"}
-        return StreamEvent(
-            # An empty text may be a token whose character is not whole yet; with a finish reason it is only the end.
-            has_token=bool(choice["text"]) or not choice.get("finish_reason"),
-            num_tokens=usage.get("completion_tokens"),
-            num_prompt_tokens=usage.get("prompt_tokens"),
-        )
+        text, is_token = self._said(event["choices"][0]) if event["choices"] else ("", False)
+        return StreamEvent(is_token, False, usage.get("completion_tokens"), usage.get("prompt_tokens"), None, text)
+
+    def _said(self, choice: Mapping[str, Any]) -> tuple[str, bool]:
+        """The text of an event, and whether it is a token."""
+        # An empty text may be a token whose character is not whole yet; with a finish reason it is only the end.
+        return choice["text"], bool(choice["text"]) or not choice.get("finish_reason")
+
+
+class ChatApi(OpenAiApi):
+    """`/v1/chat/completions`. What a model thinks before its answer is generated as the answer is, and counts."""
+
+    path = "/v1/chat/completions"
+
+    def body(self, asked: Asked, output_length: int) -> dict[str, Any]:
+        """The body of a streamed, greedy request; `max_tokens`, which some servers know alone."""
+        return {"messages": as_messages(asked), "max_tokens": output_length, **self._always}
+
+    def _said(self, choice: Mapping[str, Any]) -> tuple[str, bool]:
+        """The first event has a role and no text, and is no token."""
+        delta = choice["delta"]
+        thought = delta.get("reasoning_content") or delta.get("reasoning")
+        text = delta.get("content") or ""
+        return text, bool(text or thought or delta.get("tool_calls"))
 
 
 def _openai_error(event: dict[str, Any]) -> str:
@@ -165,11 +201,14 @@ class HttpExchange(asyncio.Protocol):
 
     def _cut_events(self, on_event: Callable[[bytes, float], None], arrived_at: float) -> None:
         """Hand over the whole lines of the body that carry data; comments and blank lines are dropped."""
-        *lines, rest = self.body.split(b"\n")
-        self.body = rest
+        end = self.body.rfind(b"\n") + 1
+        if not end:
+            return
+        lines = bytes(self.body[:end]).split(b"\n")
+        del self.body[:end]
         for line in lines:
             if line.startswith(b"data:"):
-                on_event(bytes(line[5:].strip()), arrived_at)
+                on_event(line[5:].strip(), arrived_at)
 
     def _end(self) -> None:
         if not self.ended.done():
@@ -190,13 +229,13 @@ class HttpClient:
         self._timeout_s = timeout_s
         self._key_line = f"Authorization: Bearer {api_key}\r\n" if api_key else ""
 
-    async def stream(self, api: Api, prompt: str, output_length: int) -> Reply:
+    async def stream(self, api: Api, asked: Asked, output_length: int, *, keep_text: bool = False) -> Reply:
         """One request, to its last token or its error. Never raises for what a server can do."""
         reply = Reply(sent_at=time.perf_counter())
-        stream = _Stream(api, reply)
+        stream = _Stream(api, reply, keep_text)
         try:
             async with asyncio.timeout(self._timeout_s):
-                body = orjson.dumps(api.body(prompt, output_length))
+                body = orjson.dumps(api.body(asked, output_length))
                 connection = await self._exchange("POST", api.path, body, stream.take)
             stream.close(connection)
         except TimeoutError:
@@ -247,9 +286,10 @@ class HttpClient:
 class _Stream:
     """Notes the events of one stream in its reply."""
 
-    def __init__(self, api: Api, reply: Reply) -> None:
+    def __init__(self, api: Api, reply: Reply, keep_text: bool) -> None:
         self._api = api
         self._reply = reply
+        self._keep_text = keep_text
         self._is_over = False
 
     def take(self, data: bytes, arrived_at: float) -> None:
@@ -264,10 +304,13 @@ class _Stream:
         reply.num_prompt_tokens = event.num_prompt_tokens or reply.num_prompt_tokens
         reply.error = reply.error or event.error
         self._is_over |= event.is_last
+        if self._keep_text:
+            reply.text += event.text
 
     def close(self, connection: HttpExchange) -> None:
         """Judge what came: a stream without its last event was cut."""
         reply = self._reply
+        reply.status = connection.status
         if connection.status not in (0, 200):
             reply.error, reply.detail = str(connection.status), connection.body.decode(errors="replace")[:200]
         elif not self._is_over or not reply.token_times:

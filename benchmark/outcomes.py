@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -25,13 +25,32 @@ PERCENTILES = ("p50", "p90", "p99")
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How requests come: exactly one of the two is set."""
+    """How requests come: exactly one of the first two is set."""
 
     concurrency: int | None = None
-    request_rate: float | None = None
+    request_rate: float | None = None  # the mean over the run
+    ramp: tuple[float, float] | None = None  # the rate at the beginning and at the end, where it changes
+    burstiness: float = 1.0  # standard deviation / mean of the gaps: 0 constant, 1 Poisson
+    max_concurrency: int | None = None  # with a rate: so many at once, others wait at the client
+    trace: str | None = None  # the file whose times are replayed
 
     def __str__(self) -> str:
-        return f"{self.concurrency} concurrent" if self.request_rate is None else f"{self.request_rate:g} requests/s"
+        if self.request_rate is None:
+            return f"{self.concurrency} concurrent"
+        rates = f"{self.ramp[0]:g} to {self.ramp[1]:g}" if self.ramp else f"{self.request_rate:g}"
+        gaps = {0.0: ", constant gaps", 1.0: ""}.get(self.burstiness, f", gaps' deviation / mean {self.burstiness:g}")
+        cap = f", {self.max_concurrency} at once" if self.max_concurrency else ""
+        return f"{rates} requests/s{f' of {self.trace}' if self.trace else gaps}{cap}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The keys of a row that say what its load was."""
+        return asdict(self) | {"ramp": list(self.ramp) if self.ramp else None}
+
+
+def load_of(row: Mapping[str, Any]) -> Load:
+    """The load of a row, also of one from before loads had more than their first two fields."""
+    given = {name: row[name] for name in Load.__dataclass_fields__ if name in row}
+    return Load(**given | ({"ramp": tuple(given["ramp"])} if given.get("ramp") else {}))
 
 
 def loads(concurrencies: Iterable[int], request_rates: Iterable[float]) -> list[Load]:
@@ -47,6 +66,8 @@ class Outcome:
     lengths: Lengths
     intended_at: float  # of time.perf_counter
     reply: Reply
+    held_s: float = 0.0  # how long the cap on concurrent requests kept it at the client
+    turn: int = 0  # of its conversation
 
     @property
     def is_short(self) -> bool:
@@ -119,8 +140,7 @@ def row_of(
         "input_length": cell.input_length,
         "output_length": cell.output_length,
         "length_distribution": distribution,
-        "concurrency": load.concurrency,
-        "request_rate": load.request_rate,
+        **load.to_json(),
         "requests_per_second": len(good) / seconds,
         "output_tokens_per_second": sum(outcome.reply.num_tokens for outcome in good) / seconds,
         "latency_per_token_ms": _mean(samples["latency_per_token_ms"]),
@@ -135,7 +155,9 @@ def row_of(
         "short": sum(outcome.is_short for outcome in good),
         "other_input_length": sum(_is_other_input(outcome) for outcome in good),
         "seconds": seconds,
-        "sent_late_ms": percentiles([1000 * (o.reply.sent_at - o.intended_at) for o in outcomes]),
+        "sent_late_ms": percentiles([1000 * (o.reply.sent_at - o.intended_at - o.held_s) for o in outcomes]),
+        "held_ms": percentiles([1000 * o.held_s for o in outcomes]),
+        "later_turns": sum(outcome.turn > 0 for outcome in outcomes),
         "samples": {name: values for name, values in samples.items() if name != "inter_token_ms"},
     }
 
@@ -179,7 +201,7 @@ def _goodput(good: Sequence[Outcome], num_sent: int, seconds: float, objectives:
 
 def _is_other_input(outcome: Outcome) -> bool:
     counted = outcome.reply.num_prompt_tokens
-    return counted is not None and counted != outcome.lengths.input_length
+    return outcome.turn == 0 and counted is not None and counted != outcome.lengths.input_length
 
 
 # ------------------------------------------------------------------------------------------------------ tables
@@ -196,7 +218,7 @@ def markdown(result: Result) -> str:
     parts = [f"# {result.context.model}"]
     by_load: dict[Load, list[dict[str, Any]]] = {}
     for row in result.rows:
-        by_load.setdefault(Load(row["concurrency"], row["request_rate"]), []).append(row)
+        by_load.setdefault(load_of(row), []).append(row)
     for load, rows in by_load.items():
         parts += [f"## {load}", throughput_table(rows), latency_table(rows)]
         parts += [goodput_table(rows)] if rows[0]["goodput"] else []
@@ -266,7 +288,17 @@ def _remarks(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name}: {which} failed: {kinds}."
     if row["short"]:
         yield f"{name}: {row['short']} of {row['requests']} answers were short: the model ended them by itself."
-    if row["sent_late_ms"]["p99"] > LATE_MS:
-        yield f"{name}: the client itself was late: 1 % of its requests by {row['sent_late_ms']['p99']:.0f} ms or more."
+    if limits := row.get("client", {}).get("limits"):
+        yield (
+            f"**{name}: the client limited this run**, so its figures are worse than the server's: "
+            f"{' and '.join(limits)}. Give it a core of its own, or another machine."
+        )
+    if row.get("sent_again"):
+        yield (
+            f"{name}: {row['sent_again']} prompts were sent again after all {row['drawn_requests']} were used up: a "
+            "prefix cache may have answered for them. Give a higher --num-requests."
+        )
+    if row.get("max_concurrency") and row["held_ms"]["p99"] > LATE_MS:
+        yield f"{name}: the cap kept 1 % of the requests at the client for {row['held_ms']['p99']:.0f} ms or more."
     if row["other_input_length"]:
         yield f"{name}: the server counted another prompt length in {row['other_input_length']} requests."

@@ -5,165 +5,28 @@ open loops (Poisson arrivals, whatever the server does). In an open loop every t
 was meant to be sent, so that a server which makes its clients wait cannot hide it (coordinated omission). Failed
 requests are counted by kind and never enter a latency. Tokens are counted as they came, not as they were asked for.
 
-The drawn work is in `workload.py`, the wire in `http_client.py`. Not here: several client processes, sessions of
-several turns, and shared prefixes.
+What is sent, and when, is in `benchmark/load/`, the wire in `http_client.py`. Not here: several client processes.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
-from random import Random
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmark import interrupts, launch, options, plots, slo, workload
-from benchmark.http_client import DISCONNECTED, Api, HttpClient, OpenAiApi, TgiApi
-from benchmark.loops import closed_loop, open_loop, sender, unreachable
-from benchmark.outcomes import Load, Objectives, Outcome, loads, markdown, progress, row_of
+from benchmark import interrupts, launch, options, plots, slo
+from benchmark.http_client import Api, ChatApi, HttpClient, OpenAiApi, TgiApi
+from benchmark.load import arguments
+from benchmark.load.sweep import MeasuredServer, Sweep, refuse_too_long
+from benchmark.loops import unreachable
+from benchmark.outcomes import markdown
 from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output, published
-from benchmark.workload import Lengths, PlannedRequest
 
-LENGTHS = (128, 512, 1024, 2048)  # the published sweeps'
-CONCURRENCY = 16
-ABOVE_ZERO = options.number(above=0)
 SERVER_REQUESTS = 128  # the launcher's own default of --max-concurrent-requests
-
-
-# ------------------------------------------------------------------------------------------------------- sweep
-
-
-@dataclass(frozen=True)
-class MeasuredServer:
-    """The server to measure, and what it says of itself."""
-
-    url: str
-    model: str
-    info: Mapping[str, Any]  # of GET /info; empty for servers without
-    server: launch.Server | None = None  # None: not ours
-    has_meaning: bool = True  # False: random weights, whose tokenizer knows no words
-
-    def cause(self, error: BenchError) -> BenchError:
-        """Why a server of ours was lost: its launcher knows better than the connection."""
-        if self.server is None:
-            return error
-        self.server.wait_ended(5.0)
-        return BenchError(self.server.failure() or str(error))
-
-
-class Sweep:
-    """The loads of one run, sent to one server row after row."""
-
-    def __init__(self, args: argparse.Namespace, target: MeasuredServer) -> None:
-        self._args = args
-        self._target = target
-        self._client = _client(args, target.url)
-        self._send = sender(self._client, _api(args, target.model))
-        self._ends = workload.local_token_ends(args.tokenizer) if args.tokenizer else server_token_ends(self._client)
-        self._given = workload.read_lengths(args.lengths_file) if args.lengths_file else None
-        self._objectives = Objectives(args.ttft_objective, args.tpot_objective)
-
-    async def run(self, result: Result, keep: Callable[[], None]) -> None:
-        """Add the rows to the result, one at a time. Raises BenchError; the finished rows are there."""
-        try:
-            for cell in self._cells() if self._args.slo else ():
-                await self._search(cell, result, keep)
-            for cell, load in product(self._cells(), loads(self._args.concurrency, self._args.request_rate)):
-                row = await self._measure(cell, load)
-                result.rows.append(row)
-                keep()
-                print(progress(row, load), file=sys.stderr)
-                if DISCONNECTED in row["errors_by_kind"]:
-                    await check_alive(self._client)
-            if all(row["errors"] == row["requests"] for row in result.rows):
-                raise BenchError("no request succeeded: the report counts the errors by kind")
-        except BenchError as error:
-            raise self._target.cause(error) from None
-
-    def _cells(self) -> list[Lengths]:
-        if self._given is not None:
-            return [workload.mean_lengths(self._given)]
-        return [Lengths(*pair) for pair in product(self._args.input_length, self._args.output_length)]
-
-    async def _measure(self, cell: Lengths, load: Load) -> dict[str, Any]:
-        random = Random(f"{self._args.seed} {cell} {load}")
-        warmups = await self._plan(cell, load, self._args.warmups, random)
-        requests = await self._plan(cell, load, num_requests(self._args, load), random)
-        await closed_loop(self._send, warmups, load.concurrency or len(warmups))
-        if load.concurrency is not None:
-            outcomes = await closed_loop(self._send, requests, load.concurrency)
-        else:
-            outcomes = await open_loop(self._send, requests)
-        return row_of(cell, load, outcomes, self._objectives, self._args.length_distribution)
-
-    async def _search(self, cell: Lengths, result: Result, keep: Callable[[], None]) -> None:
-        """Find the highest rate that keeps the objectives; its last probe is a row. Raises BenchError."""
-        random = Random(f"{self._args.seed} {cell} slo")
-        outcomes: list[Outcome] = []
-
-        async def send(rate: float | None, count: int) -> list[Outcome]:
-            planned = await self._plan(cell, Load(request_rate=rate) if rate else Load(concurrency=1), count, random)
-            outcomes[:] = await (open_loop(self._send, planned) if rate else closed_loop(self._send, planned, 1))
-            return outcomes
-
-        found = {"input_length": cell.input_length, "output_length": cell.output_length}
-        result.extra.setdefault("slo_searches", []).append(found)
-        try:
-            rate = await slo.searched(self._args, send, found)
-        finally:
-            keep()
-        load = Load(request_rate=rate)
-        result.rows.append(row_of(cell, load, outcomes, self._objectives, self._args.length_distribution))
-        keep()
-
-    async def _plan(self, cell: Lengths, load: Load, count: int, random: Random) -> list[PlannedRequest]:
-        if self._given is not None:
-            lengths = random.choices(self._given, k=count)
-        else:
-            lengths = workload.draw_lengths(self._args.length_distribution, cell, count, random)
-        times = workload.poisson_times(load.request_rate, count, random) if load.request_rate else [0.0] * count
-        words = workload.WORDS if self._target.has_meaning else workload.MEANINGLESS_WORDS
-        prompts = [await workload.exact_prompt(one.input_length, self._ends, random, words) for one in lengths]
-        return [PlannedRequest(*parts) for parts in zip(prompts, lengths, times, strict=True)]
-
-
-def num_requests(args: argparse.Namespace, load: Load) -> int:
-    """How many requests a row has: enough that the streams' unequal ends matter little, or a minute of arrivals."""
-    return args.num_requests or max(32, 4 * (load.concurrency or 0), round(60 * (load.request_rate or 0)))
-
-
-def server_token_ends(client: HttpClient) -> workload.TokenEnds:
-    """A function that finds where tokens end by the server's own `/tokenize`."""
-
-    async def ends(text: str) -> list[int]:
-        try:
-            status, tokens = await client.json("POST", "/tokenize", {"inputs": text})
-            if status == 422 and " " in text:
-                raise workload.TextTooLong(str(tokens))
-            return [token["stop"] for token in tokens]
-        except (OSError, TimeoutError) as error:
-            raise unreachable(client.url, error) from None
-        except (KeyError, TypeError):
-            raise BenchError(
-                f"{client.url}/tokenize (status {status}) does not tell where tokens end: give --tokenizer the folder "
-                "of the model's tokenizer.json"
-            ) from None
-
-    return ends
-
-
-async def check_alive(client: HttpClient) -> None:
-    """Ask the server whether it lives. Raises BenchError when nothing listens any more."""
-    try:
-        await client.json("GET", "/health")
-    except (OSError, TimeoutError) as error:
-        raise unreachable(client.url, error) from None
 
 
 # ------------------------------------------------------------------------------------------------ command line
@@ -173,37 +36,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
     target = parser.add_argument_group("server to measure")
     target.add_argument("--url", help="of a running server; without it one is started. --model-id then only names it")
-    target.add_argument("--api", choices=("tgi", "openai"), default="tgi", help="what it speaks (tgi)")
+    target.add_argument(
+        "--api", choices=("tgi", "openai", "chat"), default="tgi",
+        help="/generate_stream, /v1/completions or /v1/chat/completions (tgi)",
+    )  # fmt: skip
     target.add_argument("--api-key-file", type=Path, metavar="FILE", help="the server's key")
-    target.add_argument("--no-ignore-eos", action="store_true", help="for openai servers that refuse `ignore_eos`")
+    target.add_argument("--no-ignore-eos", action="store_true", help="let models end their answers")
     target.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer.json's folder, without /tokenize")
-    target.add_argument("--timeout", type=ABOVE_ZERO, default=600.0, metavar="S", help="of a request (600)")
-    _add_work_arguments(parser.add_argument_group("work"))
-    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md, result.json and plots")
+    target.add_argument("--timeout", type=arguments.ABOVE_ZERO, default=600.0, metavar="S", help="of a request (600)")
+    arguments.add_work_arguments(parser.add_argument_group("what is sent"))
+    arguments.add_load_arguments(parser.add_argument_group("when"))
+    parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report, plots and requests.jsonl")
     launch.add_server_arguments(parser)
     parser.add_argument("launcher_flags", nargs="*", metavar="-- FLAG", help="further flags of the launcher")
-
-
-def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
-    lengths = " ".join(map(str, LENGTHS))
-    repeatable: dict[str, Any] = {"nargs": "+", "action": "extend"}
-    group.add_argument("--input-length", type=options.positive, metavar="N", help=f"prompt ({lengths})", **repeatable)
-    group.add_argument("--output-length", type=options.positive, metavar="N", help=f"answer ({lengths})", **repeatable)
-    group.add_argument(
-        "--length-distribution", default="fixed", metavar="KIND",
-        help="around the lengths of the grid: fixed, uniform (half to one and a half) or lognormal (same mean); or in "
-        'place of the grid a JSONL file of {"input_length": …, "output_length": …}',
-    )  # fmt: skip
-    group.add_argument("--concurrency", type=options.positive, metavar="N", help="closed loops (16)", **repeatable)
-    group.add_argument("--request-rate", type=ABOVE_ZERO, metavar="R", help="open loops, per second", **repeatable)
-    group.add_argument(
-        "--num-requests", type=options.positive, metavar="N", help="of a row (4 x concurrency or 60 s, >= 32)"
-    )
-    group.add_argument("--warmups", type=options.not_negative, default=1, metavar="N", help="requests before a row (1)")
-    group.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (0)")
-    slo.add_arguments(group)
-    group.add_argument("--ttft-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
-    group.add_argument("--tpot-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -212,8 +57,10 @@ def run(args: argparse.Namespace) -> int:
     prepare_output(args.output)
     draws = plots.wanted(args.output)
     with _target(args) as target:
-        _refuse_what_is_too_long(args, target.info)
-        sweep = Sweep(args, target)
+        if longest := arguments.longest_of(args):
+            total = longest.input_length + longest.output_length
+            refuse_too_long({"max_input_length": longest.input_length, "max_total_tokens": total}, target.info, args)
+        sweep = Sweep(args, target, _client(args, target.url), _api(args, target.model))
         result = Result(
             _context(args, target),
             notes=_notes(args),
@@ -228,15 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _complete(args: argparse.Namespace) -> None:
     """Fill in defaults, and refuse what contradicts itself or cannot be read. Raises BenchError."""
-    args.input_length = options.distinct(args.input_length or LENGTHS)
-    args.output_length = options.distinct(args.output_length or LENGTHS)
-    slo.check(args)
-    args.request_rate = options.distinct(args.request_rate or ())
-    args.concurrency = options.distinct(args.concurrency or (() if args.request_rate or args.slo else (CONCURRENCY,)))
-    is_file = args.length_distribution not in workload.DISTRIBUTIONS
-    args.lengths_file = Path(args.length_distribution) if is_file else None
-    if args.lengths_file is not None:
-        workload.read_lengths(args.lengths_file)
+    arguments.complete(args)
     if args.url is None:
         return
     own = ("random_weights", "num_shard", "dtype", "device", "quantize", "kv_cache_dtype", "launcher_flags")
@@ -276,7 +115,7 @@ async def _running(args: argparse.Namespace) -> MeasuredServer:
         raise unreachable(args.url, error) from None
     info = info if isinstance(info, dict) else {}
     model = args.model_id or _first_model(models) or info.get("model_id")
-    if model is None and args.api == "openai":
+    if model is None and args.api != "tgi":
         raise BenchError(f"{args.url}/v1/models names no model: give --model-id")
     return MeasuredServer(args.url, model or "unknown", info)
 
@@ -297,37 +136,18 @@ def _client(args: argparse.Namespace, url: str) -> HttpClient:
 
 
 def _api(args: argparse.Namespace, model: str) -> Api:
-    return TgiApi() if args.api == "tgi" else OpenAiApi(model, ignore_eos=not args.no_ignore_eos)
-
-
-def _refuse_what_is_too_long(args: argparse.Namespace, info: Mapping[str, Any]) -> None:
-    """Raises BenchError for lengths that the server says it does not take. info: of GET /info."""
-    lengths = workload.read_lengths(args.lengths_file) if args.lengths_file else [_longest(args)]
-    longest = {
-        "max_input_length": max(one.input_length for one in lengths),
-        "max_total_tokens": max(one.input_length + one.output_length for one in lengths),
-    }
-    for name, count in longest.items():
-        if isinstance(most := info.get(name), int) and count > most:
-            raise BenchError(
-                f"requests of up to {count} tokens are asked for, and {name} of the server is {most}: give shorter "
-                f"--input-length and --output-length, or start it with --{name.replace('_', '-')} {count}"
-            )
-
-
-def _longest(args: argparse.Namespace) -> Lengths:
-    longest_mean = Lengths(max(args.input_length), max(args.output_length))
-    return workload.longest_drawn(args.length_distribution, longest_mean)
+    ignore_eos = not args.no_ignore_eos
+    if args.api == "tgi":
+        return TgiApi(ignore_eos=ignore_eos)
+    return (ChatApi if args.api == "chat" else OpenAiApi)(model, ignore_eos=ignore_eos)
 
 
 def _limits(args: argparse.Namespace) -> list[str]:
     """Launcher flags of a server that takes the longest request and the most streams, where the user does not say."""
-    longest = _longest(args)
-    limits = {
-        "--max-input-length": longest.input_length,
-        "--max-total-tokens": longest.input_length + longest.output_length,
-        "--max-concurrent-requests": max(SERVER_REQUESTS, *args.concurrency, 0),
-    }
+    limits = {"--max-concurrent-requests": max(SERVER_REQUESTS, *args.concurrency, args.max_concurrency or 0)}
+    if longest := arguments.longest_of(args):
+        total = longest.input_length + longest.output_length
+        limits = {"--max-input-length": longest.input_length, "--max-total-tokens": total} | limits
     said = {flag.partition("=")[0] for flag in args.launcher_flags}
     return launch.flags_of({flag: value for flag, value in limits.items() if flag not in said})
 
@@ -345,20 +165,40 @@ def _context(args: argparse.Namespace, target: MeasuredServer) -> RunContext:
         num_shard=int(info.get("num_shard", 0)),
         threads=0,
         quantize=info.get("quantize"),
-        arguments=arguments_of(args),
+        arguments=_given(args),
         work=_work(args, target.model),
     )
 
 
+def _given(args: argparse.Namespace) -> dict[str, Any]:
+    """The arguments, without what was read of files."""
+    read = ("trace_requests", "conversations", "dataset_output")
+    return {name: value for name, value in arguments_of(args).items() if name not in read}
+
+
 def _work(args: argparse.Namespace, model: str) -> dict[str, Any]:
     """What two results must have in common to be compared. Not how the server is set up: that is the comparison."""
-    work = {"slo": [str(one) for one in args.slo]} if args.slo else {}
+    work: dict[str, Any] = {"slo": [str(one) for one in args.slo]} if args.slo else {}
     work |= {name: getattr(args, name) for name in ("concurrency", "request_rate", "num_requests", "seed")}
+    further = (
+        "ramp", "burstiness", "max_concurrency", "duration", "speed", "split", "prompt_column", "most_tokens",
+        "prefixes", "prefix_length", "prefix_choice", "turns", "think_time",
+    )  # fmt: skip
+    work |= {name: value for name in further if (value := getattr(args, name)) is not None}
+    for name, path in (("dataset", args.dataset), ("trace", args.trace)):
+        if path is not None:
+            work[f"{name}_sha256"] = _digest(path)
     if args.lengths_file is not None:
-        lengths: dict[str, Any] = {"lengths_sha256": hashlib.sha256(args.lengths_file.read_bytes()).hexdigest()}
+        lengths: dict[str, Any] = {"lengths_sha256": _digest(args.lengths_file)}
     else:
         lengths = {name: getattr(args, name) for name in ("length_distribution", "input_length", "output_length")}
     return {"model": model} | work | lengths
+
+
+def _digest(path: Path) -> str:
+    """Of a file, or of all files of a folder."""
+    files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    return hashlib.sha256(b"".join(hashlib.sha256(one.read_bytes()).digest() for one in files)).hexdigest()
 
 
 def _markdown(result: Result) -> str:

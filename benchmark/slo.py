@@ -219,7 +219,8 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Refuse what contradicts a search. Raises BenchError."""
-    if args.slo and (given := options.options_given(args, ("concurrency", "request_rate", "num_requests"))):
+    loads = ("concurrency", "request_rate", "num_requests", "ramp", "trace", "duration")
+    if args.slo and (given := options.options_given(args, loads)):
         raise BenchError(f"--slo chooses the load: leave out {', '.join(given)}, or --slo")
     if not args.slo and (given := options.options_given(args, ("slo_start_rate", "probe_seconds"))):
         raise BenchError(f"{', '.join(given)} is for a search: give --slo too, or leave it out")

@@ -47,12 +47,31 @@ class Lengths:
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedRequest:
-    """One request as it will be sent."""
+class Turn:
+    """A later turn of a conversation: what is said `think_s` seconds after the answer before it."""
 
-    prompt: str
+    messages: Sequence[Mapping[str, str]]
+    lengths: Lengths  # of this turn alone
+    think_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedRequest:
+    """One request as it will be sent, with the turns that follow its answer."""
+
+    prompt: str | Sequence[Mapping[str, str]]
     lengths: Lengths
     send_after_s: float = 0.0  # since the start of the row; closed loops send when a stream is free
+    later: Sequence[Turn] = ()
+    turn: int = 0  # 0: begins a conversation
+
+    def after(self, answer: str, num_tokens: int) -> PlannedRequest:
+        """The next turn's request, which carries the conversation so far. num_tokens: of the answer."""
+        turn, *rest = self.later
+        said = [{"role": "user", "content": self.prompt}] if isinstance(self.prompt, str) else self.prompt
+        history = (*said, {"role": "assistant", "content": answer}, *turn.messages)
+        length = self.lengths.input_length + num_tokens + turn.lengths.input_length
+        return PlannedRequest(history, Lengths(length, turn.lengths.output_length), 0.0, tuple(rest), self.turn + 1)
 
 
 # ---------------------------------------------------------------------------------------------------------- arrivals
@@ -150,9 +169,15 @@ class TextTooLong(BenchError):
     """A server counts no tokens of a text with more than its longest prompt has."""
 
 
-async def exact_prompt(num_tokens: int, token_ends: TokenEnds, random: Random, words: Sequence[str] = WORDS) -> str:
-    """Random words that the tokenizer makes exactly `num_tokens` of, special tokens included. Raises BenchError."""
-    text = " ".join(random.choices(words, k=num_tokens))
+async def exact_prompt(
+    num_tokens: int, token_ends: TokenEnds, random: Random, words: Sequence[str] = WORDS, prefix: str = ""
+) -> str:
+    """Random words that the tokenizer makes exactly `num_tokens` of, special tokens included. Raises BenchError.
+
+    prefix: what the prompt begins with, of fewer tokens than are wanted.
+    """
+    num_words = num_tokens - len(prefix.split(" ")) if prefix else num_tokens
+    text = " ".join([prefix] * bool(prefix) + random.choices(words, k=max(1, num_words)))
     for _ in range(PROMPT_ATTEMPTS):
         try:
             ends = await token_ends(text)

@@ -50,7 +50,10 @@ class Mock:
         lengths = [line.split(":")[1] for line in head.splitlines() if line.lower().startswith("content-length:")]
         body = await reader.readexactly(int(lengths[0]) if lengths else 0)
         route = head.split()[1]
-        if route in ("/generate_stream", "/v1/completions") and route != f"/{self._options.without}":
+        if (
+            route in ("/generate_stream", "/v1/completions", "/v1/chat/completions")
+            and route != f"/{self._options.without}"
+        ):
             async with self._slots:
                 await self._generate(route, json.loads(body), writer)
         else:
@@ -115,8 +118,13 @@ def events(route: str, body: Any, index: int, num_tokens: int) -> list[Any]:
         counts = {"generated_tokens": num_tokens, "input_length": len(body["inputs"].split())}
         token = {"id": index, "text": " word", "logprob": -0.5, "special": False}
         return [{"token": token, "generated_text": "word" if is_last else None, "details": counts if is_last else None}]
-    chunk = {"choices": [{"index": 0, "text": " word", "finish_reason": "length" if is_last else None}]}
-    usage = {"completion_tokens": num_tokens, "prompt_tokens": len(body["prompt"].split())}
+    chunk: dict[str, Any] = {"choices": [{"index": 0, "text": " word", "finish_reason": "length" if is_last else None}]}
+    prompt = body["prompt"] if "prompt" in body else " ".join(message["content"] for message in body["messages"])
+    usage = {"completion_tokens": num_tokens, "prompt_tokens": len(prompt.split())}
+    if route == "/v1/chat/completions":
+        chunk["choices"][0] |= {"delta": {"content": " word"}}
+        first = [{"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}]}]
+        return (first * (index == 0)) + ([chunk, {"choices": [], "usage": usage}, "[DONE]"] if is_last else [chunk])
     return [chunk, {"choices": [], "usage": usage}, "[DONE]"] if is_last else [chunk]
 
 

@@ -16,8 +16,10 @@ import pytest
 
 from benchmark import loops, serving
 from benchmark.__main__ import main
-from benchmark.http_client import HttpClient, OpenAiApi, Reply, TgiApi
-from benchmark.outcomes import Load, Objectives, Outcome, loads, row_of, throughput_table
+from benchmark.http_client import ChatApi, HttpClient, OpenAiApi, Reply, TgiApi
+from benchmark.load.arguments import loads_of
+from benchmark.load.sweep import num_requests
+from benchmark.outcomes import Load, Objectives, Outcome, row_of, throughput_table
 from benchmark.report import BenchError
 from benchmark.workload import Lengths, PlannedRequest
 from tests.benchmark.mock_server import mock_server
@@ -167,11 +169,12 @@ def test_a_lost_server_ends_the_loop_at_once() -> None:
 # ----------------------------------------------------------------------------------------------------- the wire
 
 
-@pytest.mark.parametrize("api", [TgiApi(), OpenAiApi("mock")])
-def test_both_protocols_give_every_token_and_the_servers_counts(api: TgiApi | OpenAiApi) -> None:
+@pytest.mark.parametrize("api", [TgiApi(), OpenAiApi("mock"), ChatApi("mock")])
+def test_every_protocol_gives_every_token_and_the_servers_counts(api: TgiApi | OpenAiApi) -> None:
     with mock_server(ttft_ms=5, gap_ms=5) as url:
-        reply = asyncio.run(HttpClient(url).stream(api, "one two three", 4))
+        reply = asyncio.run(HttpClient(url).stream(api, "one two three", 4, keep_text=True))
     assert (None, 4, 4, 3) == (reply.error, reply.num_tokens, len(reply.token_times), reply.num_prompt_tokens)
+    assert (200, " word" * 4) == (reply.status, reply.text)
     assert reply.sent_at < reply.token_times[0] < reply.token_times[-1] <= reply.ended_at
 
 
@@ -186,6 +189,27 @@ def test_failures_have_names(failure: str, kind: str) -> None:
 def test_a_slow_answer_is_a_timeout() -> None:
     with mock_server(ttft_ms=60_000) as url:
         assert "timeout" == asyncio.run(HttpClient(url, timeout_s=0.1).stream(TgiApi(), "one", 4)).error
+
+
+@pytest.mark.parametrize("kind", [OpenAiApi, ChatApi])
+def test_end_tokens_are_passed_over_where_that_is_asked_for(kind: type[OpenAiApi]) -> None:
+    assert kind("m").body("p", 1)["ignore_eos"] and "ignore_eos" not in kind("m", ignore_eos=False).body("p", 1)
+    assert TgiApi(ignore_eos=True).body("p", 1)["parameters"]["ignore_eos"]
+    assert "ignore_eos" not in TgiApi().body("p", 1)["parameters"]
+
+
+def test_a_conversation_is_messages_for_a_chat_and_lines_for_a_text() -> None:
+    asked = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    assert asked == ChatApi("m").body(asked, 1)["messages"]
+    assert "one\ntwo" == OpenAiApi("m").body(asked, 1)["prompt"] == TgiApi().body(asked, 1)["inputs"]
+    assert [{"role": "user", "content": "one"}] == ChatApi("m").body("one", 1)["messages"]
+
+
+def test_thoughts_are_tokens_and_a_role_is_none() -> None:
+    read = ChatApi("m").read
+    assert read(b'{"choices": [{"delta": {"reasoning_content": "hm"}, "finish_reason": null}]}').has_token
+    assert not read(b'{"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": null}]}').has_token
+    assert not read(b'{"choices": [{"delta": {}, "finish_reason": "stop"}]}').has_token
 
 
 def test_what_openai_servers_send_is_understood() -> None:
@@ -325,9 +349,9 @@ def test_what_follows_two_dashes_goes_to_the_launcher() -> None:
 
 def test_loads_and_lengths_can_be_repeated_and_have_defaults() -> None:
     args = parsed("--concurrency", "1", "8", "--concurrency", "8", "--request-rate", "2.5")
-    wanted = loads(args.concurrency, args.request_rate)
+    wanted = loads_of(args)
     assert [Load(concurrency=1), Load(concurrency=8), Load(request_rate=2.5)] == wanted
-    assert [32, 32, 150] == [serving.num_requests(args, load) for load in wanted]
+    assert [32, 32, 150] == [num_requests(args, load) for load in wanted]
     assert ([128, 512, 1024, 2048], [16]) == (parsed().input_length, parsed().concurrency)
 
 

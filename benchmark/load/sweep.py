@@ -1,0 +1,224 @@
+"""The rows of `serving`: draws the work of each, sends it to the server, and says what came of it.
+
+What is sent is in `sources.py`, when in `arrivals.py` and `benchmark/loops.py`; how a server is found or started, and
+what the command line says, in `benchmark/serving.py`. A search for a rate (`benchmark/slo.py`) sends the same work.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import product
+from random import Random
+from time import time
+from typing import Any
+
+from benchmark import launch, slo, workload
+from benchmark.http_client import DISCONNECTED, Api, HttpClient
+from benchmark.load import arguments, sources
+from benchmark.load.arrivals import arrival_times
+from benchmark.load.lag import LagMeter
+from benchmark.load.records import Records
+from benchmark.loops import capped, closed_loop, open_loop, sender, unreachable
+from benchmark.outcomes import Load, Objectives, Outcome, progress, row_of
+from benchmark.report import BenchError, Result
+from benchmark.workload import Lengths, PlannedRequest
+
+SAMPLE = 32  # requests of a data set that say how long its requests are on average, where no row has been drawn
+
+
+@dataclass(frozen=True)
+class MeasuredServer:
+    """The server to measure, and what it says of itself."""
+
+    url: str
+    model: str
+    info: Mapping[str, Any]  # of GET /info; empty for servers without
+    server: launch.Server | None = None  # None: not ours
+    has_meaning: bool = True  # False: random weights, whose tokenizer knows no words
+
+    def cause(self, error: BenchError) -> BenchError:
+        """Why a server of ours was lost: its launcher knows better than the connection."""
+        if self.server is None:
+            return error
+        self.server.wait_ended(5.0)
+        return BenchError(self.server.failure() or str(error))
+
+
+class Sweep:
+    """The loads of one run, sent to one server row after row."""
+
+    def __init__(self, args: argparse.Namespace, target: MeasuredServer, client: HttpClient, api: Api) -> None:
+        self._args = args
+        self._target = target
+        self._client = client
+        self._send = sender(client, api)
+        self._ends = workload.local_token_ends(args.tokenizer) if args.tokenizer else server_token_ends(self._client)
+        self._given = workload.read_lengths(args.lengths_file) if args.lengths_file else None
+        self._objectives = Objectives(args.ttft_objective, args.tpot_objective)
+        self._records = Records(args.output)
+
+    async def run(self, result: Result, keep: Callable[[], None]) -> None:
+        """Add the rows to the result, one at a time. Raises BenchError; the finished rows are there."""
+        try:
+            for cell in self._cells() if self._args.slo else ():
+                await self._search(cell, result, keep)
+            for cell, load in product(self._cells(), arguments.loads_of(self._args)):
+                row = await self._measure(cell, load)
+                result.rows.append(row)
+                keep()
+                print(progress(row, load), file=sys.stderr)
+                if DISCONNECTED in row["errors_by_kind"]:
+                    await check_alive(self._client)
+            if all(row["errors"] == row["requests"] for row in result.rows):
+                raise BenchError("no request succeeded: the report counts the errors by kind")
+        except BenchError as error:
+            raise self._target.cause(error) from None
+
+    def _cells(self) -> list[Lengths | None]:
+        """What the rows are named by; None where the lengths are those of a file's texts or of a trace."""
+        if self._args.trace_requests is not None or self._args.conversations is not None:
+            return [None]
+        if self._given is not None:
+            return [workload.mean_lengths(self._given)]
+        return [Lengths(*pair) for pair in product(self._args.input_length, self._args.output_length)]
+
+    async def _measure(self, cell: Lengths | None, load: Load) -> dict[str, Any]:
+        random = Random(f"{self._args.seed} {cell} {load}")
+        source = self._source(cell, Random(f"prompts of {self._args.seed} {cell} {load}"))
+        warmups = await source.draw(self._args.warmups, random) if self._args.warmups else []
+        requests = await self._plan(source, load, random)
+        refuse_too_long(sources.longest([*warmups, *requests]), self._target.info, self._args)
+        await closed_loop(self._send, warmups, load.concurrency or len(warmups))
+        began_unix_s = time()
+        async with LagMeter() as meter:
+            outcomes = await self._sent(requests, load)
+        self._records.add(outcomes, min(outcome.intended_at for outcome in outcomes))
+        cell = cell or workload.mean_lengths([one.lengths for one in requests])
+        row = row_of(cell, load, outcomes, self._objectives, self._distribution())
+        sent = sum(outcome.turn == 0 for outcome in outcomes)
+        about = {"began_unix_s": began_unix_s, "duration": self._args.duration, "drawn_requests": len(requests)}
+        return row | about | {"sent_again": max(0, sent - len(requests)), "client": meter.report(late_ms(row))}
+
+    async def _search(self, cell: Lengths | None, result: Result, keep: Callable[[], None]) -> None:
+        """Find the highest rate that keeps the objectives; its last probe is a row. Raises BenchError."""
+        random = Random(f"{self._args.seed} {cell} slo")
+        source = self._source(cell, Random(f"prompts of {self._args.seed} {cell} slo"))
+        outcomes: list[Outcome] = []
+
+        async def send(rate: float | None, count: int) -> list[Outcome]:
+            requests = await source.draw(count, random)
+            if rate is None:
+                outcomes[:] = await closed_loop(self._send, requests, 1)
+            else:
+                times = arrival_times(Load(request_rate=rate), count, None, random)
+                outcomes[:] = await open_loop(self._send, sources.at_times(requests, times))
+            return outcomes[:count] if rate is None else outcomes  # the first turns: one stream's rate
+
+        cell = cell or workload.mean_lengths([one.lengths for one in await source.draw(SAMPLE, random)])
+        found: dict[str, Any] = {"input_length": cell.input_length, "output_length": cell.output_length}
+        result.extra.setdefault("slo_searches", []).append(found)
+        try:
+            rate = await slo.searched(self._args, send, found)
+        finally:
+            keep()
+        load = Load(request_rate=rate)
+        result.rows.append(row_of(cell, load, outcomes, self._objectives, self._distribution()))
+        keep()
+
+    async def _sent(self, requests: list[PlannedRequest], load: Load) -> list[Outcome]:
+        if load.concurrency is not None:
+            return await closed_loop(self._send, requests, load.concurrency, self._args.duration)
+        send = capped(self._send, load.max_concurrency) if load.max_concurrency else self._send
+        return await open_loop(send, requests)
+
+    def _source(self, cell: Lengths | None, random: Random) -> sources.Source:
+        args = self._args
+        words = workload.WORDS if self._target.has_meaning else workload.MEANINGLESS_WORDS
+        texts = sources.Texts(self._ends, words, random)
+        dialogue = sources.Dialogue(args.turns or 1, args.think_time or 0.0)
+        if args.trace_requests is not None:
+            return sources.TraceSource(texts, args.trace_requests, args.most_tokens)
+        if args.conversations is not None:
+            return sources.DatasetSource(texts, args.conversations, args.dataset_output, args.most_tokens, dialogue)
+        choice = args.prefix_choice or sources.CHOICES[0]
+        prefixes = sources.Prefixes(args.prefixes, args.prefix_length, choice) if args.prefixes else None
+        assert cell is not None, "random prompts have lengths"
+        return sources.RandomSource(texts, lambda n, random: self._lengths(cell, n, random), prefixes, dialogue)
+
+    def _lengths(self, cell: Lengths, count: int, random: Random) -> list[Lengths]:
+        if self._given is not None:
+            return random.choices(self._given, k=count)
+        return workload.draw_lengths(self._args.length_distribution, cell, count, random)
+
+    async def _plan(self, source: sources.Source, load: Load, random: Random) -> list[PlannedRequest]:
+        """The requests of a row with their times. Raises BenchError where there are none."""
+        args = self._args
+        if args.trace_requests is not None:
+            drawn = await source.draw(args.num_requests or len(args.trace_requests), random)
+            return [one for one in drawn if one.send_after_s < (args.duration or float("inf"))]
+        if load.request_rate is None:
+            return await source.draw(num_requests(args, load), random)
+        count = args.num_requests if args.duration else num_requests(args, load)
+        # The lengths are drawn first, then the times, as `simulate` does, unless a duration decides how many there are.
+        times = arrival_times(load, count, args.duration, random) if args.duration else None
+        if times == []:
+            raise BenchError(f"no request comes in {args.duration:g} s at {load}: give a longer --duration")
+        requests = await source.draw(len(times or [()] * (count or 0)), random)
+        return sources.at_times(requests, times or arrival_times(load, count, None, random))
+
+    def _distribution(self) -> str:
+        named = self._args.trace or self._args.dataset
+        return str(named) if named else str(self._args.length_distribution)
+
+
+def num_requests(args: argparse.Namespace, load: Load) -> int:
+    """How many requests a row has: enough that the streams' unequal ends matter little, or a minute of arrivals."""
+    return args.num_requests or max(32, 4 * (load.concurrency or 0), round(60 * (load.request_rate or 0)))
+
+
+def late_ms(row: Mapping[str, Any]) -> float:
+    """How late 1 % of a row's requests were sent, or later, in milliseconds."""
+    return float(row["sent_late_ms"]["p99"])
+
+
+def server_token_ends(client: HttpClient) -> workload.TokenEnds:
+    """A function that finds where tokens end by the server's own `/tokenize`."""
+
+    async def ends(text: str) -> list[int]:
+        try:
+            status, tokens = await client.json("POST", "/tokenize", {"inputs": text})
+            if status == 422 and " " in text:
+                raise workload.TextTooLong(str(tokens))
+            return [token["stop"] for token in tokens]
+        except (OSError, TimeoutError) as error:
+            raise unreachable(client.url, error) from None
+        except (KeyError, TypeError):
+            raise BenchError(
+                f"{client.url}/tokenize (status {status}) does not tell where tokens end: give --tokenizer the folder "
+                "of the model's tokenizer.json"
+            ) from None
+
+    return ends
+
+
+async def check_alive(client: HttpClient) -> None:
+    """Ask the server whether it lives. Raises BenchError when nothing listens any more."""
+    try:
+        await client.json("GET", "/health")
+    except (OSError, TimeoutError) as error:
+        raise unreachable(client.url, error) from None
+
+
+def refuse_too_long(longest: Mapping[str, int], info: Mapping[str, Any], args: argparse.Namespace) -> None:
+    """Raises BenchError for lengths that the server says it does not take. info: of GET /info."""
+    of_files = args.conversations is not None or args.trace_requests is not None
+    remedy = "leave those out by --most-tokens" if of_files else "give shorter --input-length and --output-length"
+    for name, count in longest.items():
+        if isinstance(most := info.get(name), int) and count > most:
+            raise BenchError(
+                f"requests of up to {count} tokens are asked for, and {name} of the server is {most}: {remedy}, or "
+                f"start it with --{name.replace('_', '-')} {count}"
+            )
