@@ -26,6 +26,8 @@ from benchmark.loops import unreachable
 from benchmark.outcomes import markdown
 from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output, published
 
+# What a chat's template, or a line's end, adds to a message, and an answer that is tokenised again.
+MESSAGE_TOKENS = 32
 SERVER_REQUESTS = 128  # the launcher's own default of --max-concurrent-requests
 
 
@@ -142,7 +144,9 @@ def _api(args: argparse.Namespace, model: str) -> Api:
 
 def _limits(args: argparse.Namespace) -> list[str]:
     """Launcher flags of a server that takes the longest request and the most streams, where the user does not say."""
-    limits = {options.option(name): count for name, count in arguments.limits_of(args).items()}
+    messages = 2 * (args.turns or 1) - 1 if args.turns or args.api == "chat" else 0
+    spare = MESSAGE_TOKENS * messages
+    limits = {options.option(name): count + spare for name, count in arguments.limits_of(args).items()}
     limits["--max-concurrent-requests"] = max(SERVER_REQUESTS, *args.concurrency, args.max_concurrency or 0)
     said = {flag.partition("=")[0] for flag in args.launcher_flags}
     return launch.flags_of({flag: value for flag, value in limits.items() if flag not in said})

@@ -341,6 +341,11 @@ def test_limits_are_those_of_one_request(tmp_path: Path) -> None:
     assert {"max_input_length": 6 + 8 + 6, "max_total_tokens": 28} == limits_of(parsed(*GRID, "--turns", "2"))
 
 
+def test_a_server_of_ours_has_room_for_what_messages_add() -> None:
+    flags = serving._limits(parsed(*GRID, "--turns", "2"))
+    assert ["--max-input-length", str(20 + 3 * 32), "--max-total-tokens", str(28 + 3 * 32)] == flags[:4]
+
+
 def parsed(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     serving.add_arguments(parser)
