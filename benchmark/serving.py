@@ -26,6 +26,8 @@ from benchmark.loops import unreachable
 from benchmark.outcomes import markdown
 from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output, published
 
+# What a chat's template, or a line's end, adds to a message, and an answer that is tokenised again.
+MESSAGE_TOKENS = 32
 SERVER_REQUESTS = 128  # the launcher's own default of --max-concurrent-requests
 
 
@@ -57,9 +59,7 @@ def run(args: argparse.Namespace) -> int:
     prepare_output(args.output)
     draws = plots.wanted(args.output)
     with _target(args) as target:
-        if longest := arguments.longest_of(args):
-            total = longest.input_length + longest.output_length
-            refuse_too_long({"max_input_length": longest.input_length, "max_total_tokens": total}, target.info, args)
+        refuse_too_long(arguments.limits_of(args), target.info, args)
         sweep = Sweep(args, target, _client(args, target.url), _api(args, target.model))
         result = Result(
             _context(args, target),
@@ -144,10 +144,10 @@ def _api(args: argparse.Namespace, model: str) -> Api:
 
 def _limits(args: argparse.Namespace) -> list[str]:
     """Launcher flags of a server that takes the longest request and the most streams, where the user does not say."""
-    limits = {"--max-concurrent-requests": max(SERVER_REQUESTS, *args.concurrency, args.max_concurrency or 0)}
-    if longest := arguments.longest_of(args):
-        total = longest.input_length + longest.output_length
-        limits = {"--max-input-length": longest.input_length, "--max-total-tokens": total} | limits
+    messages = 2 * (args.turns or 1) - 1 if args.turns or args.api == "chat" else 0
+    spare = MESSAGE_TOKENS * messages
+    limits = {options.option(name): count + spare for name, count in arguments.limits_of(args).items()}
+    limits["--max-concurrent-requests"] = max(SERVER_REQUESTS, *args.concurrency, args.max_concurrency or 0)
     said = {flag.partition("=")[0] for flag in args.launcher_flags}
     return launch.flags_of({flag: value for flag, value in limits.items() if flag not in said})
 

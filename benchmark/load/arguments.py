@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ def add_load_arguments(group: argparse._ArgumentGroup) -> None:
         "--num-requests", type=options.positive, metavar="N",
         help="conversations of a row (4 x concurrency or 60 s, >= 32; all of a trace)",
     )  # fmt: skip
-    group.add_argument("--duration", type=ABOVE_ZERO, metavar="S", help="of a row: nothing begins later")
+    group.add_argument("--duration", type=ABOVE_ZERO, metavar="S", help="of a row: no conversation begins later")
     group.add_argument("--warmups", type=options.not_negative, default=1, metavar="N", help="requests before a row (1)")
 
 
@@ -153,18 +154,24 @@ def _trace_load(args: argparse.Namespace, trace: list[TracedRequest]) -> Load:
     return Load(request_rate=rate, max_concurrency=args.max_concurrency, trace=args.trace.name)
 
 
-def longest_of(args: argparse.Namespace) -> Lengths | None:
-    """The longest prompt and answer that can be drawn; None for a data set, whose tokens are not counted yet."""
+def limits_of(args: argparse.Namespace) -> dict[str, int]:
+    """The longest prompt and the most tokens of one request that can be drawn, by the names of the server's limits.
+
+    Empty for a data set, whose tokens are not counted yet.
+    """
     if args.conversations is not None:
-        return None
+        return {}
     if args.trace_requests is not None:
-        most = args.most_tokens or float("inf")
-        kept = [one.lengths for one in args.trace_requests]
-        return workload.longest_of([o for o in kept if o.input_length + o.output_length <= most] or kept)
-    if args.lengths_file is not None:
-        longest = workload.longest_of(workload.read_lengths(args.lengths_file))
+        every = [one.lengths for one in args.trace_requests]
+        most = args.most_tokens or math.inf
+        lengths = [one for one in every if one.input_length + one.output_length <= most] or every
+    elif args.lengths_file is not None:
+        lengths = workload.read_lengths(args.lengths_file)
     else:
         means = Lengths(max(args.input_length), max(args.output_length))
-        longest = workload.longest_drawn(args.length_distribution, means)
-    before = (args.turns or 1) - 1
-    return Lengths(longest.input_length * (before + 1) + longest.output_length * before, longest.output_length)
+        lengths = [workload.longest_drawn(args.length_distribution, means)]
+    before = (args.turns or 1) - 1  # turns that the last one carries
+    return {
+        "max_input_length": max((before + 1) * one.input_length + before * one.output_length for one in lengths),
+        "max_total_tokens": (before + 1) * max(one.input_length + one.output_length for one in lengths),
+    }

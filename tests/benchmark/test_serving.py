@@ -17,7 +17,7 @@ import pytest
 from benchmark import loops, serving
 from benchmark.__main__ import main
 from benchmark.http_client import ChatApi, HttpClient, OpenAiApi, Reply, TgiApi
-from benchmark.load.arguments import loads_of
+from benchmark.load.arguments import limits_of, loads_of
 from benchmark.load.sweep import num_requests
 from benchmark.outcomes import Load, Objectives, Outcome, row_of, throughput_table
 from benchmark.report import BenchError
@@ -331,6 +331,19 @@ def test_lengths_from_a_file_take_the_place_of_the_grid(capsys: pytest.CaptureFi
         code, result, _ = bench(capsys, "--url", url, *flags)
     [row] = result["rows"]
     assert (0, 4, 3, 0, 0) == (code, *(row[k] for k in ("input_length", "output_length", "short", "errors")))
+
+
+def test_limits_are_those_of_one_request(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.jsonl"
+    path.write_text('{"input_length": 30, "output_length": 2}\n{"input_length": 5, "output_length": 20}\n')
+    limits = limits_of(parsed("--length-distribution", str(path)))
+    assert {"max_input_length": 30, "max_total_tokens": 32} == limits  # and not 30 + 20
+    assert {"max_input_length": 6 + 8 + 6, "max_total_tokens": 28} == limits_of(parsed(*GRID, "--turns", "2"))
+
+
+def test_a_server_of_ours_has_room_for_what_messages_add() -> None:
+    flags = serving._limits(parsed(*GRID, "--turns", "2"))
+    assert ["--max-input-length", str(20 + 3 * 32), "--max-total-tokens", str(28 + 3 * 32)] == flags[:4]
 
 
 def parsed(*arguments: str) -> argparse.Namespace:
