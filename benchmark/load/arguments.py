@@ -24,7 +24,7 @@ NEEDS = {
     "split": ("dataset",), "prompt_column": ("dataset",), "speed": ("trace",),
     "prefix_length": ("prefixes",), "prefix_choice": ("prefixes",), "think_time": ("turns",),
     "most_tokens": ("dataset", "trace"), "max_concurrency": ("request_rate", "ramp", "trace"),
-    "burstiness": ("request_rate", "ramp"),
+    "burstiness": ("request_rate", "ramp", "slo"),
 }  # fmt: skip
 # Options that exclude others, because each says the same thing another way.
 EXCLUDES = {
@@ -133,11 +133,16 @@ def _check_prefixes(args: argparse.Namespace) -> None:
         )
 
 
+def gaps_of(args: argparse.Namespace) -> float:
+    """The standard deviation of the gaps between arrivals / their mean."""
+    return 1.0 if args.burstiness is None else float(args.burstiness)
+
+
 def loads_of(args: argparse.Namespace) -> list[Load]:
     """Closed loops, then open loops, then the ramp, or the trace."""
     if args.trace_requests is not None:
         return [_trace_load(args, args.trace_requests)]
-    gaps = 1.0 if args.burstiness is None else args.burstiness
+    gaps = gaps_of(args)
     ramps = [Load(request_rate=sum(args.ramp) / 2, ramp=tuple(args.ramp))] if args.ramp else []
     found = loads(args.concurrency, args.request_rate) + ramps
     return [

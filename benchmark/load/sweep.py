@@ -107,13 +107,14 @@ class Sweep:
         random = Random(f"{self._args.seed} {cell} slo")
         source = self._source(cell, Random(f"prompts of {self._args.seed} {cell} slo"))
         outcomes: list[Outcome] = []
+        gaps = arguments.gaps_of(self._args)
 
         async def send(rate: float | None, count: int) -> list[Outcome]:
             requests = await source.draw(count, random)
             if rate is None:
                 outcomes[:] = await closed_loop(self._send, requests, 1)
             else:
-                times = arrival_times(Load(request_rate=rate), count, None, random)
+                times = arrival_times(Load(request_rate=rate, burstiness=gaps), count, None, random)
                 outcomes[:] = await open_loop(self._send, sources.at_times(requests, times))
             return outcomes[:count] if rate is None else outcomes  # the first turns: one stream's rate
 
@@ -124,7 +125,7 @@ class Sweep:
             rate = await slo.searched(self._args, send, found)
         finally:
             keep()
-        load = Load(request_rate=rate)
+        load = Load(request_rate=rate, burstiness=gaps)
         result.rows.append(row_of(cell, load, outcomes, self._objectives, self._distribution()))
         keep()
 

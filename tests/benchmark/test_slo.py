@@ -133,12 +133,14 @@ def test_a_search_over_http(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     monkeypatch.setattr(slo, "PRECISION", 0.9)
     grid = ["--input-length", "3", "--output-length", "5", "--slo", "ttft:p90:400ms", "e2e:p90:900ms"]
     with mock_server(slots=4, ttft_ms=100, gap_ms=25) as url:
-        assert 0 == main(["serving", "--url", url, *grid, "--probe-seconds", "1", "--slo-start-rate", "10"])
+        assert 0 == main(
+            ["serving", "--url", url, *grid, "--probe-seconds", "1", "--slo-start-rate", "10", "--burstiness", "0"]
+        )
     *text, last = capsys.readouterr().out.splitlines()
     result = json.loads(last)
     [found] = result["slo_searches"]
     assert 0 < found["requests_per_second"] < 2 * 20
-    assert [row["request_rate"] for row in result["rows"]] == [found["requests_per_second"]]
+    assert [(row["request_rate"], row["burstiness"]) for row in result["rows"]] == [(found["requests_per_second"], 0.0)]
     assert {True, False} == {probe["held"] for probe in found["probes"]}
     assert text[0].startswith("## Highest rate with ttft:p90:400ms and e2e:p90:900ms, 3 in, 5 out: ")
 
