@@ -124,6 +124,13 @@ def read_serving(path: Path) -> dict[str, Any]:
         is_serving = False
     if not is_serving:
         raise BenchError(f"{path} is no result of a serving run, or has no rows: give the result.json of one")
+    for row in result["rows"]:
+        usual = {"ramp": None, "burstiness": 1.0, "max_concurrency": None, "trace": None}
+        if unusual := [name for name, value in usual.items() if row.get(name, value) != value]:
+            raise BenchError(
+                f"{path} has a row with {unusual[0]} {row[unusual[0]]}, and only closed loops and arrivals at random "
+                "of one rate are simulated again: measure those"
+            )
     return dict(result)
 
 

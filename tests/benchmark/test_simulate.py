@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -15,7 +16,7 @@ import pytest
 
 from benchmark.__main__ import main
 from benchmark.fleet import Tally
-from benchmark.prediction import comparison, figures
+from benchmark.prediction import comparison, figures, read_serving
 from benchmark.report import BenchError
 from benchmark.simulate import SETTINGS
 from benchmark.traffic import Request, arrival_times, read_trace
@@ -254,3 +255,15 @@ def test_a_simulation_needs_no_torch() -> None:
     )
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "False" == shown.splitlines()[-1]
+
+
+@pytest.mark.parametrize("about", [{"burstiness": 0.0}, {"ramp": [1.0, 2.0]}, {"max_concurrency": 3}])
+def test_loads_that_are_not_simulated_are_not_taken_for_others(tmp_path: Path, about: dict[str, Any]) -> None:
+    path = tmp_path / "result.json"
+    usual = {"ramp": None, "burstiness": 1.0, "max_concurrency": None, "trace": None}
+    path.write_text(json.dumps({"command": "serving", "rows": [usual]}))
+    assert [usual] == read_serving(path)["rows"]
+    path.write_text(json.dumps({"command": "serving", "rows": [{}, usual | about]}))
+    [(name, value)] = about.items()
+    with pytest.raises(BenchError, match=re.escape(f"has a row with {name} {value}, and only closed loops")):
+        read_serving(path)
