@@ -179,7 +179,9 @@ def judged(rate: float, outcomes: Sequence[Outcome], objectives: Sequence[Object
     for objective, value in zip(objectives, found.values(), strict=True):
         if failed > len(outcomes) * (1 - objective.percent / 100):
             missed = f"{failed} of {len(outcomes)} requests failed"
-        elif value is not None and value > objective.bound_ms:
+        elif value is None:
+            missed = f"no answer has a {objective.metric}"
+        elif value > objective.bound_ms:
             missed = f"{objective.metric} p{objective.percent:g} {value:.0f} ms"
         if missed:
             break

@@ -11,6 +11,7 @@ Mitzenmacher's (2001): nearly as good as asking all, at a cost that does not gro
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_left, insort
 from collections.abc import Callable, Mapping
 from hashlib import blake2b
@@ -37,19 +38,20 @@ class Loads:
         return self.tokens[replica] / self.shares[replica]
 
 
-class Policy:
+class Policy(ABC):
     """Chooses by what is known. `prefix` names what a request begins with; None: nothing that others begin with."""
 
     def __init__(self, loads: Loads, random: Random) -> None:
         self.loads = loads
         self.random = random
 
+    @abstractmethod
     def choose(self, tokens: int, prefix: int | None) -> int:
         """The replica for a request of so many tokens. There is one that is up."""
-        raise NotImplementedError
 
     def changed(self, replica: int, *, is_up: bool) -> None:
-        """A replica takes requests from now on, or no more."""
+        """A replica takes requests from now on, or no more. Most policies keep nothing of that."""
+        return
 
 
 class RoundRobin(Policy):

@@ -18,6 +18,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from random import Random
 
 from benchmark.fleet import Replica, Simulated, Tally
@@ -295,7 +296,7 @@ class Fleet:
                 units.popleft()
             if units:
                 unit = units.popleft()
-                self._when_empty(unit, then, lambda empty_at: begin(unit, empty_at))
+                self._when_empty(unit, then, partial(begin, unit))
 
         def begin(unit: _Unit, then: float) -> None:
             self._start(unit, then)
@@ -322,7 +323,7 @@ class Fleet:
             surplus = len(staying) - max(wanted for _, wanted in looks)
             for unit in [unit for unit in reversed(staying) if unit.is_up][: max(surplus, 0)]:
                 unit.is_leaving = True
-                self._when_empty(unit, now, lambda empty_at, unit=unit: self._leave(unit, empty_at))  # type: ignore[misc]
+                self._when_empty(unit, now, partial(self._leave, unit))
             self._at(now + scaling.interval_s, look)
 
         return look

@@ -1,4 +1,4 @@
-"""What settings ask of this machine's memory and disks, looked at before a model is asked for."""
+"""What settings ask of this machine's memory and disks, and which do nothing, looked at before a model is asked for."""
 
 from __future__ import annotations
 

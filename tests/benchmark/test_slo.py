@@ -83,6 +83,11 @@ def test_failures_are_misses_beyond_the_percentile() -> None:
         searched(Queue(4, fails_every=20), "ttft:p99:500ms")
 
 
+def test_a_time_that_no_answer_has_is_not_kept() -> None:
+    one_token = [Outcome(Lengths(8, 1), 0.0, Reply(0.0, 0.1, [0.1], 1, 8)) for _ in range(20)]
+    assert "no answer has a tpot" == slo.judged(1.0, one_token, [slo.Objective.parse("tpot:p90:9s")]).missed
+
+
 def test_a_server_without_end_is_told_from_one_that_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slo, "MOST_REQUESTS", 2000)
     with pytest.raises(BenchError, match=r"still kept ttft:p99:500ms, and twice .* than 2000 requests a probe"):
