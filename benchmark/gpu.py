@@ -201,11 +201,11 @@ def run_command(arguments: Sequence[str], limit_s: float) -> str | None:
     except subprocess.TimeoutExpired:
         return f"it took longer than {limit_s:g} s: raise --limit"
     finally:
-        _stop(process)
+        stop_command(process)
     return _reason(errors) if process.returncode else None
 
 
-def _stop(process: subprocess.Popen[str]) -> None:
+def stop_command(process: subprocess.Popen[str]) -> None:
     """End a command that still runs, and with it the server that it started."""
     process.terminate()
     with suppress(subprocess.TimeoutExpired):

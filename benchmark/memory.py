@@ -1,11 +1,18 @@
-"""The most memory that processes ever held: of the host, by the kernel, and of GPUs, by their driver."""
+"""Memory: what is free of the host's, and the most that processes ever held of it and of GPUs."""
 
 from __future__ import annotations
 
 import subprocess
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmark.launch import peak_memory
+
+
+def free_host_bytes() -> int:
+    """What programs can have without taking it from others, as the kernel estimates it. Linux only."""
+    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 def peak_host_memory(pids: Sequence[int]) -> int:

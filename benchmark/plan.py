@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmark import options, shapes
 from benchmark.devices import DEVICES, RESERVED_BYTES, DatasheetDevice, all_reduces
+from benchmark.memory import free_host_bytes
 from benchmark.report import BenchError, Result, RunContext, arguments_of, prepare_output, published, table
 from benchmark.roofline import BytesAndFlops, Probe, ServedModel, describe, mean_context
 from router.queue import blocks_for
@@ -206,15 +207,10 @@ def _this(served: ServedModel) -> tuple[DatasheetDevice, str]:
     for _ in range(3):
         probe.measure()
     ceilings = probe.best
-    memory = _free_host_bytes() if is_cpu else torch.cuda.mem_get_info()[0]
+    memory = free_host_bytes() if is_cpu else torch.cuda.mem_get_info()[0]
     flops, ops = ceilings.flops_per_second, ceilings.ops_8_per_second  # of the kind that was measured
     device = DatasheetDevice(ceilings.bytes_per_second, flops, flops, memory, is_cpu, ops, ops)
     return device, f"{describe(probe.seen)} Free memory of {name}: {memory / 1e9:.1f} GB."
-
-
-def _free_host_bytes() -> int:
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024
 
 
 # -------------------------------------------------------------------------------------------------------- report

@@ -10,9 +10,9 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import get_context
-from pathlib import Path
 from typing import Any, TypeVar
 
+from benchmark.memory import free_host_bytes
 from benchmark.report import BenchError
 from benchmark.roofline import Ceilings, Probe, ServedModel
 
@@ -69,8 +69,7 @@ def _look(kind: str) -> Machine:
     if kind != "cpu" and torch.cuda.is_available():
         name, count = torch.cuda.get_device_name(), torch.cuda.device_count()
         return Machine(name, count, min(torch.cuda.mem_get_info(n)[0] for n in range(count)), threads)
-    lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    return Machine("cpu", 1, int(lines["MemAvailable"].split()[0]) * 1024.0, threads)
+    return Machine("cpu", 1, free_host_bytes(), threads)
 
 
 def _measure(device: str, dtype: str, threads: int, num_devices: int, read: int, product_kind: str) -> Ceilings:

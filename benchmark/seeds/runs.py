@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark.gpu import STOP_SECONDS
+from benchmark.gpu import stop_command
 from benchmark.options import option
 from benchmark.report import ROOT, BenchError
 from benchmark.roofline import ServedModel
@@ -82,7 +82,7 @@ def run_command(arguments: Sequence[str]) -> Mapping[str, Any]:
             reasons = list(_passed_on(process))
             process.wait()
         finally:
-            _end(process)
+            stop_command(process)
         if process.returncode:
             raise BenchError(f"{arguments[0]} failed: {(reasons or ['it did not say why'])[-1]}")
         return dict(json.loads((Path(folder) / "result.json").read_text()))
@@ -96,18 +96,6 @@ def _passed_on(process: subprocess.Popen[str]) -> Iterator[str]:
             yield line.removeprefix("error: ").rstrip()
         else:
             print(line, end="", file=sys.stderr, flush=True)
-
-
-def _end(process: subprocess.Popen[str]) -> None:
-    """End a command that still runs, and with it the server that it started."""
-    process.terminate()
-    try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-    assert process.stderr is not None
-    process.stderr.close()
 
 
 def rows(job: Job, run: Command = run_command) -> Iterator[list[Row]]:
