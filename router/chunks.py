@@ -34,6 +34,7 @@ A_WHILE = 16  # steps without prompts
 OWN_STEPS = 2.0  # times that a step may take of what it would take without prompts
 MARGIN = 1.15  # how much longer than it needs a larger chunk must be allowed to take, so that sizes do not alternate
 MEMORY = 0.98  # what is left of a step's weight with each later one: 50 steps count
+MOST_GAIN = 1e100
 DOUBT = 0.99  # what is left of the longest step without prompts with each shorter one
 CREDIT = 1.25  # how much longer than the longest a step may count: one that was interrupted says little
 # A step that takes another time than expected by more than this share is a surprise: one stream alone may have had the
@@ -58,6 +59,7 @@ class StepTimes:
         self._costs = [0.0, 0.0, 0.0, 0.0]
         self._products = [[0.0, 0.0, 0.0, 0.0] for _ in self._costs]
         self._answers = [0.0, 0.0, 0.0, 0.0]
+        self._gain = 1.0  # of a step's weight: each next one grows by as much as the ones before it should fade
 
     def seconds(self, decoding: int, prompt_tokens: int) -> float:
         """What such a step takes; 0 before any is known."""
@@ -72,15 +74,26 @@ class StepTimes:
     def note(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
         """Learn from a step of so many sequences and tokens. seconds: above 0."""
         parts = _parts(decoding, prompt_tokens)
-        weight = 1 / max(seconds, self._dot(parts)) ** 2
-        for one, products in enumerate(self._products):
-            share = weight * parts[one]
-            self._answers[one] = MEMORY * self._answers[one] + share * seconds
-            products[:] = [MEMORY * product + share * part for product, part in zip(products, parts, strict=True)]
+        weight = self._next_gain() / max(seconds, self._dot(parts)) ** 2
+        present = [(one, part) for one, part in enumerate(parts) if part]
+        for one, part in present:
+            share, products = weight * part, self._products[one]
+            self._answers[one] += share * seconds
+            for other, its_part in present:
+                products[other] += share * its_part
         for _ in range(MOST_SWEEPS):
             self._improve()
             if abs(self._dot(parts) - seconds) <= SURPRISE * seconds:
                 break
+
+    def _next_gain(self) -> float:
+        """How much the next step counts. Only ratios of sums matter, so all of them may be made smaller together."""
+        self._gain /= MEMORY
+        if self._gain > MOST_GAIN:
+            self._answers = [answer / MOST_GAIN for answer in self._answers]
+            self._products = [[product / MOST_GAIN for product in products] for products in self._products]
+            self._gain /= MOST_GAIN
+        return self._gain
 
     def _improve(self) -> None:
         """Improve the costs in turn, each for what the others are."""

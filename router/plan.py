@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Generic, NamedTuple, TypeVar
 
 from router.entry import Scheduled
@@ -21,8 +21,7 @@ class FilledBlock(NamedTuple):
     depth: int  # its place among the sequence's blocks
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan(Generic[S]):
+class StepPlan(NamedTuple, Generic[S]):
     """What one step does."""
 
     number: int
@@ -41,6 +40,37 @@ class StepPlan(Generic[S]):
     restores: list[Restored]  # Blocks of those admitted whose content comes from there.
     concerned: dict[int, S]  # All with a chunk or a token in this step, by id. If it fails, the shards drop them.
 
+    def num_repeats(self, num_running: int) -> int:
+        """How many steps after this one are the same if nobody comes or leaves before its end: all must decode."""
+        if len(self.decoding) < num_running or any(entry.request.grammar is not None for entry in self.decoding):
+            return 0
+        return min((entry.request.max_new_tokens - entry.num_scheduled for entry in self.decoding), default=0)
+
+    def again(self, number: int, saves: list[Saved]) -> StepPlan[S]:
+        """The same sequences decode once more."""
+        return StepPlan(
+            number, [], {}, [], {}, self.decoding, [], {}, [], 0, None, [], saves, [], concerned=self.concerned
+        )
+
     def cached(self, entry: S) -> int:
         """How many prompt tokens of `entry`, which this step admits, were found in the prefix cache."""
         return entry.num_prompt_scheduled - self.chunks[entry.id]
+
+
+def continue_prompts(entries: Iterable[Scheduled], budget: int) -> dict[int, int]:
+    """Chunks of prompts that were begun in an earlier step, in the order of `entries`: sequence -> tokens."""
+    chunks = {}
+    for entry in entries:
+        if budget and entry.num_prompt_left:
+            chunks[entry.id] = min(budget, entry.num_prompt_left)
+            budget -= chunks[entry.id]
+    return chunks
+
+
+def take_unsent(entries: Iterable[Scheduled]) -> dict[int, list[int]]:
+    """What the shards are told of tokens that grammars force, with the first chunk of them."""
+    extended = {}
+    for entry in entries:
+        if entry.unsent:
+            extended[entry.id], entry.unsent = entry.unsent, []
+    return extended

@@ -66,6 +66,8 @@ class PrefixCache:
 
     def take_restores(self, step: int) -> list[Restored]:
         """What the next step brings back for those that were just admitted."""
+        if not self._restores:
+            return []
         restores, self._restores = self._restores, []
         for restored in restores:
             self.pool.announce(restored.key, restored.block)
@@ -80,6 +82,16 @@ class PrefixCache:
         if not is_urgent and self.tiers.num_unsaved < SAVED_AT_ONCE:
             return []
         return self.tiers.save(step, SAVED_BESIDE + prefill_tokens // block_size)
+
+    def announced(self, entry: Scheduled, first: int, last: int) -> list[FilledBlock]:
+        """The blocks from `first` to before `last` of a sequence, which a step fills: what they will hold is known."""
+        if entry.keys is None:
+            return []
+        keys = entry.keys.keys
+        filled = [FilledBlock(entry, entry.id, keys[i], entry.blocks[i], i) for i in range(first, min(last, len(keys)))]
+        for block in filled:
+            self.pool.announce(block.key, block.block)
+        return filled
 
     def computed(self, filled: Sequence[FilledBlock], saves: Sequence[Saved], restores: Sequence[Restored]) -> None:
         """A step is computed: what it filled and brought back can be found."""

@@ -22,7 +22,7 @@ from router.chunks import ChunkSize, chunk_size
 from router.fairness import Ledger, divide, fair_order, preempted_for
 from router.grammars.grammar import Continuation
 from router.limits import Limits
-from router.plan import FilledBlock, S, StepPlan
+from router.plan import FilledBlock, S, StepPlan, continue_prompts, take_unsent
 from router.prefix_cache import Found, PrefixCache
 from router.queue import Budget, RequestSize, min_size, next_batch
 from router.tiers.index import TierIndex
@@ -43,6 +43,8 @@ class Scheduler(Generic[S]):
         self._ids = itertools.count(1)
         self._steps_since_admission = 0
         self._suspect: S | None = None  # It alone is computed until it gets a token.
+        self._before: StepPlan[S] | None = None
+        self._num_repeats = 0  # How many steps may be the same as that one, if nobody comes or leaves before its end.
 
     @property
     def num_free_blocks(self) -> int:
@@ -98,6 +100,23 @@ class Scheduler(Generic[S]):
 
     def plan(self) -> StepPlan[S] | None:
         """The next step, or None when there is nothing to compute and nobody to retire."""
+        return self._planned_again() or self._planned()
+
+    def _planned_again(self) -> StepPlan[S] | None:
+        """The step before once more, which is most steps: it only decoded, and nobody waits or leaves."""
+        if (before := self._before) is None or self.waiting or not self._num_repeats:
+            return None
+        if any(entry.is_over or entry.cancelled for entry in before.decoding):
+            return None
+        self._num_repeats -= 1
+        for entry in before.decoding:
+            entry.num_scheduled += 1
+        self._num_plans += 1
+        self._steps_since_admission += 1
+        saves = self._cache.take_saves(self._num_plans, 0, self.limits.block_size, is_idle=False)
+        return before.again(self._num_plans, saves)
+
+    def _planned(self) -> StepPlan[S] | None:
         retired = self._retire()
         preempted = self._make_room() if self.ledger.is_contested else {}
         decoding: list[S] = []
@@ -106,14 +125,15 @@ class Scheduler(Generic[S]):
         fresh = self._admit_suspect()
         if self._suspect is None:
             decoding = [entry for entry in self.running.values() if not (entry.num_prompt_left or entry.is_held)]
-            budget = self._prefill_budget(len(decoding))
+            has_prompts = self.waiting or len(decoding) < len(self.running)
+            budget = self._prefill_budget(len(decoding)) if has_prompts else 0
             if self.ledger.is_contested:
                 chunks = self._divide_prompts(budget)
-            else:
-                chunks = self._continue_prompts(self.running.values(), budget)
+            elif budget:
+                chunks = continue_prompts(self.running.values(), budget)
             join_reason, fresh = self._admit_waiting(budget - sum(chunks.values()))
         elif not fresh:
-            chunks = self._continue_prompts([self._suspect], self.limits.max_batch_prefill_tokens)
+            chunks = continue_prompts([self._suspect], self.limits.max_batch_prefill_tokens)
         is_idle = not (retired or preempted or decoding or chunks or fresh)
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
         number, block_size = self._num_plans + 1, self.limits.block_size
@@ -121,10 +141,11 @@ class Scheduler(Generic[S]):
         if is_idle and not saves:
             return None
         self._num_plans = number
-        chunks |= {entry.id: self._first_chunk(entry, num_tokens) for entry, num_tokens in fresh}
-        concerned = {entry.id: entry for entry in decoding} | {id: self.running[id] for id in chunks}
+        chunks |= {entry.id: 1 if entry.request.encoder_ids else num_tokens for entry, num_tokens in fresh}
+        concerned = {entry.id: entry for entry in decoding}
+        concerned |= {id: self.running[id] for id in chunks}
         filled = self._schedule(decoding, chunks)
-        return StepPlan(
+        plan = StepPlan(
             number=number,
             retired=retired,
             preempted=preempted,
@@ -132,7 +153,7 @@ class Scheduler(Generic[S]):
             chunks=chunks,
             decoding=decoding,
             held=[e.id for e in self.running.values() if e.request.grammar is not None and e.id not in concerned],
-            extended=self._extend(chunks),
+            extended=take_unsent(self.running[id] for id in chunks),
             constrained=[e for e in concerned.values() if e.is_held],
             prefill_tokens=prefill_tokens,
             join_reason=join_reason,
@@ -141,23 +162,13 @@ class Scheduler(Generic[S]):
             restores=self._cache.take_restores(number),
             concerned=concerned,
         )
-
-    def _extend(self, chunks: Iterable[int]) -> dict[int, list[int]]:
-        """What the shards are told of tokens that grammars force, with the first chunk of them."""
-        extended = {}
-        for entry in map(self.running.__getitem__, chunks):
-            if entry.unsent:
-                extended[entry.id], entry.unsent = entry.unsent, []
-        return extended
-
-    @staticmethod
-    def _first_chunk(entry: S, num_tokens: int) -> int:
-        """Tokens of the decoder in the step that admits `entry` with `num_tokens` of its prompt."""
-        return 1 if entry.request.encoder_ids else num_tokens
+        self._before, self._num_repeats = plan, plan.num_repeats(len(self.running))
+        return plan
 
     def computed(self, plan: StepPlan[S]) -> None:
         """The step's reply is there, so the blocks that it filled may be shared."""
-        self._cache.computed(plan.filled, plan.saves, plan.restores)
+        if plan.filled or plan.saves or plan.restores:
+            self._cache.computed(plan.filled, plan.saves, plan.restores)
 
     def timed(self, plan: StepPlan[S], seconds: float) -> None:
         """Learn how long the step took, from when it could begin to its reply."""
@@ -241,15 +252,6 @@ class Scheduler(Generic[S]):
             return self.limits.max_batch_prefill_tokens
         return self._chunk.tokens(num_decoding) if isinstance(self._chunk, ChunkSize) else self._chunk
 
-    def _continue_prompts(self, entries: Iterable[S], budget: int) -> dict[int, int]:
-        """Chunks of prompts that were begun in an earlier step, in the order of `entries`: sequence -> tokens."""
-        chunks = {}
-        for entry in entries:
-            if budget and entry.num_prompt_left:
-                chunks[entry.id] = min(budget, entry.num_prompt_left)
-                budget -= chunks[entry.id]
-        return chunks
-
     def _divide_prompts(self, budget: int) -> dict[int, int]:
         """The same between several keys: each has its part of the budget, and so has the key whose request is next."""
         wanted: Counter[str] = Counter()
@@ -260,7 +262,7 @@ class Scheduler(Generic[S]):
             wanted[head.owner] += head.request.size(rebuilt=head.num_known).prefill
         chunks: dict[int, int] = {}
         for owner, part in divide(budget, wanted, self.ledger.weights).items():
-            chunks |= self._continue_prompts((entry for entry in self.running.values() if entry.owner == owner), part)
+            chunks |= continue_prompts((entry for entry in self.running.values() if entry.owner == owner), part)
         return {id: chunks[id] for id in self.running if id in chunks}
 
     def _make_room(self) -> dict[int, S]:
@@ -319,6 +321,8 @@ class Scheduler(Generic[S]):
         Returns why they may join a batch that runs (None if none runs), and each with its first prompt chunk.
         """
         self._steps_since_admission += 1
+        if not self.waiting:
+            return None, []
         limits, running = self.limits, len(self.running)
         minimum = min_size(running, self._steps_since_admission, limits.waiting_served_ratio, limits.max_waiting_tokens)
         if self.ledger.is_contested:  # the ratio would let in whoever fits, not whose turn it is
@@ -373,6 +377,7 @@ class Scheduler(Generic[S]):
 
     def _release(self, entry: S) -> None:
         del self.running[entry.id]
+        self._num_repeats = 0
         if entry is self._suspect:
             self._suspect = None
         self.reserved_tokens -= entry.request.size().tokens
@@ -382,18 +387,14 @@ class Scheduler(Generic[S]):
 
     def _schedule(self, decoding: list[S], chunks: dict[int, int]) -> list[FilledBlock]:
         """Note what the shards will have done once this step is computed, and return the blocks that it fills."""
-        filled: list[FilledBlock] = []
+        filled, block_size = list[FilledBlock](), self.limits.block_size
         for entry in decoding:
             entry.num_scheduled += 1
         for id, num_tokens in chunks.items():
             entry = self.running[id]
-            first = entry.num_prompt_scheduled // self.limits.block_size
+            first = entry.num_prompt_scheduled // block_size
             entry.num_prompt_scheduled += num_tokens
             if not entry.num_prompt_left:
                 entry.num_scheduled += len(entry.forced) + 1  # the last chunk yields a token
-            if entry.keys is not None:
-                last = min(entry.num_prompt_scheduled // self.limits.block_size, len(entry.keys.keys))
-                filled += [FilledBlock(entry, id, entry.keys.keys[i], entry.blocks[i], i) for i in range(first, last)]
-        for block in filled:
-            self._cache.pool.announce(block.key, block.block)
+            filled += self._cache.announced(entry, first, entry.num_prompt_scheduled // block_size)
         return filled
