@@ -42,6 +42,27 @@ class NamedKeys(PrefixKeys):
         self.keys = keys
 
 
+MOST_NAMES = 10_000  # that are kept, of a trace whose every request has its own
+
+
+class SharedNames:
+    """Keys of the beginnings that hashes name: equal ones are one object, which is found sooner and held once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Sequence[int], list[bytes]] = {}
+
+    def keys(self, hashes: Sequence[int], hash_tokens: int, block_size: int) -> list[bytes]:
+        """A key for each block that is full of tokens that have hashes."""
+        found = self._known.get(hashes)
+        if found is None:
+            if len(self._known) >= MOST_NAMES:
+                self._known.clear()
+            places = range(len(hashes) * hash_tokens // block_size)
+            named = [hashes[((n + 1) * block_size - 1) // hash_tokens] & 2**64 - 1 for n in places]
+            found = self._known[hashes] = [_shared(name, n) for n, name in enumerate(named)]
+        return found
+
+
 @dataclass(slots=True, eq=False, kw_only=True)
 class Simulated(Scheduled):
     """A request in the scheduler, with its times in virtual seconds."""
@@ -55,6 +76,7 @@ class Simulated(Scheduled):
     replica: int = -1  # whose it is
     is_first_leg: bool = False  # its first token is computed here, and the others elsewhere
     began_at: float | None = None  # where its first token was computed elsewhere: when that came
+    names: SharedNames = field(default_factory=SharedNames)  # the fleet's
 
     def prefix_keys(self, block_size: int) -> PrefixKeys:
         """A key for each full block of the prompt. Equal hashes are equal keys, as equal tokens would be."""
@@ -62,9 +84,8 @@ class Simulated(Scheduled):
         asked, known = self.asked, 0
         keys: list[bytes] = []
         if asked is not None and asked.hashes and self.began_at is None:
-            size, hashes = asked.hash_tokens, asked.hashes
-            known = min(num_blocks, len(hashes) * size // block_size)
-            keys = [_shared(hashes[((n + 1) * block_size - 1) // size] & 2**64 - 1, n) for n in range(known)]
+            keys = self.names.keys(asked.hashes, asked.hash_tokens, block_size)[:num_blocks]
+            known = len(keys)
         return NamedKeys(keys + [_unique(self.id, n) for n in range(known, num_blocks)])
 
     @property
@@ -245,7 +266,7 @@ class Replica:
     def _fill(self, now: float) -> None:
         """Send steps until two are under way or nothing is left to do."""
         while len(self._under_way) < MAX_STEPS_UNDER_WAY and (plan := self._scheduler.plan()) is not None:
-            firsts = self._completed(plan)
+            firsts = self._completed(plan) if plan.chunks else []
             for entry in plan.admitted:
                 entry.admitted_at = now
                 if entry.began_at is None:
@@ -268,6 +289,9 @@ class Replica:
         for entry in plan.retired:
             self._context -= entry.context
         decoding, context = len(plan.decoding), self._context
+        if not plan.chunks:
+            self._context += decoding
+            return StepWork(0, 0.0, 0, decoding, context, decoding)
         self._context += decoding + sum(entry.context for entry in firsts)
         pairs, read = 0.0, 0
         for id, num_tokens in plan.chunks.items():

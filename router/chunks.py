@@ -13,6 +13,7 @@ costs the same for all sizes that are filled up to its own; a fit that forgets f
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 
 from router.limits import Limits
@@ -56,9 +57,10 @@ class StepTimes:
     """
 
     def __init__(self) -> None:
-        self._costs = [0.0, 0.0, 0.0, 0.0]
-        self._products = [[0.0, 0.0, 0.0, 0.0] for _ in self._costs]
-        self._answers = [0.0, 0.0, 0.0, 0.0]
+        # Arrays: a simulation has thousands of these, and numbers that lie together are read together.
+        self._costs = array("d", [0.0] * 4)
+        self._products = [array("d", [0.0] * 4) for _ in self._costs]
+        self._answers = array("d", [0.0] * 4)
         self._gain = 1.0  # of a step's weight: each next one grows by as much as the ones before it should fade
 
     def seconds(self, decoding: int, prompt_tokens: int) -> float:
@@ -90,8 +92,9 @@ class StepTimes:
         """How much the next step counts. Only ratios of sums matter, so all of them may be made smaller together."""
         self._gain /= MEMORY
         if self._gain > MOST_GAIN:
-            self._answers = [answer / MOST_GAIN for answer in self._answers]
-            self._products = [[product / MOST_GAIN for product in products] for products in self._products]
+            self._answers, *self._products = (
+                array("d", [one / MOST_GAIN for one in sums]) for sums in (self._answers, *self._products)
+            )
             self._gain /= MOST_GAIN
         return self._gain
 
@@ -104,8 +107,9 @@ class StepTimes:
                 costs[one] = max(0.0, (self._answers[one] - others) / (products[one] * SHRINKAGE[one]))
 
     def _dot(self, row: Sequence[float]) -> float:
-        costs = self._costs
-        return row[0] * costs[0] + row[1] * costs[1] + row[2] * costs[2] + row[3] * costs[3]
+        w, x, y, z = self._costs
+        a, b, c, d = row
+        return a * w + b * x + c * y + d * z
 
 
 def _parts(decoding: int, prompt_tokens: int) -> tuple[float, float, float, float]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from functools import partial
 from random import Random
 
-from benchmark.fleet import Replica, Simulated, Tally
+from benchmark.fleet import Replica, SharedNames, Simulated, Tally
 from benchmark.fleets.balancing import Balancer
 from benchmark.fleets.conditions import Conditions, Pool, Slowed, check_pools
 from benchmark.traffic import NEVER, Request, Traffic
@@ -59,6 +59,7 @@ class Fleet:
         self._random = Random(conditions.seed)
         self._faults = Random(f"faults {conditions.seed}")  # so that a policy's draws do not change who fails
         self._ids = itertools.count(1)
+        self._names = SharedNames()
         self._timers: list[tuple[float, int, Callable[[float], None]]] = []
         self._timer_ids = itertools.count()
         self._replies: list[tuple[float, int]] = []  # when each unit that computes has its next reply
@@ -118,7 +119,7 @@ class Fleet:
         arrived = request.arrives_at if arrived_at is None else arrived_at
         return Simulated(
             next(self._ids), valid, output_length=request.output_length, arrived_at=arrived, asked=request,
-            attempt=attempt,
+            attempt=attempt, names=self._names,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------- requests
@@ -183,10 +184,9 @@ class Fleet:
         if replica.next_reply_at != now:
             heapq.heappop(replies)
             return
-        index = replies[0][1]
         ended = replica.reply(now)
         if (next_at := replica.next_reply_at) < NEVER:
-            heapq.heapreplace(replies, (next_at, index))
+            heapq.heapreplace(replies, (next_at, unit.index))
         else:
             heapq.heappop(replies)
         for entry in ended:
@@ -209,7 +209,7 @@ class Fleet:
         request = ValidRequest(range(asked.input_length + 1), asked.max_new_tokens - 1)
         second = Simulated(
             next(self._ids), request, output_length=asked.output_length - 1, arrived_at=entry.arrived_at,
-            asked=asked, attempt=entry.attempt, began_at=entry.first_token_at,
+            asked=asked, attempt=entry.attempt, began_at=entry.first_token_at, names=self._names,
         )  # fmt: skip
 
         def arrive(then: float) -> None:
