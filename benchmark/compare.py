@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmark import plots
+from benchmark import page, plots
 from benchmark.report import BenchError, prepare_output, show, table, write_atomically
 from benchmark.stretches import STRETCHES
 
@@ -141,11 +141,20 @@ def _write(folder: Path, systems: Sequence[System], text: str, answer: str) -> N
         write_atomically(folder / "compare.json", answer + "\n")
     except OSError as error:
         raise BenchError(f"cannot write to {folder}: {error.strerror}; give another --output") from None
+    title = f"{systems[0].result['command']}: {' beside '.join(system.name for system in systems)}"
+    page.write(page.Page(title, [], _drawn(folder, systems), text), folder)
+
+
+def _drawn(folder: Path, systems: Sequence[System]) -> list[plots.Picture]:
+    """The systems' lines in the same panels. Raises BenchError."""
     rows = {system.name: system.result["rows"] for system in systems}
+    named = [(system.result.get("model"), system.result.get("device")) for system in systems]
+    about = "; ".join(dict.fromkeys(f"{model} on {device}" for model, device in named if model and device))
     if systems[0].result["command"] == "serving":
-        plots.plot_serving(rows, folder)
-    elif systems[0].result["command"] == "latency":
-        plots.plot_latency_systems(rows, folder / "latency.png")
+        return plots.plot_serving(rows, folder, about)
+    if systems[0].result["command"] == "latency":
+        return [plots.plot_latency_systems(rows, folder / "latency.png", about)]
+    return []
 
 
 # -------------------------------------------------------------------------------------------------------- reading

@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 
 from benchmark import options, probes, shapes
 from benchmark.devices import DEVICES
+from benchmark.progress import Stage, shown
 from benchmark.report import ROOT, BenchError, commit, prepare_output, table, versions, write_atomically
 from benchmark.roofline import Ceilings, ServedModel, mean_context
 
@@ -159,9 +160,10 @@ def run(args: argparse.Namespace) -> int:
     report = Report(args)
     planned = steps(args, report)
     prepare_output(args.output.parent if args.output else RESULTS)
-    for step in planned:
-        take(step, report, args.limit)
-        report.save()
+    with shown("every figure of one GPU", [Stage(step.title) for step in planned]) as view:
+        for step in view.each(planned):
+            take(step, report, args.limit)
+            report.save()
     print(f"{report.table()}\n\n{report.path}")
     return 1 if any(row.verdict == "failed" for row in report.rows) else 0
 

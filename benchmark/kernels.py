@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from benchmark.progress import Progress, Stage, shown
 from benchmark.report import BenchError, table
 
 if TYPE_CHECKING:
@@ -103,7 +104,9 @@ def run(args: argparse.Namespace) -> int:
     """Print a Markdown table of all kernels. Raises BenchError."""
     if importlib.util.find_spec("triton") is None:
         raise BenchError("Triton is not installed: it exists for Linux on x86-64, and `.[dev]` installs it")
-    codes = [row for capability in args.capability for row in rows(capability)]
+    stages = [Stage(f"compute capability {capability}") for capability in args.capability]
+    with shown("compiling every kernel", stages) as view:
+        codes = [row for capability in view.each(args.capability) for row in rows(capability, view)]
     print(table(HEADERS, [line(case.name, code) for case, code in codes], centred=True))
     version = importlib.metadata.version("triton")
     print(f"\n- Triton {version}, bfloat16; compiled, not run: no GPU was used, and nothing was timed")
@@ -113,17 +116,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def rows(capability: str) -> Iterator[tuple[Case, MachineCode]]:
+def rows(capability: str, view: Progress | None = None) -> Iterator[tuple[Case, MachineCode]]:
     """Every kernel of every case, compiled for one compute capability."""
     from server.backends.cuda.machine_code import compiled_for
 
     with compiled_for(capability) as found:
         named: list[tuple[Case, MachineCode]] = []
-        for case in cases():
+        launched = list(cases())
+        for case in launched:
             before = len(found)
             case.launch()
             # What is launched several times in a case is one row.
             named += ((case, code) for code in {code.ptx: code for code in found[before:]}.values())
+            if view is not None:
+                view.advance(1 / len(launched))
     yield from named
 
 

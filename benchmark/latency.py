@@ -28,6 +28,7 @@ from benchmark.latency_figures import (
     throughput_table,
 )
 from benchmark.peer import PeerTimes, TransformersPeer, peer_rows, peer_table
+from benchmark.publishing import published
 from benchmark.report import (
     BenchError,
     Result,
@@ -37,7 +38,6 @@ from benchmark.report import (
     footer,
     percentile_notes,
     prepare_output,
-    published,
     table,
 )
 from benchmark.roofline import Probe, ServedModel, describe
@@ -94,15 +94,12 @@ def run(args: argparse.Namespace) -> int:
     args.batch_size = options.distinct(args.batch_size or BATCH_SIZES)
     splits = options.distinct(args.num_shard or [None])
     _refuse_several(args, splits)
-    draws = plots.wanted(args.output)
     report = _Report(args)
     with report.stack:
         for count in splits:
             one = argparse.Namespace(**vars(args) | {"num_shard": count})
             with shards.target_for(one, _limits(args)) as target:
                 interrupts.run(_measure(args, target, report))
-    if draws and report.result:
-        _draw(report.result, args.output)
     return 0
 
 
@@ -122,16 +119,17 @@ def _refuse_several(args: argparse.Namespace, splits: Sequence[int | None]) -> N
             raise BenchError(f"--num-shard {count} is not possible: {problem}")
 
 
-def _draw(result: Result, folder: Path) -> None:
+def _draw(result: Result, folder: Path) -> list[plots.Picture]:
     by_split, name = of_splits(result.rows), f"{result.context.model} on {result.context.machine}"
     lengths = "{sequence_length} in, {decode_length} out".format_map(result.context.arguments)
     if len(by_split) == 1:
-        plots.plot_latency(result.rows, folder / "latency.png", f"{name}; {lengths}")
-        return
+        return [plots.plot_latency(result.rows, folder / "latency.png", f"{name}; {lengths}")]
     systems = {f"{count} shards": own for count, own in by_split.items()}
-    plots.plot_latency_systems(systems, folder / "latency.png", f"{name}; {lengths}")
     shares = efficiencies(result.rows, is_shared=result.context.device == "cpu")
-    plots.plot_efficiency(shares, f"{name}; {lengths}", folder / "efficiency.png")
+    return [
+        plots.plot_latency_systems(systems, folder / "latency.png", f"{name}; {lengths}"),
+        plots.plot_efficiency(shares, f"{name}; {lengths}", folder / "efficiency.png"),
+    ]
 
 
 def _limits(args: argparse.Namespace) -> list[str]:
@@ -171,7 +169,7 @@ class _Report:
             self.result.extra |= launch.startup_of(target.server)
             name = target.name
             self._keep = self.stack.enter_context(
-                published(self.result, lambda result: markdown(result, self.args, name), self.args.output)
+                published(self.result, lambda result: markdown(result, self.args, name), self.args.output, _draw)
             )
         else:
             before = self.result.context.num_shard

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
+from benchmark.progress import Remaining, Stage, left_in_words
 from benchmark.report import percentile
 from benchmark.steps import Times
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 HISTOGRAM_BINS = 8
 BAR_WIDTH = 40
+PROMPT_TOKENS_A_STEP = 100  # that take about as long as a step of decoding
 
 
 class View(Protocol):
@@ -40,22 +42,30 @@ class View(Protocol):
     ) -> None: ...
 
 
+def stages(sequence_length: int, decode_length: int, batch_sizes: Sequence[int]) -> list[Stage]:
+    """A stage for each batch size: its steps, prompts counted as the steps that take about as long."""
+    prompt_steps = sequence_length / PROMPT_TOKENS_A_STEP
+    return [Stage(f"batch size {size}", decode_length + size * prompt_steps) for size in batch_sizes]
+
+
 def view(model: str, sequence_length: int, decode_length: int, batch_sizes: Sequence[int], num_runs: int) -> View:
     """The live view where standard error is a terminal and `rich` is installed, else plain lines."""
     title = f"{model}: {sequence_length} prompt tokens, {decode_length} generated"
+    remaining = Remaining(stages(sequence_length, decode_length, batch_sizes))
     if sys.stderr.isatty():
         try:
-            return LiveView(title, sequence_length, batch_sizes, num_runs)
+            return LiveView(title, sequence_length, batch_sizes, num_runs, remaining)
         except ImportError:
             print("the live view needs the package rich: pip install 'lockstep[bench]'", file=sys.stderr)
-    return PlainView(title, sequence_length, num_runs)
+    return PlainView(title, sequence_length, num_runs, remaining)
 
 
 class PlainView(AbstractContextManager["PlainView"]):
     """One line when a batch size begins and one when it is done."""
 
-    def __init__(self, title: str, sequence_length: int, num_runs: int) -> None:
+    def __init__(self, title: str, sequence_length: int, num_runs: int, remaining: Remaining) -> None:
         self._title = title
+        self._remaining = remaining
         self._sequence_length = sequence_length
         self._num_runs = num_runs
         self._started = 0.0
@@ -73,7 +83,9 @@ class PlainView(AbstractContextManager["PlainView"]):
     def begin(self, batch_size: int) -> None:
         """Print that the runs of a batch size begin."""
         self._runs, self._started = [], time.monotonic()
-        _say(f"batch size {batch_size}: {self._num_runs} runs …")
+        self._remaining.begin()
+        left = left_in_words(self._remaining) if self._remaining.current else ""
+        _say(f"batch size {batch_size}: {self._num_runs} runs …{left and f' {left}'}")
 
     def finished(self, batch_size: int, times: Times) -> None:
         """Print the medians when this was the last run of the batch size."""
@@ -122,7 +134,9 @@ def histogram(samples: Sequence[float], bins: int = HISTOGRAM_BINS) -> list[tupl
 class LiveView(AbstractContextManager["LiveView"]):
     """Progress, the running batch size's histograms, and throughput against latency of all so far."""
 
-    def __init__(self, title: str, sequence_length: int, batch_sizes: Sequence[int], num_runs: int) -> None:
+    def __init__(
+        self, title: str, sequence_length: int, batch_sizes: Sequence[int], num_runs: int, remaining: Remaining
+    ) -> None:
         from rich.console import Console
         from rich.live import Live
 
@@ -131,6 +145,7 @@ class LiveView(AbstractContextManager["LiveView"]):
         self._num_runs = num_runs
         self._runs: dict[int, list[Times]] = {batch_size: [] for batch_size in batch_sizes}
         self._current = batch_sizes[0]
+        self._remaining = remaining
         self._live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
 
     def __enter__(self) -> LiveView:
@@ -146,11 +161,13 @@ class LiveView(AbstractContextManager["LiveView"]):
     def begin(self, batch_size: int) -> None:
         """Show the batch size as the running one."""
         self._current = batch_size
+        self._remaining.begin()
         self._draw()
 
     def finished(self, batch_size: int, times: Times) -> None:
         """Draw the run into the histograms and the chart."""
         self._runs[batch_size].append(times)
+        self._remaining.advance(1 / self._num_runs)
         self._draw()
 
     def _draw(self) -> None:
@@ -170,7 +187,8 @@ class LiveView(AbstractContextManager["LiveView"]):
         done, total = sum(len(runs) for runs in self._runs.values()), self._num_runs * len(self._runs)
         current = len(self._runs[self._current])
         grid = Table.grid(padding=(0, 2))
-        grid.add_row("all", ProgressBar(total, done, width=BAR_WIDTH), f"{done} of {total} runs")
+        counts = ", ".join(part for part in (f"{done} of {total} runs", left_in_words(self._remaining)) if part)
+        grid.add_row("all", ProgressBar(total, done, width=BAR_WIDTH), counts)
         label = f"batch size {self._current}"
         grid.add_row(label, ProgressBar(self._num_runs, current, width=BAR_WIDTH), f"{current} of {self._num_runs}")
         return grid

@@ -12,13 +12,16 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmark import flexgen, interrupts, launch, options, plots, scheduled, shards
 from benchmark.generating import generate
+from benchmark.progress import Progress, Stage, shown
 from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts, warmup_prompt
-from benchmark.report import BenchError, Result, above_limit_notes, footer, prepare_output, published, table
+from benchmark.publishing import published
+from benchmark.report import BenchError, Result, above_limit_notes, footer, prepare_output, table
 from benchmark.roofline import Ceilings, Probe, ServedModel, describe
 from benchmark.schedules import SCHEDULES
 from benchmark.stretches import rates
@@ -98,7 +101,6 @@ def run(args: argparse.Namespace) -> int:
     prepare_output(args.output)
     if args.schedule:
         return scheduled.run(args)
-    draws = len(counts) > 1 and plots.wanted(args.output)
     with launch.model_for(args) as model:
         tokenizer = load_tokenizer(model.location, with_eos=args.stop_at_eos)
         prompts = read_prompts(args, tokenizer) if args.prompts else synthetic_prompts(args, tokenizer)
@@ -107,9 +109,7 @@ def run(args: argparse.Namespace) -> int:
         with launch.running_server(flags) as server:
             shape = shards.shape_of(model.location)
             target = shards.MeasuredShards(server.sockets, model.name, shape, model.location, server)
-            result = interrupts.run(_measure(args, target, server, tokenizer, parts))
-    if draws:
-        _draw(args, result)
+            interrupts.run(_measure(args, target, server, tokenizer, parts))
     return 0
 
 
@@ -149,7 +149,7 @@ async def _measure(
     server: launch.Server,
     tokenizer: ModelTokenizer,
     parts: Sequence[Sequence[Prompt]],
-) -> Result:
+) -> None:
     """Run the parts one after the other, in ascending order of their sizes."""
     async with shards.connect(target) as connected:
         info, served = connected.info, shards.served_model(target, connected.info)
@@ -159,14 +159,20 @@ async def _measure(
         name = SWEEP if several else "offline"
         result = Result(flexgen.context(name, args, target, info, most, **several), notes=_notes())
         result.notes += [SEVERAL_NOTE] if several else []
-        with published(result, markdown, args.output) as keep, shards.causes_of(target):
+        draw = partial(_draw, args) if several else None
+        stages = [Stage(f"{len(part)} prompts", sum(prompt.max_new_tokens for prompt in part)) for part in parts]
+        with (
+            published(result, markdown, args.output, draw) as keep,
+            shown(f"{target.name}, offline", stages) as view,
+            shards.causes_of(target),
+        ):
             # What only a first request does, imports above all, is no part of what is measured.
             limits, first = _router_limits(args, connected, 1), [warmup_prompt(most)]
             await generate(TimedShards(connected.shards, None), tokenizer, limits, first, info.decoder_start)
             num_notes = len(result.notes)
-            for part in parts:
+            for part in view.each(parts):
                 limits = _router_limits(args, connected, len(part))
-                timed, row_list, ceilings = await _run(connected, tokenizer, limits, part, served, probe)
+                timed, row_list, ceilings = await _run(connected, tokenizer, limits, part, served, probe, view)
                 widest = max(record.num_tokens for record in timed.records)
                 cache = limits.max_batch_total_tokens
                 sizes = flexgen.sizes(info, served, server.shard_pids(), cache_tokens=cache, widest_step=widest)
@@ -178,7 +184,6 @@ async def _measure(
                 result.extra |= found | launch.startup_of(server)
                 result.notes[num_notes:] = [describe(probe.seen), *above_limit_notes(result.rows)] if probe else []
                 keep()
-    return result
 
 
 async def _run(
@@ -188,9 +193,11 @@ async def _run(
     prompts: Sequence[Prompt],
     served: ServedModel | None,
     probe: Probe | None,
+    view: Progress,
 ) -> tuple[TimedShards, list[dict[str, Any]], list[dict[str, Any]]]:
     """Generate for the prompts: the steps that were taken, the rows, and the ceilings before and after."""
-    timed = TimedShards(connected.shards, served)
+    tokens = sum(prompt.max_new_tokens for prompt in prompts)
+    timed = TimedShards(connected.shards, served, came=lambda n: view.advance(n / tokens))
     before = None if probe is None else probe.measure()
     started = time.perf_counter()
     await generate(timed, tokenizer, limits, prompts, connected.info.decoder_start)
@@ -323,7 +330,7 @@ def _sweep_table(result: Result) -> str:
     return table(headings, cells)
 
 
-def _draw(args: argparse.Namespace, result: Result) -> None:
+def _draw(args: argparse.Namespace, result: Result, folder: Path) -> list[plots.Picture]:
     """Throughputs over the number of prompts, and what share of the limit they were. Raises BenchError."""
     panels = []
     for title, label, key in (
@@ -340,7 +347,7 @@ def _draw(args: argparse.Namespace, result: Result) -> None:
         panels.append(plots.Panel(title, "Prompts", label, lines))
     context = result.context
     about = f"{context.model} on {context.machine}; {args.input_length} in, {args.output_length} out"
-    plots.plot_panels(panels, "Prompts through the engine, without HTTP", args.output / "throughput.png", about)
+    return [plots.plot_panels(panels, "Prompts through the engine, without HTTP", folder / "throughput.png", about)]
 
 
 def _floor_table(rows: Sequence[dict[str, Any]]) -> str:

@@ -14,13 +14,14 @@ from statistics import fmean
 from typing import Any
 
 from benchmark.http_client import Reply
-from benchmark.report import Result, SampleSummary, footer, table
+from benchmark.report import Result, SampleSummary, footer, percentile, table
 from benchmark.stretches import rates
 from benchmark.workload import Lengths
 
 LATE_MS = 10.0  # a client that sends later than this needs more of the machine, or another machine
 LATENCIES = ("ttft_ms", "tpot_ms", "inter_token_ms", "e2e_ms")
 PERCENTILES = ("p50", "p90", "p99")
+QUANTILES = (*range(100), 99.5, 99.9, 100)  # in percent
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,6 +159,7 @@ def row_of(
         "sent_late_ms": percentiles([1000 * (o.reply.sent_at - o.intended_at - o.held_s) for o in outcomes]),
         "held_ms": percentiles([1000 * o.held_s for o in outcomes]),
         "later_turns": sum(outcome.turn > 0 for outcome in outcomes),
+        "inter_token_quantiles_ms": quantiles(samples["inter_token_ms"]),
         "samples": {name: values for name, values in samples.items() if name != "inter_token_ms"},
     }
 
@@ -184,6 +186,12 @@ def percentiles(samples: Sequence[float], scale: float = 1.0) -> dict[str, float
         return None
     summary = SampleSummary.of(samples)
     return {name: scale * getattr(summary, name) for name in ("mean", *PERCENTILES)}
+
+
+def quantiles(samples: Sequence[float]) -> list[float]:
+    """The samples' percentiles at `QUANTILES`, from which their distribution can be drawn; empty without samples."""
+    ordered = sorted(samples)
+    return [percentile(ordered, q) for q in QUANTILES] if ordered else []
 
 
 def _goodput(good: Sequence[Outcome], num_sent: int, seconds: float, objectives: Objectives) -> dict[str, Any] | None:

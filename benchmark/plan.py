@@ -15,7 +15,8 @@ from typing import Any
 from benchmark import options, shapes
 from benchmark.devices import DEVICES, RESERVED_BYTES, DatasheetDevice, all_reduces
 from benchmark.memory import free_host_bytes
-from benchmark.report import BenchError, Result, RunContext, arguments_of, prepare_output, published, table
+from benchmark.publishing import published
+from benchmark.report import BenchError, Result, RunContext, arguments_of, prepare_output, table
 from benchmark.roofline import BytesAndFlops, Probe, ServedModel, describe, mean_context
 from router.queue import blocks_for
 from server.offload.footprint import LOGIT_BYTES, step_bytes

@@ -54,6 +54,14 @@ METRICS = (
 )
 
 
+@dataclass(frozen=True)
+class Picture:
+    """One that was drawn. caption: what it says above the picture, for those who cannot see it."""
+
+    path: Path
+    caption: str
+
+
 def wanted(output: Path | None) -> bool:
     """Whether plots go to `output`. A measurement is worth more than its picture: without matplotlib only a warning."""
     if output is None:
@@ -81,7 +89,7 @@ def _import(name: str) -> Any:
 # ---------------------------------------------------------------------------------------------------------- serving
 
 
-def plot_serving(systems: Mapping[str, Sequence[Row]], folder: Path, about: str = "") -> list[Path]:
+def plot_serving(systems: Mapping[str, Sequence[Row]], folder: Path, about: str = "") -> list[Picture]:
     """One PNG per measure, one panel per input length, one line per system. Raises BenchError.
 
     The x axis is the output length, or what else was varied where there is only one. Rows without a figure, because
@@ -95,14 +103,14 @@ def _serving_figure(systems: Mapping[str, Sequence[Row]], metric: PlottedMetric,
     axis = _axis(everything)
     lines = _lines(systems, axis, several_loads=len({_load(row) for row in everything}) > 1)
     input_lengths = _values(everything, "input_length")
-    figure, panels = _panels(len(input_lengths), metric.title, about)
+    figure, panels = figure_of(len(input_lengths), metric.title, about)
     for panel, input_length in zip(panels, input_lengths, strict=True):
         panel.set_title(f"Input length {input_length} tokens", fontsize=10)
         for style, (label, rows) in enumerate(lines.items()):
             points = [row for row in rows if row["input_length"] == input_length and row[metric.key] is not None]
-            _draw(panel, style, label, [(row[axis], row[metric.key]) for row in points])
+            draw_line(panel, style, label, [(row[axis], row[metric.key]) for row in points])
         _label(panel, AXES[axis], metric.axis, _values(everything, axis))
-    return _with_legend(figure, panels)
+    return with_legend(figure, panels)
 
 
 def _axis(rows: Sequence[Row]) -> str:
@@ -134,47 +142,47 @@ def _values(rows: Sequence[Row], key: str) -> list[Any]:
 # ---------------------------------------------------------------------------------------------------------- latency
 
 
-def plot_latency(rows: Sequence[Row], path: Path, about: str = "") -> None:
+def plot_latency(rows: Sequence[Row], path: Path, about: str = "") -> Picture:
     """Mean step times of one result over the batch size, with the floors. Raises BenchError."""
-    plot_latency_systems({"Measured (mean)": rows}, path, about)
+    return plot_latency_systems({"Measured (mean)": rows}, path, about)
 
 
-def plot_latency_systems(systems: Mapping[str, Sequence[Row]], path: Path, about: str = "") -> None:
+def plot_latency_systems(systems: Mapping[str, Sequence[Row]], path: Path, about: str = "") -> Picture:
     """Mean step times in ms over the batch size, prefill and decode apart; floors dashed. Raises BenchError.
 
     about: model, hardware and load, for the title.
     """
     everything = [row for rows in systems.values() for row in rows]
     steps = [step for step in STEP_TITLES if any(row["step"] == step for row in everything)]
-    figure, panels = _panels(len(steps), "Time of one step, and the least that the device could need", about)
+    figure, panels = figure_of(len(steps), "Time of one step, and the least that the device could need", about)
     for panel, step in zip(panels, steps, strict=True):
         panel.set_title(STEP_TITLES[step], fontsize=10)
         for style, (name, rows) in enumerate(systems.items()):
             mine = [row for row in rows if row["step"] == step]
-            _draw(panel, style, name, [(row["batch_size"], row["mean_ms"]) for row in mine])
+            draw_line(panel, style, name, [(row["batch_size"], row["mean_ms"]) for row in mine])
             floors = [(row["batch_size"], row["floor_ms"]) for row in mine if row["floor_ms"] is not None]
             label = "Floor" if len(systems) == 1 else f"{name}, floor"
-            _draw(panel, style, label, floors, linestyle="--", marker="")
+            draw_line(panel, style, label, floors, linestyle="--", marker="")
         _label(panel, "Batch size (sequences)", "Time (ms)", _values(everything, "batch_size"))
-    save(_with_legend(figure, panels), path)
+    return save(with_legend(figure, panels), path)
 
 
-def plot_efficiency(shares: Sequence[tuple[str, int, Mapping[int, float]]], name: str, path: Path) -> None:
+def plot_efficiency(shares: Sequence[tuple[str, int, Mapping[int, float]]], name: str, path: Path) -> Picture:
     """What of each further shard arrives, by the number of shards: a line for each batch size. Raises BenchError.
 
     shares: (step, batch size, {number of shards: efficiency}); name: of model and device.
     """
-    figure, panels = _panels(len(STEP_TITLES), "Efficiency of tensor parallelism", name)
+    figure, panels = figure_of(len(STEP_TITLES), "Efficiency of tensor parallelism", name)
     counts = sorted({count for _, _, by_count in shares for count in by_count})
     for panel, step in zip(panels, STEP_TITLES, strict=True):
         panel.set_title(STEP_TITLES[step], fontsize=10)
         lines = [(batch_size, by_count) for one, batch_size, by_count in shares if one == step]
         for style, (batch_size, by_count) in enumerate(lines):
             points = [(count, 100 * share) for count, share in by_count.items()]
-            _draw(panel, style, f"Batch size {batch_size}", points)
-        _draw(panel, 0, "Ideal", [(n, 100.0) for n in counts], linestyle="--", marker="", color="grey")
+            draw_line(panel, style, f"Batch size {batch_size}", points)
+        draw_line(panel, 0, "Ideal", [(n, 100.0) for n in counts], linestyle="--", marker="", color="grey")
         _label(panel, "Shards", "Efficiency (%)", counts)
-    save(_with_legend(figure, panels), path)
+    return save(with_legend(figure, panels), path)
 
 
 # ----------------------------------------------------------------------------------------------------------- others
@@ -191,31 +199,35 @@ class Panel:
     dashed: Sequence[str] = ()  # names of lines that are limits, not measurements
 
 
-def plot_panels(panels: Sequence[Panel], title: str, path: Path, about: str = "") -> None:
+def plot_panels(panels: Sequence[Panel], title: str, path: Path, about: str = "") -> Picture:
     """Panels in rows of two, in which a name looks the same everywhere. about: for the title. Raises BenchError."""
     names = list(dict.fromkeys(name for panel in panels for name in panel.lines))
-    figure, drawn = _panels(len(panels), title, about)
+    figure, drawn = figure_of(len(panels), title, about)
     for axes, panel in zip(drawn, panels, strict=True):
         axes.set_title(panel.title, fontsize=10)
         for name, points in panel.lines.items():
             look = {"linestyle": "--", "marker": ""} if name in panel.dashed else {}
-            _draw(axes, names.index(name), name, points, **look)
+            draw_line(axes, names.index(name), name, points, **look)
         _label(axes, panel.x_label, panel.y_label, sorted({x for line in panel.lines.values() for x, _ in line}))
-    save(_with_legend(figure, drawn), path)
+    return save(with_legend(figure, drawn), path)
 
 
 # ---------------------------------------------------------------------------------------------------------- drawing
 
 
-def _panels(count: int, title: str, about: str = "") -> tuple[Any, list[Any]]:
-    """A figure with `count` panels in rows of two. about: below the title, in lines that fit."""
+def figure_of(count: int, title: str, about: str = "", *, shared: bool = False) -> tuple[Any, list[Any]]:
+    """A figure with `count` panels in rows of two. about: below the title, in lines that fit. shared: the axes are."""
     columns = min(count, PANELS_ABREAST)
     lines = math.ceil(count / columns)
     size = (PANEL_INCHES[0] * max(columns, 1.2), PANEL_INCHES[1] * lines + 0.8)
     figure = _import("matplotlib.figure").Figure(figsize=size, dpi=DOTS_PER_INCH, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.1, h_pad=0.1)
     figure.suptitle("\n".join([title, *textwrap.wrap(about, int(LETTERS_PER_INCH * size[0]))]))
-    return figure, [figure.add_subplot(lines, columns, number + 1) for number in range(count)]
+    panels: list[Any] = []
+    for number in range(count):
+        first = panels[0] if shared and panels else None
+        panels.append(figure.add_subplot(lines, columns, number + 1, sharex=first, sharey=first))
+    return figure, panels
 
 
 def grid(lines: int, columns: int, title: str) -> tuple[Any, list[list[Any]]]:
@@ -227,7 +239,7 @@ def grid(lines: int, columns: int, title: str) -> tuple[Any, list[list[Any]]]:
     return figure, [panels[start : start + columns] for start in range(0, len(panels), columns)]
 
 
-def _draw(panel: Any, style: int, label: str, points: Sequence[tuple[float, float]], **changes: Any) -> None:
+def draw_line(panel: Any, style: int, label: str, points: Sequence[tuple[float, float]], **changes: Any) -> None:
     """One line; the same `style` looks the same in every panel."""
     look = {"color": COLOURS[style % len(COLOURS)], "marker": MARKERS[style % len(MARKERS)], "linewidth": 1.8} | changes
     if points:
@@ -246,7 +258,15 @@ def _label(panel: Any, x_label: str, y_label: str, ticks: Sequence[float]) -> No
     panel.grid(visible=True, alpha=0.35)
 
 
-def _with_legend(figure: Any, panels: Sequence[Any]) -> Any:
+def log_ticks(panel: Any) -> None:
+    """A logarithmic y axis with 1, 2 and 5 of each power of ten written as numbers."""
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(_import("matplotlib.ticker").LogLocator(subs=(1, 2, 5)))
+    panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    panel.minorticks_off()
+
+
+def with_legend(figure: Any, panels: Sequence[Any]) -> Any:
     """One legend below all panels."""
     found: dict[str, Any] = {}
     for panel in panels:
@@ -257,7 +277,7 @@ def _with_legend(figure: Any, panels: Sequence[Any]) -> Any:
     return figure
 
 
-def save(figure: Any, path: Path) -> Path:
+def save(figure: Any, path: Path) -> Picture:
     """Drawn in memory first: a picture is on the disk whole or not at all."""
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png")
@@ -265,4 +285,5 @@ def save(figure: Any, path: Path) -> Path:
         write_atomically(path, drawn.getvalue())
     except OSError as error:
         raise BenchError(f"cannot write {path}: {error.strerror}; give another --output or free some space") from None
-    return path
+    title, *about = figure.get_suptitle().splitlines()
+    return Picture(path, ": ".join(" ".join(part.split()) for part in (title, " ".join(about)) if part))

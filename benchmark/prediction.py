@@ -178,7 +178,7 @@ def _median(figure: float | Mapping[str, float] | None) -> float | None:
 # ----------------------------------------------------------------------------------------------------------- tables
 
 
-def progress(row: Mapping[str, Any]) -> str:
+def sentence(row: Mapping[str, Any]) -> str:
     """A simulated row in one line."""
     rates = f"{row['requests_per_second']:.2f} requests/s, {row['output_tokens_per_second']:.2f} output token/s"
     return f"{_load(row)}: {rates}, {row['refused']} refused, {row['seconds']:.1f} simulated seconds"

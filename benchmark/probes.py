@@ -16,7 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from benchmark.report import Result, RunContext, arguments_of, footer, prepare_output, published, table
+from benchmark.progress import Stage, shown
+from benchmark.publishing import published
+from benchmark.report import Result, RunContext, arguments_of, footer, prepare_output, table
 from benchmark.roofline import GPU_READ_BYTES, Ceilings, Probe, best_seconds
 from benchmark.shapes import BLOCK_SIZE
 
@@ -53,8 +55,14 @@ def run(args: argparse.Namespace) -> int:
     is_gpu = args.device == "cuda" or (args.device == "auto" and torch.cuda.is_available())
     device = torch.device("cuda" if is_gpu else "cpu")
     result = Result(_context(args, torch.cuda.get_device_name() if is_gpu else "cpu"))
-    with published(result, markdown, args.output) as keep, torch.inference_mode():
-        for probe in (*ANYWHERE, *(ON_A_GPU if is_gpu else ())):
+    chosen = (*ANYWHERE, *(ON_A_GPU if is_gpu else ()))
+    stages = [Stage(probe.__name__.strip("_").replace("_", " ")) for probe in chosen]
+    with (
+        published(result, markdown, args.output) as keep,
+        shown(f"probing {result.context.machine}", stages) as view,
+        torch.inference_mode(),
+    ):
+        for probe in view.each(chosen):
             for row in probe(device, getattr(torch, args.dtype)):
                 result.rows.append(row)
                 keep()

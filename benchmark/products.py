@@ -22,6 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmark.progress import Stage, shown
 from benchmark.quantised import KINDS, MODELS, LayerShape, noise
 from benchmark.report import BenchError, prepare_output, table
 from benchmark.roofline import GPU_READ_BYTES, Ceilings, Probe
@@ -96,8 +97,12 @@ def run(args: argparse.Namespace) -> int:
     probe = Probe("cuda", "bfloat16", threads=1, num_devices=1, step_weight_bytes=GPU_READ_BYTES)
     for _ in range(3):
         probe.measure()
-    with torch.inference_mode():
-        found = list(timed(args.rows, EventClock(device), Products(Chooser(None)), probe.best, device, torch.bfloat16))
+    found: list[Timed] = []
+    stages = [Stage(model, len(shapes)) for model, _, shapes in MODELS]
+    with torch.inference_mode(), shown("timing products", stages) as view:
+        products = Products(Chooser(None))
+        for model in view.each(MODELS):
+            found += timed(args.rows, EventClock(device), products, probe.best, device, torch.bfloat16, [model])
     text = table(HEADERS, [row.line() for row in found])
     print(text)
     if args.output:

@@ -9,7 +9,6 @@ median over the repetitions is within its bound. Exit codes: 0 all are kept, 1 o
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,9 @@ from statistics import median
 from typing import Any
 
 from benchmark import options, trials
-from benchmark.report import Result, RunContext, arguments_of, footer, prepare_output, published, table
+from benchmark.progress import Stage, shown
+from benchmark.publishing import published
+from benchmark.report import Result, RunContext, arguments_of, footer, prepare_output, table
 
 REPETITIONS = 5  # the fewest of which two may be disturbed without moving the median
 KEPT, BROKEN = "kept", "broken"
@@ -110,15 +111,19 @@ def run(args: argparse.Namespace) -> int:
     promises = [promise for promise in PROMISES if promise.name in args.only]
     result = Result(_context(args), notes=[f"{promise.name}: {promise.reason}" for promise in promises])
     samples: dict[str, list[float]] = {promise.name: [] for promise in promises}
-    with published(result, markdown, args.output) as keep, tempfile.TemporaryDirectory() as scratch:
-        for repetition in range(1, args.repeat + 1):
-            for trial in dict.fromkeys(promise.trial for promise in promises):
-                found = trial(Path(scratch))
-                for name in samples.keys() & found.keys():
-                    samples[name].append(found[name])
-                result.rows = [row_of(promise, samples[promise.name]) for promise in promises if samples[promise.name]]
-                keep()
-            print(f"repetition {repetition} of {args.repeat} is done", file=sys.stderr, flush=True)
+    trials = {promise.trial: promise.name for promise in promises}
+    stages = [Stage(f"{name}, time {n + 1} of {args.repeat}") for n in range(args.repeat) for name in trials.values()]
+    with (
+        published(result, markdown, args.output) as keep,
+        shown("measuring what is promised", stages) as view,
+        tempfile.TemporaryDirectory() as scratch,
+    ):
+        for trial in view.each(list(trials) * args.repeat):
+            found = trial(Path(scratch))
+            for name in samples.keys() & found.keys():
+                samples[name].append(found[name])
+            result.rows = [row_of(promise, samples[promise.name]) for promise in promises if samples[promise.name]]
+            keep()
     return 1 if any(row["verdict"] == BROKEN for row in result.rows) else 0
 
 

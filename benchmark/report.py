@@ -8,7 +8,6 @@ is its command's business. `BenchError` is the one error of this package: a sent
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import platform
@@ -17,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -309,16 +307,6 @@ def _unwritable(output_dir: Path, error: OSError) -> BenchError:
     return BenchError(f"cannot write results to {output_dir}: {cause}; give another --output or free some space")
 
 
-def publish(result: Result, markdown: str, output_dir: Path | None) -> None:
-    """Print the tables, then the result as one JSON object on the last line, and write both to the folder.
-
-    Everything is printed before anything is written, so that a full disk cannot cost a measurement; it is written even
-    if whoever reads the tables has left. Raises BenchError.
-    """
-    show(markdown, json.dumps(result.to_json(), allow_nan=False), output_dir and output_dir / "result.json")
-    save(result, markdown, output_dir)
-
-
 def show(text: str, as_json: str, path: Path | None) -> None:
     """Print the text, then the JSON as the last line; on a terminal, where nobody reads that line, where it is instead.
 
@@ -338,27 +326,3 @@ def forget_reader() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
-
-
-@contextmanager
-def published(result: Result, render: Callable[[Result], str], output_dir: Path | None) -> Iterator[Callable[[], None]]:
-    """Publish the result when the block ends, and what there is of it when the block fails or is interrupted.
-
-    Yields a function to call after each row: it saves the rows so far, for whoever is killed. A disk that is full then
-    is no reason to stop measuring: it is reported at the end.
-    """
-
-    def keep() -> None:
-        try:
-            save(result, render(result), output_dir)
-        except BenchError as error:
-            print(f"warning: {error}", file=sys.stderr)
-
-    try:
-        yield keep
-    except (BenchError, KeyboardInterrupt, asyncio.CancelledError) as error:  # Ctrl-C cancels what asyncio runs
-        result.failure = str(error) or "interrupted"
-        if result.rows:
-            publish(result, render(result), output_dir)
-        raise
-    publish(result, render(result), output_dir)

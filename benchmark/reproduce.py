@@ -12,15 +12,18 @@ import argparse
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benchmark import flexgen, options, plots, shapes
-from benchmark.report import BenchError, Result, RunContext, above_limit_notes, arguments_of, prepare_output, published
+from benchmark.progress import Stage, shown
+from benchmark.publishing import published
+from benchmark.report import BenchError, Result, RunContext, above_limit_notes, arguments_of, prepare_output
 from benchmark.seeds import documents, machine, scales, tables
 from benchmark.seeds.documents import Seed
 from benchmark.seeds.limits import require_room
-from benchmark.seeds.runs import Job, rows
+from benchmark.seeds.runs import Job, num_commands, rows, run_command
 
 Row = Mapping[str, Any]
 
@@ -46,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
     scale = scales.scale_of(seed, args)
     prepare_output(args.output)
     model = seed.model(scale.layers)  # refused here where its format is not there
-    draws = plots.wanted(args.output)
     here = machine.look(args.device)
     dtype = args.dtype or ("bfloat16" if here.is_cpu and seed.dtype == "float16" else seed.dtype)
     splits = _splits(seed, here, args.num_shard)
@@ -56,9 +58,7 @@ def run(args: argparse.Namespace) -> int:
         config = Path(folder) / f"{model.name.replace(', ', '-').replace(' ', '-')}.json"
         config.write_text(json.dumps(model.config))
         job = Job(seed, scale, here, dtype, splits, config)
-        result = _measured(args, job)
-    if draws:
-        _draw(job, result, args.output)
+        _measure(args, job)
     return 0
 
 
@@ -82,7 +82,7 @@ def _splits(seed: Seed, here: machine.Machine, given: Sequence[int] | None) -> l
     return sorted(wanted)
 
 
-def _measured(args: argparse.Namespace, job: Job) -> Result:
+def _measure(args: argparse.Namespace, job: Job) -> None:
     result = Result(_context(args, job), notes=tables.notes(job))
     if not job.scale.reductions and job.seed.kind == "serving":
         result.notes += tables.short_answers(job.seed)
@@ -95,12 +95,18 @@ def _measured(args: argparse.Namespace, job: Job) -> Result:
         "reductions": list(scale.reductions),
     }
     hardware = result.context.machine
-    with published(result, lambda found: tables.markdown(found, job, hardware), args.output) as keep:
-        for part in rows(job):
+    render, draw = partial(tables.markdown, job=job, hardware=hardware), partial(_draw, job)
+    stages = [Stage(f"command of {seed.name}") for _ in range(num_commands(job))]
+
+    def run_next(arguments: Sequence[str]) -> Mapping[str, Any]:
+        view.begin()
+        return run_command(arguments)
+
+    with published(result, render, args.output, draw) as keep, shown(f"reproducing {seed.name}", stages) as view:
+        for part in rows(job, run_next):
             result.rows += part
             result.notes[num_notes:] = above_limit_notes(result.rows)
             keep()
-    return result
 
 
 def _context(args: argparse.Namespace, job: Job) -> RunContext:
@@ -121,13 +127,14 @@ def _context(args: argparse.Namespace, job: Job) -> RunContext:
 # ------------------------------------------------------------------------------------------------------------ plots
 
 
-def _draw(job: Job, result: Result, folder: Path) -> None:
+def _draw(job: Job, result: Result, folder: Path) -> list[plots.Picture]:
     """The pictures of the document's kind, with its figures where the whole sweep was run. Raises BenchError."""
     draw = {"latency": _draw_latency, "serving": _draw_serving, "flexgen": _draw_flexgen}[job.seed.kind]
-    draw(job, result, folder, tables.short_title(job, result.context.machine))
+    return draw(job, result, folder, tables.short_title(job, result.context.machine))
 
 
-def _draw_latency(job: Job, result: Result, folder: Path, about: str) -> None:
+def _draw_latency(job: Job, result: Result, folder: Path, about: str) -> list[plots.Picture]:
+    pictures = []
     lengths = f"{job.scale.one('sequence_length')} in, {job.scale.one('decode_length')} out"
     for num_shard in job.num_shards:
         own = [row for row in result.rows if row["num_shard"] == num_shard]
@@ -137,20 +144,22 @@ def _draw_latency(job: Job, result: Result, folder: Path, about: str) -> None:
         if theirs:
             assumed = f" ({job.seed.device} assumed)" if job.seed.is_device_assumed else ""
             systems[f"Document, {theirs[0]['num_shard']} GPUs{assumed}"] = theirs
-        plots.plot_latency_systems(systems, folder / f"latency-{num_shard}.png", f"{about}; {shards}, {lengths}")
+        path = folder / f"latency-{num_shard}.png"
+        pictures.append(plots.plot_latency_systems(systems, path, f"{about}; {shards}, {lengths}"))
+    return pictures
 
 
-def _draw_serving(job: Job, result: Result, folder: Path, about: str) -> None:
+def _draw_serving(job: Job, result: Result, folder: Path, about: str) -> list[plots.Picture]:
     theirs: dict[str, list[Row]] = {}
     load = {"concurrency": job.scale.streams, "request_rate": None}
     for row in result.rows:
         for system, figures in (row["document"] or {}).items():
             theirs.setdefault(f"{system}, {job.seed.hardware}", []).append(figures | load)
     about = f"{about}; throughputs with {job.scale.streams} streams, latencies with one"
-    plots.plot_serving({"Lockstep": result.rows, **theirs}, folder, about)
+    return plots.plot_serving({"Lockstep": result.rows, **theirs}, folder, about)
 
 
-def _draw_flexgen(job: Job, result: Result, folder: Path, about: str) -> None:
+def _draw_flexgen(job: Job, result: Result, folder: Path, about: str) -> list[plots.Picture]:
     """Tokens a second over the batches of a block, one panel each for decode and all."""
     given, generated = job.scale.one("input_length"), job.scale.one("output_length")
     size = job.scale.one("gpu_batch_size")
@@ -165,4 +174,4 @@ def _draw_flexgen(job: Job, result: Result, folder: Path, about: str) -> None:
                 lines.setdefault(theirs, []).append((row["num_gpu_batches"], row["document"][figure]))
         panels.append(plots.Panel(kind.capitalize(), f"Batches of {size} sequences in a block", "Tokens/s", lines))
     about = f"{about}; {given} in, {generated} out"
-    plots.plot_panels(panels, "Throughput of a block", folder / "throughput.png", about)
+    return [plots.plot_panels(panels, "Throughput of a block", folder / "throughput.png", about)]

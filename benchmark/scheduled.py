@@ -20,8 +20,10 @@ from typing import Any
 
 from benchmark import flexgen, interrupts, launch, plots, schedule_report, shards, streaming, timeline
 from benchmark.generating import generate
+from benchmark.progress import Progress, Stage, shown
 from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts, warmup_prompt
-from benchmark.report import BenchError, Result, published
+from benchmark.publishing import published
+from benchmark.report import BenchError, Result
 from benchmark.roofline import ServedModel
 from benchmark.schedules import (
     SCHEDULES,
@@ -293,21 +295,27 @@ async def _measure(
         result = Result(context, notes=[*job.notes, *schedule_report.notes(info, job.measured)])
         result.extra = launch.startup_of(server)
         done: dict[Policy, tuple[dict[str, Any], timeline.Timeline]] = {}
-        with published(result, schedule_report.markdown, args.output) as keep, shards.causes_of(target):
-            in_order = sorted(job.policies, key=lambda one: one.block)  # peaks of memory grow with blocks
+
+        def draw(_: Result, folder: Path) -> list[plots.Picture]:
+            timelines = [done[policy][1] for policy in job.policies if policy in done]
+            has_reads = any(one.reads for one in timelines)
+            return [timeline.draw(timelines, folder / "timeline.png")] if has_reads else []
+
+        in_order = sorted(job.policies, key=lambda one: one.block)  # peaks of memory grow with blocks
+        names = [f"{one.schedule}, {one.num_gpu_batches} × {one.gpu_batch_size} sequences" for one in in_order]
+        with (
+            published(result, schedule_report.markdown, args.output, draw) as keep,
+            shown(f"{target.name}, by schedules", [Stage(name) for name in names]) as view,
+            shards.causes_of(target),
+        ):
             # What only a first request does, imports above all, is no part of what is measured.
             limits, first = _limits_of(job, in_order[0], info), [warmup_prompt(job.run_prompts)]
             await generate(TimedShards(connected.shards, None), tokenizer, limits, first, info.decoder_start)
-            for number, policy in enumerate(in_order, 1):
-                block = f"{policy.num_gpu_batches} × {policy.gpu_batch_size} sequences"
-                print(f"{policy.schedule}, {block}: {number} of {len(in_order)}", file=sys.stderr, flush=True)
-                row, times = await _run_policy(args, job, policy, connected, server, tokenizer, target)
+            for policy in view.each(in_order):
+                row, times = await _run_policy(args, job, policy, connected, server, tokenizer, target, view)
                 done[policy] = (row, times)
                 result.rows[:] = [done[one][0] for one in job.policies if one in done]
                 keep()
-        timelines = [done[policy][1] for policy in job.policies]
-        if plots.wanted(args.output) and any(one.reads for one in timelines):
-            timeline.draw(timelines, args.output / "timeline.png")
 
 
 async def _run_policy(
@@ -318,12 +326,14 @@ async def _run_policy(
     server: launch.Server,
     tokenizer: ModelTokenizer,
     target: shards.MeasuredShards,
+    view: Progress,
 ) -> tuple[dict[str, Any], timeline.Timeline]:
     info, client = connected.info, connected.shards
     assert isinstance(client, ShardedClient)
     prompts, served = job.run_prompts, shards.served_model(target, info)
     limits = _limits_of(job, policy, info)
-    timed = TimedShards(client, served)
+    tokens = sum(prompt.max_new_tokens for prompt in prompts)
+    timed = TimedShards(client, served, came=lambda n: view.advance(n / tokens))
     before = Streamed.of(await client.streamed(forget=True))
     forget_peaks(server)
     began = time.perf_counter()

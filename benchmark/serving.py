@@ -18,13 +18,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmark import interrupts, launch, options, plots, slo
+from benchmark import interrupts, launch, options, plots, progress, slo
 from benchmark.http_client import Api, ChatApi, HttpClient, OpenAiApi, TgiApi
-from benchmark.load import arguments
-from benchmark.load.sweep import MeasuredServer, Sweep, refuse_too_long
+from benchmark.load import arguments, pictures
+from benchmark.load.sweep import MeasuredServer, Sweep, refuse_too_long, stages_of
 from benchmark.loops import unreachable
 from benchmark.outcomes import markdown
-from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output, published
+from benchmark.publishing import published
+from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output
 
 # What a chat's template, or a line's end, adds to a message, and an answer that is tokenised again.
 MESSAGE_TOKENS = 32
@@ -57,19 +58,19 @@ def run(args: argparse.Namespace) -> int:
     """Send every load to the server and print the tables; 0. Raises BenchError."""
     _complete(args)
     prepare_output(args.output)
-    draws = plots.wanted(args.output)
     with _target(args) as target:
         refuse_too_long(arguments.limits_of(args), target.info, args)
-        sweep = Sweep(args, target, _client(args, target.url), _api(args, target.model))
         result = Result(
             _context(args, target),
             notes=_notes(args),
             extra=launch.startup_of(target.server) | {"server": dict(target.info)},
         )
-        with published(result, _markdown, args.output) as keep:
-            interrupts.run(sweep.run(result, keep))
-    if draws:
-        plots.plot_serving({target.model: result.rows}, args.output)
+        stages, client, api = stages_of(args), _client(args, target.url), _api(args, target.model)
+        with (
+            published(result, _markdown, args.output, _draw) as keep,
+            progress.shown(f"serving {target.model}", stages) as view,
+        ):
+            interrupts.run(Sweep(args, target, client, api, view).run(result, keep))
     return 0
 
 
@@ -204,6 +205,11 @@ def _digest(path: Path) -> str:
 def _markdown(result: Result) -> str:
     searches = slo.sections(result.extra.get("slo_searches", []))
     return "\n\n".join(part for part in (searches, markdown(result)) if part)
+
+
+def _draw(result: Result, folder: Path) -> list[plots.Picture]:
+    about = f"{result.context.model} on {result.context.machine}; {pictures.loads_of(result.rows)}"
+    return [*pictures.draw(result, folder), *plots.plot_serving({result.context.model: result.rows}, folder, about)]
 
 
 def _notes(args: argparse.Namespace) -> list[str]:

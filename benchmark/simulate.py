@@ -25,8 +25,11 @@ from benchmark.fleets import asked, sizing, traces
 from benchmark.fleets.balancing import ALIASES, POLICIES
 from benchmark.fleets.conditions import Pool
 from benchmark.fleets.events import Fleet
-from benchmark.prediction import comparison, figures, markdown, progress, read_serving, remarks
-from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output, published
+from benchmark.load import pictures
+from benchmark.prediction import comparison, figures, markdown, read_serving, remarks, sentence
+from benchmark.progress import Progress, Stage, shown
+from benchmark.publishing import published
+from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output
 from benchmark.subject import Subject, subject_of
 from benchmark.traffic import Case, OpenLoop, Request
 from router.config import RouterConfig
@@ -202,13 +205,15 @@ def run(args: argparse.Namespace) -> int:
     plans = [(values, case, found) for values, found in zip(settings, pools, strict=True) for case in cases]
     result = Result(_context(args, subject, cases), notes=[*_notes(args, subject), *_told(told), *remarks(measured)])
     result.extra = {"cost": asdict(subject.cost)}
-    with published(result, partial(markdown, swept=[name for name, _ in args.sweep]), args.output) as keep:
-        for values, case, found in plans:
-            result.rows.append(_sized(args, values, case, found, trace))
+    render, draw = partial(markdown, swept=[name for name, _ in args.sweep]), None if args.sweep else pictures.draw
+    stages = [Stage(str(case.load or "a trace"), _num_requests(case, found)) for _, case, found in plans]
+    with published(result, render, args.output, draw) as keep, shown(f"simulating {subject.model}", stages) as view:
+        for values, case, found in view.each(plans):
+            result.rows.append(_sized(args, values, case, found, trace, view))
             if measured is not None:
                 result.extra["comparison"] = comparison(measured["rows"], result.rows)
             keep()
-            print(progress(result.rows[-1]), file=sys.stderr)
+            print(sentence(result.rows[-1]), file=sys.stderr)
     return 0
 
 
@@ -315,13 +320,16 @@ def _sized(
     case: Case,
     pools: Sequence[Pool],
     trace: Sequence[Request] | None,
+    view: Progress,
 ) -> dict[str, Any]:
     """The row of one load under one setting, or of the fewest replicas that keep the objectives."""
     if args.fewest_replicas is None:
-        return _simulated(args, values, case, pools, trace)
+        return _simulated(args, values, case, pools, trace, view.advance)
+    share = 1 / sizing.num_runs(args.fewest_replicas)
 
     def with_replicas(count: int) -> dict[str, Any]:
-        return _simulated(args, {**values, REPLICAS: count}, case, sizing.resized(pools, count), trace)
+        found = sizing.resized(pools, count)
+        return _simulated(args, {**values, REPLICAS: count}, case, found, trace, lambda n: view.advance(n * share))
 
     return sizing.fewest(with_replicas, args.fewest_replicas, (args.ttft_objective, args.tpot_objective))
 
@@ -332,12 +340,13 @@ def _simulated(
     case: Case,
     pools: Sequence[Pool],
     trace: Sequence[Request] | None,
+    advance: Callable[[float], None],
 ) -> dict[str, Any]:
     """The row of one load under one setting: what it is about, the limits, and the figures."""
     num_replicas, limits = sum(pool.num_replicas for pool in pools), pools[0].limits
-    count = case.num_requests or REQUESTS_PER_REPLICA * num_replicas
+    count = _num_requests(case, pools) if trace is None else len(trace)
     drawn = OpenLoop(iter(trace)) if trace is not None else traffic.draw(case, args, count)
-    requests = asked.prefixed(drawn, args)
+    requests = traffic.Watched(asked.prefixed(drawn, args), count, advance)
     tally = Fleet(requests, pools, asked.conditions(args), args.dispatch).run()
     if not tally.e2e:
         raise BenchError(
@@ -346,17 +355,11 @@ def _simulated(
         )
     settled = dict(values) | {name: getattr(limits, name) for name in LIMITS}
     objectives = (args.ttft_objective, args.tpot_objective)
-    return _about(case) | {"settings": settled} | figures(tally, limits, num_replicas, objectives)
+    return traffic.about(case) | {"settings": settled} | figures(tally, limits, num_replicas, objectives)
 
 
-def _about(case: Case) -> dict[str, Any]:
-    return {
-        "input_length": case.mean.input_length,
-        "output_length": case.mean.output_length,
-        "length_distribution": case.distribution,
-        "concurrency": case.load and case.load.concurrency,
-        "request_rate": case.load and case.load.request_rate,
-    }
+def _num_requests(case: Case, pools: Sequence[Pool]) -> int:
+    return case.num_requests or REQUESTS_PER_REPLICA * sum(pool.num_replicas for pool in pools)
 
 
 # ----------------------------------------------------------------------------------------------------------- report

@@ -21,6 +21,7 @@ from typing import Any
 
 from benchmark import options
 from benchmark.outcomes import Outcome
+from benchmark.progress import Progress, Stage
 from benchmark.report import BenchError, percentile, table
 
 METRICS = ("ttft", "tpot", "itl", "e2e")
@@ -31,6 +32,7 @@ PRECISION = 0.03  # between the highest rate that held and the lowest that did n
 MOST_REQUESTS = 50_000  # of a probe
 LOWERED = 0.95  # by so much, where a rate held only once
 MOST_LOWERINGS = 5
+NUM_HALVINGS = 5  # of a bracket whose ends are a factor of 2 apart
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,7 @@ class Search:
     say: Callable[[str], None]
     seconds: float | None = None  # of a probe; None: as long as an overload needs to be seen
     probes: list[Probe] = field(default_factory=list)
+    view: Progress | None = None  # told of each probe, and of about how many follow
 
     @property
     def probe_seconds(self) -> float:
@@ -127,12 +130,12 @@ class Search:
         held, missed = await self._bracket(min(max(start, least), MOST_REQUESTS / self.probe_seconds), least)
         while missed > held * (1 + PRECISION):
             middle = math.sqrt(held * missed)
-            if await self._holds(middle):
+            if await self._holds(middle, following=1 + num_halvings(middle / held)):
                 held = middle
             else:
                 missed = middle
         for _ in range(MOST_LOWERINGS):
-            if await self._holds(held):
+            if await self._holds(held, following=0):
                 return held
             held *= LOWERED
         raise BenchError(
@@ -155,8 +158,13 @@ class Search:
         why = self.probes[-1].missed
         raise BenchError(f"not even {rate:.3g} requests/s kept {self._wanted()} ({why}): give looser bounds")
 
-    async def _holds(self, rate: float) -> bool:
+    async def _holds(self, rate: float, following: int = 2 + NUM_HALVINGS) -> bool:
+        """Try a rate. following: about how many further probes there will be."""
         seconds = self.probe_seconds
+        if self.view is not None:
+            later = [Stage("another rate", seconds=seconds)] * following
+            self.view.expect([Stage(f"{rate:.3g} requests/s", seconds=seconds), *later])
+            self.view.begin()
         count = max(self.least_requests, round(rate * seconds))
         outcomes = await self.send(rate, count)
         probe = judged(rate, outcomes, self.objectives)
@@ -166,6 +174,11 @@ class Search:
 
     def _wanted(self) -> str:
         return " and ".join(map(str, self.objectives))
+
+
+def num_halvings(apart: float) -> int:
+    """How often a bracket whose ends have this ratio is halved until it is narrow enough."""
+    return max(0, math.ceil(math.log2(math.log(apart) / math.log(1 + PRECISION)))) if apart > 1 + PRECISION else 0
 
 
 def judged(rate: float, outcomes: Sequence[Outcome], objectives: Sequence[Objective]) -> Probe:
@@ -229,7 +242,10 @@ def check(args: argparse.Namespace) -> None:
 
 
 async def searched(
-    args: argparse.Namespace, send: Callable[[float | None, int], Awaitable[Sequence[Outcome]]], found: dict[str, Any]
+    args: argparse.Namespace,
+    send: Callable[[float | None, int], Awaitable[Sequence[Outcome]]],
+    found: dict[str, Any],
+    view: Progress | None = None,
 ) -> float:
     """The highest rate; `found` gets what was tried, also where nothing is found. Raises BenchError.
 
@@ -241,7 +257,7 @@ async def searched(
         raise BenchError(f"the first request failed: {first.reply.error}")
     alone = 1000 / first.e2e_ms  # requests per second of one stream
     say = partial(print, file=sys.stderr, flush=True)
-    search = Search(args.slo, send, say, args.probe_seconds)
+    search = Search(args.slo, send, say, args.probe_seconds, view=view)
     try:
         found["requests_per_second"] = await search.run(args.slo_start_rate or alone, alone / 2)
     finally:

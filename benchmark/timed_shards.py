@@ -44,6 +44,7 @@ class TimedShards:
     shards: Shards
     served: ServedModel | None
     clock: Callable[[], float] = time.perf_counter
+    came: Callable[[int], None] | None = None  # told how many tokens each reply has
     records: list[StepRecord] = field(default_factory=list)
     _waiting: deque[StepRecord] = field(default_factory=deque)
     _progress: dict[int, tuple[int, int]] = field(default_factory=dict)  # sequence -> (prompt, tokens computed)
@@ -62,6 +63,8 @@ class TimedShards:
         reply = await self.shards.receive()
         record = self._waiting.popleft()
         record.answered_at, record.generated_tokens = self.clock(), len(reply.ids)
+        if self.came is not None:
+            self.came(len(reply.ids))
         return reply
 
     async def info(self) -> ModelInfo:

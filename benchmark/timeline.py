@@ -37,7 +37,7 @@ class Timeline:
         return ends[first], ends[min(first + ZOOMED_STEPS, len(ends) - 1)]
 
 
-def draw(timelines: Sequence[Timeline], path: Path) -> None:
+def draw(timelines: Sequence[Timeline], path: Path) -> plots.Picture:
     """Write the picture. Raises BenchError."""
     figure, panels = plots.grid(len(timelines), 2, "What link and compute did when")
     for timeline, (whole, zoomed) in zip(timelines, panels, strict=True):
@@ -45,7 +45,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
         _lanes(zoomed, timeline, *timeline.middle)
         whole.set_title(timeline.name, fontsize=10)
         zoomed.set_title(f"{timeline.name}, {ZOOMED_STEPS} steps in the middle", fontsize=10)
-    plots.save(figure, path)
+    return plots.save(figure, path)
 
 
 def _lanes(panel: Any, timeline: Timeline, since: float, until: float) -> None:

@@ -10,7 +10,7 @@ import argparse
 import heapq
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -76,6 +76,17 @@ def cases_of(serving: Mapping[str, Any]) -> list[Case]:
         )
         for row in serving["rows"]
     ]
+
+
+def about(case: Case) -> dict[str, Any]:
+    """What a row says of its work."""
+    return {
+        "input_length": case.mean.input_length,
+        "output_length": case.mean.output_length,
+        "length_distribution": case.distribution,
+        "concurrency": case.load and case.load.concurrency,
+        "request_rate": case.load and case.load.request_rate,
+    }
 
 
 def longest(cases: Sequence[Case], trace: Sequence[Request] | None) -> tuple[int, int]:
@@ -223,3 +234,31 @@ class ClosedLoop:
     def refused(self, now: float) -> None:
         """The stream may send again when its client knows."""
         heapq.heappush(self._free, now + self._refusal_s)
+
+
+class Watched:
+    """Traffic that somebody watches: told of each hundredth of its `count` requests that is over."""
+
+    def __init__(self, traffic: Traffic, count: int, advance: Callable[[float], None]) -> None:
+        self._traffic = traffic
+        self._advance = advance
+        self._each = max(1, count // 100)
+        self._count = count
+        self._over = 0
+        self.next_at = traffic.next_at
+        self.take = traffic.take
+
+    def ended(self, now: float) -> None:
+        """Note that a request was answered at `now`."""
+        self._traffic.ended(now)
+        self._one_over()
+
+    def refused(self, now: float) -> None:
+        """Note that a request was refused at `now`."""
+        self._traffic.refused(now)
+        self._one_over()
+
+    def _one_over(self) -> None:
+        self._over += 1
+        if self._over % self._each == 0:
+            self._advance(self._each / self._count)

@@ -29,6 +29,11 @@ def keeps(row: Mapping[str, Any], objectives: Objectives) -> bool:
     return not row["refused"] and all(most is None or p99 <= most for p99, most in zip(found, objectives, strict=True))
 
 
+def num_runs(most: int) -> int:
+    """How many fleets are tried at most."""
+    return 1 + most.bit_length()
+
+
 def fewest(simulate: Callable[[int], dict[str, Any]], most: int, objectives: Objectives) -> dict[str, Any]:
     """The row of the fewest replicas, at most `most`, that keep the objectives. Raises BenchError where none do."""
     low, high, best = 1, most, simulate(most)

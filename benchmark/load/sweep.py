@@ -21,8 +21,10 @@ from benchmark.load import arguments, sources
 from benchmark.load.arrivals import arrival_times
 from benchmark.load.lag import LagMeter
 from benchmark.load.records import Records
-from benchmark.loops import capped, closed_loop, open_loop, sender, unreachable
+from benchmark.load.watch import ServerWatch
+from benchmark.loops import Send, capped, closed_loop, open_loop, sender, unreachable
 from benchmark.outcomes import Load, Objectives, Outcome, progress, row_of
+from benchmark.progress import Progress, Stage
 from benchmark.report import BenchError, Result
 from benchmark.workload import Lengths, PlannedRequest
 
@@ -50,8 +52,11 @@ class MeasuredServer:
 class Sweep:
     """The loads of one run, sent to one server row after row."""
 
-    def __init__(self, args: argparse.Namespace, target: MeasuredServer, client: HttpClient, api: Api) -> None:
+    def __init__(
+        self, args: argparse.Namespace, target: MeasuredServer, client: HttpClient, api: Api, view: Progress
+    ) -> None:
         self._args = args
+        self._view = view
         self._target = target
         self._client = client
         self._send = sender(client, api)
@@ -86,6 +91,7 @@ class Sweep:
         return [Lengths(*pair) for pair in product(self._args.input_length, self._args.output_length)]
 
     async def _measure(self, cell: Lengths | None, load: Load) -> dict[str, Any]:
+        self._view.begin()
         random = Random(f"{self._args.seed} {cell} {load}")
         source = self._source(cell, Random(f"prompts of {self._args.seed} {cell} {load}"))
         warmups = await source.draw(self._args.warmups, random) if self._args.warmups else []
@@ -93,14 +99,15 @@ class Sweep:
         refuse_too_long(sources.longest([*warmups, *requests]), self._target.info, self._args)
         await closed_loop(self._send, warmups, load.concurrency or len(warmups))
         began_unix_s = time()
-        async with LagMeter() as meter:
-            outcomes = await self._sent(requests, load)
+        async with LagMeter() as meter, ServerWatch(self._client) as watch:
+            outcomes = await self._sent(requests, load, self._advancing(len(requests)))
         self._records.add(outcomes, min(outcome.intended_at for outcome in outcomes))
         cell = cell or workload.mean_lengths([one.lengths for one in requests])
         row = row_of(cell, load, outcomes, self._objectives, self._distribution())
         sent = sum(outcome.turn == 0 for outcome in outcomes)
         about = {"began_unix_s": began_unix_s, "duration": self._args.duration, "drawn_requests": len(requests)}
-        return row | about | {"sent_again": max(0, sent - len(requests)), "client": meter.report(late_ms(row))}
+        about |= {"sent_again": max(0, sent - len(requests)), "server_timeline": watch.timeline}
+        return row | about | {"client": meter.report(late_ms(row))}
 
     async def _search(self, cell: Lengths | None, result: Result, keep: Callable[[], None]) -> None:
         """Find the highest rate that keeps the objectives; its last probe is a row. Raises BenchError."""
@@ -115,24 +122,34 @@ class Sweep:
                 outcomes[:] = await closed_loop(self._send, requests, 1)
             else:
                 times = arrival_times(Load(request_rate=rate, burstiness=gaps), count, None, random)
-                outcomes[:] = await open_loop(self._send, sources.at_times(requests, times))
+                outcomes[:] = await open_loop(self._advancing(count), sources.at_times(requests, times))
             return outcomes[:count] if rate is None else outcomes  # the first turns: one stream's rate
 
         cell = cell or workload.mean_lengths([one.lengths for one in await source.draw(SAMPLE, random)])
         found: dict[str, Any] = {"input_length": cell.input_length, "output_length": cell.output_length}
         result.extra.setdefault("slo_searches", []).append(found)
         try:
-            rate = await slo.searched(self._args, send, found)
+            rate = await slo.searched(self._args, send, found, self._view)
         finally:
             keep()
         load = Load(request_rate=rate, burstiness=gaps)
         result.rows.append(row_of(cell, load, outcomes, self._objectives, self._distribution()))
         keep()
 
-    async def _sent(self, requests: list[PlannedRequest], load: Load) -> list[Outcome]:
+    def _advancing(self, count: int) -> Send:
+        """Sends, and says that of a stage of so many requests one more is done."""
+
+        async def send(request: PlannedRequest, intended_at: float | None) -> Outcome:
+            outcome = await self._send(request, intended_at)
+            self._view.advance(1 / count)
+            return outcome
+
+        return send
+
+    async def _sent(self, requests: list[PlannedRequest], load: Load, send: Send) -> list[Outcome]:
         if load.concurrency is not None:
-            return await closed_loop(self._send, requests, load.concurrency, self._args.duration)
-        send = capped(self._send, load.max_concurrency) if load.max_concurrency else self._send
+            return await closed_loop(send, requests, load.concurrency, self._args.duration)
+        send = capped(send, load.max_concurrency) if load.max_concurrency else send
         return await open_loop(send, requests)
 
     def _source(self, cell: Lengths | None, random: Random) -> sources.Source:
@@ -178,6 +195,28 @@ class Sweep:
 def num_requests(args: argparse.Namespace, load: Load) -> int:
     """How many requests a row has: enough that the streams' unequal ends matter little, or a minute of arrivals."""
     return args.num_requests or max(32, 4 * (load.concurrency or 0), round(60 * (load.request_rate or 0)))
+
+
+def stages_of(args: argparse.Namespace) -> list[Stage]:
+    """The rows that a sweep will have, and how much there is to do in each; a search adds its own."""
+    if args.slo:
+        return []
+    lengths = [Lengths(*pair) for pair in product(args.input_length or (), args.output_length or ())]
+    cells: list[Lengths | None] = [*lengths] or [None]
+    if args.trace_requests is not None or args.conversations is not None or args.lengths_file is not None:
+        cells = [None]
+    return [_stage(args, cell, load) for cell, load in product(cells, arguments.loads_of(args))]
+
+
+def _stage(args: argparse.Namespace, cell: Lengths | None, load: Load) -> Stage:
+    """A row. What streams do one after the other takes as long as their tokens, about."""
+    name = str(load) if cell is None else f"{cell.input_length} in, {cell.output_length} out, {load}"
+    count = num_requests(args, load)
+    if load.concurrency is None:
+        of_trace = args.trace_requests and args.trace_requests[-1].arrives_s
+        return Stage(name, seconds=args.duration or of_trace or count / (load.request_rate or 1.0))
+    work = count / load.concurrency * (1 if cell is None else cell.output_length)
+    return Stage(name, work, args.duration)
 
 
 def late_ms(row: Mapping[str, Any]) -> float:

@@ -98,6 +98,12 @@ def _passed_on(process: subprocess.Popen[str]) -> Iterator[str]:
             print(line, end="", file=sys.stderr, flush=True)
 
 
+def num_commands(job: Job) -> int:
+    """How many commands the sweep is."""
+    counts = {"latency": len(job.num_shards), "serving": 2}
+    return counts[job.seed.kind] if job.seed.kind in counts else len(job.scale.several("num_gpu_batches"))
+
+
 def rows(job: Job, run: Command = run_command) -> Iterator[list[Row]]:
     """The sweep, in parts that are finished one after the other. Raises BenchError."""
     return {"latency": _latency, "serving": _serving, "flexgen": _flexgen}[job.seed.kind](job, run)

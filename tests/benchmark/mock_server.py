@@ -58,7 +58,13 @@ class Mock:
                 await self._generate(route, json.loads(body), writer)
         else:
             status, answer = self._plain(route, json.loads(body or b"null"))
-            self._write_json(writer, status, answer)
+            if route == "/metrics" and self._options.without != "metrics":
+                running = self._options.slots - self._slots._value
+                status, answer = 200, None
+                page = f"tgi_batch_current_size {running}.0\ntgi_queue_size 0.0\n".encode()
+                writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(page)}\r\n\r\n".encode() + page)
+            else:
+                self._write_json(writer, status, answer)
         writer.close()
 
     def _plain(self, route: str, body: Any) -> tuple[int, Any]:

@@ -181,3 +181,4 @@ def test_output_has_the_table_the_json_and_the_plots(capsys: pytest.CaptureFixtu
     assert result == json.loads((tmp_path / "out" / "compare.json").read_text())
     assert 4 == len(list((tmp_path / "out").glob("*.png")))
     assert "b / a" in (tmp_path / "out" / "compare.md").read_text()
+    assert "b / a" in (tmp_path / "out" / "report.html").read_text()

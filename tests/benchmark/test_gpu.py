@@ -124,6 +124,7 @@ def test_the_whole_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -
 
 def test_probes_of_a_cpu(tmp_path: Path) -> None:
     assert 0 == main(["probes", "--device", "cpu", "--dtype", "float32", "--output", str(tmp_path)])
+    assert (tmp_path / "report.html").is_file()
     rows = json.loads((tmp_path / "result.json").read_text())["rows"]
     assert 4 == len(rows) and all(row["value"] > 0 for row in rows)
     assert probes.ceilings(rows) is not None

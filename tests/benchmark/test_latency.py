@@ -346,6 +346,8 @@ def test_attaching_on_a_terminal_shows_a_live_view(server: launch.Server) -> Non
 def test_several_splits_are_one_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lengths = ["-b", "1", "2", "-s", "9", "-d", "5", "-r", "2"]
     assert 0 == main(["latency", "--num-shard", "1", "2", "--device", "cpu", *lengths, "--output", str(tmp_path)])
+    page = (tmp_path / "report.html").read_text()
+    assert 2 == page.count("data:image/png;base64,")  # times, and the efficiency of the split
     text = capsys.readouterr().out
     result = json.loads(text.splitlines()[-1])
     assert [1, 2] == result["num_shard"] == result["arguments"]["num_shard"]

@@ -178,6 +178,7 @@ def test_several_numbers_of_prompts_in_one_report(tmp_path: Path, capfd: pytest.
     assert "#### --num-prompts 2\n" in text and "#### --num-prompts 6\n" in text
     assert "| Prompts | Prefill token/s (% of limit) | Decode token/s (% of limit) |" in text
     assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG")
+    assert 1 == (tmp_path / "report.html").read_text().count("data:image/png;base64,")
     (tmp_path / "again.json").write_text((tmp_path / "result.json").read_text())
     assert 1 == main(["compare", f"{tmp_path}/result.json", f"{tmp_path}/again.json"])
     assert "is not a result of lockstep-bench" in capfd.readouterr().err

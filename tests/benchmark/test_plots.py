@@ -47,7 +47,7 @@ def latency_rows(floor: float | None) -> list[dict[str, Any]]:
 def test_serving_has_the_four_plots_of_the_published_sweep(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     systems = {"ours": serving_rows(1, (128, 512, 2048)), "theirs": serving_rows(2, (128, 512, 2048))}
-    paths = plots.plot_serving(systems, tmp_path)
+    paths = [picture.path for picture in plots.plot_serving(systems, tmp_path)]
     names = ["throughput-req.png", "throughput-token-out.png", "pertoken.png", "per-out-token.png"]
     assert [tmp_path / name for name in names] == paths
     for path in paths:
@@ -60,8 +60,8 @@ def test_several_loads_and_failed_rows_can_be_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows = serving_rows(1, (128,)) + serving_rows(2, (128,), concurrency=None, request_rate=2.5)
     rows[0] |= {metric.key: None for metric in plots.METRICS}
-    for path in plots.plot_serving({"ours": rows}, tmp_path):
-        assert png_size(path)[0] > 500
+    for picture in plots.plot_serving({"ours": rows}, tmp_path):
+        assert png_size(picture.path)[0] > 500
 
 
 def test_one_output_length_is_drawn_over_the_load(tmp_path: Path) -> None:

@@ -71,6 +71,7 @@ def test_a_trial_is_run_once_for_all_of_its_promises_and_a_broken_one_exits_with
 ) -> None:
     promised(monkeypatch, bound, {"a": 1.5, "b": 4.0}, {"a": 2.5, "b": 5.0})
     assert code == main(["promises", "--repeat", "2", "--output", str(tmp_path)])
+    assert (tmp_path / "report.html").is_file()
     printed = last_line(capsys)
     assert [[1.5, 2.5], [4.0, 5.0]] == [row["samples"] for row in printed["rows"]]
     assert ["kept" if code == 0 else "broken", "kept"] == [row["verdict"] for row in printed["rows"]]

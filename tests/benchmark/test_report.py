@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmark.publishing import publish, published
 from benchmark.report import (
     BenchError,
     Result,
@@ -19,8 +20,6 @@ from benchmark.report import (
     percentile,
     percentile_notes,
     prepare_output,
-    publish,
-    published,
     table,
 )
 

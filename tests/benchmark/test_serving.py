@@ -264,6 +264,21 @@ def test_refused_and_cut_requests_are_errors_and_short_answers_are_told(capsys: 
     assert (20, 8, 12, 0.6) == (row["requests"], row["errors"], row["short"], row["goodput"]["share"])
 
 
+@pytest.mark.parametrize(("without", "counts"), [("", {2.0}), ("metrics", set())])
+def test_the_servers_batch_is_watched_and_drawn(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, without: str, counts: set[float]
+) -> None:
+    with mock_server(gap_ms=100, without=without) as url:
+        flags = ("--concurrency", 2, "--num-requests", 2, "--warmups", 0, "--output", tmp_path)
+        code, result, _ = bench(capsys, "--url", url, "--input-length", 6, "--output-length", 24, *flags)
+    [row] = result["rows"]
+    assert 0 == code
+    assert counts == {point["running"] for point in row["server_timeline"][1:]}
+    assert (tmp_path / "server.png").exists() == bool(counts)
+    pictures = (tmp_path / "report.html").read_text().count("data:image/png;base64,")
+    assert pictures == 4 + 1 + len(counts)  # the published four, distributions, and the server's
+
+
 def test_a_server_that_dies_keeps_the_finished_rows(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with mock_server(die_at=12) as url:
         flags = ("--concurrency", 2, "--num-requests", 8, "--warmups", 0, "--output", tmp_path)
@@ -271,6 +286,7 @@ def test_a_server_that_dies_keeps_the_finished_rows(capsys: pytest.CaptureFixtur
     assert (1, 1) == (code, len(result["rows"]))
     assert result["rows"] == json.loads((tmp_path / "result.json").read_text())["rows"]
     assert "Incomplete" in (tmp_path / "result.md").read_text()
+    assert "Incomplete" in (tmp_path / "report.html").read_text()
     assert "error: cannot reach http://127.0.0.1" in errors.splitlines()[-1]
     assert "Traceback" not in errors
 
