@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 import httptools
 import orjson
 
+MOST_BODY = 16 * 2**20  # bytes of an answer, or of an event, that are kept: a server that sends more is cut off
 PLAIN_TIMEOUT_S = 30.0  # of everything but generation
 UNREACHABLE, DISCONNECTED, TIMEOUT, MALFORMED = "unreachable", "disconnected", "timeout", "malformed"
 
@@ -194,6 +195,8 @@ class HttpExchange(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         """Called by httptools, with pieces of the body that need not be whole events."""
         self.body += body
+        if len(self.body) > MOST_BODY:
+            self._end()
 
     def on_message_complete(self) -> None:
         """Called by httptools: the body is complete."""
@@ -263,6 +266,8 @@ class HttpClient:
             exchange = await self._exchange(method, path, body, None)
         if not exchange.status:
             raise ConnectionResetError("it cut the connection")
+        if len(exchange.body) > MOST_BODY:
+            raise ConnectionResetError(f"its answer to {path} has more than {MOST_BODY} bytes")
         return exchange
 
     async def _exchange(

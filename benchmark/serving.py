@@ -29,6 +29,7 @@ from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, ar
 
 # What a chat's template, or a line's end, adds to a message, and an answer that is tokenised again.
 MESSAGE_TOKENS = 32
+MOST_LETTERS = 200  # of a name that a server gives
 SERVER_REQUESTS = 128  # the launcher's own default of --max-concurrent-requests
 
 
@@ -118,7 +119,14 @@ async def _running(args: argparse.Namespace) -> MeasuredServer:
     model = args.model_id or _first_model(models) or info.get("model_id")
     if model is None and args.api != "tgi":
         raise BenchError(f"{args.url}/v1/models names no model: give --model-id")
-    return MeasuredServer(args.url, model or "unknown", info)
+    return MeasuredServer(args.url, _named(model, "unknown"), info)
+
+
+def _named(said: Any, otherwise: str) -> str:
+    """What a server calls something, in letters that no terminal takes for commands, and not too many of them."""
+    if not isinstance(said, str) or not said:
+        return otherwise
+    return "".join(letter if letter.isprintable() else "?" for letter in said[:MOST_LETTERS])
 
 
 def _first_model(models: Any) -> str | None:
@@ -161,11 +169,11 @@ def _context(args: argparse.Namespace, target: MeasuredServer) -> RunContext:
     return RunContext.gather(
         "serving",
         model=target.model,
-        device=str(info.get("model_device_type", "unknown device")),
-        dtype=str(info.get("model_dtype", "unknown dtype")).removeprefix("torch."),
-        num_shard=int(info.get("num_shard", 0)),
+        device=_named(info.get("model_device_type"), "unknown device"),
+        dtype=_named(info.get("model_dtype"), "unknown dtype").removeprefix("torch."),
+        num_shard=num_shard if isinstance(num_shard := info.get("num_shard"), int) else 0,
         threads=0,
-        quantize=info.get("quantize"),
+        quantize=_named(info.get("quantize"), "") or None,
         arguments=_given(args),
         work=_work(args, target.model),
     )

@@ -8,6 +8,7 @@ server little of what it does.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,7 +27,7 @@ KNOWN = {name: key for key, names in NAMES.items() for name in names}
 
 
 def counts_of(page: str) -> dict[str, float] | None:
-    """The two numbers on a page in Prometheus' text format, each the sum over its labels; None where one is missing."""
+    """The two numbers on a page in Prometheus' text format, each a sum over its labels; None where one is none."""
     found: dict[str, float] = {}
     for line in page.splitlines():
         name = line.partition("{")[0].partition(" ")[0]
@@ -34,7 +35,8 @@ def counts_of(page: str) -> dict[str, float] | None:
             rest = line.rpartition("}")[2] if "{" in line else line.partition(" ")[2]
             with suppress(ValueError, IndexError):
                 found[key] = found.get(key, 0.0) + float(rest.split()[0])
-    return found if found.keys() == NAMES.keys() else None
+    is_whole = found.keys() == NAMES.keys() and all(map(math.isfinite, found.values()))
+    return found if is_whole else None
 
 
 class ServerWatch:

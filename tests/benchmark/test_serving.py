@@ -9,12 +9,13 @@ import argparse
 import asyncio
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmark import loops, serving
+from benchmark import http_client, loops, serving
 from benchmark.__main__ import main
 from benchmark.http_client import ChatApi, HttpClient, OpenAiApi, Reply, TgiApi
 from benchmark.load.arguments import limits_of, loads_of
@@ -403,3 +404,29 @@ def test_a_real_server_is_started_and_measured(capsys: pytest.CaptureFixture[str
     assert (0, 0, 0) == (code, row["errors"], row["other_input_length"])
     assert ("server/demo", "float32", 1) == tuple(result[key] for key in ("model", "dtype", "num_shard"))
     assert 0 < row["ttft_ms"]["p50"] <= row["e2e_ms"]["p50"]
+
+
+def test_what_a_server_calls_itself_is_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert serving._named("a\x1b[31mb\n" + 1000 * "c", "unknown") == "a?[31mb?" + 192 * "c"
+    assert [serving._named(said, "unknown") for said in (None, "", 7, ["x"])] == 4 * ["unknown"]
+
+
+def test_an_answer_without_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_client, "MOST_BODY", 100_000)
+
+    async def flood(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000000000\r\n\r\n")
+        with suppress(OSError):
+            while True:
+                writer.write(b"x" * 10_000)
+                await writer.drain()
+
+    async def scenario() -> http_client.Reply:
+        async with await asyncio.start_server(flood, "127.0.0.1", 0) as server:
+            client = http_client.HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
+            with pytest.raises(ConnectionResetError, match="its answer to /metrics has more than 100000 bytes"):
+                await client.text("/metrics")
+            return await client.stream(http_client.TgiApi(), "a prompt", 8)
+
+    assert asyncio.run(scenario()).error == "disconnected"

@@ -29,6 +29,8 @@ vllm:num_requests_waiting_total{engine="0"} 77
         (OURS, {"running": 12.0, "waiting": 3.0}),
         (VLLM, {"running": 7.0, "waiting": 1.0}),
         ('sglang:num_running_reqs{a="b"} 1\nsglang:num_queue_reqs{a="b"} 0', {"running": 1.0, "waiting": 0.0}),
+        ("tgi_queue_size NaN\ntgi_batch_current_size 1", None),
+        ("tgi_queue_size 1e999\ntgi_batch_current_size 1", None),
         ("tgi_queue_size 3", None),
         ("tgi_queue_size many\ntgi_batch_current_size\n", None),
         ("<html>not found</html>", None),
