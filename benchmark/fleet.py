@@ -23,7 +23,7 @@ from struct import Struct
 from benchmark.cost import Cost, StepWork
 from benchmark.traffic import NEVER, Request
 from router.batcher import MAX_STEPS_UNDER_WAY
-from router.entry import Scheduled
+from router.entry import Scheduled, ValidRequest
 from router.limits import Limits
 from router.plan import StepPlan
 from router.prefix import PrefixKeys
@@ -76,7 +76,36 @@ class Simulated(Scheduled):
     replica: int = -1  # whose it is
     is_first_leg: bool = False  # its first token is computed here, and the others elsewhere
     began_at: float | None = None  # where its first token was computed elsewhere: when that came
+    prompt_length: int = 0  # of the request
+    most_tokens: int = 0  # that it asks for
     names: SharedNames = field(default_factory=SharedNames)  # the fleet's
+
+    # What the scheduler asks of every sequence in every step, without a look at the request: there are no grammars,
+    # and nothing is rebuilt. A fleet of a thousand replicas has no request at hand that it looked at a while ago.
+
+    @property
+    def num_prompt_left(self) -> int:
+        """Tokens of the prompt that no step sent so far computes."""
+        return self.prompt_length - self.num_prompt_scheduled
+
+    @property
+    def is_held(self) -> bool:
+        """Never: it has no grammar."""
+        return False
+
+    @property
+    def is_scheduled_to_its_end(self) -> bool:
+        """Whether the steps sent so far yield its last token."""
+        return self.num_scheduled == self.most_tokens
+
+    def __post_init__(self) -> None:
+        """Copy from the request what is asked for in every step."""
+        self.ask(self.request)
+
+    def ask(self, request: ValidRequest) -> None:
+        """From now on it is about this request, which nobody has begun."""
+        self.request = request
+        self.prompt_length, self.most_tokens = len(request.token_ids), request.max_new_tokens
 
     def prefix_keys(self, block_size: int) -> PrefixKeys:
         """A key for each full block of the prompt. Equal hashes are equal keys, as equal tokens would be."""

@@ -42,6 +42,7 @@ CREDIT = 1.25  # how much longer than the longest a step may count: one that was
 # price of a step taken for that of a sequence, and then there are fifty.
 SURPRISE = 0.2
 MOST_SWEEPS = 20
+MOST_NOTED = 64  # steps that are learnt from at once
 # Where no step is without prompts, what is of any step and what is of having both are one: it is taken for the former,
 # because this makes the cost of having both a little smaller with each step.
 SHRINKAGE = (1.0, 1.0, 1.0, 1.02)
@@ -128,6 +129,7 @@ class ChunkSize:
         self._sizes = sizes
         self._seconds = seconds
         self._times = StepTimes()
+        self._noted: list[tuple[int, int, float]] = []  # steps that are still to be learnt from, in order
         self._num_first = 0  # of FIRST_CHUNKS, how many are over
         self._num_alone = 0  # steps without prompts
         self._longest = math.inf  # seconds of the longest step without prompts of late, or about as many
@@ -135,9 +137,18 @@ class ChunkSize:
         self._tried = (FIRST_CHUNKS[0], 0.0)  # prompt tokens and seconds of the last step that had both
 
     def note(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
-        """Learn from a step, which took so long from when it could begin."""
-        if not ((decoding or prompt_tokens) and seconds > 0):
-            return
+        """Learn from a step, which took so long from when it could begin; it is looked at when a size is asked for."""
+        if (decoding or prompt_tokens) and seconds > 0:
+            self._noted.append((decoding, prompt_tokens, seconds))
+            if len(self._noted) == MOST_NOTED:
+                self._learn()
+
+    def _learn(self) -> None:
+        for step in self._noted:
+            self._learn_from(*step)
+        self._noted.clear()
+
+    def _learn_from(self, decoding: int, prompt_tokens: int, seconds: float) -> None:
         self._times.note(decoding, prompt_tokens, seconds)
         if decoding and prompt_tokens:
             self._num_first += 1
@@ -152,6 +163,7 @@ class ChunkSize:
 
     def tokens(self, decoding: int) -> int:
         """Prompt tokens of the next step, in which so many sequences decode, at least one."""
+        self._learn()
         is_first = self._num_first < len(FIRST_CHUNKS)
         self._chosen = FIRST_CHUNKS[self._num_first] if is_first else self._choose(decoding)
         return min(self._chosen, self._most)

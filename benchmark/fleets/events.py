@@ -130,7 +130,7 @@ class Fleet:
         assert asked is not None
         model = asked.model if asked.model in self._fronts else None
         if model in self._backs and entry.output_length > 1:
-            entry.request = ValidRequest(entry.request.token_ids, 1)
+            entry.ask(ValidRequest(entry.request.token_ids, 1))
             entry.output_length, entry.is_first_leg = 1, True
         front = self._fronts.get(model)
         number = None if front is None else front.send(entry.request.size().tokens, self._prefix(asked))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from itertools import product
 from random import Random
@@ -47,6 +48,16 @@ class MeasuredServer:
             return error
         self.server.wait_ended(5.0)
         return BenchError(self.server.failure() or str(error))
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """What came of a row's requests, and of who sent and answered them."""
+
+    outcomes: list[Outcome]
+    began_unix_s: float
+    client: LagMeter
+    server: ServerWatch
 
 
 class Sweep:
@@ -98,32 +109,41 @@ class Sweep:
         requests = await self._plan(source, load, random)
         refuse_too_long(sources.longest([*warmups, *requests]), self._target.info, self._args)
         await closed_loop(self._send, warmups, load.concurrency or len(warmups))
+        sent = await self._watched(self._sent(requests, load, self._advancing(len(requests))))
+        cell = cell or workload.mean_lengths([one.lengths for one in requests])
+        first_turns = sum(outcome.turn == 0 for outcome in sent.outcomes)
+        about = {"duration": self._args.duration, "drawn_requests": len(requests)}
+        return self._row(cell, load, sent) | about | {"sent_again": max(0, first_turns - len(requests))}
+
+    async def _watched(self, sending: Coroutine[Any, Any, list[Outcome]]) -> _Sent:
+        """What was sent, while client and server were watched."""
         began_unix_s = time()
         async with LagMeter() as meter, ServerWatch(self._client) as watch:
-            outcomes = await self._sent(requests, load, self._advancing(len(requests)))
-        self._records.add(outcomes, min(outcome.intended_at for outcome in outcomes))
-        cell = cell or workload.mean_lengths([one.lengths for one in requests])
-        row = row_of(cell, load, outcomes, self._objectives, self._distribution())
-        sent = sum(outcome.turn == 0 for outcome in outcomes)
-        about = {"began_unix_s": began_unix_s, "duration": self._args.duration, "drawn_requests": len(requests)}
-        about |= {"sent_again": max(0, sent - len(requests)), "server_timeline": watch.timeline}
-        return row | about | {"client": meter.report(late_ms(row))}
+            outcomes = await sending
+        return _Sent(outcomes, began_unix_s, meter, watch)
+
+    def _row(self, cell: Lengths, load: Load, sent: _Sent) -> dict[str, Any]:
+        """The row of what was sent, whose records are written."""
+        self._records.add(sent.outcomes, min(outcome.intended_at for outcome in sent.outcomes))
+        row = row_of(cell, load, sent.outcomes, self._objectives, self._distribution())
+        about = {"began_unix_s": sent.began_unix_s, "server_timeline": sent.server.timeline}
+        return row | about | {"client": sent.client.report(late_ms(row))}
 
     async def _search(self, cell: Lengths | None, result: Result, keep: Callable[[], None]) -> None:
         """Find the highest rate that keeps the objectives; its last probe is a row. Raises BenchError."""
         random = Random(f"{self._args.seed} {cell} slo")
         source = self._source(cell, Random(f"prompts of {self._args.seed} {cell} slo"))
-        outcomes: list[Outcome] = []
+        probes: deque[_Sent] = deque(maxlen=1)
         gaps = arguments.gaps_of(self._args)
 
         async def send(rate: float | None, count: int) -> list[Outcome]:
             requests = await source.draw(count, random)
             if rate is None:
-                outcomes[:] = await closed_loop(self._send, requests, 1)
-            else:
-                times = arrival_times(Load(request_rate=rate, burstiness=gaps), count, None, random)
-                outcomes[:] = await open_loop(self._advancing(count), sources.at_times(requests, times))
-            return outcomes[:count] if rate is None else outcomes  # the first turns: one stream's rate
+                return (await closed_loop(self._send, requests, 1))[:count]  # the first turns: one stream's rate
+            times = arrival_times(Load(request_rate=rate, burstiness=gaps), count, None, random)
+            sending = open_loop(self._advancing(count), sources.at_times(requests, times))
+            probes.append(await self._watched(sending))
+            return probes[0].outcomes
 
         cell = cell or workload.mean_lengths([one.lengths for one in await source.draw(SAMPLE, random)])
         found: dict[str, Any] = {"input_length": cell.input_length, "output_length": cell.output_length}
@@ -133,7 +153,7 @@ class Sweep:
         finally:
             keep()
         load = Load(request_rate=rate, burstiness=gaps)
-        result.rows.append(row_of(cell, load, outcomes, self._objectives, self._distribution()))
+        result.rows.append(self._row(cell, load, probes[0]))
         keep()
 
     def _advancing(self, count: int) -> Send:

@@ -7,6 +7,7 @@ import asyncio
 import heapq
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -132,11 +133,14 @@ def test_bounds_have_units() -> None:
     ]
 
 
-def test_a_search_over_http(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_search_over_http(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Four slots of 200 ms and more: 20 requests a second at most. How near it comes needs a quiet machine."""
     monkeypatch.setattr(slo, "LEAST_REQUESTS", 8)
     monkeypatch.setattr(slo, "PRECISION", 0.9)
     grid = ["--input-length", "3", "--output-length", "5", "--slo", "ttft:p90:400ms", "e2e:p90:900ms"]
+    grid += ["--output", str(tmp_path)]
     with mock_server(slots=4, ttft_ms=100, gap_ms=25) as url:
         assert 0 == main(
             ["serving", "--url", url, *grid, "--probe-seconds", "1", "--slo-start-rate", "10", "--burstiness", "0"]
@@ -147,6 +151,8 @@ def test_a_search_over_http(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert 0 < found["requests_per_second"] < 2 * 20
     assert [(row["request_rate"], row["burstiness"]) for row in result["rows"]] == [(found["requests_per_second"], 0.0)]
     assert {True, False} == {probe["held"] for probe in found["probes"]}
+    assert {"client", "server_timeline", "began_unix_s"} <= result["rows"][0].keys()
+    assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == result["rows"][0]["requests"]
     assert text[0].startswith("## Highest rate with ttft:p90:400ms and e2e:p90:900ms, 3 in, 5 out: ")
 
 

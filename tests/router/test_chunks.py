@@ -142,6 +142,7 @@ def test_nothing_is_learnt_from_a_step_without_tokens_or_time() -> None:
     sizes = ChunkSize(MOST)
     for step in ((0, 0, 5.0), (3, 0, 0.0)):
         sizes.note(*step)
+    sizes._learn()
     assert sizes._times.seconds(3, 64) == 0
 
 
