@@ -68,6 +68,8 @@ def _reader_has_left() -> bool:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    if sys.stderr is None:  # somebody closed it: what is said there is for nobody
+        sys.stderr = open(os.devnull, "w")
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((argument for argument in arguments[:1] if argument in COMMANDS), None)
     command = None if name is None else cast(Subcommand, importlib.import_module(f"benchmark.{name}"))

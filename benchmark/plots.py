@@ -24,6 +24,7 @@ Row = Mapping[str, Any]
 DOTS_PER_INCH = 120
 PANEL_INCHES = (5.0, 3.6)
 PANELS_ABREAST = 2
+NARROW = 4.0  # a range of less than so much, from top to bottom, is drawn wider
 LETTERS_PER_INCH = 9  # of a title
 # Colours that people with any colour vision tell apart (Okabe and Ito 2008); markers say it again in grey.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -264,6 +265,9 @@ def log_ticks(panel: Any) -> None:
     panel.yaxis.set_major_locator(_import("matplotlib.ticker").LogLocator(subs=(1, 2, 5)))
     panel.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     panel.minorticks_off()
+    low, high = panel.get_ylim()
+    if high < NARROW * low:  # what hardly differs is to look so
+        panel.set_ylim(low / 2, 2 * high)
 
 
 def with_legend(figure: Any, panels: Sequence[Any]) -> Any:

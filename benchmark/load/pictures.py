@@ -113,7 +113,7 @@ def _axes(panel: Any, x_label: str, y_label: str, *, log_y: bool = False) -> Non
     panel.grid(visible=True, alpha=0.35)
     if log_y:
         plots.log_ticks(panel)
-        panel.set_xlim(left=0)
+        panel.set_xlim(0, 1.08 * panel.get_xlim()[1])  # room for what stands beside the last point
 
 
 def _some(items: Sequence[Any], most: int = MOST_LINES) -> list[Any]:

@@ -156,3 +156,10 @@ def test_a_wrong_choice_is_one_line_with_the_choices(capsys: pytest.CaptureFixtu
     (line,) = capsys.readouterr().err.splitlines()
     assert 2 == left.value.code and line.startswith("error: argument --schedule: invalid choice: 'zigzag'")
     assert "zig-zag" in line and line.endswith("see lockstep-bench offline --help")
+
+
+def test_nobody_listens_to_standard_error() -> None:
+    flags = "simulate --step-ms 5 --request-rate 20 40 --num-requests 20"
+    command = ["bash", "-c", f"{sys.executable} -m benchmark {flags} 2>&-"]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout.splitlines()[0]) == (0, "# null on cpu")
