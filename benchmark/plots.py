@@ -101,21 +101,22 @@ def plot_serving(systems: Mapping[str, Sequence[Row]], folder: Path, about: str 
 
 def _serving_figure(systems: Mapping[str, Sequence[Row]], metric: PlottedMetric, about: str) -> Any:
     everything = [row for rows in systems.values() for row in rows]
-    axis = _axis(everything)
+    axis = axis_of(everything)
     lines = _lines(systems, axis, several_loads=len({_load(row) for row in everything}) > 1)
     input_lengths = _values(everything, "input_length")
-    figure, panels = figure_of(len(input_lengths), metric.title, about)
+    figure, panels = figure_of(len(input_lengths), metric.title, about, shared=True)
     for panel, input_length in zip(panels, input_lengths, strict=True):
         panel.set_title(f"Input length {input_length} tokens", fontsize=10)
         for style, (label, rows) in enumerate(lines.items()):
             points = [row for row in rows if row["input_length"] == input_length and row[metric.key] is not None]
             draw_line(panel, style, label, [(row[axis], row[metric.key]) for row in points])
         _label(panel, AXES[axis], metric.axis, _values(everything, axis))
+    _from_zero(panels)
     return with_legend(figure, panels)
 
 
-def _axis(rows: Sequence[Row]) -> str:
-    """What the rows vary, apart from the input length."""
+def axis_of(rows: Sequence[Row]) -> str:
+    """What the rows vary, apart from the input length. Rows that have none of it are not drawn."""
     return next((key for key in AXES if len(_values(rows, key)) > 1), "output_length")
 
 
@@ -173,7 +174,7 @@ def plot_efficiency(shares: Sequence[tuple[str, int, Mapping[int, float]]], name
 
     shares: (step, batch size, {number of shards: efficiency}); name: of model and device.
     """
-    figure, panels = figure_of(len(STEP_TITLES), "Efficiency of tensor parallelism", name)
+    figure, panels = figure_of(len(STEP_TITLES), "Efficiency of tensor parallelism", name, shared=True)
     counts = sorted({count for _, _, by_count in shares for count in by_count})
     for panel, step in zip(panels, STEP_TITLES, strict=True):
         panel.set_title(STEP_TITLES[step], fontsize=10)
@@ -183,6 +184,7 @@ def plot_efficiency(shares: Sequence[tuple[str, int, Mapping[int, float]]], name
             draw_line(panel, style, f"Batch size {batch_size}", points)
         draw_line(panel, 0, "Ideal", [(n, 100.0) for n in counts], linestyle="--", marker="", color="grey")
         _label(panel, "Shards", "Efficiency (%)", counts)
+    _from_zero(panels)
     return save(with_legend(figure, panels), path)
 
 
@@ -255,8 +257,15 @@ def _label(panel: Any, x_label: str, y_label: str, ticks: Sequence[float]) -> No
     panel.set_xscale("log", base=2)
     panel.set_xticks(ticks, labels=[f"{tick:g}" for tick in ticks])
     panel.minorticks_off()
-    panel.set_ylim(0, 1.08 * max(panel.dataLim.ymax, 1e-9))  # room for the marker of the highest
+    _from_zero([panel])
     panel.grid(visible=True, alpha=0.35)
+
+
+def _from_zero(panels: Sequence[Any]) -> None:
+    """Vertical axes from 0 to the highest of all panels, with room for its marker."""
+    highest = max([1e-9, *(panel.dataLim.ymax for panel in panels if math.isfinite(panel.dataLim.ymax))])
+    for panel in panels:
+        panel.set_ylim(0, 1.08 * highest)
 
 
 def log_ticks(panel: Any) -> None:

@@ -23,7 +23,7 @@ from benchmark.report import BenchError, Result, RunContext, above_limit_notes, 
 from benchmark.seeds import documents, machine, scales, tables
 from benchmark.seeds.documents import Seed
 from benchmark.seeds.limits import require_room
-from benchmark.seeds.runs import Job, num_commands, rows, run_command
+from benchmark.seeds.runs import Job, num_commands, rows
 
 Row = Mapping[str, Any]
 
@@ -97,13 +97,8 @@ def _measure(args: argparse.Namespace, job: Job) -> None:
     hardware = result.context.machine
     render, draw = partial(tables.markdown, job=job, hardware=hardware), partial(_draw, job)
     stages = [Stage(f"command of {seed.name}") for _ in range(num_commands(job))]
-
-    def run_next(arguments: Sequence[str]) -> Mapping[str, Any]:
-        view.begin()
-        return run_command(arguments)
-
     with published(result, render, args.output, draw) as keep, shown(f"reproducing {seed.name}", stages) as view:
-        for part in rows(job, run_next):
+        for part in rows(job, view.begin):
             result.rows += part
             result.notes[num_notes:] = above_limit_notes(result.rows)
             keep()

@@ -216,8 +216,10 @@ def _markdown(result: Result) -> str:
 
 
 def _draw(result: Result, folder: Path) -> list[plots.Picture]:
-    about = f"{result.context.model} on {result.context.machine}; {pictures.loads_of(result.rows)}"
-    return [*pictures.draw(result, folder), *plots.plot_serving({result.context.model: result.rows}, folder, about)]
+    varied = plots.axis_of(result.rows)
+    rows = [row for row in result.rows if row[varied] is not None]
+    about = f"{result.context.model} on {result.context.machine}; {pictures.loads_of(rows)}"
+    return [*pictures.draw(result, folder), *plots.plot_serving({result.context.model: rows}, folder, about)]
 
 
 def _notes(args: argparse.Namespace) -> list[str]:

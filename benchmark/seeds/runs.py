@@ -104,9 +104,17 @@ def num_commands(job: Job) -> int:
     return counts[job.seed.kind] if job.seed.kind in counts else len(job.scale.several("num_gpu_batches"))
 
 
-def rows(job: Job, run: Command = run_command) -> Iterator[list[Row]]:
-    """The sweep, in parts that are finished one after the other. Raises BenchError."""
-    return {"latency": _latency, "serving": _serving, "flexgen": _flexgen}[job.seed.kind](job, run)
+def rows(job: Job, begin: Callable[[], object], run: Command = run_command) -> Iterator[list[Row]]:
+    """The sweep, in parts that are finished one after the other; `begin` is called before each command.
+
+    Raises BenchError.
+    """
+
+    def run_next(arguments: Sequence[str]) -> Mapping[str, Any]:
+        begin()
+        return run(arguments)
+
+    return {"latency": _latency, "serving": _serving, "flexgen": _flexgen}[job.seed.kind](job, run_next)
 
 
 # --------------------------------------------------------------------------------------------------------- latency

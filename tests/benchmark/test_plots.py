@@ -66,8 +66,8 @@ def test_several_loads_and_failed_rows_can_be_drawn(tmp_path: Path) -> None:
 
 def test_one_output_length_is_drawn_over_the_load(tmp_path: Path) -> None:
     rows = [row for row in serving_rows(1, (64,)) if row["output_length"] == 128]
-    assert "output_length" == plots._axis(rows)
-    assert "concurrency" == plots._axis([*rows, rows[0] | {"concurrency": 32}])
+    assert "output_length" == plots.axis_of(rows)
+    assert "concurrency" == plots.axis_of([*rows, rows[0] | {"concurrency": 32}])
 
 
 @pytest.mark.parametrize("floor", [None, 5.0])

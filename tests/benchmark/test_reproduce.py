@@ -111,7 +111,7 @@ def test_a_schedule_that_is_not_there_yet_says_so() -> None:
     seed = replace(seed, tables=[replace(seed.tables[0], schedule="column")])
     job = runs.Job(seed, scale("flexgen-opt"), CPU, "bfloat16", [1], Path("x.json"))
     with pytest.raises(BenchError, match="cannot be reproduced yet: there is no schedule column"):
-        next(runs.rows(job))
+        next(runs.rows(job, list))
 
 
 # ---------------------------------------------------------------------------------------------------------- scales
@@ -278,9 +278,12 @@ def test_a_whole_run_has_the_documents_figure_beside_each_of_ours(
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_reduced_run_says_so_in_its_title_and_shows_no_figure_of_the_document(
-    name: str, fake: Fake, tmp_path: Path
+    name: str, fake: Fake, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert 0 == main(["reproduce", name, "--quick", "--output", str(tmp_path)])
+    count = len(fake.commands)
+    said = [line for line in capfd.readouterr().err.splitlines() if f" of {count}: command of {name}" in line]
+    assert len(said) == (count if count > 1 else 0)  # as many stages as there were commands
     text = (tmp_path / "result.md").read_text()
     assert re.match(r"# .* \(2 of \d+ layers; ", text)
     assert " / " not in text.split("\n- ")[0]
