@@ -26,6 +26,7 @@ from router.launch.crew import Crew
 from router.launch.errors import Refusal
 from router.launch.files import private_folder, shared_sockets
 from router.launch.flags import read_command_line, refuse_misspelt
+from router.launch.layout import Layout
 from router.launch.logs import Log
 from router.launch.machine import bind, describe_environment, is_on_loopback, plan_shards, visible_gpus
 from router.launch.processes import child_environment
@@ -55,13 +56,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepared = prepare(arguments, os.environ)
         if prepared is None:
             return 0
-        settings, device, count = prepared
+        settings, device, layout = prepared
         colour = os.isatty(1) and not os.environ.get("NO_COLOR")
         log = Log(Output(1), settings.values["json_output"], colour)
         if settings.values["env"]:
             for line in describe_environment(os.environ):
                 log.info(line)
-        return launch(settings, os.environ, device, count, log)
+        return launch(settings, os.environ, device, layout, log)
     except Refusal as refusal:
         return _report(refusal)
     except KeyboardInterrupt:  # before anybody heeds signals
@@ -76,8 +77,8 @@ def _report(refusal: Refusal) -> int:
     return refusal.code
 
 
-def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, str, int] | None:
-    """Every check that needs no model: (settings, device, number of shards), or None if only something was printed.
+def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, str, Layout] | None:
+    """Every check that needs no model: (settings, device, which shards), or None if only something was printed.
 
     Raises Refusal with every problem at once.
     """
@@ -87,20 +88,20 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, 
         return None
     settings, wrong_values = read_settings(flags, environ)
     problems += wrong_values
-    device, count = "cpu", 1
+    device, layout = "cpu", Layout(1)
     try:
         gpus = 0 if settings.values["device"] == "cpu" else visible_gpus(environ)
-        device, count = plan_shards(settings, gpus)
+        device, layout = plan_shards(settings, gpus)
         problems += storage_problems(settings, device)
     except ValueError as error:
         problems.append(str(error))
     if problems:
         raise Refusal(problems, 2)
-    return settings, device, count
+    return settings, device, layout
 
 
-def launch(settings: Settings, environ: Mapping[str, str], device: str, count: int, log: Log) -> int:
-    """Serve with `count` shards until a signal or a failure. Returns the exit code; raises Refusal for a failure."""
+def launch(settings: Settings, environ: Mapping[str, str], device: str, layout: Layout, log: Log) -> int:
+    """Serve until a signal or a failure. Returns the exit code; raises Refusal for a failure."""
     started = time.monotonic()
     hostname = settings.values["hostname"]
     with ExitStack() as stack:
@@ -110,16 +111,15 @@ def launch(settings: Settings, environ: Mapping[str, str], device: str, count: i
         if settings.values["api_key"] is None and not is_on_loopback(listener):
             remedy = "set API_KEY, or use --hostname 127.0.0.1"
             log.warn(f"other machines can reach {hostname} and there is no API key: {remedy}")
-        shards = f"{count} shards" if count > 1 else "one shard"
-        log.info(f"Lockstep {version()} starts {settings.shown_model} on {device} with {shards}")
+        log.info(f"Lockstep {version()} starts {settings.shown_model} on {device} with {layout}")
         for sentence in storage_warnings(settings):
             log.warn(sentence)
         model = resolve_model(settings, environ, log)
         wakeup = stack.enter_context(signals_to_pipe())
         folder = stack.enter_context(private_folder())
         prefix = settings.values["shard_uds_path"]
-        chosen = stack.enter_context(shared_sockets(prefix, count)) if prefix else ()
-        crew = Crew(folder, settings, device, count, model, listener, chosen, adopt_orphans())
+        chosen = stack.enter_context(shared_sockets(prefix, layout.world_size)) if prefix else ()
+        crew = Crew(folder, settings, device, layout, model, listener, chosen, adopt_orphans())
         stack.callback(crew.close)
         url = f"http://{f'[{hostname}]' if ':' in hostname else hostname}:{listener.getsockname()[1]}"
 

@@ -22,8 +22,8 @@ from struct import Struct
 
 from benchmark.cost import Cost, StepWork
 from benchmark.traffic import NEVER, Request
-from router.batcher import MAX_STEPS_UNDER_WAY
 from router.entry import Scheduled, ValidRequest
+from router.lanes import MOST_UNDER_WAY
 from router.limits import Limits
 from router.plan import StepPlan
 from router.prefix import PrefixKeys
@@ -294,7 +294,7 @@ class Replica:
 
     def _fill(self, now: float) -> None:
         """Send steps until two are under way or nothing is left to do."""
-        while len(self._under_way) < MAX_STEPS_UNDER_WAY and (plan := self._scheduler.plan()) is not None:
+        while len(self._under_way) < MOST_UNDER_WAY and (plan := self._scheduler.plan()) is not None:
             firsts = self._completed(plan) if plan.chunks else []
             for entry in plan.admitted:
                 entry.admitted_at = now

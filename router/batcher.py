@@ -49,8 +49,6 @@ from router.text import FinishReason, GeneratedText, ModelTokenizer
 from router.tiers.mover import Mover
 from router.wire import mistake_in, planned_request
 
-MAX_STEPS_UNDER_WAY = 2  # one computing, one waiting in the shards' queue; more would only delay finishes
-
 logger = logging.getLogger(__name__)
 
 
@@ -100,6 +98,8 @@ class Batcher:
         self.view = BatchView(self._scheduler, metrics)
         self._drain_rate = DrainRate(clock)
         self._live: dict[int, Entry] = {}  # entries that still owe their reader a last event
+        # One computing for each micro-batch, one waiting in the shards' queue; more would only delay finishes.
+        self._most_under_way = limits.num_lanes + 1
         self._under_way: deque[_SentStep] = deque()
         self._replied_at = 0.0
         self._work = asyncio.Event()
@@ -216,13 +216,13 @@ class Batcher:
     async def _turn(self) -> bool:
         """Send a step, or take a reply, or wait for work. Returns False when there is no work and none will come."""
         self._shards.check()
-        plan = self._plan() if len(self._under_way) < MAX_STEPS_UNDER_WAY else None
+        plan = self._plan() if len(self._under_way) < self._most_under_way else None
         self._mover.pump()
         if plan is not None:
             self._shards.send(planned_request(plan, self.limits.block_size, self._mover.session))
             self._under_way.append(_SentStep(plan, self._clock()))
         elif self._under_way:
-            may_send = self._awaits_others and len(self._under_way) < MAX_STEPS_UNDER_WAY
+            may_send = self._awaits_others and len(self._under_way) < self._most_under_way
             if (reply := await self._replies.next(self._work if may_send else None)) is None:
                 return True  # a sequence that was held may go on before it comes
             if mistake := mistake_in(reply, self._under_way[0].plan.number, self.limits.vocab_size):

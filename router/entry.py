@@ -204,6 +204,7 @@ class Scheduled:
     weight: float = 1.0  # Of that key: how much of the batch it is entitled to, beside others.
 
     # These fields belong to the scheduler.
+    lane: int = 0  # The micro-batch that it was admitted to.
     keys: PrefixKeys | None = None  # The keys of its full blocks; None if it shares no blocks.
     blocks: list[int] = field(default_factory=list)
     disk_wait: DiskWait | None = None  # While it waits in the queue: for what it begins with to come from the disk.

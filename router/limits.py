@@ -40,6 +40,7 @@ class Limits:
         None  # what such a step may take if the chunk is chosen; None: twice the decodes' own
     )
     pads_chunks: bool = True  # whether the shards fill chunks up to a few sizes
+    num_lanes: int = 1  # micro-batches that take turns, where there are pipeline stages
     prefix_caching: bool = False
     prefill_logprobs: bool = True  # whether a request may ask for the log-probabilities of its prompt
     sources: dict[str, str] = field(default_factory=dict)  # limit -> flag, environment, default, derived or inferred
@@ -141,6 +142,7 @@ def resolve(
         prefill_chunk=None if has_encoder else config.prefill_chunk,  # an encoder takes prompts whole
         max_inter_token_ms=config.max_inter_token_ms,
         pads_chunks=pads_chunks,
+        num_lanes=config.num_lanes,
         prefix_caching=shares_prefixes and not config.disable_prefix_caching,
         prefill_logprobs=config.enable_prefill_logprobs,
         sources=_sources(config),

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from typing import Generic, NamedTuple, TypeVar
 
 from router.entry import Scheduled
+from router.fairness import divide
 from router.tiers.moving import Restored, Saved
 
 S = TypeVar("S", bound=Scheduled)
@@ -39,6 +41,7 @@ class StepPlan(NamedTuple, Generic[S]):
     saves: list[Saved]  # Blocks whose content goes to the host before the step is computed.
     restores: list[Restored]  # Blocks of those admitted whose content comes from there.
     concerned: dict[int, S]  # All with a chunk or a token in this step, by id. If it fails, the shards drop them.
+    lane: int = 0  # The micro-batch whose sequences it computes.
 
     def num_repeats(self, num_running: int) -> int:
         """How many steps after this one are the same if nobody comes or leaves before its end: all must decode."""
@@ -49,7 +52,7 @@ class StepPlan(NamedTuple, Generic[S]):
     def again(self, number: int, saves: list[Saved]) -> StepPlan[S]:
         """The same sequences decode once more."""
         return StepPlan(
-            number, [], {}, [], {}, self.decoding, [], {}, [], 0, None, [], saves, [], concerned=self.concerned
+            number, [], {}, [], {}, self.decoding, [], {}, [], 0, None, [], saves, [], self.concerned, self.lane
         )
 
     def cached(self, entry: S) -> int:
@@ -65,6 +68,24 @@ def continue_prompts(entries: Iterable[Scheduled], budget: int) -> dict[int, int
             chunks[entry.id] = min(budget, entry.num_prompt_left)
             budget -= chunks[entry.id]
     return chunks
+
+
+def divide_prompts(
+    entries: Collection[Scheduled], budget: int, head: Scheduled | None, weights: Mapping[str, float]
+) -> dict[int, int]:
+    """The same between several keys: each has its part of the budget, and so has the key whose request is next.
+
+    head: that request, if it fits into the batch.
+    """
+    wanted: Counter[str] = Counter()
+    for entry in entries:
+        wanted[entry.owner] += entry.num_prompt_left
+    if head is not None:
+        wanted[head.owner] += head.request.size(rebuilt=head.num_known).prefill
+    chunks: dict[int, int] = {}
+    for owner, part in divide(budget, wanted, weights).items():
+        chunks |= continue_prompts((entry for entry in entries if entry.owner == owner), part)
+    return {entry.id: chunks[entry.id] for entry in entries if entry.id in chunks}
 
 
 def take_unsent(entries: Iterable[Scheduled]) -> dict[int, list[int]]:

@@ -18,8 +18,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+import operator
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,3 +112,15 @@ def min_size(running: int, steps_since_admission: int, ratio: float, max_waiting
     if running == 0 or steps_since_admission >= max_waiting_tokens:
         return None
     return math.floor(running * ratio)
+
+
+def take_from(queue: deque[T], entries: Sequence[T]) -> None:
+    """Remove `entries` from a queue; mostly they are its first."""
+    if all(map(operator.is_, entries, queue)):
+        for _ in entries:
+            queue.popleft()
+    else:
+        gone = set(map(id, entries))
+        kept = [entry for entry in queue if id(entry) not in gone]
+        queue.clear()
+        queue.extend(kept)

@@ -11,20 +11,20 @@ what it may get; tokens that come in any case join it as a chunk. Left out: the 
 from __future__ import annotations
 
 import itertools
-import operator
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Generic
 
 from router.chunks import ChunkSize, chunk_size
-from router.fairness import Ledger, divide, fair_order, preempted_for
+from router.fairness import Ledger, fair_order, preempted_for
 from router.grammars.grammar import Continuation
+from router.lanes import Lane, Lanes
 from router.limits import Limits
-from router.plan import FilledBlock, S, StepPlan, continue_prompts, take_unsent
+from router.plan import FilledBlock, S, StepPlan, continue_prompts, divide_prompts, take_unsent
 from router.prefix_cache import Found, PrefixCache
-from router.queue import Budget, RequestSize, min_size, next_batch
+from router.queue import Budget, RequestSize, min_size, next_batch, take_from
 from router.tiers.index import TierIndex
 
 
@@ -41,10 +41,8 @@ class Scheduler(Generic[S]):
         self._cache = PrefixCache(limits.num_blocks, tiers)
         self._num_plans = 0
         self._ids = itertools.count(1)
-        self._steps_since_admission = 0
+        self._lanes: Lanes[S] = Lanes(limits.num_lanes)
         self._suspect: S | None = None  # It alone is computed until it gets a token.
-        self._before: StepPlan[S] | None = None
-        self._num_repeats = 0  # How many steps may be the same as that one, if nobody comes or leaves before its end.
 
     @property
     def num_free_blocks(self) -> int:
@@ -99,40 +97,46 @@ class Scheduler(Generic[S]):
         return forced
 
     def plan(self) -> StepPlan[S] | None:
-        """The next step, or None when there is nothing to compute and nobody to retire."""
-        return self._planned_again() or self._planned()
+        """The next step, or None when there is nothing to compute and nobody to retire, or enough is under way."""
+        for lane in self._lanes.turns():
+            if (plan := self._planned_again(lane) or self._planned(lane)) is not None:
+                self._lanes.taken(lane)
+                return plan
+        return None
 
-    def _planned_again(self) -> StepPlan[S] | None:
+    def _planned_again(self, lane: Lane[S]) -> StepPlan[S] | None:
         """The step before once more, which is most steps: it only decoded, and nobody waits or leaves."""
-        if (before := self._before) is None or self.waiting or not self._num_repeats:
+        if self.waiting or (before := lane.repeatable()) is None:
             return None
-        if any(entry.is_over or entry.cancelled for entry in before.decoding):
-            return None
-        self._num_repeats -= 1
+        lane.num_repeats -= 1
         for entry in before.decoding:
             entry.num_scheduled += 1
         self._num_plans += 1
-        self._steps_since_admission += 1
+        lane.steps_since_admission += 1
         saves = self._cache.take_saves(self._num_plans, 0, self.limits.block_size, is_idle=False)
         return before.again(self._num_plans, saves)
 
-    def _planned(self) -> StepPlan[S] | None:
-        retired = self._retire()
+    def _planned(self, lane: Lane[S]) -> StepPlan[S] | None:
+        running = self._running_in(lane)
+        retired = self._retire(running)
         preempted = self._make_room() if self.ledger.is_contested else {}
         decoding: list[S] = []
         chunks: dict[int, int] = {}
         join_reason = None
-        fresh = self._admit_suspect()
+        fresh = self._admit_suspect(lane)
         if self._suspect is None:
-            decoding = [entry for entry in self.running.values() if not (entry.num_prompt_left or entry.is_held)]
-            has_prompts = self.waiting or len(decoding) < len(self.running)
+            running = self._running_in(lane)
+            decoding = [entry for entry in running if not (entry.num_prompt_left or entry.is_held)]
+            has_prompts = self.waiting or len(decoding) < len(running)
             budget = self._prefill_budget(len(decoding)) if has_prompts else 0
             if self.ledger.is_contested:
-                chunks = self._divide_prompts(budget)
+                head = self._next_in_turn()
+                has_room = head is not None and self._has_room(head)
+                chunks = divide_prompts(running, budget, head if has_room else None, self.ledger.weights)
             elif budget:
-                chunks = continue_prompts(self.running.values(), budget)
-            join_reason, fresh = self._admit_waiting(budget - sum(chunks.values()))
-        elif not fresh:
+                chunks = continue_prompts(running, budget)
+            join_reason, fresh = self._admit_waiting(lane, budget - sum(chunks.values()))
+        elif not fresh and self._suspect.lane == lane.number:
             chunks = continue_prompts([self._suspect], self.limits.max_batch_prefill_tokens)
         is_idle = not (retired or preempted or decoding or chunks or fresh)
         prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
@@ -152,7 +156,7 @@ class Scheduler(Generic[S]):
             admitted=[entry for entry, _ in fresh],
             chunks=chunks,
             decoding=decoding,
-            held=[e.id for e in self.running.values() if e.request.grammar is not None and e.id not in concerned],
+            held=[e.id for e in self._running_in(lane) if e.request.grammar is not None and e.id not in concerned],
             extended=take_unsent(self.running[id] for id in chunks),
             constrained=[e for e in concerned.values() if e.is_held],
             prefill_tokens=prefill_tokens,
@@ -161,12 +165,19 @@ class Scheduler(Generic[S]):
             saves=saves,
             restores=self._cache.take_restores(number),
             concerned=concerned,
+            lane=lane.number,
         )
-        self._before, self._num_repeats = plan, plan.num_repeats(len(self.running))
+        lane.planned(plan)
         return plan
+
+    def _running_in(self, lane: Lane[S]) -> Collection[S]:
+        if len(self._lanes) == 1:
+            return self.running.values()
+        return [entry for entry in self.running.values() if entry.lane == lane.number]
 
     def computed(self, plan: StepPlan[S]) -> None:
         """The step's reply is there, so the blocks that it filled may be shared."""
+        self._lanes.answered(plan)
         if plan.filled or plan.saves or plan.restores:
             self._cache.computed(plan.filled, plan.saves, plan.restores)
 
@@ -179,6 +190,7 @@ class Scheduler(Generic[S]):
 
     def failed(self, plan: StepPlan[S]) -> list[S]:
         """The shards have dropped this step's sequences, and only those, which are returned under new ids."""
+        self._lanes.answered(plan)
         self._cache.failed(plan.filled, plan.saves, plan.restores)
         lost = [entry for id, entry in plan.concerned.items() if entry.id == id]
         for entry in lost:
@@ -200,6 +212,7 @@ class Scheduler(Generic[S]):
             entry.id = self.new_id()
         self._cache = PrefixCache(self.limits.num_blocks)
         self._num_plans = 0
+        self._lanes.restart()
         return lost
 
     def resize(self, max_batch_total_tokens: int, num_blocks: int, tiers: TierIndex | None = None) -> None:
@@ -234,14 +247,14 @@ class Scheduler(Generic[S]):
         """Take the requests out of the queue that nobody wants any more, and return them."""
         gone = [entry for entry in self.waiting if entry.cancelled or entry.is_over]
         if gone:
-            self._take_from_queue(gone)
+            take_from(self.waiting, gone)
             for entry in gone:
                 self.ledger.unqueued(entry)
         return gone
 
-    def _retire(self) -> list[S]:
+    def _retire(self, running: Collection[S]) -> list[S]:
         """Take out the sequences that have ended, that end with the steps under way, or that nobody wants any more."""
-        leaving = [e for e in self.running.values() if e.is_over or e.cancelled or e.is_scheduled_to_its_end]
+        leaving = [e for e in running if e.is_over or e.cancelled or e.is_scheduled_to_its_end]
         for entry in leaving:
             self._release(entry)
         return leaving
@@ -251,19 +264,6 @@ class Scheduler(Generic[S]):
         if not num_decoding:
             return self.limits.max_batch_prefill_tokens
         return self._chunk.tokens(num_decoding) if isinstance(self._chunk, ChunkSize) else self._chunk
-
-    def _divide_prompts(self, budget: int) -> dict[int, int]:
-        """The same between several keys: each has its part of the budget, and so has the key whose request is next."""
-        wanted: Counter[str] = Counter()
-        for entry in self.running.values():
-            wanted[entry.owner] += entry.num_prompt_left
-        head = self._next_in_turn()
-        if head is not None and self._has_room(head):
-            wanted[head.owner] += head.request.size(rebuilt=head.num_known).prefill
-        chunks: dict[int, int] = {}
-        for owner, part in divide(budget, wanted, self.ledger.weights).items():
-            chunks |= continue_prompts((entry for entry in self.running.values() if entry.owner == owner), part)
-        return {id: chunks[id] for id in self.running if id in chunks}
 
     def _make_room(self) -> dict[int, S]:
         """Have others leave for the request that is next, if its key is entitled to that; by the ids that they had."""
@@ -297,64 +297,59 @@ class Scheduler(Generic[S]):
         block_size = self.limits.block_size
         return (e for e in before if not (e.is_held or self._cache.awaits_disk(e, block_size)))
 
-    def _take_from_queue(self, entries: Sequence[S]) -> None:
-        """Remove waiting requests from the queue; mostly they are its first."""
-        if all(map(operator.is_, entries, self.waiting)):
-            for _ in entries:
-                self.waiting.popleft()
-        else:
-            gone = set(entries)
-            self.waiting = deque(entry for entry in self.waiting if entry not in gone)
-
-    def _admit_suspect(self) -> list[tuple[S, int]]:
+    def _admit_suspect(self, lane: Lane[S]) -> list[tuple[S, int]]:
         """Admit the head of the queue alone if it may be what kills the shards: it, with its first prompt chunk."""
         head = self.waiting[0] if self.waiting else None
         if self._suspect is not None or head is None or not head.is_suspect or head.is_held:
             return []
-        fresh = self._admit([head], self.limits.max_batch_prefill_tokens, None)
+        fresh = self._admit(lane, [head], self.limits.max_batch_prefill_tokens, None)
         self._suspect = fresh[0][0] if fresh else None
         return fresh
 
-    def _admit_waiting(self, prefill_tokens: int) -> tuple[str | None, list[tuple[S, int]]]:
+    def _admit_waiting(self, lane: Lane[S], prefill_tokens: int) -> tuple[str | None, list[tuple[S, int]]]:
         """Move requests from the queue into the batch.
 
         Returns why they may join a batch that runs (None if none runs), and each with its first prompt chunk.
         """
-        self._steps_since_admission += 1
+        lane.steps_since_admission += 1
         if not self.waiting:
             return None, []
-        limits, running = self.limits, len(self.running)
-        minimum = min_size(running, self._steps_since_admission, limits.waiting_served_ratio, limits.max_waiting_tokens)
+        limits, running = self.limits, lane.size
+        minimum = min_size(running, lane.steps_since_admission, limits.waiting_served_ratio, limits.max_waiting_tokens)
         if self.ledger.is_contested:  # the ratio would let in whoever fits, not whose turn it is
-            admitted = self._admit(fair_order(self._unsuspected(), self.ledger), prefill_tokens, None)
+            admitted = self._admit(lane, fair_order(self._unsuspected(), self.ledger), prefill_tokens, None)
         else:
-            admitted = self._admit(self._unsuspected(), prefill_tokens, minimum)
+            admitted = self._admit(lane, self._unsuspected(), prefill_tokens, minimum)
         if not admitted:
             return None, []
-        self._steps_since_admission = 0
+        lane.steps_since_admission = 0
         reason = "wait_exceeded" if minimum is None else "backpressure"
         return reason if running else None, admitted
 
-    def _admit(self, candidates: Iterable[S], prefill_tokens: int, minimum: int | None) -> list[tuple[S, int]]:
-        """Admit the first of `candidates`, requests that wait, `minimum` or more."""
+    def _admit(
+        self, lane: Lane[S], candidates: Iterable[S], prefill_tokens: int, minimum: int | None
+    ) -> list[tuple[S, int]]:
+        """Admit the first of `candidates`, requests that wait, `minimum` or more, to a lane."""
         limits = self.limits
+        most = None if limits.max_batch_size is None else limits.max_batch_size - len(self.running)
+        of_lane = self._lanes.places(lane, len(self.waiting))
         budget = Budget(
             prefill_tokens=prefill_tokens,
             tokens=limits.max_batch_total_tokens - self.reserved_tokens,
             blocks=self._cache.pool.num_free,
-            places=None if limits.max_batch_size is None else limits.max_batch_size - len(self.running),
+            places=min((places for places in (most, of_lane) if places is not None), default=None),
             block_size=limits.block_size,
         )
         seen: list[S] = []
         found: list[Found] = []
         chunks = next_batch(self._sizes(candidates, seen, found), budget, minimum)
         admitted = seen[: len(chunks)]
-        self._take_from_queue(admitted)
+        take_from(self.waiting, admitted)
         # All found blocks are held before any is allocated: else one that a later request shares could be given away.
         for one in found[: len(admitted)]:
             self._cache.pool.hold(one.blocks)
         for entry, one in zip(admitted, found, strict=False):
-            self._reserve(entry, one)
+            self._reserve(lane, entry, one)
         return list(zip(admitted, chunks, strict=True))
 
     def _sizes(self, entries: Iterable[S], seen: list[S], found: list[Found]) -> Iterator[RequestSize]:
@@ -367,17 +362,21 @@ class Scheduler(Generic[S]):
             found.append(self._cache.find(entry, most))
             yield entry.request.size(cached=found[-1].num_blocks * block_size, rebuilt=entry.num_known)
 
-    def _reserve(self, entry: S, found: Found) -> None:
+    def _reserve(self, lane: Lane[S], entry: S, found: Found) -> None:
         size = entry.request.size()
         entry.blocks = self._cache.reserve(entry, found, size.blocks(self.limits.block_size))
         entry.num_prompt_scheduled = found.num_blocks * self.limits.block_size
         self.reserved_tokens += size.tokens
         self.running[entry.id] = entry
+        entry.lane = lane.number
+        lane.size += 1
         self.ledger.admitted(entry)
 
     def _release(self, entry: S) -> None:
         del self.running[entry.id]
-        self._num_repeats = 0
+        lane = self._lanes.all[entry.lane]
+        lane.size -= 1
+        lane.num_repeats = 0
         if entry is self._suspect:
             self._suspect = None
         self.reserved_tokens -= entry.request.size().tokens

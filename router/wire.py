@@ -28,16 +28,19 @@ def new_sequence(
     computed: int = 0,
     generated: Sequence[int] = (),
     forced: Sequence[int] = (),
+    lane: int = 0,
 ) -> NewSequence:
     """A sequence in wire form, whose blocks hold the first `computed` of its tokens already.
 
     blocks: where an encoder reads the prompt, first the encoder's blocks and then the decoder's.
-    generated: the tokens that it has got, where it is rebuilt; forced: those that its grammar has come next.
+    generated: the tokens that it has got, where it is rebuilt; forced: those that its grammar has come next. lane: its
+    micro-batch.
     """
     sampling = request.sampling
     first = blocks_for(len(request.encoder_ids), block_size)
     return NewSequence(
         id=id,
+        lane=lane,
         token_ids=[*request.token_ids, *generated, *forced],
         generated=len(generated) + len(forced),
         forced=len(forced),
@@ -113,6 +116,7 @@ def planned_request(plan: StepPlan[Entry], block_size: int, tier_session: int = 
                 computed=plan.cached(entry),
                 generated=entry.generated_ids,
                 forced=entry.forced,
+                lane=entry.lane,
             )
             for entry in plan.admitted
         ],
@@ -122,7 +126,7 @@ def planned_request(plan: StepPlan[Entry], block_size: int, tier_session: int = 
         extended=plan.extended,
         masks={e.id: e.continuation.mask for e in plan.constrained if e.continuation is not None},
     )
-    request.tier_session = tier_session
+    request.tier_session, request.lane = tier_session, plan.lane
     for saved in plan.saves:
         request.saved_blocks.append(saved.block)
         request.saved_slots.append(saved.slot)

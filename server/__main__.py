@@ -54,6 +54,7 @@ async def run(config: ShardConfig) -> int:
     """Load, serve until a signal, stop. Returns the exit code."""
     from server.distributed import PeerLost, disconnect  # after logging is set up: torch takes seconds to import
     from server.loading import load, tiers
+    from server.relay import Ranks
     from server.service import ShardService, serve
 
     try:
@@ -65,7 +66,8 @@ async def run(config: ShardConfig) -> int:
     except (ValueError, OSError, RuntimeError) as error:
         log.critical("%s", error)
         return 1
-    service = ShardService(engine, info, config.cuda_memory_fraction, config.step_sockets, behind)
+    ranks = Ranks(config.rank, config.world_size, config.speaker)
+    service = ShardService(engine, info, config.cuda_memory_fraction, config.step_sockets, behind, ranks)
     server = await serve(service, config.socket_path)
     log.info("Serving on %s", config.socket_path)
     stopped = asyncio.create_task(_stop_signal())

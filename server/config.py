@@ -58,6 +58,8 @@ class ShardConfig:
     socket_path: str  # unix socket that this rank serves on
     rendezvous: str  # init method of torch.distributed: file:///… or tcp://addr:port
     step_sockets: tuple[str, ...] = ()  # unix sockets on which ranks 1, 2 and so on take their steps from rank 0
+    stage_sockets: tuple[str, ...] = ()  # unix socket of each pipeline stage; none where there is one stage
+    num_local: int = 0  # ranks of each machine, in their order; 0: all are on this one
     # The limits that say how much of the memory the KV cache wants; 0: not known.
     max_sequences: int = 0  # at once
     max_total_tokens: int = 0
@@ -321,6 +323,36 @@ class ShardConfig:
     )
 
     @property
+    def num_sharing(self) -> int:
+        """Ranks that share this machine."""
+        return self.num_local or self.world_size
+
+    @property
+    def local_rank(self) -> int:
+        """This rank among those."""
+        return self.rank % self.num_sharing
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages."""
+        return max(1, len(self.stage_sockets))
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a stage, over which its layers are split."""
+        return self.world_size // self.num_stages
+
+    @property
+    def stage(self) -> int:
+        """This rank's stage."""
+        return self.rank // self.stage_size
+
+    @property
+    def speaker(self) -> int:
+        """The rank that has the tokens: the first one of the last stage."""
+        return self.world_size - self.stage_size
+
+    @property
     def has_tiers(self) -> bool:
         """Whether the prefix cache goes on behind the device."""
         return bool(self.prefix_cache_host_gb or self.prefix_cache_disk_gb)
@@ -329,7 +361,7 @@ class ShardConfig:
     def load(cls, path: str | Path) -> ShardConfig:
         """Read what `save` wrote: the launcher's hand-over to one shard process."""
         values = json.loads(Path(path).read_text())
-        return cls(**values | {"step_sockets": tuple(values["step_sockets"])})
+        return cls(**values | {name: tuple(values[name]) for name in ("step_sockets", "stage_sockets")})
 
     def save(self, path: str | Path) -> None:
         """Write as JSON, readable by its owner alone."""

@@ -68,8 +68,14 @@ class Shard:
 
     rank: int = 0
     world_size: int = 1
+    num_local: int = 0  # ranks on this machine, of all pipeline stages; 0: those of `world_size`
     small_sums: SymmetricSum | None = field(default=None, compare=False, repr=False)
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
+
+    @property
+    def sharing(self) -> int:
+        """How many ranks share this machine's memory and cores."""
+        return self.num_local or self.world_size
 
     def range(self, size: int) -> tuple[int, int]:
         """This rank's half-open share [start, stop) of `size` items, which the world size divides."""
@@ -101,6 +107,13 @@ class Shard:
         _collective(lambda: dist.all_gather(parts, tensor.contiguous()))
         return parts
 
+    def broadcast(self, tensor: Tensor) -> Tensor:
+        """Rank 0's tensor in place of every rank's; returns `tensor`."""
+        self.progress.begun += 1
+        if self.world_size > 1:
+            _collective(lambda: dist.broadcast(tensor, 0))
+        return tensor
+
     def minimum(self, value: int, device: torch.device) -> int:
         """The smallest `value` of all ranks."""
         if self.world_size == 1:
@@ -128,11 +141,14 @@ class Shard:
             _collective(dist.barrier)
 
 
-def connect(rank: int, world_size: int, rendezvous: str, device: torch.device, all_reduce: str = "auto") -> Shard:
+def connect(
+    rank: int, world_size: int, rendezvous: str, device: torch.device, all_reduce: str = "auto", num_local: int = 0
+) -> Shard:
     """Join the process group: NCCL between GPUs, gloo between CPU processes. A single rank joins nothing.
 
     On AMD's GPUs RCCL goes by NCCL's name. all_reduce: `symmetric` or `auto` for small sums through symmetric memory,
-    where that is possible; `nccl` for none. Raises ValueError where `symmetric` is asked for and is not possible.
+    where that is possible; `nccl` for none. num_local: see `Shard`. Raises ValueError where `symmetric` is asked for
+    and is not possible.
 
     `rendezvous` is an init method of torch.distributed. A `file://` one opens no listening port beyond the loopback
     pairs of gloo, which take no connection any more once every rank is here; `tcp://` lets TCPStore listen on every
@@ -150,7 +166,7 @@ def connect(rank: int, world_size: int, rendezvous: str, device: torch.device, a
                 device_id=device if device.type == "cuda" else None,
             )
         )
-    shard = Shard(rank, world_size)
+    shard = Shard(rank, world_size, num_local)
     if world_size > 1 and device.type == "cpu":
         shard.barrier()  # all are connected to all
         let_nobody_in()

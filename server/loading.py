@@ -9,7 +9,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ import torch
 
 from server import backends, distributed, offloading, quantisation
 from server.arch import families
-from server.arch.spec import validate, with_rope_scaling
+from server.arch.spec import ArchSpec, validate, with_rope_scaling
 from server.backends import Backend, Device
 from server.backends.cpu.heap import freed_at_once
 from server.backends.cpu.threads import plan_threads
@@ -30,9 +30,13 @@ from server.distributed import Shard
 from server.model import load as model_loading
 from server.model.streamed import Streaming
 from server.model.transformer import local_kv_heads
+from server.offload.footprint import layer_sizes
 from server.offload.policy import Share
 from server.offload.times import Times
 from server.pb import generate_pb2 as pb
+from server.pipeline.neighbours import Neighbours, Nobody, Stages
+from server.pipeline.ring import join
+from server.pipeline.stage import Stage, cut
 from server.quant.kv import AS_COMPUTED, KV_FORMATS
 from server.quant.sizes import Storage
 from server.stepping.cache import KVShape
@@ -67,6 +71,7 @@ class Loaded:
     offloaded: str = ""  # where weights are that are not on the device, for people
     read_bytes: Callable[[], int] = lambda: 0  # of them, from a disk, so far
     times: Times | None = None  # what streaming has cost, where weights stream
+    neighbours: Neighbours = field(default_factory=Nobody)  # of a pipeline stage
 
 
 @dataclass
@@ -100,7 +105,7 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
     threads, threads_reason = plan_threads(
         config.threads,
         is_host=device.torch_device.type == "cpu",
-        world_size=config.world_size,
+        world_size=config.num_sharing,
         weight_bytes=model.nbytes,
     )
     torch.set_num_threads(threads)
@@ -109,7 +114,9 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
     sizes = None if config.cuda_graphs is None else parse_graph_sizes(config.cuda_graphs)
     why_not = loaded.why_not_captured or ("--cuda-graphs is 0" if sizes == () else None)
     engine = Engine(
-        model, loaded.shard, loaded.backend, loaded.dtype, watermark, why_not, sizes, read_bytes=loaded.read_bytes
+        *(model, loaded.shard, loaded.backend, loaded.dtype, watermark, why_not, sizes),
+        read_bytes=loaded.read_bytes,
+        neighbours=loaded.neighbours,
     )
     engine.times = loaded.times
     info = pb.InfoReply(
@@ -167,21 +174,29 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     family, spec = families.find(hf_config)
     if config.rope_scaling or config.rope_factor:
         spec = with_rope_scaling(spec, config.rope_scaling or "linear", config.rope_factor or 1.0)
-    validate(spec, config.world_size)
+    validate(spec, config.stage_size)
+    stage = stages_of(spec, config.num_stages)[config.stage]
     quantised = quantisation.choose(config.quantize, Path(config.model_path), hf_config, config.quantize_head)
-    device = backends.open_device(config.device, config.rank, config.world_size)
+    device = backends.open_device(config.device, config.local_rank, config.num_sharing)
     checkpoint, stored = _open(config, hf_config, quantised.storage if quantised.format else None)
     dtype, reason = choose_dtype(config.dtype, stored, device)
     backend = choose(device, dtype, disable_custom_kernels=config.disable_custom_kernels)
-    kv_placement = offloading.choose_kv_placement(config, spec, device)
+    part = replace(spec, layers=tuple(spec.layers[layer] for layer in stage.layers))
+    kv_placement = offloading.choose_kv_placement(config, part, device)
     shard = distributed.connect(
-        config.rank, config.world_size, config.rendezvous, device.torch_device, config.all_reduce
+        config.rank % config.stage_size,
+        config.stage_size,
+        config.rendezvous,
+        device.torch_device,
+        config.all_reduce,
+        config.num_sharing,
     )
+    neighbours = _neighbours(config, stage, shard, device, dtype, spec.hidden_size)
     cache = KV_FORMATS[config.kv_cache_dtype]
     kv_heads = len(local_kv_heads(spec, shard))
-    kv_bytes = KVShape(spec.num_layers, kv_heads, spec.head_dim, dtype, format=cache).bytes_per_token
-    auto = offloading.automatic(config, spec, backend, dtype, shard, kv_bytes)
-    placement = offloading.choose_placement(config, spec, device, auto)
+    kv_bytes = KVShape(part.num_layers, kv_heads, spec.head_dim, dtype, format=cache).bytes_per_token
+    auto = offloading.automatic(config, part, backend, dtype, shard, kv_bytes)
+    placement = offloading.choose_placement(config, part, device, auto)
     weights = Weights.open(
         checkpoint,
         family.names,
@@ -192,14 +207,15 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         quantised.quantise,
         quantised.quantise_head,
     )
-    report = LayerCount(spec.num_layers + (spec.encoder.num_layers if spec.encoder else 0))
+    report = LayerCount(part.num_layers + (spec.encoder.num_layers if spec.encoder and stage.is_first else 0))
     model = model_loading.load(
         *(weights, spec, backend, cache, placement, kv_placement),
-        report if config.rank == 0 else lambda: None,  # the ranks load alike
+        report if shard.rank == 0 else lambda: None,  # the ranks of a stage load alike
+        stage,
     )
     offloaded = offloading.described(placement)
     streams = isinstance(placement, Streaming) and bool(placement.stored)
-    why_not = "weights stream" if streams else backend.why_not_captured(spec, quantised.name, config.world_size)
+    why_not = "weights stream" if streams else backend.why_not_captured(spec, quantised.name, config.stage_size)
     return Loaded(
         model,
         shard,
@@ -212,7 +228,24 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         offloaded,
         placement.read_bytes,
         placement.times if isinstance(placement, Streaming) else None,
+        neighbours,
     )
+
+
+def stages_of(spec: ArchSpec, count: int) -> list[Stage]:
+    """Where a model is cut into so many pipeline stages. Raises ValueError where it has too few layers."""
+    layers = layer_sizes(replace(spec, encoder=None)) if count > 1 else [0] * spec.num_layers
+    return cut(layers, spec.vocab_size * (spec.embed_dim or spec.hidden_size), count)
+
+
+def _neighbours(
+    config: ShardConfig, stage: Stage, shard: Shard, device: Device, dtype: torch.dtype, width: int
+) -> Neighbours:
+    """Meet the stages before and behind this one. Raises PeerLost."""
+    if stage.count == 1:
+        return Nobody()
+    ring = join(stage.index, config.stage_sockets) if shard.rank == 0 else None
+    return Stages(stage, shard, ring, device, dtype, width)
 
 
 def _load_fallback(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
@@ -220,6 +253,7 @@ def _load_fallback(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
 
     name, supported = hf_config.get("model_type"), sorted(families.FAMILIES)
     wishes = {
+        "--pipeline-parallel": config.num_stages > 1,
         "--kv-cache-dtype": config.kv_cache_dtype != AS_COMPUTED.name,
         "--num-shard": config.world_size > 1,
         "--quantize": bool(config.quantize),
@@ -233,7 +267,7 @@ def _load_fallback(config: ShardConfig, hf_config: dict[str, Any]) -> Loaded:
                 f"config.json says model_type {name!r}, which runs on one shard and as it is only: leave out "
                 f"{flag}; served without such limits are: {', '.join(supported)}"
             )
-    device = backends.open_device(config.device, config.rank, config.world_size)
+    device = backends.open_device(config.device, config.local_rank, config.num_sharing)
     dtype, reason = choose_dtype(config.dtype, _open(config, hf_config)[1], device)
     weights_path = None if config.random_weights else Path(config.weights_path)
     model = fallback.load(Path(config.model_path), weights_path, dtype, device.torch_device, supported)

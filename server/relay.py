@@ -7,6 +7,7 @@ in docs/decisions/0011-rank-0-passes-steps-on.md.
 
 Every rank answers every step, and no answer is waited for while all is well: that rank 0 finished step k means that its
 collectives were done, so all ranks had started it. Its reply waits only for the others' answers to step k-1.
+Where the model is cut into pipeline stages, a rank of the last one has the tokens: its answers go to the router.
 """
 
 from __future__ import annotations
@@ -30,9 +31,18 @@ LENGTH_BYTES = 4  # before each message
 MAX_MESSAGE_BYTES = 64 * 2**20
 MAX_LAG = 1  # steps that another rank may be behind rank 0 when rank 0's reply goes out
 POLL_S = 0.05
-MAX_UNANSWERED = 8  # steps on their way to one rank; the router has two under way
+MAX_UNANSWERED = 32  # steps on their way to one rank; the router has two under way, or one more than micro-batches
 
 Start = Callable[[pb.StepRequest], "asyncio.Future[pb.StepReply]"]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """A rank's place among all, those of other pipeline stages too. speaker: the rank whose answers have the tokens."""
+
+    rank: int = 0
+    count: int = 1
+    speaker: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,12 +122,14 @@ class _Follower(_Messages):
 class _Other(_Messages):
     """Another rank as rank 0 knows it: what it was sent, what it has answered, and whether it is there."""
 
-    def __init__(self, rank: int, path: str, notice: Callable[[bool], None]) -> None:
+    def __init__(self, rank: int, path: str, notice: Callable[[bool], None], speaks: bool) -> None:
         super().__init__()
+        self.speaks = speaks
         self.rank = rank
         self.path = path
         self.answered = 0  # steps, those that failed too
         self.errors: dict[int, pb.StepReply] = {}  # by the number of the step
+        self.said: dict[int, pb.StepReply] = {}  # likewise, without an error; of the rank that has the tokens
         self.is_lost = False
         self._notice = notice
 
@@ -137,8 +149,9 @@ class _Other(_Messages):
     def take(self, message: bytes) -> None:
         self.answered += 1
         reply = pb.StepReply.FromString(message)
-        if reply.error:
-            self.errors[self.answered] = reply
+        (self.errors if reply.error else self.said)[self.answered] = reply
+        if not self.speaks:
+            self.said.clear()
         self._notice(bool(reply.error))
 
 
@@ -146,10 +159,12 @@ class StepStream:
     """Where a rank's steps come from: rank 0's from the router, the others' from rank 0.
 
     `sockets` are those of rank 1, 2 and so on. `start` queues a step behind those before it; the future that it returns
-    never raises. A reply with `failed_rank` is the last: that rank alone failed, or is gone.
+    never raises. A reply with `failed_rank` is the last: that rank alone failed, or is gone. speaker: see `Ranks`.
     """
 
-    def __init__(self, rank: int, sockets: Sequence[str], start: Start, deadlines: Deadlines | None = None) -> None:
+    def __init__(
+        self, rank: int, sockets: Sequence[str], start: Start, deadlines: Deadlines | None = None, *, speaker: int = 0
+    ) -> None:
         self.rank = rank
         self._sockets = sockets
         self._start = start
@@ -158,7 +173,10 @@ class StepStream:
         self._answered = asyncio.Event()  # set by whatever comes from another rank, and when a step of ours is done …
         self._changed = asyncio.Event()  # … and this one not by answers without an error, which come all the time
         self._dialling = asyncio.Lock()
-        self._others = [_Other(n, path, self._notice) for n, path in enumerate(sockets, 1)] if rank == 0 else []
+        self._others = (
+            [_Other(n, path, self._notice, n == speaker) for n, path in enumerate(sockets, 1)] if rank == 0 else []
+        )
+        self._speaker = self._others[speaker - 1] if self._others and speaker else None
         self._server: asyncio.Server | None = None
         self._followers: list[_Follower] = []
 
@@ -275,7 +293,9 @@ class StepStream:
             return None
         failed = [other for other in self._others if number in other.errors]
         if not (reply.error or failed):
-            return reply if all(other.answered >= number - MAX_LAG for other in self._others) else None
+            if any(other.answered < number - MAX_LAG for other in self._others):
+                return None
+            return reply if self._speaker is None else self._speaker.said.pop(number, None)
         if any(other.answered < number for other in self._others):
             return None
         if not reply.error or len(failed) < len(self._others):

@@ -26,8 +26,9 @@ from server.offload.times import Times
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
 from server.profiling import StepProfiler
-from server.relay import MAX_MESSAGE_BYTES, StepStream
-from server.stepping.engine import Engine, Launched, StepResult
+from server.relay import MAX_MESSAGE_BYTES, Ranks, StepStream
+from server.stepping.engine import Engine
+from server.stepping.launched import Launched, StepResult
 from server.stepping.sequences import StepError
 from server.stepping.warmup import warm_up
 from server.tiers.disk import KEY_BYTES
@@ -42,7 +43,8 @@ MOST_SEQUENCES = 65536
 class ShardService(pb_grpc.ShardServicer):
     """Serves one engine. `failed` is set to the reason when the ranks can no longer be in step.
 
-    step_sockets: where ranks 1, 2 and so on take their steps from rank 0; tiers: those of the prefix cache, if any.
+    step_sockets: where ranks 1, 2 and so on take their steps from rank 0; tiers: those of the prefix cache, if any;
+    ranks: this one's place among all, where there are more than those of the engine.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class ShardService(pb_grpc.ShardServicer):
         cuda_memory_fraction: float,
         step_sockets: Sequence[str] = (),
         tiers: Tiers | None = None,
+        ranks: Ranks | None = None,
     ):
+        self._ranks = ranks or Ranks(engine.shard.rank, engine.shard.world_size)
         self._engine = engine
         self._info = info
         self._fraction = cuda_memory_fraction
@@ -64,7 +68,7 @@ class ShardService(pb_grpc.ShardServicer):
         self._arrivals: list[float] = []  # when each unfinished step arrived, oldest first
         self._received = 0
         self._warmed: tuple[pb.WarmupRequest, pb.WarmupReply] | None = None
-        self.steps = StepStream(engine.shard.rank, step_sockets, self._start)
+        self.steps = StepStream(self._ranks.rank, step_sockets, self._start, speaker=self._ranks.speaker)
         self.failed: asyncio.Future[BaseException] = asyncio.get_running_loop().create_future()
 
     async def Info(self, request: pb.InfoRequest, context: grpc.aio.ServicerContext) -> pb.InfoReply:
@@ -127,13 +131,13 @@ class ShardService(pb_grpc.ShardServicer):
             host_bytes=self._tiers.config.host_bytes if self._tiers is not None else 0,
         )
         on_device = engine.kv_placement.device_bytes
-        world_size = engine.shard.world_size
+        sharing = engine.shard.sharing
         return pb.WarmupReply(
             max_batch_total_tokens=warmed.tokens,
             block_size=BLOCK_SIZE,
             num_blocks=engine.num_blocks,
             kv_bytes=engine.num_blocks * engine.kv_shape.bytes_per_block,
-            free_bytes=engine.device.left_bytes(fraction=self._fraction, world_size=world_size, kv_bytes=on_device),
+            free_bytes=engine.device.left_bytes(fraction=self._fraction, world_size=sharing, kv_bytes=on_device),
             step_bytes=warmed.step_bytes,
             graph_bytes=warmed.graph_bytes,
             captured=warmed.captured,
@@ -251,20 +255,21 @@ class ShardService(pb_grpc.ShardServicer):
     async def _reply(self, step: int, launched: asyncio.Future[Launched | None]) -> pb.StepReply:
         # After a failed launch one rank goes on without that step's sequences; several are no longer in step, and a
         # device that fails later, or for good, has lost everything.
-        is_fatal = self._engine.shard.world_size > 1
+        is_fatal = self._ranks.count > 1
         try:
             running = await launched
             if running is None:
                 return pb.StepReply(step=step)
             is_fatal = True
             result = await self._finished(running)
-            return to_reply(step, result) if self._engine.shard.rank == 0 else pb.StepReply(step=step)
+            speaks = self._ranks.rank == self._ranks.speaker
+            return to_reply(step, result) if speaks else pb.StepReply(step=step)
         except Exception as error:  # this loop must outlive a step: the error is the reply
             log.exception("step %d failed", step)
             reply = pb.StepReply(step=step, error=_sentence(error), lost_peer=isinstance(error, PeerLost))
             # What every rank refuses alike leaves them in step.
             if (is_fatal and not isinstance(error, StepError)) or lost_device(error):
-                reply.failed_rank = self._engine.shard.rank
+                reply.failed_rank = self._ranks.rank
                 self._fail(error)
             return reply
         finally:
@@ -284,6 +289,7 @@ class ShardService(pb_grpc.ShardServicer):
         if self._tiers is not None:
             self._tiers.close()
         self._engine.release()
+        self._engine.neighbours.close()
         if (end := self._engine.device.event()) is not None:
             end.synchronize()
 

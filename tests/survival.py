@@ -187,14 +187,32 @@ async def recovery_after(server: Server, count: float) -> None:
             await asyncio.sleep(0.05)
 
 
+async def answers_of(server: Server, requests: Sequence[dict[str, Any]]) -> list[Answer]:
+    """What an undisturbed server answers."""
+    clients = Clients(server.url, requests)
+    async with httpx2.AsyncClient(timeout=300, limits=httpx2.Limits(max_connections=None)) as client:
+        await clients.learn(client)
+    return clients.expected
+
+
 async def survive(
-    server: Server, disturb: Disturb, *, streams: int = STREAMS, requests: Sequence[dict[str, Any]] = ()
+    server: Server,
+    disturb: Disturb,
+    *,
+    streams: int = STREAMS,
+    requests: Sequence[dict[str, Any]] = (),
+    expected: Sequence[Answer] = (),
 ) -> Tally:
-    """Disturb the server while streams of `requests`, or of twice as many mixed ones, run; what the clients saw."""
+    """Disturb the server while streams of `requests`, or of twice as many mixed ones, run; what the clients saw.
+
+    expected: their answers, by default those that the server itself gives before.
+    """
     clients = Clients(server.url, requests or mixed_requests(2 * streams, random.Random(5)))
+    clients.expected = [*expected]
     limits = httpx2.Limits(max_connections=None)
     async with httpx2.AsyncClient(timeout=300, limits=limits) as client:
-        await clients.learn(client)
+        if not clients.expected:
+            await clients.learn(client)
         tasks = [asyncio.create_task(clients.go_on(client, random.Random(n))) for n in range(streams)]
         try:
             await disturb(server)

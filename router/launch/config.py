@@ -55,6 +55,18 @@ class LauncherConfig:
             "when": "The model does not fit on one GPU, or should answer faster than one GPU can.",
         },
     )
+    pipeline_parallel: int = field(
+        default=1,
+        metadata={
+            "help": "Pipeline stages that the model's layers are cut into, each of num_shard processes, and each with "
+            "layers of about the same cost. There are num_shard times pipeline_parallel shards.",
+            "unit": "stages",
+            "min": 1,
+            "max": 64,
+            "when": "The model needs more memory than num_shard GPUs have, above all on several nodes: stages send "
+            "each other little, while the shards of a stage add up numbers in every layer.",
+        },
+    )
     trust_remote_code: bool = field(
         default=False,
         metadata={
@@ -127,7 +139,7 @@ class LauncherConfig:
 GROUPS = {
     "Model": "model_id revision trust_remote_code huggingface_hub_cache weights_cache_override tokenizer_config_path "
     "chat_template tool_call_parser reasoning_parser rope_scaling rope_factor",
-    "Sharding": "sharded num_shard shard_uds_path master_addr master_port max_deaths",
+    "Sharding": "sharded num_shard pipeline_parallel micro_batches shard_uds_path master_addr master_port max_deaths",
     "Limits": "max_concurrent_requests max_queue_tokens max_input_length max_total_tokens max_batch_prefill_tokens "
     "prefill_chunk max_inter_token_ms max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens "
     "max_best_of max_n max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching "

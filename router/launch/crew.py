@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from router.config import RouterConfig
+from router.launch.layout import Layout
 from router.launch.machine import bind, is_on_loopback
 from router.launch.processes import ChildCommand
 from router.launch.settings import Settings
@@ -45,7 +46,7 @@ class Crew:
     folder: Path
     settings: Settings
     device: str
-    count: int
+    layout: Layout
     model: ModelFiles
     listener: socket.socket
     chosen_sockets: tuple[str, ...] = ()  # of --shard-uds-path, the same for every group
@@ -59,9 +60,10 @@ class Crew:
         shutil.rmtree(self.folder / f"group-{number - 1}", ignore_errors=True)
         folder = self.folder / f"group-{number}"
         folder.mkdir(mode=0o700)
-        sockets = self.chosen_sockets or tuple(f"{folder}/shard-{rank}.sock" for rank in range(self.count))
+        ranks = range(self.layout.world_size)
+        sockets = self.chosen_sockets or tuple(f"{folder}/shard-{rank}.sock" for rank in ranks)
         self._write_shard_configs(folder, sockets)
-        return [self._shard(rank, f"{folder}/shard-{rank}.json") for rank in range(self.count)], sockets
+        return [self._shard(rank, f"{folder}/shard-{rank}.json") for rank in ranks], sockets
 
     def _shard(self, rank: int, config: str) -> ChildCommand:
         """One shard: a process of its own if it imports next to nothing or if nobody adopts a fork, else a fork."""
@@ -89,6 +91,7 @@ class Crew:
             is_on_loopback=is_on_loopback(self.listener),
             control_fd=CONTROL_FD,
             group=group,
+            num_stages=self.layout.num_stages,
             sources=dict(self.settings.sources),
             **given,
         )
@@ -104,26 +107,32 @@ class Crew:
         self.listener.close()
 
     def _write_shard_configs(self, folder: Path, sockets: Sequence[str]) -> None:
-        """Tell each shard its part. The shards meet in a private file unless TCP was asked for."""
-        settings = self.settings
-        rendezvous = f"file://{folder}/rendezvous"
-        if {settings.sources["master_addr"], settings.sources["master_port"]} != {"default"}:
-            rendezvous = f"tcp://{settings.values['master_addr']}:{settings.values['master_port']}"
-        step_sockets = tuple(f"{folder}/steps-{rank}.sock" for rank in range(1, self.count))
+        """Tell each shard its part. The shards of a stage meet in a private file unless TCP was asked for."""
+        settings, layout = self.settings, self.layout
+        step_sockets = tuple(f"{folder}/steps-{rank}.sock" for rank in range(1, layout.world_size))
+        stages = range(layout.num_stages) if layout.num_stages > 1 else ()
         for rank, path in enumerate(sockets):
             shard = ShardConfig(
                 model_path=str(self.model.path),
                 weights_path=str(self.model.weights_path),
                 rank=rank,
-                world_size=self.count,
+                world_size=layout.world_size,
+                num_local=layout.num_local,
                 socket_path=path,
-                rendezvous=rendezvous,
+                rendezvous=self._rendezvous(folder, layout.stage_of(rank)),
                 step_sockets=step_sockets,
+                stage_sockets=tuple(f"{folder}/stage-{stage}.sock" for stage in stages),
                 is_null=settings.is_null_model,
                 version=version(),
                 **settings.pick(ShardConfig) | _limits(settings.pick(RouterConfig)) | {"device": self.device},
             )
             shard.save(folder / f"shard-{rank}.json")
+
+    def _rendezvous(self, folder: Path, stage: int) -> str:
+        values, sources = self.settings.values, self.settings.sources
+        if {sources["master_addr"], sources["master_port"]} == {"default"}:
+            return f"file://{folder}/rendezvous-{stage}"
+        return f"tcp://{values['master_addr']}:{values['master_port'] + stage}"
 
 
 def _limits(router: Mapping[str, Any]) -> dict[str, int]:

@@ -13,6 +13,7 @@ from itertools import takewhile
 
 from router.launch.config import SHARD_COUNTS
 from router.launch.errors import Refusal
+from router.launch.layout import Layout
 from router.launch.settings import Settings
 from router.version import package_version, version
 
@@ -47,9 +48,10 @@ def _installed_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def plan_shards(settings: Settings, gpus: int) -> tuple[str, int]:
-    """(device, number of shards) by TGI's rules, or ValueError in one sentence."""
+def plan_shards(settings: Settings, gpus: int) -> tuple[str, Layout]:
+    """The device, and how many shards there are, by TGI's rules; or ValueError in one sentence."""
     device, sharded, count = (settings.values[name] for name in ("device", "sharded", "num_shard"))
+    stages = settings.values["pipeline_parallel"]
     if device == "cuda" and gpus == 0:
         raise ValueError(
             "--device is cuda but no GPU is visible: check nvidia-smi, name AMD's GPUs in HIP_VISIBLE_DEVICES, or use "
@@ -63,15 +65,23 @@ def plan_shards(settings: Settings, gpus: int) -> tuple[str, int]:
         raise ValueError(f"--sharded is true but {fact}: give --num-shard 2, 4 or 8, or leave --sharded out")
     if count is None:
         is_small = settings.is_null_model or settings.sources["model_id"] == "default"
-        count = 1 if sharded is False or (is_small and not sharded) else max(visible, 1)
+        count = 1 if sharded is False or (is_small and not sharded) else max(visible // stages, 1)
     if count not in SHARD_COUNTS:
         raise ValueError(f"{count} GPUs are visible, which a model cannot be split over: give --num-shard 1, 2, 4 or 8")
-    if device == "cuda" and count > gpus:
-        most = max(allowed for allowed in SHARD_COUNTS if allowed <= gpus)
-        raise ValueError(
-            f"--num-shard is {count} but the number of visible GPUs is {gpus}: give at most {most}, or --device cpu"
-        )
-    return device, count
+    layout = Layout(count, stages)
+    if device == "cuda" and layout.num_local > gpus:
+        raise ValueError(_too_few_gpus(layout, gpus))
+    return device, layout
+
+
+def _too_few_gpus(layout: Layout, gpus: int) -> str:
+    most = max((allowed for allowed in SHARD_COUNTS if allowed * layout.num_stages <= gpus), default=0)
+    if layout.num_stages == 1:
+        needed, remedy = f"--num-shard is {layout.num_shard}", f"give at most {most}"
+    else:
+        needed = f"--num-shard {layout.num_shard} times --pipeline-parallel {layout.num_stages} is {layout.num_local}"
+        remedy = f"give --num-shard {most}" if most else "lower --pipeline-parallel"
+    return f"{needed} but the number of visible GPUs is {gpus}: {remedy}, or --device cpu"
 
 
 def bind(hostname: str, port: int) -> socket.socket:

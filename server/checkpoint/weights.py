@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from server.arch.names import NameMap, QkvLayout
+from server.checkpoint import name_patterns
 from server.checkpoint.ahead import ReadAhead
 from server.checkpoint.files import weight_files
 from server.checkpoint.formats.protocol import Format, Part, Ranges, Tensors
@@ -346,9 +347,20 @@ class Weights:
         entry = self.names.roles[role]
         return [name.format(i=self.layer, e=expert) for name in ((entry,) if isinstance(entry, str) else entry)]
 
-    def refuse_leftovers(self) -> None:
-        """Raise CheckpointError that names tensors which neither the model nor the ignore list knows."""
-        ignored = self.names.ignore
+    def names_of_layers(self, layers: Iterable[int]) -> tuple[str, ...]:
+        """Patterns of all tensors of these layers of the decoder."""
+        return name_patterns.of_layers(self.names, self.prefix, layers)
+
+    def names_outside_layers(self) -> tuple[str, ...]:
+        """Patterns of all tensors that stand before or after the decoder's layers, an encoder's among them."""
+        return name_patterns.outside_layers(self.names, self.prefix)
+
+    def refuse_leftovers(self, of_others: tuple[str, ...] = ()) -> None:
+        """Raise CheckpointError that names tensors which neither the model nor the ignore list knows.
+
+        of_others: patterns of tensors that other pipeline stages load.
+        """
+        ignored = self.names.ignore + of_others
         if self.format is not None:
             ignored += self.format.ignored
             ignored += tuple(f"^{re.escape(name)}$" for name in self.checkpoint.zeros(self.format.zeros))

@@ -74,7 +74,7 @@ class Head:
         self.weight = weight
         self.nbytes = nbytes  # memory that it takes beside the embedding
         self.bias = bias
-        (self.start, stop), padding = _vocab_share(shard, spec.vocab_size)
+        (self.start, stop), padding = vocab_share(shard, spec.vocab_size)
         self.width = stop - self.start + padding
         self._num_real = stop - self.start
         self._scale = spec.head_scale
@@ -98,18 +98,21 @@ def load_embedding(weights: Weights, spec: ArchSpec) -> Embedding:
     return Embedding(_stored_head(weights, rows) if _shares_rows(spec) else rows, weights.shard, weights.dtype)
 
 
-def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding, make_format: MakeLinear) -> Head:
-    """The output head: the embedding's own rows when tied; a format that rearranges them then holds a copy."""
-    rows = embedding.table if spec.tied_head else _head_rows(weights, spec)
+def load_head(weights: Weights, spec: ArchSpec, embedding: Embedding | None, make_format: MakeLinear) -> Head:
+    """The output head: the embedding's own rows when tied; a format that rearranges them then holds a copy.
+
+    embedding: None where the head is not tied and an earlier stage has it.
+    """
+    rows = embedding.table if embedding is not None and spec.tied_head else _head_rows(weights, spec)
     if spec.unit_head:
         rows = with_unit_rows(rows)
     if not _shares_rows(spec):
         rows = _stored_head(weights, rows)
     bias = _vocab_bias(weights, spec) if spec.head_bias else None
     weight = make_format(rows)
-    if _shares_rows(spec) and isinstance(weight, RowFormat):
+    if embedding is not None and _shares_rows(spec) and isinstance(weight, RowFormat):
         embedding.leave_to(weight)
-    table = embedding.table
+    table = None if embedding is None else embedding.table
     is_embedding = (
         isinstance(weight, DenseFormat) and isinstance(table, Tensor) and weight.weight.data_ptr() == table.data_ptr()
     )
@@ -130,23 +133,23 @@ def _stored_head(weights: Weights, rows: Stored) -> Stored:
 
 def _vocab_rows(weights: Weights, role: str, spec: ArchSpec) -> Tensor:
     """This rank's rows [Vl, E], zeros where the padded vocabulary exceeds the real one."""
-    part, padding = _vocab_share(weights.shard, spec.vocab_size)
+    part, padding = vocab_share(weights.shard, spec.vocab_size)
     rows = weights.table(role, (spec.vocab_size, spec.embed_dim or spec.hidden_size), part)
     return F.pad(rows, (0, 0, 0, padding)) if padding else rows
 
 
 def _head_rows(weights: Weights, spec: ArchSpec) -> Stored:
     """This rank's rows [Vl, E] of a head of its own, as the checkpoint stores them; those of padding are zeros."""
-    part, padding = _vocab_share(weights.shard, spec.vocab_size)
+    part, padding = vocab_share(weights.shard, spec.vocab_size)
     return padded(weights.kept("head", (spec.vocab_size, spec.embed_dim or spec.hidden_size), [part]), padding)
 
 
 def _vocab_bias(weights: Weights, spec: ArchSpec) -> Tensor:
-    part, padding = _vocab_share(weights.shard, spec.vocab_size)
+    part, padding = vocab_share(weights.shard, spec.vocab_size)
     return F.pad(weights.bias("head", spec.vocab_size, ranges=[part]), (0, padding))
 
 
-def _vocab_share(shard: Shard, vocab_size: int) -> tuple[tuple[int, int], int]:
+def vocab_share(shard: Shard, vocab_size: int) -> tuple[tuple[int, int], int]:
     """This rank's half-open rows of the real vocabulary, and how many rows of padding follow them."""
     share = ceil_divide(vocab_size, shard.world_size)
     start = min(shard.rank * share, vocab_size)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
-from server.stepping.batch import Forward
+from server.stepping.batch import Carried, Forward
 from server.stepping.cache import KVShape
 from server.stepping.kv_placement import KvOnDevice
 from server.stepping.sequences import TokenRun
@@ -65,13 +65,13 @@ class FallbackModel:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         return KVShape(config.num_hidden_layers, kv_heads, head_dim, dtype, is_paged=False)
 
-    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Tensor:
+    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Carried:
         """The logits [T, V] of a step's tokens; zeros where nobody asks for them."""
         parts = [
             self._one(run, forward.token_ids[start:stop])
             for run, (start, stop) in zip(forward.runs, pairwise(forward.meta.query_starts), strict=True)
         ]
-        return torch.cat(parts)
+        return Carried(torch.cat(parts))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """What `run` returned, in float32."""

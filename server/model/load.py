@@ -23,6 +23,7 @@ from server.layers.position import Rotary, alibi_slopes, bucket_bias
 from server.model.layer import WIRINGS, AttentionBlock, CrossBlock, Layer
 from server.model.streamed import OnDevice, Placement
 from server.model.transformer import Stack, Transformer, local_kv_heads
+from server.pipeline.stage import Stage
 from server.quant.kv import AS_COMPUTED, Float8, KvFormat
 from server.stepping.kv_placement import KvOnDevice, KvPlacement
 
@@ -37,29 +38,48 @@ def load(
     placement: Placement = ON_DEVICE,
     kv_placement: KvPlacement | None = None,
     report: Callable[[], None] = lambda: None,
+    stage: Stage | None = None,
 ) -> Transformer:
     """Pull this rank's slices out of the checkpoint. Raises CheckpointError when config and weights disagree.
 
     cache: how keys and values are stored, but for scales that the checkpoint has. placement: where the layers' weights
     are kept. kv_placement: where KV blocks are; None: on the device. report: told of each layer that has been loaded.
+    stage: the part of the model that is loaded; None: all of it.
     """
     kv_placement = kv_placement or KvOnDevice()
-    embedding = load_embedding(weights, spec)
-    head = load_head(weights, spec, embedding, backend.linear)  # before the layers: a tied table is then held twice
+    stage = stage or Stage.whole(spec.num_layers)
+    has_table = stage.is_first or (stage.is_last and spec.tied_head)
+    embedding = load_embedding(weights, spec) if has_table else None
+    # Before the layers: a tied table is then held twice.
+    head = load_head(weights, spec, embedding, backend.linear) if stage.is_last else None
+    if head is not None and not stage.is_first:
+        head.nbytes = head.weight.nbytes  # a tied table is there for the head alone
     loader = StackLoader(weights, spec, backend, cache, placement, kv_placement, report)
+    encoder = None
+    if spec.encoder and stage.is_first:
+        whole = Stage.whole(spec.encoder.num_layers)
+        encoder = replace(loader, weights=weights.of_encoder(), spec=spec.encoder).stack(embedding, whole)
     model = Transformer(
         spec=spec,
-        encoder=replace(loader, weights=weights.of_encoder(), spec=spec.encoder).stack(embedding)
-        if spec.encoder
-        else None,
-        decoder=loader.stack(embedding),
+        shard=weights.shard,
+        stage=stage,
+        encoder=encoder,
+        decoder=loader.stack(embedding, stage),
         head=head,
         cache=cache,
         kv_placement=kv_placement,
     )
-    weights.refuse_leftovers()
+    weights.refuse_leftovers(_of_other_stages(weights, stage, spec.num_layers))
     placement.finish()
     return model
+
+
+def _of_other_stages(weights: Weights, stage: Stage, num_layers: int) -> tuple[str, ...]:
+    """Patterns of the tensors that other stages load."""
+    if stage.count == 1:
+        return ()
+    others = [layer for layer in range(num_layers) if layer not in stage.layers]
+    return weights.names_outside_layers() + weights.names_of_layers(others)
 
 
 @dataclass(frozen=True)
@@ -74,9 +94,10 @@ class StackLoader:
     kv_placement: KvPlacement = field(default_factory=KvOnDevice)
     report: Callable[[], None] = lambda: None
 
-    def stack(self, embedding: Embedding) -> Stack:
-        """All layers, with what stands before and after them."""
-        return replace(self.frame(embedding), layers=self.placement.stack(self.spec.num_layers, self.layer))
+    def stack(self, embedding: Embedding | None, stage: Stage) -> Stack:
+        """The stage's layers, with what stands before and after them."""
+        layers = self.placement.stack(len(stage.layers), lambda index: self.layer(stage.layers[index]))
+        return replace(self.frame(embedding, begins=stage.is_first, ends=stage.is_last), layers=layers)
 
     def layer(self, index: int) -> Layer:
         """One layer of the stack."""
@@ -85,21 +106,21 @@ class StackLoader:
         self.report()
         return layer
 
-    def frame(self, embedding: Embedding) -> Stack:
-        """What stands before and after the layers, without these."""
+    def frame(self, embedding: Embedding | None, *, begins: bool = True, ends: bool = True) -> Stack:
+        """What stands before and after the layers, without these. begins, ends: whether this stage has either."""
         weights, spec, hidden, embed_dim = self.weights, self.spec, self.spec.hidden_size, self.spec.embed_dim
         ropes = {layer.position for layer in spec.layers if isinstance(layer.position, Rope)}
         dense = self.backend.linear
         return Stack(
             spec=spec,
-            embedding=embedding,
-            project_in=dense(weights.rows("project_in", (hidden, embed_dim))) if embed_dim else None,
-            positions=self._positions(),
+            embedding=embedding if begins else None,
+            project_in=dense(weights.rows("project_in", (hidden, embed_dim))) if embed_dim and begins else None,
+            positions=self._positions() if begins else None,
             rotaries={rope: Rotary(rope, weights.device) for rope in ropes},
-            embed_norm=self._norm("embed_norm", hidden) if spec.embed_norm else None,
+            embed_norm=self._norm("embed_norm", hidden) if spec.embed_norm and begins else None,
             layers=(),
-            final_norm=self._norm("final_norm", hidden) if spec.final_norm else None,
-            project_out=dense(weights.rows("project_out", (embed_dim, hidden))) if embed_dim else None,
+            final_norm=self._norm("final_norm", hidden) if spec.final_norm and ends else None,
+            project_out=dense(weights.rows("project_out", (embed_dim, hidden))) if embed_dim and ends else None,
         )
 
     def _attention_of(self, layer: int) -> Attention:

@@ -4,6 +4,9 @@ A step is flat: the T tokens of all its sequences stand in one row after the oth
 only attention knows where a sequence ends. There is no padding, no batch dimension, and no state but the KV cache that
 the caller passes in.
 
+A pipeline stage is the same with some of the layers: what the first one begins with and the last one ends with, the
+others lack. Between two stages goes what is `Carried`.
+
 An encoder-decoder keeps what its decoder needs of a prompt, keys and values of every decoder layer, in the same cache
 under blocks of their own; until they are written, those blocks of the first layer serve the encoder's own attention.
 
@@ -22,12 +25,13 @@ from torch import Tensor
 from server.arch.spec import ArchSpec, DynamicScaling, LongScaling, Rope
 from server.backends.protocol import LinearFormat, Norm, Rotation, StepMeta
 from server.distributed import Shard
-from server.layers.embedding import Embedding, Head
+from server.layers.embedding import Embedding, Head, vocab_share
 from server.layers.position import Rotary
 from server.model.layer import LayerStep, Stream
 from server.model.streamed import AnyLayer
+from server.pipeline.stage import Stage
 from server.quant.kv import AS_COMPUTED, KvFormat
-from server.stepping.batch import Encoding, Forward
+from server.stepping.batch import Carried, Encoding, Forward
 from server.stepping.cache import KVShape
 from server.stepping.kv_placement import KvOnDevice, KvPlacement
 
@@ -36,8 +40,8 @@ from server.stepping.kv_placement import KvOnDevice, KvPlacement
 class Stack:
     """Layers with what stands before and after them: a decoder without its head, or an encoder."""
 
-    spec: ArchSpec
-    embedding: Embedding
+    spec: ArchSpec  # of these layers
+    embedding: Embedding | None  # None: an earlier stage has it, and all that stands before the layers
     project_in: LinearFormat | None  # from the embedding's width to the model's
     positions: Tensor | None  # [positions, D] learned position vectors
     rotaries: Mapping[Rope, Rotary]
@@ -47,24 +51,36 @@ class Stack:
     project_out: LinearFormat | None  # back to the embedding's width
 
     def __call__(
-        self, token_ids: Tensor, kv_caches: Sequence[Tensor], meta: StepMeta, cross: StepMeta | None = None
+        self,
+        token_ids: Tensor,
+        kv_caches: Sequence[Tensor],
+        meta: StepMeta,
+        cross: StepMeta | None = None,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """token_ids [T] → final hidden states [T, D]. kv_caches: one [2, B, K, P, W] per layer, written in place."""
-        stream, step = self.begin(token_ids, meta, cross)
+        """token_ids [T] → final hidden states [T, D]. kv_caches: one [2, B, K, P, W] per layer, written in place.
+
+        hidden: [T, D] behind the layers of the stage before, where there is one.
+        """
+        stream, step = self.begin(token_ids, meta, cross, hidden)
         for layer, kv in zip(self.layers, kv_caches, strict=True):
             stream = layer(stream, kv, step)
         return self.end(stream)
 
-    def begin(self, token_ids: Tensor, meta: StepMeta, cross: StepMeta | None = None) -> tuple[Stream, LayerStep]:
+    def begin(
+        self, token_ids: Tensor, meta: StepMeta, cross: StepMeta | None = None, hidden: Tensor | None = None
+    ) -> tuple[Stream, LayerStep]:
         """token_ids [T] → the residual stream before the first layer, and what every layer is told."""
-        return Stream(self._embed(token_ids, meta)), LayerStep(meta, self._rotations(meta), cross)
+        x = self._embed(token_ids, meta) if hidden is None else hidden
+        return Stream(x), LayerStep(meta, self._rotations(meta), cross)
 
     def end(self, stream: Stream) -> Tensor:
-        """The residual stream behind the last layer → final hidden states [T, D]."""
+        """The residual stream behind the last layer → final hidden states [T, D]; as it is, where a stage follows."""
         x = stream.total if self.final_norm is None else stream.normed(self.final_norm)[1]
         return x if self.project_out is None else self.project_out(x, None)
 
     def _embed(self, token_ids: Tensor, meta: StepMeta) -> Tensor:
+        assert self.embedding is not None, "a later stage is given hidden states"
         x = self.embedding(token_ids)
         if self.spec.embed_scale != 1.0:
             # The scale is rounded to the model's dtype first, as in training.
@@ -85,41 +101,53 @@ class Stack:
 
 @dataclass(frozen=True)
 class Transformer:
-    """One rank's share of a model."""
+    """One rank's share of a model, or of a stage of it."""
 
-    spec: ArchSpec
-    encoder: Stack | None
+    spec: ArchSpec  # of the whole model
+    shard: Shard
+    stage: Stage
+    encoder: Stack | None  # the first stage has it
     decoder: Stack
-    head: Head
+    head: Head | None  # the last stage has it
     cache: KvFormat = AS_COMPUTED
     kv_placement: KvPlacement = field(default_factory=KvOnDevice)
 
-    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Tensor:
-        """The final hidden states [T, D] of a pass. kv_caches: one [2, B, K, P, W] per layer, written to.
+    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Carried:
+        """The hidden states behind the last layer. kv_caches: one [2, B, K, P, W] per layer, written to.
 
         Raises DiskError where weights or blocks that are on a disk cannot be moved.
         """
         with self.kv_placement.step(forward):
+            encoded, before = None, forward.carried
             if forward.encoding is not None:
-                self._encode(forward.encoding, kv_caches)
-            return self.decoder(forward.token_ids, kv_caches, forward.meta, forward.cross)
+                encoded = self._encode(forward.encoding, kv_caches) if before is None else before.encoded
+                assert encoded is not None, "an earlier stage hands on what its encoder made"
+                self._remember(encoded, forward.encoding, kv_caches)
+            hidden = None if before is None else before.hidden
+            return Carried(self.decoder(forward.token_ids, kv_caches, forward.meta, forward.cross, hidden), encoded)
 
-    def _encode(self, encoding: Encoding, kv_caches: Sequence[Tensor]) -> None:
-        """Read prompts, each token seeing its whole prompt, and keep what the decoder needs of them."""
+    def _encode(self, encoding: Encoding, kv_caches: Sequence[Tensor]) -> Tensor:
+        """Read prompts, each token seeing its whole prompt: [E, D]."""
         assert self.encoder is not None, "only an encoder-decoder encodes"
-        encoded = self.encoder(encoding.token_ids, [kv_caches[0]] * len(self.encoder.layers), encoding.meta)
+        return self.encoder(encoding.token_ids, [kv_caches[0]] * len(self.encoder.layers), encoding.meta)
+
+    def _remember(self, encoded: Tensor, encoding: Encoding, kv_caches: Sequence[Tensor]) -> None:
+        """Keep what the decoder's layers need of encoded prompts."""
         for layer, kv in zip(self.decoder.layers, kv_caches, strict=True):
             layer.remember(encoded, kv, encoding.meta)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] → [R, Vl]. See `Head`."""
+        assert self.head is not None, "the last stage has the head"
         return self.head(hidden)
 
     @property
     def nbytes(self) -> int:
         """Memory of this rank's matrices; norms, biases and positions are too small to matter."""
+        table = 0 if self.decoder.embedding is None else self.decoder.embedding.table.nbytes
+        head = 0 if self.head is None else self.head.nbytes
         encoder = self.encoder.nbytes if self.encoder else 0
-        return self.decoder.embedding.table.nbytes + self.head.nbytes + encoder + self.decoder.nbytes
+        return table + head + encoder + self.decoder.nbytes
 
     @property
     def vocab_size(self) -> int:
@@ -129,12 +157,13 @@ class Transformer:
     @property
     def vocab_range(self) -> tuple[int, int]:
         """The first token whose logits this rank computes, and how many it computes, with padding."""
-        return self.head.start, self.head.width
+        (start, stop), padding = vocab_share(self.shard, self.spec.vocab_size)
+        return start, stop - start + padding
 
     @property
     def decoder_start(self) -> int | None:
         """The token that an encoder-decoder's generations start from; None for a decoder."""
-        return self.spec.decoder_start if self.encoder else None
+        return self.spec.decoder_start if self.spec.encoder else None
 
     @property
     def max_positions(self) -> int:
@@ -148,12 +177,12 @@ class Transformer:
         Not so where an encoder's prompt matters too, or where the prompt's length decides how positions are turned.
         """
         ropes = (layer.position for layer in self.spec.layers if isinstance(layer.position, Rope))
-        return not self.encoder and not any(isinstance(r.scaling, DynamicScaling | LongScaling) for r in ropes)
+        return not self.spec.encoder and not any(isinstance(r.scaling, DynamicScaling | LongScaling) for r in ropes)
 
     def kv_shape(self, dtype: torch.dtype) -> KVShape:
         """What one token takes in this rank's cache."""
-        kv_heads = len(local_kv_heads(self.spec, self.decoder.embedding.shard))
-        return KVShape(self.spec.num_layers, kv_heads, self.spec.head_dim, dtype, format=self.cache)
+        kv_heads = len(local_kv_heads(self.spec, self.shard))
+        return KVShape(len(self.stage.layers), kv_heads, self.spec.head_dim, dtype, format=self.cache)
 
 
 def local_kv_heads(spec: ArchSpec, shard: Shard) -> range:

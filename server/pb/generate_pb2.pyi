@@ -259,7 +259,7 @@ class SamplingParameters(_message.Message):
     def __init__(self, do_sample: _Optional[bool] = ..., temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., typical_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., watermark: _Optional[bool] = ..., seed: _Optional[int] = ..., presence_penalty: _Optional[float] = ..., min_p: _Optional[float] = ..., bias_ids: _Optional[_Iterable[int]] = ..., biases: _Optional[_Iterable[float]] = ..., banned_word_ids: _Optional[_Iterable[int]] = ..., banned_word_lengths: _Optional[_Iterable[int]] = ..., min_tokens: _Optional[int] = ..., end_ids: _Optional[_Iterable[int]] = ..., raw_logprobs: _Optional[bool] = ..., is_constrained: _Optional[bool] = ...) -> None: ...
 
 class NewSequence(_message.Message):
-    __slots__ = ("id", "token_ids", "computed", "blocks", "sampling", "top_n_tokens", "prompt_logprobs", "generated", "encoder_token_ids", "encoder_blocks", "forced")
+    __slots__ = ("id", "token_ids", "computed", "blocks", "sampling", "top_n_tokens", "prompt_logprobs", "generated", "encoder_token_ids", "encoder_blocks", "lane", "forced")
     ID_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_FIELD_NUMBER: _ClassVar[int]
@@ -270,6 +270,7 @@ class NewSequence(_message.Message):
     GENERATED_FIELD_NUMBER: _ClassVar[int]
     ENCODER_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ENCODER_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     FORCED_FIELD_NUMBER: _ClassVar[int]
     id: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -281,8 +282,9 @@ class NewSequence(_message.Message):
     generated: int
     encoder_token_ids: _containers.RepeatedScalarFieldContainer[int]
     encoder_blocks: _containers.RepeatedScalarFieldContainer[int]
+    lane: int
     forced: int
-    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., computed: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., generated: _Optional[int] = ..., encoder_token_ids: _Optional[_Iterable[int]] = ..., encoder_blocks: _Optional[_Iterable[int]] = ..., forced: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., computed: _Optional[int] = ..., blocks: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., top_n_tokens: _Optional[int] = ..., prompt_logprobs: _Optional[bool] = ..., generated: _Optional[int] = ..., encoder_token_ids: _Optional[_Iterable[int]] = ..., encoder_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ..., forced: _Optional[int] = ...) -> None: ...
 
 class Extension(_message.Message):
     __slots__ = ("id", "token_ids")
@@ -311,7 +313,7 @@ class TokenMask(_message.Message):
     def __init__(self, ids: _Optional[_Iterable[int]] = ..., allowed: _Optional[_Union[TokenIds, _Mapping]] = ..., forbidden: _Optional[_Union[TokenIds, _Mapping]] = ..., bits: _Optional[bytes] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks", "tier_session", "saved_blocks", "saved_slots", "restored_slots", "restored_blocks")
+    __slots__ = ("step", "retire", "add", "chunk_ids", "chunk_tokens", "decode", "reset", "held", "extend", "masks", "tier_session", "saved_blocks", "saved_slots", "restored_slots", "restored_blocks", "lane")
     STEP_FIELD_NUMBER: _ClassVar[int]
     RETIRE_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
@@ -327,6 +329,7 @@ class StepRequest(_message.Message):
     SAVED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RESTORED_SLOTS_FIELD_NUMBER: _ClassVar[int]
     RESTORED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    LANE_FIELD_NUMBER: _ClassVar[int]
     step: int
     retire: _containers.RepeatedScalarFieldContainer[int]
     add: _containers.RepeatedCompositeFieldContainer[NewSequence]
@@ -342,7 +345,8 @@ class StepRequest(_message.Message):
     saved_slots: _containers.RepeatedScalarFieldContainer[int]
     restored_slots: _containers.RepeatedScalarFieldContainer[int]
     restored_blocks: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ...) -> None: ...
+    lane: int
+    def __init__(self, step: _Optional[int] = ..., retire: _Optional[_Iterable[int]] = ..., add: _Optional[_Iterable[_Union[NewSequence, _Mapping]]] = ..., chunk_ids: _Optional[_Iterable[int]] = ..., chunk_tokens: _Optional[_Iterable[int]] = ..., decode: _Optional[bool] = ..., reset: _Optional[bool] = ..., held: _Optional[_Iterable[int]] = ..., extend: _Optional[_Iterable[_Union[Extension, _Mapping]]] = ..., masks: _Optional[_Iterable[_Union[TokenMask, _Mapping]]] = ..., tier_session: _Optional[int] = ..., saved_blocks: _Optional[_Iterable[int]] = ..., saved_slots: _Optional[_Iterable[int]] = ..., restored_slots: _Optional[_Iterable[int]] = ..., restored_blocks: _Optional[_Iterable[int]] = ..., lane: _Optional[int] = ...) -> None: ...
 
 class StepReply(_message.Message):
     __slots__ = ("step", "ids", "token_ids", "logprobs", "top_counts", "top_ids", "top_logprobs", "prompt", "forward_ns", "error", "failed_rank", "lost_peer")

@@ -38,6 +38,14 @@ class Encoding:
 
 
 @dataclass(frozen=True)
+class Carried:
+    """What a pipeline stage hands on to the next one, D being the model's width."""
+
+    hidden: Tensor  # [T, D]
+    encoded: Tensor | None = None  # [E, D] what an encoder made of the step's prompts, where it read any
+
+
+@dataclass(frozen=True)
 class Forward:
     """Everything that the model reads in one pass."""
 
@@ -46,6 +54,7 @@ class Forward:
     meta: StepMeta
     encoding: Encoding | None  # None: no prompt is encoded in this step
     cross: StepMeta | None  # of an encoder-decoder: the step's tokens, attending to their encoded prompts
+    carried: Carried | None = None  # what the stage before made of all that; None: this is the first
 
 
 @dataclass(frozen=True)

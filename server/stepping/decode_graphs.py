@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from server.backends.device import Device
 from server.backends.protocol import Computation, GraphCapture
-from server.stepping.batch import Forward, Tables
+from server.stepping.batch import Carried, Forward, Tables
 from server.stepping.captured_sampling import settings_of
 from server.stepping.sampling import TokenChoice
 from server.stepping.sequences import TokenRun
@@ -42,7 +43,9 @@ Decode = Callable[[Forward, Form, Tensor], tuple[Tensor, ...]]
 class DecodeGraph:
     """One captured step, and what its inputs hold."""
 
-    def __init__(self, size: int, device: Device):
+    def __init__(self, size: int, device: Device, carried: Tensor | None = None):
+        # What the stage before made of the sequences' tokens, in a later pipeline stage.
+        self.carried = None if carried is None else carried.new_zeros(size, carried.shape[1])
         # Of each sequence its row, its position, and 1; of what fills up the batch zeros.
         self.numbers = torch.zeros(3, size, dtype=torch.int64, device=device.torch_device)
         # What tokens are sampled by: greedy all of them, until `choose_by`.
@@ -60,6 +63,11 @@ class DecodeGraph:
         self.numbers.copy_(self._device.upload([[*rows, *padding], [*positions, *padding], [*ones, *padding]]))
         self.inputs = inputs
 
+    def carry(self, carried: Carried | None) -> None:
+        """Take up what the stage before made, where there is one."""
+        if self.carried is not None and carried is not None:
+            self.carried[: len(carried.hidden)].copy_(carried.hidden)
+
     def choose_by(self, choices: Sequence[TokenChoice]) -> None:
         """Upload what the sequences' tokens are sampled by, unless it is as it was."""
         if self.choices != choices:
@@ -68,11 +76,23 @@ class DecodeGraph:
 
 
 class DecodeGraphs:
-    """The captured decode steps of one engine, for as long as its tables are there. most: sequences at once."""
+    """The captured decode steps of one engine, for as long as its tables are there.
+
+    most: sequences at once. carried: [0, D] of the kind of what the stage before hands on, in a later pipeline stage.
+    """
 
     def __init__(
-        self, capture: GraphCapture, decode: Decode, device: Device, tables: Tables, *, most: int, has_encoder: bool
+        self,
+        capture: GraphCapture,
+        decode: Decode,
+        device: Device,
+        tables: Tables,
+        *,
+        most: int,
+        has_encoder: bool,
+        carried: Tensor | None = None,
     ):
+        self._carried = carried
         self._capture = capture
         self._decode = decode
         self._device = device
@@ -106,7 +126,7 @@ class DecodeGraphs:
         is_simple = bool(self._sizes) and all(sequence.choice.is_simple for sequence, _, _ in runs)
         return Form.SAMPLED if is_simple else Form.HIDDEN
 
-    def run(self, runs: Sequence[TokenRun], form: Form) -> tuple[Tensor, ...]:
+    def run(self, runs: Sequence[TokenRun], form: Form, carried: Carried | None = None) -> tuple[Tensor, ...]:
         """The results for each sequence of `runs`, then the sequences' rows [S]; all valid until the next run."""
         inputs = [(sequence.row, start) for sequence, start, _ in runs]
         graph = self._graph(self._size(len(runs)), form)
@@ -114,6 +134,7 @@ class DecodeGraphs:
             graph.fill(inputs)
         if form is Form.SAMPLED:
             graph.choose_by([sequence.choice for sequence, _, _ in runs])
+        graph.carry(carried)
         graph.inputs = []  # unknown, should the step fail
         graph.replay = graph.replay or self._capture(self._step(graph, form))
         results = graph.replay()
@@ -126,7 +147,7 @@ class DecodeGraphs:
     def _graph(self, size: int, form: Form) -> DecodeGraph:
         """The graph of this size and form; captured, unless that computes: then it waits for its inputs."""
         if (size, form) not in self._graphs:
-            graph = DecodeGraph(size, self._device)
+            graph = DecodeGraph(size, self._device, self._carried)
             if not self._capture.computes:
                 graph.replay = self._capture(self._step(graph, form))
             self._graphs[size, form] = graph
@@ -137,6 +158,8 @@ class DecodeGraphs:
 
         def step() -> tuple[Tensor, ...]:
             forward = self._tables.decodes(rows, positions, are_real, has_encoder=self._has_encoder)
+            if graph.carried is not None:
+                forward = replace(forward, carried=Carried(graph.carried))
             results = self._decode(forward, form, graph.settings)
             if form is not Form.HIDDEN:
                 self._tables.keep(rows, results[0])

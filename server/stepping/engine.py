@@ -9,117 +9,36 @@ Between the two, the next step may be launched already: its inputs are on the de
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from server.backends.device import Device, Event
 from server.backends.protocol import Backend
 from server.blocks import num_blocks
 from server.distributed import Shard
 from server.offload.times import Times
 from server.pb import generate_pb2 as pb
+from server.pipeline.neighbours import Neighbours, Nobody
 from server.stepping.agreed_capture import AgreedCapture
-from server.stepping.batch import Forward, StepInput, Tables
+from server.stepping.batch import Carried, Forward, StepInput, Tables
 from server.stepping.cache import KVShape
 from server.stepping.captured_sampling import choose
 from server.stepping.choosing import LOGIT_ROWS, Chooser
 from server.stepping.decode_graphs import DecodeGraphs, Form
 from server.stepping.host_slots import HostSlots, Session
 from server.stepping.kv_placement import KvPlacement
+from server.stepping.launched import Clock, Launched
 from server.stepping.mixed_graphs import MixedGraphs
-from server.stepping.reporting import KnownLogprobs, Reported, counted, reported_tokens
+from server.stepping.reporting import Reported, reported_tokens
 from server.stepping.sampling import Chosen, Watermark
 from server.stepping.sequences import SequenceState, SequenceTable, StepError, StepRuns
 from server.stepping.vocabulary import Vocabulary
 
 # Sequences that there is always room for, and as many are expected where nobody says how many there can be.
 LEAST_SEQUENCES = 256
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step produced, on the host."""
-
-    ids: list[int]
-    token_ids: list[int]
-    logprobs: list[float]
-    top_ids: list[list[int]]
-    top_logprobs: list[list[float]]
-    prompt: dict[int, KnownLogprobs]  # of tokens that were known, by sequence
-    forward_ns: int
-
-
-class Clock:
-    """The time from here to another event of a device: by its own clock, if it works behind the host's back."""
-
-    def __init__(self, device: Device):
-        self._began = device.event()
-        self._began_ns = time.perf_counter_ns()
-
-    def ns_until(self, end: Event | None) -> int:
-        """Nanoseconds until `end`, which the device has reached; without one, until now."""
-        if self._began is None or end is None:
-            return time.perf_counter_ns() - self._began_ns
-        return int(self._began.elapsed_time(end) * 1e6)
-
-
-class Launched:
-    """A step that the device is computing."""
-
-    def __init__(
-        self,
-        sampled: list[SequenceState],
-        chosen: Sequence[Chosen],
-        prompt: dict[int, Reported],
-        started: Clock,
-        device: Device,
-    ):
-        self._sampled = sampled
-        self._chosen = [part.downloaded(device) for part in chosen]
-        self._prompt = {id: reported.downloaded(device) for id, reported in prompt.items()}
-        self._started = started
-        self._done = device.event()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether `finish` waits for nothing."""
-        return self._done is None or self._done.query()
-
-    def finish(self) -> StepResult:
-        """Wait for the device and read the tokens."""
-        if self._done is not None:
-            self._done.synchronize()
-        top_ids, top_logprobs = self._candidates()
-        return StepResult(
-            ids=[s.id for s in self._sampled],
-            token_ids=[id for part in self._chosen for id in part.token_ids.tolist()],
-            logprobs=[logprob for part in self._chosen for logprob in part.logprobs.tolist()],
-            top_ids=top_ids,
-            top_logprobs=top_logprobs,
-            prompt={id: reported.read() for id, reported in self._prompt.items()},
-            forward_ns=self._started.ns_until(self._done),
-        )
-
-    def _candidates(self) -> tuple[list[list[int]], list[list[float]]]:
-        """The ids and log-probabilities of each sequence's candidates, as many as it asked for."""
-        if not any(s.choice.top_n_tokens for s in self._sampled):
-            return [[] for _ in self._sampled], [[] for _ in self._sampled]
-        ids = [row for part in self._chosen for row in _rows(part.top_ids, part)]
-        values = [row for part in self._chosen for row in _rows(part.top_logprobs, part)]
-        counts = [counted(row, s.choice.top_n_tokens) for row, s in zip(values, self._sampled, strict=True)]
-        rows = list(zip(ids, values, counts, strict=True))
-        return [ids[:n] for ids, _, n in rows], [values[:n] for _, values, n in rows]
-
-
-def _rows(candidates: Tensor | None, part: Chosen) -> list[list[Any]]:
-    """A list for each sequence of the part, empty where it has no candidates."""
-    return [[] for _ in range(len(part.token_ids))] if candidates is None else candidates.tolist()
 
 
 class Model(Protocol):
@@ -155,8 +74,8 @@ class Model(Protocol):
     def kv_shape(self, dtype: torch.dtype) -> KVShape:
         """What one token takes in this rank's cache."""
 
-    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Tensor:
-        """The final hidden states [T, D] of a step's tokens; their keys and values are kept."""
+    def run(self, forward: Forward, kv_caches: Sequence[Tensor]) -> Carried:
+        """The hidden states [T, D] of a step's tokens behind the last layer; their keys and values are kept."""
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, D] → this rank's logits [R, Vl], float32 or the model's dtype, the caller's to change."""
@@ -167,7 +86,7 @@ class Graphs:
     """The captured steps of an engine."""
 
     decodes: DecodeGraphs
-    mixed: MixedGraphs | None  # None: an encoder-decoder's are not captured
+    mixed: MixedGraphs | None  # None: those of an encoder-decoder or a pipeline stage are not captured
 
     @property
     def kinds(self) -> list[list[Callable[[], None]]]:
@@ -179,7 +98,8 @@ class Engine:
     """The model on one rank, and the sequences that it is generating.
 
     why_not_captured: why decode steps are not captured in graphs; None: they are. graph_sizes: batch sizes to capture
-    beforehand; None for the backend's choice. read_bytes: of weights that stream from a disk, so far.
+    beforehand; None for the backend's choice. read_bytes: of weights that stream from a disk, so far. neighbours: of a
+    pipeline stage; None: the model is whole.
     """
 
     def __init__(
@@ -192,8 +112,10 @@ class Engine:
         why_not_captured: str | None = None,
         graph_sizes: Sequence[int] | None = None,
         read_bytes: Callable[[], int] = lambda: 0,
+        neighbours: Neighbours | None = None,
     ):
         self.model = model
+        self.neighbours = neighbours or Nobody()
         self.read_bytes = read_bytes
         self.shard = shard
         self.backend = backend
@@ -241,9 +163,15 @@ class Engine:
         capture = self.backend.graph_capture(self._wanted_sizes)
         if not capture.computes:
             capture = self._agreed = AgreedCapture(capture, self.shard, self.device.torch_device)
-        decodes = DecodeGraphs(capture, self._decode, self.device, tables, most=most, has_encoder=self.has_encoder)
-        run = partial(self.model.run, kv_caches=self._kv_caches)
-        return Graphs(decodes, None if self.has_encoder else MixedGraphs(capture, run, self.device, tables, most=most))
+        stage, width, dtype = self.neighbours.stage, self.neighbours.width, self.neighbours.dtype
+        carried = None if stage.is_first else torch.empty(0, width, dtype=dtype, device=self.device.torch_device)
+        decodes = DecodeGraphs(
+            capture, self._decode, self.device, tables, most=most, has_encoder=self.has_encoder, carried=carried
+        )
+        is_plain = not self.has_encoder and stage.count == 1
+        return Graphs(
+            decodes, None if not is_plain else MixedGraphs(capture, self._hidden, self.device, tables, most=most)
+        )
 
     def release(self) -> None:
         """Give back the KV cache, and the graphs that read it."""
@@ -318,28 +246,47 @@ class Engine:
 
     def hidden(self, step: StepInput) -> Tensor:
         """The final hidden states [T, D] of a step's tokens."""
-        return self.model.run(step.forward, self._kv_caches)
+        return self._hidden(step.forward)
+
+    def _hidden(self, forward: Forward) -> Tensor:
+        return self.model.run(forward, self._kv_caches).hidden
 
     def _run(self, plan: StepRuns, tables: Tables, started: Clock) -> Launched:
+        self.neighbours.take_tokens(plan.decodes, tables)
         if self._graphs is not None:
             if not plan.chunks and self._graphs.decodes.takes(len(plan.decodes)):
                 return self._run_graph(plan, tables, self._graphs.decodes, started)
             if self._graphs.mixed is not None and self._graphs.mixed.takes(plan):
                 return self._run_mixed(plan, tables, self._graphs.mixed, started)
         step = tables.lay_out(plan, self.device, has_encoder=self.has_encoder)
-        hidden = self.hidden(step)
+        encoding = step.forward.encoding
+        before = self.neighbours.carried(len(step.forward.token_ids), len(encoding.token_ids) if encoding else 0)
+        carried = self.model.run(replace(step.forward, carried=before), self._kv_caches)
+        if not self.neighbours.stage.is_last:
+            return self._hand_on(carried, step.sampled, step.sample_rows, started)
+        hidden = carried.hidden
         prompt = reported_tokens(step.forward, hidden, self.model.logits, self._vocabulary, self.device)
         at, forward = step.sample_at, step.forward
         found = hidden, forward.meta.positions[at] + 1, forward.token_ids[at], step.sample_rows
         return self._sample(step.sampled, found, plan, tables, started, at, prompt)
 
     def _run_graph(self, plan: StepRuns, tables: Tables, graphs: DecodeGraphs, started: Clock) -> Launched:
-        runs = plan.decodes
+        runs, is_last = plan.decodes, self.neighbours.stage.is_last
         sequences = [run.sequence for run in runs]
-        if (form := graphs.form_of(runs)) is not Form.HIDDEN:
-            token_ids, logprobs, _ = graphs.run(runs, form)
+        form = graphs.form_of(runs) if is_last else Form.HIDDEN
+        found = graphs.run(runs, form, self.neighbours.carried(len(runs)))
+        if form is not Form.HIDDEN:
+            token_ids, logprobs, _ = found
+            self.neighbours.give_tokens(token_ids)
             return Launched(sequences, [Chosen(token_ids, logprobs)], {}, started, self.device)
-        return self._sample(sequences, graphs.run(runs, form), plan, tables, started)
+        if not is_last:
+            return self._hand_on(Carried(found[0]), sequences, found[-1], started)
+        return self._sample(sequences, found, plan, tables, started)
+
+    def _hand_on(self, carried: Carried, sampled: list[SequenceState], rows: Tensor, started: Clock) -> Launched:
+        """End this stage's part of a step; the last stage gives the tokens."""
+        self.neighbours.hand_on(carried, sampled, rows)
+        return Launched([], [], {}, started, self.device)
 
     def _run_mixed(self, plan: StepRuns, tables: Tables, graphs: MixedGraphs, started: Clock) -> Launched:
         sampled = [run.sequence for run in plan.decodes + plan.chunks if run.yields_token]
@@ -369,12 +316,14 @@ class Engine:
             allowed=plan.allowed,
         )
         if chosen:
-            tables.keep(rows, torch.cat([part.token_ids for part in chosen]))
+            token_ids = torch.cat([part.token_ids for part in chosen])
+            tables.keep(rows, token_ids)
+            self.neighbours.give_tokens(token_ids)
         return Launched(sequences, chosen, prompt or {}, started, self.device)
 
     def _decode(self, forward: Forward, form: Form, settings: Tensor) -> tuple[Tensor, ...]:
         """What is captured of a decode step, in which every sequence has one token and gets the next."""
-        hidden = self.model.run(forward, self._kv_caches)
+        hidden = self._hidden(forward)
         if form is Form.HIDDEN:
             return hidden, forward.meta.positions + 1, forward.token_ids
         if form is Form.SAMPLED:

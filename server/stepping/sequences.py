@@ -45,6 +45,7 @@ class SequenceState:
     encoder_tokens: list[int]  # of an encoder-decoder: what its encoder reads
     encoder_blocks: Sequence[int]
     encoder_row: int  # of the device's tables, where the encoder's blocks are; without an encoder the same as `row`
+    lane: int = 0  # the micro-batch in which it decodes
     own_cache: Any = None  # what a model without paged cache keeps of it
 
     @property
@@ -133,7 +134,7 @@ class SequenceTable:
         for extension in request.extend:
             if extension.id in self.sequences:
                 self.sequences[extension.id].extend(list(extension.token_ids))
-        decodes = self._decodes(request.held) if request.decode else []
+        decodes = self._decodes(request) if request.decode else []
         chunks = [
             TokenRun(self.sequences[id], self.sequences[id].computed, count)
             for id, count in zip(request.chunk_ids, request.chunk_tokens, strict=True)
@@ -146,14 +147,15 @@ class SequenceTable:
     def drop(self, request: pb.StepRequest) -> None:
         """Forget every sequence that a failed step touched."""
         if request.decode:
-            self._forget([run.sequence.id for run in self._decodes(request.held)])
+            self._forget([run.sequence.id for run in self._decodes(request)])
         self._forget([*request.chunk_ids, *(new.id for new in request.add)])
 
-    def _decodes(self, held: Sequence[int]) -> list[TokenRun]:
-        """The next token of every sequence whose prompt is computed, but for those that are held."""
-        sequences = [s for s in self.sequences.values() if s.computed >= len(s.prompt)]
-        if held:
-            waiting = frozenset(held)
+    def _decodes(self, request: pb.StepRequest) -> list[TokenRun]:
+        """The next token of every sequence of the lane whose prompt is computed, but for those that are held."""
+        lane = request.lane
+        sequences = [s for s in self.sequences.values() if s.lane == lane and s.computed >= len(s.prompt)]
+        if request.held:
+            waiting = frozenset(request.held)
             sequences = [s for s in sequences if s.id not in waiting]
         return [TokenRun(s, s.computed, 1) for s in sequences]
 
@@ -250,6 +252,7 @@ class SequenceTable:
             encoder_tokens=list(new.encoder_token_ids),
             encoder_blocks=list(new.encoder_blocks),
             encoder_row=self.free_rows.pop() if self.has_encoder else row,
+            lane=new.lane,
         )
         return self.sequences[new.id]
 

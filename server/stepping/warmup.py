@@ -121,7 +121,7 @@ def warm_up(
     sequences = sequences or LEAST_SEQUENCES
     step_bytes, expected_bytes = _profile(engine, prefill_tokens, total_tokens, top_n_tokens, sequences)
     engine.release()  # the profile run's cache is free again
-    free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.world_size)
+    free = engine.device.free_bytes(fraction=fraction, world_size=engine.shard.sharing)
     if not engine.device.measures_memory:
         free -= host_bytes
     placement = engine.kv_placement

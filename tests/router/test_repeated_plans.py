@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from router.entry import Scheduled, ValidRequest
+from router.lanes import Lane
 from router.limits import Limits
 from router.plan import StepPlan
 from router.scheduler import Scheduler
@@ -36,7 +38,7 @@ LIMITS = Limits(
 class FromScratch(Scheduler[Scheduled]):
     """The reference: no step is a repetition."""
 
-    def _planned_again(self) -> StepPlan[Scheduled] | None:
+    def _planned_again(self, lane: Lane[Scheduled]) -> StepPlan[Scheduled] | None:
         return None
 
 
@@ -89,7 +91,10 @@ class Driven:
             self.requests.append(entry)
             self.scheduler.add(entry)
         elif event.kind == "fail" and self.under_way:
-            plan, self.under_way = self.under_way[-1], []
+            *others, plan = self.under_way
+            self.under_way = []
+            for other in others:
+                self.scheduler.computed(other)
             lost = self.scheduler.failed(plan)
             self.scheduler.add_again([entry for entry in lost if not entry.is_over])
         elif self.requests:
@@ -111,9 +116,11 @@ class Driven:
         return shown(plan)
 
 
+@pytest.mark.parametrize("num_lanes", [1, 3])
 @given(st.lists(events, max_size=30))
-def test_a_repeated_step_is_the_step_from_scratch(happening: list[Event]) -> None:
-    one, other = Driven(Scheduler(LIMITS)), Driven(FromScratch(LIMITS))
+def test_a_repeated_step_is_the_step_from_scratch(num_lanes: int, happening: list[Event]) -> None:
+    limits = replace(LIMITS, num_lanes=num_lanes)
+    one, other = Driven(Scheduler(limits)), Driven(FromScratch(limits))
     for event in happening:
         one.happen(event)
         other.happen(event)

@@ -21,10 +21,13 @@ from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.checkpoint.weights import Checkpoint, Weights
 from server.distributed import Shard
+from server.loading import stages_of
 from server.model.load import ON_DEVICE
 from server.model.load import load as load_model
 from server.model.streamed import Placement, Streaming
 from server.pb import generate_pb2 as pb
+from server.pipeline.neighbours import Stages
+from server.pipeline.ring import Ring
 from server.quant.kv import KV_FORMATS
 from server.stepping.engine import Engine
 from server.stepping.kv_placement import KvPlacement
@@ -65,13 +68,16 @@ def load_engine(
     tokens: int = 4096,
     total_tokens: int | None = None,
     warms_up: bool = True,
+    stage: tuple[int, int] = (0, 1),
+    ring: Ring | None = None,
 ) -> Engine:
     """The checkpoint in `folder` as one rank's engine, with a KV cache of `tokens`.
 
     backend: by default the reference on a CPU, or the one of `kernels`; quantise, quantise_head: as `--quantize`
     and `--quantize-head`;
     kv_cache: as `--kv-cache-dtype`; placement, kv_placement: where the layers' weights and KV blocks are kept;
-    total_tokens: of the longest sequence, by default all; warms_up: else there is a KV cache and no more.
+    total_tokens: of the longest sequence, by default all; warms_up: else there is a KV cache and no more; stage: which
+    of how many pipeline stages; ring: to the others.
     """
     shard = shard or Shard()
     if backend is None:
@@ -89,11 +95,13 @@ def load_engine(
         stored.quantise,
         stored.quantise_head,
     )
-    model = load_model(weights, spec, backend, KV_FORMATS[kv_cache], placement, kv_placement)
+    part = stages_of(spec, stage[1])[stage[0]]
+    model = load_model(weights, spec, backend, KV_FORMATS[kv_cache], placement, kv_placement, stage=part)
+    neighbours = Stages(part, shard, ring, backend.device, dtype, spec.hidden_size) if stage[1] > 1 else None
     why_not = backend.why_not_captured(spec, stored.name, shard.world_size) if captured else "not wanted"
     if isinstance(placement, Streaming):
         why_not = "weights stream"
-    engine = Engine(model, shard, backend, dtype, Watermark(gamma=0.5, delta=2.0), why_not)
+    engine = Engine(model, shard, backend, dtype, Watermark(gamma=0.5, delta=2.0), why_not, neighbours=neighbours)
     if not warms_up:
         engine.allocate(tokens, total_tokens=total_tokens or tokens)
         return engine

@@ -50,7 +50,8 @@ def shards(gpus: int, *argv: str) -> tuple[str, int] | str:
     settings, problems = read_settings(flags, {})
     assert not unknown + problems
     try:
-        return plan_shards(settings, gpus)
+        device, layout = plan_shards(settings, gpus)
+        return device, layout.world_size
     except ValueError as error:
         return str(error)
 

@@ -1,0 +1,189 @@
+"""What pipeline stages send each other: each stage to the next one, and the last one to the first.
+
+Messages are runs of bytes in one order, over a socket for each pair of neighbours. A thread of each end reads ahead and
+another one writes, so that a stage computes while its activations travel. Only the first rank of a stage takes part; it
+passes on to the others of its stage what came (`neighbours.py`). Sockets are unix sockets in the launch's private
+folder; where the next stage is on another node, a link listens there and carries the bytes (`server/link/`).
+
+Left out: NCCL between stages. Activations are small beside weights, and this way a network that nobody trusts can
+carry them.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import struct
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from server.backends.device import Event
+from server.distributed import COLLECTIVE_TIMEOUT, PeerLost
+
+HEADER = struct.Struct("<QQ")  # the message's number, and its bytes
+HELLO = struct.Struct("<8sII")  # who dials: `MAGIC`, its stage, and how many there are
+MAGIC = b"lockstep"
+POLL_S = 0.05
+PATIENCE_S = COLLECTIVE_TIMEOUT.total_seconds()
+HELLO_S = 5.0  # for a neighbour that was dialled to answer: it may not listen yet, while a link between does
+
+
+class Ring:
+    """One stage's ends of the ring. Raises PeerLost in `receive` and `send` once a neighbour is gone."""
+
+    def __init__(self, incoming: socket.socket, outgoing: socket.socket, patience: float = PATIENCE_S) -> None:
+        self._sockets = (incoming, outgoing)
+        self._patience = patience
+        self._num_sent = self._num_received = 0
+        self._outbox: queue.SimpleQueue[tuple[Sequence[Tensor], Event | None] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[int, bytearray] | OSError] = queue.SimpleQueue()
+        self._loss: OSError | None = None
+        for target, name in ((self._write, "stage-send"), (self._read, "stage-receive")):
+            threading.Thread(target=target, name=name, daemon=True).start()
+
+    def send(self, tensors: Sequence[Tensor], ready: Event | None = None) -> None:
+        """Have a message sent, of tensors on the host that nobody changes any more. ready: when they hold it all."""
+        if self._loss is not None:
+            raise _lost("behind", self._loss)
+        self._outbox.put((tensors, ready))
+
+    def receive(self, parts: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+        """The tensors of the next message, of these shapes and dtypes, on the host. Waits for it."""
+        try:
+            message = self._inbox.get(timeout=self._patience)
+        except queue.Empty:
+            raise PeerLost(f"the pipeline stage before this one sent nothing for {self._patience:g} s") from None
+        if isinstance(message, OSError):
+            self._inbox.put(message)  # for whoever asks again
+            raise _lost("before", message)
+        number, data = message
+        self._num_received += 1
+        sizes = [_num_bytes(shape, dtype) for shape, dtype in parts]
+        if (number, len(data)) != (self._num_received, sum(sizes)):
+            raise RuntimeError(
+                f"pipeline stages are out of step: message {number} has {len(data)} bytes, where {sum(sizes)} of "
+                f"message {self._num_received} were due"
+            )
+        pieces = torch.frombuffer(data, dtype=torch.uint8).split(sizes) if data else [torch.empty(0, dtype=torch.uint8)]
+        return [piece.view(dtype).view(shape) for piece, (shape, dtype) in zip(pieces, parts, strict=True)]
+
+    def close(self) -> None:
+        """End both connections; the neighbours notice."""
+        self._outbox.put(None)
+        for end in self._sockets:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _write(self) -> None:
+        try:
+            while (message := self._outbox.get()) is not None:
+                tensors, ready = message
+                if ready is not None:
+                    ready.synchronize()
+                self._num_sent += 1
+                parts = [tensor.contiguous().view(torch.uint8).flatten().numpy().data for tensor in tensors]
+                self._sockets[1].sendall(HEADER.pack(self._num_sent, sum(map(len, parts))))
+                for part in parts:
+                    self._sockets[1].sendall(part)
+        except OSError as error:
+            self._loss = error
+
+    def _read(self) -> None:
+        try:
+            while True:
+                number, num_bytes = HEADER.unpack(_exactly(self._sockets[0], HEADER.size))
+                self._inbox.put((number, _exactly(self._sockets[0], num_bytes)))
+        except OSError as error:
+            self._inbox.put(error)
+
+
+def join(index: int, paths: Sequence[str], patience: float = PATIENCE_S) -> Ring:
+    """Meet the neighbours of stage `index`. paths: where each stage listens. Raises PeerLost for one that never comes.
+
+    The stage's own socket is there for its owner alone, and only until its neighbour has come.
+    """
+    until = time.monotonic() + patience
+    path = paths[index]
+    Path(path).unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        os.chmod(path, 0o600)
+        listener.listen()
+        came: list[socket.socket] = []
+        before = (index - 1) % len(paths)
+        accepting = threading.Thread(target=_accept, args=(listener, before, len(paths), until, came), daemon=True)
+        accepting.start()
+        try:
+            outgoing = _dial(paths[(index + 1) % len(paths)], index, len(paths), until)
+        finally:
+            accepting.join(max(0.0, until - time.monotonic()) + HELLO_S)
+            Path(path).unlink(missing_ok=True)
+    if not came:
+        outgoing.close()
+        raise PeerLost(f"pipeline stage {before} did not come within {patience:g} s")
+    return Ring(came[0], outgoing, patience)
+
+
+def _accept(listener: socket.socket, before: int, count: int, until: float, came: list[socket.socket]) -> None:
+    """Let the stage before in."""
+    while not came and (left := until - time.monotonic()) > 0:
+        listener.settimeout(left)
+        with suppress(OSError):
+            end, _ = listener.accept()
+            end.settimeout(HELLO_S)
+            try:
+                if bytes(_exactly(end, HELLO.size)) == HELLO.pack(MAGIC, before, count):
+                    end.sendall(MAGIC)
+                    end.settimeout(None)
+                    came.append(end)
+            finally:
+                if not came:
+                    end.close()
+
+
+def _dial(path: str, index: int, count: int, until: float) -> socket.socket:
+    """A connection to the next stage, once it answers. Raises PeerLost."""
+    while True:
+        end = socket.socket(socket.AF_UNIX)
+        end.settimeout(HELLO_S)
+        try:
+            end.connect(path)
+            end.sendall(HELLO.pack(MAGIC, index, count))
+            if bytes(_exactly(end, len(MAGIC))) == MAGIC:
+                end.settimeout(None)
+                return end
+            problem = OSError("what listens there is no pipeline stage")
+        except OSError as error:
+            problem = error
+        end.close()
+        if time.monotonic() > until:
+            raise PeerLost(f"pipeline stage {(index + 1) % count} does not answer: {problem}")
+        time.sleep(POLL_S)
+
+
+def _exactly(end: socket.socket, num_bytes: int) -> bytearray:
+    """So many bytes. Raises ConnectionError where the connection ends before."""
+    data = bytearray(num_bytes)
+    view, filled = memoryview(data), 0
+    while filled < num_bytes:
+        count = end.recv_into(view[filled:])
+        if not count:
+            raise ConnectionResetError("the connection ended")
+        filled += count
+    return data
+
+
+def _num_bytes(shape: Sequence[int], dtype: torch.dtype) -> int:
+    return torch.Size(shape).numel() * dtype.itemsize
+
+
+def _lost(where: str, error: OSError) -> PeerLost:
+    return PeerLost(f"lost contact with the pipeline stage {where} this one: {error}")
