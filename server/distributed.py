@@ -68,8 +68,8 @@ class Shard:
 
     rank: int = 0
     world_size: int = 1
-    num_local: int = 0  # ranks on this machine, of all pipeline stages; 0: those of `world_size`
     small_sums: SymmetricSum | None = field(default=None, compare=False, repr=False)
+    num_local: int = 0  # ranks on this machine, of all pipeline stages; 0: those of `world_size`
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
 
     @property
@@ -166,7 +166,7 @@ def connect(
                 device_id=device if device.type == "cuda" else None,
             )
         )
-    shard = Shard(rank, world_size, num_local)
+    shard = Shard(rank, world_size, num_local=num_local)
     if world_size > 1 and device.type == "cpu":
         shard.barrier()  # all are connected to all
         let_nobody_in()

@@ -14,7 +14,7 @@ from server import backends
 from server.distributed import Shard
 from server.pb import generate_pb2 as pb
 from server.service import ShardService
-from server.stepping.engine import StepResult
+from server.stepping.launched import StepResult
 
 RANK = 2
 
