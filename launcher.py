@@ -13,24 +13,27 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-from pathlib import Path
+from dataclasses import dataclass
 
-from router.launch.config import DEMO, TOKEN_VARIABLES
-from router.launch.crew import Crew
+from router.launch.agent import Agent
+from router.launch.commands import COMMANDS
+from router.launch.crew import Crew, python
 from router.launch.errors import Refusal
 from router.launch.files import private_folder, shared_sockets
 from router.launch.flags import read_command_line, refuse_misspelt
 from router.launch.layout import Layout
+from router.launch.linking import Linking
 from router.launch.logs import Log
 from router.launch.machine import bind, describe_environment, is_on_loopback, plan_shards, visible_gpus
-from router.launch.processes import child_environment
+from router.launch.models import resolve_model
+from router.launch.nodes import Nodes, check_nodes, environment_of, node_warnings, plan_nodes
+from router.launch.others import Others
 from router.launch.restarts import Renewal
+from router.launch.seat import Seat
 from router.launch.settings import Settings, read_settings
 from router.launch.settings_page import render_settings
 from router.launch.signals import leave_on_signal, signals_to_pipe
@@ -38,10 +41,8 @@ from router.launch.storage import storage_problems, storage_warnings
 from router.launch.supervisor import Supervisor
 from router.launch.terminal import open_standard_streams
 from router.version import version
-from server.checkpoint import hub
-from server.checkpoint.files import HubError
 from server.output import Output
-from server.process import adopt_orphans, end_with_parent
+from server.process import adopt_orphans
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,13 +57,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepared = prepare(arguments, os.environ)
         if prepared is None:
             return 0
-        settings, device, layout = prepared
+        settings, place = prepared
         colour = os.isatty(1) and not os.environ.get("NO_COLOR")
         log = Log(Output(1), settings.values["json_output"], colour)
         if settings.values["env"]:
             for line in describe_environment(os.environ):
                 log.info(line)
-        return launch(settings, os.environ, device, layout, log)
+        run = launch if place.nodes.index == 0 else join
+        return run(settings, os.environ, place, log)
     except Refusal as refusal:
         return _report(refusal)
     except KeyboardInterrupt:  # before anybody heeds signals
@@ -77,8 +79,8 @@ def _report(refusal: Refusal) -> int:
     return refusal.code
 
 
-def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, str, Layout] | None:
-    """Every check that needs no model: (settings, device, which shards), or None if only something was printed.
+def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, Place] | None:
+    """Every check that needs no model, or None if only something was printed.
 
     Raises Refusal with every problem at once.
     """
@@ -88,20 +90,32 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, 
         return None
     settings, wrong_values = read_settings(flags, environ)
     problems += wrong_values
-    device, layout = "cpu", Layout(1)
+    place = Place("cpu", Layout(1), Nodes())
     try:
         gpus = 0 if settings.values["device"] == "cpu" else visible_gpus(environ)
-        device, layout = plan_shards(settings, gpus)
-        problems += storage_problems(settings, device)
+        nodes = plan_nodes(settings, environ)
+        place = Place(*plan_shards(settings, gpus, nodes), nodes)
+        check_nodes(settings, nodes, place.layout)
+        problems += storage_problems(settings, place.device)
     except ValueError as error:
         problems.append(str(error))
     if problems:
         raise Refusal(problems, 2)
-    return settings, device, layout
+    return settings, place
 
 
-def launch(settings: Settings, environ: Mapping[str, str], device: str, layout: Layout, log: Log) -> int:
+@dataclass(frozen=True)
+class Place:
+    """Where a launch runs."""
+
+    device: str
+    layout: Layout
+    nodes: Nodes
+
+
+def launch(settings: Settings, environ: Mapping[str, str], place: Place, log: Log) -> int:
     """Serve until a signal or a failure. Returns the exit code; raises Refusal for a failure."""
+    device, layout, nodes = place.device, place.layout, place.nodes
     started = time.monotonic()
     hostname = settings.values["hostname"]
     with ExitStack() as stack:
@@ -112,31 +126,33 @@ def launch(settings: Settings, environ: Mapping[str, str], device: str, layout: 
             remedy = "set API_KEY, or use --hostname 127.0.0.1"
             log.warn(f"other machines can reach {hostname} and there is no API key: {remedy}")
         log.info(f"Lockstep {version()} starts {settings.shown_model} on {device} with {layout}")
-        for sentence in storage_warnings(settings):
+        for sentence in [*storage_warnings(settings), *node_warnings(settings, nodes, layout)]:
             log.warn(sentence)
         model = resolve_model(settings, environ, log)
         wakeup = stack.enter_context(signals_to_pipe())
         folder = stack.enter_context(private_folder())
         prefix = settings.values["shard_uds_path"]
         chosen = stack.enter_context(shared_sockets(prefix, layout.world_size)) if prefix else ()
-        crew = Crew(folder, settings, device, layout, model, listener, chosen, adopt_orphans())
-        stack.callback(crew.close)
+        crew = Crew(folder, settings, device, layout, model, chosen, adopt_orphans())
+        seat = Seat(settings, layout, model, listener)
+        stack.callback(seat.close)
         url = f"http://{f'[{hostname}]' if ':' in hostname else hostname}:{listener.getsockname()[1]}"
 
         def on_ready(is_first: bool) -> None:
-            crew.hand_over()
+            seat.hand_over()
             after = f" after {time.monotonic() - started:.1f} s" if is_first else " again"
             log.info(f"Lockstep is ready at {url}{after}")
 
         shard_commands, sockets = crew.group(1)
         supervisor = Supervisor(
-            [*shard_commands, crew.router(1, sockets)],
-            child_environment(environ, settings.values["master_addr"] in ("localhost", "127.0.0.1", "::1")),
+            [*shard_commands, seat.router(1, sockets)],
+            environment_of(settings, environ, nodes),
             log,
             drain_seconds=settings.values["shutdown_delay"] + settings.values["graceful_termination_timeout"],
             on_ready=on_ready,
-            renewal=Renewal(crew.group, crew.router, settings.values["max_deaths"]),
+            renewal=Renewal(crew.group, seat.router, settings.values["max_deaths"]),
             sockets=sockets,
+            others=meet(crew, settings, nodes, log) if nodes.count > 1 else None,
         )
         code = supervisor.run(wakeup)
         if supervisor.failure:
@@ -144,77 +160,40 @@ def launch(settings: Settings, environ: Mapping[str, str], device: str, layout: 
         return code
 
 
-def detect_watermark(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The command `lockstep watermark`. Returns the exit code; raises Refusal."""
-    from router.launch import watermark  # a launch needs no tokenizer
-
-    settings, file, as_json = watermark.read_command(argv, environ)
-    text = watermark.read_text(file)
-    model = resolve_model(settings, environ, Log(Output(2), False), needs_weights=False)
-    sys.stdout.write(watermark.report(text, settings, model.path, model.tokenizer_path, as_json=as_json))
-    return 0
+def meet(crew: Crew, settings: Settings, nodes: Nodes, log: Log) -> Others:
+    """What node 0 needs to meet the others. Raises OSError."""
+    linking = Linking(crew.folder, nodes, python("server.link"), settings.values["log_level"], log)
+    patience = settings.values["node_timeout"]
+    return Others(crew.folder, linking, crew.layout, crew.identity(), log, patience=patience)
 
 
-def quantize(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The command `lockstep quantize`. Returns the exit code; raises Refusal."""
-    from router.launch import quantize  # a launch needs no tokenizer
-
-    command = quantize.read_command(argv, environ)
-    model = resolve_model(command.settings, environ, Log(Output(2), False))
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        file.write(command.job(model.path, model.weights_path, model.tokenizer_path).to_json())
-        file.flush()
-        arguments = [sys.executable, "-P", "-m", "server.quantising", file.name]
-        job = subprocess.Popen(arguments, env=child_environment(environ, True), preexec_fn=end_with_parent())
-        return quantize.wait_for(job)
-
-
-def answer_batch(argv: Sequence[str], environ: Mapping[str, str]) -> int:
-    """The command `lockstep batch`. Returns the exit code; raises Refusal."""
-    from router.launch import batch  # a launch needs none of it
-
-    return batch.run(batch.read_command(argv, environ), environ)
-
-
-COMMANDS = {"watermark": detect_watermark, "quantize": quantize, "batch": answer_batch}
-
-
-def resolve_model(
-    settings: Settings, environ: Mapping[str, str], log: Log, *, needs_weights: bool = True
-) -> hub.ResolvedModel:
-    """The folders of the model that the settings name, downloaded and converted if need be. Raises Refusal."""
-    values = settings.values
-    if values["trust_remote_code"]:
-        log.warn("--trust-remote-code is not needed: code from a model repository is never run")
-    is_null = settings.is_null_model
-    try:
-        return hub.resolve(
-            str(DEMO) if is_null else values["model_id"],  # the null model speaks the embedded one's tokens
-            revision=values["revision"],
-            cache_dir=values["huggingface_hub_cache"],
-            with_weights=needs_weights and not (values["random_weights"] or is_null),
-            weights_override=values["weights_cache_override"],
-            token=next((environ[name] for name in TOKEN_VARIABLES if environ.get(name)), None),
-            offline=environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
-            report=log.info,
-            convert=convert_in_child(child_environment(environ, True)),
-            user_cache=Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep",
+def join(settings: Settings, environ: Mapping[str, str], place: Place, log: Log) -> int:
+    """Be a node other than 0, until node 0 ends or a failure. Returns the exit code; raises Refusal for a failure."""
+    nodes, layout = place.nodes, place.layout
+    with ExitStack() as stack:
+        stack.enter_context(leave_on_signal(log))
+        said_by = f", as {nodes.said_by} says" if nodes.said_by else ""
+        log.info(
+            f"Lockstep {version()} is node {nodes.index} of {nodes.count}{said_by}, on {place.device} with {layout}"
         )
-    except HubError as error:
-        raise Refusal([str(error)], 1) from None
-
-
-def convert_in_child(environment: Mapping[str, str]) -> hub.Convert:
-    """How the hub module has files converted: in a process of its own, for it needs torch and reads untrusted files."""
-
-    def convert(kind: str, source: Path, target: Path) -> None:
-        argv = [sys.executable, "-P", "-m", "server.checkpoint.convert", kind, str(source), str(target)]
-        job = subprocess.run(argv, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=end_with_parent())
-        if job.returncode:
-            lines = job.stderr.strip().splitlines() or [f"the conversion ended with code {job.returncode}"]
-            raise HubError(lines[-1].removeprefix("error: "))
-
-    return convert
+        for sentence in [*storage_warnings(settings), *node_warnings(settings, nodes, layout)]:
+            log.warn(sentence)
+        model = resolve_model(settings, environ, log)
+        wakeup = stack.enter_context(signals_to_pipe())
+        folder = stack.enter_context(private_folder())
+        crew = Crew(folder, settings, place.device, layout, model, (), adopt_orphans())
+        agent = Agent(
+            crew,
+            Linking(folder, nodes, python("server.link"), settings.values["log_level"], log),
+            environment_of(settings, environ, nodes),
+            log,
+            patience=settings.values["node_timeout"],
+            master=nodes.master,
+        )
+        code = agent.run(wakeup)
+        if agent.failure:
+            raise Refusal([agent.failure], code)
+        return code
 
 
 if __name__ == "__main__":

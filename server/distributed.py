@@ -1,8 +1,8 @@
 """This process's place among the ranks, and the collectives that tie them together.
 
-The only module that imports `torch.distributed`. A `Shard` of one rank does nothing and needs no process group, so a
-model on one device runs the same code without paying for it. Ranks are matched by the order of their calls: everything
-that reaches a collective must come from the one ordered stream of steps.
+With its store (`store.py`), all that imports `torch.distributed`. A `Shard` of one rank does nothing and needs no
+process group, so a model on one device runs the same code without paying for it. Ranks are matched by the order of
+their calls: everything that reaches a collective must come from the one ordered stream of steps.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from server import symmetric
 from server.process import let_nobody_in
+from server.store import SCHEME, SocketStore, StoreServer
 from server.symmetric import SymmetricSum
 
 log = logging.getLogger(__name__)
@@ -150,22 +152,13 @@ def connect(
     where that is possible; `nccl` for none. num_local: see `Shard`. Raises ValueError where `symmetric` is asked for
     and is not possible.
 
-    `rendezvous` is an init method of torch.distributed. A `file://` one opens no listening port beyond the loopback
+    `rendezvous` is an init method of torch.distributed, or `unix://` and the path of the stage's own store, where its
+    ranks are on several nodes. A `file://` one opens no listening port beyond the loopback
     pairs of gloo, which take no connection any more once every rank is here; `tcp://` lets TCPStore listen on every
     interface, so it is used only when the user asks for it.
     """
     if world_size > 1:
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        _collective(
-            lambda: dist.init_process_group(
-                backend,
-                init_method=rendezvous,
-                rank=rank,
-                world_size=world_size,
-                timeout=COLLECTIVE_TIMEOUT,
-                device_id=device if device.type == "cuda" else None,
-            )
-        )
+        _collective(lambda: _join(rank, world_size, rendezvous, device))
     shard = Shard(rank, world_size, num_local=num_local)
     if world_size > 1 and device.type == "cpu":
         shard.barrier()  # all are connected to all
@@ -180,6 +173,26 @@ def connect(
         raise ValueError(f"--all-reduce is symmetric, which is not possible ({sums}): use --all-reduce auto")
     log.info("All sums over the ranks go through NCCL, none through symmetric memory: %s", sums)
     return shard
+
+
+def _join(rank: int, world_size: int, rendezvous: str, device: torch.device) -> None:
+    """Become one of the process group. A rank 0 that meets others at its own store answers there."""
+    path = rendezvous.removeprefix(SCHEME) if rendezvous.startswith(SCHEME) else None
+    server = StoreServer(path) if path is not None and rank == 0 else None
+    place: dict[str, Any] = {"init_method": rendezvous}
+    if path is not None:
+        place = {"store": SocketStore(path, COLLECTIVE_TIMEOUT.total_seconds())}
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        **place,
+        rank=rank,
+        world_size=world_size,
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+    )
+    if server is not None:
+        dist.barrier()  # all have come
+        server.close()
 
 
 def _join_symmetric(shard: Shard, device: torch.device) -> SymmetricSum | str:

@@ -14,8 +14,10 @@ from router.config import RouterConfig
 from router.launch.crew import Crew
 from router.launch.errors import Refusal
 from router.launch.flags import refuse_misspelt
+from router.launch.layout import Layout
 from router.launch.logs import Log
 from router.launch.machine import bind
+from router.launch.seat import Seat
 from router.launch.settings_page import render_settings
 from router.version import version
 from server.checkpoint.hub import ResolvedModel
@@ -29,9 +31,9 @@ def written_configs(tmp_path: Path, *argv: str) -> tuple[RouterConfig, list[Shar
     model = ResolvedModel(tmp_path / "m", tmp_path / "w", tmp_path / "t", "abc")
     with bind("127.0.0.1", 0) as listener:
         settings = read(["--port", "0", *argv])
-        crew = Crew(tmp_path, settings, "cpu", 2, model, listener)
-        _, sockets = crew.group(1)
-        router = crew.router_config(1, sockets)
+        layout = Layout(2)
+        _, sockets = Crew(tmp_path, settings, "cpu", layout, model).group(1)
+        router = Seat(settings, layout, model, listener).router_config(1, sockets)
         assert listener.getsockname()[1] == router.port
     return router, [ShardConfig.load(tmp_path / "group-1" / f"shard-{rank}.json") for rank in range(2)]
 
@@ -44,7 +46,7 @@ def test_configs_hold_what_each_process_needs(tmp_path: Path) -> None:
     assert [0, 1] == [shard.rank for shard in shard_configs]
     assert {"warn"} == {router.log_level, *(shard.log_level for shard in shard_configs)}
     assert {(2, "cpu", "bfloat16", None)} == {(s.world_size, s.device, s.dtype, s.threads) for s in shard_configs}
-    assert {f"file://{tmp_path}/group-1/rendezvous"} == {shard.rendezvous for shard in shard_configs}
+    assert {f"file://{tmp_path}/group-1/rendezvous-0"} == {shard.rendezvous for shard in shard_configs}
     assert {(f"{tmp_path}/group-1/steps-1.sock",)} == {shard.step_sockets for shard in shard_configs}
     assert ("127.0.0.1", True) == (router.hostname, router.is_on_loopback)
     assert [0o600] * 2 == [path.stat().st_mode & 0o777 for path in tmp_path.glob("*/*.json")]
@@ -62,14 +64,15 @@ def test_shards_know_the_limits_that_their_memory_is_for(tmp_path: Path) -> None
 def test_another_group_shares_no_path_with_the_one_before(tmp_path: Path) -> None:
     model = ResolvedModel(tmp_path / "m", tmp_path / "w", tmp_path / "t", "abc")
     with bind("127.0.0.1", 0) as listener:
-        crew = Crew(tmp_path, read(["--port", "0"]), "cpu", 2, model, listener)
+        settings, layout = read(["--port", "0"]), Layout(2)
+        crew = Crew(tmp_path, settings, "cpu", layout, model)
         (_, first), (_, second) = crew.group(1), crew.group(2)
         assert not set(first) & set(second)
         assert not (tmp_path / "group-1").exists()
-        assert {f"file://{tmp_path}/group-2/rendezvous"} == {
+        assert {f"file://{tmp_path}/group-2/rendezvous-0"} == {
             ShardConfig.load(tmp_path / "group-2" / f"shard-{rank}.json").rendezvous for rank in range(2)
         }
-        assert 2 == crew.router_config(2, second).group
+        assert 2 == Seat(settings, layout, model, listener).router_config(2, second).group
 
 
 def test_shards_meet_over_tcp_only_when_asked(tmp_path: Path) -> None:

@@ -67,6 +67,56 @@ class LauncherConfig:
             "each other little, while the shards of a stage add up numbers in every layer.",
         },
     )
+    nnodes: int = field(
+        default=1,
+        metadata={
+            "help": "Number of nodes that the shards are on, equally many on each. Start the launcher on every node, "
+            "with the same settings and another node_rank; node 0 serves. torchrun, a LeaderWorkerSet and Slurm say "
+            "it in variables of their own, which are recognised.",
+            "unit": "nodes",
+            "min": 1,
+            "max": 64,
+            "when": "A model needs more GPUs than a node has, with as many pipeline stages as nodes.",
+        },
+    )
+    node_rank: int | None = field(
+        default=None,
+        metadata={
+            "help": "Which of the nodes this is, from 0 on; node 0 has the router and shard 0.",
+            "unit": "rank",
+            "min": 0,
+            "max": 63,
+            "default": "none; what the platform says",
+            "when": "With nnodes, on each node another.",
+        },
+    )
+    tls_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder with ca.pem, cert.pem and key.pem, by which nodes know each other and encrypt what they "
+            "send; `lockstep tls` makes one, of which every node gets a copy.",
+            "default": "none",
+            "when": "With nnodes, always but on one machine.",
+        },
+    )
+    trust_network: bool = field(
+        default=False,
+        metadata={
+            "help": "Let nodes send each other what is not encrypted: everything without tls_dir, and with it the sums "
+            "of NCCL and gloo where the shards of a stage are on several nodes.",
+            "when": "Nobody else reaches the network between the nodes, or it is encrypted below (WireGuard, IPsec).",
+        },
+    )
+    node_timeout: int = field(
+        default=300,
+        metadata={
+            "help": "How long a node waits for the others, at the start and when contact is lost, before it ends.",
+            "unit": "seconds",
+            "min": 1,
+            "max": 86_400,
+            "when": "Longer where nodes start one after the other, shorter where the platform starts them all anew.",
+        },
+    )
     trust_remote_code: bool = field(
         default=False,
         metadata={
@@ -85,15 +135,17 @@ class LauncherConfig:
     master_addr: str = field(
         default="localhost",
         metadata={
-            "help": "Address at which the shards find each other. Giving it or master_port makes them meet over TCP "
-            "rather than through a private file.",
-            "when": "The file system of the temporary folder has no locks. TCP listens on every network interface.",
+            "help": "Of several nodes, the address of node 0 at which the others find it. On one node, the address at "
+            "which the shards find each other: giving it or master_port makes them meet over TCP rather than through "
+            "a private file.",
+            "when": "With nnodes; or the file system of the temporary folder has no locks. On one node TCP listens on "
+            "every network interface.",
         },
     )
     master_port: int = field(
         default=29500,
         metadata={
-            "help": "TCP port at which the shards find each other; see master_addr.",
+            "help": "TCP port at which nodes find each other, the same on all; on one node see master_addr.",
             "min": 1,
             "max": 65535,
             "when": "As for master_addr, when the port is taken.",
@@ -139,7 +191,8 @@ class LauncherConfig:
 GROUPS = {
     "Model": "model_id revision trust_remote_code huggingface_hub_cache weights_cache_override tokenizer_config_path "
     "chat_template tool_call_parser reasoning_parser rope_scaling rope_factor",
-    "Sharding": "sharded num_shard pipeline_parallel micro_batches shard_uds_path master_addr master_port max_deaths",
+    "Sharding": "sharded num_shard pipeline_parallel micro_batches shard_uds_path max_deaths",
+    "Nodes": "nnodes node_rank master_addr master_port tls_dir trust_network node_timeout",
     "Limits": "max_concurrent_requests max_queue_tokens max_input_length max_total_tokens max_batch_prefill_tokens "
     "prefill_chunk max_inter_token_ms max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens "
     "max_best_of max_n max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching "

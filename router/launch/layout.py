@@ -52,6 +52,18 @@ class Layout:
         """The ranks of a node."""
         return range(node * self.num_local, (node + 1) * self.num_local)
 
+    def forwards(self, group: int) -> dict[str, int]:
+        """The sockets of a group's shards on other nodes that those of this node dial, and the node of each."""
+        found: dict[str, int] = {}
+        for rank in range(self.world_size):
+            names = ["shard", "steps"] if self.node == 0 else []  # of the router, and of rank 0, which are there
+            found |= {f"group-{group}/{name}-{rank}.sock": self.node_of(rank) for name in names}
+        for stage in range(self.num_stages if self.num_stages > 1 else 0):
+            found[f"group-{group}/stage-{stage}.sock"] = self.node_of(stage * self.num_shard)
+        for stage in range(self.num_stages if self.splits_stages else 0):
+            found[f"group-{group}/store-{stage}.sock"] = self.node_of(stage * self.num_shard)
+        return {name: node for name, node in found.items() if node != self.node}
+
     def __str__(self) -> str:
         shards = f"{self.world_size} shards" if self.world_size > 1 else "one shard"
         stages = f" in {self.num_stages} pipeline stages" if self.num_stages > 1 else ""

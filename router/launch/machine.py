@@ -14,6 +14,7 @@ from itertools import takewhile
 from router.launch.config import SHARD_COUNTS
 from router.launch.errors import Refusal
 from router.launch.layout import Layout
+from router.launch.nodes import Nodes
 from router.launch.settings import Settings
 from router.version import package_version, version
 
@@ -48,8 +49,9 @@ def _installed_gpus() -> int:
     return sum(line.startswith("GPU ") for line in listing.stdout.splitlines())
 
 
-def plan_shards(settings: Settings, gpus: int) -> tuple[str, Layout]:
-    """The device, and how many shards there are, by TGI's rules; or ValueError in one sentence."""
+def plan_shards(settings: Settings, gpus: int, nodes: Nodes | None = None) -> tuple[str, Layout]:
+    """The device, and how many shards there are, by TGI's rules; or ValueError in one sentence. gpus: of this node."""
+    nodes = nodes or Nodes()
     device, sharded, count = (settings.values[name] for name in ("device", "sharded", "num_shard"))
     stages = settings.values["pipeline_parallel"]
     if device == "cuda" and gpus == 0:
@@ -65,22 +67,25 @@ def plan_shards(settings: Settings, gpus: int) -> tuple[str, Layout]:
         raise ValueError(f"--sharded is true but {fact}: give --num-shard 2, 4 or 8, or leave --sharded out")
     if count is None:
         is_small = settings.is_null_model or settings.sources["model_id"] == "default"
-        count = 1 if sharded is False or (is_small and not sharded) else max(visible // stages, 1)
+        count = 1 if sharded is False or (is_small and not sharded) else max(visible * nodes.count // stages, 1)
     if count not in SHARD_COUNTS:
         raise ValueError(f"{count} GPUs are visible, which a model cannot be split over: give --num-shard 1, 2, 4 or 8")
-    layout = Layout(count, stages)
+    layout = Layout(count, stages, nodes.count, nodes.index)
     if device == "cuda" and layout.num_local > gpus:
         raise ValueError(_too_few_gpus(layout, gpus))
     return device, layout
 
 
 def _too_few_gpus(layout: Layout, gpus: int) -> str:
-    most = max((allowed for allowed in SHARD_COUNTS if allowed * layout.num_stages <= gpus), default=0)
+    total = gpus * layout.num_nodes
+    most = max((allowed for allowed in SHARD_COUNTS if allowed * layout.num_stages <= total), default=0)
     if layout.num_stages == 1:
         needed, remedy = f"--num-shard is {layout.num_shard}", f"give at most {most}"
     else:
-        needed = f"--num-shard {layout.num_shard} times --pipeline-parallel {layout.num_stages} is {layout.num_local}"
+        needed = f"--num-shard {layout.num_shard} times --pipeline-parallel {layout.num_stages} is {layout.world_size}"
         remedy = f"give --num-shard {most}" if most else "lower --pipeline-parallel"
+    if layout.num_nodes > 1:
+        needed += f", {layout.num_local} on each of {layout.num_nodes} nodes,"
     return f"{needed} but the number of visible GPUs is {gpus}: {remedy}, or --device cpu"
 
 

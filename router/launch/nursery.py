@@ -12,6 +12,7 @@ import os
 import select
 import signal
 import socket
+import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import IO
@@ -20,6 +21,7 @@ from router.launch.logs import Log
 from router.launch.processes import Child, ChildCommand, OwnProcess
 
 PID_BYTES = 32  # more than any process id has digits
+END_POLL_S = 0.01
 NURSERY_END_S = 1.0  # in which a nursery that let go of a fork ends, unless it was the fork alone that ended
 
 
@@ -90,6 +92,13 @@ class Fork:
             assert self.pid is not None
             self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         return self.returncode
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait so long at most for its end; whether it came."""
+        until = time.monotonic() + seconds
+        while self.poll() is None and time.monotonic() < until:
+            time.sleep(END_POLL_S)
+        return self.returncode is not None
 
     def send_signal(self, number: int) -> None:
         """Send it to the process; one that is not born yet has nothing to finish and will not live."""

@@ -52,6 +52,7 @@ class ChildCommand:
     pass_fds: tuple[int, ...] = ()
     hears: bool = False  # whether `Child.tell` reaches it, on its standard input
     secret: str | None = None  # what it reads at the path that `--config` names, and nobody else can
+    node: int | None = None  # the other node that starts it; `argv` is for that node to find
     nursery: tuple[str, ...] | None = None  # the command of the process that it is a fork of; `argv` is for the fork
 
 
@@ -78,6 +79,9 @@ class Process(Protocol):
 
     def kill_group(self) -> None:
         """SIGKILL to it and to whatever it started."""
+
+    def ends_within(self, seconds: float) -> bool:
+        """Wait so long at most for its end, which `poll` then notices; whether it came."""
 
 
 class OwnProcess(subprocess.Popen[bytes]):
@@ -140,8 +144,8 @@ class Child:
         self.events: deque[dict[str, Any]] = deque()  # records that the supervisor acts on, and has not yet
         self._log = log
         self._errors: deque[str] = deque(maxlen=50)
-        assert self.process.stdout and self.process.stderr
-        self.pipes = {self.process.stdout.fileno(): bytearray(), self.process.stderr.fileno(): bytearray()}
+        outputs = (self.process.stdout, self.process.stderr)  # a process of another node has none here
+        self.pipes = {output.fileno(): bytearray() for output in outputs if output is not None}
         for pipe in self.pipes:
             os.set_blocking(pipe, False)
         if self.process.stdin is not None:
@@ -186,10 +190,14 @@ class Child:
                 stream.close()
 
     def tell(self, news: Mapping[str, Any]) -> None:
-        """Write one line of JSON to its standard input, if it hears; one that has ended or is stuck misses it."""
-        if self.process.stdin is not None:
+        """Write one line of JSON to its standard input, as `write` does."""
+        self.write(json.dumps(news))
+
+    def write(self, line: str) -> None:
+        """Write a line to its standard input, if it hears; one that has ended or is stuck misses it."""
+        if self.process.stdin is not None and not self.process.stdin.closed:
             with suppress(OSError):
-                os.write(self.process.stdin.fileno(), json.dumps(news).encode() + b"\n")
+                os.write(self.process.stdin.fileno(), line.encode() + b"\n")
 
     def signal(self, number: int) -> None:
         """Send to the process alone; SIGKILL to whatever it started, too."""

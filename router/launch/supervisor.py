@@ -7,26 +7,27 @@ shards. One thread: a selector over the children's pipes and a wake-up pipe for 
 
 from __future__ import annotations
 
-import os
 import selectors
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 from router.launch.blame import cause_of_loss, culprit
 from router.launch.errors import Refusal
 from router.launch.logs import Log
-from router.launch.nursery import Nursery, reap_strangers
-from router.launch.processes import Child, ChildCommand, start
+from router.launch.others import Others
+from router.launch.pool import Pool
+from router.launch.processes import Child, ChildCommand
 from router.launch.restarts import Renewal, Restarts
 from router.launch.terminal import printable
 from router.launch.timers import Timers
 
 BLAME_S = 1.0  # a rank that only lost its peers may be noticed so much before the one that failed
 REAP_S = 0.02  # between looks at whether a killed group is gone
+NODES_S = 0.1  # between looks at whether all nodes are here
 GIVE_UP_S = 8.0  # for the router to tell its clients that it ends
 LEAST_LOAD_S, LOAD_FACTOR = 30.0, 10.0  # what a group may take to load, against what the first took
 
@@ -59,10 +60,10 @@ class Supervisor:
         stop_seconds: float = 10.0,
         renewal: Renewal | None = None,
         sockets: Sequence[str] = (),
+        others: Others | None = None,
     ) -> None:
         self.failure: str | None = None
         self._commands = commands
-        self._environment = environment
         self._log = log
         self._drain_seconds = drain_seconds
         self._on_ready = on_ready
@@ -72,10 +73,9 @@ class Supervisor:
         self._group_deaths, self._router_deaths = Restarts(most), Restarts(most)
         self._phase = Phase.STARTING
         self._shards: list[Child] = []  # of the group that serves, or that loads
-        self._nursery: Nursery | None = None
+        self._others = others
         self._router: Child | None = None
         self._is_router_ready = False
-        self._gone: list[Child] = []  # ended, or killed, and in nobody's place any more
         self._group = 1
         self._sockets = sockets
         self._failed: list[Child] = []  # of this group or launch, in the order in which they ended
@@ -86,85 +86,64 @@ class Supervisor:
         self._started_at = time.monotonic()
         self._load_s = LEAST_LOAD_S
         self._timers = Timers()
-        self._selector = selectors.DefaultSelector()
+        self._pool = Pool(environment, log)
 
     @property
     def _children(self) -> list[Child]:
-        return [child for child in (self._nursery, *self._shards, self._router, *self._gone) if child is not None]
+        children = (self._pool.nursery, *self._shards, self._router, *self._pool.gone)
+        return [child for child in children if child is not None]
 
     def run(self, wakeup: int) -> int:
         """Start all processes and watch them until the last has ended; returns the exit code.
 
         `wakeup` is the pipe into which `signals_to_pipe` writes the number of each signal.
         """
-        self._selector.register(wakeup, selectors.EVENT_READ)
+        self._pool.selector.register(wakeup, selectors.EVENT_READ)
         try:
-            for command in self._commands:
-                self._spawn(command)
-            while any(child.is_running for child in self._children) or self._is_renewing:
+            if self._others is not None:
+                self._others.open(self._pool, self._timers)
+            self._start(self._commands)
+            while any(child.is_running for child in self._children) or self._is_renewing or self._is_waiting:
                 self._turn(wakeup)
             if self._phase is Phase.FAILING:  # all of them ended before anybody was blamed
                 self._fail()
         finally:
             self._kill()
-            self._finish()
+            if self._others is not None:
+                self._others.close(self.failure or "the server is stopped")
+            self._pool.close(self._children)
         return self._exit_code
+
+    @property
+    def _is_waiting(self) -> bool:
+        """For other nodes, before anything runs."""
+        return self._phase is Phase.STARTING and "start" in self._timers
 
     @property
     def _is_renewing(self) -> bool:
         return self._phase in (Phase.SERVING, Phase.DRAINING)
 
     def _spawn(self, command: ChildCommand) -> None:
-        nursery = command.nursery
-        child = self._fork(command, nursery) if nursery else start(command, self._environment, self._log)
+        if command.node is not None:
+            assert self._others is not None, "another node's shard has a node"
+            child = self._others.start(command, self._group)
+        else:
+            child = self._pool.spawn(command, self._lose_nursery)
         if command.name == "router":
             self._router, self._is_router_ready = child, False
         else:
             self._shards.append(child)
-        self._listen(child)
-
-    def _fork(self, command: ChildCommand, nursery: Sequence[str]) -> Child:
-        if self._nursery is not None and self._nursery.process.poll() is not None:
-            self._lose_nursery(self._nursery)
-        if self._nursery is None:
-            self._nursery = Nursery(nursery, self._environment, self._log)
-            self._listen(self._nursery)
-        return self._nursery.fork(command)
-
-    def _listen(self, child: Child) -> None:
-        for pipe in child.pipes:
-            self._selector.register(pipe, selectors.EVENT_READ, child)
 
     def _turn(self, wakeup: int) -> None:
         """Wait for output, signals, ends of processes or a timer, and act on what has come."""
-        patience = 0.05 if self._log.output.pending else 60.0
-        events = self._selector.select(max(0.0, min(patience, self._timers.patience)))
-        self._log.flush()
-        for key, _ in events:
-            if key.data is None:
-                self._take_signals(os.read(wakeup, 4096))
-            elif not key.data.read(key.fd):
-                self._selector.unregister(key.fd)
-        for child in self._children:
+        self._take_signals(self._pool.wait(wakeup, self._timers.patience))
+        if self._others is not None and (sentence := self._others.look()) is not None:
+            self._give_up(sentence)
+        for child, has_ended in self._pool.look(self._children):
             self._take_events(child)
-            if child.is_running and child.process.poll() is not None:
-                child.drain()
-                self._take_events(child)
+            if has_ended:
                 self._take_exit(child)
-        self._forget_gone()
-        reap_strangers([child.process.pid for child in self._children])
         self._timers.run()
-
-    def _forget_gone(self) -> None:
-        """Give back the pipes of processes that have ended and been replaced."""
-        for child in self._gone:
-            if not child.is_running:
-                child.drain()
-                for pipe in child.pipes:
-                    with suppress(KeyError):
-                        self._selector.unregister(pipe)
-                child.close()
-        self._gone = [child for child in self._gone if child.is_running]
 
     # ------------------------------------------------------------------------------------------------- what comes
 
@@ -209,9 +188,9 @@ class Supervisor:
 
     def _take_exit(self, child: Child) -> None:
         """A process has ended: as it was told to, or as the first sign of a failure."""
-        if self._phase is Phase.STOPPING or child in self._gone:
+        if self._phase is Phase.STOPPING or child in self._pool.gone:
             return
-        if child is self._nursery and self._is_renewing:
+        if child is self._pool.nursery and self._is_renewing:
             self._lose_nursery(child)
             return
         if self._phase is Phase.DRAINING and child is self._router:
@@ -251,7 +230,7 @@ class Supervisor:
         self._failed, self._report = [], None
         for shard in self._shards:
             shard.signal(signal.SIGKILL)
-        self._gone += self._shards
+        self._pool.gone += self._shards
         self._shards = []
         delay = self._group_deaths.delay(time.monotonic())
         if delay is None:
@@ -264,23 +243,43 @@ class Supervisor:
 
     def _lose_nursery(self, child: Child) -> None:
         """Nothing is lost but shards that are not born yet; the next group has another nursery."""
-        self._gone.append(child)
-        self._nursery = None
+        self._pool.gone.append(child)
+        self._pool.nursery = None
         if any(shard.process.pid is None for shard in self._shards):
             self._failed.append(child)  # they will end, and this is why
         self._log.warn(f"nursery stopped: {printable(child.cause)}; running shards need it no more")
 
     def _start_group(self) -> None:
         assert self._renewal is not None
-        if any(child.is_running for child in self._gone):  # a device serves the next group when the last has left it
+        if any(
+            child.is_running for child in self._pool.gone
+        ):  # a device serves the next group when the last has left it
             self._timers.set("start", REAP_S, self._start_group)
             return
         try:
             commands, self._sockets = self._renewal.group(self._group)
-            for command in commands:
-                self._spawn(command)
         except (OSError, Refusal) as error:
             self._give_up(f"the shards cannot be started again: {error}")
+            return
+        self._start(commands)
+
+    def _start(self, commands: Sequence[ChildCommand]) -> None:
+        """Start a group, and with the first one the router, once all nodes are here."""
+        try:
+            if self._others is not None and not self._others.begin(self._group):
+                self._timers.set("start", NODES_S, partial(self._start, commands))
+                return
+            for command in commands:
+                self._spawn(command)
+        except Refusal as refusal:  # a node did not come
+            self._give_up(str(refusal))
+            return
+        except OSError as error:
+            if self._phase is Phase.STARTING:
+                raise
+            self._give_up(f"the shards cannot be started again: {error}")
+            return
+        if self._phase is Phase.STARTING:
             return
         self._timers.set("load", self._load_s, self._end_group)
         if self._router is not None and self._is_router_ready:
@@ -304,7 +303,7 @@ class Supervisor:
 
     def _lose_router(self, child: Child) -> None:
         """Start the router again beside the shards, unless it has died too often."""
-        self._gone.append(child)
+        self._pool.gone.append(child)
         self._router = None
         if self._is_restarting:
             self._is_restarting = False
@@ -378,16 +377,3 @@ class Supervisor:
     def _blame(self, child: Child) -> None:
         self.failure = f"{child.title} {self._verb}: {printable(child.cause)}"
         self._exit_code = 1
-
-    def _finish(self) -> None:
-        """Wait for all processes, which were killed by now, and write what is left of their output."""
-        for child in self._children:
-            child.process.wait()
-            child.drain()
-            child.close()
-        self._selector.close()
-        limit = time.monotonic() + 1.0
-        self._log.flush()  # says what was dropped, too, where the last record took the rest of the backlog with it
-        while self._log.output.pending and time.monotonic() < limit:
-            time.sleep(0.01)
-            self._log.flush()

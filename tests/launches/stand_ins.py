@@ -64,10 +64,11 @@ sys.exit(code)
 LAUNCH = """
 import json, sys, launcher
 from pathlib import Path
-from router.launch import crew
+from router.launch import crew, seat
+from server.checkpoint import hub
 scripts = json.loads(sys.argv[1])
-model = launcher.hub.ResolvedModel(Path("m"), Path("m"), Path("m"), None)
-crew.python = lambda module: (sys.executable, "-S", "-c", scripts[module])
+model = hub.ResolvedModel(Path("m"), Path("m"), Path("m"), None)
+crew.python = seat.python = lambda module: (sys.executable, "-S", "-c", scripts[module])
 launcher.adopt_orphans = lambda: False
 launcher.resolve_model = lambda *_: eval(scripts.get("resolve", "model"))
 sys.exit(launcher.main(sys.argv[2:]))
