@@ -190,8 +190,9 @@ def _join(rank: int, world_size: int, rendezvous: str, device: torch.device) -> 
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if device.type == "cuda" else None,
     )
-    if server is not None:
+    if path is not None:
         dist.barrier()  # all have come
+    if server is not None:
         server.close()
 
 

@@ -117,7 +117,13 @@ class SocketStore(dist.Store):  # type: ignore[name-defined,misc]  # torch does 
         super().__init__()
         self._asking = threading.Lock()
         self._seconds = patience
-        self._stream = _dial(path, time.monotonic() + patience).makefile("rwb")
+        self._end = _dial(path, time.monotonic() + patience)
+        self._stream = self._end.makefile("rwb")
+
+    def close(self) -> None:
+        """Ask nothing any more."""
+        self._stream.close()
+        self._end.close()
 
     def _ask(self, operation: str, *arguments: Any) -> Any:
         with self._asking:

@@ -48,11 +48,14 @@ class RemoteProcess:
 
     def __init__(self, node: Node, name: str, group: int) -> None:
         self.returncode: int | None = None
+        self.code: int | None = None  # what its launcher has said, until it is looked at
         self._node = node
         self._which = {"shard": name, "group": group}
 
     def poll(self) -> int | None:
         """The return code, once it is known."""
+        if self.returncode is None:
+            self.returncode = self.code
         return self.returncode
 
     def wait(self) -> int:
@@ -92,8 +95,7 @@ class RemoteShard(Child):
         """It has ended, for this reason if one is known."""
         self.critical, self.is_consequence = critical, is_consequence
         self._errors.append(last)
-        if self.process.returncode is None:
-            self.process.returncode = code
+        self.process.code = code
 
 
 @dataclass

@@ -124,7 +124,10 @@ class Link:
             self._trouble("unreachable", node, name, "no answer")
         except OSError as error:
             kind = "refused" if self._is_about_tls(error) else "unreachable"
-            self._trouble(kind, node, name, reason(error) if kind == "refused" else error.strerror or str(error))
+            why = reason(error) if kind == "refused" else error.strerror or str(error)
+            if far.transport is not None and self._tls is None:
+                why += ", as a node with --tls-dir does to one without"
+            self._trouble(kind, node, name, why)
         far.abort()
         return None
 
@@ -160,9 +163,9 @@ class Link:
             far.join(near)
             await asyncio.wait([near.closed, far.closed])
         except Refused as refusal:
-            far.write(answer(refusal))
             if not isinstance(refusal, Absent):
                 self._warn(f"a connection from {address} is refused: {refusal}")
+            far.write(answer(refusal))
         except TimeoutError:
             self._warn(f"a connection from {address} is refused: it said nothing")
         except OSError as error:

@@ -1,0 +1,233 @@
+"""A link carries bytes between sockets of two nodes, and lets nobody in who is no link of the same launch."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from router.launch.tls import certificates
+from server.link import tls
+from server.link.config import CONTROL, LinkConfig, Order
+from server.link.greeting import Greeting, Refused, answer, read_answer
+from server.link.link import Link
+
+SHARD = "group-1/shard-1.sock"
+
+
+def write_certificates(folder: Path, days: int = 10, now: datetime | None = None) -> str:
+    folder.mkdir()
+    for name, content in certificates(days, now or datetime.now(UTC)).items():
+        (folder / name).write_bytes(content)
+    return str(folder)
+
+
+class Node:
+    """A link in a loop of its own, with what it tells its launcher."""
+
+    def __init__(self, folder: Path, index: int, tls_dir: str | None = None, version: str = "1") -> None:
+        (folder / "group-1").mkdir(parents=True)
+        self.folder = folder
+        self.told: list[tuple[str, dict[str, object]]] = []
+        self.listener = socket.create_server(("127.0.0.1", 0))
+        self.address = self.listener.getsockname()
+        self.loop = asyncio.new_event_loop()
+        config = LinkConfig(str(folder), "127.0.0.1", 0, index, version, tls_dir)
+        self.link = Link(config, lambda event, values: self.told.append((event, dict(values))))
+        self.loop.run_until_complete(self._open())
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+
+    async def _open(self) -> None:
+        self.link.open(self.listener)
+
+    def obey(self, forwards: dict[str, int], *peers: Node, launch: str = "L") -> None:
+        order = Order(launch, dict(enumerate(peer.address for peer in peers)), forwards)
+        asyncio.run_coroutine_threadsafe(self.link.obey(order), self.loop).result(5)
+
+    def close(self) -> None:
+        asyncio.run_coroutine_threadsafe(self.link.close(), self.loop).result(5)
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join()
+        self.loop.close()
+
+    def listen(self, name: str = SHARD) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.settimeout(10)
+        listener.bind(str(self.folder / name))
+        listener.listen()
+        return listener
+
+    def dial(self, name: str = SHARD) -> socket.socket:
+        end = socket.socket(socket.AF_UNIX)
+        end.settimeout(10)
+        end.connect(str(self.folder / name))
+        return end
+
+
+Make = Callable[..., Node]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Make]:
+    made: list[Node] = []
+
+    def make(*args: object, **kwargs: object) -> Node:
+        made.append(Node(tmp_path / f"node-{len(made)}", len(made), *args, **kwargs))  # type: ignore[arg-type]
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_bytes_go_both_ways_and_an_end_ends_both(node: Make, tmp_path: Path, is_encrypted: bool) -> None:
+    folder = write_certificates(tmp_path / "tls") if is_encrypted else None
+    here, there = node(folder), node(folder)
+    here.obey({SHARD: 1}, here, there)
+    there.obey({}, here, there)
+    assert 0o600 == os.stat(here.folder / SHARD).st_mode & 0o777
+    near = here.dial()  # before anybody listens there
+    with there.listen() as listener:
+        far, _ = listener.accept()
+    far.settimeout(10)
+    data = os.urandom(5_000_000)
+    threading.Thread(target=near.sendall, args=(data,), daemon=True).start()
+    with far.makefile("rb") as file:
+        assert data == file.read(len(data))
+    far.sendall(b"answer")
+    assert b"answer" == near.recv(100)
+    near.close()
+    assert b"" == far.recv(1)
+    far.close()
+
+
+def test_what_an_order_leaves_out_is_closed(node: Make) -> None:
+    here, there = node(), node()
+    for one, forwards in ((here, {SHARD: 1}), (there, {})):
+        one.obey(forwards, here, there)
+    with there.listen() as listener, here.dial() as near:
+        far, _ = listener.accept()
+        here.obey({}, here, there)
+        assert b"" == near.recv(1)
+        far.settimeout(10)
+        assert b"" == far.recv(1)
+        far.close()
+    with socket.socket(socket.AF_UNIX) as end, pytest.raises(ConnectionRefusedError):
+        end.connect(str(here.folder / SHARD))
+
+
+def greet(address: tuple[str, int], line: bytes, context: ssl.SSLContext | None = None) -> bytes:
+    """What a link answers to a line."""
+    with socket.create_connection(address, timeout=10) as raw:
+        end = context.wrap_socket(raw) if context is not None else raw
+        end.sendall(line)
+        with end.makefile("rb") as file:
+            return file.readline()
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (b"GET / HTTP/1.1\r\n", "it is no link of Lockstep's"),
+        (b"\x16\x03\x01\x02\x00 a handshake\n", "it speaks TLS, and this node has no --tls-dir"),
+        (b"[" * 900 + b"\n", "it is no link of Lockstep's"),
+        (b"x" * 5000 + b"\n", "it is no link of Lockstep's"),
+        (b'{"lockstep": {"version": "1", "launch": "L", "node": "1", "socket": []}}\n', "it is no link of Lockstep's"),
+        (Greeting("0.9", "L", 1, SHARD).line(), "it runs Lockstep '0.9' and this node '1': install the same on all"),
+        (Greeting("1", "other", 1, SHARD).line(), "it is of another launch"),
+        (Greeting("1", "L", 1, "launch.lock").line(), "it asks for what is no socket of a launch"),
+        (Greeting("1", "L", 1, "../../etc/passwd").line(), "it asks for what is no socket of a launch"),
+        (Greeting("1", "L", 1, "group-1/../link.json").line(), "it asks for what is no socket of a launch"),
+        (Greeting("1", "L", 1, "group-1/steps-3.sock").line(), "group-1/steps-3.sock is not on this node"),
+    ],
+)
+def test_strangers_are_refused_by_name(node: Make, caplog: pytest.LogCaptureFixture, line: bytes, why: str) -> None:
+    here = node()
+    here.obey({"group-1/steps-3.sock": 0}, here)
+    with pytest.raises(Refused) as caught:
+        read_answer(greet(here.address, line))
+    assert why in str(caught.value)
+    assert f"a connection from 127.0.0.1 is refused: {caught.value}" in caplog.text
+
+
+def test_who_says_nothing_is_let_go(
+    node: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("server.link.link.HANDSHAKE_S", 0.05)
+    with socket.create_connection(node().address, timeout=10) as end:
+        assert b"" == end.recv(1)
+    assert "a connection from 127.0.0.1 is refused: it said nothing" in caplog.text
+
+
+def test_many_who_say_nothing_do_not_keep_others_out_for_long(node: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("server.link.link.MOST_STRANGERS", 2)
+    monkeypatch.setattr("server.link.link.HANDSHAKE_S", 0.3)
+    here = node()
+    silent = [socket.create_connection(here.address, timeout=10) for _ in range(4)]
+    for end in silent:  # two are closed at once, two after their time
+        assert b"" == end.recv(1)
+        end.close()
+    assert b"connected" in greet(here.address, b"hello\n")
+
+
+@pytest.mark.parametrize(
+    ("theirs", "why"),
+    [
+        (None, "it speaks no TLS"),
+        ("other", "its certificate and ours are not of one authority"),
+        ("expired", "a certificate has expired"),
+    ],
+)
+def test_who_has_no_certificate_of_ours_is_refused(
+    node: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture, theirs: str | None, why: str
+) -> None:
+    folder = write_certificates(tmp_path / "tls")
+    other = write_certificates(tmp_path / "other")
+    if theirs == "expired":
+        folder = other = write_certificates(tmp_path / "expired", 1, datetime.now(UTC) - timedelta(days=2))
+    here, there = node(other if theirs else None), node(folder)
+    here.obey({CONTROL: 1}, here, there)
+    there.obey({}, here, there)
+    with here.dial(CONTROL) as near:
+        assert b"" == near.recv(1)
+    event, told = here.told[-1]
+    assert ("refused" if theirs else "unreachable", CONTROL) == (event, told["socket"])
+    expected = why if theirs else "as a node with --tls-dir does to one without"
+    assert expected in str(told["reason"])
+    until = time.monotonic() + 10
+    while "a connection from 127.0.0.1 is refused: " not in caplog.text:  # the one who answers finds out by itself
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
+    folder = write_certificates(tmp_path / "tls")
+    (tmp_path / "tls" / "key.pem").unlink()
+    with pytest.raises(tls.TlsError, match=r"key\.pem cannot be read \(No such file"):
+        tls.read_contexts(folder)
+    (tmp_path / "tls" / "key.pem").write_text("no key")
+    with pytest.raises(tls.TlsError, match="the certificates cannot be used"):
+        tls.read_contexts(folder)
+
+
+@pytest.mark.parametrize("line", [b"", b"no JSON", b"[]", b'{"connected": true}', json.dumps([1]).encode()])
+def test_answers_of_others_are_refusals(line: bytes) -> None:
+    with pytest.raises(Refused, match="no link of Lockstep's"):
+        read_answer(line)
+
+
+def test_an_answer_is_read_as_it_was_given() -> None:
+    read_answer(answer())
+    with pytest.raises(Refused, match=r"^why$"):
+        read_answer(answer(Refused("why")))

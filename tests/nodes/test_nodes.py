@@ -1,0 +1,166 @@
+"""Two launchers on one machine: what they serve, what they survive, and what they refuse."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.nodes.cluster import Agent, Cluster, Loopback, certificates, child_named, free_port, node_flags
+from tests.running import Server
+from tests.survival import (
+    SIGNALS,
+    Answer,
+    answers_of,
+    mixed_requests,
+    recoveries,
+    recovery_after,
+    signals,
+    survive,
+)  # fmt: skip
+
+TWO = (Loopback(), Loopback())
+FLOAT32 = ("--dtype", "float32")
+STAGES = (*FLOAT32, "--pipeline-parallel", "2")
+REQUESTS = mixed_requests(24, random.Random(5), most_tokens=60)
+
+
+@pytest.fixture(scope="module")
+def expected() -> list[Answer]:
+    """What one process answers."""
+    with Server(*FLOAT32) as server:
+        return asyncio.run(answers_of(server, REQUESTS))
+
+
+@pytest.fixture(scope="module")
+def tls_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with certificates(tmp_path_factory.mktemp("tls") / "made") as folder:
+        yield folder
+
+
+def test_stages_on_two_nodes_survive_the_death_of_a_shard_of_a_link_and_of_a_node(
+    tls_dir: str, expected: list[Answer]
+) -> None:
+    async def disturb(cluster: Server) -> None:
+        assert isinstance(cluster, Cluster)
+        await signals(SIGNALS["kill"], 1, random.Random(3), most_s=0.5)(cluster)
+        for end in (lambda: os.kill(child_named(cluster.agents[0].launcher, "link"), signal.SIGKILL),
+                    lambda: os.kill(child_named(cluster.process.pid, "link"), signal.SIGKILL),
+                    cluster.agents[0].kill):  # fmt: skip
+            count = await recoveries(cluster)
+            end()
+            if cluster.agents[0].process.poll() is not None:
+                cluster.agents[0] = cluster.agent(1)
+            await recovery_after(cluster, count)
+
+    with Cluster(TWO, *STAGES, "--tls-dir", tls_dir) as cluster:
+        tally = asyncio.run(survive(cluster, disturb, streams=12, requests=REQUESTS, expected=expected))
+        cluster.stop()
+        assert 0 == cluster.wait()[0]
+        code, output = cluster.agents[0].end()
+    assert not tally.failures
+    assert tally.answers >= 12
+    assert 0 == code and "node 0 says that this was it: the server is stopped" in output
+
+
+def test_shards_of_one_stage_on_two_nodes_answer_as_one_process(expected: list[Answer]) -> None:
+    with Cluster(TWO, *FLOAT32, "--num-shard", "2") as cluster:
+        answers = asyncio.run(answers_of(cluster, REQUESTS))
+    assert all(answer.is_as(one) for answer, one in zip(answers, expected, strict=True))
+
+
+def test_a_node_that_leaves_for_good_ends_the_server_with_one_sentence() -> None:
+    with Cluster(TWO, *STAGES, "--node-timeout", "2") as cluster:
+        cluster.agents[0].process.send_signal(signal.SIGTERM)
+        code, output = cluster.agents[0].end()
+        assert 0 == code and "SIGTERM: this node leaves" in output
+        code, output = cluster.wait()
+    assert 1 == code
+    assert "error: node 1 (SIGTERM) did not come within 2 s: start the launcher on every node" in output
+
+
+def test_a_node_0_that_is_gone_for_good_ends_the_others() -> None:
+    with Cluster(TWO, *STAGES, "--node-timeout", "2") as cluster:
+        os.kill(cluster.process.pid, signal.SIGKILL)
+        code, output = cluster.agents[0].end()
+    assert 1 == code
+    assert "contact to node 0 is lost" in output
+    assert f"error: node 0 at 127.0.0.1 port {cluster.node_flags[-1]} was not there for 2 s (" in output
+
+
+def refused(*flags: str, first: tuple[str, ...] = STAGES, wants: str, within: str = "30") -> None:
+    """Node 1 with these flags does not come to a node 0 with `first`, and says why."""
+    common = node_flags(2, "127.0.0.1")
+    node_0 = Agent(Loopback(), *first, *common, "--node-rank", "0", "--port", "0", "--hostname", "127.0.0.1")
+    node_1 = Agent(Loopback(), *common, "--node-rank", "1", "--node-timeout", within, *flags)
+    try:
+        code, output = node_1.end()
+        assert 1 == code
+        assert wants in output.splitlines()[-1]
+        node_0.wait_for("refused")
+        assert node_0.process.poll() is None
+        node_0.process.send_signal(signal.SIGTERM)
+        assert 0 == node_0.end()[0]
+    finally:
+        node_0.close()
+        node_1.close()
+
+
+def test_nodes_that_disagree_do_not_meet(tls_dir: str, tmp_path: Path) -> None:
+    refused(
+        *STAGES, "--quantize", "int8", wants="its --quantize is int8 and that of node 0 None: start all nodes alike"
+    )
+
+
+def test_nodes_with_two_models_do_not_meet(tmp_path: Path) -> None:
+    refused("--pipeline-parallel", "2", "--model-id", "null", wants="its model is null and that of node 0 ")
+
+
+def test_certificates_of_two_authorities_do_not_meet(tls_dir: str, tmp_path: Path) -> None:
+    with certificates(tmp_path / "others") as other:
+        refused(
+            *STAGES,
+            "--tls-dir",
+            other,
+            first=(*STAGES, "--tls-dir", tls_dir),
+            wants="and this node do not meet: its certificate and ours are not of one authority",
+        )
+
+
+def test_a_node_without_certificates_is_refused(tls_dir: str) -> None:
+    refused(
+        *STAGES, first=(*STAGES, "--tls-dir", tls_dir), wants="as a node with --tls-dir does to one without", within="4"
+    )
+
+
+def test_a_node_that_never_comes_is_named() -> None:
+    flags = (*STAGES, *node_flags(2, "127.0.0.1"), "--node-timeout", "1", "--port", "0")
+    began = time.monotonic()
+    alone = Agent(Loopback(), *flags, "--node-rank", "0")
+    try:
+        code, output = alone.end()
+    finally:
+        alone.close()
+    assert 1 == code
+    assert "waits for node 1, 1 s at most" in output
+    assert "error: node 1 did not come within 1 s: start the launcher on every node" in output
+    assert time.monotonic() - began < 20
+
+
+def test_a_node_0_that_never_comes_is_named() -> None:
+    port = str(free_port())
+    flags = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-timeout", "1")
+    alone = Agent(Loopback(), *STAGES, *flags, "--node-rank", "1")
+    try:
+        code, output = alone.end()
+    finally:
+        alone.close()
+    assert 1 == code
+    assert f"node 0 at 127.0.0.1 port {port} was not there for 1 s (" in output.splitlines()[-1]
+    assert "start it with the same flags and --node-rank 0" in output

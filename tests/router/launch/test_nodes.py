@@ -1,0 +1,203 @@
+"""Which node a launcher is: from its flags, or from what torchrun, Kubernetes and Slurm say; and what is refused."""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+
+from router.launch.errors import Refusal
+from router.launch.flags import read_command_line
+from router.launch.layout import Layout
+from router.launch.machine import plan_shards
+from router.launch.nodes import (
+    Nodes,
+    check_nodes,
+    environment_of,
+    first_difference,
+    first_host,
+    interface_of,
+    node_warnings,
+    own_address,
+    plan_nodes,
+)  # fmt: skip
+from router.launch.settings import Settings, read_settings
+from router.launch.talk import Talk, TalkEnded
+from router.launch.tls import read_command, write
+
+
+def read(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings alone, before anything is planned by them."""
+    flags, unknown = read_command_line(argv)
+    settings, problems = read_settings(flags, environ or {})
+    assert [] == unknown + problems
+    return settings
+
+
+TORCHRUN = {
+    "GROUP_WORLD_SIZE": "2", "GROUP_RANK": "1", "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "10.1.0.1", "MASTER_PORT": "29500"
+}  # fmt: skip
+SLURM = {
+    "SLURM_STEP_NUM_NODES": "4", "SLURM_NODEID": "3", "SLURM_STEP_NODELIST": "gpu[07-09,12],login1",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x4)",
+}  # fmt: skip
+LWS = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "llm-0.llm.default"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "nodes"),
+    [
+        ((), {}, Nodes()),
+        (("--nnodes", "2", "--node-rank", "1", "--master-addr", "h"), {}, Nodes(2, 1, ("h", 29500))),
+        ((), TORCHRUN, Nodes(2, 1, ("10.1.0.1", 29501), None, "torchrun")),
+        (("--master-port", "4000"), TORCHRUN, Nodes(2, 1, ("10.1.0.1", 4000), None, "torchrun")),
+        ((), SLURM, Nodes(4, 3, ("gpu07", 29500), None, "Slurm")),
+        (("--tls-dir", "/t"), LWS, Nodes(2, 0, ("llm-0.llm.default", 29500), "/t", "LeaderWorkerSet")),
+        (("--nnodes", "3", "--node-rank", "2", "--master-addr", "h"), SLURM, Nodes(3, 2, ("h", 29500))),
+        ((), {"SLURM_NNODES": "2", "SLURM_NODEID": "0"}, Nodes()),  # an allocation, in which srun started nothing
+        ((), LWS | {"LWS_GROUP_SIZE": "1"}, Nodes()),
+    ],
+)
+def test_nodes_are_what_flags_or_the_platform_say(
+    flags: tuple[str, ...], environ: dict[str, str], nodes: Nodes
+) -> None:
+    assert nodes == plan_nodes(read(list(flags), environ), environ)
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "why"),
+    [
+        (("--node-rank", "1"), {}, "--node-rank is 1 and there is one node: give --nnodes"),
+        (("--nnodes", "2"), {}, "--nnodes is 2: say which node this is by --node-rank, from 0 to 1"),
+        (("--nnodes", "2", "--node-rank", "2", "--master-addr", "h"), {}, "--node-rank is 2 and --nnodes is 2"),
+        (("--nnodes", "2", "--node-rank", "0"), {}, "give --master-addr, an address of node 0"),
+        (
+            (),
+            TORCHRUN | {"LOCAL_WORLD_SIZE": "8"},
+            "torchrun runs 8 processes on each node: start torchrun with --nproc",
+        ),
+        ((), SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, "start srun with --ntasks-per-node 1"),
+        ((), TORCHRUN | {"GROUP_RANK": "x"}, "GROUP_RANK is 'x' in the environment, which is no number"),
+    ],
+)
+def test_what_makes_no_nodes_is_refused(flags: tuple[str, ...], environ: dict[str, str], why: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(why)):
+        plan_nodes(read(list(flags), environ), environ)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"), [("a", "a"), ("a,b", "a"), ("n[1-4]", "n1"), ("n[07,09]-ib,m", "n07-ib"), ("x1,n[1-2]", "x1")]
+)
+def test_the_first_host_of_a_list_of_slurms(hosts: str, first: str) -> None:
+    assert first == first_host(hosts)
+
+
+REMOTE = Nodes(2, 0, ("10.0.0.1", 29500))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "layout", "flags", "why"),
+    [
+        (REMOTE, Layout(1, 2, 2), (), "there is no --tls-dir: make one with `lockstep tls FOLDER`"),
+        (Nodes(2, 0, REMOTE.master, "/t"), Layout(2, 1, 2), (), "which NCCL and gloo cannot encrypt"),
+        (REMOTE, Layout(1, 2, 2), ("--trust-network",), None),
+        (Nodes(2, 0, REMOTE.master, "/t"), Layout(2, 1, 2), ("--trust-network",), None),
+        (Nodes(2, 0, REMOTE.master, "/t"), Layout(1, 2, 2), (), None),
+        (Nodes(2, 0, ("127.0.0.1", 1)), Layout(2, 1, 2), (), None),
+        (
+            Nodes(2, 0, ("127.0.0.1", 1)),
+            Layout(2, 1, 2),
+            ("--shard-uds-path", "/s"),
+            "--shard-uds-path is for shards on",
+        ),
+    ],
+)
+def test_an_open_network_has_to_be_trusted(
+    nodes: Nodes, layout: Layout, flags: tuple[str, ...], why: str | None
+) -> None:
+    settings = read(list(flags))
+    if why is not None:
+        with pytest.raises(ValueError, match=re.escape(why)):
+            check_nodes(settings, nodes, layout)
+        return
+    check_nodes(settings, nodes, layout)
+    is_open = "--trust-network" in flags
+    assert is_open == bool(node_warnings(settings, nodes, layout))
+
+
+def test_shards_are_planned_over_all_nodes() -> None:
+    assert ("cuda", Layout(8, 2, 2, 1)) == plan_shards(read(["--model-id", "x", "--pipeline-parallel", "2"]), 8, Nodes(2, 1))
+    with pytest.raises(ValueError, match="makes 2 shards, which 4 nodes"):
+        plan_shards(read(["--num-shard", "2", "--device", "cpu"]), 0, Nodes(4, 1))
+    with pytest.raises(
+        ValueError, match="is 16, 8 on each of 2 nodes, but the number of visible GPUs is 4: give --num-shard 4"
+    ):
+        plan_shards(read(["--num-shard", "8", "--pipeline-parallel", "2"]), 4, Nodes(2, 1))
+
+
+def test_sockets_of_other_nodes_are_forwarded() -> None:
+    assert {"group-3/shard-1.sock": 1, "group-3/steps-1.sock": 1, "group-3/stage-1.sock": 1} == Layout(
+        1, 2, 2
+    ).forwards(3)
+    assert {"group-3/stage-0.sock": 0} == Layout(1, 2, 2, 1).forwards(3)
+    assert {"group-1/store-0.sock": 0} == Layout(2, 1, 2, 1).forwards(1)
+    assert {} == Layout(2, 2).forwards(1)
+
+
+def test_children_meet_where_the_nodes_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = read([])
+    assert "lo" == environment_of(settings, {}, Nodes(2, 0, ("127.0.0.1", 1)))["GLOO_SOCKET_IFNAME"]
+    monkeypatch.setattr("router.launch.nodes.interface_of", lambda address: {"10.0.0.1": "eth7"}[address])
+    assert "eth7" == environment_of(settings, {}, REMOTE)["NCCL_SOCKET_IFNAME"]
+    assert "mine" == environment_of(settings, {"GLOO_SOCKET_IFNAME": "mine"}, REMOTE)["GLOO_SOCKET_IFNAME"]
+
+
+def test_addresses_and_interfaces_are_this_machines() -> None:
+    assert "127.0.0.1" == own_address(Nodes(2, 1, ("127.0.0.1", 29500)))
+    assert "lo" == interface_of("127.0.0.1")
+    assert interface_of("192.0.2.1") is None
+
+
+def test_the_first_difference_is_named() -> None:
+    assert first_difference({"a": 1}, {"a": 1, "b": 2}) is None
+    assert ("b", 2, None) == first_difference({"a": 1, "b": 2}, {"a": 1})
+
+
+def test_launchers_talk_in_lines_and_notice_silence(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    one, other = Talk(ours), Talk(theirs)
+    one.say({"a": 1})
+    one.beat()
+    assert [{"a": 1}, {}] == other.hear()
+    assert [] == other.hear()
+    monkeypatch.setattr("router.launch.talk.SILENCE_S", -1.0)
+    with pytest.raises(TalkEnded, match="it was silent for"):
+        other.beat()
+    ours.setblocking(True)
+    ours.sendall(b"no JSON\n")
+    with pytest.raises(TalkEnded, match="no message"):
+        other.hear()
+    ours.sendall(b"x" * 70_000)
+    with pytest.raises(TalkEnded, match="no message"):
+        other.hear(), other.hear()
+    one.close()
+    with pytest.raises(TalkEnded):
+        while True:
+            other.hear()
+    other.close()
+
+
+def test_keys_are_for_their_owner_and_never_overwritten(tmp_path: Path) -> None:
+    folder, days = read_command([str(tmp_path / "tls"), "--days", "30"])
+    write(folder, days)
+    assert {"ca.pem", "cert.pem", "key.pem"} == {path.name for path in folder.iterdir()}
+    assert {0o600} == {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+    with pytest.raises(Refusal, match="is not empty, and keys are never overwritten"):
+        write(folder, days)
+    for wrong in ("0", "x", "40000", "-3"):
+        with pytest.raises(Refusal, match=f"--days is {wrong}: give a whole number from 1 to 36500"):
+            read_command([str(folder), "--days", wrong])
