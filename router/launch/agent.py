@@ -60,6 +60,7 @@ class Agent:
         self._shards: list[Child] = []
         self._group = 0
         self._wanted: list[str] = []  # shards of the group to be started once the one before is gone
+        self._told: set[str] = set()  # shards of the group that node 0 has told to end
         self._commands: dict[str, Any] = {}  # of the group's shards, by name
         self._timers = Timers()
         self._until = time.monotonic() + patience
@@ -162,9 +163,9 @@ class Agent:
             self._wanted.append(str(message["start"]))
             self._timers.set("start", 0.0, self._start_wanted)
         elif "signal" in message and message.get("group") == self._group:
-            for shard in self._shards:
-                if shard.name == message.get("shard"):
-                    shard.signal(int(message["signal"]))
+            for shard in [shard for shard in self._shards if shard.name == message.get("shard")]:
+                self._told.add(shard.name)
+                shard.signal(int(message["signal"]))
         elif "end" in message:
             self._log.info(f"node 0 says that this was it: {printable(str(message['end']))}")
             self._is_over = True
@@ -212,7 +213,7 @@ class Agent:
         if group == self._group:
             return
         self._kill()
-        self._group = group
+        self._group, self._told = group, set()
         commands, _ = self._crew.group(group)
         self._commands = {command.name: command for command in commands if command.node is None}
         addresses = {int(node): (str(host), int(port)) for node, (host, port) in peers.items()}
@@ -254,7 +255,8 @@ class Agent:
             self._report(child)
 
     def _report(self, shard: Child) -> None:
-        self._log.warn(f"{shard.title} has ended: {printable(shard.cause)}")
+        if shard.name not in self._told:
+            self._log.warn(f"{shard.title} has ended: {printable(shard.cause)}")
         if self._talk is not None:
             message = {
                 "ended": shard.name,

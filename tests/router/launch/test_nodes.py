@@ -130,7 +130,9 @@ def test_an_open_network_has_to_be_trusted(
 
 
 def test_shards_are_planned_over_all_nodes() -> None:
-    assert ("cuda", Layout(8, 2, 2, 1)) == plan_shards(read(["--model-id", "x", "--pipeline-parallel", "2"]), 8, Nodes(2, 1))
+    assert ("cuda", Layout(8, 2, 2, 1)) == plan_shards(
+        read(["--model-id", "x", "--pipeline-parallel", "2"]), 8, Nodes(2, 1)
+    )
     with pytest.raises(ValueError, match="makes 2 shards, which 4 nodes"):
         plan_shards(read(["--num-shard", "2", "--device", "cpu"]), 0, Nodes(4, 1))
     with pytest.raises(

@@ -1,0 +1,121 @@
+"""Nodes as network namespaces of this machine, with addresses of their own on one bridge. Needs root and `ip`.
+
+Node 0 is this machine itself at the bridge's address, so that clients reach it as ever; each other node is a namespace
+behind a pair of virtual interfaces. A cable can be pulled (`cut`), and packets be lost at random (`lossy`, by nft).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tests.nodes.cluster import Machine
+
+BRIDGE = "lockstep0"
+LOSS = "lockstep_loss"  # a table of nft's
+NETWORK = "10.213.77"
+
+
+def why_not() -> str | None:
+    """Why there can be no namespaces here."""
+    if os.geteuid():
+        return "namespaces need root"
+    if shutil.which("ip") is None:
+        return "namespaces need the command ip (iproute2)"
+    return None
+
+
+def run(*argv: str) -> None:
+    """Run a command. Raises CalledProcessError."""
+    subprocess.run(argv, check=True, capture_output=True, text=True, timeout=30)
+
+
+@dataclass(frozen=True)
+class Host:
+    """Node 0: this machine at the bridge."""
+
+    address: str = f"{NETWORK}.1"
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """As it is."""
+        return list(argv)
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """Another node."""
+
+    index: int
+
+    @property
+    def name(self) -> str:
+        """The namespace's."""
+        return f"lockstep-{self.index}"
+
+    @property
+    def cable(self) -> str:
+        """The interface at the bridge's end."""
+        return f"lockstep{self.index}"
+
+    @property
+    def address(self) -> str:
+        """Its own, as other nodes see it."""
+        return f"{NETWORK}.{self.index + 1}"
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """Run it there; `ip` becomes the command."""
+        return ["ip", "netns", "exec", self.name, *argv]
+
+    def plug(self) -> None:
+        """Connect it."""
+        run("ip", "link", "set", self.cable, "up")
+
+    def cut(self) -> None:
+        """Pull the cable."""
+        run("ip", "link", "set", self.cable, "down")
+
+
+@contextmanager
+def machines(count: int) -> Iterator[list[Machine]]:
+    """So many nodes, node 0 first."""
+    others = [Namespace(index) for index in range(1, count)]
+    try:
+        run("ip", "link", "add", BRIDGE, "type", "bridge")
+        run("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
+        run("ip", "link", "set", BRIDGE, "up")
+        for node in others:
+            run("ip", "netns", "add", node.name)
+            run("ip", "link", "add", node.cable, "type", "veth", "peer", "name", "eth0", "netns", node.name)
+            run("ip", "link", "set", node.cable, "master", BRIDGE)
+            run(*node.command(["ip", "address", "add", f"{node.address}/24", "dev", "eth0"]))
+            for interface in ("eth0", "lo"):
+                run(*node.command(["ip", "link", "set", interface, "up"]))
+            node.plug()
+        yield [Host(), *others]
+    finally:
+        for argv in (
+            *(["ip", "netns", "delete", node.name] for node in others),
+            *(["ip", "link", "delete", node.cable] for node in others),
+            ["ip", "link", "delete", BRIDGE],
+        ):
+            subprocess.run(argv, capture_output=True, timeout=30)  # what was not made
+
+
+@contextmanager
+def lossy(one_in: int) -> Iterator[None]:
+    """Lose one packet in so many on its way between nodes and this machine."""
+    drop = f"numgen random mod {one_in} == 0 drop"
+    try:
+        run("nft", "add", "table", "inet", LOSS)
+        for hook in ("input", "output"):
+            chain = f"{{ type filter hook {hook} priority 0; }}"
+            run("nft", "add", "chain", "inet", LOSS, hook, chain)
+            side = "iifname" if hook == "input" else "oifname"
+            run("nft", "add", "rule", "inet", LOSS, hook, f"{side} {BRIDGE} {drop}")
+        yield
+    finally:
+        subprocess.run(["nft", "delete", "table", "inet", LOSS], capture_output=True, timeout=30)
