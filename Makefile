@@ -11,7 +11,7 @@ NOT_PACKED = torch triton transformers tokenizers numpy regex sympy mpmath netwo
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
 .PHONY: install serve test test-formats test-offload test-kernels \
-	test-clients test-nodes soak test-gpu bench-check bench-gpu pack unpack check proto docs
+	test-clients test-nodes test-docker soak test-gpu bench-check bench-gpu pack unpack check proto docs
 
 install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt
@@ -51,6 +51,10 @@ test-kernels: install
 # Servers on several nodes, each a network namespace of this machine, whose cables are pulled. As root.
 test-nodes: install
 	$(RUN) -m pytest -m nodes tests/nodes $(ARGS)
+
+# The steps of the CPU image without Docker, and the server that they give; needs root, debootstrap and 12 GB of disk.
+test-docker: install
+	$(RUN) -m tests.deploy.image $(ARGS)
 
 # Half an hour of killed and stopped model processes, then an hour of streams: tokens, memory, descriptors.
 soak: install

@@ -1,4 +1,4 @@
-"""The backend for CPUs: kernels in C++, compiled when a server first starts on a machine.
+"""The backend for CPUs: kernels in C++, compiled when a server first starts on a machine, or before for all kinds.
 
 They are optional. Everything here has an equal in stock torch operators (`backends/reference/`), against which it is
 tested, and which serves where there is no compiler; there only the linear layers have a faster form of their own
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from server.arch.spec import ArchSpec
+from server.backends.cpu import portable
 from server.backends.cpu.attention import KernelAttention, can_read
 from server.backends.cpu.build import COMPILERS, BuildError, build
 from server.backends.cpu.codes import CodeFormat, takes
@@ -132,6 +134,15 @@ def choose(dtype: torch.dtype, compilers: Sequence[str] = COMPILERS) -> Referenc
     return OneDnnBackend([reason]) if can_pack(dtype) else ReferenceBackend(CpuDevice(), [reason])
 
 
-def load(compilers: Sequence[str] = COMPILERS) -> Kernels:
-    """The compiled kernels. Raises BuildError, which says why there are none."""
-    return Kernels(build(compilers=compilers))
+def load(compilers: Sequence[str] = COMPILERS, shipped: Path = portable.FOLDER) -> Kernels:
+    """The compiled kernels: this machine's own, or those in `shipped`.
+
+    Raises BuildError, which says why there are none.
+    """
+    try:
+        return Kernels(build(compilers=compilers))
+    except BuildError:
+        library = portable.fitting(shipped)
+        if library is None:
+            raise
+        return Kernels(library)

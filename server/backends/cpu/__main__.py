@@ -1,16 +1,24 @@
 """`python -m server.backends.cpu`: compile the kernels now rather than when a server first starts.
 
-Never fails: they are optional, and a server says the same when it does without them.
+Never fails: they are optional, and a server says the same when it does without them. With `--portable` they are
+compiled for all kinds of CPUs instead, to be carried to machines without a compiler; then what fails is an error.
 """
 
 from __future__ import annotations
 
-from server.backends.cpu import load
+import sys
+
+from server.backends.cpu import load, portable
 from server.backends.cpu.build import BuildError
 
 if __name__ == "__main__":
+    is_portable = sys.argv[1:] == ["--portable"]
     try:
-        load()
-        print("CPU kernels: compiled")
+        if is_portable:
+            print(f"CPU kernels: compiled into {portable.compile_all()}")
+        else:
+            load()
+            print("CPU kernels: compiled")
     except BuildError as error:
         print(f"CPU kernels: {error}")
+        sys.exit(1 if is_portable else 0)

@@ -1,7 +1,7 @@
 """Compiles the C++ files beside this one, once for each machine, compiler and version of them.
 
 The library is plain C++ without torch's headers, so that it compiles in seconds. What the machine's CPU has is used
-(`-march=native`), which is why nothing is shipped compiled.
+(`-march=native`), which is why nothing is shipped compiled but to machines without a compiler (`portable.py`).
 
 Ranks that start together may all compile: each does so in a directory of its own and moves the result into place, which
 is atomic, and the results are the same.
@@ -21,7 +21,8 @@ from pathlib import Path
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fPIC", "-fvisibility=hidden")
+FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
+NATIVE = ("-march=native",)
 LIBRARY = "kernels.so"
 COMMAND_SECONDS = 300  # the longest takes 3 on a core of its own
 
@@ -32,18 +33,19 @@ class BuildError(Exception):
 
 def build(cache: Path | None = None, compilers: Sequence[str] = COMPILERS) -> Path:
     """The compiled library, from `cache` (by default a directory below the user's home) if it is there already."""
-    compiler = _find(compilers)
+    compiler = find_compiler(compilers)
     try:
         directory = (cache or Path.home() / ".cache" / "lockstep" / "cpu-kernels") / _key(compiler)
         if not (directory / LIBRARY).is_file():
             directory.mkdir(parents=True, exist_ok=True)
-            _compile(compiler, directory)
+            compile_sources(compiler, NATIVE, directory / LIBRARY)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         raise BuildError(f"the compiled kernels have no place: {error}; give this user a writable home") from error
     return directory / LIBRARY
 
 
-def _find(compilers: Sequence[str]) -> str:
+def find_compiler(compilers: Sequence[str] = COMPILERS) -> str:
+    """The path of the first that is installed. Raises BuildError if none is."""
     for name in compilers:
         if path := shutil.which(name):
             return path
@@ -52,9 +54,13 @@ def _find(compilers: Sequence[str]) -> str:
 
 def _key(compiler: str) -> str:
     """Differs wherever the compiled library would."""
-    parts = [_run([compiler, "--version"]), " ".join(FLAGS), platform.machine(), cpu_flags()]
-    parts += [path.name + path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    return digest([_run([compiler, "--version"]), " ".join((*FLAGS, *NATIVE)), platform.machine(), cpu_flags()])
+
+
+def digest(parts: Sequence[str]) -> str:
+    """A name for what is made of the sources in the way that `parts` tell."""
+    sources = [path.name + path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
+    return hashlib.sha256("\0".join([*parts, *sources]).encode()).hexdigest()[:16]
 
 
 def cpu_flags() -> str:
@@ -64,16 +70,17 @@ def cpu_flags() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def _compile(compiler: str, directory: Path) -> None:
-    """Compile all sources side by side, and move the linked library into `directory`."""
-    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+def compile_sources(compiler: str, target: Sequence[str], library: Path) -> None:
+    """Compile all sources side by side for the CPU that the options `target` name, and move the linked library to
+    `library`, whose folder is there. Raises BuildError, and OSError."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         objects = {source: Path(scratch, source.stem + ".o") for source in sorted(SOURCES.glob("*.cpp"))}
-        commands = [[compiler, *FLAGS, "-c", str(source), "-o", str(out)] for source, out in objects.items()]
+        commands = [[compiler, *FLAGS, *target, "-c", str(source), "-o", str(out)] for source, out in objects.items()]
         with ThreadPoolExecutor() as pool:
             list(pool.map(_run, commands))
         linked = Path(scratch, LIBRARY)
         _run([compiler, "-shared", "-pthread", *map(str, objects.values()), "-o", str(linked)])
-        os.replace(linked, directory / LIBRARY)
+        os.replace(linked, library)
 
 
 def _run(command: Sequence[str]) -> str:

@@ -1,0 +1,120 @@
+"""Kernels that were compiled elsewhere: which kind a machine gets, and that nothing of other sources is loaded."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from server.backends import cpu
+from server.backends.cpu import Kernels, portable
+from server.backends.cpu.build import BuildError, build, cpu_flags
+from server.backends.cpu.portable import AMX, AVX2, AVX512, BF16, KINDS, VNNI, Kind, compile_all, fitting
+
+X86 = pytest.mark.skipif(portable.platform.machine() != portable.MACHINE, reason="kinds are of x86-64 alone")
+# Shortened from /proc/cpuinfo of the CPUs that are named.
+HASWELL = "fpu sse4_2 movbe xsave avx f16c fma abm bmi1 avx2 bmi2".split()
+SKYLAKE = [*HASWELL, *"avx512f avx512dq avx512cd avx512bw avx512vl".split()]
+ICE_LAKE = [*SKYLAKE, *"avx512vbmi avx512_vbmi2 avx512_vnni avx512_bitalg".split()]
+ZEN_4 = [*ICE_LAKE, "avx512_bf16"]
+SAPPHIRE_RAPIDS = [*ZEN_4, *"avx_vnni amx_bf16 avx512_fp16 amx_tile amx_int8".split()]
+CASES: list[tuple[list[str], Kind | None]] = [
+    (SAPPHIRE_RAPIDS, AMX),
+    (ZEN_4, BF16),
+    (ICE_LAKE, VNNI),
+    (SKYLAKE, AVX512),
+    ([*HASWELL, "avx_vnni"], AVX2),
+    ([flag for flag in SAPPHIRE_RAPIDS if flag != "amx_tile"], BF16),  # a virtual machine that hides some
+    ([flag for flag in SAPPHIRE_RAPIDS if flag != "fma"], None),
+    (HASWELL[:6], None),
+    ([], None),
+]
+
+
+@pytest.fixture
+def shipped(tmp_path: Path) -> Path:
+    """A folder with a library for every kind, which nobody can load."""
+    for kind in KINDS:
+        kind.library(tmp_path).write_text(kind.name)
+    return tmp_path
+
+
+@pytest.mark.parametrize(("flags", "kind"), CASES)
+def test_a_machine_gets_the_fastest_kind_that_it_can_run(shipped: Path, flags: list[str], kind: Kind | None) -> None:
+    assert fitting(shipped, "x86_64", flags) == (kind.library(shipped) if kind else None)
+
+
+def test_a_kind_that_was_not_compiled_leaves_the_next(shipped: Path) -> None:
+    AMX.library(shipped).unlink()
+    assert BF16.library(shipped) == fitting(shipped, "x86_64", SAPPHIRE_RAPIDS)
+
+
+def test_machines_of_another_kind_and_folders_that_are_not_there_have_none(shipped: Path, tmp_path: Path) -> None:
+    assert fitting(shipped, "aarch64", SAPPHIRE_RAPIDS) is None
+    assert fitting(tmp_path / "missing", "x86_64", SAPPHIRE_RAPIDS) is None
+
+
+def test_a_library_of_other_sources_is_never_loaded(shipped: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fitting(shipped, "x86_64", SAPPHIRE_RAPIDS) is not None
+    other = shipped / "other sources"
+    other.mkdir()
+    (other / "linear.cpp").write_text("// changed")
+    monkeypatch.setattr(sys.modules[build.__module__], "SOURCES", other)  # `build` is the function's name, too
+    assert fitting(shipped, "x86_64", SAPPHIRE_RAPIDS) is None
+
+
+def test_each_kind_has_what_the_slower_ones_have() -> None:
+    for faster, slower in pairwise(KINDS):
+        assert faster.wanted > slower.wanted
+    assert ("-march=x86-64-v4", "-mavx512vnni", "-mavx512vbmi", "-mavx512bf16") == BF16.options
+
+
+@X86
+@pytest.mark.skipif(not shutil.which("g++"), reason="there is no g++ to ask")
+def test_the_compiler_means_by_a_kind_no_more_than_a_machine_is_asked_for() -> None:
+    """Were it to, a machine that says it can do what is wanted would still meet an instruction that it lacks."""
+    spelt = {"abm": {"lzcnt"}, "avx512_vnni": {"avx512vnni"}, "avx512_bf16": {"avx512bf16"}, "bmi1": {"bmi"}}
+    old = {"sse", "sse2", "sse3", "ssse3", "sse4", "sse4.1", "sse4.2", "sahf", "cx16", "popcnt", "mmx", "fxsr", "crc32"}
+    for kind in KINDS:
+        said = subprocess.run(["g++", *kind.options, "-Q", "--help=target"], capture_output=True, text=True, check=True)
+        enabled = {line.split()[0][2:] for line in said.stdout.splitlines() if line.endswith("[enabled]")}
+        known = {name for flag in kind.wanted for name in spelt.get(flag, {flag.replace("_", "-")})} | old
+        features = {name for name in enabled if name.startswith(("avx", "amx", "bmi", "sse", "fma", "f16c", "lzcnt"))}
+        assert features <= known, kind.name
+        assert known - old <= enabled, kind.name
+
+
+@X86
+def test_one_that_fits_serves_where_there_is_no_compiler(tmp_path: Path, kernels: Kernels) -> None:
+    for kind in KINDS:
+        kind.library(tmp_path).symlink_to(build())
+    if fitting(tmp_path) is None:
+        pytest.skip(f"this CPU is of no kind: {cpu_flags()}")
+    assert isinstance(cpu.load(["no-such-compiler"], tmp_path), Kernels)
+
+
+def test_without_one_that_fits_the_message_is_that_of_the_compiler(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="install g"):
+        cpu.load(["no-such-compiler"], tmp_path)
+
+
+def test_every_kind_is_compiled_with_its_own_options(tmp_path: Path) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nwhile [ "$1" != -o ]; do shift; done\ntouch "$2"\n')
+    compiler.chmod(0o755)
+    folder = compile_all(tmp_path / "made", KINDS, [str(compiler)])
+    assert {kind.library(folder) for kind in KINDS} == set(folder.iterdir())
+    calls = [line for line in (tmp_path / "calls").read_text().splitlines() if "/linear.cpp" in line]
+    for kind in KINDS:
+        assert 1 == sum(f" {' '.join(kind.options)} -c " in line for line in calls), kind.name
+    assert not any("-march=native" in line for line in calls)
+
+
+def test_without_a_compiler_nothing_is_made_for_others(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="install g"):
+        compile_all(tmp_path / "made", KINDS, ["no-such-compiler"])
+    assert not (tmp_path / "made").exists()
