@@ -48,10 +48,11 @@ test-offload: install
 test-kernels: install
 	$(RUN) -m pytest -m kernels tests/server/test_triton.py $(ARGS)
 
-# Replicas on Ray Serve: a cluster of three nodes on this machine, in an environment of its own, which
-# takes 300 MB beside what .venv has; prints what it found as a table.
+# Replicas on Ray Serve and jobs on Ray Data: a cluster of three nodes on this machine, in an environment of its own, which
+# takes 300 MB beside what .venv has; prints what it found as two tables. ARGS="--lines 20000" is for the second.
 test-ray: .venv-ray/installed
 	PYTHONPATH=.:deploy/ray .venv-ray/bin/python -m pytest -m ray -q -s tests/ray
+	PYTHONPATH=.:deploy/ray .venv-ray/bin/python -W ignore -m tests.ray.data $(ARGS)
 
 .venv-ray/installed: install
 	test -x .venv-ray/bin/pip || $(PYTHON) -m venv .venv-ray
