@@ -7,7 +7,7 @@ WHEELS = dist/wheels
 # What a machine with a GPU has already, or what its tests and its benchmark do without.
 NOT_PACKED = torch triton transformers tokenizers numpy regex sympy mpmath networkx mypy mypy_extensions librt \
 	ast_serialize ruff types-protobuf grpcio-tools matplotlib contourpy cycler fonttools kiwisolver \
-	pillow pyparsing python-dateutil
+	pillow pyparsing python-dateutil ray
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
 .PHONY: install serve test test-formats test-offload test-kernels \
