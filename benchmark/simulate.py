@@ -22,7 +22,6 @@ from typing import Any
 from benchmark import options, shapes, traffic
 from benchmark.devices import DEVICES
 from benchmark.fleets import asked, sizing, traces
-from benchmark.fleets.balancing import ALIASES, POLICIES
 from benchmark.fleets.conditions import Pool
 from benchmark.fleets.events import Fleet
 from benchmark.load import pictures
@@ -32,6 +31,7 @@ from benchmark.publishing import published
 from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output
 from benchmark.subject import Subject, subject_of
 from benchmark.traffic import Case, OpenLoop, Request
+from router.balancing import ALIASES, POLICIES
 from router.config import RouterConfig
 from router.limits import Limits, resolve
 from router.queue import blocks_for

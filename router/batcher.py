@@ -34,7 +34,7 @@ from dataclasses import asdict, dataclass
 
 from router.batch_view import BatchView
 from router.client import ShardError, Shards, StepReply
-from router.delivery import Candidates, Delivery
+from router.delivery import Candidates, Delivery, KnownToken
 from router.drain_rate import DrainRate
 from router.entry import Entry, Failed, Finished, Timings, ValidRequest
 from router.errors import GenerationError, IncompleteGeneration, Overloaded, RouterError, Unavailable
@@ -134,8 +134,13 @@ class Batcher:
             seconds = self._drain_rate.seconds_for_tokens(tokens)
             raise Overloaded(f"Model is overloaded: more than {most} tokens would wait (max_queue_tokens)", seconds)
 
-    def submit(self, request: ValidRequest, *, owner: str = "", weight: float = 1.0) -> Entry:
-        """Queue a request of the API key `owner`. Raises Unavailable when draining or when the shards are gone."""
+    def submit(
+        self, request: ValidRequest, *, owner: str = "", weight: float = 1.0, known: Sequence[KnownToken] = ()
+    ) -> Entry:
+        """Queue a request of the API key `owner`. Raises Unavailable when draining or when the shards are gone.
+
+        known: its first tokens, which another server has generated; their events are there at once.
+        """
         if not self.is_accepting:
             raise self._unavailable()
         generated = GeneratedText(
@@ -143,9 +148,14 @@ class Batcher:
         )
         id, now = self._scheduler.new_id(), self._clock()
         entry = Entry(id, request, owner=owner, weight=weight, generated=generated, queued_at=now)
-        self._held.begin(entry)
         self._live[entry.id] = entry
         self._drain_rate.began()
+        reason = self._delivery.take_known(entry, known)
+        if reason is not None:
+            entry.admitted_at = entry.first_token_at = now
+            self._finish(entry, reason)
+            return entry
+        self._held.begin(entry)
         self._scheduler.add(entry)
         self._work.set()
         return entry

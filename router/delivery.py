@@ -14,6 +14,7 @@ from router.text import FinishReason, ModelTokenizer
 from router.token_events import TokenEvents
 
 Candidates = list[tuple[int, float]]
+KnownToken = tuple[int, float | None, Candidates]  # id, log-probability, candidates
 
 
 class Delivery:
@@ -36,6 +37,16 @@ class Delivery:
         self._note_time(entry, now)
         entry.events.put_nowait(self._events.of_token(entry, token_id, text, logprob, top_tokens))
         return reason
+
+    def take_known(self, entry: Entry, tokens: Sequence[KnownToken]) -> FinishReason | None:
+        """Give the reader tokens that another server has generated; why the last of them ends it, if it does."""
+        for token_id, logprob, top_tokens in tokens:
+            text, reason = entry.generated.push(token_id)
+            entry.generated_ids.append(token_id)
+            entry.events.put_nowait(self._events.of_token(entry, token_id, text, logprob, top_tokens))
+            if reason is not None:
+                return reason
+        return None
 
     def take_forced(self, entry: Entry) -> Iterator[tuple[int, float, Candidates]]:
         """What its grammar had come before the token that has come, with log-probabilities: none for most requests."""

@@ -15,6 +15,7 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from router.continuing import NOTHING, Journal
 from router.entry import Event
 from router.errors import SlowClient
 from router.generation import OpenRequest
@@ -59,14 +60,17 @@ class EventStream(Response):
         first: list[tuple[int, list[Event]]],
         headers: dict[str, str],
         ping: bytes = PING,
+        journal: Journal | None = None,
     ) -> None:
+        """journal: what tells a balancer of the stream."""
         super().__init__(None, headers=headers)
         del self.headers["content-length"]
         self._opened = opened
         self._frames = frames
         self._prepare: Prepare | None = getattr(frames, "prepare", None)
         self._first = first
-        self._ping = ping
+        self._journal = journal
+        self._ping = ping if journal is None else ping + NOTHING
         self._num_writes = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -81,9 +85,13 @@ class EventStream(Response):
     async def _write_events(self, connection: ClientConnection) -> None:
         events, write, most_unread = self._first, self._frames.write, MAX_UNREAD_BYTES
         while True:
-            if self._prepare is not None:
-                await self._prepare(events)
-            data, num_unread = b"".join([write(*some) for some in events]) if events else self._ping, 0
+            if self._journal is not None:
+                data = await self._journalled(events, self._journal)
+            else:
+                if self._prepare is not None:
+                    await self._prepare(events)
+                data = b"".join([write(*some) for some in events]) if events else self._ping
+            num_unread = 0
             if data:  # there may be nothing to show yet, and an empty chunk would be the end
                 num_unread = connection.write_chunk(data)
                 self._num_writes += 1
@@ -94,6 +102,17 @@ class EventStream(Response):
                 self._opened.fail(SlowClient(num_unread))
                 return connection.cut()
             events = await self._opened.next_events()
+
+    async def _journalled(self, events: list[tuple[int, list[Event]]], journal: Journal) -> bytes:
+        """The frames, and what tells a balancer of them; none of what the client has from another server."""
+        if not events:
+            return self._ping
+        new = await journal.new(events, self._prepare, self._frames.write)
+        if not new:
+            return b""
+        if self._prepare is not None:
+            await self._prepare(new)
+        return b"".join([self._frames.write(*some) for some in new]) + journal.line(new)
 
     @contextmanager
     def _heartbeat(self, connection: ClientConnection) -> Iterator[None]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from router.accounts import Account
 from router.asked import Asked, Rendering
 from router.batcher import Batcher
+from router.continuing import Journal, Known
 from router.entry import Entry, Event, Failed, Finished, MergedEvents, PromptScores, PromptTokens, Token, ValidRequest
 from router.errors import DeadlinePassed, RouterError
 from router.metrics import Metrics
@@ -121,10 +122,17 @@ class OpenRequest:
         return self._finished is not None or self._error is not None
 
     def merge_events(self) -> None:
-        """Let the events of all samples come in one queue; for streams of several. Before any has come."""
+        """Let the events of all samples come in one queue; for streams of several. Before any is generated."""
         self._merged = asyncio.Queue()
         for index, entry in enumerate(self.entries):
-            entry.events = MergedEvents(self._merged, index)
+            known, entry.events = entry.events, MergedEvents(self._merged, index)
+            while not known.empty():
+                entry.events.put_nowait(known.get_nowait())
+
+    def journal(self, created: int, known: Known | None) -> Journal | None:
+        """What tells a balancer of this stream; None where it tells of its prompt, which is not told again."""
+        valid = [entry.request for entry in self.entries]
+        return None if any(one.prompt_logprobs for one in valid) else Journal(created, valid, known)
 
     async def next_events(self) -> list[tuple[int, list[Event]]]:
         """What has come since the last call, at least one event, with the number of its sample; for streams.
@@ -276,11 +284,13 @@ class Generator:
         log: dict[str, Any] | None = None,
         account: Account | None = None,
         timeout_s: float | None = None,
+        known: Known | None = None,
     ) -> OpenRequest:
         """Validate and queue all prompts of one request. Raises the RouterError that refuses it.
 
         Whatever it raises, it has given everything back then. account: of the key that it came with. timeout_s: from
         now on; the request ends with DeadlinePassed after it. log: gets what the request's log line says, at its end.
+        known: what another server has generated of it, which comes again first.
         """
         self._metrics.request_count.inc()
         log = {} if log is None else log
@@ -300,9 +310,11 @@ class Generator:
                 if timeout_s is not None:
                     late = DeadlinePassed(timeout_s)
                     opened.end_at(began + timeout_s, lambda entry: self._batcher.end(entry, late))
+                if known is not None:
+                    valid = known.checked(valid, self._batcher.limits.vocab_size)
                 opened.take_permits(len(valid) - 1)
                 opened.charge(sum(one.size().tokens for one in valid))
-                self._submit(opened, valid, account, request_id)
+                self._submit(opened, valid, account, request_id, known)
                 if is_stream and len(valid) > 1:
                     opened.merge_events()
                 for entry in one_per_prompt(opened.entries):
@@ -359,12 +371,18 @@ class Generator:
             raise DeadlinePassed(timeout_s) from None
 
     def _submit(
-        self, opened: OpenRequest, valid: Sequence[ValidRequest], account: Account | None, request_id: str
+        self,
+        opened: OpenRequest,
+        valid: Sequence[ValidRequest],
+        account: Account | None,
+        request_id: str,
+        known: Known | None,
     ) -> None:
         """Queue the samples of one request. Raises Overloaded and Unavailable; `opened` then knows those queued."""
         owner, weight = _owner(account), account.share if account is not None else 1.0
         self._batcher.check_room(valid, owner, weight)
-        for one in valid:
-            entry = self._batcher.submit(one, owner=owner, weight=weight)
+        for number, one in enumerate(valid):
+            tokens = known.samples[number].tokens if known is not None else ()
+            entry = self._batcher.submit(one, owner=owner, weight=weight, known=tokens)
             entry.request_id = request_id
             opened.entries.append(entry)

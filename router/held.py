@@ -33,7 +33,10 @@ class Held:
         """Have a matcher for it, if it has a grammar."""
         if entry.request.grammar is not None:
             assert self._matching is not None, "who has no matchers refuses grammars"
-            entry.match = self._matching.begin(entry.request.grammar, partial(self._note, entry))
+            known = entry.generated_ids
+            entry.match = self._matching.begin(entry.request.grammar, partial(self._note, entry), known)
+            if known:
+                self.asked.add(entry)
 
     def ask(self, entry: Entry, token_id: int) -> None:
         """Find out what its grammar, if it has one, allows behind this token. It is held until then."""

@@ -40,6 +40,16 @@ class OperationSettings:
         default=False,
         metadata={"help": "Write logs as JSON, one object a line.", "when": "A log collector reads them."},
     )
+    continuation_key: str | None = field(
+        default=None,
+        metadata={
+            "help": "Key with which a balancer of several servers asks to be told the tokens of streams, so that "
+            "another server can go on with those of one that is lost. Clients must not know it.",
+            "default": "none",
+            "secret": True,
+            "when": "Several servers of one model run behind a balancer of ours; `deploy/ray` sets it itself.",
+        },
+    )
     shutdown_delay: int = field(
         default=0,
         metadata={

@@ -56,7 +56,8 @@ class Scheduler(Generic[S]):
     def add(self, entry: S) -> None:
         """Queue a request."""
         self.ledger.weigh(entry.owner, entry.weight)
-        if (grammar := entry.request.grammar) is not None:
+        entry.num_rebuilt = entry.num_scheduled = len(entry.generated_ids)  # those that another server has generated
+        if (grammar := entry.request.grammar) is not None and not entry.generated_ids:
             entry.continuation = grammar.first.at_most(entry.request.max_new_tokens - 1)
         self._prepare(entry)
         self.waiting.append(entry)

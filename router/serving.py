@@ -16,7 +16,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from router import deadline, schemas
+from router import continuing, deadline, schemas
 from router.accounts import Account
 from router.aside.pool import Aside
 from router.asked import Asked
@@ -103,7 +103,8 @@ async def read_bytes(request: Request, services: Services) -> bytes:
     if not (media_type == "application/json" or media_type.endswith("+json")):
         raise UnsupportedMedia("the body must be JSON: send the header `Content-Type: application/json`")
     peer = request.client.host if request.client is not None else ""
-    return await services.bodies.read(request, account or peer)
+    raw = await services.bodies.read(request, account or peer)
+    return continuing.without_known(request, raw, services.config.continuation_key)
 
 
 def _note_names(request: Request, body: BaseModel) -> None:
@@ -140,6 +141,7 @@ async def stream(
 
     ping: the API's sign of life.
     """
+    is_told = continuing.is_trusted(request, services.config.continuation_key)
     with ExitStack() as undo:
         with ClientConnection.of(request.scope).needed():
             opened = undo.enter_context(closing(await _open(request, asked, services, is_stream=True)))
@@ -147,7 +149,10 @@ async def stream(
         for _, events in first:
             if isinstance(events[0], Failed):
                 raise events[0].error
-        answer = EventStream(opened, frames_of(opened), first, headers, ping)
+        journal = opened.journal(continuing.created_of(request), continuing.known_of(request)) if is_told else None
+        if journal is not None:
+            headers = {**headers, continuing.TOLD_HEADER: "1"}
+        answer = EventStream(opened, frames_of(opened), first, headers, ping, journal)
         undo.pop_all()  # from here on the response closes the request
     return answer
 
@@ -159,6 +164,7 @@ async def _open(request: Request, asked: Sequence[Asked], services: Services, *,
         is_stream=is_stream,
         request_id=request.state.request_id,
         log=request.state.log,
+        known=continuing.known_of(request) if is_stream else None,
         **asked_by(request, services),
     )
 

@@ -19,7 +19,7 @@ class TokenEvents:
         self._tokenizer = tokenizer
 
     def of_token(
-        self, entry: Entry, token_id: int, text: str, logprob: float, candidates: Sequence[tuple[int, float]]
+        self, entry: Entry, token_id: int, text: str, logprob: float | None, candidates: Sequence[tuple[int, float]]
     ) -> Token:
         """A token that was generated, and whose text has just been found. Raises TokenizerError."""
         is_special = token_id in self._tokenizer.special_ids and token_id not in entry.request.ends.shown_ids

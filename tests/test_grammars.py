@@ -20,6 +20,8 @@ import openai
 import pytest
 from pydantic import BaseModel
 
+from lockstep_ray.streams import Stream
+from router.continuing import KEY_HEADER, LENGTH_HEADER
 from tests.running import Server, body, children_of, events_of, generate_all, tokens_of
 from tests.schemas import draw, random_schema
 from tests.test_end_to_end import eventually
@@ -67,8 +69,11 @@ def held(grammar: dict[str, Any], seed: int | None = None, **parameters: Any) ->
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server("--dtype", "float32", "--num-shard", "2") as running:
+    with Server("--dtype", "float32", "--num-shard", "2", env={"CONTINUATION_KEY": KEY}) as running:
         yield running
+
+
+KEY = "only-balancers-know"
 
 
 def generated(server: Server, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -253,3 +258,32 @@ def test_the_null_model_keeps_to_grammars_too() -> None:
         for grammar in GRAMMARS[3:]:
             answer = httpx2.post(f"{server.url}/generate", json=held(grammar), timeout=60).json()
             keeps_to(answer["generated_text"], grammar)
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS[:1] + GRAMMARS[3:], ids=lambda grammar: grammar["type"])
+def test_a_stream_that_is_handed_on_stays_within_its_grammar(server: Server, grammar: dict[str, Any]) -> None:
+    asked = body("Tell me", max_new_tokens=100, do_sample=True, seed=4, grammar=grammar)
+    expected, whole = told(server, asked, Stream(), most_commits=None), b""
+    stream = Stream()
+    while not stream.is_over:
+        stream.lost()
+        whole += told(server, asked, stream, most_commits=5)
+    assert stream.num_commits > 5
+    assert expected == whole
+    keeps_to(json.loads(whole.split(b"data: ")[-1])["generated_text"], grammar)
+
+
+def told(server: Server, asked: dict[str, Any], stream: Stream, *, most_commits: int | None) -> bytes:
+    """What a client gets of a stream that is lost after so many writes; `stream` knows what it had before."""
+    known, begun, got = stream.known(), stream.num_commits, b""
+    headers = {KEY_HEADER: KEY, LENGTH_HEADER: str(len(known)), "content-type": "application/json"}
+    content = known + json.dumps(asked).encode()
+    if not known:
+        del headers[LENGTH_HEADER]
+    with httpx2.stream("POST", f"{server.url}/generate_stream", content=content, headers=headers, timeout=60) as answer:
+        assert answer.status_code == 200
+        for piece in answer.iter_raw():
+            got += stream.feed(piece)
+            if most_commits is not None and stream.num_commits - begun >= most_commits:
+                break
+    return got

@@ -62,6 +62,7 @@ def test_it_holds_what_serves_and_nothing_else(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     paths = [ROOT / "launcher.py", *(path for package in PACKAGES for path in (ROOT / package).rglob("*"))]
     expected = {str(path.relative_to(ROOT)) for path in paths if path.is_file() and path.suffix != ".pyc"}
+    expected |= {f"lockstep_ray/{path.name}" for path in (ROOT / "deploy/ray/lockstep_ray").glob("*.py")}
     assert expected == {name for name in names if ".dist-info/" not in name}
     assert {"launcher.py", "server/demo/model.safetensors", "server/demo/tokenizer.json"} <= names
     assert {"router/playground/page.html", "router/playground/app.js", "router/playground/app.css"} <= names

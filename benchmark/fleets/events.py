@@ -23,9 +23,9 @@ from functools import partial
 from random import Random
 
 from benchmark.fleet import Replica, SharedNames, Simulated, Tally
-from benchmark.fleets.balancing import Balancer
 from benchmark.fleets.conditions import Conditions, Pool, Slowed, check_pools
 from benchmark.traffic import NEVER, Request, Traffic
+from router.balancing import Balancer
 from router.entry import ValidRequest
 
 

@@ -16,6 +16,7 @@ import json
 import logging
 import sys
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -83,9 +84,14 @@ class Follower:
         if self._running is None:
             self._running = asyncio.ensure_future(self._run())
 
-    def begin(self, grammar: CompiledGrammar, on_answer: OnAnswer) -> Match:
-        """Follow a text from its beginning. What its grammar forces there is taken for said."""
+    def begin(self, grammar: CompiledGrammar, on_answer: OnAnswer, known: Sequence[int] = ()) -> Match:
+        """Follow a text from its beginning. What its grammar forces there is taken for said.
+
+        known: its first tokens, where there are some already; then what may come behind them is told once it is known.
+        """
         text = _Text(self, next(self._keys), grammar, on_answer)
+        if known:
+            text.tokens, text.is_asked = list(known), True
         self._texts[text.key] = text
         self.start()
         self._order(text.begin_order())

@@ -7,7 +7,7 @@ Left out: who finds either (`compiler.py`, `follower.py`), and llguidance, which
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
@@ -96,5 +96,8 @@ class Matching(Protocol):
     def start(self) -> None:
         """A text is about to come."""
 
-    def begin(self, grammar: CompiledGrammar, on_answer: OnAnswer) -> Match:
-        """Follow a text from its beginning. What its grammar forces there is taken for said."""
+    def begin(self, grammar: CompiledGrammar, on_answer: OnAnswer, known: Sequence[int] = ()) -> Match:
+        """Follow a text from its beginning. What its grammar forces there is taken for said.
+
+        known: its first tokens, where there are some already; then what may come behind them is told once it is known.
+        """

@@ -198,7 +198,7 @@ GROUPS = {
     "max_best_of max_n max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching "
     "prefix_cache_host_gb prefix_cache_disk_gb prefix_cache_dir enable_prefill_logprobs disable_grammar_support",
     "HTTP": "hostname port api_key api_keys_file request_timeout cors_allow_origin validation_workers shutdown_delay "
-    "graceful_termination_timeout",
+    "graceful_termination_timeout continuation_key",
     "Batches": "batch_dir batch_concurrency batch_max_file_bytes batch_max_files batch_max_bytes",
     "Connections": "header_timeout body_timeout keep_alive_timeout unread_timeout max_header_bytes max_header_lines "
     "max_unfinished_bytes max_unread_bytes max_discarded_bytes",

@@ -20,13 +20,14 @@ from router.launch.files import nameless_file
 from router.launch.logs import Log
 from server.process import end_with_parent
 
+SECRET_VARIABLES = ("API_KEY", "CONTINUATION_KEY")  # which the router is told in a file without a name
 # How torch's allocator is configured; the first is the name of all devices, from torch 2.9 on.
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def child_environment(environ: Mapping[str, str], local_rendezvous: bool) -> dict[str, str]:
     """The launcher's environment without its secrets, and nothing left for a child to look up on the network."""
-    child = {name: value for name, value in environ.items() if name not in (*TOKEN_VARIABLES, "API_KEY")}
+    child = {name: value for name, value in environ.items() if name not in (*TOKEN_VARIABLES, *SECRET_VARIABLES)}
     path = os.pathsep.join(part for part in (str(ROOT), environ.get("PYTHONPATH", "")) if part)
     child |= {"PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
     child |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

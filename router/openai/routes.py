@@ -16,6 +16,7 @@ from router.chat.pieces import AnswerReader
 from router.chat.prompting import rendering
 from router.chat.reading import Reading
 from router.chat.tools import Offer
+from router.continuing import created_of
 from router.event_stream import Frames
 from router.generation import OpenRequest
 from router.openai import answers, asked, logprobs, read_answers, tgi_client, tools
@@ -118,7 +119,8 @@ def _counts(opened: OpenRequest, given: Sequence[Answer], services: Services) ->
 
 
 def _head(request: Request, body: Generation, services: Services, prefix: str) -> answers.Head:
-    return answers.Head(f"{prefix}-{request.state.request_id}", body.model or services.config.model_id)
+    model = body.model or services.config.model_id
+    return answers.Head(f"{prefix}-{request.state.request_id}", model, created_of(request))
 
 
 def _echoed(body: CompletionRequest, wanted: Sequence[Asked], services: Services) -> list[str]:

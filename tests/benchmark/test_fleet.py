@@ -12,11 +12,11 @@ import pytest
 
 from benchmark.cost import StepWork
 from benchmark.fleet import Tally
-from benchmark.fleets.balancing import POLICIES
 from benchmark.fleets.conditions import Conditions, Pool
 from benchmark.fleets.events import Fleet
 from benchmark.prediction import figures
 from benchmark.traffic import ClosedLoop, OpenLoop, Request, arrival_times
+from router.balancing import POLICIES
 from router.batcher import Batcher
 from router.entry import Finished, Timings, ValidRequest
 from router.limits import Limits

@@ -153,9 +153,12 @@ class FakeMatching:
 
     def start(self) -> None: ...
 
-    def begin(self, grammar: CompiledGrammar, on_answer: OnAnswer) -> Match:
+    def begin(self, grammar: CompiledGrammar, on_answer: OnAnswer, known: Sequence[int] = ()) -> Match:
         self.num_followed += 1
-        return _FakeMatch(self, list(grammar.first.forced), on_answer)
+        match = _FakeMatch(self, list(known[:-1] or grammar.first.forced), on_answer)
+        if known:
+            match.advance(known[-1])
+        return match
 
 
 @dataclass

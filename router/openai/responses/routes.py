@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from router.api_document import ERROR_STATUSES, documented
+from router.continuing import created_of
 from router.conversing import Turn, turn_of
 from router.generation import OpenRequest
 from router.guard import ClientConnection
@@ -35,7 +36,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         wanted = scored(turn.asked(given), candidates, of_prompt=False)
         scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
         model = body.model or services.config.model_id
-        head = answers.Head(request.state.request_id, model, answers.echo_of(body))
+        head = answers.Head(request.state.request_id, model, answers.echo_of(body), created_of(request))
 
         def frames(opened: OpenRequest) -> ResponseFrames:
             reader = answers.CountingReader(turn.reader(services, opened.entries[0]))

@@ -1,4 +1,4 @@
-"""Which replica gets a request: policies over plain numbers, for the simulator and for a balancer of real servers.
+"""Which replica gets a request: policies over plain numbers, for the simulator and for balancers of real servers.
 
 No clock, no HTTP and nothing of requests but how long they may become and what they begin with. A `Balancer` keeps
 count of the tokens outstanding on every replica; a policy reads that count and chooses.
@@ -29,6 +29,7 @@ class Loads:
     def __init__(self) -> None:
         self.up: list[int] = []
         self.tokens: list[float] = []  # of each replica ever known: outstanding, as long as they may become
+        self.names: list[str] = []  # by which places on a ring are found: the same in all balancers of a fleet
         self.shares: list[float] = []  # how fast each is, relative to the others
         self.total = 0.0  # of those in `up`
         self.capacity = 0.0  # sum of the shares of those in `up`
@@ -96,7 +97,7 @@ class PrefixAffine(PowerOfTwo):
         """Its places join the ring, or leave it; those of the others stay."""
         if is_up:
             for number in range(PLACES):
-                insort(self._ring, (_place(f"{replica} {number}"), replica))
+                insort(self._ring, (_place(f"{self.loads.names[replica]} {number}"), replica))
         else:
             self._ring = [one for one in self._ring if one[1] != replica]
 
@@ -144,11 +145,16 @@ class Balancer:
         """How many replicas take requests."""
         return len(self.loads.up)
 
-    def add(self, share: float = 1.0) -> int:
-        """A new replica, which is not up yet; its number. share: its speed, relative to the others."""
+    def add(self, share: float = 1.0, name: str | None = None) -> int:
+        """A new replica, which is not up yet; its number, which is its name where it has no other.
+
+        share: its speed, relative to the others.
+        """
+        number = len(self.loads.tokens)
         self.loads.tokens.append(0)
         self.loads.shares.append(share)
-        return len(self.loads.tokens) - 1
+        self.loads.names.append(str(number) if name is None else name)
+        return number
 
     def up(self, replica: int) -> None:
         """It takes requests from now on."""
@@ -169,12 +175,20 @@ class Balancer:
 
     def send(self, tokens: int, prefix: int | None = None) -> int | None:
         """Choose the replica for a request that may become so long; None where none is up."""
-        if not self.loads.up:
-            return None
-        replica = self._policy.choose(tokens, prefix)
-        self.loads.tokens[replica] += tokens
-        self.loads.total += tokens
+        replica = self.choose(tokens, prefix)
+        if replica is not None:
+            self.sent(replica, tokens)
         return replica
+
+    def choose(self, tokens: int, prefix: int | None = None) -> int | None:
+        """Who should get it, for those who learn later who has got it; None where none is up."""
+        return self._policy.choose(tokens, prefix) if self.loads.up else None
+
+    def sent(self, replica: int, tokens: int) -> None:
+        """The replica has got such a request."""
+        self.loads.tokens[replica] += tokens
+        if self._is_up(replica):
+            self.loads.total += tokens
 
     def done(self, replica: int, tokens: int) -> None:
         """A request that was sent there is answered, refused or lost."""

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from benchmark.fleets.balancing import BOUND, FREE_TOKENS, POLICIES, Balancer
+from router.balancing import BOUND, FREE_TOKENS, POLICIES, Balancer
 
 
 def balancer(policy: str, *shares: float) -> Balancer:
@@ -87,3 +87,15 @@ def test_counts_end_at_nothing_whatever_goes_and_comes(policy: str) -> None:
     for replica in range(3):
         found.down(replica)
     assert None is found.send(1)
+
+
+def test_balancers_that_met_replicas_in_another_order_agree_by_their_names() -> None:
+    names = ["a", "b", "c", "d"]
+    homes = []
+    for order in (names, names[::-1]):
+        found = Balancer("prefix-affine", Random(1))
+        for name in order:
+            found.up(found.add(name=name))
+        homes.append([found.loads.names[found.choose(10, prefix) or 0] for prefix in range(50)])
+    assert homes[0] == homes[1]
+    assert set(names) == set(homes[0])

@@ -1,0 +1,34 @@
+"""What an ingress says itself, in the shape of each API: refusals, and the last event of a stream that is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+ANTHROPIC, OPENAI = "/v1/messages", "/v1/"
+TYPES = {401: "unauthorized", 404: "not_found", 405: "not_found", 413: "validation", 421: "wrong_host"}
+OPENAI_TYPES = {401: "invalid_request_error", 404: "invalid_request_error", 413: "invalid_request_error"}
+ANTHROPIC_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+CODES = {401: "invalid_api_key", 404: "model_not_found"}
+
+
+def error_body(path: str, status: int, sentence: str) -> dict[str, Any]:
+    """An error as clients of this path read it."""
+    error_type = TYPES.get(status, "unavailable" if status == 503 else "incomplete_generation")
+    if path.startswith(ANTHROPIC):
+        kind = ANTHROPIC_TYPES.get(status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": sentence}, "error_type": error_type}
+    if path.startswith(OPENAI):
+        kind = OPENAI_TYPES.get(status, "server_error")
+        told = {"message": sentence, "type": kind, "param": None, "code": CODES.get(status)}
+        return {"error": told, "error_type": error_type}
+    return {"error": sentence, "error_type": error_type}
+
+
+def error_event(path: str, sentence: str) -> bytes:
+    """The end of a stream that cannot go on."""
+    data = b"data: " + orjson.dumps(error_body(path, 500, sentence)) + b"\n\n"
+    if path.startswith(ANTHROPIC):
+        return b"event: error\n" + data
+    return data + (b"data: [DONE]\n\n" if path in ("/v1/chat/completions", "/v1/completions") else b"")

@@ -1,0 +1,265 @@
+"""A batch job in pieces, so that many workers do it and none of them can lose or double a line.
+
+The input is cut into shards of lines. A worker answers a shard with the engine of `lockstep batch` and puts the answers
+into a file of the shard's own, which gets its name once it is whole and on the disk: a shard whose worker was killed
+has no file, and is answered again. When all shards have theirs, they become the output, in order, and each line is
+counted. Nothing here knows Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from router.jobs.census import Census, take_census
+from router.jobs.errors import InputChanged, JobError
+from router.jobs.journal import replace_durably
+from router.jobs.lines import Line, LineBounds, LineFile, custom_id_of
+from router.jobs.results import read_again
+from router.jobs.runner import Plan, Runner, Sender
+
+BOUNDS = LineBounds(16 << 20, 16 << 20)
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Lines of the input. first, last: their numbers; offset: of the first, in bytes.
+
+    firsts: of ids in it that several lines of the input have, the first line with each.
+    """
+
+    number: int
+    first: int
+    last: int
+    offset: int
+    firsts: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job and its folder. name: what the ids of its output lines begin with; num_lines: without blank ones."""
+
+    input: Path
+    output: Path
+    name: str
+    num_lines: int
+    shards: tuple[Shard, ...]
+
+    @property
+    def folder(self) -> Path:
+        """Where the shards' answers are until all are there."""
+        return folder_of(self.output)
+
+    def part(self, number: int) -> Path:
+        """The answers of a shard."""
+        return self.folder / f"part-{number:06d}.jsonl"
+
+    def left(self) -> list[Shard]:
+        """Shards without answers."""
+        return [shard for shard in self.shards if not self.part(shard.number).exists()]
+
+
+def folder_of(output: Path) -> Path:
+    """The folder of the job that has this output."""
+    return output.with_name(f"{output.name}.parts")
+
+
+def begin(input_path: Path, output: Path, shard_lines: int) -> Job | None:
+    """The job, begun or begun again; None where its output is complete. Raises JobError and OSError."""
+    folder, record = folder_of(output), folder_of(output) / "job.json"
+    if output.exists() and not folder.exists():
+        raise JobError(f"{output} exists and no job of it is under way: give another name, or move it away")
+    if output.exists():
+        shutil.rmtree(folder)  # all that was left to do: while shards are answered there is no output
+        return None
+    census = take_census(input_path, output.parent, BOUNDS, lambda _: None)
+    with closing(census.ids):
+        folder.mkdir(exist_ok=True)
+        shards = tuple(cut(census, shard_lines))
+        name = hashlib.sha256(f"{census.sha256} {output.absolute()}".encode()).hexdigest()[:12]
+        said = {"version": VERSION, "sha256": census.sha256, "shard_lines": shard_lines, "name": name}
+        if record.exists():
+            known = orjson.loads(record.read_bytes())
+            if known["sha256"] != census.sha256:
+                raise InputChanged(f"{input_path} is not the input that {folder} was begun with: put that back")
+            if known != said:
+                raise JobError(f"{folder} was begun with other options: give the same, or delete it to begin anew")
+        else:
+            replace_durably(record, orjson.dumps(said))
+        return Job(input_path.absolute(), output.absolute(), name, census.num_lines, shards)
+
+
+def cut(census: Census, shard_lines: int) -> Iterator[Shard]:
+    """The input in shards of so many lines, blank ones included."""
+    with closing(LineFile(census.path, BOUNDS)) as lines:
+        number = offset = 0
+        first, start, firsts = 1, 0, dict[str, int]()
+        while (line := lines.read(number + 1, offset)) is not None:
+            number, offset = line.number, line.end
+            if (custom_id := custom_id_of(line, BOUNDS)) is not None:
+                known = census.ids.first_line(custom_id)
+                if known != number:
+                    firsts[custom_id] = known
+            if number - first + 1 == shard_lines:
+                yield Shard((first - 1) // shard_lines, first, number, start, firsts)
+                first, start, firsts = number + 1, offset, {}
+        if number >= first:
+            yield Shard((first - 1) // shard_lines, first, number, start, firsts)
+
+
+class _State:
+    """Where a shard is: what `Runner` reads of a journal's state."""
+
+    def __init__(self, job: str, shard: Shard) -> None:
+        self.job = job
+        self.next_line, self.next_offset = shard.first, shard.offset
+        self.under_way: dict[int, int] = {}
+        self.answered: set[int] = set()
+
+
+class ShardJournal:
+    """A shard's answers in memory: what `Runner` writes to in place of an output with a checkpoint."""
+
+    def __init__(self, job: str, shard: Shard) -> None:
+        self.state = _State(job, shard)
+        self.answers: dict[int, bytes] = {}
+        self._shard = shard
+
+    def begun(self, line: int, offset: int, end: int) -> None:
+        """A line was read."""
+        if line >= self.state.next_line:
+            self.state.next_line, self.state.next_offset = line + 1, end
+        self.state.under_way[line] = offset
+
+    def passed(self, line: int) -> None:
+        """A line asks for nothing."""
+        del self.state.under_way[line]
+
+    def write(self, line: int, text: bytes, *, is_failure: bool) -> None:
+        """A line is answered."""
+        assert line not in self.answers
+        self.answers[line] = text
+        del self.state.under_way[line]
+
+    def snapshot(self, *, is_complete: bool = False) -> None:
+        """Nothing is saved before the whole shard is."""
+
+    def save(self, checkpoint: None) -> None:
+        """See `snapshot`."""
+
+
+class _ShardLines:
+    """The input's lines to the end of a shard."""
+
+    def __init__(self, lines: LineFile, shard: Shard) -> None:
+        self.bounds = lines.bounds
+        self._lines = lines
+        self._last = shard.last
+
+    def read(self, number: int, offset: int) -> Line | None:
+        return None if number > self._last else self._lines.read(number, offset)
+
+
+class _ShardCensus:
+    """What `Runner` asks of a census."""
+
+    def __init__(self, lines: LineFile, shard: Shard) -> None:
+        self.ids = self
+        self._firsts: dict[str, int] = {}
+        number, offset = shard.first, shard.offset
+        while number <= shard.last and (line := lines.read(number, offset)) is not None:
+            if (custom_id := custom_id_of(line, BOUNDS)) is not None:
+                self._firsts.setdefault(custom_id, number)
+            number, offset = number + 1, line.end
+        self._firsts |= shard.firsts
+
+    def first_line(self, custom_id: str) -> int:
+        return self._firsts.get(custom_id, 0)
+
+    def check_unchanged(self) -> None:
+        """The whole job does, at its end."""
+
+
+async def answer_shard(job: Job, journal: ShardJournal, shard: Shard, sender: Sender, plan: Plan) -> None:
+    """Answer what the journal does not have. Raises JobError and OSError."""
+    with closing(LineFile(job.input, BOUNDS)) as lines:
+        census: Any = _ShardCensus(lines, shard)
+        ours: Any = _ShardLines(lines, shard)
+        answers: Any = journal
+        await Runner(census, ours, answers, sender, plan).run()
+
+
+def write_part(job: Job, shard: Shard, journal: ShardJournal) -> None:
+    """Give a shard its file: all of it, or nothing. Raises OSError."""
+    text = b"".join(journal.answers[line] for line in sorted(journal.answers))
+    new = job.part(shard.number).with_suffix(f".{os.getpid()}.new")
+    try:
+        with new.open("xb") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(job.part(shard.number))
+    except OSError:
+        with suppress(OSError):
+            new.unlink()
+        raise
+    _make_durable(job.folder)
+
+
+def finish(job: Job) -> int:
+    """Make the output of all parts. Returns how many of its lines say that a request failed.
+
+    Raises JobError where a line is missing or doubled, and OSError.
+    """
+    new = job.output.with_name(f"{job.output.name}.new")
+    seen, num_failed = bytearray(job.shards[-1].last + 1 if job.shards else 1), 0
+    with new.open("wb") as file:
+        for shard in job.shards:
+            for raw in job.part(shard.number).read_bytes().splitlines(keepends=True):
+                found = read_again(job.name, raw)
+                if found is None or seen[found[0]] or not shard.first <= found[0] <= shard.last:
+                    raise JobError(f"{job.part(shard.number)} has a line that is not its own: delete it, then go on")
+                seen[found[0]] = 1
+                num_failed += found[1]
+                file.write(raw)
+        if sum(seen) != job.num_lines:
+            raise JobError(f"the parts have {sum(seen)} of {job.num_lines} lines: delete {job.folder} to begin anew")
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(job.output)
+    _make_durable(job.output.parent)
+    shutil.rmtree(job.folder)
+    return num_failed
+
+
+def _make_durable(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+async def or_gone(work: Awaitable[None], is_gone: Callable[[], bool], period_s: float = 0.5) -> bool:
+    """Whether the work was done before the server was gone, in which case it is given up."""
+    task = asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            await asyncio.wait({task}, timeout=period_s)
+            if not task.done() and is_gone():
+                return False
+        task.result()
+        return True
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
