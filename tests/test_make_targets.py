@@ -21,6 +21,6 @@ def test_targets_that_pages_name_are_there() -> None:
 
 def test_what_the_suite_leaves_out_is_run_by_a_target_of_its_own() -> None:
     options = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["pytest"]["ini_options"]["addopts"]
-    left_out = set(re.findall(r"not (\w+)", options))
+    left_out = set(re.findall(r"\w+", options.split("not (")[1].split(")")[0])) - {"or"}
     assert {"gpu", "formats", "kernels"} <= left_out
     assert left_out <= set(re.findall(r"pytest -m (\w+)", MAKEFILE))

@@ -25,6 +25,7 @@ OPENERS = {"connect", "connect_ex", "create_connection", "open_connection", "soc
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.datetime.now"}
 # Log lines and traces carry the time of day. How old a file is, only its file system's clock can say.
 MAY_READ_WALL_CLOCKS = {
+    "router.continuing",  # when a stream began, as its answers say
     "router.launch.agent",  # says what its clock shows, and …
     "router.launch.others",  # … node 0 compares, for a sentence on logs that do not line up
     "router.launch.logs",
