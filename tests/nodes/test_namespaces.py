@@ -54,7 +54,7 @@ def two() -> Iterator[list[Machine]]:
 def with_tokenizer(folder: Path) -> Path:
     """Give a checkpoint a tokenizer whose words are numbers."""
     config = json.loads((folder / "config.json").read_text())
-    size = config.get("vocab_size") or config["text_config"]["vocab_size"]
+    size = config.get("vocab_size") or config["padded_vocab_size"]  # of ChatGLM
     tokenizer = Tokenizer(WordLevel({str(n): n for n in range(size)}, unk_token="0"))
     tokenizer.pre_tokenizer = Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
