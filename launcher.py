@@ -30,7 +30,7 @@ from router.launch.linking import Linking
 from router.launch.logs import Log
 from router.launch.machine import bind, describe_environment, is_on_loopback, plan_shards, visible_gpus
 from router.launch.models import resolve_model
-from router.launch.nodes import Nodes, check_nodes, environment_of, node_warnings, plan_nodes
+from router.launch.nodes import Nodes, await_address, check_nodes, environment_of, node_warnings, plan_nodes
 from router.launch.others import Others
 from router.launch.restarts import Renewal
 from router.launch.seat import Seat
@@ -129,6 +129,7 @@ def launch(settings: Settings, environ: Mapping[str, str], place: Place, log: Lo
         for sentence in [*storage_warnings(settings), *node_warnings(settings, nodes, layout)]:
             log.warn(sentence)
         model = resolve_model(settings, environ, log)
+        address = await_address(nodes, settings.values["node_timeout"], log.info) if nodes.count > 1 else ""
         wakeup = stack.enter_context(signals_to_pipe())
         folder = stack.enter_context(private_folder())
         prefix = settings.values["shard_uds_path"]
@@ -146,13 +147,13 @@ def launch(settings: Settings, environ: Mapping[str, str], place: Place, log: Lo
         shard_commands, sockets = crew.group(1)
         supervisor = Supervisor(
             [*shard_commands, seat.router(1, sockets)],
-            environment_of(settings, environ, nodes),
+            environment_of(settings, environ, nodes, address),
             log,
             drain_seconds=settings.values["shutdown_delay"] + settings.values["graceful_termination_timeout"],
             on_ready=on_ready,
             renewal=Renewal(crew.group, seat.router, settings.values["max_deaths"]),
             sockets=sockets,
-            others=meet(crew, settings, nodes, log) if nodes.count > 1 else None,
+            others=meet(crew, settings, nodes, address, log) if nodes.count > 1 else None,
         )
         code = supervisor.run(wakeup)
         if supervisor.failure:
@@ -160,9 +161,9 @@ def launch(settings: Settings, environ: Mapping[str, str], place: Place, log: Lo
         return code
 
 
-def meet(crew: Crew, settings: Settings, nodes: Nodes, log: Log) -> Others:
-    """What node 0 needs to meet the others. Raises OSError."""
-    linking = Linking(crew.folder, nodes, python("server.link"), settings.values["log_level"], log)
+def meet(crew: Crew, settings: Settings, nodes: Nodes, address: str, log: Log) -> Others:
+    """What node 0, at `address`, needs to meet the others."""
+    linking = Linking(crew.folder, nodes, address, python("server.link"), settings.values["log_level"])
     patience = settings.values["node_timeout"]
     return Others(crew.folder, linking, crew.layout, crew.identity(), log, patience=patience)
 
@@ -179,13 +180,14 @@ def join(settings: Settings, environ: Mapping[str, str], place: Place, log: Log)
         for sentence in [*storage_warnings(settings), *node_warnings(settings, nodes, layout)]:
             log.warn(sentence)
         model = resolve_model(settings, environ, log)
+        address = await_address(nodes, settings.values["node_timeout"], log.info)
         wakeup = stack.enter_context(signals_to_pipe())
         folder = stack.enter_context(private_folder())
         crew = Crew(folder, settings, place.device, layout, model, (), adopt_orphans())
         agent = Agent(
             crew,
-            Linking(folder, nodes, python("server.link"), settings.values["log_level"], log),
-            environment_of(settings, environ, nodes),
+            Linking(folder, nodes, address, python("server.link"), settings.values["log_level"]),
+            environment_of(settings, environ, nodes, address),
             log,
             patience=settings.values["node_timeout"],
             master=nodes.master,

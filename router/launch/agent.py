@@ -106,6 +106,8 @@ class Agent:
                     break
         except TalkEnded as error:
             self._lose_contact(str(error))
+        except (KeyError, TypeError, ValueError):
+            self._lose_contact("it said what is no message")
         return True
 
     # ---------------------------------------------------------------------------------------------- contact to node 0
@@ -167,6 +169,9 @@ class Agent:
                 self._told.add(shard.name)
                 shard.signal(int(message["signal"]))
         elif "end" in message:
+            if message.get("code"):
+                self._fail(f"node 0 has ended: {printable(str(message['end']))}")
+                return
             self._log.info(f"node 0 says that this was it: {printable(str(message['end']))}")
             self._is_over = True
             self._kill()

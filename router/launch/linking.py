@@ -6,8 +6,7 @@ import signal
 from collections.abc import Mapping
 from pathlib import Path
 
-from router.launch.logs import Log
-from router.launch.nodes import Nodes, own_address
+from router.launch.nodes import Nodes
 from router.launch.processes import Child, ChildCommand
 from router.version import version
 from server.link.config import CONTROL, LinkConfig, Order
@@ -18,16 +17,15 @@ END_S = 3.0
 class Linking:
     """One link after the other: one that ends is replaced, and told what the one before was told."""
 
-    def __init__(self, folder: Path, nodes: Nodes, python: tuple[str, ...], log_level: str, log: Log) -> None:
-        """python: the command of a link, without its arguments. Raises OSError where node 0's address is none."""
+    def __init__(self, folder: Path, nodes: Nodes, address: str, python: tuple[str, ...], log_level: str) -> None:
+        """address: this node's. python: the command of a link, without its arguments."""
         self.trouble: Mapping[str, object] = {}  # the latest with node 0's launcher: `event`, `reason`
         self._config = folder / "link.json"
         self._python = python
-        self._log = log
         self._child: Child | None = None
         self._order: Order | None = None
         self._port: int | None = None
-        self._host = own_address(nodes)
+        self._host = address
         # Nodes on one machine cannot all have one port.
         port = 0 if nodes.index and nodes.is_local else nodes.master[1]
         LinkConfig(str(folder), self._host, port, nodes.index, version(), nodes.tls_dir, log_level).save(self._config)

@@ -10,17 +10,20 @@ import fcntl
 import re
 import socket
 import struct
+import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from ipaddress import ip_address
 from typing import Any
 
+from router.launch.errors import Refusal
 from router.launch.layout import Layout
 from router.launch.processes import child_environment
 from router.launch.settings import Settings
 
 GET_ADDRESS = 0x8915  # SIOCGIFADDR of linux/sockios.h
+RESOLVE_S = 1.0
 ALONE = "localhost"  # master_addr unless it is given
 
 
@@ -159,12 +162,15 @@ def node_warnings(settings: Settings, nodes: Nodes, layout: Layout) -> list[str]
     return [f"--trust-network: {what} go over the network as they are; who reaches it can read and forge them"]
 
 
-def environment_of(settings: Settings, environ: Mapping[str, str], nodes: Nodes) -> dict[str, str]:
-    """The environment of the children: gloo and NCCL meet on this machine alone, or where the nodes do."""
+def environment_of(settings: Settings, environ: Mapping[str, str], nodes: Nodes, address: str) -> dict[str, str]:
+    """The environment of the children: gloo and NCCL meet on this machine alone, or where the nodes do.
+
+    address: this node's, if there are several.
+    """
     if nodes.count == 1:
         return child_environment(environ, settings.values["master_addr"] in ("localhost", "127.0.0.1", "::1"))
     child = child_environment(environ, nodes.is_local)
-    if not nodes.is_local and (interface := interface_of(own_address(nodes))) is not None:
+    if not nodes.is_local and (interface := interface_of(address)) is not None:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             child.setdefault(name, interface)
     return child
@@ -180,12 +186,28 @@ def interface_of(address: str) -> str | None:
     return None
 
 
+def await_address(nodes: Nodes, seconds: float, report: Callable[[str], None]) -> str:
+    """`own_address`, once the name of node 0 is known: a platform may still be starting it. Raises Refusal."""
+    until, has_said = time.monotonic() + seconds, False
+    while True:
+        try:
+            return own_address(nodes)
+        except OSError as error:
+            why = f"no address is known of node 0, {nodes.master[0]} ({error.strerror or error})"
+        if time.monotonic() > until:
+            raise Refusal([f"{why}, after {seconds:g} s: give --master-addr as an address"], 1)
+        if not has_said:
+            report(f"{why}: waits for one, {seconds:g} s at most")
+            has_said = True
+        time.sleep(RESOLVE_S)
+
+
 def own_address(nodes: Nodes) -> str:
     """The address of this node from which node 0 is reached. Raises OSError."""
     host, port = nodes.master
-    if nodes.index == 0:
-        return host
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    if nodes.index == 0:
+        return str(address[0])
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(address)  # sends nothing
         return str(probe.getsockname()[0])

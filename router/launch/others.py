@@ -197,9 +197,9 @@ class Others:
         if missing is not None or not self._linking.is_listening:
             if self._until is None:
                 self._until = now + self._patience
-                self._log.info(f"waits for {missing}, {self._patience:g} s at most")
+                self._log.info(f"waits for {missing or 'its link'}, {self._patience:g} s at most")
             if now > self._until:
-                raise Refusal([f"{missing} did not come within {self._patience:g} s: {REMEDY}"], 1)
+                raise Refusal([f"{missing or 'the link'} did not come within {self._patience:g} s: {REMEDY}"], 1)
             return False
         self._until = None
         self._linking.order(self._launch, self._peers(), self._layout.forwards(group))
@@ -244,10 +244,10 @@ class Others:
                 self._lose(node, str(error))
         return True
 
-    def close(self, sentence: str) -> None:
-        """Tell all that this was it, let nobody in any more, and end the link."""
+    def close(self, sentence: str, code: int) -> None:
+        """Tell all that this was it, and with which exit code; let nobody in any more, and end the link."""
         for node in self._nodes.values():
-            node.say({"end": sentence})
+            node.say({"end": sentence, "code": code})
             node.talk.close()
         for descriptor in list(self._strangers):
             self._forget(descriptor)

@@ -110,7 +110,7 @@ class Supervisor:
         finally:
             self._kill()
             if self._others is not None:
-                self._others.close(self.failure or "the server is stopped")
+                self._others.close(self.failure or "the server is stopped", 1 if self.failure else 0)
             self._pool.close(self._children)
         return self._exit_code
 

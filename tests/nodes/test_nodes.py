@@ -85,6 +85,15 @@ def test_a_node_that_leaves_for_good_ends_the_server_with_one_sentence() -> None
     assert "error: node 1 (SIGTERM) did not come within 2 s: start the launcher on every node" in output
 
 
+def test_a_failure_on_another_node_is_named_and_ends_all() -> None:
+    with Cluster(TWO, *STAGES, "--max-deaths", "0") as cluster:
+        os.kill(cluster.shards()[1], signal.SIGKILL)
+        code, output = cluster.wait()
+        assert (1, 1) == (code, cluster.agents[0].end()[0])
+    assert "error: shard 1 on node 1 stopped: " in output
+    assert "error: node 0 has ended: shard 1 on node 1 stopped: " in cluster.agents[0].output
+
+
 def test_a_node_0_that_is_gone_for_good_ends_the_others() -> None:
     with Cluster(TWO, *STAGES, "--node-timeout", "2") as cluster:
         os.kill(cluster.process.pid, signal.SIGKILL)

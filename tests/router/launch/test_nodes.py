@@ -6,6 +6,7 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from router.launch.layout import Layout
 from router.launch.machine import plan_shards
 from router.launch.nodes import (
     Nodes,
+    await_address,
     check_nodes,
     environment_of,
     first_difference,
@@ -152,10 +154,29 @@ def test_sockets_of_other_nodes_are_forwarded() -> None:
 
 def test_children_meet_where_the_nodes_do(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = read([])
-    assert "lo" == environment_of(settings, {}, Nodes(2, 0, ("127.0.0.1", 1)))["GLOO_SOCKET_IFNAME"]
+    assert "lo" == environment_of(settings, {}, Nodes(2, 0, ("127.0.0.1", 1)), "127.0.0.1")["GLOO_SOCKET_IFNAME"]
     monkeypatch.setattr("router.launch.nodes.interface_of", lambda address: {"10.0.0.1": "eth7"}[address])
-    assert "eth7" == environment_of(settings, {}, REMOTE)["NCCL_SOCKET_IFNAME"]
-    assert "mine" == environment_of(settings, {"GLOO_SOCKET_IFNAME": "mine"}, REMOTE)["GLOO_SOCKET_IFNAME"]
+    assert "eth7" == environment_of(settings, {}, REMOTE, "10.0.0.1")["NCCL_SOCKET_IFNAME"]
+    assert "mine" == environment_of(settings, {"GLOO_SOCKET_IFNAME": "mine"}, REMOTE, "10.0.0.1")["GLOO_SOCKET_IFNAME"]
+
+
+def test_a_name_that_is_not_known_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.launch.nodes.RESOLVE_S", 0.01)
+    known = iter([socket.gaierror(-2, "Name or service not known")] * 2)
+    resolve = socket.getaddrinfo
+
+    def later(host: str, *args: Any, **kwargs: Any) -> Any:
+        if (error := next(known, None)) is not None:
+            raise error
+        return resolve("127.0.0.1", *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", later)
+    said: list[str] = []
+    assert "127.0.0.1" == await_address(Nodes(2, 1, ("leader", 29500)), 10, said.append)
+    assert ["no address is known of node 0, leader (Name or service not known): waits for one, 10 s at most"] == said
+    known = iter([socket.gaierror(-2, "Name or service not known")] * 9)
+    with pytest.raises(Refusal, match=r"leader .*, after 0 s: give --master-addr as an address"):
+        await_address(Nodes(2, 0, ("leader", 29500)), 0, said.append)
 
 
 def test_addresses_and_interfaces_are_this_machines() -> None:
