@@ -118,6 +118,10 @@ class Cluster(Server):
 
     def __exit__(self, *error: object) -> None:
         try:
+            if isinstance(error[1], Exception) and self.process.poll() is None:
+                self.stop(signal.SIGQUIT)
+                error[1].add_note(self.wait()[1])
+                error[1].add_note("\n".join(agent.output for agent in self.agents))
             super().__exit__(*error)  # type: ignore[arg-type]
         finally:
             self._stack.close()
