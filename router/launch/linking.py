@@ -15,7 +15,7 @@ END_S = 3.0
 
 
 class Linking:
-    """One link after the other: one that ends is replaced, and told what the one before was told."""
+    """One link after the other. One that ends is replaced; its connections, and so the group that had them, are lost."""
 
     def __init__(self, folder: Path, nodes: Nodes, address: str, python: tuple[str, ...], log_level: str) -> None:
         """address: this node's. python: the command of a link, without its arguments."""
@@ -47,8 +47,8 @@ class Linking:
         return self._host, self._port
 
     def started(self, child: Child) -> None:
-        """This is the link from now on."""
-        self._child, self._port = child, None
+        """This is the link from now on, without orders as yet."""
+        self._child, self._port, self._order = child, None, None
 
     def order(self, launch: str, peers: Mapping[int, tuple[str, int]], forwards: Mapping[str, int]) -> None:
         """Have it listen at these sockets, each for that of the node, and nowhere else."""

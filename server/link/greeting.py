@@ -60,7 +60,7 @@ class Greeting:
             )
         if not SOCKET_NAME.fullmatch(self.socket):
             raise Refused("it asks for what is no socket of a launch")
-        if "/" in self.socket and self.launch != launch:
+        if "/" in self.socket and (not launch or self.launch != launch):
             raise Refused("it is of another launch")
 
 

@@ -54,7 +54,10 @@ class Link:
         self._answering = asyncio.get_running_loop().create_task(self._answer(listener))
 
     async def obey(self, order: Order) -> None:
-        """Listen where the order says, and nowhere else; what it leaves out is closed. Raises OSError."""
+        """Listen where the order says, and nowhere else; what it leaves out is closed.
+
+        A socket that cannot be had is left to whoever misses it: its group is being ended, or fails for want of it.
+        """
         self._order = order
         for name in [name for name in self._listeners if order.forwards.get(name) != self._listeners[name][0]]:
             self._listeners.pop(name)[1].close()
@@ -62,7 +65,10 @@ class Link:
                 end.abort()
         for name, node in order.forwards.items():
             if name not in self._listeners:
-                self._listeners[name] = node, await self._listen(name, node)
+                try:
+                    self._listeners[name] = node, await self._listen(name, node)
+                except OSError as error:
+                    log.warning("cannot listen at %s: %s", name, error.strerror or error)
 
     async def close(self) -> None:
         """Carry what is on its way, and end everything."""

@@ -127,6 +127,15 @@ def test_what_an_order_leaves_out_is_closed(node: Make) -> None:
         end.connect(str(here.folder / SHARD))
 
 
+def test_a_socket_of_a_group_that_is_gone_leaves_the_others_alone(node: Make, caplog: pytest.LogCaptureFixture) -> None:
+    here, there = node(), node()
+    here.obey({"group-9/shard-1.sock": 1, SHARD: 1}, here, there)
+    assert "cannot listen at group-9/shard-1.sock: No such file or directory" in caplog.text
+    there.obey({}, here, there)
+    with there.listen() as listener, here.dial():
+        listener.accept()[0].close()
+
+
 def greet(address: tuple[str, int], line: bytes, context: ssl.SSLContext | None = None) -> bytes:
     """What a link answers to a line."""
     with socket.create_connection(address, timeout=10) as raw:
