@@ -7,10 +7,10 @@ WHEELS = dist/wheels
 # What a machine with a GPU has already, or what its tests and its benchmark do without.
 NOT_PACKED = torch triton transformers tokenizers numpy regex sympy mpmath networkx mypy mypy_extensions librt \
 	ast_serialize ruff types-protobuf grpcio-tools matplotlib contourpy cycler fonttools kiwisolver \
-	pillow pyparsing python-dateutil ray
+	pillow pyparsing python-dateutil ray kubernetes-validate importlib_resources
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
-.PHONY: install serve test test-formats test-offload test-kernels \
+.PHONY: install serve test schemas test-formats test-offload test-kernels \
 	test-clients test-nodes test-docker test-ray soak test-gpu bench-check bench-gpu pack unpack check proto docs
 
 install: .venv/installed
@@ -27,6 +27,13 @@ serve: install
 # A worker for each core and one more, four at most; `make test ARGS=-n0` runs all in one process, as a debugger wants it.
 test: install
 	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
+
+# Schemas of kinds that Kubernetes itself does not have, for tests/deploy: packages of the npm registry (MIT; what they need
+# is MIT, BSD, Apache-2.0 or CC0), and the compiler that reads their types (Apache-2.0). The suite skips one test without.
+schemas: .schemas/node_modules
+.schemas/node_modules:
+	npm install --silent --no-save --ignore-scripts --prefix .schemas typescript@7 \
+		@kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0
 
 # Clients whose pins conflict with ours, each in an environment of its own below .venv-clients.
 test-clients: install

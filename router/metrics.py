@@ -105,6 +105,7 @@ class Metrics:
         self.held_size.set_function(lambda: len(held))
         self.batch_tokens.set_function(lambda: scheduler.reserved_tokens)
         self.free_blocks.set_function(lambda: scheduler.num_free_blocks)
+        self.used_blocks.set_function(lambda: 1 - scheduler.num_free_blocks / scheduler.limits.num_blocks)
 
     def planned(self, trace: StepTrace) -> None:
         """A step was planned and is about to be sent."""
@@ -201,6 +202,7 @@ class Metrics:
         self.most_blocks = self._gauge("tgi_kv_blocks_total", "KV blocks")
         self._show_capacity(limits)
         self.free_blocks = self._gauge("tgi_kv_blocks_free", "KV blocks not reserved")
+        self.used_blocks = self._gauge("tgi_kv_used_ratio", "Share of the KV blocks that is reserved, from 0 to 1")
         self.next_size = Histogram(
             "tgi_batch_next_size",
             "Requests admitted in one step",

@@ -219,6 +219,7 @@ FOUND = rate_of("tgi_request_prefix_hit_tokens")
 COMPUTED = rate_of("tgi_batch_prefill_tokens")
 BLOCKS = total("tgi_kv_blocks_total" + INSTANCES)
 FREE_BLOCKS = total("tgi_kv_blocks_free" + INSTANCES)
+FULLEST = Query(f"max(tgi_kv_used_ratio{INSTANCES})", "of the fullest")
 # A token is counted where it is timed: the first of a request there, every other one here.
 TOKENS = (
     f"{rate_of('tgi_request_inter_token_duration_count')} + {rate_of('tgi_request_time_to_first_token_duration_count')}"
@@ -234,7 +235,8 @@ PANELS: dict[str, list[Panel]] = {
         Panel("Between tokens", "s", [quantiles("tgi_request_inter_token_duration")[1]], is_number=True),
         Panel("Waiting", "short", [gauge("tgi_queue_size", "requests")], is_number=True),
         Panel(
-            "KV cache in use", "percentunit", [Query(f"1 - {FREE_BLOCKS} / {BLOCKS}", "used")], most=1, is_number=True,
+            "KV cache in use", "percentunit",
+            [Query(f"1 - {FREE_BLOCKS} / {BLOCKS}", "used"), FULLEST], most=1, is_number=True,
         ),
     ],
     "Requests and errors": [

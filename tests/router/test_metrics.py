@@ -57,6 +57,7 @@ OURS = {
     "tgi_queue_tokens": "gauge",
     "tgi_kv_blocks_total": "gauge",
     "tgi_kv_blocks_free": "gauge",
+    "tgi_kv_used_ratio": "gauge",
     "tgi_batch_held_size": "gauge",
     "tgi_batch_prefill_tokens": "counter",
     "tgi_batch_peak_batch_size": "gauge",
@@ -176,6 +177,7 @@ def test_gauges_are_true_between_steps_and_while_none_is_planned() -> None:
             series = series_in((await it.http.get("/metrics")).text)
             assert (2, 64) == (series["tgi_queue_size"], series["tgi_queue_tokens"])
             assert series["tgi_kv_blocks_total"] - 2 == series["tgi_kv_blocks_free"]
+            assert 2 / series["tgi_kv_blocks_total"] == series["tgi_kv_used_ratio"]
             for entry in (first, second, third):
                 entry.cancelled = True
 

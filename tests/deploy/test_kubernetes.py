@@ -1,0 +1,305 @@
+"""The manifests and the chart for Kubernetes: valid, alike, and true of the server. No cluster is asked."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import kubernetes_validate
+import pytest
+import yaml
+from kubernetes_validate.utils import all_versions
+
+from launcher import prepare
+from tests.deploy.chart import CHART, defaults, render, rendered
+from tests.deploy.dockerfile import image_of, parse
+from tests.deploy.manifests import FILES, FOLDER, PAGE, VALUES, Document, everything, one, plain, pods, settings_of
+from tests.deploy.schemas import MODULES, PACKAGES, complaints
+from tests.router.test_metrics import page_with_keys, series_in
+from tests.running import ROOT, Server, body
+
+VERSIONS = sorted(
+    {version.split("-")[0] for version in all_versions()},
+    key=lambda version: [int(part) for part in version.split(".")],
+)[-3:]
+UNVALIDATED = {"LeaderWorkerSet", "InferencePool", "HTTPRoute"}
+ENDING_S = 10  # the shards', after the router's
+KEY = "a-key"
+
+
+# ------------------------------------------------------------------------------------------------------- validity
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_every_document_is_valid_and_has_no_field_too_much(version: str) -> None:
+    for document in everything():
+        if document["kind"] not in UNVALIDATED | PACKAGES.keys():
+            assert kubernetes_validate.validate(document, version, strict=True) == version.rpartition(".")[0]
+
+
+def test_a_wrong_document_is_not_valid() -> None:
+    deployment = one(plain("lockstep"), "Deployment")
+    deployment["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
+    with pytest.raises(kubernetes_validate.ValidationError, match="livenesProbe"):
+        kubernetes_validate.validate(deployment, VERSIONS[-1], strict=True)
+
+
+@pytest.mark.skipif(
+    not MODULES.is_dir() or shutil.which("node") is None, reason="`make schemas` was not run, or no node"
+)
+def test_kinds_of_keda_and_of_the_prometheus_operator_are_valid(tmp_path: Path) -> None:
+    documents = [document for document in everything() if document["kind"] in PACKAGES]
+    assert PACKAGES.keys() == {document["kind"] for document in documents}
+    (tmp_path / "right").mkdir()
+    assert "" == complaints(documents, tmp_path / "right")
+    scaled, monitor = one(plain("keda"), "ScaledObject"), one(plain("monitoring"), "ServiceMonitor")
+    scaled["spec"]["maxReplicas"] = 8
+    monitor["spec"]["endpoints"][0]["interval"] = "often"
+    (tmp_path / "wrong").mkdir()
+    found = complaints([scaled, monitor], tmp_path / "wrong")
+    assert "maxReplicas" in found and "interval" in found
+
+
+def test_the_page_says_of_every_kind_what_validates_it() -> None:
+    table = dict(re.findall(r"^\| ([\w, ]+) \| (.*) \|$", PAGE.split("## What was tried")[1], re.MULTILINE))
+    said = {kind: how for kinds, how in table.items() for kind in kinds.split(", ")}
+    for kind in {document["kind"] for document in everything()}:
+        by = "not by the tests" if kind in UNVALIDATED else "npm" if kind in PACKAGES else "kubernetes-validate"
+        assert by in said[kind], kind
+
+
+# ---------------------------------------------------------------------------------------------------------- chart
+
+
+@pytest.mark.parametrize(
+    ("values", "files"),
+    [
+        ("defaults", ["lockstep"]),
+        ("hpa", ["lockstep", "hpa", "monitoring"]),
+        ("keda", ["lockstep", "keda", "monitoring"]),
+    ],
+)
+@pytest.mark.parametrize("release", ["lockstep", "other"])
+def test_the_chart_is_the_manifests_but_for_names(values: str, files: list[str], release: str) -> None:
+    chosen = VALUES[values] | {"autoscaling": {values: True}} if values in ("hpa", "keda") else {}
+    made = by_name(rename(rendered(chosen, release), release))
+    assert by_name(plain(*files)) == made
+
+
+def by_name(documents: list[Document]) -> dict[tuple[str, str], Document]:
+    return {(document["kind"], document["metadata"]["name"]): document for document in documents}
+
+
+def rename(node: Any, release: str) -> Any:
+    """With the release's name as it is in the manifests."""
+    if isinstance(node, dict):
+        return {key: rename(value, release) for key, value in node.items()}
+    if isinstance(node, list):
+        return [rename(value, release) for value in node]
+    return re.sub(rf"\b{release}\b", "lockstep", node) if isinstance(node, str) else node
+
+
+def test_every_value_is_used_and_changes_what_it_says() -> None:
+    text = "".join(path.read_text() for path in (CHART / "templates").iterdir())
+    used = set(re.findall(r"\.Values\.([\w.]+)", text))
+    inner = {"cache", "autoscaling"}
+    assert used == {
+        f"{name}.{key}" if name in inner else name
+        for name, value in defaults().items()
+        for key in (value if name in inner else [name])
+    }
+    everywhere = str(rendered(VALUES["page"]) + rendered(VALUES["one disk"]) + rendered(VALUES["patient"]))
+    for said in ("lockstep:cuda", "nvidia.com/gpu", "--num-shard", "ReadWriteOnce", "'fast'", "1Ti", "'other'"):
+        assert said in everywhere
+    assert "api-key" not in str(rendered(VALUES["open"])) and "gateways" in str(rendered(VALUES["open"]))
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ .Values.missing }}", "{{ range .Values.args }}", "{{ if .Values.args }}", "{{ .Values.args }}", "{{ end }}"],
+)
+def test_what_the_renderer_does_not_know_is_refused(template: str) -> None:
+    with pytest.raises(ValueError):
+        render(template, {"Values": defaults()})
+
+
+# --------------------------------------------------------------------------------------------- pods and the server
+
+
+def test_a_pod_is_killed_later_than_its_server_needs_to_drain() -> None:
+    for pod in pods(everything()):
+        settings = settings_of(pod)
+        drain = settings["shutdown_delay"] + settings["graceful_termination_timeout"]
+        assert pod["spec"]["terminationGracePeriodSeconds"] >= drain + ENDING_S
+        probe = pod["spec"]["containers"][0].get("readinessProbe", {"periodSeconds": 0, "failureThreshold": 0})
+        assert settings["shutdown_delay"] > probe["periodSeconds"] * probe["failureThreshold"]
+
+
+def test_a_pod_may_do_what_the_image_needs_and_no_more() -> None:
+    image = image_of(parse((ROOT / "deploy/docker/Dockerfile").read_text()), "cpu")
+    for pod in pods(everything()):
+        spec, (container,) = pod["spec"], pod["spec"]["containers"]
+        user = spec["securityContext"]
+        assert user["runAsNonRoot"] and f"{user['runAsUser']}:{user['runAsGroup']}" == image.user
+        assert user["fsGroup"] == user["runAsGroup"] and user["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        assert not spec["automountServiceAccountToken"] and not spec["enableServiceLinks"]
+        mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert set(image.volumes) <= mounted.keys() and set(mounted.values()) == volumes.keys()
+        assert "emptyDir" in volumes[mounted["/tmp"]] and "persistentVolumeClaim" in volumes[mounted["/cache"]]
+        assert volumes[mounted["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+
+
+@pytest.mark.parametrize("files", [["lockstep", "hpa", "keda", "monitoring", "inference-pool"], ["nodes"]])
+def test_what_selects_names_or_mounts_finds(files: list[str]) -> None:
+    documents = plain(*files)
+    ours = list(pods(documents))
+    labels = ours[-1]["metadata"]["labels"]
+    ports = {port["name"]: port["containerPort"] for pod in ours for port in pod["spec"]["containers"][0]["ports"]}
+    assert ports["http"] == settings_of(ours[0])["port"]
+    for document in documents:
+        spec = document.get("spec", {})
+        chosen = spec.get("selector") or spec.get("podSelector") or {}
+        chosen = chosen.get("matchLabels", chosen)
+        if document["metadata"]["name"] != "lockstep-picker":
+            assert {k: v for k, v in chosen.items() if "worker-index" not in k}.items() <= labels.items()
+    for policy in (document["spec"] for document in documents if document["kind"] == "NetworkPolicy"):
+        assert {port["port"] for rule in policy["ingress"] for port in rule["ports"]} == set(ports.values())
+    claims = {document["metadata"]["name"] for document in documents if document["kind"] == "PersistentVolumeClaim"}
+    mounted = [volume.get("persistentVolumeClaim") for pod in ours for volume in pod["spec"]["volumes"]]
+    assert claims == {claim["claimName"] for claim in mounted if claim}
+
+
+def test_both_autoscalers_scale_alike() -> None:
+    hpa, keda = (
+        one(plain(name), kind)["spec"] for name, kind in (("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject"))
+    )
+    assert (hpa["minReplicas"], hpa["maxReplicas"]) == (keda["minReplicaCount"], keda["maxReplicaCount"])
+    assert hpa["behavior"] == keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
+    wanted = {m["pods"]["metric"]["name"]: m["pods"]["target"]["averageValue"] for m in hpa["metrics"]}
+    assert {"tgi_queue_size": "4", "tgi_kv_used_ratio": "800m"} == wanted
+    asked = {t["metadata"]["query"]: t["metadata"]["threshold"] for t in keda["triggers"]}
+    assert {f'sum({name}{{job="lockstep"}})': {"4": "4", "800m": "0.8"}[to] for name, to in wanted.items()} == asked
+    assert (
+        hpa["scaleTargetRef"]["name"]
+        == keda["scaleTargetRef"]["name"]
+        == one(plain("lockstep"), "Deployment")["metadata"]["name"]
+    )
+    adapter = yaml.safe_load((FOLDER / "prometheus-adapter.yaml").read_text())
+    found = re.search(r'__name__=~"(.*?)"', adapter["rules"]["custom"][0]["seriesQuery"])
+    assert found and all(re.fullmatch(found.group(1).strip("^$"), name) for name in wanted)
+
+
+def test_every_metric_and_label_is_one_of_the_servers(tmp_path: Path) -> None:
+    series = series_in(page_with_keys(tmp_path)).keys()
+    names = {name.partition("{")[0] for name in series}
+    text = {path.name: path.read_text() for path in FOLDER.glob("*.yaml")}
+    named = {(file, name) for file, said in text.items() for name in re.findall(r"\btgi_\w+", said)}
+    assert {"hpa.yaml", "keda.yaml", "prometheus-adapter.yaml", "monitoring.yaml", "inference-pool.yaml"} == dict(
+        named
+    ).keys()
+    assert set() == {(file, name) for file, name in named if name not in names}
+    for name, label, _, values in re.findall(r'(tgi_\w+)\{job="lockstep",(\w+)(=~?)"([^"]*)"', text["monitoring.yaml"]):
+        assert {f'{name}{{{label}="{value}"}}' for value in values.split("|")} <= series
+
+
+def test_the_launchers_of_a_leader_worker_set_know_their_places() -> None:
+    leader, worker = pods(plain("nodes"))
+    group = one(plain("nodes"), "LeaderWorkerSet")["spec"]["leaderWorkerTemplate"]
+    gpus = worker["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert leader["spec"]["containers"][0]["args"] == worker["spec"]["containers"][0]["args"]
+    for index in range(group["size"]):
+        environ = {
+            "LWS_GROUP_SIZE": str(group["size"]),
+            "LWS_WORKER_INDEX": str(index),
+            "LWS_LEADER_ADDRESS": "lockstep-nodes-0.lockstep-nodes.default",
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(int(gpus)))),
+        }
+        prepared = prepare(worker["spec"]["containers"][0]["args"], environ)
+        assert prepared is not None
+        _, place = prepared
+        assert (group["size"], index, "LeaderWorkerSet") == (place.nodes.count, place.nodes.index, place.nodes.said_by)
+        assert (environ["LWS_LEADER_ADDRESS"], 29500) == place.nodes.master
+        assert int(gpus) == place.layout.num_local and not place.layout.splits_stages
+        assert {"/tls"} < {mount["mountPath"] for mount in worker["spec"]["containers"][0]["volumeMounts"]}
+
+
+# --------------------------------------------------------------------------------------------------------- probes
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Server]:
+    """A server with the flags of the Deployment, which computes nothing."""
+    flags = next(pods(plain("lockstep")))["spec"]["containers"][0]["args"]
+    with Server(*flags, "--model-id=null", "--null-step-ms=50", env={**os.environ, "API_KEY": KEY}) as server:
+        yield server
+
+
+def test_probes_tell_what_has_to_be_done(served: Server) -> None:
+    """Ready while requests can be answered; alive also while shards are started again, and while the server drains."""
+    container = next(pods(plain("lockstep")))["spec"]["containers"][0]
+    ready, alive = (container[probe]["httpGet"]["path"] for probe in ("readinessProbe", "livenessProbe"))
+    assert ready == container["startupProbe"]["httpGet"]["path"] != alive
+
+    def status(path: str) -> int:
+        return httpx2.get(f"{served.url}{path}", timeout=5).status_code
+
+    assert (200, 200) == (status(ready), status(alive))
+    os.kill(served.shards()[0], signal.SIGKILL)
+    await_true(lambda: status(ready) == 503)
+    assert 200 == status(alive)
+    await_true(lambda: status(ready) == 200)
+    headers = {"authorization": f"Bearer {KEY}"}
+    with httpx2.stream(
+        "POST", f"{served.url}/generate_stream", json=body("Once", max_new_tokens=40), headers=headers, timeout=30
+    ) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        served.stop()
+        await_true(lambda: status(ready) == 503)
+        assert 200 == status(alive)
+        assert any("generated_text" in line and "null" not in line.split("generated_text")[1][:8] for line in lines)
+
+
+def await_true(condition: Callable[[], bool], within_s: float = 60) -> None:
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.005)
+
+
+# ----------------------------------------------------------------------------------------------------------- page
+
+
+def test_what_the_page_says_to_type_is_there() -> None:
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
+    typed = "".join(block for language, block in blocks if not language)
+    files = set(re.findall(r"deploy/[\w./-]+", typed))
+    assert files and all((ROOT / name).exists() for name in files)
+    assert {f"{name}.yaml" for name in FILES} < {path.name for path in FOLDER.iterdir()}
+    assert all(f"{path.name}" in PAGE for path in FOLDER.iterdir())
+    for name in re.findall(r"--set (\w+(?:\.\w+)*)=", typed):
+        value: Any = defaults()
+        for part in name.split("."):
+            value = value[part]
+    secret = set(re.findall(r"--from-(?:literal|file)=([\w.-]+)=", typed))
+    assert {"api-key", "ca.pem", "cert.pem", "key.pem"} <= secret
+
+
+def test_apply_k_takes_what_needs_nothing_else() -> None:
+    chosen = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
+    assert ["lockstep.yaml"] == chosen
+    kinds = {document["kind"] for document in plain("lockstep")}
+    assert not kinds & (UNVALIDATED | PACKAGES.keys())
