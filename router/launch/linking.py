@@ -15,7 +15,7 @@ END_S = 3.0
 
 
 class Linking:
-    """One link after the other. One that ends is replaced; its connections, and so the group that had them, are lost."""
+    """One link after the other. One that ends is replaced; its connections, and the group of shards, are lost."""
 
     def __init__(self, folder: Path, nodes: Nodes, address: str, python: tuple[str, ...], log_level: str) -> None:
         """address: this node's. python: the command of a link, without its arguments."""
