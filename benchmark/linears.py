@@ -41,16 +41,16 @@ class Linear:
         return self.active < self.copies
 
 
-def of_decoder(spec: ArchSpec, names: NameMap) -> Iterator[Linear]:
-    """Those of a decoder, or of the decoder of an encoder-decoder."""
-    return _of_stack(spec, names.roles, names.prefixes[0], of_prompts=False)
+def of_decoder(spec: ArchSpec, names: NameMap, first_layer: int = 0) -> Iterator[Linear]:
+    """Those of a decoder, or of the decoder of an encoder-decoder, whose layers are counted from `first_layer`."""
+    return _of_stack(spec, names.roles, names.prefixes[0], first_layer, of_prompts=False)
 
 
 def of_encoder(spec: ArchSpec, names: NameMap) -> Iterator[Linear]:
     """Those of an encoder-decoder's encoder; none where there is no encoder."""
     if spec.encoder is None or names.encoder is None:
         return iter(())
-    return _of_stack(spec.encoder, names.encoder, names.prefixes[0], of_prompts=True)
+    return _of_stack(spec.encoder, names.encoder, names.prefixes[0], 0, of_prompts=True)
 
 
 def stored_bytes(linear: Linear, storage: Storage | None, dtype_bytes: int) -> int:
@@ -96,8 +96,8 @@ def padding_bytes(linears: Iterable[Linear], storage: Storage, ranks: int) -> in
     )
 
 
-def _of_stack(spec: ArchSpec, roles: Roles, prefix: str, *, of_prompts: bool) -> Iterator[Linear]:
-    for number, layer in enumerate(spec.layers):
+def _of_stack(spec: ArchSpec, roles: Roles, prefix: str, first_layer: int, *, of_prompts: bool) -> Iterator[Linear]:
+    for number, layer in enumerate(spec.layers, first_layer):
         for role, outputs, inputs, copies, active in _of_layer(spec, layer, roles):
             entry = roles[role]
             short = entry if isinstance(entry, str) else entry[0]

@@ -7,14 +7,15 @@ Arithmetic over a shape and a data sheet: nothing is loaded or started, and torc
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark import options, shapes
+from benchmark import options, pipelines, shapes
 from benchmark.devices import DEVICES, RESERVED_BYTES, DatasheetDevice, all_reduces
 from benchmark.memory import free_host_bytes
+from benchmark.pipelines import Pipeline, pipeline
 from benchmark.publishing import published
 from benchmark.report import BenchError, Result, RunContext, arguments_of, prepare_output, table
 from benchmark.roofline import BytesAndFlops, Probe, ServedModel, describe, mean_context
@@ -32,7 +33,10 @@ THIS = "this"
 
 @dataclass(frozen=True)
 class Capacity:
-    """What the memory of a device holds when the model is split over `num_shard` shards."""
+    """What the memory of a device holds when the model, or each pipeline stage, is split over `num_shard` shards.
+
+    Of several stages it is the one that holds the fewest tokens.
+    """
 
     num_shard: int
     weight_bytes_per_shard: int
@@ -64,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-concurrent-requests", type=options.positive, default=128, help="as in the server (128)")
     parser.add_argument("--max-total-tokens", type=options.positive, default=2048, help="as in the server (2048)")
     parser.add_argument("--max-batch-prefill-tokens", type=options.positive, default=4096, help="likewise (4096)")
+    pipelines.add_arguments(parser)
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
 
 
@@ -76,13 +81,14 @@ def run(args: argparse.Namespace) -> int:
     on_cpu = args.device == THIS and _is_cpu()
     served = ServedModel(named.shape, dtype, quantize, args.kv_cache_dtype, on_cpu)
     device, source = _this(served) if args.device == THIS else (DEVICES[args.device], _data_sheet(args.device))
-    capacities = [capacity(served, device, num_shard, args) for num_shard in args.num_shard]
+    pipe = pipeline(args, served)
+    capacities = [least_capacity(pipe, device, num_shard, args) for num_shard in args.num_shard]
     if all(found.problem for found in capacities):
         raise BenchError(f"{named.name} on {args.device}: " + "; ".join(f.problem for f in capacities if f.problem))
-    result = Result(_context(args, named.name, served), notes=[source, *_notes(args, named.shape.spec.max_positions)])
+    result = Result(_context(args, named.name, served), notes=[source, *_notes(args, pipe)])
     result.extra["capacity"] = [asdict(found) for found in capacities]
     with published(result, lambda r: markdown(r, args, named.name, served, capacities), args.output):
-        result.rows = [row for found in capacities for row in rows(args, served, device, found)]
+        result.rows = [row for found in capacities for row in rows(args, pipe, device, found)]
     return 0
 
 
@@ -99,6 +105,12 @@ def stored_as(named: shapes.NamedShape, quantize: str | None, head: str = "int8"
 
 
 # ---------------------------------------------------------------------------------------------------- arithmetic
+
+
+def least_capacity(pipe: Pipeline, device: DatasheetDevice, num_shard: int, args: argparse.Namespace) -> Capacity:
+    """What the pipeline stage with the least room holds."""
+    found = [capacity(stage, device, num_shard, args) for stage in pipe.stages]
+    return min(found, key=lambda stage: (stage.problem is None, stage.kv_tokens))
 
 
 def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args: argparse.Namespace) -> Capacity:
@@ -128,28 +140,49 @@ def _step_bytes(served: ServedModel, num_shard: int, args: argparse.Namespace) -
 
 
 def rows(
-    args: argparse.Namespace, served: ServedModel, device: DatasheetDevice, found: Capacity
+    args: argparse.Namespace, pipe: Pipeline, device: DatasheetDevice, found: Capacity
 ) -> Iterator[dict[str, Any]]:
     """A row with its floor for each step and batch size of one split, in the order of the tables."""
     if found.problem:
         return
-    ceilings = device.ceilings(served, found.num_shard)
     for step in STEPS:
         for batch_size in args.batch_size:
-            needed, tokens = _step(args, served, step, batch_size)
-            floor = needed.floor_ms(ceilings)
-            reduces = _all_reduce_ms(args, served, device, found.num_shard, step, batch_size)
-            yield {
-                "num_shard": found.num_shard,
-                "step": step,
-                "batch_size": batch_size,
-                "floor_ms": floor,
-                "bound_by": needed.bound_by(ceilings),
-                "achievable_ms": needed.floor_ms(device.achievable(ceilings)) + reduces,
-                "all_reduce_ms": reduces,
-                "tokens_per_second": 1000 * tokens / (floor + reduces),
+            yield _row(args, pipe, device, found.num_shard, step, batch_size) | {
                 "fits": batch_size * _tokens_of_a_sequence(args) <= found.kv_tokens,
             }
+
+
+def _row(
+    args: argparse.Namespace, pipe: Pipeline, device: DatasheetDevice, num_shard: int, step: str, batch_size: int
+) -> dict[str, Any]:
+    """The times of a step of so many sequences, which are divided into the pipeline's micro-batches."""
+    sequences = -(-batch_size // pipe.lanes(batch_size))  # of one of them
+    length = args.sequence_length if step == "Prefill" else 1
+    count = args.decode_length - 1 if step == "Decode (total)" else 1
+    ceilings = [device.ceilings(stage, num_shard) for stage in pipe.stages]
+    needs = [_needs(args, stage, step, sequences) for stage in pipe.stages]
+    floors = [needed.floor_ms(most) for needed, most in zip(needs, ceilings, strict=True)]
+    reached = [needed.floor_ms(device.achievable(most)) for needed, most in zip(needs, ceilings, strict=True)]
+    sums = [_all_reduce_ms(stage, device, num_shard, sequences * length) for stage in pipe.stages]
+
+    def whole_ms(stages_ms: Sequence[float], links: Pipeline = pipe) -> float:
+        if step == "Prefill":
+            return links.prefill_ms(stages_ms, batch_size, length)
+        return count * links.decode_ms(stages_ms, batch_size)
+
+    slowest = floors.index(max(floors))
+    with_sums, achievable = ([ms + more for ms, more in zip(times, sums, strict=True)] for times in (floors, reached))
+    return {
+        "num_shard": num_shard,
+        "step": step,
+        "batch_size": batch_size,
+        "floor_ms": whole_ms(floors, pipe.without_links()),
+        "bound_by": needs[slowest].bound_by(ceilings[slowest]),
+        "achievable_ms": whole_ms(achievable),
+        "all_reduce_ms": count * sum(sums),
+        "links_ms": count * pipe.links_ms(sequences, length)[0],
+        "tokens_per_second": 1000 * batch_size * length * count / whole_ms(with_sums),
+    }
 
 
 def _tokens_of_a_sequence(args: argparse.Namespace) -> int:
@@ -157,22 +190,17 @@ def _tokens_of_a_sequence(args: argparse.Namespace) -> int:
     return blocks_for(args.sequence_length + args.decode_length, shapes.BLOCK_SIZE) * shapes.BLOCK_SIZE
 
 
-def _all_reduce_ms(
-    args: argparse.Namespace, served: ServedModel, device: DatasheetDevice, num_shard: int, step: str, batch_size: int
-) -> float:
-    """What the sums over the shards of a step, or of all decode steps, take at least."""
+def _all_reduce_ms(served: ServedModel, device: DatasheetDevice, num_shard: int, tokens: int) -> float:
+    """What the sums over the shards of a step take at least."""
     fixed, per_token = all_reduces(served, device, num_shard)
-    tokens = batch_size * (args.sequence_length if step == "Prefill" else 1)
-    return 1000 * (fixed + per_token * tokens) * (args.decode_length - 1 if step == "Decode (total)" else 1)
+    return 1000 * (fixed + per_token * tokens)
 
 
-def _step(args: argparse.Namespace, served: ServedModel, step: str, batch_size: int) -> tuple[BytesAndFlops, int]:
-    """What the step needs at least, and how many tokens it covers."""
+def _needs(args: argparse.Namespace, served: ServedModel, step: str, sequences: int) -> BytesAndFlops:
+    """What a step of so many sequences needs at least; of all decode steps, one."""
     if step == "Prefill":
-        return served.prefill(batch_size, args.sequence_length), batch_size * args.sequence_length
-    count = 1 if step == "Decode (token)" else args.decode_length - 1
-    one = served.decode(batch_size, mean_context(args.sequence_length, args.decode_length))
-    return one.times(count), batch_size * count
+        return served.prefill(sequences, args.sequence_length)
+    return served.decode(sequences, mean_context(args.sequence_length, args.decode_length))
 
 
 def _default_dtype(shape: shapes.ModelShape, device: str) -> str:
@@ -241,7 +269,8 @@ def _data_sheet(name: str) -> str:
     )
 
 
-def _notes(args: argparse.Namespace, longest: int) -> list[str]:
+def _notes(args: argparse.Namespace, pipe: Pipeline) -> list[str]:
+    longest = pipe.stages[0].shape.spec.max_positions
     context = mean_context(args.sequence_length, args.decode_length)
     length = args.sequence_length + args.decode_length
     too_long = (
@@ -257,6 +286,7 @@ def _notes(args: argparse.Namespace, longest: int) -> list[str]:
         f"{args.max_batch_prefill_tokens} prompt tokens and the captured decode steps are kept free.",
         "All-reduces: what the sums over the shards take at least, which the ceilings of throughput include. "
         "Achievable: with what kernels reach of the data sheet, and all-reduces.",
+        *([] if len(pipe.stages) == 1 else [pipe.sentence()]),
     ]
 
 
@@ -267,15 +297,19 @@ def markdown(
     parts = [_arguments_table(args, model, served), _capacity_table(capacities)]
     for found in capacities:
         own = [row for row in result.rows if row["num_shard"] == found.num_shard]
+        has_links = args.pipeline_parallel > 1
         title = f"# Tensor Parallel (TP) - {found.num_shard} shard{'s' if found.num_shard > 1 else ''}"
         parts.append(
-            f"{title}\n{_floor_table(own)}\n\n\n{_throughput_table(own)}" if own else f"{title}\n{found.problem}"
+            f"{title}\n{_floor_table(own, has_links=has_links)}\n\n\n{_throughput_table(own)}"
+            if own
+            else f"{title}\n{found.problem}"
         )
     return "\n\n".join([*parts, "\n".join(f"- {note}" for note in result.notes)])
 
 
 def _arguments_table(args: argparse.Namespace, model: str, served: ServedModel) -> str:
     shape = served.shape
+    stages = [] if args.pipeline_parallel == 1 else [("Pipeline stages", args.pipeline_parallel)]
     pairs = [
         ("Model", model),
         ("Parameters", f"{shape.total_parameters / 1e9:.3f} B"),
@@ -283,6 +317,7 @@ def _arguments_table(args: argparse.Namespace, model: str, served: ServedModel) 
         ("Dtype", served.dtype),
         ("Quantize", served.quantize),
         ("KV cache dtype", served.kv_cache_dtype or "auto"),
+        *stages,
         ("Sequence Length", args.sequence_length),
         ("Decode Length", args.decode_length),
     ]
@@ -304,7 +339,7 @@ def _capacity_table(capacities: list[Capacity]) -> str:
     return table(headers, cells)
 
 
-def _floor_table(rows: list[dict[str, Any]]) -> str:
+def _floor_table(rows: list[dict[str, Any]], *, has_links: bool) -> str:
     cells = [
         [
             r["step"],
@@ -312,11 +347,13 @@ def _floor_table(rows: list[dict[str, Any]]) -> str:
             _unless_too_large(r, f"{r['floor_ms']:.2f} ms"),
             r["bound_by"],
             f"{r['all_reduce_ms']:.2f} ms",
+            *([f"{r['links_ms']:.2f} ms"] if has_links else []),
             f"{r['achievable_ms']:.2f} ms",
         ]
         for r in rows
     ]
-    return table(("Step", "Batch Size", "Floor", "Bound by", "All-reduces", "Achievable"), cells)
+    links = ["Links"] if has_links else []
+    return table(("Step", "Batch Size", "Floor", "Bound by", "All-reduces", *links, "Achievable"), cells)
 
 
 def _throughput_table(rows: list[dict[str, Any]]) -> str:

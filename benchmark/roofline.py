@@ -98,6 +98,10 @@ class ServedModel:
     kv_cache_dtype: str | None = None  # None: the model's
     on_cpu: bool = False  # where products of quantised weights are other ones
 
+    def stages(self, count: int) -> list[ServedModel]:
+        """Its pipeline stages. Raises ValueError where there are too few layers."""
+        return [replace(self, shape=shape) for shape in self.shape.stages(count)]
+
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one token in all layers."""
@@ -128,11 +132,15 @@ class ServedModel:
         return BytesAndFlops(self.step_weight_bytes(tokens) + kv, matrices + attention, in_8_bits)
 
     def encode(self, lengths: Sequence[int]) -> BytesAndFlops:
-        """What an encoder-decoder adds to a step for prompts of these lengths: every token sees its whole prompt."""
+        """What an encoder-decoder adds to a step for prompts of these lengths: every token sees its whole prompt.
+
+        A pipeline stage without the encoder multiplies what that says by its own layers' matrices.
+        """
         shape, encoder, tokens = self.shape, self.shape.spec.encoder, sum(lengths)
         assert encoder is not None, "only an encoder-decoder encodes"
         pairs = sum(length**2 for length in lengths)
-        attention = 4 * encoder.num_layers * encoder.num_heads * encoder.head_dim * pairs
+        layers = encoder.num_layers * shape.has_embedding
+        attention = 4 * layers * encoder.num_heads * encoder.head_dim * pairs
         num_bytes = shape.encode_bytes(self.dtype, self.quantize) + tokens * self.kv_bytes_per_token
         in_8_bits, _ = shape.eight_bit_parameters(self.dtype, self.quantize, on_cpu=self.on_cpu, of_prompts=True)
         return BytesAndFlops(num_bytes, 2 * shape.encode_parameters * tokens + attention, 2 * in_8_bits * tokens)

@@ -20,6 +20,7 @@ from server.arch import families
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Gated, LayerNormSpec, LayerSpec, Learned, Mlp, Moe, Residual, validate
 from server.checkpoint.quantize_config import with_file
+from server.pipeline.stage import stages_of
 from server.quant import sizes
 from server.quant.sizes import Storage
 
@@ -45,15 +46,33 @@ NORMS_PER_LAYER: Mapping[Residual, int] = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A whole decoder, before it is split over ranks, and the dtype that its checkpoint is published in.
+    """A decoder, or one pipeline stage of it, before it is split over ranks, and the dtype it is published in.
 
-    names: of its tensors; stored: how its checkpoint has the linear layers; None: dense.
+    names: of its tensors; stored: how its checkpoint has the linear layers; None: dense. first_layer: the number in the
+    checkpoint of the first of `spec.layers`. Only the first stage has the embedding, and an encoder where there is one;
+    only the last one has the head.
     """
 
     spec: ArchSpec
     dtype: str
     names: NameMap = field(repr=False)
     stored: Storage | None = None
+    first_layer: int = 0
+    has_embedding: bool = True
+    has_head: bool = True
+
+    def stages(self, count: int) -> list[ModelShape]:
+        """So many pipeline stages, cut as the server cuts them. Raises ValueError where there are too few layers."""
+        return [
+            replace(
+                self,
+                spec=replace(self.spec, layers=self.spec.layers[stage.layers.start : stage.layers.stop]),
+                first_layer=stage.layers.start,
+                has_embedding=stage.is_first,
+                has_head=stage.is_last,
+            )
+            for stage in stages_of(self.spec, count)
+        ]
 
     @property
     def layer_parameters(self) -> int:
@@ -71,25 +90,38 @@ class ModelShape:
         if self.spec.encoder is None:
             return 0
         cross = 2 * self.spec.hidden_size * self.spec.num_heads * self.spec.head_dim
-        return replace(self, spec=self.spec.encoder).layer_parameters + self.spec.num_layers * cross
+        encoder = replace(self, spec=self.spec.encoder).layer_parameters if self.has_embedding else 0
+        return encoder + self.spec.num_layers * cross
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the output head, which is the embedding table where the two are tied."""
+        """Parameters of the output head, which is the embedding table where the two are tied; 0 without a head."""
+        return self._table_parameters * self.has_head
+
+    @property
+    def _table_parameters(self) -> int:
         return self.spec.vocab_size * (self.spec.embed_dim or self.spec.hidden_size)
 
     @property
     def total_parameters(self) -> int:
         """All parameters of the model, tied ones once: layers, embeddings, positions, norms and head."""
-        spec = self.spec
-        position = spec.layers[0].position
-        rows = position.size + position.offset if isinstance(position, Learned) else 0
-        maps = 2 * spec.embed_dim * spec.hidden_size  # between the embedding's width and the model's
-        stacks = [spec] if spec.encoder is None else [spec, spec.encoder]
-        norms = sum(self._norm_parameters * (stack.embed_norm + stack.final_norm) for stack in stacks)
-        buckets = sum(stack.buckets.num_buckets * stack.num_heads for stack in stacks if stack.buckets)
-        head = self.head_parameters * (not spec.tied_head) + spec.vocab_size * spec.head_bias
-        return self.layer_parameters + self.head_parameters + head + rows * spec.hidden_size + maps + norms + buckets
+        spec, is_first, is_last = self.spec, self.has_embedding, self.has_head
+        table = self._table_parameters * is_first
+        maps = (is_first + is_last) * spec.embed_dim * spec.hidden_size  # between the embedding's width and the model's
+        norms = spec.embed_norm * is_first + spec.final_norm * is_last
+        buckets = spec.buckets.num_buckets * spec.num_heads if spec.buckets else 0
+        if spec.encoder is not None and is_first:
+            norms += spec.encoder.embed_norm + spec.encoder.final_norm
+            buckets += spec.encoder.buckets.num_buckets * spec.encoder.num_heads if spec.encoder.buckets else 0
+        head = self.head_parameters * (not (spec.tied_head and is_first)) + spec.vocab_size * spec.head_bias * is_last
+        positions = self._position_rows * spec.hidden_size
+        return self.layer_parameters + table + head + positions + maps + norms * self._norm_parameters + buckets
+
+    @property
+    def _position_rows(self) -> int:
+        """Rows of the table of learned positions, where there is one."""
+        position = self.spec.layers[0].position
+        return (position.size + position.offset) * self.has_embedding if isinstance(position, Learned) else 0
 
     def kv_bytes_per_token(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
         """Bytes of the keys and values of one token in all layers. kv_cache_dtype: where it is not the model's."""
@@ -127,6 +159,8 @@ class ModelShape:
     def head_bytes(self, dtype: str, quantize: str | None = None) -> int:
         """Bytes of the stored output head, with a scale for each row where it is in int8."""
         storage = self.storage(quantize)
+        if not self.has_head:
+            return 0
         if storage is not None and storage.has_int8_head:
             return INT8_HEAD.weight_bytes(self.spec.vocab_size, self.head_parameters // self.spec.vocab_size)
         if storage is not None and self._has_stored_head(storage):
@@ -148,13 +182,11 @@ class ModelShape:
         """Bytes of a rank beside its share of the weights, because every rank has all of them: norms, positions,
         routers, and keys' and values' matrices where there are more ranks than key-value heads."""
         spec, size = self.spec, DTYPE_BYTES[dtype]
-        position = spec.layers[0].position
-        rows = position.size + position.offset if isinstance(position, Learned) else 0
-        norms = (NORMS_PER_LAYER[spec.residual] * spec.num_layers + spec.final_norm + spec.embed_norm) * (
-            self._norm_parameters
-        )
+        norms = NORMS_PER_LAYER[spec.residual] * spec.num_layers
+        norms += spec.final_norm * self.has_head + spec.embed_norm * self.has_embedding
         routers = sum(spec.hidden_size * layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, Moe))
-        everywhere = (norms + routers + rows * spec.hidden_size) * size * (ranks - 1) // ranks
+        copied = norms * self._norm_parameters + routers + self._position_rows * spec.hidden_size
+        everywhere = copied * size * (ranks - 1) // ranks
         if ranks <= spec.num_kv_heads:
             return everywhere
         storage, head = self.storage(quantize), 2 * spec.head_dim
@@ -163,7 +195,8 @@ class ModelShape:
 
     @property
     def _linears(self) -> tuple[linears.Linear, ...]:
-        return (*linears.of_decoder(self.spec, self.names), *linears.of_encoder(self.spec, self.names))
+        decoder = linears.of_decoder(self.spec, self.names, self.first_layer)
+        return (*decoder, *(linears.of_encoder(self.spec, self.names) if self.has_embedding else ()))
 
     def product_kind(self, dtype: str, quantize: str | None, *, on_cpu: bool) -> str:
         """Of which numbers of 8 bits some products are, int8 or float8; empty: none are."""

@@ -17,7 +17,7 @@ import torch
 
 from server import backends, distributed, offloading, quantisation
 from server.arch import families
-from server.arch.spec import ArchSpec, validate, with_rope_scaling
+from server.arch.spec import validate, with_rope_scaling
 from server.backends import Backend, Device
 from server.backends.cpu.heap import freed_at_once
 from server.backends.cpu.threads import plan_threads
@@ -30,13 +30,12 @@ from server.distributed import Shard
 from server.model import load as model_loading
 from server.model.streamed import Streaming
 from server.model.transformer import local_kv_heads
-from server.offload.footprint import layer_sizes
 from server.offload.policy import Share
 from server.offload.times import Times
 from server.pb import generate_pb2 as pb
 from server.pipeline.neighbours import Neighbours, Nobody, Stages
 from server.pipeline.ring import join
-from server.pipeline.stage import Stage, cut
+from server.pipeline.stage import Stage, stages_of
 from server.quant.kv import AS_COMPUTED, KV_FORMATS
 from server.quant.sizes import Storage
 from server.stepping.cache import KVShape
@@ -230,12 +229,6 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         placement.times if isinstance(placement, Streaming) else None,
         neighbours,
     )
-
-
-def stages_of(spec: ArchSpec, count: int) -> list[Stage]:
-    """Where a model is cut into so many pipeline stages. Raises ValueError where it has too few layers."""
-    layers = layer_sizes(replace(spec, encoder=None)) if count > 1 else [0] * spec.num_layers
-    return cut(layers, spec.vocab_size * (spec.embed_dim or spec.hidden_size), count)
 
 
 def _neighbours(

@@ -55,14 +55,13 @@ def stage_seconds(folder: Path, stage: int, batch: int) -> float:
     tokens = PROMPT + WARM_UPS + STEPS + 2
     engine = load_engine(
         folder, dtype=torch.bfloat16, kernels=load(), stage=(stage, STAGES), ring=Nothing(),  # type: ignore[arg-type]
-        tokens=batch * (tokens + 16), total_tokens=tokens, warms_up=False,
+        tokens=batch * (tokens + 16), total_tokens=tokens,
     )  # fmt: skip
     blocks = itertools.count()
     first = pb.StepRequest(step=1)
     for id in range(batch):
-        new = first.add.add(id=id, prompt=list(range(100, 100 + PROMPT)), max_new_tokens=STEPS + WARM_UPS + 2)
-        new.block_table.extend(itertools.islice(blocks, num_blocks(tokens)))
-        new.sampling.CopyFrom(GREEDY)
+        table = list(itertools.islice(blocks, num_blocks(tokens)))
+        first.add.add(id=id, token_ids=range(100, 100 + PROMPT), blocks=table, sampling=GREEDY)
         first.chunk_ids.append(id)
         first.chunk_tokens.append(PROMPT)
     engine.launch(first)

@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.arch.families", "server.arch.names", "server.arch.spec", "server.pb", "server.process",
         "server.checkpoint.quantize_config",
         "server.offload.cost", "server.offload.footprint", "server.offload.policy", "server.offload.times",
-        "server.quant.sizes",
+        "server.pipeline.stage", "server.quant.sizes",
     },
     "benchmark.generating": {
         "benchmark", "router.batcher", "router.entry", "router.limits", "router.metrics", "router.text",
@@ -37,6 +37,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmark.schedules": {
         "benchmark", "router.entry", "router.limits", "router.queue", "server.offload.cost",
     },
+    "benchmark.pipelines": {"benchmark", "router.pipeline_settings"},
     "benchmark.prediction": {"benchmark", "router.limits"},
     "benchmark.probes": {"benchmark", "server.backends"},
     "benchmark.kernels": {"benchmark", "server.arch.spec", "server.backends"},
@@ -190,7 +191,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.backends.device", "server.distributed", "server.pipeline", "server.stepping.batch",
         "server.stepping.sequences",
     },
-    "server.pipeline.stage": set(),
+    "server.pipeline.stage": {"server.arch.spec", "server.offload.footprint"},
     "server.process": set(),
     "server.profiling": {"server.backends.device"},
     "server.quant": {"server.quant"},

@@ -10,8 +10,11 @@ The anchor is GPipe (Huang et al. 2019, arXiv 1811.06965), which cuts so as to h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+
+from server.arch.spec import ArchSpec
+from server.offload.footprint import layer_sizes
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,12 @@ class Stage:
     def is_last(self) -> bool:
         """Whether it ends with tokens."""
         return self.index == self.count - 1
+
+
+def stages_of(spec: ArchSpec, count: int) -> list[Stage]:
+    """Where a model is cut into so many stages. Raises ValueError where it has too few layers."""
+    layers = layer_sizes(replace(spec, encoder=None)) if count > 1 else [0] * spec.num_layers
+    return cut(layers, spec.vocab_size * (spec.embed_dim or spec.hidden_size), count)
 
 
 def cut(layers: Sequence[float], head: float, count: int) -> list[Stage]:

@@ -209,3 +209,90 @@ def test_products_in_8_bits_are_faster_where_the_device_has_them(capsys: pytest.
     )
     assert dense == nf4
     assert 989 / 1979 == pytest.approx(int8 / dense, rel=0.02)  # but for attention
+
+
+# ---------------------------------------------------------------------------------------------------- pipeline stages
+
+
+def test_stages_are_those_of_the_server_and_make_a_whole() -> None:
+    """BLOOM-560m in two: its head costs as much as twenty layers, and the table of words is in both stages."""
+    for name in shapes.names():
+        whole = shapes.shape(name)
+        parts = whole.stages(2)
+        words = whole.spec.vocab_size * (whole.spec.embed_dim or whole.spec.hidden_size)
+        copies = words * whole.spec.tied_head
+        if whole.spec.encoder is None:
+            assert whole.total_parameters + copies == sum(part.total_parameters for part in parts)
+        assert whole.head_parameters == parts[1].head_parameters and 0 == parts[0].head_parameters
+        assert whole.spec.num_layers == sum(part.spec.num_layers for part in parts)
+        for kind, dtype in ((None, "float16"), ("int4", "float16"), ("int8", "float32")):
+            if whole.stored is None or kind is None:
+                assert whole.step_weight_bytes(dtype, kind, 4) == sum(
+                    p.step_weight_bytes(dtype, kind, 4) for p in parts
+                )
+        assert whole.kv_bytes_per_token("float16") == sum(part.kv_bytes_per_token("float16") for part in parts)
+        assert whole.encode_parameters == sum(part.encode_parameters for part in parts)
+    assert [22, 2] == [part.spec.num_layers for part in shapes.shape("bloom-560m").stages(2)]
+
+
+def test_a_pipeline_as_worked_out_by_hand(capsys: pytest.CaptureFixture[str]) -> None:
+    """BLOOM-7B on two H200s: halves of 7.07 GB of weights at 4.8 TB/s, four batches in turn, and links of 3 ms."""
+    flags = [
+        "--model-id",
+        "bloomz-7b1-mt",
+        "--device",
+        "h200",
+        "--num-shard",
+        "1",
+        "-b",
+        "1",
+        "32",
+        "-s",
+        "1",
+        "-d",
+        "2",
+    ]
+    one = {(r["step"], r["batch_size"]): r for r in planned(capsys, *flags)[1]["rows"]}
+    stages = [*flags, "--pipeline-parallel", "2", "--micro-batches", "4"]
+    near = {(r["step"], r["batch_size"]): r for r in planned(capsys, *stages)[1]["rows"]}
+    lines, result = planned(capsys, *stages, "--link-ms", "3")
+    far = {(r["step"], r["batch_size"]): r for r in result["rows"]}
+    alone, many = ("Decode (token)", 1), ("Decode (token)", 32)
+    assert one[alone]["floor_ms"] == pytest.approx(near[alone]["floor_ms"])  # one after the other
+    assert 4 * one[alone]["floor_ms"] / 2 == pytest.approx(near[many]["floor_ms"], rel=0.03)  # four times one half
+    assert near[many]["floor_ms"] == far[many]["floor_ms"]
+    assert 6 == far[alone]["links_ms"] == pytest.approx(far[alone]["achievable_ms"] - near[alone]["achievable_ms"])
+    round_ms = 6 + near[many]["floor_ms"] / 4 * 2  # longer than four times a stage
+    assert 32_000 / round_ms == pytest.approx(far[many]["tokens_per_second"], rel=0.03)
+    assert any("Links take 3 ms in each direction" in line for line in lines)
+    assert any("| Decode (token) | 1 " in line and "| 6.00 ms" in line for line in lines)
+
+
+def test_links_carry_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    """A prompt of 1000 tokens of BLOOM-7B is 1000 x 4096 x 2 bytes: 65.5 ms at 1 Gbit/s. A step's token is 8 bytes."""
+    flags = ["--model-id", "bloomz-7b1-mt", "--device", "h200", "--num-shard", "1", "-b", "1", "-s", "1000"]
+    _, result = planned(capsys, *flags, "--pipeline-parallel", "2", "--link-gbit", "1")
+    found = {row["step"]: row["links_ms"] for row in result["rows"]}
+    assert 65.536 == pytest.approx(found["Prefill"], rel=1e-3)
+    assert (4096 * 2 + 8) * 8 / 1e6 == pytest.approx(found["Decode (token)"])
+
+
+def test_the_stage_with_the_least_room_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model-id", "bloomz-7b1-mt", "--device", "l4", "--num-shard", "1", "2"]
+    _, result = planned(capsys, *flags, "--pipeline-parallel", "2")
+    whole, parts = shapes.shape("bloomz-7b1-mt"), shapes.shape("bloomz-7b1-mt").stages(2)
+    heaviest = max(part.weight_bytes("float16") for part in parts)
+    assert heaviest == result["capacity"][0]["weight_bytes_per_shard"] < 0.7 * whole.weight_bytes("float16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "why"),
+    [
+        (["--link-ms", "1"], "--link-ms says something of pipeline stages, and --pipeline-parallel is 1: raise it"),
+        (["--pipeline-parallel", "31"], "--pipeline-parallel is 31, but the model has 30 layers"),
+        (["--pipeline-parallel", "2", "--micro-batches", "17"], "--micro-batches is 17, and a server has 16 at most"),
+    ],
+)
+def test_pipelines_that_cannot_be(flags: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert 1 == main(["plan", "--model-id", "bloomz-7b1-mt", "--device", "h200", *flags])
+    assert why in capsys.readouterr().err

@@ -1,7 +1,8 @@
 """Nodes as network namespaces of this machine, with addresses of their own on one bridge. Needs root and `ip`.
 
 Node 0 is this machine itself at the bridge's address, so that clients reach it as ever; each other node is a namespace
-behind a pair of virtual interfaces. A cable can be pulled (`cut`), and packets be lost at random (`lossy`, by nft).
+behind a pair of virtual interfaces. A cable can be pulled (`cut`) or be long (`delays.py`), and packets be lost at random
+(`lossy`, by nft).
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from tests.nodes.cluster import Machine
+from tests.running import ROOT
 
 BRIDGE = "lockstep0"
 LOSS = "lockstep_loss"  # a table of nft's
@@ -80,16 +83,20 @@ class Namespace:
 
 
 @contextmanager
-def machines(count: int) -> Iterator[list[Machine]]:
-    """So many nodes, node 0 first."""
+def machines(count: int, delay_ms: float | None = None) -> Iterator[list[Machine]]:
+    """So many nodes, node 0 first. delay_ms: what each cable takes in one direction, of a relay's; None: no relay."""
     others = [Namespace(index) for index in range(1, count)]
+    relays: list[subprocess.Popen[str]] = []
     try:
         run("ip", "link", "add", BRIDGE, "type", "bridge")
         run("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
         run("ip", "link", "set", BRIDGE, "up")
         for node in others:
             run("ip", "netns", "add", node.name)
-            run("ip", "link", "add", node.cable, "type", "veth", "peer", "name", "eth0", "netns", node.name)
+            if delay_ms is None:
+                run("ip", "link", "add", node.cable, "type", "veth", "peer", "name", "eth0", "netns", node.name)
+            else:
+                relays.append(_relay(node, delay_ms))
             run("ip", "link", "set", node.cable, "master", BRIDGE)
             run(*node.command(["ip", "address", "add", f"{node.address}/24", "dev", "eth0"]))
             for interface in ("eth0", "lo"):
@@ -97,12 +104,23 @@ def machines(count: int) -> Iterator[list[Machine]]:
             node.plug()
         yield [Host(), *others]
     finally:
+        for relay in relays:
+            relay.kill()
+            relay.communicate()
         for argv in (
             *(["ip", "netns", "delete", node.name] for node in others),
             *(["ip", "link", "delete", node.cable] for node in others),
             ["ip", "link", "delete", BRIDGE],
         ):
             subprocess.run(argv, capture_output=True, timeout=30)  # what was not made
+
+
+def _relay(node: Namespace, delay_ms: float) -> subprocess.Popen[str]:
+    """A cable that takes so long, once it is there."""
+    argv = [sys.executable, "-m", "tests.nodes.delays", node.cable, node.name, "eth0", str(delay_ms)]
+    relay = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert relay.stdout is not None and relay.stdout.readline() == "ready\n"
+    return relay
 
 
 @contextmanager

@@ -21,13 +21,13 @@ from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.checkpoint.weights import Checkpoint, Weights
 from server.distributed import Shard
-from server.loading import stages_of
 from server.model.load import ON_DEVICE
 from server.model.load import load as load_model
 from server.model.streamed import Placement, Streaming
 from server.pb import generate_pb2 as pb
 from server.pipeline.neighbours import Stages
 from server.pipeline.ring import Ring
+from server.pipeline.stage import stages_of
 from server.quant.kv import KV_FORMATS
 from server.stepping.engine import Engine
 from server.stepping.kv_placement import KvPlacement
