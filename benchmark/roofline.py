@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 READ_BYTES = 256 * 2**20  # far beyond any last-level cache that a process gets for itself
+ROW_BYTES = 2**16  # what is read is so many bytes, or a multiple of them
 PROBE_SECONDS = 0.15  # per operator: long enough for a few undisturbed repeats on a shared machine
 MATRIX_SIZES = ((1024, 1024, 4096), (512, 2048, 8192))  # (rows, inputs, outputs): large enough to be compute bound
 # A GPU would be done with those before the next launch: half a millisecond and more of work on an H200.
@@ -204,7 +205,7 @@ class Probe:
         self._threads = threads
         is_cpu = self._device.type == "cpu"
         most = READ_BYTES if is_cpu else gpu_read_bytes(torch.cuda.mem_get_info(self._device)[0])
-        num_bytes = max(2**16, min(most, step_weight_bytes))
+        num_bytes = max(ROW_BYTES, min(most, step_weight_bytes) // ROW_BYTES * ROW_BYTES)
         # One thread alone reads a small buffer faster than several that wait for each other on a busy machine.
         self._reads: list[Callable[[], float]] = [
             partial(self._best_seconds, r, n) for r in _readers(num_bytes, self._device) for n in (1, threads)
@@ -217,7 +218,7 @@ class Probe:
         makers = {"int8": _product_of_int8, "float8": _product_of_float8}
         products = [makers[product_kind](size, self._device) for size in sizes] if product_kind else []
         self._products_8: list[Callable[[], float]] = [partial(self._seconds_per_flop, product) for product in products]
-        self._num_bytes = num_bytes // 4 * 4
+        self._num_bytes = num_bytes
 
     def measure(self) -> Ceilings:
         """Measure once more: about a second at first, later what was fastest then, a third of a second."""
@@ -285,11 +286,16 @@ class _Product:
 
 
 def _readers(num_bytes: int, device: torch.device) -> list[Callable[[], Any]]:
-    """Reductions that read a buffer once and write nothing; which is fastest differs between machines."""
+    """What reads a buffer once and writes next to nothing; which is fastest differs between machines.
+
+    A product with a vector reads several rows at once: on some CPUs one run of addresses alone is no faster than two
+    thirds of what the memory gives.
+    """
     import torch
 
     buffer = torch.ones(num_bytes // 4, dtype=torch.float32, device=device)
-    return [buffer.sum, buffer.view(torch.int32).amax]
+    rows = buffer.view(-1, ROW_BYTES // 4)
+    return [buffer.sum, buffer.view(torch.int32).amax, partial(torch.mv, rows, rows[0].clone())]
 
 
 def _product(sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> _Product:
