@@ -286,7 +286,8 @@ class ShardConfig:
     null_token_us: float = field(
         default=0.0,
         metadata={
-            "help": "How much longer each prompt token makes a step of the null model that computes it.",
+            "help": "How much longer each prompt token makes a step of the null model that computes it. "
+            "Above 0, the prefix cache is on.",
             "unit": "microseconds",
             "min": 0.0,
             "max": 1_000_000.0,

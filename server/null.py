@@ -1,7 +1,7 @@
 """The null model: a shard that answers every step with the next word of one sentence. It measures the router.
 
 Steps are answered at once, or, one after the other, as long after they could begin as `null_step_ms` and
-`null_token_us` say: a server of known speed.
+`null_token_us` say: a server of known speed. Where prompt tokens take time, the router's prefix cache is on.
 
 What a client sees of `--model-id null` is HTTP, validation, batching, the wire, text and delivery, and nothing of a
 model: no weights, no arithmetic, no torch. It keeps the wire contract (retire, add, extend, chunks, decode, in this
@@ -178,6 +178,7 @@ class NullService(pb_grpc.ShardServicer):
         end_ids = model.get("eos_token_id")
         self._engine = NullEngine(end_ids if isinstance(end_ids, list) else [] if end_ids is None else [end_ids])
         self._num_blocks = 0
+        self._has_costly_prompts = config.null_token_us > 0
         self._pace = Pace(config.null_step_ms / 1000, config.null_token_us / 1e6)
         self._num_steps = 0
         self._num_finished = 0
@@ -200,6 +201,7 @@ class NullService(pb_grpc.ShardServicer):
             kv_cache_dtype="none",
             block_size=BLOCK_SIZE,
             num_blocks=self._num_blocks,
+            shares_prefixes=self._has_costly_prompts,  # else there is nothing that finding one could save
         )
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupReply:

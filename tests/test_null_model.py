@@ -154,6 +154,15 @@ def test_a_pace_delays_the_replies_and_keeps_their_order(num_ranks: int, tmp_pat
     asyncio.run(story())
 
 
+@pytest.mark.parametrize("token_us", [0.0, 50.0])
+def test_prefixes_are_shared_where_computing_them_takes_time(token_us: float, tmp_path: Path) -> None:
+    async def story() -> None:
+        async with served(tmp_path, 1, null_step_ms=1.0, null_token_us=token_us) as shards:
+            assert (token_us > 0) == (await shards.info()).shares_prefixes
+
+    asyncio.run(story())
+
+
 def test_other_ranks_refuse_the_router_s_steps(tmp_path: Path) -> None:
     async def story() -> None:
         async with served(tmp_path, 2):
