@@ -53,6 +53,10 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--autoscale", metavar="MIN:MAX:TARGET", help="replicas, and requests outstanding on each")
     group.add_argument("--startup-s", type=_not_negative, default=60.0, metavar="S", help="of a replica (60)")
     group.add_argument("--calm-s", type=_not_negative, default=300.0, metavar="S", help="before one goes (300)")
+    group.add_argument(
+        "--delay-ms", type=_not_negative, default=0.0, metavar="MS",
+        help="between clients and a replica's steps, there and back: network, HTTP, a balancer; part of every TTFT (0)",
+    )  # fmt: skip
     group.add_argument("--retries", type=options.not_negative, default=0, metavar="N", help="of what is not served (0)")
     group.add_argument(
         "--backoff-ms", type=_positive, default=100.0, metavar="MS", help="first wait, then doubled (100)"
@@ -128,6 +132,7 @@ def conditions(args: argparse.Namespace) -> Conditions:
         startup_s=args.startup_s,
         slow_share=slow_share,
         slow_factor=slow_factor,
+        delay_s=args.delay_ms / 1000,
         link_bytes=args.kv_link_gbit * 1e9 / 8,
         affinity_tokens=args.affinity_tokens,
         seed=args.seed,

@@ -68,6 +68,7 @@ class Conditions:
     startup_s: float = 60.0  # until a replica that is started takes requests
     slow_share: float = 0.0  # of the replicas, …
     slow_factor: float = 1.0  # … whose steps take so many times as long
+    delay_s: float = 0.0  # of every sending: between clients and a replica's steps, there and back
     link_bytes: float = 50e9  # a second, between a prefill replica and one that decodes
     link_s: float = 0.002  # of any such transfer
     affinity_tokens: int = 512  # the beginning of a prompt that `prefix-affine` goes by

@@ -104,7 +104,7 @@ class Fleet:
             elif arrival_at < NEVER:
                 request = traffic.take()
                 self.tally.arrived(request.arrives_at)
-                self._dispatch(self._entry(request), request.arrives_at)
+                self._send(self._entry(request), request.arrives_at)
             else:
                 break
 
@@ -123,6 +123,19 @@ class Fleet:
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------- requests
+
+    def _send(self, entry: Simulated, now: float) -> None:
+        """Have a request dispatched, once all that lies between it and the replicas has had its time."""
+        if not self._conditions.delay_s:
+            self._dispatch(entry, now)
+            return
+        self._num_on_their_way += 1
+
+        def arrive(then: float) -> None:
+            self._num_on_their_way -= 1
+            self._dispatch(entry, then)
+
+        self._at(now + self._conditions.delay_s, arrive)
 
     def _dispatch(self, entry: Simulated, now: float) -> None:
         """Send a request to a replica that takes its model."""
@@ -174,7 +187,7 @@ class Fleet:
 
         def send(then: float) -> None:
             self._num_on_their_way -= 1
-            self._dispatch(again, then)
+            self._send(again, then)
 
         self._at(now + delay, send)
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -99,6 +100,15 @@ class Fleet:
         handle = serve.get_app_handle(APP)
         found = [handle.counters.remote(model, name).result() for name in self.names(model)]
         return {name: sum(one.get(name, 0.0) for one in found) for name in found[0]}
+
+
+@contextmanager
+def serving() -> Iterator[Fleet]:
+    """A fleet on a cluster of its own, with nothing deployed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with cluster():
+        yield Fleet(port)
 
 
 def kill_one(launcher: bool, ours: int | None = None) -> str:

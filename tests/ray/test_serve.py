@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import socket
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +16,8 @@ ray = pytest.importorskip("ray", reason="Ray is an extra: `make test-ray` has an
 from ray import serve  # noqa: E402
 
 from lockstep_ray.app import build  # noqa: E402
-from tests.ray.fleet import APP, Fleet, Told, client, cluster, kill_one, plain, stream, together  # noqa: E402
+from tests.ray.fleet import APP, Fleet, Told, client, kill_one, plain, serving, stream, together  # noqa: E402
+from tests.ray.traces import trace  # noqa: E402
 from tests.running import Server  # noqa: E402
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore")]
@@ -39,10 +38,8 @@ def bodies(count: int, length: int = 150) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def fleet() -> Iterator[Fleet]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    with cluster():
-        yield Fleet(port)
+    with serving() as found:
+        yield found
         print("\n" + "\n".join(["| check | result |", "|---|---|", *ROWS]))
 
 
@@ -205,23 +202,6 @@ def test_replicas_follow_the_load_from_one_to_three_and_back(fleet: Fleet, expec
     )
     assert [] == [one.error for _, one in told if not one.is_whole]
     assert same == len(told)
-
-
-WORDS = "the a fox bear tree house river little old green red night day sun moon and then said went saw".split()
-
-
-def trace(window: int, seed: int) -> list[dict[str, Any]]:
-    """60 prefixes with four requests each, those of `window` prefixes at a time in any order."""
-    draw = random.Random(seed)
-    made: list[dict[str, Any]] = []
-    for first in range(0, 60, window):
-        some = []
-        for number in range(first, min(first + window, 60)):
-            prefix = f"{seed} {window} {number}: " + " ".join(draw.choice(WORDS) for _ in range(170))
-            some += [{"inputs": f"{prefix} {n}", "parameters": {"max_new_tokens": 8}} for n in range(4)]
-        draw.shuffle(some)
-        made += some
-    return made
 
 
 # Of how many prefixes requests are under way at a time. All 60, of some 180 tokens each, do not fit into one replica's

@@ -71,6 +71,17 @@ def test_a_rolling_restart_loses_nothing_and_forgets_prefixes() -> None:
     assert tally.num_cached_tokens == 194 * 64  # each of the three computed it once more
 
 
+def test_a_delay_is_part_of_every_first_token_and_of_no_other() -> None:
+    wanted = [request(0.0), request(0.005), request(1.0)]
+    alone, behind = run(wanted), run(wanted, delay_s=0.25)
+    assert [first + 0.25 for first in alone.ttft] == pytest.approx(list(behind.ttft))
+    assert list(alone.tpot) == pytest.approx(list(behind.tpot))
+    assert behind.ended_at == pytest.approx(alone.ended_at + 0.25)
+    lost = run([request(0.0)], failures_at=(0.26,), retries=1, startup_s=0.01, delay_s=0.25)
+    assert (1, 1) == (lost.num_lost, len(lost.e2e))
+    assert lost.ttft[0] > 0.26 + 0.05 + 0.25  # what is sent again is delayed again
+
+
 def test_slow_replicas_take_longer() -> None:
     tally = run([request(0.0)], slow_share=1.0, slow_factor=3.0)
     assert [0.060] == pytest.approx(list(tally.ttft))
