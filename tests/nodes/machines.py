@@ -1,8 +1,8 @@
 """Nodes as network namespaces of this machine, with addresses of their own on one bridge. Needs root and `ip`.
 
 Node 0 is this machine itself at the bridge's address, so that clients reach it as ever; each other node is a namespace
-behind a pair of virtual interfaces. A cable can be pulled (`cut`) or be long (`delays.py`), and packets be lost at random
-(`lossy`, by nft).
+behind a pair of virtual interfaces. A cable can be pulled (`cut`) or be long (`delays.py`), and packets be lost at
+random (`lossy`, by nft).
 """
 
 from __future__ import annotations
