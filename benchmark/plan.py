@@ -14,6 +14,7 @@ from typing import Any
 
 from benchmark import options, pipelines, shapes
 from benchmark.devices import DEVICES, RESERVED_BYTES, DatasheetDevice, all_reduces
+from benchmark.measured_steps import MeasuredSteps, measured_steps
 from benchmark.memory import free_host_bytes
 from benchmark.pipelines import Pipeline, pipeline
 from benchmark.publishing import published
@@ -68,6 +69,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-concurrent-requests", type=options.positive, default=128, help="as in the server (128)")
     parser.add_argument("--max-total-tokens", type=options.positive, default=2048, help="as in the server (2048)")
     parser.add_argument("--max-batch-prefill-tokens", type=options.positive, default=4096, help="likewise (4096)")
+    parser.add_argument(
+        "--cost", type=Path, nargs="+", metavar="FILE",
+        help="result.json of latency runs of this model on one such device: what is achievable, as measured",
+    )  # fmt: skip
     pipelines.add_arguments(parser)
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
 
@@ -81,14 +86,14 @@ def run(args: argparse.Namespace) -> int:
     on_cpu = args.device == THIS and _is_cpu()
     served = ServedModel(named.shape, dtype, quantize, args.kv_cache_dtype, on_cpu)
     device, source = _this(served) if args.device == THIS else (DEVICES[args.device], _data_sheet(args.device))
-    pipe = pipeline(args, served)
+    pipe, measured = pipeline(args, served), measured_steps(args, named.name, served)
     capacities = [least_capacity(pipe, device, num_shard, args) for num_shard in args.num_shard]
     if all(found.problem for found in capacities):
         raise BenchError(f"{named.name} on {args.device}: " + "; ".join(f.problem for f in capacities if f.problem))
     result = Result(_context(args, named.name, served), notes=[source, *_notes(args, pipe)])
     result.extra["capacity"] = [asdict(found) for found in capacities]
     with published(result, lambda r: markdown(r, args, named.name, served, capacities), args.output):
-        result.rows = [row for found in capacities for row in rows(args, pipe, device, found)]
+        result.rows = [row for found in capacities for row in rows(args, pipe, device, found, measured)]
     return 0
 
 
@@ -140,20 +145,30 @@ def _step_bytes(served: ServedModel, num_shard: int, args: argparse.Namespace) -
 
 
 def rows(
-    args: argparse.Namespace, pipe: Pipeline, device: DatasheetDevice, found: Capacity
+    args: argparse.Namespace,
+    pipe: Pipeline,
+    device: DatasheetDevice,
+    found: Capacity,
+    measured: MeasuredSteps | None = None,
 ) -> Iterator[dict[str, Any]]:
     """A row with its floor for each step and batch size of one split, in the order of the tables."""
     if found.problem:
         return
     for step in STEPS:
         for batch_size in args.batch_size:
-            yield _row(args, pipe, device, found.num_shard, step, batch_size) | {
+            yield _row(args, pipe, device, found.num_shard, step, batch_size, measured) | {
                 "fits": batch_size * _tokens_of_a_sequence(args) <= found.kv_tokens,
             }
 
 
 def _row(
-    args: argparse.Namespace, pipe: Pipeline, device: DatasheetDevice, num_shard: int, step: str, batch_size: int
+    args: argparse.Namespace,
+    pipe: Pipeline,
+    device: DatasheetDevice,
+    num_shard: int,
+    step: str,
+    batch_size: int,
+    measured: MeasuredSteps | None,
 ) -> dict[str, Any]:
     """The times of a step of so many sequences, which are divided into the pipeline's micro-batches."""
     sequences = -(-batch_size // pipe.lanes(batch_size))  # of one of them
@@ -162,8 +177,14 @@ def _row(
     ceilings = [device.ceilings(stage, num_shard) for stage in pipe.stages]
     needs = [_needs(args, stage, step, sequences) for stage in pipe.stages]
     floors = [needed.floor_ms(most) for needed, most in zip(needs, ceilings, strict=True)]
-    reached = [needed.floor_ms(device.achievable(most)) for needed, most in zip(needs, ceilings, strict=True)]
     sums = [_all_reduce_ms(stage, device, num_shard, sequences * length) for stage in pipe.stages]
+    reached = [
+        needed.floor_ms(device.achievable(most)) + more
+        for needed, most, more in zip(needs, ceilings, sums, strict=True)
+    ]
+    if measured is not None:
+        whole = measured.step_ms(step == "Prefill", sequences, args.sequence_length, args.decode_length)
+        reached = [whole * floor / sum(floors) for floor in floors]
 
     def whole_ms(stages_ms: Sequence[float], links: Pipeline = pipe) -> float:
         if step == "Prefill":
@@ -171,17 +192,20 @@ def _row(
         return count * links.decode_ms(stages_ms, batch_size)
 
     slowest = floors.index(max(floors))
-    with_sums, achievable = ([ms + more for ms, more in zip(times, sums, strict=True)] for times in (floors, reached))
     return {
         "num_shard": num_shard,
         "step": step,
         "batch_size": batch_size,
         "floor_ms": whole_ms(floors, pipe.without_links()),
         "bound_by": needs[slowest].bound_by(ceilings[slowest]),
-        "achievable_ms": whole_ms(achievable),
+        "achievable_ms": whole_ms(reached),
         "all_reduce_ms": count * sum(sums),
         "links_ms": count * pipe.links_ms(sequences, length)[0],
-        "tokens_per_second": 1000 * batch_size * length * count / whole_ms(with_sums),
+        "tokens_per_second": 1000
+        * batch_size
+        * length
+        * count
+        / whole_ms([ms + more for ms, more in zip(floors, sums, strict=True)]),
     }
 
 
@@ -285,7 +309,9 @@ def _notes(args: argparse.Namespace, pipe: Pipeline) -> list[str]:
         f"{args.max_total_tokens} tokens. On a GPU, {RESERVED_BYTES / 1e9:g} GB, the activations of "
         f"{args.max_batch_prefill_tokens} prompt tokens and the captured decode steps are kept free.",
         "All-reduces: what the sums over the shards take at least, which the ceilings of throughput include. "
-        "Achievable: with what kernels reach of the data sheet, and all-reduces.",
+        "Achievable: with what kernels reach of the data sheet, and all-reduces."
+        if args.cost is None
+        else "Achievable: as measured (--cost); of several stages each takes its share by the floors.",
         *([] if len(pipe.stages) == 1 else [pipe.sentence()]),
     ]
 

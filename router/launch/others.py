@@ -36,6 +36,8 @@ HELLO_S = 5.0  # in which who dials says who it is
 MOST_STRANGERS = 16
 REMEDY = "start the launcher on every node with the same settings and its own --node-rank, or raise --node-timeout"
 SKEW_S = 30.0  # between two nodes' clocks, from which on it is worth a sentence
+FAR_S = 0.002  # to a node and back, likewise
+BEATS = 5  # after which the way to a node is known
 
 
 class RemoteProcess:
@@ -107,6 +109,7 @@ class Node:
     port: int  # its link's
     talk: Talk
     shards: list[RemoteShard]
+    num_beats: int = 0
 
     def say(self, message: Mapping[str, Any]) -> None:
         """Tell its launcher; one that is gone is noticed when it is heard."""
@@ -223,9 +226,21 @@ class Others:
                 node.talk.beat()
             except TalkEnded as error:
                 self._lose(node, str(error))
+            node.num_beats += 1
+            if node.num_beats == BEATS and (node.talk.round_trip_s or 0.0) > FAR_S:
+                self._log.warn(self._far(node.index, node.talk.round_trip_s or 0.0))
         for descriptor, (_, since) in list(self._strangers.items()):
             if time.monotonic() - since > HELLO_S:
                 self._forget(descriptor)
+
+    def _far(self, node: int, seconds: float) -> str:
+        """What it means that a node is far away."""
+        far = f"a message to node {node} and back takes {1000 * seconds:.1f} ms"
+        if self._layout.splits_stages:
+            return (
+                f"{far}, and every layer waits for one: cut the model by --pipeline-parallel {self._layout.num_nodes}"
+            )
+        return f"{far}, and every token waits for one: --micro-batches gives stages work meanwhile"
 
     def read(self, descriptor: int) -> bool:
         """Take what has come at one of the descriptors that were registered. They are unregistered here, too."""

@@ -1,6 +1,7 @@
 """What two launchers say to each other: lines of JSON over a socket that never blocks, and a beat every second.
 
-Neither side believes the other's lines to be well formed: what is not ends the talk, as silence does.
+A beat is answered by an echo, which tells how far away the other side is. Neither side believes the other's lines to be
+well formed: what is not ends the talk, as silence does.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ class TalkEnded(Exception):
 
 
 class Talk:
-    """One end, whose descriptor a selector watches."""
+    """One end, whose descriptor a selector watches. `round_trip_s`: the shortest so far of a beat and its echo."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
+        self.round_trip_s: float | None = None
         self._end = end
         self._received = bytearray()
         self._heard_at = time.monotonic()
+        self._num_beats = 0
+        self._beat_at = 0.0
 
     def fileno(self) -> int:
         """The socket's."""
@@ -44,7 +48,7 @@ class Talk:
             raise TalkEnded(error.strerror or "the connection ended") from None
 
     def hear(self) -> list[dict[str, Any]]:
-        """The messages that have come. Raises TalkEnded once there are no more."""
+        """The messages that have come, without beats and echoes. Raises TalkEnded once there are no more."""
         try:
             data = self._end.recv(READ_BYTES)
         except BlockingIOError:
@@ -56,7 +60,7 @@ class Talk:
         self._received = bytearray(rest)
         if lines:
             self._heard_at = time.monotonic()
-            return [_parse(bytes(line)) for line in lines]
+            return [message for line in lines if not self._is_beat(message := _parse(bytes(line)))]
         if not data:
             raise TalkEnded("the connection ended")
         if len(rest) > LINE_BYTES:
@@ -67,7 +71,18 @@ class Talk:
         """Say that this side is there. Raises TalkEnded where the other has not for too long."""
         if time.monotonic() - self._heard_at > SILENCE_S:
             raise TalkEnded(f"it was silent for {SILENCE_S:g} s")
-        self.say({})
+        self._num_beats += 1
+        self._beat_at = time.monotonic()
+        self.say({"beat": self._num_beats})
+
+    def _is_beat(self, message: Mapping[str, Any]) -> bool:
+        """Whether this is a beat, which is answered, or the echo of one. Raises TalkEnded."""
+        if "beat" in message:
+            self.say({"echo": message["beat"]})
+        elif message.get("echo") == self._num_beats:
+            took = time.monotonic() - self._beat_at
+            self.round_trip_s = took if self.round_trip_s is None else min(self.round_trip_s, took)
+        return "beat" in message or "echo" in message
 
     def close(self) -> None:
         """End it; the other side notices."""

@@ -296,3 +296,42 @@ def test_the_stage_with_the_least_room_counts(capsys: pytest.CaptureFixture[str]
 def test_pipelines_that_cannot_be(flags: list[str], why: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert 1 == main(["plan", "--model-id", "bloomz-7b1-mt", "--device", "h200", *flags])
     assert why in capsys.readouterr().err
+
+
+def test_a_measured_model_tells_what_its_stages_take(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Steps of 20 ms over two stages: one sequence waits for both and the links, many for the slower one."""
+    rows = [
+        {"step": step, "batch_size": batch, "p50_ms": ms, "tokens_per_sample": tokens}
+        for batch in (1, 16)
+        for step, ms, tokens in (("prefill", 30.0, batch * 10), ("decode_token", 20.0, batch))
+    ]
+    measured = {
+        "command": "latency", "model": "folder/bloom-560m", "dtype": "float16", "num_shard": 1, "quantize": "dense",
+        "arguments": {"sequence_length": 10, "decode_length": 10}, "rows": rows,
+    }  # fmt: skip
+    path = tmp_path / "result.json"
+    path.write_text(json.dumps(measured))
+    flags = [
+        "--model-id",
+        "bloom-560m",
+        "--device",
+        "h200",
+        "--num-shard",
+        "1",
+        "-b",
+        "1",
+        "16",
+        "-s",
+        "10",
+        "-d",
+        "10",
+    ]
+    stages = ["--pipeline-parallel", "2", "--link-ms", "3", "--cost", str(path)]
+    lines, result = planned(capsys, *flags, *stages)
+    found = {(r["step"], r["batch_size"]): r["achievable_ms"] for r in result["rows"]}
+    assert 26 == pytest.approx(found["Decode (token)", 1]) and 36 == pytest.approx(found["Prefill", 1])
+    assert 20 < found["Decode (token)", 16] < 27  # two lanes: twice the slower half, or the round
+    assert any("as measured (--cost)" in line for line in lines)
+    for wrong in (["--dtype", "float32"], ["--model-id", "opt-1.3b"], ["--num-shard", "2"], ["--quantize", "int8"]):
+        assert 1 == main(["plan", *flags, *stages, *wrong])
+        assert "--cost has a result with" in capsys.readouterr().err

@@ -62,7 +62,11 @@ def test_routes_of_one_replica_s_own_are_not_served(method: str, path: str, expe
 
 def test_errors_have_the_shape_of_their_api() -> None:
     assert {"error": "no", "error_type": "not_found"} == error_body("/generate", 404, "no")
-    assert "model_not_found" == error_body("/v1/completions", 404, "no")["error"]["code"]
+    missing = error_body("/v1/completions", 404, "no", "model_not_found")["error"]
+    assert ("invalid_request_error", "model_not_found") == (missing["type"], missing["code"])
+    not_here = error_body("/v1/files", 404, "no")["error"]
+    assert ("invalid_request_error", None) == (not_here["type"], not_here["code"])
+    assert "server_error" == error_body("/v1/completions", 503, "no")["error"]["type"]
     assert "not_found_error" == error_body("/v1/messages", 404, "no")["error"]["type"]
 
 

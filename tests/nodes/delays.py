@@ -2,9 +2,9 @@
 
     python -m tests.nodes.delays INTERFACE NAMESPACE INTERFACE MS
 
-makes the first interface here and the second one in the namespace, says `ready`, and passes frames on until it is ended,
-with which the interfaces are gone. In user space, because not every kernel can delay packets; `ping` tells what the
-relay costs by itself.
+makes the first interface here and the second one in the namespace, says `ready`, and passes frames on until it is
+ended, with which the interfaces are gone. In user space, because not every kernel can delay packets; a delay of 0 tells
+what the relay costs by itself.
 """
 
 from __future__ import annotations

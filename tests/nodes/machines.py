@@ -1,8 +1,8 @@
 """Nodes as network namespaces of this machine, with addresses of their own on one bridge. Needs root and `ip`.
 
 Node 0 is this machine itself at the bridge's address, so that clients reach it as ever; each other node is a namespace
-behind a pair of virtual interfaces. A cable can be pulled (`cut`) or be long (`delays.py`), and packets be lost at random
-(`lossy`, by nft).
+behind a pair of virtual interfaces. A cable can be pulled (`cut`) or be long (`delays.py`), and packets be lost at
+random (`lossy`, by nft).
 """
 
 from __future__ import annotations
@@ -15,12 +15,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from tests.nodes.cluster import Machine
 from tests.running import ROOT
 
-BRIDGE = "lockstep0"
 LOSS = "lockstep_loss"  # a table of nft's
-NETWORK = "10.213.77"
+MOST_NETWORKS = 100
 
 
 def why_not() -> str | None:
@@ -38,10 +36,31 @@ def run(*argv: str) -> None:
 
 
 @dataclass(frozen=True)
+class Network:
+    """What the nodes of one test are connected by, beside those of others."""
+
+    number: int
+
+    @property
+    def bridge(self) -> str:
+        """Its interface on this machine."""
+        return f"lockstep{self.number}"
+
+    def address(self, node: int) -> str:
+        """A node's."""
+        return f"10.213.{self.number}.{node + 1}"
+
+
+@dataclass(frozen=True)
 class Host:
     """Node 0: this machine at the bridge."""
 
-    address: str = f"{NETWORK}.1"
+    network: Network
+
+    @property
+    def address(self) -> str:
+        """Its own, as other nodes see it."""
+        return self.network.address(0)
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """As it is."""
@@ -52,22 +71,23 @@ class Host:
 class Namespace:
     """Another node."""
 
+    network: Network
     index: int
 
     @property
     def name(self) -> str:
         """The namespace's."""
-        return f"lockstep-{self.index}"
+        return f"lockstep-{self.network.number}-{self.index}"
 
     @property
     def cable(self) -> str:
         """The interface at the bridge's end."""
-        return f"lockstep{self.index}"
+        return f"{self.network.bridge}-{self.index}"
 
     @property
     def address(self) -> str:
         """Its own, as other nodes see it."""
-        return f"{NETWORK}.{self.index + 1}"
+        return self.network.address(self.index)
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """Run it there; `ip` becomes the command."""
@@ -82,27 +102,30 @@ class Namespace:
         run("ip", "link", "set", self.cable, "down")
 
 
+Nodes = list[Host | Namespace]
+
+
 @contextmanager
-def machines(count: int, delay_ms: float | None = None) -> Iterator[list[Machine]]:
+def machines(count: int, delay_ms: float | None = None) -> Iterator[Nodes]:
     """So many nodes, node 0 first. delay_ms: what each cable takes in one direction, of a relay's; None: no relay."""
-    others = [Namespace(index) for index in range(1, count)]
+    network = _new_network()
+    others = [Namespace(network, index) for index in range(1, count)]
     relays: list[subprocess.Popen[str]] = []
     try:
-        run("ip", "link", "add", BRIDGE, "type", "bridge")
-        run("ip", "address", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
-        run("ip", "link", "set", BRIDGE, "up")
+        run("ip", "address", "add", f"{network.address(0)}/24", "dev", network.bridge)
+        run("ip", "link", "set", network.bridge, "up")
         for node in others:
             run("ip", "netns", "add", node.name)
             if delay_ms is None:
                 run("ip", "link", "add", node.cable, "type", "veth", "peer", "name", "eth0", "netns", node.name)
             else:
                 relays.append(_relay(node, delay_ms))
-            run("ip", "link", "set", node.cable, "master", BRIDGE)
+            run("ip", "link", "set", node.cable, "master", network.bridge)
             run(*node.command(["ip", "address", "add", f"{node.address}/24", "dev", "eth0"]))
             for interface in ("eth0", "lo"):
                 run(*node.command(["ip", "link", "set", interface, "up"]))
             node.plug()
-        yield [Host(), *others]
+        yield [Host(network), *others]
     finally:
         for relay in relays:
             relay.kill()
@@ -110,9 +133,18 @@ def machines(count: int, delay_ms: float | None = None) -> Iterator[list[Machine
         for argv in (
             *(["ip", "netns", "delete", node.name] for node in others),
             *(["ip", "link", "delete", node.cable] for node in others),
-            ["ip", "link", "delete", BRIDGE],
+            ["ip", "link", "delete", network.bridge],
         ):
             subprocess.run(argv, capture_output=True, timeout=30)  # what was not made
+
+
+def _new_network() -> Network:
+    """One that no other test has, with its bridge."""
+    for number in range(MOST_NETWORKS):
+        network = Network(number)
+        if not subprocess.run(["ip", "link", "add", network.bridge, "type", "bridge"], capture_output=True).returncode:
+            return network
+    raise RuntimeError(f"there are {MOST_NETWORKS} networks of tests already, or bridges cannot be made")
 
 
 def _relay(node: Namespace, delay_ms: float) -> subprocess.Popen[str]:
@@ -124,7 +156,7 @@ def _relay(node: Namespace, delay_ms: float) -> subprocess.Popen[str]:
 
 
 @contextmanager
-def lossy(one_in: int) -> Iterator[None]:
+def lossy(network: Network, one_in: int) -> Iterator[None]:
     """Lose one packet in so many on its way between nodes and this machine."""
     drop = f"numgen random mod {one_in} == 0 drop"
     try:
@@ -133,7 +165,7 @@ def lossy(one_in: int) -> Iterator[None]:
             chain = f"{{ type filter hook {hook} priority 0; }}"
             run("nft", "add", "chain", "inet", LOSS, hook, chain)
             side = "iifname" if hook == "input" else "oifname"
-            run("nft", "add", "rule", "inet", LOSS, hook, f"{side} {BRIDGE} {drop}")
+            run("nft", "add", "rule", "inet", LOSS, hook, f"{side} {network.bridge} {drop}")
         yield
     finally:
         subprocess.run(["nft", "delete", "table", "inet", LOSS], capture_output=True, timeout=30)

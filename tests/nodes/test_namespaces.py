@@ -17,36 +17,22 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 
-from tests.nodes.cluster import Cluster, Machine, certificates
-from tests.nodes.machines import Namespace, lossy, machines, why_not
+from tests.nodes.cluster import Cluster
+from tests.nodes.load import FLOAT32, REQUESTS
+from tests.nodes.machines import Namespace, Nodes, lossy, machines, why_not
 from tests.running import Server, generate_all
 from tests.server.checkpoints import CASES, Checkpoints
-from tests.survival import Answer, answers_of, mixed_requests, recoveries, recovery_after, survive
+from tests.survival import Answer, answers_of, recoveries, recovery_after, survive
 
 pytestmark = [
     pytest.mark.nodes,
     pytest.mark.skipif(why_not() is not None, reason=why_not() or ""),
     pytest.mark.xdist_group("namespaces"),
 ]
-FLOAT32 = ("--dtype", "float32")
-REQUESTS = mixed_requests(24, random.Random(5), most_tokens=60)
 
 
 @pytest.fixture(scope="module")
-def expected() -> list[Answer]:
-    """What one process answers."""
-    with Server(*FLOAT32) as server:
-        return asyncio.run(answers_of(server, REQUESTS))
-
-
-@pytest.fixture(scope="module")
-def tls_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with certificates(tmp_path_factory.mktemp("tls") / "made") as folder:
-        yield folder
-
-
-@pytest.fixture(scope="module")
-def two() -> Iterator[list[Machine]]:
+def two() -> Iterator[Nodes]:
     with machines(2) as made:
         yield made
 
@@ -75,7 +61,7 @@ def tokens_of(server: Server) -> list[object]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_family_on_two_nodes(case: str, checkpoints: Checkpoints, two: list[Machine], tls_dir: str) -> None:
+def test_every_family_on_two_nodes(case: str, checkpoints: Checkpoints, two: Nodes, tls_dir: str) -> None:
     folder = str(with_tokenizer(checkpoints(case)[0]))
     flags = ("--model-id", folder, *FLOAT32, "--max-total-tokens", "48", "--max-input-length", "32")
     with Server(*flags) as server:
@@ -101,7 +87,7 @@ def test_four_nodes(flags: Sequence[str], tls_dir: str, expected: list[Answer]) 
     assert all(answer.is_as(one) for answer, one in zip(answers, expected, strict=True))
 
 
-def test_a_cable_that_is_pulled_for_five_seconds(two: list[Machine], tls_dir: str, expected: list[Answer]) -> None:
+def test_a_cable_that_is_pulled_for_five_seconds(two: Nodes, tls_dir: str, expected: list[Answer]) -> None:
     """The streams stop and go on, whether the router waits or has the shards started again."""
 
     async def disturb(server: Server) -> None:
@@ -118,7 +104,7 @@ def test_a_cable_that_is_pulled_for_five_seconds(two: list[Machine], tls_dir: st
     assert 4 < max(tally.pauses) < 30
 
 
-def test_a_cable_that_is_pulled_for_long(two: list[Machine], tls_dir: str, expected: list[Answer]) -> None:
+def test_a_cable_that_is_pulled_for_long(two: Nodes, tls_dir: str, expected: list[Answer]) -> None:
     """The shards are given up, and streams go on with the next ones once the node is back."""
 
     async def disturb(server: Server) -> None:
@@ -135,7 +121,7 @@ def test_a_cable_that_is_pulled_for_long(two: list[Machine], tls_dir: str, expec
     assert not tally.failures
 
 
-def test_a_cable_that_is_pulled_for_good(two: list[Machine], tls_dir: str) -> None:
+def test_a_cable_that_is_pulled_for_good(two: Nodes, tls_dir: str) -> None:
     """Every stream ends with one sentence after the given time."""
     flags = (*FLOAT32, "--pipeline-parallel", "2", "--tls-dir", tls_dir, "--node-timeout", "5")
     try:
@@ -156,7 +142,8 @@ def test_a_cable_that_is_pulled_for_good(two: list[Machine], tls_dir: str) -> No
     assert "node 1 (contact was lost" in json.loads(last.removeprefix("data:"))["error"]
 
 
-def test_lost_packets_change_no_token(two: list[Machine], tls_dir: str, expected: list[Answer]) -> None:
-    with Cluster(two, *FLOAT32, "--pipeline-parallel", "2", "--tls-dir", tls_dir) as cluster, lossy(100):
+def test_lost_packets_change_no_token(two: Nodes, tls_dir: str, expected: list[Answer]) -> None:
+    flags = (*FLOAT32, "--pipeline-parallel", "2", "--tls-dir", tls_dir)
+    with Cluster(two, *flags) as cluster, lossy(two[0].network, 100):
         answers = asyncio.run(asyncio.wait_for(answers_of(cluster, REQUESTS), 120))
     assert all(answer.is_as(one) for answer, one in zip(answers, expected, strict=True))

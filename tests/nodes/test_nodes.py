@@ -7,18 +7,15 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 from tests.nodes.cluster import Agent, Cluster, Loopback, certificates, child_named, free_port, node_flags
+from tests.nodes.load import FLOAT32, REQUESTS
 from tests.running import Server
 from tests.survival import (
     SIGNALS,
     Answer,
     answers_of,
-    mixed_requests,
     recoveries,
     recovery_after,
     signals,
@@ -26,22 +23,7 @@ from tests.survival import (
 )  # fmt: skip
 
 TWO = (Loopback(), Loopback())
-FLOAT32 = ("--dtype", "float32")
 STAGES = (*FLOAT32, "--pipeline-parallel", "2")
-REQUESTS = mixed_requests(24, random.Random(5), most_tokens=60)
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[Answer]:
-    """What one process answers."""
-    with Server(*FLOAT32) as server:
-        return asyncio.run(answers_of(server, REQUESTS))
-
-
-@pytest.fixture(scope="module")
-def tls_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with certificates(tmp_path_factory.mktemp("tls") / "made") as folder:
-        yield folder
 
 
 def test_stages_on_two_nodes_survive_the_death_of_a_shard_of_a_link_and_of_a_node(

@@ -8,20 +8,19 @@ import orjson
 
 ANTHROPIC, OPENAI = "/v1/messages", "/v1/"
 TYPES = {401: "unauthorized", 404: "not_found", 405: "not_found", 413: "validation", 421: "wrong_host"}
-OPENAI_TYPES = {401: "invalid_request_error", 404: "invalid_request_error", 413: "invalid_request_error"}
 ANTHROPIC_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
-CODES = {401: "invalid_api_key", 404: "model_not_found"}
+INVALID_KEY, NO_SUCH_MODEL = "invalid_api_key", "model_not_found"  # codes of OpenAI's API
 
 
-def error_body(path: str, status: int, sentence: str) -> dict[str, Any]:
-    """An error as clients of this path read it."""
+def error_body(path: str, status: int, sentence: str, code: str | None = None) -> dict[str, Any]:
+    """An error as clients of this path read it. code: for OpenAI's clients, where they look at one."""
     error_type = TYPES.get(status, "unavailable" if status == 503 else "incomplete_generation")
     if path.startswith(ANTHROPIC):
         kind = ANTHROPIC_TYPES.get(status, "api_error")
         return {"type": "error", "error": {"type": kind, "message": sentence}, "error_type": error_type}
     if path.startswith(OPENAI):
-        kind = OPENAI_TYPES.get(status, "server_error")
-        told = {"message": sentence, "type": kind, "param": None, "code": CODES.get(status)}
+        kind = "server_error" if status >= 500 else "invalid_request_error"
+        told = {"message": sentence, "type": kind, "param": None, "code": code}
         return {"error": told, "error_type": error_type}
     return {"error": sentence, "error_type": error_type}
 

@@ -20,7 +20,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from lockstep_ray.asking import Ask, is_served, model_of, read_body, size_of
-from lockstep_ray.errors import error_body
+from lockstep_ray.errors import INVALID_KEY, NO_SUCH_MODEL, error_body
 from lockstep_ray.relay import Answer, Counts, Head, Lost, Patience, Relay
 from lockstep_ray.settings import Deployed, deployment_name
 
@@ -106,7 +106,8 @@ class Ingress:
             return refusal(path, 404, f"{request.method} {path} is not served here")
         is_open = request.method in ("GET", "HEAD") and not path.startswith(("/v1/", "/info"))
         if self._settings.api_key and not is_open and not self._has_key(request):
-            return refusal(path, 401, "Missing or wrong API key: send it as `Authorization: Bearer KEY`")
+            sentence = "Missing or wrong API key: send it as `Authorization: Bearer KEY`"
+            return refusal(path, 401, sentence, INVALID_KEY)
         return None
 
     def _has_key(self, request: Request) -> bool:
@@ -125,7 +126,8 @@ class Ingress:
         named = model_of(found) if path.startswith("/v1/") else None
         model = self._default if named is None else self._by_name.get(named)
         if model is None:
-            return refusal(path, 404, f"The model `{named}` does not exist: /v1/models lists those that do")
+            sentence = f"The model `{named}` does not exist: /v1/models lists those that do"
+            return refusal(path, 404, sentence, NO_SUCH_MODEL)
         headers = [(name, value) for name, value in request.headers.items() if _is_passed(name)]
         headers.append(("x-request-id", request_id))
         tokens, prefix = size_of(found)
@@ -149,7 +151,9 @@ class Ingress:
             return json_response({"object": "list", "data": listed})
         name = path.removeprefix("/v1/models/")
         found = next((one for one in listed if one["id"] == name), None)
-        return json_response(found) if found else refusal(path, 404, f"The model `{name}` does not exist")
+        return (
+            json_response(found) if found else refusal(path, 404, f"The model `{name}` does not exist", NO_SUCH_MODEL)
+        )
 
 
 def _is_passed(name: str) -> bool:
@@ -183,9 +187,9 @@ def json_response(body: Any, status: int = 200) -> Response:
     return Response(orjson.dumps(body), status, media_type="application/json")
 
 
-def refusal(path: str, status: int, sentence: str) -> Response:
+def refusal(path: str, status: int, sentence: str, code: str | None = None) -> Response:
     """An error in the shape of the path's API."""
-    return json_response(error_body(path, status, sentence), status)
+    return json_response(error_body(path, status, sentence, code), status)
 
 
 def deployment_of(settings: Deployed, handles: Mapping[str, Any]) -> Any:

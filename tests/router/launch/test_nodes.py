@@ -195,8 +195,14 @@ def test_launchers_talk_in_lines_and_notice_silence(monkeypatch: pytest.MonkeyPa
     one, other = Talk(ours), Talk(theirs)
     one.say({"a": 1})
     one.beat()
-    assert [{"a": 1}, {}] == other.hear()
+    assert [{"a": 1}] == other.hear()
     assert [] == other.hear()
+    assert one.round_trip_s is None and other.round_trip_s is None
+    assert [] == one.hear()  # the echo
+    assert one.round_trip_s is not None and 0 < one.round_trip_s < 5
+    known = one.round_trip_s
+    other.say({"echo": 7, "a": 1})  # of no beat
+    assert [] == one.hear() and known == one.round_trip_s
     monkeypatch.setattr("router.launch.talk.SILENCE_S", -1.0)
     with pytest.raises(TalkEnded, match="it was silent for"):
         other.beat()
