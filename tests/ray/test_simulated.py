@@ -43,7 +43,7 @@ ROWS: list[str] = []
 
 @dataclass(frozen=True)
 class One:
-    """A replica by itself, idle. step_ms: of the TTFT, the step; lengths: of the trace's prompts in tokens, by window."""
+    """A replica by itself, idle. step_ms: the step's part of the TTFT; lengths: of prompts, in tokens, by window."""
 
     ttft_ms: float
     step_ms: float
@@ -139,8 +139,7 @@ def test_simulate_foretells_what_is_found_in_caches_and_first_tokens(
     row = simulated(path, policy, idle_ms - one.step_ms, capsys)
     measured = (hits / (hits + computed), 1000 * median(each.first_token_s for each in told))
     foretold = (row["fleet"]["prefix_hit_share"], row["ttft_ms"]["p50"])
-    ROWS.append(
-        f"| those of {window} prefixes at a time | {policy} | {one.ttft_ms - one.step_ms:.1f} + {idle_ms - one.ttft_ms:.1f} | {measured[0]:.3f} | {foretold[0]:.3f} | "
-        f"{measured[1]:.0f} | {foretold[1]:.0f} |"
-    )
+    delays = f"{one.ttft_ms - one.step_ms:.1f} + {idle_ms - one.ttft_ms:.1f}"
+    figures = f"{measured[0]:.3f} | {foretold[0]:.3f} | {measured[1]:.0f} | {foretold[1]:.0f}"
+    ROWS.append(f"| those of {window} prefixes at a time | {policy} | {delays} | {figures} |")
     assert pytest.approx(measured, rel=MARGIN) == foretold
