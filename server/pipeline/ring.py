@@ -101,6 +101,8 @@ class Ring:
             while True:
                 number, num_bytes = HEADER.unpack(_exactly(self._sockets[0], HEADER.size))
                 self._inbox.put((number, _exactly(self._sockets[0], num_bytes)))
+        except (MemoryError, OverflowError):
+            self._inbox.put(OSError(f"it announced a message of {num_bytes} bytes"))
         except OSError as error:
             self._inbox.put(error)
 
@@ -121,11 +123,14 @@ def join(index: int, paths: Sequence[str], patience: float = PATIENCE_S) -> Ring
         before = (index - 1) % len(paths)
         accepting = threading.Thread(target=_accept, args=(listener, before, len(paths), until, came), daemon=True)
         accepting.start()
+        outgoing: socket.socket | None = None
         try:
             outgoing = _dial(paths[(index + 1) % len(paths)], index, len(paths), until)
         finally:
             accepting.join(max(0.0, until - time.monotonic()) + HELLO_S)
             Path(path).unlink(missing_ok=True)
+            if outgoing is None and came:
+                came[0].close()  # the stage before notices at once
     if not came:
         outgoing.close()
         raise PeerLost(f"pipeline stage {before} did not come within {patience:g} s")
