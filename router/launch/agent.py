@@ -7,6 +7,7 @@ ended first, and node 0 is dialled again. So no device ever has shards of two gr
 
 from __future__ import annotations
 
+import secrets
 import signal
 import socket
 import time
@@ -55,7 +56,7 @@ class Agent:
         self._link: Child | None = None
         self._talk: Talk | None = None
         self._is_welcome = False
-        self._has_served = False
+        self._run = secrets.token_hex(8)  # tells this launcher that comes again from another with its rank
         self._launch = ""
         self._shards: list[Child] = []
         self._group = 0
@@ -106,7 +107,7 @@ class Agent:
                     break
         except TalkEnded as error:
             self._lose_contact(str(error))
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             self._lose_contact("it said what is no message")
         return True
 
@@ -137,14 +138,15 @@ class Agent:
         try:
             end.connect(str(self._crew.folder / CONTROL))
             host, port = self._linking.address
-            hello = {"node": self._crew.layout.node, "host": host, "port": port, "time": time.time()}
+            hello = {"node": self._crew.layout.node, "run": self._run, "host": host, "port": port}
             talk = Talk(end)
-            talk.say(hello | {"identity": self._crew.identity()})
+            talk.say(hello | {"time": time.time(), "identity": self._crew.identity()})
         except (OSError, TalkEnded):
             end.close()
             return
         self._talk = talk
         self._pool.selector.register(talk, 1, self)
+        self._timers.set("beat", BEAT_S, self._beat)  # a node 0 that does not answer is noticed, too
 
     @property
     def _address(self) -> str:
@@ -153,11 +155,10 @@ class Agent:
     def _take(self, message: Mapping[str, Any]) -> None:
         """Do as node 0 says."""
         if "welcome" in message:
-            self._is_welcome = self._has_served = True
+            self._is_welcome = True
             self._launch = str(message["welcome"])
             self._log.info(f"node {self._crew.layout.node} is let in by node 0 at {self._address}")
             self._timers.cancel("remind")
-            self._timers.set("beat", BEAT_S, self._beat)
         elif "refused" in message:
             self._fail(f"node 0 at {self._address} refuses this node: {printable(str(message['refused']))}")
         elif "start" in message:
@@ -165,9 +166,7 @@ class Agent:
             self._wanted.append(str(message["start"]))
             self._timers.set("start", 0.0, self._start_wanted)
         elif "signal" in message and message.get("group") == self._group:
-            for shard in [shard for shard in self._shards if shard.name == message.get("shard")]:
-                self._told.add(shard.name)
-                shard.signal(int(message["signal"]))
+            self._signal(str(message["shard"]), int(message["signal"]))
         elif "end" in message:
             if message.get("code"):
                 self._fail(f"node 0 has ended: {printable(str(message['end']))}")
@@ -205,6 +204,7 @@ class Agent:
             return
         if self._is_welcome:
             self._is_welcome = False
+            self._group = 0  # another launcher of node 0 counts groups anew
             self._until = time.monotonic() + self._patience
             self._log.warn(f"contact to node 0 is lost ({why}): its shards here are ended, and it is dialled again")
             self._kill()
@@ -235,6 +235,15 @@ class Agent:
                 self._shards.append(self._pool.spawn(self._commands[name], self._take_exit))
         self._wanted = []
 
+    def _signal(self, name: str, number: int) -> None:
+        """Send it to a shard, as node 0 says; one that waits for its start has none."""
+        self._told.add(name)
+        if name in self._wanted:
+            self._wanted.remove(name)
+            self._say({"ended": name, "group": self._group, "code": -number})
+        for shard in [shard for shard in self._shards if shard.name == name]:
+            shard.signal(number)
+
     def _kill(self) -> None:
         """End all shards."""
         for shard in self._shards:
@@ -262,8 +271,8 @@ class Agent:
     def _report(self, shard: Child) -> None:
         if shard.name not in self._told:
             self._log.warn(f"{shard.title} has ended: {printable(shard.cause)}")
-        if self._talk is not None:
-            message = {
+        self._say(
+            {
                 "ended": shard.name,
                 "group": self._group,
                 "code": shard.process.returncode or 0,
@@ -271,6 +280,11 @@ class Agent:
                 "is_consequence": shard.is_consequence,
                 "last": shard.cause,
             }
+        )
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        """Tell node 0, if it is there."""
+        if self._talk is not None:
             try:
                 self._talk.say(message)
             except TalkEnded as error:

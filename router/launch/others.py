@@ -34,6 +34,7 @@ from server.link.config import CONTROL
 
 HELLO_S = 5.0  # in which who dials says who it is
 MOST_STRANGERS = 16
+MOST_CODE = 255  # with which a process ends by itself; by a signal with its negative number
 REMEDY = "start the launcher on every node with the same settings and its own --node-rank, or raise --node-timeout"
 SKEW_S = 30.0  # between two nodes' clocks, from which on it is worth a sentence
 FAR_S = 0.002  # to a node and back, likewise
@@ -105,6 +106,7 @@ class Node:
     """One other node that has come."""
 
     index: int
+    run: str  # its launcher's, other for each
     host: str
     port: int  # its link's
     talk: Talk
@@ -145,6 +147,7 @@ class Others:
         self._strangers: dict[int, tuple[Talk, float]] = {}  # by descriptor: who has not said who it is, and since when
         self._nodes: dict[int, Node] = {}
         self._why_not: dict[int, str] = {}  # what became of those that are not here
+        self._refused: dict[int, str] = {}  # why somebody was last, by the node that it said it was
 
     def open(self, pool: Pool, timers: Timers) -> None:
         """Let other launchers in. Raises OSError."""
@@ -304,34 +307,41 @@ class Others:
             messages = talk.hear()
             if not messages:
                 return
-            node, problem = self._introduced(talk, messages[0])
+            hello, *more = messages
+            node, problem = self._introduced(talk, hello)
             if problem is None:
                 talk.say({"welcome": self._launch})
                 del self._strangers[descriptor]
                 self._nodes[node.index] = node
                 self._why_not.pop(node.index, None)
+                self._refused.pop(node.index, None)
                 self._log.info(f"node {node.index} is here, at {node.host} port {node.port}")
+                for message in more:
+                    self._take(node, message)
                 return
-            if self._why_not.get(node.index) != problem:  # it may come again and again
+            if self._refused.get(place := max(0, min(node.index, self._layout.num_nodes))) != problem:
+                self._refused[place] = problem  # it may come again and again
                 self._log.warn(f"node {node.index} is refused: {problem}")
             if node.index not in self._nodes:
                 self._why_not[node.index] = problem
             talk.say({"refused": problem})
         except TalkEnded:
             pass
-        except (KeyError, TypeError, ValueError):
+        except (KeyError, TypeError, ValueError, OverflowError):
             self._log.warn("somebody said what no other node would, and is not let in")
         self._forget(descriptor)
 
     def _introduced(self, talk: Talk, hello: Mapping[str, Any]) -> tuple[Node, str | None]:
         """Who says this, and why it is refused, if it is. Raises KeyError, TypeError or ValueError for no node."""
-        node = Node(int(hello["node"]), printable(str(hello["host"])), int(hello["port"]), talk, [])
+        host, port = printable(str(hello["host"])), int(hello["port"])
+        node = Node(int(hello["node"]), str(hello["run"]), host, port, talk, [])
         skew = float(hello["time"]) - time.time()
         if not 0 < node.index < self._layout.num_nodes:
             return node, f"there are {self._layout.num_nodes} nodes: give it another --node-rank"
-        if node.index in self._nodes:
-            host = self._nodes[node.index].host
-            return node, f"node {node.index} is here already, at {host}: give one of them another --node-rank"
+        if (known := self._nodes.get(node.index)) is not None and known.run == node.run:
+            self._lose(known, "its launcher has come again")  # it has noticed before this one
+        elif known is not None:
+            return node, f"node {node.index} is here already, at {known.host}: give one of them another --node-rank"
         if (found := first_difference(self._identity, dict(hello["identity"]))) is not None:
             name, ours, theirs = (printable(str(value)) for value in found)
             return node, f"its {name} is {theirs[:100]} and that of node 0 {ours[:100]}: start all nodes alike"
@@ -347,9 +357,9 @@ class Others:
         if "leaving" in message:
             self._lose(node, printable(str(message["leaving"])), has_left=True)
         for shard in [s for s in node.shards if s.name == message.get("ended") and s.group == message.get("group")]:
-            critical = message.get("critical")
+            code, critical = message.get("code"), message.get("critical")
             shard.end(
-                message["code"] if isinstance(message.get("code"), int) else 1,
+                code if isinstance(code, int) and -signal.NSIG < code <= MOST_CODE else 1,
                 None if critical is None else str(critical),
                 str(message.get("last", "")),
                 is_consequence=message.get("is_consequence") is True,

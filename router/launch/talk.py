@@ -7,6 +7,7 @@ well formed: what is not ends the talk, as silence does.
 from __future__ import annotations
 
 import json
+import math
 import socket
 import time
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ BEAT_S = 1.0
 SILENCE_S = 10.0  # after which the other side counts as gone; a link that is cut for less goes on
 LINE_BYTES = 1 << 16
 READ_BYTES = 1 << 16
+MOST = 1 << 53  # what a whole number may be: beyond it floats are not exact, and far beyond it there are none
 
 
 class TalkEnded(Exception):
@@ -91,9 +93,23 @@ class Talk:
 
 def _parse(line: bytes) -> dict[str, Any]:
     try:
-        message = json.loads(line)
+        message = json.loads(line, parse_int=_whole, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
         raise TalkEnded("it said what is no message")
     return message
+
+
+def _whole(text: str) -> int:
+    number = int(text)
+    if abs(number) > MOST:
+        raise ValueError(f"{number} is more than {MOST}")
+    return number
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise ValueError(f"{text} is no number that can be counted with")
+    return number

@@ -6,13 +6,15 @@ import re
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from router.launch.errors import Refusal
 from router.launch.flags import read_command_line
 from router.launch.layout import Layout
+from router.launch.linking import Linking
+from router.launch.logs import Log
 from router.launch.machine import plan_shards
 from router.launch.nodes import (
     Nodes,
@@ -26,9 +28,11 @@ from router.launch.nodes import (
     own_address,
     plan_nodes,
 )  # fmt: skip
+from router.launch.others import Node, Others, RemoteShard
 from router.launch.settings import Settings, read_settings
 from router.launch.talk import Talk, TalkEnded
 from router.launch.tls import read_command, write
+from server.output import Output
 
 
 def read(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
@@ -218,6 +222,27 @@ def test_launchers_talk_in_lines_and_notice_silence(monkeypatch: pytest.MonkeyPa
         while True:
             other.hear()
     other.close()
+
+
+@pytest.mark.parametrize("number", [b"Infinity", b"-Infinity", b"NaN", b"1e999", b"1" + b"0" * 400])
+def test_numbers_that_nothing_can_be_counted_with_end_a_talk(number: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(b'{"node": ' + number + b', "time": 0}\n')
+        with pytest.raises(TalkEnded, match="no message"):
+            Talk(theirs).hear()
+
+
+@pytest.mark.parametrize("code", [-1000, -(10**12), 10**12, None, "1"])
+def test_a_shard_of_another_node_that_ends_as_no_process_does_has_a_cause(code: object, tmp_path: Path) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        node = Node(1, "run", "h", 1, Talk(ours), [])
+        shard = RemoteShard(node, "shard-1", 1, Log(Output(2), as_json=False))
+        node.shards.append(shard)
+        nodes = Others(tmp_path, cast(Linking, None), cast(Layout, None), {}, shard._log, patience=1)
+        nodes._take(node, {"ended": "shard-1", "group": 1, "code": code})
+        assert 1 == shard.process.poll() and "exited with code 1" in shard.cause
 
 
 def test_keys_are_for_their_owner_and_never_overwritten(tmp_path: Path) -> None:
