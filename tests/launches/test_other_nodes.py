@@ -307,7 +307,7 @@ def test_the_end_is_told_to_all(master: Master) -> None:
         master.dial()
 
 
-# ------------------------------------------------------------------------------------------------ another node's launcher
+# ------------------------------------------------------------------------------------------ another node's launcher
 
 
 class Elsewhere:
