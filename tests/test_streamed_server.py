@@ -5,12 +5,11 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-import threading
 from pathlib import Path
 
 import httpx2
 
-from tests.running import Server, body, is_alive, start_launcher
+from tests.running import Server, body, events_of, is_alive, start_launcher
 from tests.survival import SIGNALS, mixed_requests, recoveries, signals, survive
 
 GREEDY = body("Once upon a time there was", max_new_tokens=20, details=True)
@@ -24,7 +23,6 @@ def test_half_of_the_weights_stream_under_streams_that_lose_a_shard(tmp_path: Pa
         assert found is not None, table
         assert int(found[2]) == 2 * int(found[1])
         assert re.search(r"decode graphs +none: weights stream", table)
-        answers = []
         plain = mixed_requests(16, random.Random(4), most_tokens=40)
         kill = signals(SIGNALS["kill"], 1, random.Random(2), most_s=1.0)
         tally = asyncio.run(survive(server, kill, streams=8, requests=plain))
@@ -32,15 +30,13 @@ def test_half_of_the_weights_stream_under_streams_that_lose_a_shard(tmp_path: Pa
         assert 1 == asyncio.run(recoveries(server))
         assert [] == list(tmp_path.iterdir())
         children = server.children()
-        client = threading.Thread(
-            target=lambda: answers.append(httpx2.post(f"{server.url}/generate", json=GREEDY, timeout=60))
-        )
-        client.start()
-        while not server.metrics().get("tgi_batch_current_size"):
-            assert not answers
-        server.stop()
-        client.join()
-        assert (0, 200) == (server.wait()[0], answers[0].status_code)
+        with httpx2.stream("POST", f"{server.url}/generate_stream", json=GREEDY, timeout=60) as answer:
+            lines = answer.iter_lines()
+            first = next(lines)
+            server.stop()  # what runs is answered to its end
+            events = events_of([first, *lines])
+        assert 0 == server.wait()[0]
+        assert 20 == len(events) and events[-1]["generated_text"]
         assert not [pid for pid in children if is_alive(pid)]
 
 
