@@ -61,7 +61,7 @@ class Pipeline:
         carries = "" if math.isinf(self.link_bytes_per_ms) else f" and carry {self.link_bytes_per_ms * 8e-6:g} Gbit/s"
         return (
             f"{len(self.stages)} pipeline stages, each on devices of its own, for {self.micro_batches} micro-batches "
-            f"that take turns; weights, KV and tokens are those of the stage with the least room. Links take "
+            f"that take turns; weights and KV are those of the stage that has most of them. Links take "
             f"{self.link_ms:g} ms in each direction{carries}; where all of a round takes longer than the slowest stage "
             "for all micro-batches, more of those fill the gap."
         )

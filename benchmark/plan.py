@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ THIS = "this"
 class Capacity:
     """What the memory of a device holds when the model, or each pipeline stage, is split over `num_shard` shards.
 
-    Of several stages it is the one that holds the fewest tokens.
+    Of several stages: the most weights and KV that one has, and the tokens of the one with the least room.
     """
 
     num_shard: int
@@ -113,9 +113,13 @@ def stored_as(named: shapes.NamedShape, quantize: str | None, head: str = "int8"
 
 
 def least_capacity(pipe: Pipeline, device: DatasheetDevice, num_shard: int, args: argparse.Namespace) -> Capacity:
-    """What the pipeline stage with the least room holds."""
+    """The tokens of the pipeline stage with the least room, and the most weights and KV that any stage has."""
     found = [capacity(stage, device, num_shard, args) for stage in pipe.stages]
-    return min(found, key=lambda stage: (stage.problem is None, stage.kv_tokens))
+    return replace(
+        min(found, key=lambda stage: (stage.problem is None, stage.kv_tokens)),
+        weight_bytes_per_shard=max(stage.weight_bytes_per_shard for stage in found),
+        kv_bytes_per_token_per_shard=max(stage.kv_bytes_per_token_per_shard for stage in found),
+    )
 
 
 def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args: argparse.Namespace) -> Capacity:

@@ -283,6 +283,10 @@ def test_the_stage_with_the_least_room_counts(capsys: pytest.CaptureFixture[str]
     whole, parts = shapes.shape("bloomz-7b1-mt"), shapes.shape("bloomz-7b1-mt").stages(2)
     heaviest = max(part.weight_bytes("float16") for part in parts)
     assert heaviest == result["capacity"][0]["weight_bytes_per_shard"] < 0.7 * whole.weight_bytes("float16")
+    # mT0's first stage has the encoder, most of the bytes; where there is room, a later one has the fewest tokens.
+    flags = ["--model-id", "mt0-xxl-mt", "--device", "h200", "--num-shard", "1", "2", "--pipeline-parallel", "4"]
+    one, two = planned(capsys, *flags)[1]["capacity"]
+    assert one["weight_bytes_per_shard"] == pytest.approx(2 * two["weight_bytes_per_shard"], rel=0.01)
 
 
 @pytest.mark.parametrize(
