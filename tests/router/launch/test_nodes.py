@@ -255,3 +255,22 @@ def test_keys_are_for_their_owner_and_never_overwritten(tmp_path: Path) -> None:
     for wrong in ("0", "x", "40000", "-3"):
         with pytest.raises(Refusal, match=f"--days is {wrong}: give a whole number from 1 to 36500"):
             read_command([str(folder), "--days", wrong])
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
+@pytest.mark.parametrize("shards", [1, 2, 4, 8])
+def test_ranks_are_on_one_node_each_and_what_is_elsewhere_is_carried(shards: int, stages: int, nodes: int) -> None:
+    if shards * stages % nodes:
+        with pytest.raises(ValueError, match="make them a multiple"):
+            Layout(shards, stages, nodes)
+        return
+    layouts = [Layout(shards, stages, nodes, node) for node in range(nodes)]
+    assert list(range(shards * stages)) == [rank for node in range(nodes) for rank in layouts[0].ranks_of(node)]
+    of_stage = [{layouts[0].node_of(stage * shards + n) for n in range(shards)} for stage in range(stages)]
+    for layout in layouts:
+        assert all(layout.node_of(rank) == node for node in range(nodes) for rank in layout.ranks_of(node))
+        assert layout.splits_stages == any(len(found) > 1 for found in of_stage)
+        assert layout.node not in layout.forwards(1).values()
+    elsewhere = {f"group-1/shard-{rank}.sock" for rank in range(shards * stages) if layouts[0].node_of(rank)}
+    assert elsewhere == {name for name in layouts[0].forwards(1) if "/shard-" in name}
