@@ -38,7 +38,7 @@ from router.chat.template import ChatTemplate
 from router.client import ModelInfo, ShardError, Shards
 from router.config import RouterConfig
 from router.error_shapes import error_response, status_response
-from router.errors import RouterError, Unhealthy, for_clients
+from router.errors import RouterError, Unavailable, Unhealthy, for_clients
 from router.generation import Generator
 from router.grammars.compiler import Compiler
 from router.grammars.grammar import Matching
@@ -214,7 +214,7 @@ def chat_template_of(config: RouterConfig) -> ChatTemplate:
 async def _warm_up(services: Services) -> None:
     """Have a process ready for chats, so that the first need not wait for one."""
     if services.chat_template.named:
-        with suppress(TaskError, OSError):  # the first chat will try again, and say
+        with suppress(TaskError, Unavailable, OSError):  # the first chat will try again, and say
             await services.aside.warm_up()
 
 

@@ -53,6 +53,11 @@ def become_child_of(parent: int) -> None:
         os._exit(1)
 
 
+def lower_priority(niceness: int) -> None:
+    """Run at this priority, 19 at the lowest, or at a lower one where that is this process's already."""
+    os.setpriority(os.PRIO_PROCESS, 0, max(niceness, os.getpriority(os.PRIO_PROCESS, 0)))
+
+
 def name_process(name: str) -> None:
     """What `ps -o comm` and `top` call this process; the kernel keeps 15 bytes."""
     if sys.platform == "linux":

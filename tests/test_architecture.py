@@ -88,7 +88,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.grammars.asked": {"router.errors", "router.grammars.grammar", "router.schemas"},
     "router.grammars.grammar": {"router.errors"},
     "router.grammars.matcher": {"router.grammars.grammar"},
-    "router.aside": {"router.aside", "router.turns", "server.process"},
+    "router.aside": {"router.aside", "router.errors", "router.turns", "server.process"},
     "router.batch_settings": set(),
     "router.batches.multipart": set(),
     "router.chat_settings": set(),

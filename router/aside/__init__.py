@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 Task = Callable[..., Any]
+MOST_ANSWER_BYTES = 32 * 2**20
 
 
 class TaskError(Exception):

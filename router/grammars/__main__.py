@@ -27,6 +27,7 @@ from typing import Any
 
 from router.grammars.grammar import Grammar, GrammarKind
 from router.grammars.matcher import GrammarError, Matchers, TextMatcher
+from server.process import lower_priority
 
 MEGABYTE = 2**20
 THREADS = 2
@@ -141,7 +142,7 @@ def _end_if_failed(done: Future[None]) -> None:
 def main() -> int:
     """Follow texts until standard input ends. Returns the exit code."""
     niceness, memory_mb, seconds, matchers = sys.argv[1:]
-    os.nice(int(niceness))
+    lower_priority(int(niceness))
     most = int(memory_mb) * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
     watched = Watched(float(seconds))

@@ -3,7 +3,8 @@
 Matchers live in a process of their own, at the lowest priority, which all texts share. A text is its grammar and its
 tokens: a process that dies, or of which nothing is heard, is started again, and is told of every text. A process ends
 itself where one text takes too long, and says which: that text fails alone. Where it could not say, a text that was
-waited for fails when that has happened twice.
+waited for fails when that has happened twice; ends and stops that come from outside are no text's fault, unless they
+come again and again.
 
 Left out: whether a grammar is good, which is found out before, in another process (`compiler.py`).
 """
@@ -20,8 +21,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from router.aside import pool
-from router.aside.pool import MOST_ANSWER_BYTES, PATIENCE, ROOT
+from router.aside import MOST_ANSWER_BYTES, pool
+from router.aside.pool import PATIENCE, ROOT
 from router.errors import GenerationError
 from router.grammars.grammar import CompiledGrammar, Continuation, Match, OnAnswer
 from server.process import end_with_parent
@@ -31,6 +32,8 @@ SECONDS = 2.0  # of work, for a grammar to be compiled or for what comes behind 
 START_S = 60.0  # for a process to read the tokenizer, at the lowest priority
 PAUSE_S = 1.0  # before another is started, where one has ended before it was ready
 MOST_DEATHS = 2  # of processes that a text was waited for in
+MOST_KILLS = 8  # likewise, that somebody else ended: it may be the system, for their memory
+LOOK_S = 1.0  # between looks at whether somebody has stopped the process, while nothing is heard of it
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ class _Text:
         self.tokens = list(grammar.first.forced)
         self.on_answer = on_answer
         self.is_asked = False  # what it may go on with is waited for
-        self.num_deaths = 0
+        self.num_deaths = self.num_kills = 0
         self._follower = follower
 
     def advance(self, token_id: int) -> None:
@@ -77,6 +80,8 @@ class Follower:
         self._process: Process | None = None  # once it is ready
         self._running: asyncio.Task[None] | None = None
         self._is_ready = False
+        self._heard_at = 0.0  # by the loop's clock
+        self._is_hung = False  # and was ended for it
         self._late: int | None = None  # the key of the text that its process ended for
 
     def start(self) -> None:
@@ -140,7 +145,7 @@ class Follower:
                 assert process.stdin is not None
                 process.stdin.close()
                 await process.wait()
-            self._blame()
+            self._blame(is_from_outside=pool.is_from_outside(process.returncode or 0) and not self._is_hung)
             logger.warning("the process that follows grammars ended; texts that go on in another: %d", len(self._texts))
             if not self._is_ready:
                 await asyncio.sleep(PAUSE_S)
@@ -154,16 +159,29 @@ class Follower:
         self._process = process
         for text in self._texts.values():
             self._order(text.begin_order())
-        patience, loop = self._seconds * PATIENCE, asyncio.get_running_loop()
+        watching = asyncio.ensure_future(self._watch(process))
         try:
-            async with asyncio.timeout(patience) as timer:
-                while line := await process.stdout.readline():
-                    self._answer(json.loads(line))
-                    timer.reschedule(loop.time() + patience)
-        except TimeoutError:
-            logger.warning("nothing was heard of the process that follows grammars for too long")
+            while line := await process.stdout.readline():
+                self._heard_at = asyncio.get_running_loop().time()
+                self._answer(json.loads(line))
         except (ConnectionError, ValueError):
             logger.exception("the process that follows grammars answered nonsense")
+        finally:
+            watching.cancel()
+
+    async def _watch(self, process: Process) -> None:
+        """Kill the process once somebody has stopped it, or nothing was heard of it for too long."""
+        patience, loop = self._seconds * PATIENCE, asyncio.get_running_loop()
+        self._heard_at, self._is_hung = loop.time(), False
+        while True:
+            await asyncio.sleep(min(LOOK_S, patience / 4))
+            self._is_hung = loop.time() - self._heard_at > patience
+            if self._is_hung or pool.is_stopped(process.pid):
+                cause = "nothing was heard of it for too long" if self._is_hung else "somebody has stopped it"
+                logger.warning("the process that follows grammars is ended: %s", cause)
+                with suppress(ProcessLookupError):
+                    process.kill()
+                return
 
     @staticmethod
     async def _starts(answers: asyncio.StreamReader) -> bool:
@@ -179,7 +197,7 @@ class Follower:
         text = self._texts.get(answer.get("key", 0))
         if text is None:  # it has ended, or the line says only that the process lives
             return
-        text.is_asked, text.num_deaths = False, 0
+        text.is_asked, text.num_deaths, text.num_kills = False, 0, 0
         if "error" in answer:
             text.on_answer(failure(answer["error"]))
             return
@@ -187,14 +205,15 @@ class Follower:
         text.tokens += found.forced
         text.on_answer(found)
 
-    def _blame(self) -> None:
-        """Fail the text that took too long, or those that were waited for in two processes that ended."""
+    def _blame(self, *, is_from_outside: bool) -> None:
+        """Fail the text that took too long, or those that were waited for in too many processes that ended."""
         late, self._late = self._late, None
         if late is None:
             asked = [text for text in self._texts.values() if text.is_asked]
             for text in asked:
-                text.num_deaths += 1
-            guilty = [text for text in asked if text.num_deaths >= MOST_DEATHS]
+                text.num_kills += 1
+                text.num_deaths += not is_from_outside
+            guilty = [text for text in asked if text.num_deaths >= MOST_DEATHS or text.num_kills >= MOST_KILLS]
         else:
             guilty = [text for text in self._texts.values() if text.key == late]
         for text in guilty:

@@ -243,8 +243,6 @@ async def token_ids_of(entry: Entry) -> list[int]:
 class TasksInProcess:
     """Does tasks aside as a process for them does, but in this one."""
 
-    is_alive = True
-
     def __init__(self, module: str, argument: str) -> None:
         self._tasks = importlib.import_module(module).tasks(argument)
 
@@ -257,7 +255,7 @@ class TasksInProcess:
         told: dict[str, Any] = json.loads(json.dumps(answer))
         return told
 
-    async def end(self) -> None:
+    def end(self) -> None:
         """There is nothing to end."""
 
 
@@ -284,8 +282,8 @@ def ended_after(seconds: float) -> Iterator[None]:
 def tasks_in_process() -> Iterator[None]:
     """Servers in this block start no process for tasks aside, which takes longer than most tests."""
 
-    async def start(pool: Aside) -> TasksInProcess:
-        return TasksInProcess(*pool._tasks)
+    async def born(pool: Aside) -> TasksInProcess:
+        return TasksInProcess(*pool._arguments[1:])
 
-    with patch.object(Aside, "_start", start):
+    with patch.object(Aside, "_born", born):
         yield

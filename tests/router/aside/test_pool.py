@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from asyncio.subprocess import PIPE
+import subprocess
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 
 from router.aside import TaskError
-from router.aside.pool import NICENESS, Aside, _Worker
+from router.aside.pool import NICENESS, Aside, _Child
+from router.errors import Unavailable
 
 HELLO = [{"role": "user", "content": "Hello"}]
+LONG = "{% for i in range(3000) %}{% for j in range(9000) %}{% endfor %}{% endfor %}done"
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
@@ -43,6 +45,28 @@ def aside(story: Callable[[Aside], Awaitable[None]], num: int = 1, **bounds: Any
     asyncio.run(told())
 
 
+def processes(pool: Aside) -> tuple[int, int]:
+    """The process ids of the nursery and of the only child."""
+    assert pool._nursery is not None
+    [child] = pool._children
+    assert child.pid is not None
+    return pool._nursery.process.pid, child.pid
+
+
+async def one_child(pool: Aside) -> tuple[int, int]:
+    while not pool._children:
+        await asyncio.sleep(0.01)
+    return processes(pool)
+
+
+def open_descriptors(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def children_of(pid: int) -> list[str]:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
 def is_alive(pid: int) -> bool:
     path = Path(f"/proc/{pid}/stat")
     return path.exists() and path.read_text().rsplit(")", 1)[1].split()[0] != "Z"
@@ -62,7 +86,7 @@ def test_a_task_is_done() -> None:
     [
         (ENDLESS, "longer than 2 s", 2.0),
         ("{{ 'x' * 99999999999 }}", "too much memory", 4.0),
-        ("{{ 'x' * 40000000 }}", "too much memory, or its result is too long|longer than 4 s", 4.0),
+        ("{{ 'x' * 40000000 }}", "too much memory|its result is too long|longer than 4 s", 4.0),
     ],
 )
 def test_what_takes_too_much_is_one_sentence_and_the_next_is_done(template: str, sentence: str, seconds: float) -> None:
@@ -85,12 +109,12 @@ def test_what_is_refused_is_one_sentence_and_the_same_process_does_the_next() ->
 
     async def story(pool: Aside) -> None:
         await pool.warm_up()
-        workers = set(pool._workers)
+        children = set(pool._children)
         for template, sentence in refused:
             with pytest.raises(TaskError, match=sentence):
                 await rendered(pool, template)
             assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
-        assert workers == pool._workers
+        assert children == pool._children
 
     aside(story, seconds=4.0)
 
@@ -101,11 +125,10 @@ def test_it_runs_at_the_lowest_priority_and_ends_with_the_pool(monkeypatch: pyte
 
     async def story(pool: Aside) -> None:
         await pool.warm_up()
-        [worker] = pool._workers
-        pid = worker._process.pid
-        assert 19 == os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, worker._child)
+        nursery, child = processes(pool)
+        assert [19, 19] == [os.getpriority(os.PRIO_PROCESS, pid) for pid in (nursery, child)]
         await pool.close()
-        while is_alive(pid) or is_alive(worker._child):
+        while is_alive(nursery) or is_alive(child):
             await asyncio.sleep(0.01)
 
     aside(story)
@@ -114,15 +137,16 @@ def test_it_runs_at_the_lowest_priority_and_ends_with_the_pool(monkeypatch: pyte
 def test_who_stops_waiting_leaves_room() -> None:
     async def story(pool: Aside) -> None:
         await pool.warm_up()
-        [worker] = pool._workers
-        child = worker._child
+        nursery, child = processes(pool)
         tasks = [asyncio.ensure_future(rendered(pool, ENDLESS)) for _ in range(3)]
         await asyncio.sleep(0.05)
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
         assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
-        assert {worker} == pool._workers and child != worker._child and not is_alive(child)
+        while is_alive(child):
+            await asyncio.sleep(0.01)
+        assert (nursery, child) != processes(pool) and nursery == processes(pool)[0]
 
     aside(story, seconds=100.0)
 
@@ -130,41 +154,92 @@ def test_who_stops_waiting_leaves_room() -> None:
 def test_another_process_is_ready_once_one_has_been_ended() -> None:
     async def story(pool: Aside) -> None:
         await pool.warm_up()
-        [worker] = pool._workers
+        nursery, _ = processes(pool)
         for _ in range(3):
             with pytest.raises(TaskError, match=r"longer than 1 s"):
                 await rendered(pool, ENDLESS)
             assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
-        assert {worker} == pool._workers
+        assert nursery == processes(pool)[0]
 
     aside(story, seconds=1.0)  # of which a busy machine grants what a greeting takes
 
 
-def test_a_child_that_dies_is_its_task_s_failure_and_the_next_task_has_another() -> None:
+def test_a_child_that_somebody_kills_is_not_its_tasks_failure() -> None:
+    """The task is done once more by a fresh child; a second loss is the server's failure."""
+
     async def story(pool: Aside) -> None:
         await pool.warm_up()
-        [worker] = pool._workers
-        task = asyncio.ensure_future(rendered(pool, ENDLESS))
+        slow = asyncio.ensure_future(rendered(pool, LONG))
         await asyncio.sleep(0.05)
-        os.kill(worker._child, signal.SIGKILL)
-        with pytest.raises(TaskError, match="too much memory"):
-            await task
+        os.kill(processes(pool)[1], signal.SIGKILL)
+        assert "done" == await slow
+        endless = asyncio.ensure_future(rendered(pool, ENDLESS))
+        for _ in range(2):
+            await asyncio.sleep(0.05)
+            _, child = await one_child(pool)
+            os.kill(child, signal.SIGKILL)
+            while is_alive(child):
+                await asyncio.sleep(0.01)
+        with pytest.raises(Unavailable, match="was ended by SIGKILL: send it again"):
+            await endless
         assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
-        assert {worker} == pool._workers
 
     aside(story, seconds=100.0)
 
 
-def test_a_process_that_has_died_meanwhile_is_not_asked() -> None:
+def test_a_child_that_ends_by_itself_is_its_tasks_failure() -> None:
     async def story(pool: Aside) -> None:
         await pool.warm_up()
-        [worker] = pool._workers
-        worker._process.kill()
-        await worker._process.wait()
+        task = asyncio.ensure_future(rendered(pool, ENDLESS))
+        await asyncio.sleep(0.05)
+        os.kill(processes(pool)[1], signal.SIGABRT)  # as a library does that gets no memory
+        with pytest.raises(TaskError, match="too much memory"):
+            await task
+
+    aside(story, seconds=100.0)
+
+
+def test_a_child_that_somebody_stops_is_replaced_at_once() -> None:
+    async def story(pool: Aside) -> None:
+        await pool.warm_up()
+        _, child = processes(pool)
+        os.kill(child, signal.SIGSTOP)
         assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
-        assert worker not in pool._workers and 1 == len(pool._workers)
+        assert child != processes(pool)[1]
+
+    aside(story, seconds=2.0)
+
+
+def test_a_nursery_that_somebody_stops_or_kills_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.aside.pool.BIRTH_S", 1.0)
+
+    async def story(pool: Aside) -> None:
+        await pool.warm_up()
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            nursery, child = processes(pool)
+            os.kill(nursery, number)
+            os.kill(child, signal.SIGKILL)
+            assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
+            assert nursery != processes(pool)[0] and not is_alive(nursery)
 
     aside(story)
+
+
+def test_nothing_is_left_of_many_births_and_ends() -> None:
+    async def story(pool: Aside) -> None:
+        await pool.warm_up()
+        nursery, _ = processes(pool)
+        before = open_descriptors(os.getpid()), open_descriptors(nursery)
+        for round in range(30):
+            task = asyncio.ensure_future(rendered(pool, ENDLESS))
+            await asyncio.sleep(round / 1000)
+            task.cancel()
+            await asyncio.wait((task,))
+        assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
+        while (open_descriptors(os.getpid()), open_descriptors(nursery)) != before or 1 != len(children_of(nursery)):
+            await asyncio.sleep(0.01)
+
+    aside(story, seconds=100.0)
 
 
 def test_keys_are_served_by_turns() -> None:
@@ -182,10 +257,13 @@ def test_keys_are_served_by_turns() -> None:
     aside(story)
 
 
-@pytest.mark.parametrize(("had", "waits"), [(0.0, 40), (0.004, 40), (None, 4)])
+@pytest.mark.parametrize(
+    ("had", "waits", "error"), [(0.0, 80, Unavailable), (0.004, 80, Unavailable), (1.0, 4, TaskError)]
+)
 def test_who_gets_no_time_on_the_cores_is_given_more(
-    monkeypatch: pytest.MonkeyPatch, had: float | None, waits: int
+    monkeypatch: pytest.MonkeyPatch, had: float, waits: int, error: type[Exception]
 ) -> None:
+    """And is not blamed for it: it is done once more, and then the server is too busy."""
     asked: list[float] = []
 
     async def wait(futures: Any, timeout: float) -> None:
@@ -194,37 +272,33 @@ def test_who_gets_no_time_on_the_cores_is_given_more(
 
     async def story(pool: Aside) -> None:
         await pool.warm_up()
-        [worker] = pool._workers
-        used = iter([0.0] + [1.0 if had is None else had] * 50)
-        monkeypatch.setattr(worker, "cpu_seconds", lambda: next(used))
+        begun: set[_Child] = set()
+
+        def used(child: _Child) -> float:
+            is_known = child in begun
+            begun.add(child)
+            return had if is_known else 0.0
+
+        monkeypatch.setattr(_Child, "cpu_seconds", used)
         monkeypatch.setattr("router.aside.pool.asyncio.wait", wait)
-        with pytest.raises(TaskError, match=r"longer than 0\.05 s"):
+        with pytest.raises(error):
             await rendered(pool, ENDLESS)
         assert [0.05 / 4] * waits == asked
 
     aside(story, seconds=0.05)
 
 
-def test_a_process_that_ends_before_it_is_ready_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    commands: list[str] = []
-    start = asyncio.create_subprocess_exec
+def test_a_nursery_that_ends_before_it_is_ready_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs: list[str] = []
+    start = subprocess.Popen
 
-    async def stillborn(program: str, *arguments: str, **options: Any) -> asyncio.subprocess.Process:
-        commands.append(program if commands else "/bin/false")
-        return await start(commands[-1], *arguments, **options)
+    def stillborn(command: tuple[str, ...], **options: Any) -> subprocess.Popen[bytes]:
+        programs.append(command[0] if programs else "/bin/false")
+        return start((programs[-1], *command[1:]), **options)
 
     async def story(pool: Aside) -> None:
-        monkeypatch.setattr("router.aside.pool.asyncio.create_subprocess_exec", stillborn)
+        monkeypatch.setattr("router.aside.pool.subprocess.Popen", stillborn)
         assert "Hello a" == await rendered(pool, "{{ messages[0].content }} {{ name }}", name="a")
-        assert 2 == len(commands)
+        assert 2 == len(programs)
 
     aside(story)
-
-
-def test_a_process_whose_end_is_already_known_has_no_next_answer() -> None:
-    async def story() -> None:
-        process = await asyncio.create_subprocess_exec("/bin/false", stdin=PIPE, stdout=PIPE)
-        await process.wait()
-        assert await _Worker(process)._line() is None
-
-    asyncio.run(story())

@@ -171,16 +171,25 @@ def test_texts_of_short_grammars_do_not_wait_for_long_ones() -> None:
     following(story, seconds=60)
 
 
-def test_whose_process_keeps_dying_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(followers, "MOST_DEATHS", 1)
+@pytest.mark.parametrize(("number", "most"), [(signal.SIGABRT, 2), (signal.SIGKILL, 3)])
+def test_whose_process_keeps_dying_fails(monkeypatch: pytest.MonkeyPatch, number: int, most: int) -> None:
+    """Later where somebody else kills it, which says nothing of the text."""
+    monkeypatch.setattr(followers, "MOST_KILLS", 3)
+    monkeypatch.setattr(followers, "PAUSE_S", 0.0)
 
     async def story(follower: Follower) -> None:
-        reader = Reader(follower, compiled())
-        pid = await running(follower)
-        os.kill(pid, signal.SIGSTOP)
+        reader, deaths, pid = Reader(follower, compiled()), 0, 0
+        await go_on(reader, 1)
+        follower._order = lambda order: None  # type: ignore[method-assign]  # nobody is told, so nobody answers
         reader.advance()
-        os.kill(pid, signal.SIGKILL)
-        assert isinstance(await asyncio.wait_for(reader.answers.get(), 60), GenerationError)
+        while reader.answers.empty():
+            pid = await running(follower, but=pid)
+            os.kill(pid, number)
+            deaths += 1
+            while follower._process is not None and follower._process.pid == pid:
+                await asyncio.sleep(0.01)
+        assert isinstance(await reader.answers.get(), GenerationError)
+        assert most == deaths
 
     following(story)
 

@@ -1,0 +1,128 @@
+"""Cancellations, deadlines and kills at random: whatever ends a process, nobody is answered with somebody else's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import signal
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from router.aside.pool import Aside
+from router.errors import RouterError, Unavailable
+from router.grammars.compiler import Compiler
+from router.grammars.grammar import Grammar, GrammarKind
+from tests.router.grammars.test_follower import ARGUMENTS, DEMO
+
+NUM_TASKS = 2000
+AT_ONCE = 24
+OWNERS = ("one", "other")
+LONGEST_S = 0.03  # before somebody leaves
+
+TOKENIZER = Tokenizer.from_file(str(DEMO))
+Ask = Callable[[Aside, int, str], Awaitable[bool]]  # whether the answer to this number is its own
+
+
+async def render(pool: Aside, number: int, owner: str) -> bool:
+    prompt = await pool.do(
+        "render_chat",
+        owner,
+        template="{% for i in range(spins) %}{% endfor %}{{ messages[0].content }}",
+        messages=[{"role": "user", "content": f"a secret of {owner}, {number}"}],
+        tools=None,
+        variables={"spins": 1000 * (number % 97)},
+        add_generation_prompt=True,
+        continue_final_message=False,
+    )
+    return bool(prompt == f"a secret of {owner}, {number}")
+
+
+class Grammars:
+    """Texts of which all but the end is forced, so that a grammar's answer tells whose it is."""
+
+    def __init__(self) -> None:
+        self._compiler: Compiler | None = None
+
+    async def __call__(self, pool: Aside, number: int, owner: str) -> bool:
+        self._compiler = self._compiler or Compiler(pool)
+        text = f"{owner} {number} secret"
+        compiled = await self._compiler.compile(Grammar(GrammarKind.REGEX, text), owner)
+        forced = TOKENIZER.decode(list(compiled.first.forced))
+        return len(forced) > len(owner) and text.startswith(forced)
+
+
+def descendants(pid: int) -> list[int]:
+    found = []
+    with suppress(OSError):
+        for child in map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()):
+            found += [child, *descendants(child)]
+    return found
+
+
+async def disturb(nurseries: Callable[[], list[int]], chance: random.Random) -> None:
+    """Kill and stop children of the nurseries, for ever."""
+    while True:
+        await asyncio.sleep(chance.uniform(0, 2 * LONGEST_S))
+        children = [pid for nursery in nurseries() for pid in descendants(nursery)]
+        if children:
+            with suppress(ProcessLookupError):
+                os.kill(chance.choice(children), chance.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)))
+
+
+async def one(pool: Aside, ask: Ask, number: int, chance: random.Random, found: Counter[str]) -> None:
+    asked = asyncio.ensure_future(ask(pool, number, OWNERS[number % 2]))
+    leaves = chance.random()
+    if leaves < 0.5:
+        await asyncio.sleep(chance.uniform(0, LONGEST_S))
+        asked.cancel()
+    try:
+        async with asyncio.timeout(chance.uniform(0, LONGEST_S) if leaves > 0.8 else None):
+            found["own" if await asked else "another's"] += 1
+    except (asyncio.CancelledError, TimeoutError):
+        found["gone"] += 1
+    except Unavailable:
+        found["unavailable"] += 1
+    except RouterError as error:
+        found[f"blamed: {error}"] += 1
+
+
+@pytest.mark.parametrize(
+    ("ask", "tasks"),
+    [(render, ("router.aside.tasks", "")), (Grammars(), ("router.grammars.tasks", json.dumps(ARGUMENTS)))],
+    ids=["chats", "grammars"],
+)
+def test_nobody_is_answered_with_anothers_whatever_is_cancelled_or_killed(ask: Ask, tasks: tuple[str, str]) -> None:
+    chance, found = random.Random(7), Counter[str]()
+
+    async def story() -> None:
+        before = set(descendants(os.getpid()))
+        pool = Aside(2, 20.0, 4096, tasks)
+        await pool.warm_up()
+        nurseries = [pid for pid in descendants(os.getpid()) if pid not in before and len(descendants(pid))]
+        disturbing = asyncio.ensure_future(disturb(lambda: nurseries, chance))
+        try:
+            places = asyncio.Semaphore(AT_ONCE)
+
+            async def placed(number: int) -> None:
+                async with places:
+                    await one(pool, ask, number, chance, found)
+
+            await asyncio.gather(*map(placed, range(NUM_TASKS)))
+            disturbing.cancel()
+            last = [await ask(pool, NUM_TASKS + number, OWNERS[0]) for number in range(5)]
+            assert all(last)
+        finally:
+            disturbing.cancel()
+            await pool.close()
+
+    asyncio.run(story())
+    print(dict(found))
+    assert {"own", "gone", "unavailable"} >= set(found), found
+    assert found["own"] > NUM_TASKS / 5
