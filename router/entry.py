@@ -262,6 +262,11 @@ class Scheduled:
         """Whether the steps sent so far yield its last token."""
         return self.num_scheduled == self.request.max_new_tokens
 
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its lane's next step takes it out of the batch: nothing more is to be computed of it."""
+        return self.is_over or self.cancelled or self.is_scheduled_to_its_end
+
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class Entry(Scheduled):

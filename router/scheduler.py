@@ -118,8 +118,7 @@ class Scheduler(Generic[S]):
         return before.again(self._num_plans, saves)
 
     def _planned(self, lane: Lane[S]) -> StepPlan[S] | None:
-        running = self._running_in(lane)
-        retired = self._retire(running)
+        retired = self._retire(self._running_in(lane))
         preempted = self._make_room() if self.ledger.is_contested else {}
         decoding: list[S] = []
         chunks: dict[int, int] = {}
@@ -255,7 +254,7 @@ class Scheduler(Generic[S]):
 
     def _retire(self, running: Collection[S]) -> list[S]:
         """Take out the sequences that have ended, that end with the steps under way, or that nobody wants any more."""
-        leaving = [e for e in running if e.is_over or e.cancelled or e.is_scheduled_to_its_end]
+        leaving = [entry for entry in running if entry.is_leaving]
         for entry in leaving:
             self._release(entry)
         return leaving
@@ -271,7 +270,8 @@ class Scheduler(Generic[S]):
         head = self._next_in_turn()
         if head is None or self._suspect is not None or self._has_room(head):
             return {}
-        leaving = preempted_for(head, list(self.running.values()), self.ledger, partial(self._has_room, head))
+        staying = [entry for entry in self.running.values() if not entry.is_leaving]  # others leave with their lanes
+        leaving = preempted_for(head, staying, self.ledger, partial(self._has_room, head))
         preempted = {entry.id: entry for entry in leaving}
         for entry in leaving:
             self._release(entry)

@@ -91,6 +91,7 @@ def fake_shards(limits: Limits, **overrides: Any) -> FakeShardedClient:
             "max_batch_total_tokens": limits.max_batch_total_tokens,
             "max_batch_prefill_tokens": limits.max_batch_prefill_tokens,
             "max_batch_size": limits.max_batch_size,
+            "num_lanes": limits.num_lanes,
             **overrides,
         }
     )

@@ -45,6 +45,7 @@ class _FakeSequence:
     reported_from: int | None  # the first known token whose log-probability is reported
     is_constrained: bool
     raw_logprobs: bool
+    lane: int
     computed: int
     digest: int  # of the tokens computed
 
@@ -89,6 +90,7 @@ class FakeShardedClient:
     max_batch_total_tokens: int = 4096
     max_batch_prefill_tokens: int | None = None  # checked when given, as is the next
     max_batch_size: int | None = None
+    num_lanes: int = 1
     decoder_start: int | None = None  # plays an encoder-decoder when given
     step_delay_s: float = 0.0
     clock: Callable[[], float] = time.monotonic
@@ -109,7 +111,8 @@ class FakeShardedClient:
     _written: dict[tuple[int, int], int] = field(
         default_factory=dict
     )  # (block, offset) -> digest of the tokens up to it
-    _replies: deque[tuple[float, StepReply]] = field(default_factory=deque)  # with the time when each is ready
+    # With the time when each is ready, and the lane of its step.
+    _replies: deque[tuple[float, StepReply, int]] = field(default_factory=deque)
     _busy_until: float = 0.0
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _num_steps: int = 0
@@ -185,8 +188,10 @@ class FakeShardedClient:
         self._total_steps += 1
         _require(request.step == self._num_steps, f"step {request.step} follows step {self._num_steps - 1}")
         self._busy_until = max(self.clock(), self._busy_until) + self.step_delay_s
-        self._replies.append((self._busy_until, self._run(request)))
-        _require(len(self._replies) <= 2, "more than two requests under way")
+        self._replies.append((self._busy_until, self._run(request), request.lane))
+        of_lane = sum(lane == request.lane for _, _, lane in self._replies)
+        _require(of_lane <= 2, f"more than two requests of lane {request.lane} under way")
+        _require(len(self._replies) <= self.num_lanes + 1, "more requests under way than lanes and one")
         self._arrived.set()
 
     async def receive(self) -> StepReply:
@@ -212,6 +217,7 @@ class FakeShardedClient:
 
     def _run(self, request: StepRequest) -> StepReply:
         reply = StepReply(step=request.step)
+        _require(request.lane < self.num_lanes, f"a step of lane {request.lane}, of {self.num_lanes}")
         for id in request.retire:
             _require(id in self._sequences or id in self._gone, f"retire of unknown sequence {id}")
             self._sequences.pop(id, None)
@@ -220,11 +226,15 @@ class FakeShardedClient:
         for extension in request.extend:
             self._extend(extension)
         self._check_limits(request)
+        self._check_lane(request)
         masks = {id: mask for mask in request.masks for id in mask.ids}
         decoding = [
             id
             for id, sequence in self._sequences.items()
-            if request.decode and sequence.computed >= sequence.prompt_length and id not in request.held
+            if request.decode
+            and sequence.lane == request.lane
+            and sequence.computed >= sequence.prompt_length
+            and id not in request.held
         ]
         chunks = [
             (id, n) for id, n in zip(request.chunk_ids, request.chunk_tokens, strict=True) if id not in self._gone
@@ -290,6 +300,7 @@ class FakeShardedClient:
             reported_from=_reported_from(sequence),
             is_constrained=sequence.sampling.is_constrained,
             raw_logprobs=sequence.sampling.raw_logprobs,
+            lane=sequence.lane,
             computed=sequence.computed,
             digest=[0, *_digests(list(sequence.token_ids)[: sequence.computed])][-1],
         )
@@ -329,6 +340,20 @@ class FakeShardedClient:
             self.max_batch_prefill_tokens is None or prefill <= self.max_batch_prefill_tokens,
             f"{prefill} prompt tokens in a step",
         )
+
+    def _check_lane(self, request: StepRequest) -> None:
+        """A step names no sequence of another lane, but for those that leave."""
+        named = {
+            *request.chunk_ids,
+            *request.held,
+            *(one.id for one in request.extend),
+            *(one.id for one in request.add),
+        }
+        for id in sorted(named - self._gone):
+            lane = self._sequences[id].lane
+            _require(
+                lane == request.lane, f"a step of lane {request.lane} names sequence {id}, which is in lane {lane}"
+            )
 
     def _prefill(self, id: int, num_tokens: int, masks: Mapping[int, TokenMask], reply: StepReply) -> None:
         _require(id in self._sequences, f"chunk of unknown sequence {id}")

@@ -437,6 +437,7 @@ async def leave_after(entry: Entry, num_events: int) -> None:
     entry.cancelled = True
 
 
+@pytest.mark.parametrize("num_lanes", [1, 2, 4])
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(visits, min_size=1, max_size=14),
@@ -454,6 +455,7 @@ async def leave_after(entry: Entry, num_events: int) -> None:
     st.lists(st.integers(0, 12), min_size=1, max_size=4),
 )
 def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
+    num_lanes: int,
     schedule: list[Visit],
     block_size: int,
     capacity: int,
@@ -481,6 +483,7 @@ def test_any_schedule_keeps_the_limits_and_changes_no_tokens(
             "max_waiting_tokens": max_waiting,
             "prefill_chunk": prefill_chunk if decoder_start is None else None,
             "prefix_caching": prefix_caching and decoder_start is None,
+            "num_lanes": num_lanes,
         }
         shards: FakeShardedClient = fake_shards(
             make_limits(**overrides),

@@ -265,6 +265,7 @@ calls = st.builds(
 )
 
 
+@pytest.mark.parametrize("num_lanes", [1, 2, 4])
 @settings(suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(calls, min_size=2, max_size=16),
@@ -278,6 +279,7 @@ calls = st.builds(
     st.just({}) | st.dictionaries(st.integers(1, 60), st.just("bad luck"), max_size=3),
 )
 def test_every_request_of_every_key_finishes_with_its_own_tokens(
+    num_lanes: int,
     schedule: list[Call],
     capacity: int,
     batch_size: int | None,
@@ -314,6 +316,7 @@ def test_every_request_of_every_key_finishes_with_its_own_tokens(
             "max_batch_prefill_tokens": prefill if decoder_start is None else max(prefill, 60),
             "prefill_chunk": prefill_chunk if decoder_start is None else None,
             "prefix_caching": prefix_caching and decoder_start is None,
+            "num_lanes": num_lanes,
         }
         shards = fake_shards(make_limits(**overrides), decoder_start=decoder_start, failing_steps=failing_steps)
         overrides["num_blocks"] = shards.num_blocks

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.entry import Scheduled, ValidRequest
 from router.lanes import MOST_UNDER_WAY, Lanes
 from router.plan import StepPlan
+from router.scheduler import Scheduler
+from tests.router.test_repeated_plans import LIMITS
 
 
 def test_lanes_take_turns_and_none_has_more_than_two_steps_under_way() -> None:
@@ -44,3 +50,22 @@ def test_one_lane_bounds_nothing() -> None:
     assert lanes.places(lanes.all[0], 5) is None
     for _ in range(5):
         lanes.taken(next(lanes.turns()))
+
+
+@pytest.mark.parametrize("state", ["is_over", "cancelled"])
+def test_who_has_ended_in_another_lane_makes_room_for_nobody(state: str) -> None:
+    """The batching loop knows it no more."""
+    scheduler: Scheduler[Scheduled] = Scheduler(replace(LIMITS, num_lanes=2, max_batch_total_tokens=64, num_blocks=16))
+    many = [Scheduled(scheduler.new_id(), ValidRequest([1, 2, 3, 4], 12), owner="many") for _ in range(4)]
+    for entry in many:
+        scheduler.add(entry)
+    for _ in range(8):
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.computed(plan)
+    for entry in many[2:]:  # the youngest, in both lanes
+        setattr(entry, state, True)
+    scheduler.add(Scheduled(scheduler.new_id(), ValidRequest([5, 6, 7, 8], 12), owner="few"))
+    plan = scheduler.plan()
+    assert plan is not None
+    assert not [entry for entry in plan.preempted.values() if entry in many[2:]]

@@ -116,7 +116,7 @@ class Driven:
         return shown(plan)
 
 
-@pytest.mark.parametrize("num_lanes", [1, 3])
+@pytest.mark.parametrize("num_lanes", [1, 2, 4])
 @given(st.lists(events, max_size=30))
 def test_a_repeated_step_is_the_step_from_scratch(num_lanes: int, happening: list[Event]) -> None:
     limits = replace(LIMITS, num_lanes=num_lanes)
