@@ -37,6 +37,9 @@ from server.tiers.mover import Move, Tiers
 log = logging.getLogger(__name__)
 
 # More sequences at once than any router admits; the device's tables have a row for each.
+# What a shard that is warm can serve less of, not more. The size of its KV cache is as it is: another router wants the
+# settings', and who replaced lost shards found less memory free.
+WARM_FOR = ("max_batch_prefill_tokens", "max_total_tokens", "max_top_n_tokens", "max_sequences")
 MOST_SEQUENCES = 65536
 
 
@@ -103,14 +106,10 @@ class ShardService(pb_grpc.ShardServicer):
         if self._warmed is None:
             self._warmed = (request, self._first_warm_up(request))
         first, reply = self._warmed
-        wanted = request.max_batch_total_tokens or reply.max_batch_total_tokens
-        same = pb.WarmupRequest()
-        same.CopyFrom(request)
-        same.max_batch_total_tokens = first.max_batch_total_tokens
-        if same != first or wanted != reply.max_batch_total_tokens:
-            raise ValueError(
-                f"this shard is warm for {reply.max_batch_total_tokens} tokens and other limits: restart it"
-            )
+        for name in WARM_FOR:
+            warm, wanted = getattr(first, name), getattr(request, name)
+            if wanted > warm:
+                raise ValueError(f"{name} is {wanted}, but this shard is warm for {warm}: restart the server")
         return reply
 
     def _first_warm_up(self, request: pb.WarmupRequest) -> pb.WarmupReply:

@@ -216,6 +216,23 @@ def test_a_router_and_its_shards_may_die_together() -> None:
         assert expected == answer(server)
 
 
+@pytest.mark.parametrize("stages", [1, 2])
+def test_routers_and_shards_may_die_one_after_the_other(stages: int) -> None:
+    """The shards that took over were asked for the KV cache of those before; a router asks for that of the settings."""
+    flags = ["--num-shard", str(2 // stages), "--pipeline-parallel", str(stages), "--max-batch-total-tokens", "4096"]
+    with Server(*flags) as server:
+        expected = answer(server)
+        for victim in ("shard", "router", "router", "shard", "router"):
+            pid = server.router() if victim == "router" else server.shards()[-1]
+            os.kill(pid, signal.SIGKILL)
+            while Path(f"/proc/{pid}").exists():
+                time.sleep(0.02)
+            again(server)
+            assert expected == answer(server)
+        server.stop(signal.SIGTERM)
+        assert 0 == server.wait()[0]
+
+
 def last_event(server: Server, rank: int) -> str:
     """The error that a stream ends with when this rank is killed."""
     asked = body("Once", max_new_tokens=2000)
