@@ -64,8 +64,8 @@ def _unnamed_file(folder: Path, flags: int) -> int:
         if error.errno not in (errno.EOPNOTSUPP, errno.EISDIR):  # what file systems without such files say
             raise
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=".lockstep-")
-    os.unlink(name)
     try:
+        os.unlink(name)
         if flags:
             fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | flags)
     except OSError:

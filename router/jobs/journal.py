@@ -137,9 +137,8 @@ class Journal:
     def close(self) -> None:
         """Let others have the output, once nothing is being saved."""
         with self._saving:
-            for file in self._files:
-                os.close(file)
-            self._files = []
+            while self._files:
+                os.close(self._files.pop())
 
     # ------------------------------------------------------------------------------------------------- the beginning
 

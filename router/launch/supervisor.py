@@ -356,15 +356,20 @@ class Supervisor:
             self._router.signal(signal.SIGKILL)
 
     def _stop_all(self, patience: float) -> None:
-        self._phase = Phase.STOPPING
+        self._begin_to_stop()
         for child in self._children:
             child.signal(signal.SIGTERM)
         self._timers.set("kill", patience, self._kill)
 
     def _kill(self) -> None:
-        self._phase = Phase.STOPPING
+        self._begin_to_stop()
         for child in self._children:
             child.signal(signal.SIGKILL)
+
+    def _begin_to_stop(self) -> None:
+        """From now on nothing is started again, and nobody is waited for."""
+        self._phase = Phase.STOPPING
+        self._timers.cancel("start", "router", "load", "blame", "drain")
 
     def _fail(self) -> None:
         """Blame whoever failed for a reason of its own, else whoever failed first, and end everything."""

@@ -296,6 +296,8 @@ class TierIndex:
 
     def fetched(self, move: Move, is_moved: Sequence[bool]) -> None:
         """Every rank has done with this move, and holds those of the blocks for which that is said."""
+        if not self.has_disk:
+            return  # it was lost meanwhile
         for key, slot, has_come in zip(move.keys, move.slots, is_moved, strict=True):
             group = self._fetching.pop(key)
             if has_come and key not in self._host:
@@ -348,6 +350,8 @@ class TierIndex:
         for key, place, stamp, is_there in zip(move.keys, move.places, move.stamps, is_moved, strict=True):
             self._storing.discard(key)
             self._unpin(key)
+            if not self.has_disk:
+                continue  # it was lost meanwhile
             if is_there and key not in self._disk:
                 self._disk[key] = place
                 self._disk_use.use([key], stamp >> DEPTH_BITS)

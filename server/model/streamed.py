@@ -168,6 +168,7 @@ class Streaming:
         if not self.stored:
             for _, store in self.stores:
                 store.close()
+            self.stores = ()
             return
         size = max(stored.image.nbytes for stored in self.stored)
         slots = [self._slot_of(size), *(self.device.slot(size) for _ in range(SLOTS - 1))]

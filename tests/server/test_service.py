@@ -96,13 +96,19 @@ def test_a_shard_that_is_warm_answers_the_next_router_as_the_first(with_shard: C
         assert reply == await stub.Warmup(LIMITS)
         another = pb.WarmupRequest()
         another.CopyFrom(LIMITS)
-        for wanted, useful in ((1024, 2048), (0, 512), (8192, 8192)):  # the settings, and what a group before could hold
+        for wanted, useful in (
+            (1024, 2048),
+            (0, 512),
+            (8192, 8192),
+        ):  # the settings, and what a group before could hold
             another.max_batch_total_tokens, another.useful_tokens = wanted, useful
             assert reply == await stub.Warmup(another)
         another.max_total_tokens = LIMITS.max_total_tokens + 1
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stub.Warmup(another)
-        assert f"max_total_tokens is {another.max_total_tokens}, but this shard is warm for" in str(error.value.details())
+        assert f"max_total_tokens is {another.max_total_tokens}, but this shard is warm for" in str(
+            error.value.details()
+        )
 
     with_shard(body)
 

@@ -241,6 +241,21 @@ def test_a_file_that_shrinks_is_an_error_and_no_end(tmp_path: Path) -> None:
     file.close()
 
 
+def test_a_file_that_is_closed_twice_closes_nobody_elses(tmp_path: Path) -> None:
+    """Its number may be a socket's by then."""
+    file = ImageFile(tmp_path, "--offload-dir")
+    number = file._file.descriptor
+    file.close()
+    other, unused = os.pipe()
+    try:
+        assert number in (other, unused)
+        file.close()
+        os.fstat(number)
+    finally:
+        os.close(other)
+        os.close(unused)
+
+
 def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")

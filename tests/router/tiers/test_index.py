@@ -148,6 +148,24 @@ def test_a_disk_without_room_keeps_what_it_has_and_one_that_is_lost_nothing() ->
     assert index.coming([key(0)], 5, 16, None) is None
 
 
+def test_a_disk_that_is_lost_with_moves_under_way_holds_nothing_that_they_bring() -> None:
+    """Two fetches and a store: the first answer tells of the loss, and the others come later."""
+    index = TierIndex(TierSizes(8, 8, 10, 100), [Stored(key(n), n, 1 << 24) for n in range(2)])
+    fetches = []
+    for n in range(2):
+        index.coming([key(n)], n, 16, None)
+        fetches.append(index.next_fetch(1))
+    saved(index, range(10, 12), sequence=2)
+    store = index.next_store(8)
+    assert store is not None and None not in fetches
+    for move in fetches:
+        index.fetched(move, [False]) if move else None
+        index.close_disk()
+    index.stored(store, [True] * len(store.keys))
+    assert {"host": 2, "disk": 0} == index.num_blocks and index.is_idle
+    assert index.next_store(8) is None and index.coming([key(10)], 3, 16, None) is None
+
+
 def test_only_what_all_ranks_hold_is_there() -> None:
     replies = [
         pb.OpenTiersReply(num_slots=3, num_places=9, block_bytes=5, places=[0, 1], keys=key(1) + key(2), stamps=[7, 8]),
