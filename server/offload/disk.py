@@ -60,7 +60,7 @@ class UnnamedFile:
         self._transfer(os.pwritev, pieces, place, "written")
 
     def close(self) -> None:
-        """Give the disk's space back. Nothing is being moved. A second time it does nothing: the number is another's."""
+        """Give the disk's space back. Nothing is being moved. Twice is as once: the number is another's."""
         descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)

@@ -138,6 +138,15 @@ def test_a_refusal_by_the_server_is_final() -> None:
     assert (answer.status, body) == (422, b'{"error":"Input validation error"}')
 
 
+def test_an_answer_that_is_too_large_is_no_loss_and_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "MOST_ANSWER_BYTES", 10)
+    replicas, counts = Replicas([head(JSON), b"12345", b"678901", b"2"]), Counts()
+    answer, body = told(replicas, ask("/generate"), counts)
+    assert (422, "validation") == (answer.status, orjson.loads(body)["error_type"])
+    assert "larger than 10 bytes: ask for less of it" in orjson.loads(body)["error"]
+    assert (1, 1, 0, 1) == (len(replicas.asked), replicas.num_closed, counts.retried, counts.failed)
+
+
 def test_a_client_that_leaves_ends_the_request_upstream() -> None:
     replicas = Replicas([head(), write(1, first=True), *[write(2)] * 1000])
 

@@ -7,8 +7,20 @@ from typing import Any
 import orjson
 
 ANTHROPIC, OPENAI = "/v1/messages", "/v1/"
-TYPES = {401: "unauthorized", 404: "not_found", 405: "not_found", 413: "validation", 421: "wrong_host"}
-ANTHROPIC_TYPES = {401: "authentication_error", 404: "not_found_error", 413: "request_too_large"}
+TYPES = {
+    401: "unauthorized",
+    404: "not_found",
+    405: "not_found",
+    413: "validation",
+    422: "validation",
+    421: "wrong_host",
+}
+ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    422: "invalid_request_error",
+}
 INVALID_KEY, NO_SUCH_MODEL = "invalid_api_key", "model_not_found"  # codes of OpenAI's API
 
 

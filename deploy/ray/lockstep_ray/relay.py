@@ -27,6 +27,10 @@ MOST_ANSWER_BYTES = 64 << 20  # that is no stream
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
 
 
+class TooLarge(Exception):
+    """An answer that is no stream has more bytes than are kept. Another replica would give the same."""
+
+
 class Lost(Exception):
     """The replica that had a request is gone, or its engine. replica: its name, where it is known."""
 
@@ -136,7 +140,10 @@ class _Relayed:
                 if await self._may_go_on(lost.replica):
                     self._counts.retried += 1
                     continue
-                return self._failed(lost)
+                return self._failed(503, self._sentence(lost))
+            except TooLarge as error:
+                await pieces.aclose()
+                return self._failed(422, str(error))
             await pieces.aclose()
             if head.status not in NOT_TAKEN or not await self._may_be_taken(head.replica):
                 return answer
@@ -147,10 +154,10 @@ class _Relayed:
         ask = self._ask.again(frozenset(self._avoid), self._stream)
         return _closable(self._replicas.ask(ask))
 
-    def _failed(self, lost: Lost) -> Answer:
+    def _failed(self, status: int, sentence: str) -> Answer:
         self._counts.failed += 1
-        body = orjson.dumps(error_body(self._ask.path, 503, self._sentence(lost)))
-        return Answer(503, (("content-type", "application/json"), ("retry-after", "5")), body)
+        headers = [("content-type", "application/json"), *([("retry-after", "5")] if status == 503 else [])]
+        return Answer(status, tuple(headers), orjson.dumps(error_body(self._ask.path, status, sentence)))
 
     def _sentence(self, lost: BaseException) -> str:
         return f"{lost.args[0]}, and so it was after {self._num_tries} tries: send the request again later"
@@ -236,7 +243,7 @@ async def _whole(pieces: AsyncGenerator[Head | bytes, None]) -> bytes:
         assert isinstance(piece, bytes)
         body += piece
         if len(body) > MOST_ANSWER_BYTES:
-            raise Lost(f"the answer is larger than {MOST_ANSWER_BYTES} bytes: ask for less of it")
+            raise TooLarge(f"The answer is larger than {MOST_ANSWER_BYTES} bytes: ask for less of it, or for a stream")
     return bytes(body)
 
 
