@@ -28,8 +28,6 @@ from fastapi import FastAPI
 
 from router.app import accounts_of, chat_template_of, create_app, matchers_of
 from router.batcher import Batcher
-from router.batches.batches import Batches
-from router.batches.routes import store_of
 from router.client import ShardError
 from router.config import RouterConfig
 from router.grammars.follower import Follower
@@ -94,7 +92,6 @@ async def run(config: RouterConfig) -> int:
         asyncio.get_running_loop().add_signal_handler(number, _on_signal, stop)
     accounts = accounts_of(config)  # first of all: a file that cannot be used is found before a model is loaded
     chat_template = chat_template_of(config)
-    store = store_of(config)
     tracer = make_tracer(config.otlp_endpoint, config.otlp_service_name, config.model_id)
     tokenizer = ModelTokenizer.load(config.model_path, config.tokenizer_path, config.tokenizer_config_path)
     news = None if config.control_fd is None else NextGroup(config.group)
@@ -122,7 +119,6 @@ async def run(config: RouterConfig) -> int:
             tracer=tracer,
             accounts=accounts,
             chat_template=chat_template,
-            store=store,
         )
         assert config.listen_fd is not None, "the launcher binds"
         listener = socket.socket(fileno=config.listen_fd)  # does not listen yet, so that clients are refused until then
@@ -138,7 +134,7 @@ async def run(config: RouterConfig) -> int:
         server = HttpServer(app, connections, lambda: lifecycle.info("ready at %s", address, extra={"event": "ready"}))
         watching = asyncio.create_task(_watch(shards, news, config.control_fd, batcher))
         try:
-            return await _serve(server, listeners, batcher, watching, stop, config, app.state.batches, mover)
+            return await _serve(server, listeners, batcher, watching, stop, config, mover)
         finally:
             await mover.close()
             await follower.close()
@@ -237,7 +233,6 @@ async def _serve(
     watching: asyncio.Task[None],
     stop: asyncio.Event,
     config: RouterConfig,
-    batches: Batches | None,
     mover: Mover,
 ) -> int:
     batching = asyncio.create_task(batcher.run())
@@ -245,8 +240,6 @@ async def _serve(
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({batching, serving, stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
-        if batches is not None:
-            await batches.close()  # they go on with the next router, and nobody waits for them here
         await batcher.leave(config.shutdown_delay)
         logger.info("draining", extra={"event": "draining"})
         await batcher.drain(config.graceful_termination_timeout)

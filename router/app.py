@@ -30,9 +30,6 @@ from router.api_document import api_document
 from router.aside import TaskError
 from router.aside.pool import Aside
 from router.batcher import Batcher
-from router.batches.batches import Batches
-from router.batches.routes import add_batch_routes, store_of
-from router.batches.store import Store
 from router.bodies import Bodies
 from router.chat.template import ChatTemplate
 from router.client import ModelInfo, ShardError, Shards
@@ -90,11 +87,10 @@ def create_app(
     tracer: Tracer,
     accounts: Accounts | None = None,
     chat_template: ChatTemplate | None = None,
-    store: Store | None = None,
 ) -> FastAPI:
     """The application. Its caller runs the batcher.
 
-    accounts, chat_template and store: None stands for those of `config`, which may raise ValueError.
+    accounts and chat_template: None stands for those of `config`, which may raise ValueError.
     """
     compiler = compiler_of(config, limits, tokenizer, batcher.matching)
     workers = Workers(config.validation_workers)
@@ -124,9 +120,6 @@ def create_app(
 
     app = _bare_app(partial(_lifespan, services=services, compiler=compiler, tracer=tracer))
     app.state.services = services
-    store = store or store_of(config)
-    parts = (accounts, metrics, tracer)
-    app.state.batches = None if store is None else add_batch_routes(app, services, store, *parts)
     _add_routes(app, services)
     _add_error_handlers(app)
     _add_middleware(app, config, accounts)
@@ -137,14 +130,8 @@ def create_app(
 async def _lifespan(app: FastAPI, services: Services, compiler: Compiler, tracer: Tracer) -> AsyncIterator[None]:
     """What runs beside the requests, from before the first to after the last."""
     warming = asyncio.create_task(_warm_up(services))
-    batches: Batches | None = app.state.batches
-    if batches is not None:
-        batches.start()
     yield
     warming.cancel()
-    if batches is not None:
-        await batches.close()
-        batches.store.close()
     await asyncio.gather(services.aside.close(), compiler.close())
     services.workers.close()
     tracer.close()

@@ -43,11 +43,6 @@ class BatchView:
         """Whether steps are recorded: somebody has looked of late."""
         return self._end is not None
 
-    def has_room_behind(self, owner: str, most_waiting: int) -> bool:
-        """Whether nobody but `owner` waits, and of its requests fewer than `most_waiting`: for what may always wait."""
-        waiting = self._scheduler.waiting
-        return len(waiting) < most_waiting and all(entry.owner == owner for entry in waiting)
-
     def look(self, account: Account | None) -> Json:
         """How things are now, for a key, whose own requests have their ids; it starts or prolongs the record."""
         self._record()

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from router.batch_settings import BatchSettings
 from router.chat_settings import ChatSettings
 from router.connection_settings import ConnectionSettings
 from router.operation_settings import OperationSettings
@@ -24,7 +23,7 @@ DEFAULT_MAX_TOTAL_TOKENS = 2048
 
 
 @dataclass(frozen=True)
-class RouterConfig(ConnectionSettings, ChatSettings, BatchSettings, OperationSettings, PipelineSettings):
+class RouterConfig(ConnectionSettings, ChatSettings, OperationSettings, PipelineSettings):
     """One router's settings, frozen after start-up. Raises ValueError that lists every problem."""
 
     # What the launcher tells the router about this launch.

@@ -15,11 +15,15 @@ from router.openai.responses import answers as responses
 OPENAI = "/v1/"  # what its paths begin with
 ANTHROPIC = "/v1/messages"
 RESPONSES = "/v1/responses"
+NO_BATCHES = (
+    "this server keeps no files and no batches: `lockstep batch --url URL --input FILE --output FILE` answers a file "
+    "of requests in OpenAI's batch format"
+)
 # What clients look for and may not find, by what its paths begin with.
 MAYBE_NOT_SERVED = {
     RESPONSES + "/": responses.NOT_STORED,
-    "/v1/files": "files are served where the server was started with --batch-dir",
-    "/v1/batches": "batches are served where the server was started with --batch-dir",
+    "/v1/files": NO_BATCHES,
+    "/v1/batches": NO_BATCHES,
 }
 
 

@@ -1,6 +1,28 @@
-"""How many values JSON has, counted before any of them is built: a million would stop the event loop for seconds."""
+"""How many values JSON has and how deep they lie, counted before any of them is built.
+
+A million values would stop the event loop for seconds, and what is nested as deep as Python's stack ends whatever walks
+through it with a RecursionError.
+"""
 
 from __future__ import annotations
+
+import re
+
+TEXTS_AND_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+
+
+def nesting(text: bytes, enough: int = 0) -> int:
+    """How many lists and objects lie within each other at most. Up to `enough` it may say more than there are."""
+    if (most := text.count(b"[") + text.count(b"{")) <= enough:
+        return most
+    depth = deepest = 0
+    for found in TEXTS_AND_BRACKETS.finditer(text):
+        if (begin := found[0][:1]) in b"[{":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif begin in b"]}":
+            depth -= 1
+    return deepest
 
 
 def has_more_values(text: bytes, most: int) -> bool:

@@ -62,7 +62,7 @@ def add_platform_routes(app: FastAPI, services: Services, generate: Handler, cha
     async def meant(request: Request) -> Handler:
         """Who answers this body, which is put back."""
         body = request.state.body = await read_bytes(request, services)
-        schemas.refuse_many_values(body, most_values)
+        schemas.refuse_excess(body, most_values)
         if not isinstance(fields := _value_of(body), dict):
             return generate  # whose parser says what is wrong
         for name, handler in (("inputs", generate), ("messages", chat), ("prompt", complete)):

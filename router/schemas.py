@@ -5,7 +5,7 @@ every field may be null, which means absent, and unknown keys are ignored. Range
 whose sentences and order are TGI's.
 
 Bodies are parsed on the event loop, because a good one takes microseconds. A bad one must not take much longer: values
-are counted before any is built (`refuse_many_values`), and a list ends at its first error.
+are counted before any is built (`refuse_excess`), and a list ends at its first error.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from pydantic import ValidationError as SchemaError
 
 from router.errors import MalformedBody, ValidationError
-from router.json_values import has_more_values
+from router.json_values import has_more_values, nesting
 from router.text import FinishReason
 
 # Of a 64-bit seed. What lies outside is no number that any field could mean.
@@ -26,6 +26,9 @@ Integer = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 UNREPRESENTABLE = ("number out of range", "hex escape", "surrogate")
 # Of a body. A million of them, each named in an error or kept in a dictionary, would stop the event loop for seconds.
 MOST_VALUES = 10_000
+MOST_NESTING = (
+    128  # lists and objects within each other: far fewer than Python's stack bears, far more than schemas need
+)
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -279,7 +282,7 @@ class ErrorResponse(BaseModel):
 
 def parse(schema: type[Body], body: bytes, most_values: int = MOST_VALUES) -> Body:
     """Read a body. Raises MalformedBody or ValidationError; neither repeats what was sent."""
-    refuse_many_values(body, most_values)
+    refuse_excess(body, most_values)
     try:
         return schema.model_validate_json(body)
     except SchemaError as error:
@@ -292,7 +295,9 @@ def parse(schema: type[Body], body: bytes, most_values: int = MOST_VALUES) -> Bo
         raise ValidationError(f"`{where}`: {message}" if where else message) from None
 
 
-def refuse_many_values(body: bytes, most: int) -> None:
-    """Raises ValidationError for a body of more than so many values, before any of them is built."""
+def refuse_excess(body: bytes, most: int, what: str = "the body") -> None:
+    """Raises ValidationError for JSON of more than so many values, or nested too deep, before any of them is built."""
     if has_more_values(body, most):
-        raise ValidationError(f"the body has more than {most} values: leave out what is no field of a request")
+        raise ValidationError(f"{what} has more than {most} values: leave out what is no field of a request")
+    if (depth := nesting(body, MOST_NESTING)) > MOST_NESTING:
+        raise ValidationError(f"{what} is nested {depth} levels deep: at most {MOST_NESTING} are possible")

@@ -89,11 +89,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.grammars.grammar": {"router.errors"},
     "router.grammars.matcher": {"router.grammars.grammar"},
     "router.aside": {"router.aside", "router.errors", "router.turns", "server.process"},
-    "router.batch_settings": set(),
-    "router.batches.multipart": set(),
     "router.chat_settings": set(),
     "router.config": {
-        "router.batch_settings", "router.chat_settings", "router.connection_settings", "router.operation_settings",
+        "router.chat_settings", "router.connection_settings", "router.operation_settings",
         "router.pipeline_settings",
     },
     "router.connection_settings": set(),
@@ -244,7 +242,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 }  # fmt: skip
 
 # The two loops that must outlive a request may catch everything; `tokenizers` raises nothing finer than Exception.
-MAY_CATCH_EVERYTHING = {"router.batcher", "server.service", "router.text"}
+MAY_CATCH_EVERYTHING = {"router.batcher", "router.jobs.runner", "router.text", "server.service"}
 
 
 @cache

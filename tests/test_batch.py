@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import httpx2
 import pytest
 
 from router.jobs.journal import State, journal_of
@@ -94,6 +95,26 @@ def test_each_line_is_answered_once_however_often_the_job_is_killed(
     print(f"{lines} lines, {kills} kills: peaks {peaks}, at last {last_peak} KiB")
     again = started(*arguments)
     assert "is complete" in again.communicate()[1] and 0 == again.returncode
+
+
+def test_a_job_with_a_key_of_its_own_ends_beside_live_requests(tmp_path: Path) -> None:
+    """Whose every one is answered: what comes first is held in virtual time (`test_fairness.py`)."""
+    keys = tmp_path / "keys.json"
+    people, jobs = {"name": "people", "key": "open"}, {"name": "jobs", "key": "slow", "weight": 0.01}
+    keys.write_text(json.dumps({"keys": [people, jobs]}))
+    source, output = write_requests(tmp_path / "in.jsonl", 400), tmp_path / "out.jsonl"
+    flags = ("--api-keys-file", str(keys), "--max-batch-size", "8", "--null-step-ms", "2")
+    with Server("--model-id", "null", *flags) as server:
+        job = started("--input", str(source), "--output", str(output), "--url", server.url, API_KEY="slow")
+        answers = []
+        while job.poll() is None:
+            asked = {"inputs": "Once", "parameters": {"max_new_tokens": 20}}
+            headers = {"authorization": "Bearer open"}
+            answers.append(httpx2.post(f"{server.url}/generate", json=asked, headers=headers, timeout=60))
+        _, err = job.communicate(timeout=60)
+    assert 0 == job.returncode, err
+    assert 400 == num_lines(output) and answers
+    assert [200] * len(answers) == [answer.status_code for answer in answers]
 
 
 def test_a_signal_stops_it_and_the_same_command_goes_on(server: Server, tmp_path: Path) -> None:
@@ -215,10 +236,8 @@ def test_an_output_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
 def test_the_readme_says_how_to_call_it() -> None:
     readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/batch-jobs.md"))
     command = "lockstep batch --input prompts.jsonl --output out.jsonl"
-    assert command in readme and command in page and "--batch-dir" in readme and "docs/batch-jobs.md" in readme
+    assert command in readme and command in page and "docs/batch-jobs.md" in readme
     assert "make test-offload" in readme and "\ntest-offload: install\n" in (ROOT / "Makefile").read_text()
-    for setting in ("batch_dir", "batch_concurrency", "batch_max_file_bytes", "batch_max_files", "batch_max_bytes"):
-        assert f"--{setting.replace('_', '-')}" in page
     for option in ("--errors", "--url", "--model-id", "--concurrency", "--timeout", "--max-tries", "--give-up-after"):
         assert f"`{option}" in page
     example = re.findall(r"^\{.*\}$", page, re.MULTILINE)

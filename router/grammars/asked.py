@@ -11,7 +11,7 @@ import orjson
 
 from router.errors import ValidationError
 from router.grammars.grammar import Grammar, GrammarKind
-from router.schemas import GenerateParameters, GrammarParameters
+from router.schemas import MOST_VALUES, GenerateParameters, GrammarParameters, refuse_excess
 
 MOST_BYTES = 2**16  # of a grammar's text: what takes so many is a program, and compiling it takes a second
 
@@ -82,6 +82,7 @@ def _text(schema: str | dict[str, Any]) -> str:
     if isinstance(schema, dict):
         return json.dumps(schema, ensure_ascii=False)
     _bounded(Grammar(GrammarKind.JSON_SCHEMA, schema))
+    refuse_excess(schema.encode(errors="replace"), MOST_VALUES, "`grammar.value`")
     try:
         is_object = isinstance(orjson.loads(schema), dict)  # no half of a surrogate pair, which is no text
     except orjson.JSONDecodeError:

@@ -9,7 +9,6 @@ disk is an error at once.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import mmap
 import os
@@ -18,11 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import orjson
-
 from router.jobs.errors import InputChanged, named
-from router.jobs.lines import LineBounds, LineFile, custom_id_of
-from router.jobs.results import MOST_REFUSAL_BYTES
+from router.jobs.lines import LineFile, custom_id_of
 
 PIECE = 1 << 18  # bytes that are read at once
 PLACE = 16  # bytes: 10 of a digest, which no two ids of a file share in practice, and 6 of a line's number
@@ -35,14 +31,11 @@ Advanced = Callable[[float], None]
 
 
 class IdTable:
-    """The first line of each id. Raises OSError where there is no space for it, or it takes more than most_bytes."""
+    """The first line of each id. Raises OSError where there is no space for it."""
 
-    def __init__(self, num_ids: int, folder: Path, most_bytes: int | None = None) -> None:
+    def __init__(self, num_ids: int, folder: Path) -> None:
         self._mask = max(LEAST_PLACES, 1 << (2 * num_ids - 1).bit_length()) - 1
         self.num_bytes = (self._mask + 1) * PLACE
-        if most_bytes is not None and self.num_bytes > most_bytes:
-            sentence = f"a table of ids takes {self.num_bytes} bytes, of which {most_bytes} are left"
-            raise OSError(errno.ENOSPC, sentence, str(folder))
         with named(folder), tempfile.TemporaryFile(dir=folder) as file:
             os.posix_fallocate(file.fileno(), 0, self.num_bytes)
             self._places = mmap.mmap(file.fileno(), self.num_bytes)
@@ -76,10 +69,7 @@ class IdTable:
 
 @dataclass(frozen=True)
 class Census:
-    """What is known of an input. num_lines: without blank ones. changed: its size and time when it was looked at.
-
-    most_refusal_bytes: of the line of an output that says that a line was not sent.
-    """
+    """What is known of an input. num_lines: without blank ones. changed: its size and time when it was looked at."""
 
     path: Path
     num_lines: int
@@ -87,7 +77,6 @@ class Census:
     sha256: str
     ids: IdTable
     changed: tuple[int, int]
-    most_refusal_bytes: int
 
     def check_unchanged(self) -> None:
         """Raises InputChanged where the file is another one by now."""
@@ -95,12 +84,10 @@ class Census:
             raise InputChanged(f"{self.path} changed while it was read: put it back as it was, then start again")
 
 
-def take_census(
-    path: Path, folder: Path, bounds: LineBounds, advanced: Advanced, most_table_bytes: int | None = None
-) -> Census:
+def take_census(path: Path, folder: Path, most_bytes: int, advanced: Advanced) -> Census:
     """Look at the whole file. Raises OSError and JobError.
 
-    folder: where the table's space is taken. most_table_bytes: None for any.
+    folder: where the table's space is taken. most_bytes: of a line that is looked into.
     """
     changed = _changed(path)
     size = max(1, changed[0])
@@ -111,18 +98,17 @@ def take_census(
             num_ends += piece.count(b"\n")
             done += len(piece)
             advanced(done / size / 2)
-    ids = IdTable(1 + min(num_ends, done // LEAST_LINE), folder, most_table_bytes)
-    lines = LineFile(path, bounds)
+    ids = IdTable(1 + min(num_ends, done // LEAST_LINE), folder)
+    lines = LineFile(path, most_bytes)
     try:
-        number = num_lines = offset = longest_id = 0
+        number = num_lines = offset = 0
         while (line := lines.read(number + 1, offset)) is not None:
             number, offset = line.number, line.end
             num_lines += not line.is_blank
-            if (custom_id := custom_id_of(line, bounds)) is not None:
+            if (custom_id := custom_id_of(line)) is not None:
                 ids.note(custom_id, number)
-                longest_id = max(longest_id, len(orjson.dumps(custom_id)))
             advanced(0.5 + offset / size / 2)
-        census = Census(path, num_lines, done, digest.hexdigest(), ids, changed, MOST_REFUSAL_BYTES + longest_id)
+        census = Census(path, num_lines, done, digest.hexdigest(), ids, changed)
         census.check_unchanged()
     except BaseException:
         ids.close()

@@ -17,7 +17,6 @@ input (`lines.py`) and asking for answers (`runner.py`).
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import re
@@ -33,6 +32,8 @@ import orjson
 from router.jobs.census import Census
 from router.jobs.errors import InputChanged, JobError, named
 from router.jobs.results import read_again
+
+MODE = 0o666  # of files that are made, less the user's umask
 
 VERSION = 1
 JOB = re.compile("[0-9a-f]{12}")
@@ -110,14 +111,11 @@ def journal_of(output: Path) -> Path:
 
 
 class Journal:
-    """An output, its errors file if there is one, and the checkpoint; open for one job. Raises JobError and OSError.
+    """An output, its errors file if there is one, and the checkpoint; open for one job. Raises JobError and OSError."""
 
-    mode: of files that are made.
-    """
-
-    def __init__(self, output: Path, errors: Path | None, census: Census, mode: int = 0o666) -> None:
+    def __init__(self, output: Path, errors: Path | None, census: Census) -> None:
         self.state = State(secrets.token_hex(6), census.sha256, census.num_lines)
-        self._output, self._errors, self._census, self._mode = output, errors, census, mode
+        self._output, self._errors, self._census = output, errors, census
         self._paths = [output, *([errors] if errors is not None else [])]
         self._files: list[int] = []  # their descriptors
         self._is_changed = False
@@ -146,7 +144,7 @@ class Journal:
         for path in self._paths:
             if path.exists() and not path.is_file():
                 raise JobError(_of_no_job(path))
-            self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, self._mode))
+            self._files.append(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, MODE))
             try:
                 fcntl.flock(self._files[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -266,7 +264,7 @@ class Journal:
             for path, file in zip(self._paths, self._files, strict=True):
                 with named(path):
                     os.fdatasync(file)
-            replace_durably(journal_of(self._output), checkpoint.content, self._mode)
+            replace_durably(journal_of(self._output), checkpoint.content)
             self._num_saved = checkpoint.number
 
 
@@ -279,12 +277,12 @@ def new_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.new")
 
 
-def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
+def replace_durably(path: Path, content: bytes) -> None:
     """Write a file so that, whatever happens, either the old content is there or the new. Raises OSError."""
     new = new_of(path)
     try:
         with named(new):
-            _write_durably(new, content, mode)
+            _write_durably(new, content)
         new.replace(path)
     except OSError:
         with suppress(OSError):
@@ -297,13 +295,8 @@ def replace_durably(path: Path, content: bytes, mode: int = 0o666) -> None:
         os.close(folder)
 
 
-def _write_durably(path: Path, content: bytes, mode: int) -> None:
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode), "wb") as file:
+def _write_durably(path: Path, content: bytes) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, MODE), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-
-
-def is_disk_full(error: BaseException) -> bool:
-    """Whether space or a quota ran out."""
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -16,19 +16,10 @@ from typing import Any, BinaryIO
 import orjson
 
 from router.jobs.errors import named
-from router.json_values import has_more_values
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 MOST_CUSTOM_ID = 512  # characters, so that an answer's line is never much longer than its answer
 PIECE = 1 << 16  # bytes that are read at once of what is passed over
-
-
-@dataclass(frozen=True, slots=True)
-class LineBounds:
-    """Of one line that is looked into. most_values: of its JSON, those of its body and around it."""
-
-    most_bytes: int
-    most_values: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +61,8 @@ class Problem:
 class LineFile:
     """The lines of a file that is open for reading, from wherever one wants. Raises OSError."""
 
-    def __init__(self, path: Path, bounds: LineBounds) -> None:
-        self.bounds = bounds
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self.most_bytes = most_bytes
         self._path = path
         self._file: BinaryIO = path.open("rb", buffering=1 << 20)
 
@@ -87,10 +78,10 @@ class LineFile:
     def _read(self, number: int, offset: int) -> Line | None:
         if self._file.tell() != offset:
             self._file.seek(offset)
-        raw = self._file.readline(self.bounds.most_bytes + 1)
+        raw = self._file.readline(self.most_bytes + 1)
         if not raw:
             return None
-        if len(raw) <= self.bounds.most_bytes or raw.endswith(b"\n"):
+        if len(raw) <= self.most_bytes or raw.endswith(b"\n"):
             return Line(number, offset, offset + len(raw), raw.rstrip(b"\r\n"))
         end = offset + len(raw)
         while raw and not raw.endswith(b"\n"):
@@ -99,9 +90,9 @@ class LineFile:
         return Line(number, offset, end, None)
 
 
-def custom_id_of(line: Line, bounds: LineBounds) -> str | None:
+def custom_id_of(line: Line) -> str | None:
     """What the line calls itself, if it says so at all."""
-    if line.raw is None or has_more_values(line.raw, bounds.most_values):
+    if line.raw is None:
         return None
     try:
         found = orjson.loads(line.raw)
@@ -111,15 +102,12 @@ def custom_id_of(line: Line, bounds: LineBounds) -> str | None:
 
 
 def read_request(
-    line: Line, urls: tuple[str, ...], bounds: LineBounds, first_line: Callable[[str], int]
+    line: Line, urls: tuple[str, ...], most_bytes: int, first_line: Callable[[str], int]
 ) -> Wanted | Problem:
     """What a line asks for. urls: those that may be asked; first_line: of those with a `custom_id`, 0 for none."""
     at = f"line {line.number}"
     if line.raw is None:
-        return Problem(None, "line_too_long", f"{at} is longer than {bounds.most_bytes} bytes: shorten its body")
-    if has_more_values(line.raw, bounds.most_values):
-        sentence = f"{at} has more than {bounds.most_values} values: leave out what is no field of a request"
-        return Problem(None, "too_many_values", sentence)
+        return Problem(None, "line_too_long", f"{at} is longer than {most_bytes} bytes: shorten its body")
     try:
         found = orjson.loads(line.raw)
     except orjson.JSONDecodeError as error:

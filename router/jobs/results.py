@@ -15,8 +15,6 @@ from router.jobs.lines import Problem
 
 # Characters that are kept of an answer that is not JSON, such as a proxy's page, or that is nested too deep for a line.
 MOST_TEXT = 2000
-# Of an output line without an answer, its `custom_id` aside: no sentence is much longer than 300.
-MOST_REFUSAL_BYTES = 512
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """A job under way: so many requests at once, each tried again as it should be, and a checkpoint every second.
 
-The runner does not know who answers: over HTTP (`launch/batch_http.py`), or the server that it is part of. What it
-holds in memory is the requests that are under way and their answers, whatever the size of the input.
+The runner does not know who answers (over HTTP: `launch/batch_http.py`). What it holds in memory is the requests that
+are under way and their answers, whatever the size of the input.
 
 * 429 and 503 say that the request was not taken: it is sent again when the answer's `Retry-After` says, or after waits
   that double, for ever; so it is when no connection was made.
@@ -14,6 +14,7 @@ holds in memory is the requests that are under way and their answers, whatever t
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 import time
 from collections.abc import Iterator
@@ -22,7 +23,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from router.jobs.census import Census
-from router.jobs.errors import ServerGone
+from router.jobs.errors import JobError, ServerGone
 from router.jobs.journal import Journal
 from router.jobs.lines import URLS, Line, LineFile, Problem, Wanted, read_request
 from router.jobs.results import Reply, answered, unanswered
@@ -31,6 +32,9 @@ TRY_LATER = frozenset({429, 503})  # the request was not taken
 TRY_AGAIN = frozenset({408, 424, *range(500, 600)}) - TRY_LATER
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 10.0
 CHECKPOINT_S = 1.0
+MOST_CAUSE = 200  # characters of an error that nobody expected
+
+logger = logging.getLogger(__name__)
 
 
 class Lost(Exception):
@@ -116,15 +120,26 @@ class Runner:
             return line
 
     async def _answer(self, line: Line) -> tuple[bytes, bool]:
-        """The output line, and whether it says that the request failed. Raises JobError."""
-        job = self._journal.state.job
-        wanted = read_request(line, self._plan.urls, self._lines.bounds, self._census.ids.first_line)
-        if isinstance(wanted, Wanted):
-            found = await self._reply(wanted, f"{job}-{line.number}")
-            if isinstance(found, Reply):
-                return answered(job, line.number, wanted.custom_id, found), found.status != 200
-            wanted = found
-        return unanswered(job, line.number, wanted), True
+        """The output line, and whether it says that the request failed. Raises JobError.
+
+        What else is raised is this line's error, whatever it is: the others go on.
+        """
+        job, custom_id = self._journal.state.job, None
+        try:
+            found = read_request(line, self._plan.urls, self._lines.most_bytes, self._census.ids.first_line)
+            custom_id = found.custom_id
+            if isinstance(found, Wanted):
+                reply = await self._reply(found, f"{job}-{line.number}")
+                if isinstance(reply, Reply):
+                    return answered(job, line.number, found.custom_id, reply), reply.status != 200
+                found = reply
+        except JobError:
+            raise
+        except Exception as error:
+            logger.exception("line %d could not be answered", line.number)
+            cause = f"{type(error).__name__}: {error}"[:MOST_CAUSE]
+            found = Problem(custom_id, "internal_error", f"line {line.number} could not be answered: {cause}")
+        return unanswered(job, line.number, found), True
 
     async def _reply(self, wanted: Wanted, request_id: str) -> Reply | Problem:
         waits, num_tries = _waits(), 0

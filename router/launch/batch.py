@@ -20,7 +20,7 @@ from pathlib import Path
 from router.jobs.census import Census, take_census
 from router.jobs.errors import JobError
 from router.jobs.journal import Journal, journal_of, new_of
-from router.jobs.lines import LineBounds, LineFile
+from router.jobs.lines import LineFile
 from router.jobs.progress import Progress, duration
 from router.jobs.runner import Plan, Runner
 from router.launch.batch_engine import OURS, engine
@@ -29,7 +29,6 @@ from router.launch.errors import Refusal
 from router.launch.flags import Parser, unknown_arguments
 
 MOST_LINE_BYTES = 16 << 20  # far above what servers take of a body; such a line becomes an error of its own
-BOUNDS = LineBounds(MOST_LINE_BYTES, MOST_LINE_BYTES)  # any number of values: the server counts them, which may be many
 MOST_CONCURRENCY = 1024
 
 
@@ -193,7 +192,7 @@ async def _work(command: Command, environ: Mapping[str, str], progress: Progress
         if journal.state.is_complete:
             progress.say(f"{command.output} is complete: {_counts(journal)}")
             return 0
-        lines = stack.enter_context(closing(LineFile(command.input, BOUNDS)))
+        lines = stack.enter_context(closing(LineFile(command.input, MOST_LINE_BYTES)))
         if journal.num_left < census.num_lines:
             progress.say(f"going on with {command.output}: {_counts(journal)}, {journal.num_left:,} are left")
         async with _server(command, environ, progress) as (url, key, engine_end):
@@ -215,7 +214,7 @@ def _census(command: Command, progress: Progress, stop: asyncio.Future[int]) -> 
             told_at = time.monotonic()
             progress.show_reading(share)
 
-    return take_census(command.input, command.output.parent, BOUNDS, advanced)
+    return take_census(command.input, command.output.parent, MOST_LINE_BYTES, advanced)
 
 
 @asynccontextmanager

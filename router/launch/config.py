@@ -187,6 +187,11 @@ class LauncherConfig:
     )
 
 
+# Settings of an earlier release that are refused by name in this one, and what to do in their place.
+KEEPS_NOTHING = "the server keeps no files and no batches; `lockstep batch --url URL` answers a file of requests"
+REMOVED = dict.fromkeys(
+    ("batch_dir", "batch_concurrency", "batch_max_file_bytes", "batch_max_files", "batch_max_bytes"), KEEPS_NOTHING
+)
 # All public settings, of the router and the shards too, in the order of --help and docs/settings.md.
 GROUPS = {
     "Model": "model_id revision trust_remote_code huggingface_hub_cache weights_cache_override tokenizer_config_path "
@@ -199,7 +204,6 @@ GROUPS = {
     "prefix_cache_host_gb prefix_cache_disk_gb prefix_cache_dir enable_prefill_logprobs disable_grammar_support",
     "HTTP": "hostname port api_key api_keys_file request_timeout cors_allow_origin validation_workers shutdown_delay "
     "graceful_termination_timeout continuation_key",
-    "Batches": "batch_dir batch_concurrency batch_max_file_bytes batch_max_files batch_max_bytes",
     "Connections": "header_timeout body_timeout keep_alive_timeout unread_timeout max_header_bytes max_header_lines "
     "max_unfinished_bytes max_unread_bytes max_discarded_bytes",
     "Engine": "dtype device threads quantize quantize_head kv_cache_dtype weights_on_device weights_on_host "

@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from router.launch.config import GROUPS
+from router.launch.config import GROUPS, REMOVED
 from router.launch.errors import Refusal
 from router.launch.settings import Setting, flag, public_settings
 from router.launch.terminal import printable
@@ -123,6 +123,9 @@ def unknown_arguments(unknown: Sequence[str], parser: argparse.ArgumentParser) -
 
 def _remedy(name: str, known: Sequence[str], parser: argparse.ArgumentParser) -> str:
     """What to do about an option that the parser does not know."""
+    removed = {flag(setting): remedy for setting, remedy in REMOVED.items()}
+    if flag(name[2:]) in removed:
+        return f" any more: {removed[flag(name[2:])]}"
     of_a_launch = {flag(name) for setting in public_settings().values() for name in setting.names}
     if flag(name[2:]) in of_a_launch and "[-- " in (parser.usage or ""):
         return f" of {parser.prog}: give it to the server, behind --"

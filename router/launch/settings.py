@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from router.config import RouterConfig, relation_problems
-from router.launch.config import GROUPS, NULL_MODEL, LauncherConfig
+from router.launch.config import GROUPS, NULL_MODEL, REMOVED, LauncherConfig
 from router.launch.terminal import printable
 from server.config import ShardConfig
 from server.storage_settings import tier_problems
@@ -133,6 +133,10 @@ def read_settings(
                 values[name] = parse_value(setting, text, label)
         except ValueError as error:
             problems.append(str(error))
+    if names is None:
+        problems += [
+            f"{name.upper()} is no setting any more: {REMOVED[name]}" for name in REMOVED if name.upper() in environ
+        ]
     problems += relation_problems(**{name: values[name] for name in RELATED})
     problems += tier_problems(**{name: values[name] for name in TIERS})
     return Settings(values, sources), problems

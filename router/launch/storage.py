@@ -6,7 +6,6 @@ from router.launch.settings import Settings, flag
 from server.storage_settings import folder_problems, idle_settings, offload_problems, room_problem
 
 OFFLOADING = ("weights_on_device", "weights_on_host", "kv_on_device", "kv_on_host", "offload_dir")
-BATCHES = ("batch_concurrency", "batch_max_file_bytes", "batch_max_files", "batch_max_bytes")
 
 
 def storage_problems(settings: Settings, device: str) -> list[str]:
@@ -23,11 +22,8 @@ def storage_problems(settings: Settings, device: str) -> list[str]:
 def storage_warnings(settings: Settings) -> list[str]:
     """One sentence for each setting that does less than it says, or nothing."""
     values, found = settings.values, []
-    idle = [flag(name) for name in BATCHES if settings.sources[name] != "default"]
-    if idle and values["batch_dir"] is None:
-        found.append(f"without --batch-dir nothing is served that needs {' and '.join(idle)}: name a folder with it")
     if settings.is_null_model:
-        return found
+        return []
     for name in ("null_step_ms", "null_token_us"):
         if values[name]:
             found.append(f"{flag(name)} is {values[name]:g} but there is a model: it slows --model-id null alone")

@@ -14,7 +14,7 @@ from router.chat.transcript import text_of
 from router.errors import ValidationError
 from router.openai.response_format import grammar_of_format
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation, Message
-from router.openai.tools import calls_of, refuse_many_values_of_calls
+from router.openai.tools import calls_of, refuse_excess_of_calls
 from router.schemas import GenerateParameters
 
 ROLES = {"developer": "system"}  # a newer name, which templates do not know
@@ -129,7 +129,7 @@ def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
     """The messages as templates take them, with texts for contents. Raises ValidationError."""
     if not body.messages:
         raise ValidationError("`messages` is empty: give at least one")
-    refuse_many_values_of_calls(call for message in body.messages for call in message.tool_calls or ())
+    refuse_excess_of_calls(call for message in body.messages for call in message.tool_calls or ())
     found = [_message(number, message) for number, message in enumerate(body.messages)]
     if body.continue_final_message and found[-1]["role"] != "assistant":
         raise ValidationError("`continue_final_message` needs a last message of the role assistant")

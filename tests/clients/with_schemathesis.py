@@ -50,8 +50,7 @@ CHECKS = [
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     template = Path(tmp_path_factory.mktemp("template")) / "template.jinja"
     template.write_text(TEMPLATE)
-    batches = tmp_path_factory.mktemp("batches")
-    flags = (*FLAGS, "--api-key", KEY, "--chat-template", str(template), "--batch-dir", str(batches))
+    flags = (*FLAGS, "--api-key", KEY, "--chat-template", str(template))
     with Server(*flags, command=(PYTHON, "launcher.py")) as it:
         yield it
 

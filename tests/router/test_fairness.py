@@ -389,8 +389,28 @@ def test_one_client_beside_a_hundred_waits_for_two_steps_at_most(
     assert preempted or prompt_length == 600  # where prompts take all the time, the batch does not fill
 
 
-def one_beside_many(limits: Limits, prompt_length: int, max_new_tokens: int) -> tuple[list[float], list[float], int]:
-    """Queue times and times to the first token of the one client, and how often others made room."""
+def test_a_job_with_a_small_weight_goes_on_beside_live_traffic_without_slowing_it() -> None:
+    """Its requests fill the batch while nobody else is there, and make room within a step."""
+    limits = make_limits(
+        max_input_length=1024,
+        max_total_tokens=2048,
+        max_batch_total_tokens=32 * 208,
+        max_batch_prefill_tokens=512,
+        prefill_chunk=512,
+        waiting_served_ratio=0.0,
+    )
+    queued, first, preempted = one_beside_many(limits, 100, 100, weight=0.01)
+    assert max(queued) <= 2 * STEP_S + 1e-9 and max(first) <= (1 + 3) * STEP_S + 1e-9
+    assert preempted  # and every request of the job got its own tokens, which `many` waits for
+
+
+def one_beside_many(
+    limits: Limits, prompt_length: int, max_new_tokens: int, weight: float = 1.0
+) -> tuple[list[float], list[float], int]:
+    """Queue times and times to the first token of the one client, and how often others made room.
+
+    weight: of the key that has the many; the one's is 1.
+    """
     queued: list[float] = []
     first: list[float] = []
     total = 0
@@ -408,7 +428,7 @@ def one_beside_many(limits: Limits, prompt_length: int, max_new_tokens: int) -> 
                 request = request_of(
                     [number, *(random.randrange(256) for _ in range(prompt_length - 1))], max_new_tokens
                 )
-                entry = batcher.submit(request, owner="many")
+                entry = batcher.submit(request, owner="many", weight=weight)
                 await asyncio.shield(asyncio.ensure_future(events_of(entry)))
                 total += entry.num_preempted
 

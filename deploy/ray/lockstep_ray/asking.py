@@ -51,7 +51,7 @@ class Ask:
 
 
 def is_served(method: str, path: str) -> bool:
-    """Whether replicas answer this alike. What one of them keeps, such as files of batches, is not."""
+    """Whether replicas answer this alike. What is one replica's own, such as its metrics, is not."""
     if method in ("GET", "HEAD"):
         return path in GOTTEN or path.startswith(("/docs/", "/playground/", "/v1/models"))
     return (method == "POST" and path in POSTED) or method == "OPTIONS"

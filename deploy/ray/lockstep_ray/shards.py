@@ -23,11 +23,11 @@ import orjson
 from router.jobs.census import Census, take_census
 from router.jobs.errors import InputChanged, JobError
 from router.jobs.journal import replace_durably
-from router.jobs.lines import Line, LineBounds, LineFile, custom_id_of
+from router.jobs.lines import Line, LineFile, custom_id_of
 from router.jobs.results import read_again
 from router.jobs.runner import Plan, Runner, Sender
 
-BOUNDS = LineBounds(16 << 20, 16 << 20)
+MOST_LINE_BYTES = 16 << 20
 VERSION = 1
 
 
@@ -82,7 +82,7 @@ def begin(input_path: Path, output: Path, shard_lines: int) -> Job | None:
     if output.exists():
         shutil.rmtree(folder)  # all that was left to do: while shards are answered there is no output
         return None
-    census = take_census(input_path, output.parent, BOUNDS, lambda _: None)
+    census = take_census(input_path, output.parent, MOST_LINE_BYTES, lambda _: None)
     with closing(census.ids):
         folder.mkdir(exist_ok=True)
         shards = tuple(cut(census, shard_lines))
@@ -101,12 +101,12 @@ def begin(input_path: Path, output: Path, shard_lines: int) -> Job | None:
 
 def cut(census: Census, shard_lines: int) -> Iterator[Shard]:
     """The input in shards of so many lines, blank ones included."""
-    with closing(LineFile(census.path, BOUNDS)) as lines:
+    with closing(LineFile(census.path, MOST_LINE_BYTES)) as lines:
         number = offset = 0
         first, start, firsts = 1, 0, dict[str, int]()
         while (line := lines.read(number + 1, offset)) is not None:
             number, offset = line.number, line.end
-            if (custom_id := custom_id_of(line, BOUNDS)) is not None:
+            if (custom_id := custom_id_of(line)) is not None:
                 known = census.ids.first_line(custom_id)
                 if known != number:
                     firsts[custom_id] = known
@@ -162,7 +162,7 @@ class _ShardLines:
     """The input's lines to the end of a shard."""
 
     def __init__(self, lines: LineFile, shard: Shard) -> None:
-        self.bounds = lines.bounds
+        self.most_bytes = lines.most_bytes
         self._lines = lines
         self._last = shard.last
 
@@ -178,7 +178,7 @@ class _ShardCensus:
         self._firsts: dict[str, int] = {}
         number, offset = shard.first, shard.offset
         while number <= shard.last and (line := lines.read(number, offset)) is not None:
-            if (custom_id := custom_id_of(line, BOUNDS)) is not None:
+            if (custom_id := custom_id_of(line)) is not None:
                 self._firsts.setdefault(custom_id, number)
             number, offset = number + 1, line.end
         self._firsts |= shard.firsts
@@ -192,7 +192,7 @@ class _ShardCensus:
 
 async def answer_shard(job: Job, journal: ShardJournal, shard: Shard, sender: Sender, plan: Plan) -> None:
     """Answer what the journal does not have. Raises JobError and OSError."""
-    with closing(LineFile(job.input, BOUNDS)) as lines:
+    with closing(LineFile(job.input, MOST_LINE_BYTES)) as lines:
         census: Any = _ShardCensus(lines, shard)
         ours: Any = _ShardLines(lines, shard)
         answers: Any = journal

@@ -14,12 +14,11 @@ import orjson
 
 from router.jobs.census import Census, take_census
 from router.jobs.journal import Journal
-from router.jobs.lines import LineBounds, LineFile, Problem, Wanted
+from router.jobs.lines import LineFile, Problem, Wanted
 from router.jobs.results import Reply
 from router.jobs.runner import Plan, Runner
 
 MOST_BYTES = 1000
-BOUNDS = LineBounds(MOST_BYTES, 900)
 URL = "/v1/completions"
 
 
@@ -40,7 +39,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def census_of(path: Path) -> Census:
-    return take_census(path, path.parent, BOUNDS, lambda _: None)
+    return take_census(path, path.parent, MOST_BYTES, lambda _: None)
 
 
 class Answering:
@@ -68,7 +67,7 @@ def run_job(source: Path, output: Path, sender: Any, *, errors: Path | None = No
     """A whole job, or what there is of it until it raises."""
     census = census_of(source)
     try:
-        with closing(LineFile(source, BOUNDS)) as lines, closing(Journal(output, errors, census)) as journal:
+        with closing(LineFile(source, MOST_BYTES)) as lines, closing(Journal(output, errors, census)) as journal:
             runner = Runner(census, lines, journal, sender, Plan(**{"concurrency": 4, **plan}))
             asyncio.run(runner.run())
             return journal

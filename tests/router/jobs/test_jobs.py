@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from router.jobs import journal as journal_module
 from router.jobs.errors import InputChanged, JobError, ServerGone
-from router.jobs.journal import Journal, State, is_disk_full, journal_of
+from router.jobs.journal import Journal, State, journal_of
 from router.jobs.lines import LineFile, Problem, Wanted
 from router.jobs.results import Reply
 from router.jobs.runner import Lost, Plan, Runner
-from tests.router.jobs.making import BOUNDS, Answering, census_of, read_lines, request, run_job, write_requests
+from tests.router.jobs.making import MOST_BYTES, Answering, census_of, read_lines, request, run_job, write_requests
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.jobs.runner.FIRST_WAIT_S", 0.0)
 
 
-class Died(Exception):
+class Died(BaseException):
     """The process does not get further than this."""
 
 
@@ -317,7 +317,7 @@ def test_a_full_disk_ends_the_job_and_nothing_is_lost(tmp_path: Path, monkeypatc
         patch.setattr(journal_module.os, "pwrite", write)
         with pytest.raises(OSError) as full:
             run_job(source, output, Answering())
-    assert is_disk_full(full.value) and str(output) == full.value.filename
+    assert errno.ENOSPC == full.value.errno and str(output) == full.value.filename
     assert not output.read_bytes().endswith(b"\n")
     run_job(source, output, Answering())
     assert {f"r{i}" for i in range(1, 21)} == {one["custom_id"] for one in read_lines(output)}
@@ -336,7 +336,7 @@ def test_a_full_disk_is_said_of_a_file_or_a_folder(
     monkeypatch.setattr(journal_module.os, call, full)
     with pytest.raises(OSError) as error:
         run_job(write_requests(tmp_path / "in", 1), tmp_path / "out", Answering())
-    assert is_disk_full(error.value) and str(tmp_path / name) == error.value.filename
+    assert errno.ENOSPC == error.value.errno and str(tmp_path / name) == error.value.filename
 
 
 def test_a_failure_ends_the_requests_beside_it(tmp_path: Path) -> None:
@@ -356,14 +356,14 @@ def test_a_failure_ends_the_requests_beside_it(tmp_path: Path) -> None:
             raise AssertionError
 
     def fails(wanted: Wanted, _: int) -> Reply:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise ServerGone("nobody is there")
 
     async def story() -> None:
         census, sender = census_of(tmp_path / "in"), Never(fails)
-        with closing(LineFile(tmp_path / "in", BOUNDS)) as lines:
+        with closing(LineFile(tmp_path / "in", MOST_BYTES)) as lines:
             with closing(census.ids), closing(Journal(tmp_path / "out", None, census)) as journal:
                 runner = Runner(census, lines, journal, sender, Plan(concurrency=4))
-                with pytest.raises(OSError, match="No space left"):
+                with pytest.raises(ServerGone, match="nobody is there"):
                     await runner.run()
                 assert 1 == len(asyncio.all_tasks()) and 3 == sender.num_cancelled
 
@@ -445,3 +445,18 @@ def test_the_job_gives_up_when_nobody_answers_and_goes_on_when_somebody_does(tmp
     with pytest.raises(ServerGone, match="API key is missing or wrong"):
         run_job(source, output, Answering(lambda *_: Reply(401, "x", b"{}")))
     assert 4 == run_job(source, output, Answering()).state.completed
+
+
+def test_what_nobody_expected_of_a_line_is_that_lines_error(tmp_path: Path) -> None:
+    """Whatever its type; the others are answered, and their answers stay."""
+
+    def answer(wanted: Wanted, times: int) -> Reply:
+        if wanted.custom_id == "r3":
+            raise RecursionError("maximum recursion depth exceeded")
+        return Reply(200, "r", b'{"text": "hi"}')
+
+    source, output = write_requests(tmp_path / "in", 6), tmp_path / "out"
+    journal = run_job(source, output, Answering(answer))
+    assert (5, 1) == (journal.state.completed, journal.state.failed)
+    [error] = [line["error"] for line in read_lines(output) if line["error"]]
+    assert "internal_error" == error["code"] and "RecursionError" in error["message"]

@@ -8,17 +8,16 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import orjson
 import pytest
 
 from router.jobs.census import IdTable, take_census
 from router.jobs.errors import InputChanged
-from router.jobs.lines import URLS, Line, LineBounds, LineFile, Problem, Wanted, read_request
-from tests.router.jobs.making import BOUNDS, MOST_BYTES, census_of, request
+from router.jobs.lines import URLS, Line, LineFile, Problem, Wanted, read_request
+from tests.router.jobs.making import MOST_BYTES, census_of, request
 
 
 def asked(raw: bytes | None, number: int = 7, first: int = 7) -> Wanted | Problem:
-    return read_request(Line(number, 0, 9, raw), URLS, BOUNDS, lambda _: first)
+    return read_request(Line(number, 0, 9, raw), URLS, MOST_BYTES, lambda _: first)
 
 
 def nested(depth: int) -> Any:
@@ -42,7 +41,6 @@ def test_a_request_is_sent_as_its_body_says() -> None:
         (b"{", None, "invalid_json_line", "line 7 is not JSON"),
         (b"\xff", None, "invalid_json_line", "line 7 is not JSON"),
         (b"[" * 5000, None, "invalid_json_line", "line 7 is not JSON"),
-        (b"[" + b"0," * 900 + b"0]", None, "too_many_values", "line 7 has more than 900 values: leave out"),
         (b"[]", None, "invalid_json_line", "line 7 is no JSON object"),
         ({}, None, "missing_custom_id", "line 7 has no `custom_id`"),
         (request(5), None, "missing_custom_id", "line 7 has no `custom_id`"),
@@ -72,36 +70,13 @@ def test_only_the_first_line_with_a_custom_id_is_sent() -> None:
     assert ("a", "duplicate_custom_id") == (problem.custom_id, problem.code) and "line 3" in problem.message
 
 
-def test_values_are_counted_before_they_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wherever a line is looked into; commas within texts are no values."""
-    body = {"prompt": "," * 800}
-    (tmp_path / "in").write_bytes(b"[" + b"0," * 950 + b"0]\n" + json.dumps(request("a", body=body)).encode())
-    bounds, sizes, loads = LineBounds(10_000, 900), [], orjson.loads
-
-    def noting(raw: bytes) -> Any:
-        sizes.append(raw.count(b"0,"))
-        return loads(raw)
-
-    monkeypatch.setattr("router.jobs.lines.orjson.loads", noting)
-    census = take_census(tmp_path / "in", tmp_path, bounds, lambda _: None)
-    with closing(census.ids), closing(LineFile(tmp_path / "in", bounds)) as lines:
-        assert 2 == census.num_lines == census.ids.first_line("a")
-        first = lines.read(1, 0)
-        assert first is not None
-        second = lines.read(2, first.end)
-        assert second is not None
-        assert isinstance(read_request(first, URLS, bounds, census.ids.first_line), Problem)
-        assert isinstance(read_request(second, URLS, bounds, census.ids.first_line), Wanted)
-    assert [0, 0] == sizes
-
-
 @pytest.mark.parametrize("end", [b"\n", b"\r\n"])
 def test_lines_of_any_length_are_passed_over_or_read_whole(tmp_path: Path, end: bytes) -> None:
     longest = b"x" * (MOST_BYTES - len(end) + 1)
     rows = [b"a", b"", longest, b"y" * (MOST_BYTES + 2), b"z" * 200_000, b"last"]
     (tmp_path / "in").write_bytes(end.join(rows))
     found: list[Line] = []
-    with closing(LineFile(tmp_path / "in", BOUNDS)) as lines:
+    with closing(LineFile(tmp_path / "in", MOST_BYTES)) as lines:
         number = offset = 0
         while (line := lines.read(number + 1, offset)) is not None:
             number, offset = line.number, line.end
@@ -137,8 +112,6 @@ def test_lines_that_are_too_short_for_an_id_take_no_place(tmp_path: Path) -> Non
     census = census_of(path)
     with closing(census.ids):
         assert 1999 == census.num_lines == census.ids.first_line(chr(ord("0") + 1999))
-    with pytest.raises(OSError, match="a table of ids takes 65536 bytes, of which 65535 are left"):
-        take_census(path, tmp_path, BOUNDS, lambda _: None, 65535)
 
 
 def test_an_id_with_half_a_character_is_an_id(tmp_path: Path) -> None:
@@ -157,7 +130,7 @@ def test_a_census_can_be_ended_and_a_full_disk_is_an_error_at_once(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        take_census(path, tmp_path, BOUNDS, stop)
+        take_census(path, tmp_path, MOST_BYTES, stop)
 
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

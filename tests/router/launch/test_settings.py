@@ -207,9 +207,15 @@ def test_what_needs_a_folder_or_a_gpu_is_found_by_the_flags_alone() -> None:
 
 
 def test_what_changes_nothing_is_said(tmp_path: Path) -> None:
-    assert [] == storage_warnings(read(["--batch-dir", str(tmp_path), "--batch-concurrency", "4"]))
-    idle = read(["--batch-concurrency", "4", "--offload-dir", str(tmp_path)])
-    assert ["without --batch-dir", "--offload-dir holds"] == [" ".join(x.split()[:2]) for x in storage_warnings(idle)]
+    idle = read(["--offload-dir", str(tmp_path)])
+    assert ["--offload-dir holds"] == [" ".join(x.split()[:2]) for x in storage_warnings(idle)]
+
+
+def test_a_setting_that_is_gone_is_refused_by_name_with_what_to_use() -> None:
+    flags, variables = problems(["--batch-dir", "/tmp"]), problems([], {"BATCH_DIR": "/tmp"})
+    assert flags[0].startswith("--batch-dir is not an option any more: the server keeps no files and no batches")
+    assert ["BATCH_DIR is no setting any more: " + flags[0].partition("more: ")[2]] == variables
+    assert "`lockstep batch --url URL`" in variables[0]
 
 
 def test_a_pace_of_the_null_model_is_idle_beside_a_model() -> None:

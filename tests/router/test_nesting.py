@@ -1,0 +1,96 @@
+"""What is nested deeper than anybody needs is refused with one sentence, wherever it lies in a body."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.json_values import nesting
+from router.schemas import MOST_NESTING
+from tests.router.served import Served, served
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
+)
+
+
+def depth_of(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 0 if inner is None else 1 + max(map(depth_of, inner), default=0)
+
+
+@given(json_values)
+def test_the_nesting_of_json_is_counted_without_its_texts(value: Any) -> None:
+    assert depth_of(value) == nesting(json.dumps(value).encode())
+
+
+def deep(levels: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(levels // 2):
+        schema = {"type": "object", "properties": {"a": schema}}
+    return schema
+
+
+SAID = [{"role": "user", "content": "hi"}]
+CALLED = {"name": "f", "arguments": json.dumps(deep(500))}
+BODIES = [
+    ("/generate", {"inputs": "a", "parameters": {"grammar": {"type": "json", "value": deep(500)}}}),
+    ("/generate", {"inputs": "a", "parameters": {"grammar": {"type": "json", "value": json.dumps(deep(500))}}}),
+    ("/v1/chat/completions", {"messages": SAID, "response_format": {"type": "json_object", "schema": deep(500)}}),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": SAID,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": deep(500)}},
+        },
+    ),
+    (
+        "/v1/chat/completions",
+        {"messages": SAID, "tools": [{"type": "function", "function": {"name": "f", "parameters": deep(500)}}]},
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                *SAID,
+                {"role": "assistant", "tool_calls": [{"id": "1", "type": "function", "function": CALLED}]},
+            ]
+        },
+    ),
+    ("/v1/chat/completions", {"messages": SAID, "chat_template_kwargs": {"a": deep(500)}}),
+    ("/v1/completions", {"prompt": "a", "unknown": deep(500)}),
+    ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema", "name": "a", "schema": deep(500)}}}),
+    ("/v1/responses", {"input": [{"type": "function_call", "call_id": "1", **CALLED}]}),
+    (
+        "/v1/messages",
+        {"max_tokens": 1, "messages": SAID, "tools": [{"name": "f", "input_schema": deep(500)}]},
+    ),
+    ("/v1/messages", {"max_tokens": 1, "messages": [{"role": "user", "content": [{"type": "text", "x": deep(500)}]}]}),
+    ("/invocations", {"inputs": "a", "x": deep(500)}),
+    ("/tokenize", {"inputs": "a", "x": deep(500)}),
+]
+
+
+@pytest.fixture(scope="module")
+def it(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with served(tmp_path_factory.mktemp("nesting"), lambda _: "yes") as running:
+        yield running
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES, ids=[f"{path} {list(body)[-1]}" for path, body in BODIES])
+def test_a_body_that_is_nested_too_deep_is_refused_with_a_sentence(it: Served, path: str, body: dict[str, Any]) -> None:
+    answer = it.http.post(path, json={"model": "m", **body})
+    assert answer.status_code in (400, 422), answer.text
+    assert "levels deep: at most 128 are possible" in answer.text
+
+
+def test_schemas_up_to_the_bound_are_no_servers_failure(it: Served) -> None:
+    for levels in (20, MOST_NESTING - 10, MOST_NESTING):
+        asked = {"type": "json_schema", "json_schema": {"name": "a", "schema": deep(levels - 4)}}
+        answer = it.http.post("/v1/chat/completions", json={"model": "m", "messages": SAID, "response_format": asked})
+        assert answer.status_code in (200, 400, 422), answer.text
