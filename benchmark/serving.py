@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmark import interrupts, launch, options, plots, progress, slo
+from benchmark import interrupts, launch, options, plots, progress
 from benchmark.http_client import Api, ChatApi, HttpClient, OpenAiApi, TgiApi
 from benchmark.load import arguments, pictures
 from benchmark.load.sweep import MeasuredServer, Sweep, refuse_too_long, stages_of
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
         )
         stages, client, api = stages_of(args), _client(args, target.url), _api(args, target.model)
         with (
-            published(result, _markdown, args.output, _draw) as keep,
+            published(result, markdown, args.output, _draw) as keep,
             progress.shown(f"serving {target.model}", stages) as view,
         ):
             interrupts.run(Sweep(args, target, client, api, view).run(result, keep))
@@ -187,8 +187,9 @@ def _given(args: argparse.Namespace) -> dict[str, Any]:
 
 def _work(args: argparse.Namespace, model: str) -> dict[str, Any]:
     """What two results must have in common to be compared. Not how the server is set up: that is the comparison."""
-    work: dict[str, Any] = {"slo": [str(one) for one in args.slo]} if args.slo else {}
-    work |= {name: getattr(args, name) for name in ("concurrency", "request_rate", "num_requests", "seed")}
+    work: dict[str, Any] = {
+        name: getattr(args, name) for name in ("concurrency", "request_rate", "num_requests", "seed")
+    }
     further = (
         "ramp", "burstiness", "max_concurrency", "duration", "speed", "split", "prompt_column", "most_tokens",
         "prefixes", "prefix_length", "prefix_choice", "turns", "think_time",
@@ -208,11 +209,6 @@ def _digest(path: Path) -> str:
     """Of a file, or of all files of a folder."""
     files = sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
     return hashlib.sha256(b"".join(hashlib.sha256(one.read_bytes()).digest() for one in files)).hexdigest()
-
-
-def _markdown(result: Result) -> str:
-    searches = slo.sections(result.extra.get("slo_searches", []))
-    return "\n\n".join(part for part in (searches, markdown(result)) if part)
 
 
 def _draw(result: Result, folder: Path) -> list[plots.Picture]:

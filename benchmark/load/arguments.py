@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from benchmark import options, slo, workload
+from benchmark import options, workload
 from benchmark.load.datasets import read_dataset
 from benchmark.load.sources import CHOICES
 from benchmark.load.traces import TracedRequest, read_trace
@@ -24,7 +24,7 @@ NEEDS = {
     "split": ("dataset",), "prompt_column": ("dataset",), "speed": ("trace",),
     "prefix_length": ("prefixes",), "prefix_choice": ("prefixes",), "think_time": ("turns",),
     "most_tokens": ("dataset", "trace"), "max_concurrency": ("request_rate", "ramp", "trace"),
-    "burstiness": ("request_rate", "ramp", "slo"),
+    "burstiness": ("request_rate", "ramp"),
 }  # fmt: skip
 # Options that exclude others, because each says the same thing another way.
 EXCLUDES = {
@@ -55,7 +55,7 @@ def add_work_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--turns", type=options.positive, metavar="N", help="of a conversation; of a data set, at most")
     group.add_argument("--think-time", type=ABOVE_ZERO, metavar="S", help="mean pause before a later turn (0)")
     group.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (0)")
-    slo.add_arguments(group)
+    group.add_argument("--slo", nargs="*", help=argparse.SUPPRESS)  # of an earlier release: refused by name in this one
     group.add_argument("--ttft-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
     group.add_argument("--tpot-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
 
@@ -85,14 +85,15 @@ def add_load_arguments(group: argparse._ArgumentGroup) -> None:
 def complete(args: argparse.Namespace) -> None:
     """Fill in defaults, read the files, and refuse what contradicts itself or cannot be read. Raises BenchError."""
     _refuse_contradictions(args)
-    slo.check(args)
+    if args.slo is not None:
+        raise BenchError("--slo is gone: search for the rate that keeps objectives with guidellm or aiperf")
     args.trace_requests = read_trace(args.trace, args.speed or 1.0) if args.trace else None
     args.conversations = read_dataset(args.dataset, args.split, args.prompt_column) if args.dataset else None
     args.dataset_output = args.output_length[0] if args.dataset and args.output_length else None
     args.input_length = options.distinct(args.input_length or LENGTHS)
     args.output_length = options.distinct(args.output_length or LENGTHS)
     args.request_rate = options.distinct(args.request_rate or ())
-    is_open = args.request_rate or args.ramp or args.trace or args.slo
+    is_open = args.request_rate or args.ramp or args.trace
     args.concurrency = options.distinct(args.concurrency or (() if is_open else (CONCURRENCY,)))
     is_file = args.length_distribution not in workload.DISTRIBUTIONS
     args.lengths_file = Path(args.length_distribution) if is_file else None

@@ -1,14 +1,13 @@
 """The rows of `serving`: draws the work of each, sends it to the server, and says what came of it.
 
 What is sent is in `sources.py`, when in `arrivals.py` and `benchmark/loops.py`; how a server is found or started, and
-what the command line says, in `benchmark/serving.py`. A search for a rate (`benchmark/slo.py`) sends the same work.
+what the command line says, in `benchmark/serving.py`.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +15,7 @@ from random import Random
 from time import time
 from typing import Any
 
-from benchmark import launch, slo, workload
+from benchmark import launch, workload
 from benchmark.http_client import DISCONNECTED, Api, HttpClient
 from benchmark.load import arguments, sources
 from benchmark.load.arrivals import arrival_times
@@ -79,8 +78,6 @@ class Sweep:
     async def run(self, result: Result, keep: Callable[[], None]) -> None:
         """Add the rows to the result, one at a time. Raises BenchError; the finished rows are there."""
         try:
-            for cell in self._cells() if self._args.slo else ():
-                await self._search(cell, result, keep)
             for cell, load in product(self._cells(), arguments.loads_of(self._args)):
                 row = await self._measure(cell, load)
                 result.rows.append(row)
@@ -128,33 +125,6 @@ class Sweep:
         row = row_of(cell, load, sent.outcomes, self._objectives, self._distribution())
         about = {"began_unix_s": sent.began_unix_s, "server_timeline": sent.server.timeline}
         return row | about | {"client": sent.client.report(late_ms(row))}
-
-    async def _search(self, cell: Lengths | None, result: Result, keep: Callable[[], None]) -> None:
-        """Find the highest rate that keeps the objectives; its last probe is a row. Raises BenchError."""
-        random = Random(f"{self._args.seed} {cell} slo")
-        source = self._source(cell, Random(f"prompts of {self._args.seed} {cell} slo"))
-        probes: deque[_Sent] = deque(maxlen=1)
-        gaps = arguments.gaps_of(self._args)
-
-        async def send(rate: float | None, count: int) -> list[Outcome]:
-            requests = await source.draw(count, random)
-            if rate is None:
-                return (await closed_loop(self._send, requests, 1))[:count]  # the first turns: one stream's rate
-            times = arrival_times(Load(request_rate=rate, burstiness=gaps), count, None, random)
-            sending = open_loop(self._advancing(count), sources.at_times(requests, times))
-            probes.append(await self._watched(sending))
-            return probes[0].outcomes
-
-        cell = cell or workload.mean_lengths([one.lengths for one in await source.draw(SAMPLE, random)])
-        found: dict[str, Any] = {"input_length": cell.input_length, "output_length": cell.output_length}
-        result.extra.setdefault("slo_searches", []).append(found)
-        try:
-            rate = await slo.searched(self._args, send, found, self._view)
-        finally:
-            keep()
-        load = Load(request_rate=rate, burstiness=gaps)
-        result.rows.append(self._row(cell, load, probes[0]))
-        keep()
 
     def _advancing(self, count: int) -> Send:
         """Sends, and says that of a stage of so many requests one more is done."""
@@ -218,9 +188,7 @@ def num_requests(args: argparse.Namespace, load: Load) -> int:
 
 
 def stages_of(args: argparse.Namespace) -> list[Stage]:
-    """The rows that a sweep will have, and how much there is to do in each; a search adds its own."""
-    if args.slo:
-        return []
+    """The rows that a sweep will have, and how much there is to do in each."""
     lengths = [Lengths(*pair) for pair in product(args.input_length or (), args.output_length or ())]
     cells: list[Lengths | None] = [*lengths] or [None]
     if args.trace_requests is not None or args.conversations is not None or args.lengths_file is not None:

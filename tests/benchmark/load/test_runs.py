@@ -173,6 +173,7 @@ def test_what_a_cap_held_is_no_lateness_of_the_client() -> None:
         (("--trace", "a.csv", "--request-rate", 3), "--trace says by itself what --request-rate says"),
         (("--speed", 2), "--speed does nothing without --trace"),
         (("--burstiness", 0), "--burstiness does nothing without --request-rate or --ramp"),
+        (("--slo", "ttft:p99:1s"), "--slo is gone: search for the rate that keeps objectives with guidellm or aiperf"),
         (("--max-concurrency", 2), "--max-concurrency does nothing without --request-rate or --ramp or --trace"),
         (("--think-time", 2), "--think-time does nothing without --turns"),
         (("--prefix-length", 2), "--prefix-length does nothing without --prefixes"),
