@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-TEXTS_AND_BRACKETS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"|[\[\]{}]', re.DOTALL)
+# The last quote is optional, so that a text without an end is passed over once, and not tried again from each quote in it.
+TEXTS_AND_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 
 
 def nesting(text: bytes, enough: int = 0) -> int:

@@ -350,6 +350,7 @@ class FakeShardedClient:
             *(one.id for one in request.add),
         }
         for id in sorted(named - self._gone):
+            _require(id in self._sequences, f"a step names unknown sequence {id}")
             lane = self._sequences[id].lane
             _require(
                 lane == request.lane, f"a step of lane {request.lane} names sequence {id}, which is in lane {lane}"

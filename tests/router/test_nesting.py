@@ -29,6 +29,12 @@ def test_the_nesting_of_json_is_counted_without_its_texts(value: Any) -> None:
     assert depth_of(value) == nesting(json.dumps(value).encode())
 
 
+@pytest.mark.parametrize("text", [b'"' + b'\\"' * 10**6, b'"' + b"\\\\" * 10**6, b'"' * 10**6, b'"a'])
+def test_a_text_without_an_end_is_read_once(text: bytes) -> None:
+    """Read again from each quote in it, a million of them would take days."""
+    assert 200 == nesting(b"[" * 200 + text)
+
+
 def deep(levels: int) -> Any:
     schema: Any = {"type": "string"}
     for _ in range(levels // 2):
