@@ -5,13 +5,15 @@ may send one byte a minute for ever (CVE-2025-48956 was this in another server).
 bytes and lines (431), trailers are dropped, and whatever a client owes has a clock, always. A connection waits for
 
     the headers of a request   header_timeout      from connecting, or from the first byte of a later request
-    its body                   body_timeout        from the end of the headers; a route may allow a long one more
+    its body                   body_timeout        from the end of the headers
     its answer                 no limit            but each byte of it must be read within unread_timeout (transport.py)
     the next request           keep_alive_timeout  from the end of the answer; empty lines do not count
     the rest of a refused one  body_timeout        it is thrown away, so that the client can read why (transport.py)
 
 Requests that arrive before the answer to an earlier one wait for it; as long as uvicorn does not read, no clock runs.
-What the HTTP layer refuses is answered in the schema of all errors, in its turn.
+What the HTTP layer refuses is answered in the schema of all errors, in its turn. A request that also asks for another
+protocol (Java's client asks for HTTP/2) is answered as if it had not; one of HTTP/1.0 gets its answer unframed, up to
+the connection's end. Where connections are short, the peer that has the most gives one up.
 
 `ClientConnection` is how an application writes the middle of a stream, past ASGI: the layers of ASGI cost more for each
 token than all of the rest.
@@ -31,11 +33,12 @@ import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from router.refusals import MALFORMED, TIMED_OUT, TOO_LARGE, TOO_MANY
+from router.refusals import MALFORMED, TIMED_OUT, TOO_LARGE, TOO_MANY, UNKNOWN_CODING
 from router.transport import ClientTransport, Connections
 
 MAX_PIPELINED = 16  # requests that wait for the answer to an earlier one; clients that send any are rare
 EXTENSION = "lockstep.connection"
+FRAMING = (b"content-length", b"transfer-encoding")  # headers that say where a body ends
 
 
 class ClientGone(Exception):
@@ -59,7 +62,7 @@ class ClientConnection:
 
     def write_chunk(self, data: bytes) -> int:
         """Send a part of the body of an answer that has begun. Returns how many bytes wait in this process."""
-        return self._transport.send(b"%x\r\n%b\r\n" % (len(data), data))
+        return self._transport.send(b"%x\r\n%b\r\n" % (len(data), data) if self._protocol.is_framed else data)
 
     def coming(self, num_bytes: int) -> AbstractContextManager[None]:
         """Count bytes as unread that the block writes once the client has taken what is before them."""
@@ -69,10 +72,6 @@ class ClientConnection:
         """Reset the connection, with all that waits to be sent."""
         self._protocol.end_answer()  # or uvicorn would report one without an end
         self._transport.reset()
-
-    def body_may_take(self, seconds: float) -> None:
-        """Give the body that is arriving so long from now on, in place of `body_timeout`."""
-        self._protocol.body_may_take(seconds)
 
     @contextmanager
     def needed(self) -> Iterator[None]:
@@ -96,6 +95,19 @@ class ClientConnection:
         self._is_lost = True
         if self._on_lost is not None:
             self._on_lost()
+
+
+class UpToTheEnd(int):
+    """The length of an answer that ends with its connection: for uvicorn, which counts, any number of bytes is it."""
+
+    def __lt__(self, other: int) -> bool:
+        return False
+
+    def __sub__(self, other: int) -> UpToTheEnd:
+        return self
+
+    def __ne__(self, other: object) -> bool:
+        return False
 
 
 class Refused(Exception):
@@ -129,7 +141,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._due: deque[RequestResponseCycle] = deque()  # answers, the running one first
         self._is_clock_due = False  # for another part of a request than the clock runs for
         self._cause = MALFORMED  # why a callback stopped the parser
-        self._body_timeout = self._limits.body_timeout  # of the request that is arriving
+        self._is_primed = True  # the parser reads what the client has sent, and not what it is told of it
+        self.is_framed = True  # whether the client of the answer that is due knows chunks
         self._last_words: bytes | None = None  # once no more requests are taken: what follows the answers that are due
 
     # ------------------------------------------------------------------------------------------- the connection
@@ -138,14 +151,21 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         """Bound the kernel's send buffer and the wait for the first request; make room if there is none."""
         super().connection_made(ClientTransport(transport, self._shared, self.loop))
         self.connection = ClientConnection(self)
+        self._peer = self.client[0] if self.client else None
+        self._shared.of_peer.setdefault(self._peer, {})[self] = None
         self._wait_for_client()
         if len(self.connections) > self._shared.max_connections:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Who waits for a request gives way, then who sends one, then who does not read; else this connection ends."""
+        """Who waits for a request gives way, then who sends one, each time of the peer with the most connections first.
+
+        Then gives way who does not read; else this connection ends.
+        """
         shared = self._shared
-        for other in chain(shared.idle, shared.in_headers, shared.in_body):
+        largest = shared.of_largest_peer()
+        crowd = [[one for one in among if one in largest] for among in (shared.idle, shared.in_headers, shared.in_body)]
+        for other in chain(crowd[0], shared.idle, crowd[1], crowd[2], shared.in_headers, shared.in_body):
             if other is not self:
                 other.give_way()
                 return
@@ -164,6 +184,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         """Stop all clocks and tell whoever answers."""
         self._set_clock(None)
         self._wait_among(None)
+        self._shared.forget(self._peer, self)
         self.transport.lost()
         super().connection_lost(exc)
         self.end_answer()  # uvicorn tells the newest request alone
@@ -187,10 +208,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             return
         self._num_framing_bytes += len(data)  # counted before parsing: httptools keeps an unfinished header in memory
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            self._last_words = b""  # this request is answered as if it had not asked for another protocol
-            self.cycle.keep_alive = False
+            self._parse(data)
         except httptools.HttpParserError:
             self._refuse(self._cause)
         else:
@@ -199,24 +217,44 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         if self._is_clock_due:
             self._wait_for_client()
 
+    def _parse(self, data: bytes) -> None:
+        """Read a request that asks for another protocol on as if it had not: httptools stops behind its headers."""
+        while data:
+            try:
+                return self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as stopped:
+                data = data[stopped.args[0] :]
+            framing = [pair for pair in self.headers if pair[0] in FRAMING]
+            self.parser = httptools.HttpRequestParser(self)
+            self._is_primed = False
+            try:
+                self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % b"".join(b"%b: %b\r\n" % pair for pair in framing))
+            finally:
+                self._is_primed = True
+
     def on_message_begin(self) -> None:
         """A request begins; its scope gets the connection."""
+        if not self._is_primed:
+            return
         super().on_message_begin()
         self.scope["extensions"] = {EXTENSION: self.connection}  # type: ignore[dict-item]
         self._num_framing_bytes = self._num_header_bytes = self._num_header_lines = 0
         self.transport.num_discarded = 0
-        self._body_timeout = self._limits.body_timeout
         self._arrives(Arriving.HEADERS)
         if len(self.pipeline) == MAX_PIPELINED:
             self._stop(TOO_MANY)
 
     def on_url(self, url: bytes) -> None:
         """A part of the request line."""
+        if not self._is_primed:
+            return
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """A header, or a trailer: these count alike and are dropped, as nobody may take them for headers."""
+        if not self._is_primed:
+            return
         self._num_header_lines += 1
         self._count(len(name) + len(value) + 4)
         if self._arriving is Arriving.HEADERS:
@@ -224,7 +262,14 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         """A request that will be answered."""
+        if not self._is_primed:
+            return
+        if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
+            self._stop(UNKNOWN_CODING)  # which would be taken undecoded
         super().on_headers_complete()
+        self.is_framed = self.scope["http_version"] != "1.0"
+        if not self.is_framed:
+            self.cycle.chunked_encoding, self.cycle.expected_content_length = False, UpToTheEnd()
         self._due.append(self.cycle)
         self._arrives(Arriving.BODY)
 
@@ -241,6 +286,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         """The request is there as a whole."""
+        if self.parser.should_upgrade():
+            return  # its body is still to come: see `_parse`
         super().on_message_complete()
         self._num_framing_bytes = 0
         self._arrives(Arriving.NOTHING)
@@ -316,19 +363,13 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         elif self._arriving is Arriving.HEADERS:
             waits_among, seconds = shared.in_headers, limits.header_timeout
         elif self._arriving is Arriving.BODY:
-            waits_among, seconds = shared.in_body, self._body_timeout
+            waits_among, seconds = shared.in_body, limits.body_timeout
         elif self.cycle is None:  # nothing has come, and it is as likely to come as the rest of headers
             waits_among, seconds = shared.in_headers, limits.header_timeout
         elif not self._due:
             waits_among, seconds = shared.idle, limits.keep_alive_timeout
         self._wait_among(waits_among)
         self._set_clock(seconds)
-
-    def body_may_take(self, seconds: float) -> None:
-        """The body of the request that is being answered is a long one, which its route knows to bound."""
-        if self._arriving is Arriving.BODY and not self.pipeline:
-            self._body_timeout = seconds
-            self._wait_for_client()
 
     def _wait_among(self, others: dict[Any, None] | None) -> None:
         """Be the last in this list of connections, and in no other."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-# The last quote is optional, so that a text without an end is passed over once, and not tried again from each quote in it.
+# The last quote is optional: a text without an end is passed over once, and not tried again from each quote in it.
 TEXTS_AND_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 
 

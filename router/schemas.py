@@ -13,8 +13,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic import ValidationError as SchemaError
+from pydantic_core import PydanticCustomError
 
 from router.errors import MalformedBody, ValidationError
 from router.json_values import has_more_values, nesting
@@ -26,9 +27,8 @@ Integer = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
 UNREPRESENTABLE = ("number out of range", "hex escape", "surrogate")
 # Of a body. A million of them, each named in an error or kept in a dictionary, would stop the event loop for seconds.
 MOST_VALUES = 10_000
-MOST_NESTING = (
-    128  # lists and objects within each other: far fewer than Python's stack bears, far more than schemas need
-)
+# Of lists and objects within each other: far fewer than Python's stack bears, far more than schemas need.
+MOST_NESTING = 128
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -37,6 +37,15 @@ class Strict(BaseModel):
     """A body or a part of one: no value is taken for another, and unknown keys are ignored."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
+
+
+def _refuse_unless_absent(value: Any) -> None:
+    if value is not None:
+        raise PydanticCustomError("not_served", "is not served: leave it out")
+
+
+# A field whose meaning would be lost, where unknown ones are ignored.
+Unserved = Annotated[None, BeforeValidator(_refuse_unless_absent), Field(description="Not served: must be absent.")]
 
 
 class NotServed(NamedTuple):
@@ -125,6 +134,8 @@ class GenerateParameters(Strict):
     top_n_tokens: Integer | None = Field(default=None, description="Candidates to return with each token.")
     grammar: GrammarParameters | None = Field(default=None, description="What the text is held to.")
     adapter_id: str | None = Field(default=None, description="Not supported: must be absent.")
+    prompt_embeds: Unserved = None
+    input_embeds: Unserved = None
 
 
 class GenerateRequest(Strict):
@@ -133,6 +144,8 @@ class GenerateRequest(Strict):
     inputs: str = Field(description="The prompt.")
     parameters: GenerateParameters | None = None
     stream: bool | None = Field(default=None, description="On `/` alone: answer with server-sent events.")
+    prompt_embeds: Unserved = None
+    input_embeds: Unserved = None
 
     @property
     def given(self) -> GenerateParameters:

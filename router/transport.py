@@ -189,7 +189,19 @@ class Connections:
     idle: dict[Any, None] = field(default_factory=dict)
     in_headers: dict[Any, None] = field(default_factory=dict)
     in_body: dict[Any, None] = field(default_factory=dict)
+    of_peer: dict[str | None, dict[Any, None]] = field(default_factory=dict)  # by address, whatever they wait for
 
     def __post_init__(self) -> None:
         """Nothing waits yet."""
         self.unread = Unread(self.limits.max_unread_bytes)
+
+    def of_largest_peer(self) -> dict[Any, None]:
+        """The connections of the address that has the most."""
+        return max(self.of_peer.values(), key=len, default={})
+
+    def forget(self, peer: str | None, protocol: Any) -> None:
+        """A connection of this peer is gone."""
+        if (others := self.of_peer.get(peer)) is not None:
+            others.pop(protocol, None)
+            if not others:
+                del self.of_peer[peer]

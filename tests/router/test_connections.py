@@ -213,11 +213,50 @@ def test_a_malformed_body_is_refused_in_json(body: bytes) -> None:
     run(story)
 
 
-def test_a_request_for_another_protocol_is_answered_and_is_the_last() -> None:
+UPGRADE = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
+
+
+@pytest.mark.parametrize("pieces", [1, 2, 7])
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_request_that_asks_for_another_protocol_is_answered_whole(pieces: int, is_chunked: bool) -> None:
+    """As Java's client asks by default, and `curl --http2`; whoever sends more behind it is answered too."""
+
     async def story(it: Site) -> None:
-        upgrade = PROBE[:-2] + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"
-        answer = await (await Client.to(it, upgrade + PROBE)).rest()
-        assert 1 == answer.count(b"HTTP/1.1 200 ") == answer.count(b"HTTP/1.1")
+        whole = chunked() if is_chunked else POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+        whole = whole.replace(b"\r\n\r\n", b"\r\n" + UPGRADE + b"\r\n", 1)
+        sent = whole + PROBE[:-2] + UPGRADE + b"\r\n" + whole + PROBE
+        client = await Client.to(it)
+        size = -(-len(sent) // pieces)
+        for start in range(0, len(sent), size):
+            client.writer.write(sent[start : start + size])
+            await asyncio.sleep(0.02)
+        answers = [await client.answer() for _ in range(4)]
+        assert [200] * 4 == [status for status, _ in answers]
+        assert b"generated_text" in answers[0][1] and b"generated_text" in answers[2][1]
+        client.writer.close()
+
+    run(story, header_timeout=10.0, body_timeout=10.0)
+
+
+def test_a_body_in_another_coding_is_refused_and_never_taken_as_it_is() -> None:
+    async def story(it: Site) -> None:
+        for coding in (b"gzip, chunked", b"chunked, chunked", b"gzip"):
+            coded = chunked().replace(b"transfer-encoding: chunked", b"transfer-encoding: " + coding)
+            answer = await (await Client.to(it, coded)).rest()
+            assert int(answer.split()[1]) in (400, 501)
+        assert_refused(await (await Client.to(it, chunked().replace(b": chunked", b": gzip, chunked"))).rest(), 501)
+
+    run(story)
+
+
+def test_a_client_of_http_1_0_reads_plain_bytes_up_to_the_end() -> None:
+    async def story(it: Site) -> None:
+        for asked in (stream(3), POST + b"content-length: %d\r\n\r\n" % len(BODY) + BODY, PROBE):
+            answer = await (await Client.to(it, asked.replace(b"HTTP/1.1", b"HTTP/1.0", 1))).rest()
+            head, _, body = answer.partition(b"\r\n\r\n")
+            assert b" 200 OK" in head and b"chunked" not in head and b"connection: close" in head.lower()
+            if asked == stream(3):
+                assert body.startswith(b"data:") and body.endswith(b"\n\n") and 3 == body.count(b"data:")
 
     run(story)
 

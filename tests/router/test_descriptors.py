@@ -53,6 +53,28 @@ def test_where_none_is_idle_who_owes_headers_or_a_body_makes_room(held: list[byt
     run(story)
 
 
+def test_the_peer_with_the_most_connections_makes_room() -> None:
+    """Whoever came first: one that opens hundreds takes no place of others'."""
+
+    async def story(it: Site) -> None:
+        settings = RouterConfig("a", "b", ("c",))
+        async with serving(it.app, settings, max_connections=4) as it.port:
+            first = await Client.to(it, IN_BODY, local_addr=("127.0.0.2", 0))
+            await asyncio.sleep(0.05)
+            crowd = [await Client.to(it, IN_HEADERS) for _ in range(3)]
+            await asyncio.sleep(0.05)
+            probe = await Client.to(it, PROBE)
+            assert 200 == (await probe.answer())[0]
+            assert 429 == (await crowd[0].answer())[0]
+            first.writer.write(b" " * 9)
+            await asyncio.sleep(0.05)
+            assert not first.reader.at_eof()
+            for client in (first, *crowd, probe):
+                client.writer.close()
+
+    run(story)
+
+
 def test_where_none_is_idle_who_does_not_read_makes_room() -> None:
     async def story(it: Site) -> None:
         settings = RouterConfig("a", "b", ("c",), send_buffer_bytes=4096)
