@@ -76,10 +76,14 @@ test-ray: .venv-ray/installed
 	.venv-ray/bin/pip install --quiet --constraint constraints.txt 'ray[serve,data]>=2.50'
 	touch $@
 
-# Half an hour of killed and stopped model processes, then an hour of streams: tokens, memory, descriptors.
+# An hour of killed and stopped processes, alone, in every order and of those for chats and grammars; then an hour of
+# streams: tokens, memory, descriptors.
 soak: install
 	$(RUN) -m tests.survival --kills 50
 	$(RUN) -m tests.survival --kills 20 --fault stop
+	$(RUN) -m tests.kill_orders --times 100
+	$(RUN) -m tests.kill_orders --times 100 --pipeline-parallel 2
+	$(RUN) -m tests.storm --minutes 10
 	$(RUN) -m tests.soak --minutes 60
 
 test-gpu: install
