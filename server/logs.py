@@ -60,8 +60,8 @@ class LogStream:
             self._report_drops()
             self._output.write(line, is_vital=self.is_vital)
             if self._output.pending and not self._is_catching_up:
-                self._is_catching_up = True
                 threading.Thread(target=self._catch_up, name="log", daemon=True).start()
+                self._is_catching_up = True  # only where the thread could be started
 
     def drain(self, patience: float) -> None:
         """Wait until nothing waits any more, or until the reader has taken nothing for `patience` seconds."""

@@ -40,9 +40,12 @@ class StoreServer:
         threading.Thread(target=self._accept, name="store", daemon=True).start()
 
     def _accept(self) -> None:
-        with suppress(OSError):  # it was closed
-            while True:
+        while self._listener.fileno() >= 0:
+            try:
                 end, _ = self._listener.accept()
+            except OSError:  # it was closed, or there are no more descriptors for a moment
+                time.sleep(POLL_S)
+            else:
                 threading.Thread(target=self._serve, args=(end,), name="store-client", daemon=True).start()
 
     def close(self) -> None:

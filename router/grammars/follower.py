@@ -127,28 +127,37 @@ class Follower:
     async def _run(self) -> None:
         """Have a process, and another one when it has ended."""
         while True:
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "router.grammars", str(pool.NICENESS), str(self._memory_mb)),
-                *(str(self._seconds), self._matchers),
-                cwd=ROOT,
-                stdin=PIPE,
-                stdout=PIPE,
-                limit=MOST_ANSWER_BYTES,
-                preexec_fn=end_with_parent(),
-            )
             try:
-                await self._serve(process)
-            finally:
-                self._process = None
-                with suppress(ProcessLookupError):
-                    process.kill()
-                assert process.stdin is not None
-                process.stdin.close()
-                await process.wait()
-            self._blame(is_from_outside=pool.is_from_outside(process.returncode or 0) and not self._is_hung)
-            logger.warning("the process that follows grammars ended; texts that go on in another: %d", len(self._texts))
+                await self._live()
+            except Exception as error:  # all texts wait for this loop: whatever is raised, another process is tried
+                logger.exception("the process that follows grammars could not be had, or said what nobody expected")
+                self._is_ready = False
+                self._blame(is_from_outside=isinstance(error, OSError))
             if not self._is_ready:
                 await asyncio.sleep(PAUSE_S)
+
+    async def _live(self) -> None:
+        """Have one process from its start to its end."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "router.grammars", str(pool.NICENESS), str(self._memory_mb)),
+            *(str(self._seconds), self._matchers),
+            cwd=ROOT,
+            stdin=PIPE,
+            stdout=PIPE,
+            limit=MOST_ANSWER_BYTES,
+            preexec_fn=end_with_parent(),
+        )
+        try:
+            await self._serve(process)
+        finally:
+            self._process = None
+            with suppress(ProcessLookupError):
+                process.kill()
+            assert process.stdin is not None
+            process.stdin.close()
+            await process.wait()
+        self._blame(is_from_outside=pool.is_from_outside(process.returncode or 0) and not self._is_hung)
+        logger.warning("the process that follows grammars ended; texts that go on in another: %d", len(self._texts))
 
     async def _serve(self, process: Process) -> None:
         """Tell it of all texts, and hand out its answers, until it ends or nothing is heard of it."""
@@ -197,12 +206,10 @@ class Follower:
         text = self._texts.get(answer.get("key", 0))
         if text is None:  # it has ended, or the line says only that the process lives
             return
+        found = failure(answer["error"]) if "error" in answer else Continuation.read(answer)
         text.is_asked, text.num_deaths, text.num_kills = False, 0, 0
-        if "error" in answer:
-            text.on_answer(failure(answer["error"]))
-            return
-        found = Continuation.read(answer)
-        text.tokens += found.forced
+        if isinstance(found, Continuation):
+            text.tokens += found.forced
         text.on_answer(found)
 
     def _blame(self, *, is_from_outside: bool) -> None:

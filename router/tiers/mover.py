@@ -98,14 +98,18 @@ class Mover:
     def _start(self, tasks: set[asyncio.Task[None]], moving: Coroutine[None, None, None]) -> None:
         task = asyncio.get_running_loop().create_task(moving)
         tasks.add(task)
-        task.add_done_callback(partial(self._done, tasks))
+        task.add_done_callback(partial(self._done, tasks, self.index))
 
-    def _done(self, tasks: set[asyncio.Task[None]], task: asyncio.Task[None]) -> None:
+    def _done(self, tasks: set[asyncio.Task[None]], index: TierIndex, task: asyncio.Task[None]) -> None:
+        """Start the next. What nobody expected costs the disk, and not those who wait for what was being moved."""
         tasks.discard(task)
-        if not task.cancelled():
-            task.result()  # it raises what nobody expected
-            self.pump()
-            self.wake()
+        if task.cancelled():
+            return
+        if (error := task.exception()) is not None:
+            index.close_disk()
+            logger.error("the prefix cache does not use the disk any more", exc_info=error)
+        self.pump()
+        self.wake()
 
     def _limit(self, wait: DiskWait) -> None:
         """End it after as long as computing would take."""

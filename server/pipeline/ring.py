@@ -95,6 +95,8 @@ class Ring:
                     self._sockets[1].sendall(part)
         except OSError as error:
             self._loss = error
+        except RuntimeError as error:  # of the device, while its tensors were waited for
+            self._loss = OSError(str(error))
 
     def _read(self) -> None:
         try:

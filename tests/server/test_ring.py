@@ -252,3 +252,15 @@ def test_a_stage_that_gives_up_sends_those_away_that_came(folder: Path) -> None:
     coming.join()
     assert [MAGIC, b""] == came
     assert found.tb is not None  # what the error's frames hold has not been collected
+
+
+def test_a_device_that_fails_while_a_message_is_waited_for_is_a_loss(open_ends: ExitStack) -> None:
+    class Failed:
+        def synchronize(self) -> None:
+            raise RuntimeError("the device failed")
+
+    stage, _, _ = one_stage(open_ends)
+    stage.send([torch.zeros(1)], Failed())  # type: ignore[arg-type]
+    assert eventually(lambda: "stage-send" not in threads() or stage._loss is not None)
+    with pytest.raises(PeerLost, match="the device failed"):
+        stage.send([torch.zeros(1)])

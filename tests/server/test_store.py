@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from datetime import timedelta
@@ -54,6 +56,23 @@ def test_who_asks_waits_until_a_value_comes_or_time_is_up(path: str) -> None:
 def test_a_store_that_is_gone_is_a_lost_peer(path: str, tmp_path: Path) -> None:
     with pytest.raises(dist.DistNetworkError, match="refused"):
         SocketStore(str(tmp_path / "none.sock"), 0.05)
+
+
+def test_a_moment_without_descriptors_ends_nothing(path: str) -> None:
+    """Who is let in then is let in a little later."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as end:
+        end.settimeout(20)
+        free = os.dup(0)
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, before[1]))
+        try:
+            end.connect(path)
+            time.sleep(0.2)  # in which it is tried in vain
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        end.sendall(b'{"ask": "add", "with": ["count", 2]}\n')
+        assert b"2\n" == end.recv(100)
 
 
 def test_strangers_end_their_own_connection(path: str) -> None:

@@ -195,6 +195,37 @@ def test_whose_process_keeps_dying_fails(monkeypatch: pytest.MonkeyPatch, number
     following(story)
 
 
+def test_what_nobody_expected_of_a_process_ends_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer without what it must have, and no process to be had."""
+    monkeypatch.setattr(followers, "PAUSE_S", 0.0)
+    faults: list[Exception] = [KeyError("allowed"), RuntimeError("odd")]
+    read, start, failures = Continuation.read, asyncio.create_subprocess_exec, 0
+
+    def reading(answer: dict[str, Any]) -> Continuation:
+        if faults:
+            raise faults.pop()
+        return read(answer)
+
+    async def starting(*arguments: Any, **options: Any) -> Any:
+        nonlocal failures
+        failures += 1
+        if failures in (2, 3):
+            raise OSError(24, "too many open files")
+        return await start(*arguments, **options)
+
+    monkeypatch.setattr(followers.Continuation, "read", reading)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", starting)
+    monkeypatch.setattr(followers, "MOST_DEATHS", 3)
+
+    async def story(follower: Follower) -> None:
+        reader = Reader(follower, CompiledGrammar(REGEX, read(Matchers(str(DEMO), 2048, [2]).begin(REGEX).go_on())))
+        await go_on(reader, 3)
+        assert alone(3) == reader.tokens
+        assert not faults and failures >= 5
+
+    following(story)
+
+
 def test_a_text_that_leaves_its_grammar_fails_alone() -> None:
     async def story(follower: Follower) -> None:
         wrong, right = Reader(follower, compiled()), Reader(follower, compiled())
