@@ -120,7 +120,7 @@ def test_empty_lines_do_not_prolong_a_connection() -> None:
         client = await Client.to(it, PROBE)
         await client.answer()
         started = asyncio.get_running_loop().time()
-        # What crosses the server's end on its way is answered by a reset, after which there is no end of what is read.
+        # What is sent for long after the server's end is answered by a reset, after which there is no end to be read.
         while not client.reader.at_eof() and not client.writer.is_closing():
             client.writer.write(b"\r\n")
             await asyncio.sleep(0.05)
