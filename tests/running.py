@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -203,11 +202,3 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
 def events_of(lines: Sequence[str]) -> list[dict[str, Any]]:
     """The JSON of every SSE data line."""
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-
-
-def free_port() -> int:
-    """A TCP port of loopback that nobody has at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

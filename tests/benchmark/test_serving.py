@@ -24,7 +24,7 @@ from benchmark.outcomes import Load, Objectives, Outcome, row_of, throughput_tab
 from benchmark.report import BenchError
 from benchmark.workload import Lengths, PlannedRequest
 from tests.benchmark.mock_server import mock_server
-from tests.running import free_port
+from tests.ports import free_port
 
 GRID = ("--input-length", "6", "--output-length", "8")
 CELL = Lengths(6, 8)

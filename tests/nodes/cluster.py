@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from tests.ports import free_port
 from tests.running import Server, children_of, kill_group, start_launcher
 
 
@@ -149,13 +149,6 @@ class Cluster(Server):
 def node_flags(count: int, address: str) -> tuple[str, ...]:
     """What all launchers of a server are given."""
     return ("--nnodes", str(count), "--master-addr", address, "--master-port", str(free_port(address)))
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """A port that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 def shards_of(launcher: int) -> dict[int, int]:

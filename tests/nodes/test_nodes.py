@@ -9,8 +9,9 @@ import signal
 import time
 from pathlib import Path
 
-from tests.nodes.cluster import Agent, Cluster, Loopback, certificates, child_named, free_port, node_flags
+from tests.nodes.cluster import Agent, Cluster, Loopback, certificates, child_named, node_flags
 from tests.nodes.load import FLOAT32, REQUESTS
+from tests.ports import free_port
 from tests.running import Server
 from tests.survival import (
     SIGNALS,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx2
 
-from tests.nodes.cluster import Agent, Loopback, free_port
+from tests.nodes.cluster import Agent, Loopback
+from tests.ports import free_port
 from tests.running import ROOT, body
 
 PAGE = (ROOT / "docs" / "several-nodes.md").read_text()
