@@ -23,7 +23,7 @@ from tests.ports import free_port
 
 APP, MODEL = "lockstep", "lockstep-demo"
 OBJECT_STORE = 80 << 20
-PATIENCE_S = 120
+PATIENCE_S = 600  # a bound of liveness
 
 
 @contextmanager

@@ -16,6 +16,8 @@ from pathlib import Path
 from tests.ports import free_port
 from tests.running import ROOT, children_of
 
+PATIENCE_S = 600  # a bound of liveness: Ray starts a dozen processes for each node
+
 
 class Place:
     """A user's home and Ray's folder of one trial, which shares no cluster with another, and its app.yaml."""
@@ -46,11 +48,13 @@ class Place:
     def type(self, command: str, instead: dict[str, str] | None = None, code: int = 0) -> str:
         """What a command prints, which is to end with this code."""
         line = ["bash", "-c", self.line(command, instead)]
-        done = subprocess.run(line, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            line, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    def until_status(self, command: str, words: str, seconds: float = 90) -> str:
+    def until_status(self, command: str, words: str, seconds: float = PATIENCE_S) -> str:
         """What `serve status` shows, once these words are in it."""
         until = time.monotonic() + seconds
         while not re.search(words, said := self.type(command)):
@@ -74,7 +78,7 @@ class Running:
                 start_new_session=True,
             )
 
-    def wait_for(self, words: str, seconds: float = 90) -> str:
+    def wait_for(self, words: str, seconds: float = PATIENCE_S) -> str:
         """All that it has written, once these words are in it."""
         until = time.monotonic() + seconds
         while not re.search(words, said := self._log.read_text(errors="replace")):
