@@ -20,6 +20,7 @@ from transformers import AutoTokenizer
 
 from tests.ports import free_port
 from tests.running import (
+    PATIENCE_S,
     Server,
     body,
     children_of,
@@ -65,7 +66,7 @@ def mixed_requests(count: int, most_tokens: int = 60) -> list[dict[str, Any]]:
     ]
 
 
-def eventually(condition: Any, within: float = 60) -> bool:
+def eventually(condition: Any, within: float = PATIENCE_S) -> bool:
     """Whether the condition becomes true in time."""
     deadline = time.monotonic() + within
     while time.monotonic() < deadline:
@@ -288,7 +289,7 @@ def refusal(*flags: str, env: dict[str, str] | None = None) -> str:
         return launcher.poll() is not None
 
     try:
-        assert eventually(has_ended, within=120)
+        assert eventually(has_ended)
         output, _ = launcher.communicate(timeout=60)
     finally:
         kill_group(launcher)

@@ -24,7 +24,7 @@ from tests.deploy.dockerfile import image_of, parse
 from tests.deploy.manifests import FILES, FOLDER, PAGE, VALUES, Document, everything, one, plain, pods, settings_of
 from tests.deploy.schemas import MODULES, PACKAGES, complaints
 from tests.router.test_metrics import page_with_keys, series_in
-from tests.running import ROOT, Server, body
+from tests.running import PATIENCE_S, ROOT, Server, body
 
 VERSIONS = sorted(
     {version.split("-")[0] for version in all_versions()},
@@ -281,7 +281,7 @@ def test_probes_tell_what_has_to_be_done(served: Server) -> None:
         assert any("generated_text" in line and "null" not in line.split("generated_text")[1][:8] for line in lines)
 
 
-def await_true(condition: Callable[[], bool], within_s: float = 300) -> None:
+def await_true(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
     """Poll what must come to be; the bound is one of liveness."""
     until = time.monotonic() + within_s
     while not condition():
