@@ -10,10 +10,15 @@ NOT_PACKED = torch triton transformers tokenizers numpy regex sympy mpmath netwo
 	pillow pyparsing python-dateutil ray kubernetes-validate importlib_resources
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
-.PHONY: install serve test schemas test-formats test-offload test-kernels \
+.PHONY: needs install serve test schemas test-formats test-offload test-kernels \
 	test-clients test-nodes test-docker test-ray soak test-gpu bench-check bench-gpu pack unpack check proto docs
 
-install: .venv/installed
+install: needs .venv/installed
+
+# What the targets of this call need, and what of that is missing, in words before anything starts.
+needs:
+	@$(PYTHON) tests/needs.py $(or $(MAKECMDGOALS),install)
+
 .venv/installed: pyproject.toml constraints.txt
 	@echo "Setting up .venv, once: some minutes, most of them for torch"
 	$(PYTHON) -m venv .venv
@@ -21,51 +26,50 @@ install: .venv/installed
 	$(RUN) -m server.backends.cpu
 	touch $@
 
-serve: install
+serve: needs install
 	$(RUN) launcher.py $(ARGS)
 
 # A worker for each core and one more, four at most; `make test ARGS=-n0` runs all in one process, as a debugger wants it.
-test: install
+test: needs install
 	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
 
 # Schemas of kinds that Kubernetes itself does not have, for tests/deploy: packages of the npm registry (MIT; what they need
 # is MIT, BSD, Apache-2.0 or CC0), and the compiler that reads their types (Apache-2.0). The suite skips one test without.
-schemas: .schemas/node_modules
+schemas: needs .schemas/node_modules
 .schemas/node_modules:
 	npm install --silent --no-save --ignore-scripts --prefix .schemas typescript@7 \
 		@kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0
 
 # Clients whose pins conflict with ours, each in an environment of its own below .venv-clients.
-test-clients: install
+test-clients: needs install
 	$(RUN) -m tests.clients $(ARGS)
 
 # Every format of quantised checkpoints with every family, and with the libraries that write them, each of these in an
 # environment of its own below .venv-formats, which takes gigabytes; then the perplexity of the held-out text in every
 # format.
-test-formats: install
+test-formats: needs install
 	$(RUN) -m pytest -m formats tests/formats tests/server/quant $(ARGS)
 	PYTHONPATH=docs/embedded-model $(RUN) -m tests.quantised_perplexity --check
 
-# Weights and KV blocks that are not on the device, with every family, share and format; jobs that survive their death;
-# and the policy that `auto` chooses against random ones, on this folder's disk.
-test-offload: install
+# Weights and KV blocks that are not on the device, with every family, share and format; jobs that survive their death.
+test-offload: needs install
 	$(RUN) -m pytest -m offload tests $(ARGS)
 
 # The kernels for GPUs in all shapes, interpreted and compiled, of which the suite has every kind once.
-test-kernels: install
+test-kernels: needs install
 	$(RUN) -m pytest -m kernels tests/server/test_triton.py $(ARGS)
 
-# Servers on several nodes, each a network namespace of this machine, whose cables are pulled. As root.
-test-nodes: install
+# Servers on several nodes, each a network namespace of this machine, whose cables are pulled and lose packets. As root.
+test-nodes: needs install
 	$(RUN) -m pytest -m nodes tests/nodes $(ARGS)
 
 # The steps of the CPU image without Docker, and the server that they give; needs root, debootstrap and 12 GB of disk.
-test-docker: install
+test-docker: needs install
 	$(RUN) -m tests.deploy.image $(ARGS)
 
 # Replicas on Ray Serve and jobs on Ray Data: a cluster of three nodes on this machine, in an environment of its own, which
-# takes 300 MB beside what .venv has; prints what it found as two tables. ARGS="--lines 20000" is for the second.
-test-ray: .venv-ray/installed
+# takes 600 MB beside what .venv has; prints what it found as two tables. ARGS="--lines 20000" is for the second.
+test-ray: needs .venv-ray/installed
 	PYTHONPATH=.:deploy/ray .venv-ray/bin/python -m pytest -m ray -q -s tests/ray
 	PYTHONPATH=.:deploy/ray .venv-ray/bin/python -W ignore -m tests.ray.data $(ARGS)
 
@@ -78,7 +82,7 @@ test-ray: .venv-ray/installed
 
 # An hour of killed and stopped processes, alone, in every order and of those for chats and grammars; then an hour of
 # streams: tokens, memory, descriptors.
-soak: install
+soak: needs install
 	$(RUN) -m tests.survival --kills 50
 	$(RUN) -m tests.survival --kills 20 --fault stop
 	$(RUN) -m tests.kill_orders --times 100
@@ -86,32 +90,34 @@ soak: install
 	$(RUN) -m tests.storm --minutes 10
 	$(RUN) -m tests.soak --minutes 60
 
-test-gpu: install
+test-gpu: needs install
 	$(RUN) -m pytest -m gpu $(ARGS)
 
-bench-check: install
+# What is promised of time and memory, and the policy that `auto` chooses against random ones, by the clock of a disk.
+bench-check: needs install
 	$(RUN) -m benchmark promises $(ARGS)
+	$(RUN) -m tests.offload_policies
 
-bench-gpu: install
+bench-gpu: needs install
 	$(RUN) -m benchmark gpu $(ARGS)
 
 # For a machine without a network: pack here, carry the folder $(WHEELS), unpack there.
-pack: install
+pack: needs install
 	grep -E '^[A-Za-z]' constraints.txt | grep -vE '^($(shell echo $(NOT_PACKED) | tr ' ' '|'))==' > .venv/packed.txt; echo 'setuptools>=77.0.3' >> .venv/packed.txt
 	for version in 3.11 3.12; do $(RUN) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
 		--python-version $$version $(PLATFORMS) --dest $(WHEELS) --requirement .venv/packed.txt || exit; done
 	du -sh $(WHEELS)
 
-unpack:
+unpack: needs
 	$(PYTHON) -m pip install --quiet --no-index --find-links $(WHEELS) hatchling
 	$(PYTHON) -m pip install --quiet --no-index --find-links $(WHEELS) --no-build-isolation --editable '.[bench]' \
 		pytest pytest-xdist hypothesis httpx2
 
-check: install
+check: needs install
 	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && $(RUN) -m pytest -q tests/test_architecture.py tests/test_style.py
 
-proto: install
+proto: needs install
 	$(RUN) -m grpc_tools.protoc -Iserver/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/generate.proto
 
-docs: install
+docs: needs install
 	$(RUN) launcher.py --print-settings > docs/settings.md

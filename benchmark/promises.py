@@ -80,6 +80,15 @@ PROMISES: Sequence[Promise] = (
         trials.crowd,
     ),
     Promise(
+        "client",
+        "time that `serving` takes for a token of 256 streams of ready-made frames, by the slowest API",
+        20.0,
+        "µs",
+        "A client that counts 50,000 tokens a second limits no server that is measured here; its frames have a core of "
+        "their own.",
+        trials.client,
+    ),
+    Promise(
         "loading-memory",
         "memory of a shard beyond its weights while it loads a checkpoint",
         60.0,

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -39,6 +41,8 @@ CROWD = 128  # requests that fill a server: the launcher's own default
 TOKENS_OF_A_COMPANION = 16000  # more than a stream gets while anything is measured beside it
 CANDIDATES = 5  # reported with each of its tokens: events of a kilobyte fill the kernel's buffers soon
 REFUSALS = 10
+CLIENT_STREAMS = 256
+TOKENS_OF_A_CLIENT_STREAM = 300
 WAIT_SECONDS = 30.0  # for streams to begin or to end; nothing is measured meanwhile
 
 SMALL_MODEL: dict[str, Any] = {"hidden_size": 64, "n_layer": 1, "vocab_size": 256}
@@ -231,6 +235,36 @@ async def _num_running(client: HttpClient) -> int:
     """For how many requests the server generates now, as its metrics tell."""
     lines = (await client.text("/metrics")).splitlines()
     return next((round(float(line.split()[1])) for line in lines if line.startswith("tgi_batch_current_size ")), 0)
+
+
+# -------------------------------------------------------------------------------------------------------------- client
+
+
+def client(scratch: Path) -> dict[str, float]:
+    """Count tokens that cost their server next to nothing. `client`: microseconds of `serving` for each, by the slowest
+    of the APIs."""
+    command = [sys.executable, "-m", "benchmark.frames"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as frames:
+        try:
+            assert frames.stdout is not None
+            url = f"http://127.0.0.1:{int(frames.stdout.readline())}"
+            return {"client": max(_client_us(url, api) for api in ("tgi", "openai", "chat"))}
+        finally:
+            frames.kill()
+
+
+def _client_us(url: str, api: str) -> float:
+    """Microseconds for a token. Raises BenchError where not all are counted."""
+    flags = ("--url", url, "--api", api, "--input-length", "4", "--output-length", str(TOKENS_OF_A_CLIENT_STREAM))
+    load = ("--concurrency", str(CLIENT_STREAMS), "--num-requests", str(CLIENT_STREAMS))
+    command = [sys.executable, "-m", "benchmark", "serving", *flags, *load]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BenchError(f"`serving` cannot count ready-made frames: {done.stderr.strip()}")
+    [row] = json.loads(done.stdout.splitlines()[-1])["rows"]
+    if row["output_tokens"] != CLIENT_STREAMS * TOKENS_OF_A_CLIENT_STREAM:
+        raise BenchError(f"`serving` counts {row['output_tokens']} ready-made tokens of {api}: that is wrong")
+    return 1e6 / float(row["output_tokens_per_second"])
 
 
 # ------------------------------------------------------------------------------------------------------------- loading

@@ -12,11 +12,12 @@ import gc
 import logging
 import os
 import resource
+import select
 import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,7 @@ SPARE_FILES = 64  # descriptors that are no connections and may yet be opened: c
 # New connections in one turn of the event loop, which accepts one a turn at each descriptor of a listener: under load
 # turns are long, and hundreds of clients would wait for theirs.
 MOST_ACCEPTED = 16
+TURNS_TO_READ = 4  # of the event loop, in which what a new connection has sent is read
 
 logger = logging.getLogger("router")
 lifecycle = logging.getLogger("router.lifecycle")  # what the launcher acts on; it is sent at every log level
@@ -213,6 +215,7 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=LAST_BYTES_S,
             )
         )
+        self._connections = connections
         self._on_listening = on_listening
 
     @contextmanager
@@ -224,6 +227,27 @@ class HttpServer(uvicorn.Server):
         """Listen on the sockets, then say so."""
         await super().startup(sockets)
         self._on_listening()
+
+    def leave(self) -> None:
+        """From now on each answer tells its client to ask next time on a new connection."""
+        self._connections.is_leaving = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Take in who has connected and what has come on connections that are kept open, then close.
+
+        Closing a listener resets the connections that nobody has accepted, with the requests that they have sent.
+        """
+        self.leave()
+        knocks = select.poll()
+        for listener in sockets or ():
+            knocks.register(listener, select.POLLIN)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LAST_BYTES_S):
+                while knocks.poll(0):
+                    await asyncio.sleep(0)
+        for _ in range(TURNS_TO_READ):
+            await asyncio.sleep(0)
+        await super().shutdown(sockets)
 
 
 async def _serve(
@@ -240,6 +264,7 @@ async def _serve(
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({batching, serving, stopping, watching}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set():
+        server.leave()
         await batcher.leave(config.shutdown_delay)
         logger.info("draining", extra={"event": "draining"})
         await batcher.drain(config.graceful_termination_timeout)

@@ -33,7 +33,7 @@ import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from router.refusals import MALFORMED, TIMED_OUT, TOO_LARGE, TOO_MANY, UNKNOWN_CODING
+from router.refusals import MALFORMED, STOPPING, TIMED_OUT, TOO_LARGE, TOO_MANY, UNKNOWN_CODING
 from router.transport import ClientTransport, Connections
 
 MAX_PIPELINED = 16  # requests that wait for the answer to an earlier one; clients that send any are rare
@@ -158,26 +158,28 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Who waits for a request gives way, then who sends one, each time of the peer with the most connections first.
+        """Who is closing gives way, then who waits for a request, then who sends one, each time of the peer with the most connections first.
 
         Then gives way who does not read; else this connection ends.
         """
         shared = self._shared
         largest = shared.of_largest_peer()
         crowd = [[one for one in among if one in largest] for among in (shared.idle, shared.in_headers, shared.in_body)]
-        for other in chain(crowd[0], shared.idle, crowd[1], crowd[2], shared.in_headers, shared.in_body):
+        for other in chain(
+            shared.closing, crowd[0], shared.idle, crowd[1], crowd[2], shared.in_headers, shared.in_body
+        ):
             if other is not self:
                 other.give_way()
                 return
         if not shared.unread.reset_slowest(self.loop.time()):
-            self._refuse(TOO_MANY, lingers=False)
+            self._refuse(TOO_MANY)
+            self.transport.end()
 
     def give_way(self) -> None:
         """End this connection, which waits for its client, as another one needs its place."""
-        if self._arriving is Arriving.NOTHING:
-            self.close()
-        else:
-            self._refuse(TOO_MANY, lingers=False)
+        if self._arriving is not Arriving.NOTHING and not self.transport.is_closing():
+            self._refuse(TOO_MANY)
+        self.transport.end()
         self._wait_for_client()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -195,9 +197,12 @@ class GuardedHttpProtocol(HttpToolsProtocol):
     def shutdown(self) -> None:
         """The server ends: wait for the answers that are due, and for nothing else."""
         if self.transport.is_closing():
-            self.transport.abort()
+            self.transport.end()
         self.transport.is_receiving = False
-        super().shutdown()
+        if self._arriving is Arriving.HEADERS:
+            self._refuse(STOPPING, lingers=False)
+        else:
+            super().shutdown()
 
     # --------------------------------------------------------------------------------------------------- parsing
 
@@ -270,6 +275,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self.is_framed = self.scope["http_version"] != "1.0"
         if not self.is_framed:
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, UpToTheEnd()
+        if self._shared.is_leaving:
+            self.cycle.keep_alive = False
         self._due.append(self.cycle)
         self._arrives(Arriving.BODY)
 
@@ -350,7 +357,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def _close_with_last_words(self) -> None:
         self.transport.write(self._last_words)
-        self.transport.close()
+        self.close()
 
     # --------------------------------------------------------------------------------------------------- clocks
 
@@ -358,8 +365,10 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         """Start the clock for what the client owes now, if it is its turn."""
         limits, shared, seconds, waits_among = self._limits, self._shared, None, None
         self._is_clock_due = False
-        if self._last_words is not None or self.pipeline or self.transport.is_closing():
-            pass  # a clock of the transport runs, or an answer is computed
+        if self.transport.is_closing():
+            waits_among = shared.closing  # a clock of the transport runs
+        elif self._last_words is not None or self.pipeline:
+            pass  # an answer is computed
         elif self._arriving is Arriving.HEADERS:
             waits_among, seconds = shared.in_headers, limits.header_timeout
         elif self._arriving is Arriving.BODY:
@@ -393,3 +402,4 @@ class GuardedHttpProtocol(HttpToolsProtocol):
     def close(self) -> None:
         """End a connection on which nothing is asked."""
         self.transport.close()
+        self._wait_for_client()

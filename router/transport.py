@@ -2,10 +2,11 @@
 
 `ClientTransport` stands between the HTTP protocol and the event loop's transport. It counts what is written through it,
 so that a clock can tell whether what waits in this process is taken: each byte has `unread_timeout` for that, and all
-connections have a bound together (`unread.py`). Closing
-while a request is still arriving would make the kernel answer its next bytes with a reset, which also takes away the
-answer that the client has not read yet. So the connection then lingers: what comes is thrown away, for a limited time
-and up to a limited size.
+connections have a bound together (`unread.py`).
+
+Closing while a client sends would make the kernel answer its bytes with a reset, which also takes away the answer that
+the client has not read yet. So a connection is closed in two steps (RFC 9112, 9.6): nothing more is sent, and what
+comes is thrown away until the client has closed too, for a limited time and up to a limited size.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from router.connection_settings import ConnectionSettings
 from router.unread import Unread
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
+CLOSING_S = 0.5  # for a client to close in its turn: longer than the way there and back
 UNREAD_CHECKS = 4  # in each unread_timeout: a client that stops reading is noticed a quarter of it late at most
 
 
 class ClientTransport(asyncio.Transport):
-    """A transport that bounds how long its bytes stay unread, and that lingers when it is closed too early."""
+    """A transport that bounds how long its bytes stay unread, and that is closed in two steps."""
 
     def __init__(self, transport: asyncio.Transport, shared: Connections, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
@@ -117,16 +119,19 @@ class ClientTransport(asyncio.Transport):
     # ----------------------------------------------------------------------------------------------- closing
 
     def close(self) -> None:
-        """Close once everything is sent; first throw away what is left of a request that is still arriving."""
-        if self._is_closing:
+        """Send what waits and then no more; close once the client has closed, or does not for too long."""
+        if self.is_closing():
             return
         self._is_closing = True
-        if self.is_receiving and not self._transport.is_closing():
-            self._transport.resume_reading()  # it may be paused, for a body that nobody reads any more
-            self._transport.write_eof()
-            self._linger_clock = self._loop.call_later(self._limits.body_timeout, self.reset)
-        else:
-            self._transport.close()
+        self._transport.resume_reading()  # it may be paused, for a body that nobody reads any more
+        self._transport.write_eof()
+        seconds, at_last = (self._limits.body_timeout, self.reset) if self.is_receiving else (CLOSING_S, self.end)
+        self._linger_clock = self._loop.call_later(seconds, at_last)
+
+    def end(self) -> None:
+        """Close once everything is sent, whatever the client sends."""
+        self._is_closing = True
+        self._transport.close()
 
     def discard(self, num_bytes: int) -> None:
         """Count bytes of a request that nobody wants; too many of them end the connection."""
@@ -184,8 +189,10 @@ class Connections:
 
     limits: ConnectionSettings
     max_connections: int
+    is_leaving: bool = False  # the server will stop: each answer is the last of its connection, and says so
     unread: Unread = field(init=False)
     # Protocols by what they wait for, the longest one first.
+    closing: dict[Any, None] = field(default_factory=dict)
     idle: dict[Any, None] = field(default_factory=dict)
     in_headers: dict[Any, None] = field(default_factory=dict)
     in_body: dict[Any, None] = field(default_factory=dict)

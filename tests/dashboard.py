@@ -27,7 +27,8 @@ from typing import Any
 
 import httpx2
 
-from tests.running import ROOT, Server, body, free_port
+from tests.ports import free_port
+from tests.running import ROOT, Server, body
 from tests.test_dashboard import dashboard, panels, queries
 
 CONFIGURATION = ROOT / "deploy" / "prometheus" / "prometheus.yml"

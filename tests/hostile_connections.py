@@ -28,6 +28,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
+from server.process import lower_priority
 from tests.running import ROOT, Server, body
 
 PROBE = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"
@@ -178,7 +179,12 @@ class CrowdProcess:
         command = [sys.executable, "-m", "tests.hostile_connections", "--crowd", str(port)]
         command += ["--idle", str(num_idle), "--hostile", str(num_hostile), "--interval", str(interval)]
         self._process = subprocess.Popen(
-            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, preexec_fn=lambda: os.nice(19)
+            command,
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=lambda: lower_priority(19),
         )
 
     def __enter__(self) -> CrowdProcess:

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -21,6 +20,7 @@ from typing import Any
 import httpx2
 
 ROOT = Path(__file__).parents[1]
+PATIENCE_S = 300  # a bound of liveness: a busy machine takes long for what an idle one does at once
 SETTINGS_PREFIXES = ("MAX_", "PORT", "NUM_SHARD", "MODEL_ID", "DTYPE", "DEVICE", "HF_", "CUDA_VISIBLE_DEVICES", "LOG_")
 
 
@@ -33,7 +33,7 @@ class Server:
         env: dict[str, str] | None = None,
         command: Sequence[str] = (sys.executable, "launcher.py"),
         folder: Path = ROOT,
-        ready_within: float = 300,
+        ready_within: float = PATIENCE_S,
     ) -> None:
         self.flags = ("--hostname", "127.0.0.1", "--port", "0", "--device", "cpu", *flags)
         self.process = start_launcher(*self.flags, env=env, command=command, folder=folder)
@@ -66,7 +66,7 @@ class Server:
             self.process.send_signal(signal.SIGINT)
             self.process.send_signal(signal.SIGINT)
         try:
-            self.process.communicate(timeout=60)
+            self.process.communicate(timeout=PATIENCE_S)
         finally:
             kill_group(self.process)
 
@@ -74,7 +74,7 @@ class Server:
         """Send a signal to the launcher alone."""
         self.process.send_signal(number)
 
-    def wait(self, timeout: float = 60) -> tuple[int, str]:
+    def wait(self, timeout: float = PATIENCE_S) -> tuple[int, str]:
         """Exit code and everything that was printed since the server was ready."""
         output, _ = self.process.communicate(timeout=timeout)
         return self.process.returncode, output
@@ -90,7 +90,7 @@ class Server:
     def shards(self) -> list[int]:
         """Process ids of the shards by rank, as soon as every one runs: a lost one is started again meanwhile."""
         wanted = self._number_of("--num-shard") * self._number_of("--pipeline-parallel")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while sorted(found := self._running_shards()) != list(range(wanted)):
             assert time.monotonic() < deadline, f"of {wanted} shards {sorted(found)} run"
             time.sleep(0.02)
@@ -111,7 +111,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Every sample of /metrics by its name and labels."""
-        text = httpx2.get(f"{self.url}/metrics", timeout=30).text
+        text = httpx2.get(f"{self.url}/metrics", timeout=PATIENCE_S).text
         rows = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
         return {name: float(value) for name, value in rows}
 
@@ -203,11 +203,3 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
 def events_of(lines: Sequence[str]) -> list[dict[str, Any]]:
     """The JSON of every SSE data line."""
     return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
-
-
-def free_port() -> int:
-    """A TCP port of loopback that nobody has at the moment."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

@@ -70,7 +70,7 @@ def test_keys_change_while_the_server_runs(tmp_path: Path) -> None:
     with Server("--model-id", "null", "--api-keys-file", str(path)) as server:
         assert (200, 401) == (status(GREEDY), status(MODEST))
         keys_file(tmp_path, "modest")
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 300  # a bound of liveness
         while status(MODEST) != 200:
             assert time.monotonic() < deadline
             time.sleep(0.1)

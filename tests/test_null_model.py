@@ -102,7 +102,7 @@ async def served(folder: Path, num_ranks: int, **settings: float) -> AsyncIterat
             await stack.enter_async_context(serving(config))
         client = ShardedClient(paths)
         stack.push_async_callback(client.close)
-        await client.wait_ready(timeout=10)
+        await client.wait_ready(timeout=300)
         yield client
 
 
@@ -168,7 +168,7 @@ def test_other_ranks_refuse_the_router_s_steps(tmp_path: Path) -> None:
         async with served(tmp_path, 2):
             second = ShardedClient([str(tmp_path / "rank-1")])
             try:
-                await second.wait_ready(timeout=10)
+                await second.wait_ready(timeout=300)
                 second.send(step_request(1))
                 with pytest.raises(ShardError, match="steps reach rank 1 through rank 0"):
                     await second.receive()

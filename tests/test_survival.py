@@ -172,7 +172,7 @@ def answer(server: Server) -> str:
     return text
 
 
-def again(server: Server, within: float = 60) -> None:
+def again(server: Server, within: float = 300) -> None:
     """Wait until the server answers."""
     deadline = time.monotonic() + within
     while True:

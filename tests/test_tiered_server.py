@@ -28,9 +28,10 @@ def test_blocks_on_the_disk_change_no_answer(tmp_path: Path) -> None:
     expected, _ = answers()
     for flags in ((), ("--num-shard", "2"), ("--weights-on-device", "0%"), ("--kv-cache-dtype", "int8")):
         found, table = answers("--kv-on-device", "10%", "--offload-dir", str(tmp_path), *flags)
-        assert re.search(
-            r"KV blocks +128 +12 on the device, 116 in --offload-dir\s+\(0\.\d\d GB\),\s+through", table
-        ), table
-        assert re.search(r"decode graphs +none", table)
+        table = " ".join(table.split())  # lines end elsewhere where a number is shorter
+        assert re.search(r"KV blocks 128 12 on the device, 116 in --offload-dir \([\d.]+ [kMG]?B\), through", table), (
+            table
+        )
+        assert "decode graphs none" in table
         if "int8" not in flags:
             assert expected == found, flags

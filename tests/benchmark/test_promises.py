@@ -110,6 +110,16 @@ def test_every_promise_has_a_name_of_its_own_and_says_why_its_bound_is_that() ->
     assert all(promise.reason.endswith(".") and promise.bound > 0 for promise in promises.PROMISES)
 
 
+def test_the_slowest_api_is_what_a_client_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "_client_us", lambda url, api: {"tgi": 11.0, "openai": 19.0, "chat": 17.0}[api])
+    assert {"client": 19.0} == trials.client(tmp_path)
+
+
+def test_a_client_really_counts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(trials, "CLIENT_STREAMS", 4)
+    assert trials.client(tmp_path)["client"] > 0
+
+
 def test_a_taken_port_is_really_measured(capsys: pytest.CaptureFixture[str]) -> None:
     code = main(["promises", "--only", "taken-port", "--repeat", "1"])
     (row,) = last_line(capsys)["rows"]

@@ -24,7 +24,8 @@ from router.launch.settings import public_settings, read_settings
 from tests.deploy.chroot import Builder, context_of, mirror_of_host, pip_of_host, place, remove
 from tests.deploy.dockerfile import Stage, context_files, image_of, needed_for, parse
 from tests.deploy.image import obstacle
-from tests.running import ROOT, free_port
+from tests.ports import free_port
+from tests.running import ROOT
 
 DOCKERFILE = (ROOT / "deploy/docker/Dockerfile").read_text()
 STAGES = parse(DOCKERFILE)

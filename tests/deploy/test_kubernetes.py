@@ -8,6 +8,7 @@ import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.deploy.dockerfile import image_of, parse
 from tests.deploy.manifests import FILES, FOLDER, PAGE, VALUES, Document, everything, one, plain, pods, settings_of
 from tests.deploy.schemas import MODULES, PACKAGES, complaints
 from tests.router.test_metrics import page_with_keys, series_in
-from tests.running import ROOT, Server, body
+from tests.running import PATIENCE_S, ROOT, Server, body
 
 VERSIONS = sorted(
     {version.split("-")[0] for version in all_versions()},
@@ -254,30 +255,50 @@ def test_probes_tell_what_has_to_be_done(served: Server) -> None:
     assert ready == container["startupProbe"]["httpGet"]["path"] != alive
 
     def status(path: str) -> int:
-        return httpx2.get(f"{served.url}{path}", timeout=5).status_code
+        return httpx2.get(f"{served.url}{path}", timeout=60).status_code
+
+    def is_told(cause: str) -> bool:
+        answer = httpx2.get(f"{served.url}{ready}", timeout=60)
+        return 503 == answer.status_code and cause in answer.text
 
     assert (200, 200) == (status(ready), status(alive))
-    os.kill(served.shards()[0], signal.SIGKILL)
-    await_true(lambda: status(ready) == 503)
-    assert 200 == status(alive)
+    (shard,) = served.shards()
+    with stopped(served.process.pid):  # no other shard comes before it was seen that there is none
+        os.kill(shard, signal.SIGKILL)
+        await_true(lambda: is_told("unhealthy"))
+        assert 200 == status(alive)
     await_true(lambda: status(ready) == 200)
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx2.stream(
-        "POST", f"{served.url}/generate_stream", json=body("Once", max_new_tokens=40), headers=headers, timeout=30
+        "POST", f"{served.url}/generate_stream", json=body("Once", max_new_tokens=40), headers=headers, timeout=300
     ) as stream:
         lines = stream.iter_lines()
         next(lines)
-        served.stop()
-        await_true(lambda: status(ready) == 503)
-        assert 200 == status(alive)
+        with stopped(*served.shards()):  # the stream does not end before it was seen that the server drains
+            served.stop()
+            await_true(lambda: is_told("the server is stopping or restarting"))
+            assert 200 == status(alive)
         assert any("generated_text" in line and "null" not in line.split("generated_text")[1][:8] for line in lines)
 
 
-def await_true(condition: Callable[[], bool], within_s: float = 60) -> None:
+def await_true(condition: Callable[[], bool], within_s: float = PATIENCE_S) -> None:
+    """Poll what must come to be; the bound is one of liveness."""
     until = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.005)
+
+
+@contextmanager
+def stopped(*pids: int) -> Iterator[None]:
+    """Processes that do nothing meanwhile."""
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
 
 
 # ----------------------------------------------------------------------------------------------------------- page

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -16,7 +15,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Protocol
 
+from tests.ports import free_port
 from tests.running import Server, children_of, kill_group, start_launcher
+
+PATIENCE_S = 300  # a bound of liveness
 
 
 class Machine(Protocol):
@@ -66,7 +68,7 @@ class Agent:
         """Process ids by rank of the shards that run now."""
         return shards_of(self.launcher)
 
-    def wait_for(self, words: str, seconds: float = 60) -> str:
+    def wait_for(self, words: str, seconds: float = PATIENCE_S) -> str:
         """All that it has written, once these words are among it."""
         until = time.monotonic() + seconds
         while words not in self.output:
@@ -74,7 +76,7 @@ class Agent:
             time.sleep(0.02)
         return self.output
 
-    def end(self, seconds: float = 30) -> tuple[int, str]:
+    def end(self, seconds: float = PATIENCE_S) -> tuple[int, str]:
         """Wait for its end: exit code, and all that it has written."""
         code = self.process.wait(seconds)
         self._reader.join(seconds)
@@ -103,7 +105,6 @@ class Cluster(Server):
             "--node-rank",
             "0",
             command=machines[0].command((sys.executable, "launcher.py")),
-            ready_within=120,
         )
 
     def __enter__(self) -> Cluster:
@@ -135,7 +136,7 @@ class Cluster(Server):
     def shards(self) -> list[int]:
         """Process ids of the shards by rank, of all nodes, as soon as every one runs."""
         wanted = self._number_of("--num-shard") * self._number_of("--pipeline-parallel")
-        until = time.monotonic() + 60
+        until = time.monotonic() + PATIENCE_S
         while True:
             found = shards_of(self.process.pid)
             for agent in self.agents:
@@ -149,13 +150,6 @@ class Cluster(Server):
 def node_flags(count: int, address: str) -> tuple[str, ...]:
     """What all launchers of a server are given."""
     return ("--nnodes", str(count), "--master-addr", address, "--master-port", str(free_port(address)))
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """A port that nobody has now."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
 
 
 def shards_of(launcher: int) -> dict[int, int]:
@@ -182,7 +176,11 @@ def child_named(launcher: int, name: str) -> int:
 def certificates(folder: Path) -> Iterator[str]:
     """A folder of the cluster's certificates, as `lockstep tls` makes it."""
     made = subprocess.run(
-        [sys.executable, "launcher.py", "tls", str(folder)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "launcher.py", "tls", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=True,
     )
     assert "copy it to every node" in made.stdout
     yield str(folder)

@@ -1,10 +1,10 @@
 """A cable with a delay: two TAP interfaces, between which a process passes on each frame some milliseconds later.
 
-    python -m tests.nodes.delays INTERFACE NAMESPACE INTERFACE MS
+    python -m tests.nodes.delays INTERFACE NAMESPACE INTERFACE MS N
 
 makes the first interface here and the second one in the namespace, says `ready`, and passes frames on until it is
-ended, with which the interfaces are gone. In user space, because not every kernel can delay packets; a delay of 0 tells
-what the relay costs by itself.
+ended, with which the interfaces are gone. One frame in N is lost, at random; with N = 0 none is. In user space, because
+not every kernel can delay packets or lose them; a delay of 0 tells what the relay costs by itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import random
 import select
 import struct
 import sys
@@ -44,8 +45,8 @@ def tap_in(namespace: str, name: str) -> int:
     return descriptor
 
 
-def relay(ends: tuple[int, int], delay_s: float) -> None:
-    """Pass frames on between both descriptors, in order, each `delay_s` after it came."""
+def relay(ends: tuple[int, int], delay_s: float, loses_one_in: int) -> None:
+    """Pass frames on between both descriptors, in order, each `delay_s` after it came, or never."""
     other = {ends[0]: ends[1], ends[1]: ends[0]}
     waiting: deque[tuple[float, int, bytes]] = deque()  # when it is due, where, and the frame
     while True:
@@ -55,7 +56,9 @@ def relay(ends: tuple[int, int], delay_s: float) -> None:
         for end in readable:
             try:
                 while True:
-                    waiting.append((now + delay_s, other[end], os.read(end, FRAME_BYTES)))
+                    frame = os.read(end, FRAME_BYTES)
+                    if not loses_one_in or random.randrange(loses_one_in):
+                        waiting.append((now + delay_s, other[end], frame))
             except BlockingIOError:
                 pass
         while waiting and waiting[0][0] <= time.monotonic():
@@ -68,10 +71,10 @@ def relay(ends: tuple[int, int], delay_s: float) -> None:
 
 def main() -> None:
     """Run the command."""
-    here, namespace, there, delay_ms = sys.argv[1:]
+    here, namespace, there, delay_ms, loses_one_in = sys.argv[1:]
     ends = tap(here), tap_in(namespace, there)
     print("ready", flush=True)
-    relay(ends, float(delay_ms) / 1000)
+    relay(ends, float(delay_ms) / 1000, int(loses_one_in))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Nodes as network namespaces of this machine, with addresses of their own on one bridge. Needs root and `ip`.
 
 Node 0 is this machine itself at the bridge's address, so that clients reach it as ever; each other node is a namespace
-behind a pair of virtual interfaces. A cable can be pulled (`cut`) or be long (`delays.py`), and packets be lost at
-random (`lossy`, by nft).
+behind a pair of virtual interfaces. A cable can be pulled (`cut`), be long or lose frames (`delays.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from dataclasses import dataclass
 
 from tests.running import ROOT
 
-LOSS = "lockstep_loss"  # a table of nft's
 MOST_NETWORKS = 100
 
 
@@ -26,7 +24,9 @@ def why_not() -> str | None:
     if os.geteuid():
         return "namespaces need root"
     if shutil.which("ip") is None:
-        return "namespaces need the command ip (iproute2)"
+        return "namespaces need the command ip (apt-get install iproute2)"
+    if not os.path.exists("/dev/net/tun"):
+        return "long cables need /dev/net/tun (modprobe tun)"
     return None
 
 
@@ -106,8 +106,11 @@ Nodes = list[Host | Namespace]
 
 
 @contextmanager
-def machines(count: int, delay_ms: float | None = None) -> Iterator[Nodes]:
-    """So many nodes, node 0 first. delay_ms: what each cable takes in one direction, of a relay's; None: no relay."""
+def machines(count: int, delay_ms: float | None = None, *, loses_one_in: int = 0) -> Iterator[Nodes]:
+    """So many nodes, node 0 first. delay_ms: what each cable takes in one direction, of a relay's; None: no relay.
+
+    loses_one_in: how many frames there are for each that the relay loses, at random; 0: it loses none.
+    """
     network = _new_network()
     others = [Namespace(network, index) for index in range(1, count)]
     relays: list[subprocess.Popen[str]] = []
@@ -119,7 +122,7 @@ def machines(count: int, delay_ms: float | None = None) -> Iterator[Nodes]:
             if delay_ms is None:
                 run("ip", "link", "add", node.cable, "type", "veth", "peer", "name", "eth0", "netns", node.name)
             else:
-                relays.append(_relay(node, delay_ms))
+                relays.append(_relay(node, delay_ms, loses_one_in))
             run("ip", "link", "set", node.cable, "master", network.bridge)
             run(*node.command(["ip", "address", "add", f"{node.address}/24", "dev", "eth0"]))
             for interface in ("eth0", "lo"):
@@ -147,25 +150,9 @@ def _new_network() -> Network:
     raise RuntimeError(f"there are {MOST_NETWORKS} networks of tests already, or bridges cannot be made")
 
 
-def _relay(node: Namespace, delay_ms: float) -> subprocess.Popen[str]:
+def _relay(node: Namespace, delay_ms: float, loses_one_in: int) -> subprocess.Popen[str]:
     """A cable that takes so long, once it is there."""
-    argv = [sys.executable, "-m", "tests.nodes.delays", node.cable, node.name, "eth0", str(delay_ms)]
+    argv = [sys.executable, "-m", "tests.nodes.delays", node.cable, node.name, "eth0", str(delay_ms), str(loses_one_in)]
     relay = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert relay.stdout is not None and relay.stdout.readline() == "ready\n"
     return relay
-
-
-@contextmanager
-def lossy(network: Network, one_in: int) -> Iterator[None]:
-    """Lose one packet in so many on its way between nodes and this machine."""
-    drop = f"numgen random mod {one_in} == 0 drop"
-    try:
-        run("nft", "add", "table", "inet", LOSS)
-        for hook in ("input", "output"):
-            chain = f"{{ type filter hook {hook} priority 0; }}"
-            run("nft", "add", "chain", "inet", LOSS, hook, chain)
-            side = "iifname" if hook == "input" else "oifname"
-            run("nft", "add", "rule", "inet", LOSS, hook, f"{side} {network.bridge} {drop}")
-        yield
-    finally:
-        subprocess.run(["nft", "delete", "table", "inet", LOSS], capture_output=True, timeout=30)

@@ -37,7 +37,7 @@ end, _ = listener.accept()
 while data := end.recv(1 << 16):
     end.sendall(data)
 """
-NUM_ECHOES = 50
+NUM_ECHOES = 20
 
 Plan = dict[tuple[str, int], float]  # ms by step and batch size
 
@@ -82,12 +82,12 @@ def round_trip_ms(node: Machine) -> float:
     return statistics.median(times)
 
 
-async def token_times(server: Server, streams: int) -> list[list[float]]:
+async def token_times(server: Server, streams: int, tokens: int) -> list[list[float]]:
     """When each stream of a load of so many had its tokens, after it was sent; in ms."""
 
     async def one(client: httpx2.AsyncClient, number: int) -> list[float]:
         prompt = " ".join(f"t{number + n}" for n in range(PROMPT))
-        request = body(prompt, max_new_tokens=TOKENS, ignore_eos=True)
+        request = body(prompt, max_new_tokens=tokens, ignore_eos=True)
         began, times = time.monotonic(), []
         async with client.stream("POST", f"{server.url}/generate_stream", json=request) as stream:
             async for line in stream.aiter_lines():
@@ -99,10 +99,10 @@ async def token_times(server: Server, streams: int) -> list[list[float]]:
         return list(await asyncio.gather(*(one(client, number) for number in range(streams))))
 
 
-def medians(server: Server, streams: int) -> tuple[float, float]:
+def medians(server: Server, streams: int, tokens: int = TOKENS) -> tuple[float, float]:
     """Between two tokens while all streams decode, and to the first token; in ms."""
-    asyncio.run(token_times(server, streams))  # connections, and whatever else is met for the first time
-    found = asyncio.run(token_times(server, streams))
+    asyncio.run(token_times(server, streams, tokens))  # connections, and whatever else is met for the first time
+    found = asyncio.run(token_times(server, streams, tokens))
     begin, end = max(times[0] for times in found), min(times[-1] for times in found)
     spans = [[at for at in times if begin <= at <= end] for times in found]
     gaps = [(span[-1] - span[0]) / (len(span) - 1) for span in spans]

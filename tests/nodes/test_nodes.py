@@ -6,11 +6,11 @@ import asyncio
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
-from tests.nodes.cluster import Agent, Cluster, Loopback, certificates, child_named, free_port, node_flags
+from tests.nodes.cluster import Agent, Cluster, Loopback, certificates, child_named, node_flags
 from tests.nodes.load import FLOAT32, REQUESTS
+from tests.ports import free_port
 from tests.running import Server
 from tests.survival import (
     SIGNALS,
@@ -132,7 +132,6 @@ def test_a_node_without_certificates_is_refused(tls_dir: str) -> None:
 
 def test_a_node_that_never_comes_is_named() -> None:
     flags = (*STAGES, *node_flags(2, "127.0.0.1"), "--node-timeout", "1", "--port", "0")
-    began = time.monotonic()
     alone = Agent(Loopback(), *flags, "--node-rank", "0")
     try:
         code, output = alone.end()
@@ -141,7 +140,6 @@ def test_a_node_that_never_comes_is_named() -> None:
     assert 1 == code
     assert "waits for node 1, 1 s at most" in output
     assert "error: node 1 did not come within 1 s: start the launcher on every node" in output
-    assert time.monotonic() - began < 20
 
 
 def test_a_node_0_that_never_comes_is_named() -> None:

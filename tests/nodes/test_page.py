@@ -12,7 +12,8 @@ from pathlib import Path
 
 import httpx2
 
-from tests.nodes.cluster import Agent, Loopback, free_port
+from tests.nodes.cluster import Agent, Loopback
+from tests.ports import free_port
 from tests.running import ROOT, body
 
 PAGE = (ROOT / "docs" / "several-nodes.md").read_text()
@@ -28,7 +29,7 @@ COMMANDS = {".venv/bin/lockstep": ["launcher.py"], ".venv/bin/lockstep-bench": [
 def output_of(argv: list[str]) -> str:
     """What a command of the page prints, if it ends well."""
     command = [sys.executable, *COMMANDS[argv[0]], *argv[1:]]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
 def launcher(argv: list[str], *more: str) -> Agent:
@@ -43,9 +44,9 @@ def see(node_0: Agent, node_1: Agent) -> None:
         node_0.wait_for("waits for node 1, 300 s at most")
         node_0.wait_for("node 1 is here")
         node_1.wait_for("node 1 is let in by node 0")
-        said = node_0.wait_for("Lockstep is ready at ", 120)
+        said = node_0.wait_for("Lockstep is ready at ")
         url = re.findall(r"Lockstep is ready at (\S+)", said)[0].replace("0.0.0.0", "127.0.0.1")
-        answer = httpx2.post(f"{url}/generate", json=body("Once upon", max_new_tokens=3), timeout=60)
+        answer = httpx2.post(f"{url}/generate", json=body("Once upon", max_new_tokens=3), timeout=300)
         assert 200 == answer.status_code and answer.json()["generated_text"]
         os.kill(node_0.launcher, signal.SIGTERM)
         assert (0, 0) == (node_0.end()[0], node_1.end()[0])  # the others end with node 0, with exit code 0

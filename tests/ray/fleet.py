@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -20,10 +19,11 @@ from ray import serve
 from ray.cluster_utils import Cluster
 
 from lockstep_ray.app import build
+from tests.ports import free_port
 
 APP, MODEL = "lockstep", "lockstep-demo"
 OBJECT_STORE = 80 << 20
-PATIENCE_S = 120
+PATIENCE_S = 600  # a bound of liveness
 
 
 @contextmanager
@@ -105,10 +105,8 @@ class Fleet:
 @contextmanager
 def serving() -> Iterator[Fleet]:
     """A fleet on a cluster of its own, with nothing deployed."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     with cluster():
-        yield Fleet(port)
+        yield Fleet(free_port())
 
 
 def kill_one(launcher: bool, ours: int | None = None) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,13 +13,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.ports import free_port
 from tests.running import ROOT, children_of
 
-
-def free_port() -> int:
-    """Of loopback."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+PATIENCE_S = 600  # a bound of liveness: Ray starts a dozen processes for each node
 
 
 class Place:
@@ -52,11 +48,13 @@ class Place:
     def type(self, command: str, instead: dict[str, str] | None = None, code: int = 0) -> str:
         """What a command prints, which is to end with this code."""
         line = ["bash", "-c", self.line(command, instead)]
-        done = subprocess.run(line, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            line, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
         assert done.returncode == code, done.stdout + done.stderr
         return done.stdout + done.stderr
 
-    def until_status(self, command: str, words: str, seconds: float = 90) -> str:
+    def until_status(self, command: str, words: str, seconds: float = PATIENCE_S) -> str:
         """What `serve status` shows, once these words are in it."""
         until = time.monotonic() + seconds
         while not re.search(words, said := self.type(command)):
@@ -80,7 +78,7 @@ class Running:
                 start_new_session=True,
             )
 
-    def wait_for(self, words: str, seconds: float = 90) -> str:
+    def wait_for(self, words: str, seconds: float = PATIENCE_S) -> str:
         """All that it has written, once these words are in it."""
         until = time.monotonic() + seconds
         while not re.search(words, said := self._log.read_text(errors="replace")):

@@ -10,7 +10,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.ray.place import Place, free_port, running, trial
+from tests.ports import free_port
+from tests.ray.place import Place, running, trial
 from tests.running import ROOT
 
 PAGE = (ROOT / "docs" / "ray.md").read_text()

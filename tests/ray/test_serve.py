@@ -16,7 +16,7 @@ ray = pytest.importorskip("ray", reason="Ray is an extra: `make test-ray` has an
 from ray import serve  # noqa: E402
 
 from lockstep_ray.app import build  # noqa: E402
-from tests.ray.fleet import APP, Fleet, Told, client, kill_one, plain, serving, stream, together  # noqa: E402
+from tests.ray.fleet import APP, PATIENCE_S, Fleet, Told, client, kill_one, plain, serving, stream, together  # noqa: E402
 from tests.ray.traces import trace  # noqa: E402
 from tests.running import Server  # noqa: E402
 
@@ -142,7 +142,7 @@ def test_a_client_that_leaves_ends_its_request_on_the_replica(fleet: Fleet) -> N
             await asyncio.gather(*(leave(http) for _ in range(count)))
 
     asyncio.run(story())
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while (after := fleet.counters()).get("tgi_batch_current_size", 0.0):
         assert time.monotonic() < deadline
     assert count == after[dropped] - before[dropped]

@@ -87,7 +87,7 @@ async def real_shards(
             await server.start()
         client = ShardedClient(paths)
         stack.push_async_callback(client.close)
-        await client.wait_ready(timeout=10)
+        await client.wait_ready(timeout=300)
         yield client
 
 

@@ -15,7 +15,6 @@ from tests.router.raw_clients import (
     POST,
     PROBE,
     SCRIPT,
-    SHORT,
     Client,
     assert_refused,
     memory_of_this_process,
@@ -119,12 +118,11 @@ def test_empty_lines_do_not_prolong_a_connection() -> None:
     async def story(it: Site) -> None:
         client = await Client.to(it, PROBE)
         await client.answer()
-        started = asyncio.get_running_loop().time()
-        # What crosses the server's end on its way is answered by a reset, after which there is no end of what is read.
+        # If they did, this would go on for ever. What is sent for long after the server's end is answered by a reset,
+        # after which there is no end to be read.
         while not client.reader.at_eof() and not client.writer.is_closing():
             client.writer.write(b"\r\n")
             await asyncio.sleep(0.05)
-        assert asyncio.get_running_loop().time() - started < 5 * SHORT["keep_alive_timeout"]
         client.writer.close()
 
     run(story)

@@ -39,6 +39,7 @@ SERVER_METHODS = {
     "capture_signals": ["self"],
     "startup": ["self", "sockets"],
     "serve": ["self", "sockets"],
+    "shutdown": ["self", "sockets"],
 }
 # What is read or set while a request is there -> whether it is what the guard takes it for.
 ATTRIBUTES = {

@@ -2,7 +2,7 @@
 
 It shows what a client costs: nothing is computed for a token, a frame is written as it lies in memory. It speaks
 `/generate_stream`, `/v1/completions` and `/v1/chat/completions`; a word of a prompt is a token. A process of its own:
-`python -m tests.benchmark.frames_server` prints its port.
+`python -m benchmark.frames` prints its port.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Stream(asyncio.Protocol):
 
 async def serve(step_ms: float) -> None:
     """Serve until the process ends."""
-    loop, running = asyncio.get_running_loop(), set[Stream]()
+    loop = asyncio.get_running_loop()
+    running: set[Stream] = set()
     server = await loop.create_server(lambda: Stream(running), "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     next_at = loop.time()
