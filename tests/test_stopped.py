@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -18,12 +19,24 @@ from tests.test_survival import again, answer, read_log
 @pytest.fixture
 def server() -> Iterator[Server]:
     """Two ranks of the null model, whose log is kept."""
-    with Server("--model-id", "null", "--num-shard", "2", "--graceful-termination-timeout", "300") as server:
-        reader = threading.Thread(target=read_log, args=(server,), daemon=True)
-        reader.start()
+    with Server("--model-id", "null", "--num-shard", "2") as server, logged(server):
         yield server
+
+
+@contextmanager
+def logged(server: Server) -> Iterator[None]:
+    """Keep its log, and end it."""
+    reader = threading.Thread(target=read_log, args=(server,), daemon=True)
+    reader.start()
+    try:
+        yield
+    finally:
         server.stop(signal.SIGKILL)
         reader.join()
+
+
+def name_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/comm").read_text().strip()
 
 
 def log_has(server: Server, sentence: str, within: float = 120) -> None:
@@ -79,6 +92,18 @@ def test_a_launcher_that_was_stopped_blames_nobody(server: Server) -> None:
     again(server)
     assert router == server.router()
     assert not any(SILENT in line for line in server.lines)
+
+
+def test_a_nursery_that_is_stopped_is_replaced() -> None:
+    """A birth is waited for as long as any sign of life, and not as long as loading may take."""
+    with Server("--num-shard", "2") as server, logged(server):
+        expected = answer(server)
+        nursery = next(pid for pid in server.children() if name_of(pid) == "nursery")
+        os.kill(nursery, signal.SIGSTOP)
+        os.kill(server.shards()[0], signal.SIGKILL)
+        log_has(server, "nursery stopped: it had not forked a shard after 10 s and was killed; all shards are started")
+        again(server)
+        assert expected == answer(server)
 
 
 def test_a_shard_that_dies_while_a_router_loads_is_a_recovery(server: Server) -> None:

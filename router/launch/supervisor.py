@@ -265,7 +265,8 @@ class Supervisor:
         self._pool.nursery = None
         if any(shard.process.pid is None for shard in self._shards):
             self._failed.append(child)  # they will end, and this is why
-        self._log.warn(f"nursery stopped: {printable(child.cause)}; running shards need it no more")
+        else:
+            self._log.warn(f"nursery stopped: {printable(child.cause)}; running shards need it no more")
 
     def _start_group(self) -> None:
         assert self._renewal is not None
