@@ -19,7 +19,10 @@ from tests.test_survival import again, answer, read_log
 @pytest.fixture
 def server() -> Iterator[Server]:
     """Two ranks of the null model, whose log is kept."""
-    with Server("--model-id", "null", "--num-shard", "2") as server, logged(server):
+    with (
+        Server("--model-id", "null", "--num-shard", "2", "--graceful-termination-timeout", "300") as server,
+        logged(server),
+    ):
         yield server
 
 
@@ -121,3 +124,47 @@ def test_a_shard_that_dies_while_a_router_loads_is_a_recovery(server: Server) ->
     assert expected == answer(server)
     assert fresh == server.router()
     assert 1 == sum("router stopped" in line for line in server.lines)
+
+
+# ------------------------------------------------------------------------------------------------------------- in pairs
+
+
+def test_a_router_that_is_stopped_and_a_shard_that_dies(server: Server) -> None:
+    expected, router = answer(server), server.router()
+    os.kill(router, signal.SIGSTOP)
+    os.kill(server.shards()[0], signal.SIGKILL)
+    log_has(server, "shard 0 stopped: killed by signal 9")
+    log_has(server, SILENT)
+    gone(router)
+    again(server)
+    assert expected == answer(server)
+
+
+def test_a_router_and_a_shard_that_are_stopped_at_once(server: Server) -> None:
+    """The router that comes then asks the shards for a sign of life, and waits for none that gives none."""
+    expected, router = answer(server), server.router()
+    for pid in (router, server.shards()[1]):
+        os.kill(pid, signal.SIGSTOP)
+    log_has(server, SILENT)
+    log_has(server, "shard 1 stopped: it does not answer; all shards are started again")
+    gone(router)
+    again(server)
+    assert expected == answer(server)
+
+
+def test_a_router_that_is_stopped_while_it_makes_room_for_another(server: Server) -> None:
+    expected, shards, router = answer(server), server.shards(), server.router()
+    os.kill(router, signal.SIGSTOP)
+    server.stop(signal.SIGUSR1)
+    log_has(server, f"{SILENT}; another takes its place")
+    gone(router)
+    again(server)
+    assert (expected, shards) == (answer(server), server.shards())
+
+
+def test_a_router_that_is_stopped_holds_up_no_end(server: Server) -> None:
+    """Its requests would have minutes to finish."""
+    os.kill(server.router(), signal.SIGSTOP)
+    server.stop(signal.SIGTERM)
+    assert 1 == server.process.wait(timeout=120)
+    log_has(server, f"error: {SILENT}")
