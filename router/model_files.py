@@ -35,8 +35,8 @@ def eos_ids(model_folder: Path) -> set[int]:
         given = [] if found is None else found if isinstance(found, list) else [found]
         if any(type(id) is not int or not 0 <= id < MOST_IDS for id in given):
             raise ValueError(
-                f"{model_folder / name} says eos_token_id {str(found)[:80]}, which must be a token id or a list of some: "
-                "download it again"
+                f"{model_folder / name} says eos_token_id {str(found)[:80]}, which must be a token id or a list of "
+                "some: download it again"
             )
         ids.update(given)
     return ids

@@ -77,8 +77,8 @@ class ModelTokenizer:
                 tokenizer = Tokenizer.from_file(str(path))
         except TokenizerError:
             raise ValueError(
-                f"{path} is not a tokenizer that can be used: its vocabulary, or another part of it, is broken; download "
-                "or convert it again"
+                f"{path} is not a tokenizer that can be used: its vocabulary, or another part of it, is broken; "
+                "download or convert it again"
             ) from None
         return cls.of(tokenizer, _eos_ids(tokenizer, Path(model_path), tokenizer_config))
 
