@@ -41,7 +41,7 @@ from router.tiers.metrics import COUNTERS, TierMetrics
 from router.tiers.mover import Mover
 from router.tracing import make_tracer
 from router.transport import Connections
-from server.logs import configure_logging
+from server.logs import BEAT, configure_logging
 
 FLUSH_S = 3.0  # for what the prefix cache still has to write to disk when the server stops
 LAST_BYTES_S = 5  # for answers that are complete when the server stops
@@ -53,6 +53,7 @@ SPARE_FILES = 64  # descriptors that are no connections and may yet be opened: c
 # turns are long, and hundreds of clients would wait for theirs.
 MOST_ACCEPTED = 16
 TURNS_TO_READ = 4  # of the event loop, in which what a new connection has sent is read
+BEAT_S = 1.0  # between two signs of life
 
 logger = logging.getLogger("router")
 lifecycle = logging.getLogger("router.lifecycle")  # what the launcher acts on; it is sent at every log level
@@ -99,7 +100,8 @@ async def run(config: RouterConfig) -> int:
     news = None if config.control_fd is None else NextGroup(config.group)
     shards = ShardGroup(config.shard_sockets, news)
     try:
-        started = await _unless_stopped(stop, _start(config, shards))
+        hearing = _hear(news, config.control_fd)
+        started = await _unless_stopped(stop, shards.begin(partial(_start, config, shards)))
         if started is None:
             return 0
         mover = Mover(shards if has_tiers(started) else None, started.limits.block_size)
@@ -133,8 +135,8 @@ async def run(config: RouterConfig) -> int:
         listeners = doors(listener)
         gc.freeze()  # what start-up made stays: a full collection would stop every stream for 20 ms to look at it again
         connections = Connections(config, max_connections())
-        server = HttpServer(app, connections, lambda: lifecycle.info("ready at %s", address, extra={"event": "ready"}))
-        watching = asyncio.create_task(_watch(shards, news, config.control_fd, batcher))
+        server = HttpServer(app, connections, partial(_ready, shards, address))
+        watching = asyncio.create_task(_watch(shards, news, hearing, batcher))
         try:
             return await _serve(server, listeners, batcher, watching, stop, config, mover)
         finally:
@@ -169,25 +171,45 @@ def _on_signal(stop: asyncio.Event) -> None:
     stop.set()
 
 
-async def _watch(shards: ShardGroup, news: NextGroup | None, descriptor: int | None, batcher: Batcher) -> None:
-    """Watch the time of steps, and hear what the launcher says of later groups, for ever."""
-    hearing = []
-    if news is not None and descriptor is not None:
+def _hear(news: NextGroup | None, descriptor: int | None) -> asyncio.Future[None]:
+    """Hear what the launcher says of later groups, for ever."""
+    loop = asyncio.get_running_loop()
+    if news is None or descriptor is None:
+        return loop.create_future()
+    return loop.create_task(news.listen(descriptor))
+
+
+async def _watch(shards: ShardGroup, news: NextGroup | None, hearing: asyncio.Future[None], batcher: Batcher) -> None:
+    """Watch the time of steps, act on what the launcher says, and give it signs of life, for ever."""
+    if news is not None:
 
         def on_news() -> None:
             shards.noticed()
             batcher.wake()
 
         news.on_news = on_news
-        hearing.append(news.listen(descriptor))
-    await asyncio.gather(shards.watch(), *hearing)
+        on_news()  # what has come by now
+    await asyncio.gather(shards.watch(), hearing, _beat())
+
+
+async def _beat() -> None:
+    """Show the launcher that the event loop turns, for ever. It begins with serving: what loads may take its time."""
+    while True:
+        lifecycle.info("", extra={"event": BEAT, "is_silent": True})
+        await asyncio.sleep(BEAT_S)
 
 
 async def _start(config: RouterConfig, shards: ShardGroup) -> Started:
     count = len(config.shard_sockets)
     logger.info("waiting for %d model shard%s", count, "" if count == 1 else "s")
+    if config.is_warm and shards.number == config.group:
+        await shards.expect_answers()  # or one that is stopped would be waited for for ever
     await shards.wait_ready()
     return await start(config, shards)
+
+
+def _ready(shards: ShardGroup, address: str) -> None:
+    lifecycle.info("ready at %s", address, extra={"event": "ready", "group": shards.number})
 
 
 async def _unless_stopped(stop: asyncio.Event, starting: Coroutine[Any, Any, Started]) -> Started | None:

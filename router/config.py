@@ -36,6 +36,7 @@ class RouterConfig(ConnectionSettings, ChatSettings, OperationSettings, Pipeline
     listen_fd: int | None = None  # bound, not yet listening; the launcher binds so that a taken port is found first
     control_fd: int | None = None  # on which the launcher says what became of the shards; None: nobody restarts them
     group: int = 1  # the number of the shards' group, which is one more whenever they are started again
+    is_warm: bool = False  # whether that group has served a router before this one
     is_on_loopback: bool = False  # only this machine reaches the port, and the Host of every request is checked
     sources: dict[str, str] = field(default_factory=dict)  # setting -> "flag", "environment" or "default"
 

@@ -16,9 +16,9 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from router.client import (
     KvCache,
@@ -35,7 +35,10 @@ from router.tiers.moving import Move
 from router.watch import FLOOR_S, TICK_S, StepWatch
 
 PROBE_S = 1.5  # for every rank to give a sign of life while a step goes on for longer than half of FLOOR_S
+ANSWER_S = 10.0  # for every rank to give one to a router that is started beside them
 MOST_LINE_BYTES = 64 * 1024  # of what the launcher says at once
+
+Made = TypeVar("Made")
 
 logger = logging.getLogger(__name__)
 lifecycle = logging.getLogger("router.lifecycle")  # what the launcher acts on; it is sent at every log level
@@ -103,6 +106,12 @@ class ShardGroup:
     async def wait_ready(self, timeout: float | None = None) -> None:
         """Wait until every rank answers. Raises TimeoutError."""
         await self._client.wait_ready(timeout)
+
+    async def expect_answers(self) -> None:
+        """Ask ranks that were ready before. Raises ShardError when one of them does not answer."""
+        rank = await self._client.silent(ANSWER_S)
+        if rank is not None:
+            raise ShardError(rank, "it does not answer")
 
     async def info(self) -> ModelInfo:
         """What was loaded."""
@@ -206,47 +215,58 @@ class ShardGroup:
         self._loss = error
         self._client.abandon()
 
+    async def begin(self, work: Callable[[], Coroutine[Any, Any, Made]]) -> Made:
+        """What `work` makes of these ranks, or of those in their place where they are lost meanwhile.
+
+        Raises ShardError when there will be none.
+        """
+        while True:
+            try:
+                return await self._unless_ended(work())
+            except ShardError as error:
+                await self._replace(error)
+
     async def renew(self, error: ShardError) -> KvCache:
         """Wait for the launcher's next group and make it ready. Raises ShardError when there will be none.
 
         Its KV cache may be smaller, where less memory is free than there was. It holds the longest request.
         """
-        while True:
-            self._loss = error
-            self._tell("group_lost", rank=error.rank, cause=error.cause, is_known=error.is_known)
-            await self._client.close()
-            if self._news is None:
-                raise error
-            await self._news.after(self.number)
-            if self._news.refusal is not None:
-                raise ShardError(error.rank, self._news.refusal)
-            self.number = self._news.number
-            try:
-                cache = await self._connect(self._news.sockets)
-            except ShardError as again:
-                error = again
-            else:
-                self._tell("group_ready")
-                return cache
+        await self._replace(error)
+        cache = await self.begin(self._warm_up)
+        self._tell("group_ready")
+        return cache
+
+    async def _replace(self, error: ShardError) -> None:
+        """Wait for the launcher's next group and take it. Raises ShardError when there will be none."""
+        self._loss = error
+        self._tell("group_lost", rank=error.rank, cause=error.cause, is_known=error.is_known)
+        await self._client.close()
+        if self._news is None:
+            raise error
+        await self._news.after(self.number)
+        if self._news.refusal is not None:
+            raise ShardError(error.rank, self._news.refusal)
+        self.number = self._news.number
+        self._client, self._watch, self._live = ShardedClient(self._news.sockets), StepWatch(self._watch), set()
+        self._loss, self._has_advanced = None, False
 
     def _tell(self, event: str, **fields: int | str) -> None:
         """Tell the launcher, and nobody else."""
         lifecycle.info("", extra={"event": event, "group": self.number, "is_silent": True, **fields})
 
-    async def _connect(self, sockets: Sequence[str]) -> KvCache:
-        """Make the ranks at `sockets` ready. Raises ShardError, also when the launcher ends them meanwhile."""
-        assert self._news is not None
-        self._client, self._watch, self._live = ShardedClient(sockets), StepWatch(self._watch), set()
-        self._loss, self._has_advanced = None, False
-        starting = asyncio.ensure_future(self._warm_up())
+    async def _unless_ended(self, work: Coroutine[Any, Any, Made]) -> Made:
+        """Its result. Raises ShardError when the launcher ends this group meanwhile."""
+        if self._news is None:
+            return await work
+        working = asyncio.ensure_future(work)
         ended = asyncio.ensure_future(self._news.after(self.number))
         try:
-            await asyncio.wait({starting, ended}, return_when=asyncio.FIRST_COMPLETED)
-            if not starting.done():
+            await asyncio.wait({working, ended}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
                 raise ShardError(0, "its group was ended while it started")
-            return await starting
+            return await working
         finally:
-            for task in (starting, ended):
+            for task in (working, ended):
                 task.cancel()
                 with suppress(asyncio.CancelledError, ShardError):
                     await task

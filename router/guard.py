@@ -158,9 +158,9 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Who is closing gives way, then who waits for a request, then who sends one, each time of the peer with the most connections first.
+        """Who is closing gives way, then who waits for a request, who sends one, who does not read; else this one.
 
-        Then gives way who does not read; else this connection ends.
+        Of those who wait or send, the peer with the most connections comes first.
         """
         shared = self._shared
         largest = shared.of_largest_peer()

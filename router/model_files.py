@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+MOST_IDS = 2**31
 DEFAULTS = (
     "do_sample",
     "temperature",
@@ -24,11 +25,20 @@ DEFAULTS = (
 
 
 def eos_ids(model_folder: Path) -> set[int]:
-    """The end tokens that generation_config.json and config.json name, one or several."""
+    """The end tokens that generation_config.json and config.json name, one or several.
+
+    Raises ValueError for what is no id.
+    """
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         found = read_json(model_folder / name).get("eos_token_id")
-        ids.update(id for id in (found if isinstance(found, list) else [found]) if type(id) is int)
+        given = [] if found is None else found if isinstance(found, list) else [found]
+        if any(type(id) is not int or not 0 <= id < MOST_IDS for id in given):
+            raise ValueError(
+                f"{model_folder / name} says eos_token_id {str(found)[:80]}, which must be a token id or a list of "
+                "some: download it again"
+            )
+        ids.update(given)
     return ids
 
 

@@ -72,7 +72,14 @@ class ModelTokenizer:
         tokenizer_config = Path(tokenizer_config_path or folder / "tokenizer_config.json")
         if "model" not in model_files.read_json(path):
             raise ValueError(f"{path} is not a tokenizer: it has no `model`; download or convert it again")
-        tokenizer = Tokenizer.from_file(str(path))
+        try:
+            with _tokenizer_errors():
+                tokenizer = Tokenizer.from_file(str(path))
+        except TokenizerError:
+            raise ValueError(
+                f"{path} is not a tokenizer that can be used: its vocabulary, or another part of it, is broken; "
+                "download or convert it again"
+            ) from None
         return cls.of(tokenizer, _eos_ids(tokenizer, Path(model_path), tokenizer_config))
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Folders that settings name for what leaves memory: whether they are on a disk, and files without a name in them.
+"""Folders for what leaves memory: whether they are on a disk, files without a name in them, and who may enter them.
 
 No torch here: the launcher looks at these folders before anything is downloaded.
 """
@@ -28,6 +28,15 @@ def refuse_memory(folder: Path, flag: str) -> None:
 def nearest_folder(path: Path) -> Path:
     """The path, or the nearest folder above it that is there: where it would be made."""
     return next((one for one in (path, *path.absolute().parents) if one.exists()), path)
+
+
+def make_private(folder: Path) -> None:
+    """Make a folder, and those above it that are not there, for this user alone, whatever the umask. Raises OSError.
+
+    One that is there keeps its mode: somebody may have opened it on purpose.
+    """
+    for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
 
 
 def free_bytes(folder: Path) -> int:

@@ -23,6 +23,7 @@ from server.output import Output
 
 # Attributes of every LogRecord: what is left was given as `extra`.
 STANDARD_FIELDS = frozenset(logging.LogRecord("", 0, "", 0, "", None, None).__dict__) | {"message", "taskName"}
+BEAT = "beat"  # the event of a record that is a sign of life, and nothing else
 OURS = ("router", "server")  # the loggers of this project, by the beginning of their names
 
 
@@ -63,6 +64,12 @@ class LogStream:
                 threading.Thread(target=self._catch_up, name="log", daemon=True).start()
                 self._is_catching_up = True  # only where the thread could be started
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether something waits for the reader."""
+        with self._lock:
+            return self._output.pending > 0
+
     def drain(self, patience: float) -> None:
         """Wait until nothing waits any more, or until the reader has taken nothing for `patience` seconds."""
         left, limit = self._advance(), time.monotonic() + patience
@@ -98,6 +105,8 @@ class LogHandler(logging.StreamHandler[LogStream]):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one record, in the order of the calls: the caller holds the handler's lock."""
+        if getattr(record, "event", None) == BEAT and self.stream.is_behind:
+            return  # what waits is a sign of life, too, and a reader that is stopped needs no more of them
         self.stream.is_vital = record.levelno >= logging.CRITICAL or hasattr(record, "event")
         super().emit(record)
 

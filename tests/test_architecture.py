@@ -57,8 +57,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router": {"router", "server.pb"},
     "router.__main__": {"router", "server.logs"},
     "router.launch": {
-        "router.config", "router.launch", "router.version", "server.config", "server.link.config", "server.output",
-        "server.process", "server.storage_settings",
+        "router.config", "router.launch", "router.version", "server.config", "server.folders", "server.link.config",
+        "server.output", "server.process", "server.storage_settings",
     },
     "router.jobs": {"router.jobs", "router.json_values"},
     "router.json_values": set(),
@@ -112,7 +112,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.backends": {"server.arch", "server.backends", "server.quant"},
     "server.backends.cpu": {
         "server.arch", "server.backends.cpu", "server.backends.device", "server.backends.host_copies",
-        "server.backends.pages", "server.backends.protocol", "server.backends.reference", "server.quant",
+        "server.backends.pages", "server.backends.protocol", "server.backends.reference", "server.folders",
+        "server.quant",
     },
     "server.backends.cuda": {
         "server.arch", "server.backends.cuda", "server.backends.device", "server.backends.failures",
@@ -130,15 +131,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "server.blocks": set(),
     "server.checkpoint": {
-        "server.arch.names", "server.blocks", "server.checkpoint", "server.distributed", "server.quant.configs",
-        "server.quant.left_out", "server.quant.packing", "server.quant.sizes", "server.quant.stored",
+        "server.arch.names", "server.blocks", "server.checkpoint", "server.distributed", "server.folders",
+        "server.quant.configs", "server.quant.left_out", "server.quant.packing", "server.quant.sizes",
+        "server.quant.stored",
     },
-    "server.checkpoint.download": {"server.checkpoint.files"},
+    "server.checkpoint.download": {"server.checkpoint.files", "server.folders"},
     "server.checkpoint.files": set(),
     "server.checkpoint.quantize_config": {
         "server.checkpoint.files", "server.quant.configs", "server.quant.sizes",
     },
-    "server.checkpoint.hub": {"server.checkpoint.download", "server.checkpoint.files"},
+    "server.checkpoint.hub": {"server.checkpoint.download", "server.checkpoint.files", "server.folders"},
     "server.checkpoint.spm": {"server.checkpoint.spm_model", "server.checkpoint.spm_normalizer"},
     "server.checkpoint.spm_model": set(),
     "server.checkpoint.spm_normalizer": {"server.checkpoint.spm_model"},

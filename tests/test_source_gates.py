@@ -137,3 +137,34 @@ def test_keys_are_compared_in_constant_time() -> None:
     assert "hmac.compare_digest" in ast.unparse(find)
     readers = {module for module, tree in shipped() if "b'authorization'" in ast.unparse(tree)}
     assert readers == {"router.middleware"}
+
+
+# What a user asked for by its path, and what others than its maker run.
+MAKE_FOLDERS_FOR_OTHERS = {"server.quantising.folder", "server.backends.cpu.portable"}
+
+
+@pytest.mark.parametrize(
+    ("code", "is_open"),
+    [
+        ("folder.mkdir(parents=True)", True),
+        ("os.makedirs(path)", True),
+        ("folder.mkdir(mode=0o755)", True),
+        ("folder.mkdir(mode=0o700, parents=True)", True),  # the mode of those above is the umask's
+        ("folder.mkdir(mode=0o700)", False),
+        ("make_private(folder)", False),
+    ],
+)
+def test_the_gate_below_knows_folders_that_others_may_enter(code: str, is_open: bool) -> None:
+    assert is_open == any(map(opens_a_folder, calls(ast.parse(code))))
+
+
+def opens_a_folder(call: ast.Call) -> bool:
+    """Whether it makes a folder whose mode, or that of one above it, the umask decides."""
+    name = ast.unparse(call.func).rsplit(".", 1)[-1]
+    given = {keyword.arg: ast.unparse(keyword.value) for keyword in call.keywords}
+    return name == "makedirs" or (name == "mkdir" and ("parents" in given or given.get("mode") != str(0o700)))
+
+
+def test_folders_are_made_for_this_user_alone() -> None:
+    found = {name for name, tree in shipped() if any(map(opens_a_folder, calls(tree)))}
+    assert found <= MAKE_FOLDERS_FOR_OTHERS

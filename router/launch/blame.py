@@ -16,12 +16,12 @@ def culprit(ended: Sequence[Child]) -> Child | None:
     return next((child for child in ended if child.has_cause), next(iter([*independent, *ended]), None))
 
 
-def cause_of_loss(ended: Sequence[Child], report: Mapping[str, Any] | None) -> str:
+def cause_of_loss(ended: Sequence[Child], report: Mapping[str, Any] | None, verb: str = "stopped") -> str:
     """Why a group of shards is lost, in one sentence: by those that ended, and by what the router reported."""
     guilty = culprit(ended)
     is_known = report is not None and report.get("is_known")
     if guilty is not None and (guilty.has_cause or not is_known):
-        return f"{guilty.title} stopped: {printable(guilty.cause)}"
+        return f"{guilty.title} {verb}: {printable(guilty.cause)}"
     if report is None:
         return "the shards were not ready in time"
-    return f"shard {report['rank']} stopped: {printable(str(report['cause']))}"
+    return f"shard {report['rank']} {verb}: {printable(str(report['cause']))}"

@@ -2,7 +2,8 @@
 
 A fork is as much a child of the launcher as a process that it started itself, because the nursery leaves it an orphan
 and the launcher adopts orphans; so must it reap those that others leave. Until a fork is born nobody knows its process
-id: it comes through a pipe, whose end without one says that there will be none.
+id: it comes through a pipe, whose end without one says that there will be none. A nursery that has borne one bears
+another in a moment: where it takes `SILENCE_S`, somebody has stopped it, and it is killed.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import IO
 
 from router.launch.logs import Log
 from router.launch.processes import Child, ChildCommand, OwnProcess
+from router.launch.pulse import SILENCE_S, Pulse
 
 PID_BYTES = 32  # more than any process id has digits
 END_POLL_S = 0.01
@@ -34,6 +36,9 @@ class Nursery(Child):
         with theirs:
             self._own = OwnProcess(argv, environment, stdin=theirs.fileno())
         super().__init__("nursery", self._own, log)
+        self._expected: list[tuple[Child, Fork]] = []  # ordered and not born yet
+        self._has_borne = False  # it has imported what it has to then, and nothing else may take long
+        self._pulse = Pulse(time.monotonic())
 
     def fork(self, command: ChildCommand) -> Child:
         """Order a fork. Where none can come, for this process has ended, it ends before it is born. Raises OSError."""
@@ -50,7 +55,29 @@ class Nursery(Child):
             for _, writer in pipes:
                 os.close(writer)
         stdout, stderr, birth = (reader for reader, _ in pipes)
-        return Child(command.name, Fork(self._own, birth, stdout, stderr), self._log)
+        fork = Fork(self._own, birth, stdout, stderr)
+        child = Child(command.name, fork, self._log)
+        if not self._expected:
+            self._pulse = Pulse(time.monotonic())
+        self._expected.append((child, fork))
+        return child
+
+    @property
+    def is_expecting(self) -> bool:
+        """Whether a birth is waited for; then `look` has to be called every TICK_S."""
+        return bool(self._expected)
+
+    def look(self) -> None:
+        """Kill this process, and what it has not borne, where a birth takes too long: it is stopped or stuck."""
+        for birth in [birth for birth in self._expected if not birth[1].is_awaited]:
+            self._expected.remove(birth)
+            self._has_borne = self._has_borne or birth[1].pid is not None
+            self._pulse.sign()
+        if self._expected and self._has_borne and self._pulse.is_silent(time.monotonic()):
+            for child, _ in self._expected:
+                child.critical = f"the nursery had not forked it after {SILENCE_S:g} s and was killed"
+            self.critical = f"it had not forked a shard after {SILENCE_S:g} s and was killed"
+            self._own.kill_group()
 
     def close(self) -> None:
         """Order nothing any more."""
@@ -71,6 +98,11 @@ class Fork:
         self._nursery = nursery
         self._is_doomed = False
         self._is_stillborn = False
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether its birth may still come."""
+        return not self._birth.closed
 
     def poll(self) -> int | None:
         """The return code, once it has ended; the nursery's, or 1, if it was never born."""

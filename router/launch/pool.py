@@ -15,6 +15,7 @@ from contextlib import suppress
 from router.launch.logs import Log
 from router.launch.nursery import Nursery, reap_strangers
 from router.launch.processes import Child, ChildCommand, start
+from router.launch.pulse import TICK_S
 
 PENDING_S, QUIET_S = 0.05, 60.0  # between two looks, while output waits for its reader and else
 
@@ -50,6 +51,8 @@ class Pool:
     def wait(self, wakeup: int, seconds: float) -> bytes:
         """Wait until something has come, so long at most, and read it; what came through the pipe of signals."""
         patience = PENDING_S if self._log.output.pending else QUIET_S
+        if self.nursery is not None and self.nursery.is_expecting:
+            patience = min(patience, TICK_S)
         events = self.selector.select(max(0.0, min(patience, seconds)))
         self._log.flush()
         signals = b""
@@ -63,6 +66,8 @@ class Pool:
 
     def look(self, children: Sequence[Child]) -> Iterator[tuple[Child, bool]]:
         """Each child, and whether it has ended since the last look; then all that it said is there."""
+        if self.nursery is not None:
+            self.nursery.look()
         for child in children:
             has_ended = child.is_running and child.process.poll() is not None
             if has_ended:

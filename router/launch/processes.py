@@ -142,6 +142,7 @@ class Child:
         self.process = process
         self.critical: str | None = None
         self.is_consequence = False
+        self.num_records = 0  # that have come from it
         self.events: deque[dict[str, Any]] = deque()  # records that the supervisor acts on, and has not yet
         self._log = log
         self._errors: deque[str] = deque(maxlen=50)
@@ -216,6 +217,7 @@ class Child:
             if line.strip():
                 self._log.record(self.name, {"level": "WARN", "message": line})
             return
+        self.num_records += 1
         if record.get("level") == "CRITICAL" and self.critical is None:
             self.critical = str(record.get("message", ""))
             self.is_consequence = record.get("consequence") is True

@@ -21,12 +21,12 @@ LONGEST_DELAY_S = 16.0
 class Renewal:
     """How what died is started again.
 
-    group: the commands and the sockets of the shards' group of this number. router: the router's command, beside that
-    group. Both may raise Refusal or OSError.
+    group: the commands and the sockets of the shards' group of this number. router: the router's command, beside the
+    group of this number, at these sockets, which has served a router before or not. Both may raise Refusal or OSError.
     """
 
     group: Callable[[int], tuple[Sequence[ChildCommand], Sequence[str]]]
-    router: Callable[[int, Sequence[str]], ChildCommand]
+    router: Callable[[int, Sequence[str], bool], ChildCommand]
     most_deaths: int
 
 

@@ -31,14 +31,17 @@ class Seat:
     def __post_init__(self) -> None:
         self._port = self.listener.getsockname()[1]
 
-    def router(self, group: int, sockets: Sequence[str]) -> ChildCommand:
-        """A router for group `group`; one after the first takes the port anew. Raises Refusal when that is taken."""
+    def router(self, group: int, sockets: Sequence[str], is_warm: bool = False) -> ChildCommand:
+        """A router for group `group`, which is warm if another was before it; one after the first takes the port anew.
+
+        Raises Refusal when that is taken.
+        """
         if self.listener.fileno() < 0:
             self.listener = bind(self.settings.values["hostname"], self._port)
-        secret = self.router_config(group, sockets).to_json()
+        secret = self.router_config(group, sockets, is_warm).to_json()
         return ChildCommand("router", python("router"), (self.listener.fileno(),), hears=True, secret=secret)
 
-    def router_config(self, group: int, sockets: Sequence[str]) -> RouterConfig:
+    def router_config(self, group: int, sockets: Sequence[str], is_warm: bool = False) -> RouterConfig:
         """What the router is told to serve; the port that was taken replaces the one that was asked for."""
         given = self.settings.pick(RouterConfig) | {"model_id": self.settings.shown_model, "port": self._port}
         return RouterConfig(
@@ -50,6 +53,7 @@ class Seat:
             is_on_loopback=is_on_loopback(self.listener),
             control_fd=CONTROL_FD,
             group=group,
+            is_warm=is_warm,
             num_stages=self.layout.num_stages,
             sources=dict(self.settings.sources),
             **given,

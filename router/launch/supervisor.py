@@ -17,6 +17,7 @@ from typing import Any
 
 from router.launch.blame import cause_of_loss, culprit
 from router.launch.errors import Refusal
+from router.launch.incumbent import Incumbent
 from router.launch.logs import Log
 from router.launch.others import Others
 from router.launch.pool import Pool
@@ -70,27 +71,28 @@ class Supervisor:
         self._stop_seconds = stop_seconds
         self._renewal = renewal
         most = renewal.most_deaths if renewal is not None else 0
-        self._group_deaths, self._router_deaths = Restarts(most), Restarts(most)
+        self._group_deaths = Restarts(most)
         self._phase = Phase.STARTING
         self._shards: list[Child] = []  # of the group that serves, or that loads
         self._others = others
-        self._router: Child | None = None
-        self._is_router_ready = False
         self._group = 1
+        self._is_warm = False  # whether this group has been ready for a router
         self._sockets = sockets
         self._failed: list[Child] = []  # of this group or launch, in the order in which they ended
         self._report: Mapping[str, Any] | None = None  # why the router gave this group up
-        self._is_restarting = False  # the router, because somebody asked for it
         self._verb = "stopped"
         self._exit_code = 0
         self._started_at = time.monotonic()
         self._load_s = LEAST_LOAD_S
         self._timers = Timers()
         self._pool = Pool(environment, log)
+        self._router = Incumbent(
+            self._timers, log, drain_seconds=drain_seconds, stop_seconds=stop_seconds, most_deaths=most
+        )
 
     @property
     def _children(self) -> list[Child]:
-        children = (self._pool.nursery, *self._shards, self._router, *self._pool.gone)
+        children = (self._pool.nursery, *self._shards, self._router.child, *self._pool.gone)
         return [child for child in children if child is not None]
 
     def run(self, wakeup: int) -> int:
@@ -130,7 +132,7 @@ class Supervisor:
         else:
             child = self._pool.spawn(command, self._lose_nursery)
         if command.name == "router":
-            self._router, self._is_router_ready = child, False
+            self._router.began(child)
         else:
             self._shards.append(child)
 
@@ -151,28 +153,44 @@ class Supervisor:
         """Act on what the router has said."""
         while child.events:
             record = child.events.popleft()
-            if child is not self._router:
+            if child is not self._router.child:
                 continue
-            if record["event"] == "ready":
-                self._ready()
+            if record["event"] == "beat":
+                self._router.beat()
+            elif record["event"] == "ready":
+                self._ready(record.get("group", self._group))
             elif record.get("group") != self._group:
                 continue  # of a group that is gone
             elif record["event"] == "group_ready":
-                self._timers.cancel("load")
+                self._group_ready()
             elif record["event"] == "group_advanced":
                 self._group_deaths.advanced()
-                self._router_deaths.advanced()
-            elif record["event"] == "group_lost" and self._is_renewing:
-                self._lose_group(report=record)
+                self._router.deaths.advanced()
+            elif record["event"] == "group_lost":
+                self._take_loss(record)
 
-    def _ready(self) -> None:
-        self._is_router_ready = True
-        self._timers.cancel("load")
+    def _ready(self, group: int) -> None:
+        """A router serves, with a group that may be gone by now."""
+        self._router.ready()
+        if group == self._group:
+            self._group_ready()
         is_first = self._phase is Phase.STARTING
         if is_first:
             self._phase = Phase.SERVING
             self._load_s = max(LEAST_LOAD_S, LOAD_FACTOR * (time.monotonic() - self._started_at))
         self._on_ready(is_first)
+
+    def _group_ready(self) -> None:
+        self._is_warm = True
+        self._timers.cancel("load")
+
+    def _take_loss(self, report: Mapping[str, Any]) -> None:
+        """The router has found the group lost. The first one cannot start then, unless a shard says another cause."""
+        if self._is_renewing:
+            self._lose_group(report=report)
+        elif self._phase is Phase.STARTING:
+            self._report, self._verb, self._phase = report, "cannot start", Phase.FAILING
+            self._timers.set("blame", BLAME_S, self._fail)
 
     def _take_signals(self, numbers: bytes) -> None:
         for number in numbers:
@@ -193,12 +211,12 @@ class Supervisor:
         if child is self._pool.nursery and self._is_renewing:
             self._lose_nursery(child)
             return
-        if self._phase is Phase.DRAINING and child is self._router:
+        if self._phase is Phase.DRAINING and child is self._router.child:
             if child.process.returncode:
                 self._blame(child)
             self._stop_all(self._stop_seconds)
         elif self._is_renewing and self._renewal is not None:
-            if child is self._router:
+            if child is self._router.child:
                 self._lose_router(child)
             else:
                 self._lose_group(child)
@@ -247,7 +265,8 @@ class Supervisor:
         self._pool.nursery = None
         if any(shard.process.pid is None for shard in self._shards):
             self._failed.append(child)  # they will end, and this is why
-        self._log.warn(f"nursery stopped: {printable(child.cause)}; running shards need it no more")
+        else:
+            self._log.warn(f"nursery stopped: {printable(child.cause)}; running shards need it no more")
 
     def _start_group(self) -> None:
         assert self._renewal is not None
@@ -281,22 +300,21 @@ class Supervisor:
             return
         if self._phase is Phase.STARTING:
             return
+        self._is_warm = False
         self._timers.set("load", self._load_s, self._end_group)
-        if self._router is not None and self._is_router_ready:
-            self._router.tell({"group": self._group, "sockets": list(self._sockets)})
-        elif self._router is not None:
-            self._router.signal(signal.SIGKILL)  # it waits for a group that is gone; another will know this one
+        if self._router.child is not None:
+            self._router.child.tell({"group": self._group, "sockets": list(self._sockets)})
 
     def _give_up(self, sentence: str) -> None:
         """Let the router tell its clients, and end."""
         self.failure, self._exit_code = sentence, 1
         self._phase = Phase.FAILING
         self._timers.cancel("start", "router", "load", "blame")
-        if self._router is None or not self._router.is_running:
+        if self._router.child is None or not self._router.child.is_running:
             self._kill()
             return
         self._log.warn(f"{sentence}; the server ends")
-        self._router.tell({"refusal": sentence})
+        self._router.child.tell({"refusal": sentence})
         self._timers.set("kill", GIVE_UP_S, self._kill)
 
     # ----------------------------------------------------------------------------------------------------- the router
@@ -304,56 +322,43 @@ class Supervisor:
     def _lose_router(self, child: Child) -> None:
         """Start the router again beside the shards, unless it has died too often."""
         self._pool.gone.append(child)
-        self._router = None
-        if self._is_restarting:
-            self._is_restarting = False
-            self._timers.cancel("drain")
-            self._start_router()
-            return
-        sentence = f"router stopped: {printable(child.cause)}"
-        delay = self._router_deaths.delay(time.monotonic())
+        sentence, delay = self._router.lost()
         if delay is None:
             self._give_up(sentence)
-            return
-        soon = f" in {delay:g} s" if delay else ""
-        self._log.warn(f"{sentence}; it is started again{soon}, without the requests that it had")
-        self._timers.set("router", delay, self._start_router)
+        else:
+            self._timers.set("router", delay, self._start_router)
 
     def _start_router(self) -> None:
         assert self._renewal is not None
         try:
-            self._spawn(self._renewal.router(self._group, self._sockets))
+            self._spawn(self._renewal.router(self._group, self._sockets, self._is_warm))
         except (OSError, Refusal) as error:
             self._give_up(f"the router cannot be started again: {error}")
+            return
+        self._router.expect(self._load_s, lambda: any(name in self._timers for name in ("blame", "start", "load")))
 
     def _restart_router(self) -> None:
         """As SIGUSR1 asks: the router finishes its requests and another takes its place."""
-        if self._phase is not Phase.SERVING or self._router is None or self._renewal is None or self._is_restarting:
+        is_there = self._router.child is not None and not self._router.is_leaving
+        if self._phase is not Phase.SERVING or not is_there or self._renewal is None:
             self._log.warn("SIGUSR1: there is no router to restart now")
             return
-        self._is_restarting = True
         self._log.info(f"SIGUSR1: the router is restarted; its requests may finish within {self._drain_seconds:g} s")
-        self._router.signal(signal.SIGTERM)
-        self._timers.set("drain", self._drain_seconds + self._stop_seconds, self._kill_router)
+        self._router.is_leaving = True
+        self._router.leave()
 
     # ------------------------------------------------------------------------------------------------------------ end
 
     def _stop(self, number: int) -> None:
         """Act on the first signal: end at once while nothing can be running yet, else let the router drain."""
         name = signal.Signals(number).name
-        if self._phase is Phase.STARTING or self._router is None:
+        if self._phase is Phase.STARTING or self._router.child is None:
             self._log.info(f"{name}: stopping before the model is ready")
             self._stop_all(2.0)
             return
         self._phase = Phase.DRAINING
         self._log.info(f"{name}: running requests may finish within {self._drain_seconds:g} s; once more to abort")
-        self._router.signal(signal.SIGTERM)
-        self._timers.set("drain", self._drain_seconds + self._stop_seconds, self._kill_router)
-
-    def _kill_router(self) -> None:
-        if self._router is not None:
-            self._router.critical = f"it had not finished its requests after {self._drain_seconds:g} s and was killed"
-            self._router.signal(signal.SIGKILL)
+        self._router.leave()
 
     def _stop_all(self, patience: float) -> None:
         self._begin_to_stop()
@@ -369,14 +374,16 @@ class Supervisor:
     def _begin_to_stop(self) -> None:
         """From now on nothing is started again, and nobody is waited for."""
         self._phase = Phase.STOPPING
-        self._timers.cancel("start", "router", "load", "blame", "drain")
+        self._timers.cancel("start", "router", "pulse", "load", "blame", "drain")
 
     def _fail(self) -> None:
         """Blame whoever failed for a reason of its own, else whoever failed first, and end everything."""
         if self.failure is None:
             guilty = culprit(self._failed)
-            assert guilty is not None
-            self._blame(guilty)
+            if guilty is not None:
+                self._blame(guilty)
+            else:
+                self.failure, self._exit_code = cause_of_loss((), self._report, self._verb), 1
         self._kill()
 
     def _blame(self, child: Child) -> None:

@@ -19,6 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from router.launch.errors import Refusal
 from router.launch.flags import Parser, unknown_arguments
+from server.folders import make_private
 
 FILES = ("ca.pem", "cert.pem", "key.pem")  # as `server/link/tls.py` reads them
 MOST_DAYS = 36_500
@@ -52,7 +53,7 @@ def read_command(argv: Sequence[str]) -> tuple[Path, int]:
 def write(folder: Path, days: int, now: datetime | None = None) -> None:
     """Write the three files into a folder that only its owner may enter. Raises Refusal where it is not empty."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_private(folder)
         if any(folder.iterdir()):
             raise Refusal([f"{folder} is not empty, and keys are never overwritten: name a new folder"], 1)
         for name, content in certificates(days, now or datetime.now(UTC)).items():

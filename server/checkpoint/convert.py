@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 
 from server.checkpoint import spm
 from server.checkpoint.files import HubError, checked_file, read_json, weight_files
+from server.folders import make_private
 
 # What torch.load raises for a file that is damaged, hostile, or no checkpoint at all.
 LOAD_ERRORS = (RuntimeError, ValueError, EOFError, KeyError, IndexError, AttributeError, TypeError, OSError)
@@ -139,7 +140,7 @@ def convert_once(kind: str, source: Path, target: Path) -> None:
         if target.is_dir():
             return
         shutil.rmtree(partial, ignore_errors=True)  # left by a conversion that was killed
-        partial.mkdir(parents=True)
+        make_private(partial)
         try:
             CONVERSIONS[kind](source, partial)
             _sync(partial)

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from server.checkpoint.files import PLAIN_NAME, HubError, choose_weights, indexed_names, need_space, readable
+from server.folders import make_private
 
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 TEXT_FILES = re.compile(r"[\w.-]+\.(json|model|jinja)|vocab\.txt|merges\.txt")  # configs, tokenizers, indexes
@@ -107,7 +108,7 @@ class Repository:
         present = self._present(names)
         missing = sum(sizes.get(name, 0) for name in names if name not in present)
         if missing:
-            cache.mkdir(parents=True, exist_ok=True)
+            make_private(cache)
             self._remove_remains(cache)
             need_space(cache, missing, f"to download {self.model_id}: make room, or move --huggingface-hub-cache")
             self.report(f"Downloading {readable(missing)} of {self.model_id} into {cache}")

@@ -25,6 +25,7 @@ from server.checkpoint.files import (
     refuse_placeholder,
     weight_files,
 )
+from server.folders import make_private
 
 TOKENIZER_SOURCES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 
@@ -112,10 +113,10 @@ def _converted(
     beside = folder.parent.parent / "lockstep" / folder.name if in_cache else folder / ".lockstep"
     elsewhere = user_cache / hashlib.sha256(str(folder).encode()).hexdigest()[:16]
     for home in (beside, elsewhere):
-        if (home / name).is_dir():
+        if os.access(home / name, os.R_OK | os.X_OK):  # and not another user's
             return home / name
     home = beside if _is_writable(beside) else elsewhere
-    home.mkdir(parents=True, exist_ok=True)
+    make_private(home)
     need_space(home, sum(size for _, size, _ in known), f"to convert the {kind}: make room")
     report(f"Converting the {kind} of {folder} once, into {home / name}")
     convert(kind, folder, home / name)
@@ -124,7 +125,7 @@ def _converted(
 
 def _is_writable(folder: Path) -> bool:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_private(folder)
         probe = folder / ".probe"
         probe.touch()
         probe.unlink()

@@ -14,11 +14,13 @@ from pathlib import Path
 from server.link.config import CONTROL, LinkConfig, Order
 from server.link.ends import End
 from server.link.greeting import Absent, Greeting, Refused, answer, read_answer
+from server.link.strangers import Strangers
 from server.link.tls import Contexts, read_contexts, reason
 
 log = logging.getLogger(__name__)
 
-MOST_STRANGERS = 64  # connections that have not said who they are
+MOST_WAITING = 64  # connections that nobody has looked at yet
+MOST_SAID = 64  # sentences that are not said again for a while
 DIAL_S = 5.0
 HANDSHAKE_S = 5.0  # for TLS and the first line
 APPEAR_S = 10.0  # in which a socket that a node's own process opens may appear; who asks has asked too early
@@ -40,7 +42,7 @@ class Link:
         self._tell = tell
         self._tls: Contexts | None = read_contexts(config.tls_dir) if config.tls_dir else None
         self._order = Order("", {}, {})
-        self._strangers = 0
+        self._strangers = Strangers()
         self._answering: asyncio.Task[None] | None = None
         self._listeners: dict[str, tuple[int, asyncio.Server]] = {}  # forwards: the node, and who listens for it
         self._carried: dict[str, set[End]] = {}  # their connections
@@ -49,7 +51,7 @@ class Link:
 
     def open(self, listener: socket.socket) -> None:
         """Answer other links at a bound socket."""
-        listener.listen(MOST_STRANGERS)
+        listener.listen(MOST_WAITING)
         listener.setblocking(False)
         self._answering = asyncio.get_running_loop().create_task(self._answer(listener))
 
@@ -164,7 +166,7 @@ class Link:
         """Connect another node's end to the socket that it asks for, until either closes."""
         far, near = End(), None
         try:
-            near = await self._meet(far, raw)
+            near = await self._meet(far, raw, address)
             far.write(answer())
             far.join(near)
             await asyncio.wait([near.closed, far.closed])
@@ -182,21 +184,22 @@ class Link:
             if near is not None:
                 near.close()
 
-    async def _meet(self, far: End, raw: socket.socket) -> End:
+    async def _meet(self, far: End, raw: socket.socket, address: str) -> End:
         """Find out who it is and what it wants; that socket's end. Raises Refused, OSError, TimeoutError."""
         tls = self._tls.answering if self._tls is not None else None
-        if self._strangers >= MOST_STRANGERS:
+        if not self._strangers.may_enter(address, time.monotonic()):
             raw.close()
-            raise Refused("too many connections at once have not said who they are")
-        self._strangers += 1
+            raise Refused("too many connections have not said who they are")
+        is_known = False
         try:
             async with asyncio.timeout(HANDSHAKE_S):
                 await asyncio.get_running_loop().connect_accepted_socket(lambda: far, raw, ssl=tls)
                 _tune(far)
                 greeting = Greeting.read(await far.line())
+            greeting.check(self._config.version, self._order.launch)
+            is_known = True
         finally:
-            self._strangers -= 1
-        greeting.check(self._config.version, self._order.launch)
+            self._strangers.leave(address, has_failed=not is_known)
         if greeting.socket in self._listeners:
             raise Refused(f"{greeting.socket} is not on this node")
         return await self._own_socket(greeting.socket)
@@ -217,7 +220,7 @@ class Link:
         now = time.monotonic()
         for known in [known for known, at in self._said.items() if at <= now - REPEAT_S]:
             del self._said[known]
-        if sentence not in self._said and len(self._said) < MOST_STRANGERS:
+        if sentence not in self._said and len(self._said) < MOST_SAID:
             self._said[sentence] = now
             log.warning("%s", sentence)
 

@@ -22,7 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.folders import refuse_memory
+from server.folders import make_private, refuse_memory
 
 ALIGNMENT = 4096  # of places and of memory that goes to them or comes from there, as reads past the page cache need it
 KEY_BYTES = 16
@@ -70,7 +70,7 @@ class PrefixFile:
         self._path = folder / f"{name}.blocks"
         self._descriptors: list[int] = []
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private(folder)
             refuse_memory(folder, "--prefix-cache-dir")
             self._index = self._open(folder / f"{name}.index", 0)
             self._lock()

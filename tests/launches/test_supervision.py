@@ -118,6 +118,12 @@ def test_victim_is_named_if_nobody_else_confesses(supervise: Start) -> None:
     assert end(process, within=5)[2].endswith(": lost its peers\n")
 
 
+def test_shards_that_fail_the_router_before_it_is_ready_cannot_start(supervise: Start) -> None:
+    lost = "say('', event='group_lost', group=1, rank=0, cause='it is broken', is_known=True, is_silent=True)\n"
+    process = supervise(shard_0=SHARD, router=PRELUDE + lost + "time.sleep(600)")
+    assert (1, "error: shard 0 cannot start: it is broken\n") == end(process, within=5)[::2]
+
+
 def test_failed_start_leaves_no_process(supervise: Start, tmp_path: Path) -> None:
     hidden = PRELUDE + "import subprocess\np = subprocess.Popen(['sleep', '60'])\nsay('pids', a=os.getpid(), b=p.pid)\n"
     process = supervise(True, shard_0=hidden + STUBBORN, router=PRELUDE + after(tmp_path / "go") + "fail('no')")

@@ -20,6 +20,7 @@ from server.link import tls
 from server.link.config import CONTROL, LinkConfig, Order
 from server.link.greeting import Greeting, Refused, answer, read_answer
 from server.link.link import Link
+from server.link.strangers import MOST, MOST_FAILURES, MOST_OF_ONE, Strangers
 
 SHARD = "group-1/shard-1.sock"
 
@@ -180,7 +181,7 @@ def test_who_says_nothing_is_let_go(
 
 
 def test_many_who_say_nothing_do_not_keep_others_out_for_long(node: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.link.link.MOST_STRANGERS", 2)
+    monkeypatch.setattr("server.link.strangers.MOST", 2)
     monkeypatch.setattr("server.link.link.HANDSHAKE_S", 0.3)
     here = node()
     silent = [socket.create_connection(here.address, timeout=60) for _ in range(4)]
@@ -188,6 +189,39 @@ def test_many_who_say_nothing_do_not_keep_others_out_for_long(node: Make, monkey
         assert b"" == end.recv(1)
         end.close()
     assert b"connected" in greet(here.address, b"hello\n")
+
+
+def test_those_of_one_address_keep_out_no_other(node: Make) -> None:
+    """As many as one address may have say nothing, and more; another address is answered at once."""
+    here = node()
+    silent = [
+        socket.create_connection(here.address, timeout=10, source_address=("127.0.0.2", 0)) for _ in range(MOST + 6)
+    ]
+    for end in silent[MOST_OF_ONE:]:  # closed at once; the first ones have HANDSHAKE_S
+        assert b"" == end.recv(1)
+    assert b"connected" in greet(here.address, b"hello\n")
+    for end in silent:
+        end.close()
+
+
+def test_an_address_that_fails_again_and_again_waits_for_the_next_second() -> None:
+    strangers = Strangers()
+    for _ in range(MOST_FAILURES):
+        assert strangers.may_enter("10.0.0.1", 100.0)
+        strangers.leave("10.0.0.1", has_failed=True)
+    assert not strangers.may_enter("10.0.0.1", 100.9)
+    assert not strangers.may_enter("::ffff:10.0.0.1", 100.9)
+    assert strangers.may_enter("10.0.0.2", 100.9)
+    assert strangers.may_enter("10.0.0.1", 101.0)
+
+
+def test_addresses_that_begin_alike_are_one_and_all_together_are_bounded() -> None:
+    strangers = Strangers()
+    same = [strangers.may_enter(f"2001:db8::{host:x}", 100.0) for host in range(MOST_OF_ONE + 1)]
+    assert [True] * MOST_OF_ONE + [False] == same
+    assert MOST - MOST_OF_ONE == sum(strangers.may_enter(f"10.0.0.{host}", 100.0) for host in range(200))
+    strangers.leave("2001:db8::1", has_failed=False)
+    assert strangers.may_enter("10.0.1.1", 100.0)
 
 
 @pytest.mark.parametrize(

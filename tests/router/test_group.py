@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from router.__main__ import _watch
+from router.__main__ import _hear, _watch
 from router.client import KvCache, ShardError
 from router.group import PROBE_S, NextGroup, ShardGroup
 from router.watch import FLOOR_S
@@ -155,16 +155,67 @@ def test_the_launcher_tells_of_groups_and_of_their_end() -> None:
     assert (2, "enough") == (group.number, group.refusal)
 
 
+class Awake:
+    """A batching loop that is woken for nothing."""
+
+    def wake(self) -> None:
+        pass
+
+
+def test_a_router_that_loads_goes_on_with_the_group_that_takes_the_place(tmp_path: Path) -> None:
+    """A death while it loads is no end: whether a rank says so, or the launcher is the first to know."""
+
+    async def story() -> list[int]:
+        news, begun = NextGroup(1), []
+        group = ShardGroup([str(tmp_path / "rank-0")], news)
+
+        async def work() -> str:
+            begun.append(group.number)
+            if group.number == 1:
+                raise ShardError(0, "it does not answer")
+            if group.number == 2:
+                await asyncio.Event().wait()
+            return "made"
+
+        making = asyncio.create_task(group.begin(work))
+        for number in (2, 3):
+            while begun[-1:] != [number - 1]:
+                await asyncio.sleep(0)
+            news.take({"group": number, "sockets": [str(tmp_path / "rank-0")]})
+        assert "made" == await making
+        await group.close()
+        return begun
+
+    assert [1, 2, 3] == asyncio.run(story())
+
+
+def test_a_router_that_loads_ends_where_no_group_will_come(tmp_path: Path) -> None:
+    async def story() -> None:
+        news = NextGroup(1)
+        group = ShardGroup([str(tmp_path / "rank-0")], news)
+        making = asyncio.create_task(group.begin(asyncio.Event().wait))
+        await asyncio.sleep(0)
+        news.take({"refusal": "enough"})
+        try:
+            await making
+        finally:
+            await group.close()
+
+    with pytest.raises(ShardError, match="enough"):
+        asyncio.run(story())
+
+
 def test_what_nobody_expected_ends_the_watch(tmp_path: Path) -> None:
     """And with it the router, which its launcher then starts again: without a watch, a hang would last for ever."""
 
     async def story() -> None:
         reader, writer = os.pipe()
         os.write(writer, b"nonsense\n")
-        group = ShardGroup([str(tmp_path / "rank-0")])
+        news = NextGroup(1)
+        group = ShardGroup([str(tmp_path / "rank-0")], news)
         try:
             async with asyncio.timeout(10):
-                await _watch(group, NextGroup(1), reader, None)  # type: ignore[arg-type]
+                await _watch(group, news, _hear(news, reader), Awake())  # type: ignore[arg-type]
         finally:
             os.close(writer)
             await group.close()

@@ -355,6 +355,36 @@ def test_broken_tokenizer_is_refused_by_name(tmp_path: Path, content: str) -> No
         ModelTokenizer.load(str(tmp_path))
 
 
+BROKEN_PARTS: list[tuple[str, object]] = [
+    ("model", value) for value in ([], {}, 3, None, "BPE", {"type": "BPE"}, {"type": "None"}, {"type": [], "vocab": {}})
+] + [
+    (f"model.{name}", value)
+    for name in ("vocab", "merges")
+    for value in (3, "a", [3], {"a": "b"}, {"a": -1}, {"a": 1.5}, [["a"]], ["a b c"])
+] + [
+    (name, value)
+    for name in ("added_tokens", "decoder", "pre_tokenizer", "normalizer", "post_processor")
+    for value in (3, "a", [3], {"type": 3}, {"type": "nobody"})
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("part", "value"), BROKEN_PARTS)
+def test_a_tokenizer_with_a_broken_part_is_refused_by_name(tmp_path: Path, part: str, value: object) -> None:
+    content = json.loads(TOKENIZER.tokenizer.to_str())
+    outer, _, inner = part.partition(".")
+    (content[outer] if inner else content)[inner or outer] = value
+    (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=r"tokenizer\.json is not a tokenizer that can be used: its vocabulary"):
+        ModelTokenizer.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("value", ["2", [[2]], -1, 2.0, True, {"id": 2}, [2, None], 2**31])
+@pytest.mark.parametrize("name", ["config", "generation_config"])
+def test_end_tokens_that_are_no_ids_are_refused_by_name(tmp_path: Path, name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=rf"/{name}\.json says eos_token_id .*, which must be a token id"):
+        ModelTokenizer.load(model_folder(tmp_path, **{name: {"eos_token_id": value}}))
+
+
 def test_missing_tokenizer_names_the_remedy(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="save_pretrained"):
         ModelTokenizer.load(str(tmp_path))

@@ -136,6 +136,30 @@ def test_a_reader_that_stopped_for_good_keeps_no_process_from_ending(tmp_path: P
     process.communicate()
 
 
+def test_a_reader_that_stopped_gets_no_signs_of_life_beside_what_waits() -> None:
+    """What waits is one, and a reader that never comes back is owed no memory."""
+    code = """
+import logging
+from server.logs import BEAT, configure_logging
+configure_logging("info")
+log = logging.getLogger("server")
+log.info("", extra={"event": BEAT})
+for number in range(200):
+    log.info("x" * 1000)
+for _ in range(100):
+    log.info("", extra={"event": BEAT})
+log.info("serving", extra={"event": "ready"})
+open("/dev/stderr", "w").write("done")
+"""
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=pipe, stderr=pipe, text=True)
+    assert process.stderr
+    process.stderr.read(len("done"))
+    output, _ = process.communicate(timeout=60)
+    events = [event for line in output.splitlines() if (event := json.loads(line).get("event"))]
+    assert ["beat", "ready"] == events
+
+
 def test_the_last_words_arrive_when_the_reader_is_slow() -> None:
     code = """
 import logging

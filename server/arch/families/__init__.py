@@ -32,6 +32,7 @@ from server.arch.families import (
     starcoder2,
     t5,
 )
+from server.arch.families.fields import checked
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec
 
@@ -72,17 +73,23 @@ FAMILIES: Mapping[str, Family] = {  # by the `model_type` of config.json
 
 
 def has(hf_config: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint's config.json is of one of these families."""
-    return hf_config.get("model_type") in FAMILIES
+    """Whether a checkpoint's config.json is of one of these families. Raises ValueError where it says no text."""
+    return model_type_of(hf_config) in FAMILIES
+
+
+def model_type_of(hf_config: Mapping[str, Any]) -> str:
+    """What config.json calls the model's kind; empty where it does not. Raises ValueError where that is no text."""
+    given = {"model_type": hf_config.get("model_type")}
+    return str(checked(given).get("model_type", ""))
 
 
 def find(hf_config: Mapping[str, Any]) -> tuple[Family, ArchSpec]:
     """The family of a checkpoint's config.json, and its spec. Raises ValueError for what cannot be served."""
-    model_type = str(hf_config.get("model_type"))
+    model_type = model_type_of(hf_config)
     if model_type not in FAMILIES:
         raise ValueError(f"config.json says model_type {model_type!r}; served are: {', '.join(sorted(FAMILIES))}")
     family = FAMILIES[model_type]
     try:
-        return family, family.spec(hf_config)
+        return family, family.spec(checked(hf_config))
     except KeyError as error:
         raise ValueError(f"config.json of a {model_type} model lacks the key {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from server.arch.families.reading import share_of
 from server.arch.names import NameMap, QkvLayout
 from server.arch.spec import Activation, Alibi, ArchSpec, Dense, LayerNormSpec, LayerSpec, Residual
 
@@ -36,7 +37,7 @@ def spec(config: Mapping[str, Any]) -> ArchSpec:
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=hidden // heads,
+        head_dim=share_of(hidden, heads),
         norm=LayerNormSpec(eps=config.get("layer_norm_epsilon", 1e-5)),
         residual=Residual.PRE_NORMED if normed else Residual.PRE,
         layers=(layer,) * (config.get("n_layer") or config["num_hidden_layers"]),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.arch.families.reading import Config, activation, rope
+from server.arch.families.reading import Config, activation, rope, share_of
 from server.arch.names import NameMap, QkvLayout
 from server.arch.spec import Alibi, ArchSpec, Dense, LayerNormSpec, LayerSpec, Residual
 
@@ -26,7 +26,7 @@ NAMES = NameMap(
 
 def spec(config: Config) -> ArchSpec:
     hidden, heads, is_new = config["hidden_size"], config["num_attention_heads"], config["new_decoder_architecture"]
-    dim, bias = hidden // heads, config["bias"]
+    dim, bias = share_of(hidden, heads), config["bias"]
     kv_heads = config["num_kv_heads"] if is_new else 1 if config["multi_query"] else heads
     norms = config.get("num_ln_in_parallel_attn") or (2 if is_new else 1)
     parallel = Residual.PARALLEL_TWO_NORMS if is_new and norms == 2 else Residual.PARALLEL_ONE_NORM

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.arch.families.reading import Config, activation
+from server.arch.families.reading import Config, activation, share_of
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Dense, LayerNormSpec, LayerSpec, Learned, Residual
 
@@ -32,7 +32,7 @@ def spec(config: Config) -> ArchSpec:
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=hidden // heads,
+        head_dim=share_of(hidden, heads),
         norm=LayerNormSpec(config["layer_norm_epsilon"]),
         residual=Residual.PRE,
         layers=(LayerSpec(mlp, Learned(config["n_positions"])),) * config["n_layer"],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.arch.families.reading import Config, activation, rope
+from server.arch.families.reading import Config, activation, rope, share_of
 from server.arch.names import NameMap, QkvLayout
 from server.arch.spec import ArchSpec, Dense, LayerNormSpec, LayerSpec, Residual
 
@@ -30,15 +30,16 @@ def spec(config: Config) -> ArchSpec:
     share = (config.get("rope_parameters") or {}).get("partial_rotary_factor") or config.get("rotary_pct", 0.25)
     base = config.get("rotary_emb_base", 10000)
     mlp = Dense(config["intermediate_size"], activation(config["hidden_act"]))
+    dim = share_of(hidden, heads)
     return ArchSpec(
         vocab_size=config["vocab_size"],
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=hidden // heads,
+        head_dim=dim,
         norm=LayerNormSpec(config["layer_norm_eps"]),
         residual=Residual.PARALLEL_TWO_NORMS if config.get("use_parallel_residual", True) else Residual.PRE,
-        layers=(LayerSpec(mlp, rope(config, int(hidden // heads * share), theta=base)),) * config["num_hidden_layers"],
+        layers=(LayerSpec(mlp, rope(config, int(dim * share), theta=base)),) * config["num_hidden_layers"],
         tied_head=config.get("tie_word_embeddings", False),
         qkv_bias=bias,
         attention_out_bias=bias,

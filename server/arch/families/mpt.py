@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.arch.families.reading import Config
+from server.arch.families.reading import Config, share_of
 from server.arch.names import NameMap
 from server.arch.spec import Activation, Alibi, ArchSpec, Dense, LayerNormSpec, LayerSpec, Residual
 
@@ -30,7 +30,7 @@ def spec(config: Config) -> ArchSpec:
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=hidden // heads,
+        head_dim=share_of(hidden, heads),
         norm=LayerNormSpec(config.get("layer_norm_epsilon", 1e-5), bias=False),
         residual=Residual.PRE,
         layers=(LayerSpec(mlp, Alibi(max_bias=attention.get("alibi_bias_max", 8))),) * config["n_layers"],

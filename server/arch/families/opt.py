@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from server.arch.families.reading import Config, activation
+from server.arch.families.reading import Config, activation, share_of
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Dense, LayerNormSpec, LayerSpec, Learned, Residual
 
@@ -37,7 +37,7 @@ def spec(config: Config) -> ArchSpec:
         hidden_size=hidden,
         num_heads=heads,
         num_kv_heads=heads,
-        head_dim=hidden // heads,
+        head_dim=share_of(hidden, heads),
         norm=LayerNormSpec(eps=1e-5),
         residual=Residual.PRE if is_pre else Residual.POST,
         layers=(LayerSpec(mlp, Learned(config["max_position_embeddings"], offset=2)),) * config["num_hidden_layers"],

@@ -39,7 +39,14 @@ def activation(name: str) -> Activation:
 
 def head_dim(config: Config) -> int:
     """Features of one head: given, or the model's width divided by its heads."""
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return config.get("head_dim") or share_of(config["hidden_size"], config["num_attention_heads"])
+
+
+def share_of(width: int, heads: int) -> int:
+    """Features of one of so many heads that share a width."""
+    if heads > width:
+        raise ValueError(f"config.json says {heads} heads for a width of {width}: download it again")
+    return width // heads
 
 
 def layer_windows(config: Config, is_windowed: Callable[[int], bool]) -> list[int]:
@@ -48,6 +55,8 @@ def layer_windows(config: Config, is_windowed: Callable[[int], bool]) -> list[in
     types = config.get("layer_types") or []
     count = config["num_hidden_layers"]
     windowed = [kind == "sliding_attention" for kind in types] or [is_windowed(i) for i in range(count)]
+    if len(windowed) != count:
+        raise ValueError(f"config.json has {len(windowed)} `layer_types` for {count} layers: download it again")
     return [window if wanted else 0 for wanted in windowed]
 
 

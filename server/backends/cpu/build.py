@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from server.folders import make_private
+
 SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
@@ -37,7 +39,7 @@ def build(cache: Path | None = None, compilers: Sequence[str] = COMPILERS) -> Pa
     try:
         directory = (cache or Path.home() / ".cache" / "lockstep" / "cpu-kernels") / _key(compiler)
         if not (directory / LIBRARY).is_file():
-            directory.mkdir(parents=True, exist_ok=True)
+            make_private(directory)  # what is in it is run
             compile_sources(compiler, NATIVE, directory / LIBRARY)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         raise BuildError(f"the compiled kernels have no place: {error}; give this user a writable home") from error

@@ -1,0 +1,102 @@
+"""A config.json whose fields are of a wrong kind is refused in one sentence that names the field."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from server.arch import families
+from server.arch.families.fields import FIELDS, OBJECT, checked
+from tests.server.published import BAICHUAN, CHATGLM
+from tests.server.tiny import CASES, COMMON
+from tests.test_architecture import sources
+
+ODD: list[Any] = [
+    [], {}, "", "eight", "8", True, False, -1, 0, 1, 2.5, -2.5, float("nan"), float("inf"), 1e30, 10**30, [None], ["a"],
+    [1, 2], {"type": []}, {"factor": "2"}, [[]], None,
+]  # fmt: skip
+PUBLISHED = {"baichuan": BAICHUAN, "chatglm": CHATGLM}
+
+
+def config_of(case: str) -> dict[str, Any]:
+    if case in PUBLISHED:
+        return dict(PUBLISHED[case])
+    model_type, sizes = CASES[case]
+    settings = COMMON | {name: value for name, value in sizes.items() if name != "attn_implementation"}
+    found: dict[str, Any] = AutoConfig.for_model(model_type, **settings).to_dict()
+    return found
+
+
+def changed(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The config with one field that we read, at the top or in an object, as something odd."""
+    for name in FIELDS:
+        for value in ODD:
+            yield {**config, name: value}
+    for name, inner in config.items():
+        if isinstance(inner, dict) and FIELDS.get(name) is OBJECT:
+            for key in inner:
+                for value in ODD:
+                    yield {**config, name: {**inner, key: value}}
+
+
+@pytest.mark.parametrize("case", [*{model_type: case for case, (model_type, _) in CASES.items()}.values(), *PUBLISHED])
+def test_whatever_a_field_is_it_is_served_or_refused_with_a_sentence(case: str) -> None:
+    config = config_of(case)
+    families.find(config)
+    for odd in changed(config):
+        try:
+            families.find(odd)
+        except ValueError as error:
+            assert str(error).startswith("config.json "), (str(error), odd)
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"model_type": []}, r"config\.json says model_type \[\], which must be a text: download it again"),
+        ({"hidden_size": "64"}, "hidden_size '64', which must be a whole number from 1 to"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers 1000000000, which must be a whole number from 1 to 10000"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings 'no', which must be true or false"),
+        ({"rms_norm_eps": [1]}, r"rms_norm_eps \[1\], which must be a number above 0"),
+        ({"rope_scaling": {"factor": "two"}}, "rope_scaling.factor 'two', which must be a number above 0"),
+        ({"layer_types": 3}, "layer_types 3, which must be a list of texts"),
+        ({"hidden_act": ["silu"] * 99}, "…, which must be a text"),
+        ({"hidden_size": None}, "config.json of a llama model lacks the key 'hidden_size'"),
+    ],
+)
+def test_the_field_and_what_it_must_be_are_named(fields: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        families.find(config_of("llama") | fields)
+    if "model_type" in fields:
+        with pytest.raises(ValueError, match=sentence):
+            families.has(fields)
+
+
+def test_null_is_left_out_and_other_fields_pass() -> None:
+    odd = {"architectures": 3, "sliding_window": None, "rope_scaling": {"factor": 2.0, "note": []}}
+    assert {"architectures": 3, "rope_scaling": {"factor": 2.0, "note": []}} == checked(odd)
+
+
+def fields_read(tree: ast.Module) -> Iterator[str]:
+    """Keys that a module asks `config`, or an object in it, for."""
+    for node in ast.walk(tree):
+        key: ast.expr | None = None
+        if isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("config", "given", "attention"):
+            key = node.slice
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+            (".get", '.get("rope_parameters") or {}).get')
+        ):
+            key = node.args[0]
+        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+            yield key.value
+
+
+def test_every_field_that_a_family_reads_has_a_kind() -> None:
+    trees = [tree for name, tree in sources() if name.startswith("server.arch.families.")]
+    read = {field for tree in trees for field in fields_read(tree)}
+    assert {"vocab_size", "alibi_bias_max", "factor"} <= read
+    assert not read - set(FIELDS)
