@@ -33,6 +33,7 @@ from server.backends.reference.norm import LayerNorm, RmsNorm
 from server.backends.reference.scoring import rotate as rotate_stock
 from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes
+from tests.cpu_kernels import asked
 from tests.server.test_attention import step_of
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -126,8 +127,10 @@ def test_ranks_that_start_together_get_the_same_library(tmp_path: Path, kernels:
         (torch.float32, True, "reference"),
     ],
 )
-def test_the_fastest_backend_that_can_serve_is_chosen(dtype: torch.dtype, disabled: bool, name: str) -> None:
-    backend = backends.choose(CpuDevice(), dtype, disable_custom_kernels=disabled)
+def test_the_fastest_backend_that_can_serve_is_chosen(
+    dtype: torch.dtype, disabled: bool, name: str, kernels: Kernels
+) -> None:
+    backend = backends.choose(CpuDevice(), dtype, disable_custom_kernels=disabled, cpu_kernels=asked())
     assert name == backend.name
     assert backend.description
 

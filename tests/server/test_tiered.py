@@ -27,6 +27,7 @@ from server.offload.tiers import DiskTier
 from server.pb import generate_pb2 as pb
 from server.stepping.cache import KVShape
 from server.stepping.engine import Engine
+from tests.cpu_kernels import asked
 from tests.server import ranks
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
@@ -335,6 +336,7 @@ def shard_config(tmp_path: Path, **settings: Any) -> ShardConfig:
         world_size=1,
         socket_path=str(tmp_path / "socket"),
         rendezvous=f"file://{tmp_path / 'rendezvous'}",
+        cpu_kernels=asked(),
         **settings,
     )
 
