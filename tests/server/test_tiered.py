@@ -363,7 +363,7 @@ def test_a_folder_that_is_none_is_refused(checkpoints: Checkpoints, tmp_path: Pa
         pass
 
 
-def test_the_settings_are_what_the_engine_does(tmp_path: Path) -> None:
+def test_the_settings_are_what_the_engine_does(tmp_path: Path, kernels: Kernels) -> None:
     config = shard_config(tmp_path, device="cpu", kv_on_device="50%", offload_dir=str(tmp_path))
     with ExitStack() as stack:
         engine, _ = loading.load(config)
