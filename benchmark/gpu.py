@@ -26,7 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmark import options, probes, shapes
+from benchmark import launch, options, probes, shapes
 from benchmark.devices import DEVICES
 from benchmark.progress import Stage, shown
 from benchmark.report import ROOT, BenchError, commit, prepare_output, table, versions, write_atomically
@@ -139,6 +139,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sizes(parser.add_argument_group("sizes"))
     parser.add_argument("--dtype", default="bfloat16", choices=list(shapes.DTYPE_BYTES), help="(bfloat16)")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"), help="(auto)")
+    launch.add_kernels_argument(parser)
     parser.add_argument("--limit", type=options.positive, default=150, metavar="S", help="of one command (150)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="(docs/results/DATE-DEVICE.md)")
 
@@ -239,8 +240,10 @@ def _read(folder: Path) -> tuple[Found, str]:
 def steps(args: argparse.Namespace, report: Report) -> list[Measurement]:
     """What to run, in this order: the probes first, because ceilings may come from them. Raises BenchError."""
     flags = ["--device", args.device, "--dtype", args.dtype]
+    probe = Measurement("probes", ["probes", *flags], partial(_probe_rows, report))
+    flags += launch.flags_of({"--cpu-kernels": args.cpu_kernels})
     return [
-        Measurement("probes", ["probes", *flags], partial(_probe_rows, report)),
+        probe,
         _latency_step(args, report, flags),
         *(_serving_step(args, report, flags, shape) for shape in args.serving_shape),
         _offline_step(args, report, flags),

@@ -189,11 +189,17 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, several_splits: boo
     )  # fmt: skip
     group.add_argument("--dtype", choices=list(shapes.DTYPE_BYTES), help="what the model computes in")
     group.add_argument("--device", metavar="KIND", help="where the model runs: auto, cuda or cpu (default: auto)")
+    add_kernels_argument(group)
     group.add_argument("--quantize", metavar="FORMAT", help="format of the linear layers' weights, such as int8")
     group.add_argument("--kv-cache-dtype", metavar="KIND", help="what the KV cache stores, such as int8")
     group.add_argument("--weights-on-device", metavar="SHARE", help="of the layers, such as 40%%, 6GB or auto")
     group.add_argument("--weights-on-host", metavar="SHARE", help="of the layers, for a GPU, such as 40%% or 6GB")
     group.add_argument("--offload-dir", metavar="DIR", help="folder on a disk for weights that stream")
+
+
+def add_kernels_argument(group: argparse._ActionsContainer) -> None:
+    """Declare which CPU kernels a command's servers have."""
+    group.add_argument("--cpu-kernels", metavar="KIND", help="of a CPU: auto, avx512, avx2 or none (default: auto)")
 
 
 @contextmanager
@@ -213,7 +219,7 @@ def launch_flags(args: argparse.Namespace, model: MeasuredModel) -> list[str]:
     """The launcher's flags for the arguments of `add_server_arguments`."""
     flags = ["--model-id", model.location]
     flags += ["--random-weights"] if model.random_weights else []
-    settings = ("num_shard", "dtype", "device", "quantize", "kv_cache_dtype", *OFFLOADING)
+    settings = ("num_shard", "dtype", "device", "cpu_kernels", "quantize", "kv_cache_dtype", *OFFLOADING)
     given = {"--" + name.replace("_", "-"): getattr(args, name) for name in settings}
     return flags + flags_of(given)
 

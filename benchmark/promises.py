@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmark import options, trials
+from benchmark import launch, options, trials
 from benchmark.progress import Stage, shown
 from benchmark.publishing import published
 from benchmark.report import Result, RunContext, arguments_of, footer, prepare_output, table
@@ -111,6 +111,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeat", type=options.positive, default=REPETITIONS, metavar="N", help=f"repetitions ({REPETITIONS})"
     )
+    launch.add_kernels_argument(parser)
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
 
 
@@ -120,15 +121,15 @@ def run(args: argparse.Namespace) -> int:
     promises = [promise for promise in PROMISES if promise.name in args.only]
     result = Result(_context(args), notes=[f"{promise.name}: {promise.reason}" for promise in promises])
     samples: dict[str, list[float]] = {promise.name: [] for promise in promises}
-    trials = {promise.trial: promise.name for promise in promises}
-    stages = [Stage(f"{name}, time {n + 1} of {args.repeat}") for n in range(args.repeat) for name in trials.values()]
+    names = {promise.trial: promise.name for promise in promises}
+    stages = [Stage(f"{name}, time {n + 1} of {args.repeat}") for n in range(args.repeat) for name in names.values()]
     with (
         published(result, markdown, args.output) as keep,
         shown("measuring what is promised", stages) as view,
         tempfile.TemporaryDirectory() as scratch,
     ):
-        for trial in view.each(list(trials) * args.repeat):
-            found = trial(Path(scratch))
+        for trial in view.each(list(names) * args.repeat):
+            found = trial(trials.Means(Path(scratch), args.cpu_kernels))
             for name in samples.keys() & found.keys():
                 samples[name].append(found[name])
             result.rows = [row_of(promise, samples[promise.name]) for promise in promises if samples[promise.name]]

@@ -32,7 +32,7 @@ def measure(args: argparse.Namespace, shape: ModelShape) -> Measured:
         dtype = args.dtype or _good_dtype(shape, device)
         sizes = sizes_of(ServedModel(shape, dtype, args.quantize))
         layer_bytes = int(sizes.layers / sizes.num_layers / (args.num_shard or 1))
-        backend = backends.choose(device, getattr(torch, dtype))
+        backend = backends.choose(device, getattr(torch, dtype), cpu_kernels=args.cpu_kernels or "auto")
         link, products = _link(args, device, layer_bytes), product_rates(backend, getattr(torch, dtype))
         # Each shard of a GPU has one of its own, and shards of a CPU share all there is.
         devices = 1 if device.link() is None else args.num_shard or 1

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmark import flexgen, options, plots, shapes
+from benchmark import flexgen, launch, options, plots, shapes
 from benchmark.progress import Stage, shown
 from benchmark.publishing import published
 from benchmark.report import BenchError, Result, RunContext, above_limit_notes, arguments_of, prepare_output
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("seed", metavar="SEED", help="one of " + ", ".join(documents.names()))
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto", help="(auto)")
+    launch.add_kernels_argument(parser)
     parser.add_argument(
         "--dtype", choices=list(shapes.DTYPE_BYTES), help="(the document's; bfloat16 for float16 on a CPU)"
     )
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(prefix="lockstep-seed-") as folder:
         config = Path(folder) / f"{model.name.replace(', ', '-').replace(' ', '-')}.json"
         config.write_text(json.dumps(model.config))
-        job = Job(seed, scale, here, dtype, splits, config)
+        job = Job(seed, scale, here, dtype, splits, config, args.cpu_kernels)
         _measure(args, job)
     return 0
 

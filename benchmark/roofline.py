@@ -210,8 +210,10 @@ class Probe:
         self._reads: list[Callable[[], float]] = [
             partial(self._best_seconds, r, n) for r in _readers(num_bytes, self._device) for n in (1, threads)
         ]
-        # A CPU without arithmetic in float16 may compute in float32 instead.
+        # A CPU without arithmetic in float16 may compute in float32 instead, and must where oneDNN has no bfloat16.
         dtypes = ("float16", "float32") if dtype == "float16" and is_cpu else (dtype,)
+        if is_cpu and dtype == "bfloat16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            dtypes = ("float32",)
         sizes = MATRIX_SIZES if is_cpu else GPU_MATRIX_SIZES
         products = [_product(size, getattr(torch, d), self._device) for size in sizes for d in dtypes]
         self._products: list[Callable[[], float]] = [partial(self._seconds_per_flop, product) for product in products]

@@ -80,8 +80,8 @@ def _complete(args: argparse.Namespace) -> None:
     arguments.complete(args)
     if args.url is None:
         return
-    own = ("random_weights", "num_shard", "dtype", "device", "quantize", "kv_cache_dtype", "launcher_flags")
-    if surplus := options.options_given(args, (*own, *launch.OFFLOADING)):
+    own = ("random_weights", "num_shard", "dtype", "device", "cpu_kernels", "quantize", "kv_cache_dtype")
+    if surplus := options.options_given(args, (*own, "launcher_flags", *launch.OFFLOADING)):
         names = ", ".join(surplus)
         raise BenchError(f"--url measures a server that runs already: leave out {names}, which are for one to start")
     if not _is_url(args.url):

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -27,8 +28,6 @@ from urllib.parse import urlsplit
 from benchmark import interrupts, launch, shapes
 from benchmark.http_client import HttpClient, Reply, TgiApi
 from benchmark.report import BenchError, percentile
-
-Trial = Callable[[Path], Mapping[str, float]]  # given a folder that lasts for all repetitions
 
 PROMPT = "Once upon a time"
 REQUESTS_AFTER_THE_FIRST = 10
@@ -55,23 +54,34 @@ LARGE_MODEL: dict[str, Any] = {
 BYTES_OF_A_MEGABYTE = 1e6
 
 
-@contextmanager
-def _server(settings: Mapping[str, object]) -> Iterator[launch.Server]:
-    """A server on the CPU with these launcher flags. Raises BenchError when it cannot start or cannot be reached."""
-    try:
-        with launch.running_server(launch.flags_of({"--device": "cpu", **settings})) as server:
-            yield server
-    except (OSError, TimeoutError) as error:
-        raise BenchError(f"the server did not answer: {error or 'it took too long'}") from None
+@dataclass(frozen=True)
+class Means:
+    """What a trial has. folder: lasts for all repetitions. cpu_kernels: of all its servers, as their flag."""
+
+    folder: Path
+    cpu_kernels: str | None = None
+
+    @contextmanager
+    def server(self, settings: Mapping[str, object]) -> Iterator[launch.Server]:
+        """A server on the CPU with these launcher flags. Raises BenchError when it cannot start or be reached."""
+        shared = {"--device": "cpu", "--cpu-kernels": self.cpu_kernels}
+        try:
+            with launch.running_server(launch.flags_of({**shared, **settings})) as server:
+                yield server
+        except (OSError, TimeoutError) as error:
+            raise BenchError(f"the server did not answer: {error or 'it took too long'}") from None
+
+
+Trial = Callable[[Means], Mapping[str, float]]
 
 
 # ------------------------------------------------------------------------------------------------------------ starting
 
 
-def start(scratch: Path) -> dict[str, float]:
+def start(means: Means) -> dict[str, float]:
     """Start the embedded model. `ready`: seconds from the launch; `first-request`: the first request's time divided by
     the median of the next ten."""
-    with _server({}) as server:
+    with means.server({}) as server:
         first, *later = interrupts.run(_request_seconds(server.url, 1 + REQUESTS_AFTER_THE_FIRST))
         return {"ready": server.startup.ready_s, "first-request": first / median(later)}
 
@@ -96,14 +106,14 @@ async def _generate(client: HttpClient) -> tuple[float, int]:
     return time.perf_counter() - started, status
 
 
-def taken_port(scratch: Path) -> dict[str, float]:
+def taken_port(means: Means) -> dict[str, float]:
     """Launch on a port that another program has. `taken-port`: seconds until the launcher has refused."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         started = time.perf_counter()
         try:
-            with _server({"--port": other.getsockname()[1]}):
+            with means.server({"--port": other.getsockname()[1]}):
                 pass
         except BenchError as refusal:
             if "is taken" not in str(refusal):
@@ -128,7 +138,7 @@ PROMPT_READER = ReadingHabit(read_bytes=65536, pause_s=0.02, receive_buffer=None
 SLOW_READER = ReadingHabit(read_bytes=1, pause_s=0.2, receive_buffer=4096)
 
 
-def crowd(scratch: Path) -> dict[str, float]:
+def crowd(means: Means) -> dict[str, float]:
     """Stream to many clients at once, without a model.
 
     `slow-readers`: p99 of the gaps between the tokens of clients beside others who hardly read, divided by the same
@@ -141,7 +151,7 @@ def crowd(scratch: Path) -> dict[str, float]:
         "--max-input-length": 64,
         "--max-total-tokens": 64 + TOKENS_OF_A_COMPANION,
     }
-    with _server(settings) as server:
+    with means.server(settings) as server:
         return interrupts.run(_crowd(HttpClient(server.url)))
 
 
@@ -270,15 +280,15 @@ def _client_us(url: str, api: str) -> float:
 # ------------------------------------------------------------------------------------------------------------- loading
 
 
-def loading(scratch: Path) -> dict[str, float]:
+def loading(means: Means) -> dict[str, float]:
     """Load a checkpoint of 384 MB. `loading-memory`: megabytes that the shard's largest size exceeds its weights by.
 
     What Python, torch and a warm-up need anyway is measured on a checkpoint of next to nothing and taken off.
     """
     small, large = (
-        _checkpoint(scratch / name, size) for name, size in (("small", SMALL_MODEL), ("large", LARGE_MODEL))
+        _checkpoint(means.folder / name, size) for name, size in (("small", SMALL_MODEL), ("large", LARGE_MODEL))
     )
-    growth = _peak_of_a_shard(large) - _peak_of_a_shard(small)
+    growth = _peak_of_a_shard(means, large) - _peak_of_a_shard(means, small)
     weights = _weight_bytes(large) - _weight_bytes(small)
     return {"loading-memory": (growth - weights) / BYTES_OF_A_MEGABYTE}
 
@@ -301,7 +311,7 @@ def _weight_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _peak_of_a_shard(folder: Path) -> int:
+def _peak_of_a_shard(means: Means, folder: Path) -> int:
     """The most bytes that the one shard of a server had in memory, with a KV cache and a warm-up as small as can be."""
     settings = {
         "--model-id": folder,
@@ -312,5 +322,5 @@ def _peak_of_a_shard(folder: Path) -> int:
         "--max-batch-prefill-tokens": 16,
         "--max-batch-total-tokens": 32,
     }
-    with _server(settings) as server:
+    with means.server(settings) as server:
         return max(launch.peak_memory(pid) for pid in server.shard_pids())

@@ -11,6 +11,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from server import cpu_kinds
 from server.offload.policy import Share
 
 AUTO = "auto"
@@ -299,6 +300,17 @@ class ShardConfig:
         metadata={
             "help": "Compute everything with stock torch operators: the reference backend.",
             "when": "To find out whether a fast kernel is at fault; slower.",
+        },
+    )
+    cpu_kernels: str = field(
+        default=cpu_kinds.AUTO,
+        metadata={
+            "help": "Which compiled kernels compute on a CPU. auto: with all instructions that it has; avx512, avx2: "
+            "with those of x86-64-v4 or x86-64-v3 alone; none: stock torch operators, as without a compiler.",
+            "choices": cpu_kinds.CHOICES,
+            "check": cpu_kinds.check,
+            "when": "To try what a lesser processor will do, or whether a kernel is at fault. Each kind is compiled at "
+            "its first use.",
         },
     )
     watermark_gamma: float = field(

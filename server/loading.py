@@ -52,7 +52,9 @@ SAY_SECONDS = 10.0  # between two lines about how far loading is
 class ChooseBackend(Protocol):
     """How a backend is chosen: `backends.choose`, or what a test has in its place."""
 
-    def __call__(self, device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False) -> Backend: ...
+    def __call__(
+        self, device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False, cpu_kernels: str = "auto"
+    ) -> Backend: ...
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     device = backends.open_device(config.device, config.local_rank, config.num_sharing)
     checkpoint, stored = _open(config, hf_config, quantised.storage if quantised.format else None)
     dtype, reason = choose_dtype(config.dtype, stored, device)
-    backend = choose(device, dtype, disable_custom_kernels=config.disable_custom_kernels)
+    backend = _backend(config, device, dtype, choose)
     part = replace(spec, layers=tuple(spec.layers[layer] for layer in stage.layers))
     kv_placement = offloading.choose_kv_placement(config, part, device)
     shard = distributed.connect(
@@ -229,6 +231,12 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         placement.times if isinstance(placement, Streaming) else None,
         neighbours,
     )
+
+
+def _backend(config: ShardConfig, device: Device, dtype: torch.dtype, choose: ChooseBackend) -> Backend:
+    """Of those that the settings leave. Raises ValueError for CPU kernels that cannot be had."""
+    disabled, kernels = config.disable_custom_kernels, config.cpu_kernels
+    return choose(device, dtype, disable_custom_kernels=disabled, cpu_kernels=kernels)
 
 
 def _neighbours(

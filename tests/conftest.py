@@ -1,5 +1,7 @@
 """What holds for all tests: how many run at once, how many examples Hypothesis tries, which tests have the machine for
-themselves, and that an end from outside leaves no process.
+themselves, which CPU kernels compute, and that an end from outside leaves no process.
+
+`--cpu-kernels avx2` runs all tests with the kernels of that kind (`tests/cpu_kernels.py`).
 
 `HYPOTHESIS_PROFILE=large` tries five times as many, as `.ci/run` does. No profile has a deadline: how long an example
 takes says nothing on a busy machine.
@@ -22,6 +24,7 @@ from typing import Any
 import pytest
 from hypothesis import settings
 
+from server import cpu_kinds
 from server.folders import refuse_memory
 
 settings.register_profile("small", max_examples=100, deadline=None)
@@ -52,8 +55,23 @@ def pytest_configure_node(node: Any) -> None:
     node.workerinput["locks"] = str(node.config.stash[LOCKS])
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The server's own option, with its values."""
+    group = parser.getgroup("lockstep")
+    group.addoption("--cpu-kernels", choices=cpu_kinds.CHOICES, help="compiled kernels that compute on a CPU (auto)")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Have a folder for the locks, until the run ends; and those of tests on a disk, which some of them need."""
+    """Have a folder for the locks, until the run ends; and those of tests on a disk, which some of them need.
+
+    What `--cpu-kernels` says is told to this process, and so to those that it starts, before a test is collected.
+    """
+    if wanted := config.getoption("--cpu-kernels"):
+        os.environ["CPU_KERNELS"] = wanted
+    try:
+        cpu_kinds.check(os.environ.get("CPU_KERNELS", cpu_kinds.AUTO))
+    except ValueError as error:
+        raise pytest.UsageError(f"--cpu-kernels is {os.environ['CPU_KERNELS']}: {error}") from None
     if is_in_memory(Path(tempfile.gettempdir())):
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/var/tmp")
     folder = tempfile.TemporaryDirectory()

@@ -23,9 +23,9 @@ import httpx2
 import torch
 from torch import Tensor
 
-from server.backends.cpu import load
 from server.blocks import num_blocks
 from server.pb import generate_pb2 as pb
+from tests.cpu_kernels import load
 from tests.running import ROOT, Server, body
 from tests.server.driver import GREEDY, load_engine
 

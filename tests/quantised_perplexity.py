@@ -20,8 +20,8 @@ import torch
 from tokenizers import Tokenizer
 
 import train
-from server.backends import cpu
 from server.stepping.engine import Engine
+from tests import cpu_kernels
 from tests.server.driver import Prompt, generate, load_engine
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +56,7 @@ def perplexity(engine: Engine, documents: Sequence[list[int]]) -> float:
 
 def load(format: str | None, head: str, backend: str, dtype: torch.dtype = torch.float32) -> Engine:
     """The embedded model, its weights in a format."""
-    kernels = cpu.load() if backend == "cpu" else None
+    kernels = cpu_kernels.load() if backend == "cpu" else None
     return load_engine(
         MODEL, dtype=dtype, kernels=kernels, quantise=format, quantise_head=head, tokens=16384, warms_up=False
     )

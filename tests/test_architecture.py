@@ -109,10 +109,11 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.relay", "server.service",
     },
     "server.arch": {"server.arch"},
-    "server.backends": {"server.arch", "server.backends", "server.quant"},
+    "server.backends": {"server.arch", "server.backends", "server.cpu_kinds", "server.quant"},
     "server.backends.cpu": {
         "server.arch", "server.backends.cpu", "server.backends.device", "server.backends.host_copies",
-        "server.backends.pages", "server.backends.protocol", "server.backends.reference", "server.folders",
+        "server.backends.pages", "server.backends.protocol", "server.backends.reference", "server.cpu_kinds",
+        "server.folders",
         "server.quant",
     },
     "server.backends.cuda": {
@@ -144,7 +145,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.checkpoint.spm": {"server.checkpoint.spm_model", "server.checkpoint.spm_normalizer"},
     "server.checkpoint.spm_model": set(),
     "server.checkpoint.spm_normalizer": {"server.checkpoint.spm_model"},
-    "server.config": {"server.offload.policy"},
+    "server.config": {"server.cpu_kinds", "server.offload.policy"},
+    "server.cpu_kinds": set(),
     "server.folders": set(),
     "server.storage_settings": {"server.config", "server.folders", "server.offload.policy"},
     "server.distributed": {"server.process", "server.store", "server.symmetric"},

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer
 
 import train
 from server.backends.cpu import Kernels
-from server.backends.cpu import load as load_kernels
 from server.quant.kv import KV_FORMATS
+from tests import cpu_kernels
 from tests.server.driver import all_logits, load_engine
 
 ROOT = Path(__file__).parents[1]
@@ -46,14 +46,14 @@ def perplexity(documents: Sequence[list[int]], kv_cache: str, kernels: Kernels |
 
 @pytest.mark.parametrize(("kv_cache", "most"), [("int8", 3e-4), ("fp8_e4m3", 1e-3), ("fp8_e5m2", 4e-3)])
 def test_perplexity_hardly_grows(kv_cache: str, most: float) -> None:
-    documents, kernels = held_out_tokens(SAMPLE_DOCUMENTS), load_kernels()
+    documents, kernels = held_out_tokens(SAMPLE_DOCUMENTS), cpu_kernels.load_or_skip()
     expected, found = (perplexity(documents, kind, kernels) for kind in ("auto", kv_cache))
     assert 0 < abs(found / expected - 1) <= most
 
 
 def main() -> None:
     """Print the perplexity of all held-out text with every kind of cache."""
-    documents, kernels = held_out_tokens(train.HELD_OUT_DOCUMENTS), load_kernels()
+    documents, kernels = held_out_tokens(train.HELD_OUT_DOCUMENTS), cpu_kernels.load()
     print(f"{len(documents)} documents, {sum(map(len, documents)) - len(documents)} tokens")
     expected = perplexity(documents, "auto", kernels)
     for name in KV_FORMATS:

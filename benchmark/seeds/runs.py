@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.gpu import stop_command
+from benchmark.launch import flags_of
 from benchmark.options import option
 from benchmark.report import ROOT, BenchError
 from benchmark.roofline import ServedModel
@@ -32,7 +33,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Job:
-    """What is run of a document on which machine. config: the file of the model's shape."""
+    """What is run of a document on which machine. config: the file of the model's shape. cpu_kernels: as a flag."""
 
     seed: Seed
     scale: Scale
@@ -40,6 +41,7 @@ class Job:
     dtype: str
     num_shards: Sequence[int]
     config: Path
+    cpu_kernels: str | None = None
 
     @property
     def served(self) -> ServedModel:
@@ -50,7 +52,8 @@ class Job:
     def flags(self) -> list[str]:
         """What every command is told."""
         device = "cpu" if self.machine.is_cpu else "cuda"
-        return ["--random-weights", str(self.config), "--dtype", self.dtype, "--device", device]
+        flags = ["--random-weights", str(self.config), "--dtype", self.dtype, "--device", device]
+        return flags + flags_of({"--cpu-kernels": self.cpu_kernels})
 
     def sizes(self, *names: str) -> list[str]:
         """Options with the scale's sizes."""

@@ -14,6 +14,7 @@ from server.backends.cuda.device import CudaDevice
 from server.backends.device import Device
 from server.backends.protocol import Backend
 from server.backends.reference import ReferenceBackend
+from server.cpu_kinds import AUTO
 
 __all__ = ["Backend", "Device", "choose", "open_device"]
 
@@ -31,10 +32,15 @@ def open_device(wanted: str, rank: int, world_size: int) -> Device:
     return device
 
 
-def choose(device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False) -> Backend:
-    """The fastest backend for `device` that computes in `dtype`, or the reference when custom kernels are disabled."""
+def choose(
+    device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False, cpu_kernels: str = AUTO
+) -> Backend:
+    """The fastest backend for `device` that computes in `dtype`, or the reference when custom kernels are disabled.
+
+    cpu_kernels: of which kind, on a CPU. Raises ValueError where there can be none of it.
+    """
     if disable_custom_kernels:
         return ReferenceBackend(device, ["--disable-custom-kernels"])
     if isinstance(device, CudaDevice):
         return cuda.choose(device, dtype)
-    return cpu.choose(dtype)
+    return cpu.choose(dtype, kernels=cpu_kernels)

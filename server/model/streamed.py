@@ -186,8 +186,8 @@ class Streaming:
             return layer
         if not image.nbytes:
             raise ValueError(
-                "weights in oneDNN's order cannot stream: install a C++ compiler for kernels that can, or start with "
-                "--disable-custom-kernels"
+                "weights in oneDNN's order cannot stream: install a C++ compiler for kernels that can, give other "
+                "--cpu-kernels than none, or start with --disable-custom-kernels"
             )
         expected = image.nbytes * self.total_layers
         self._seen_bytes += image.nbytes

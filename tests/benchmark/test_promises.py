@@ -45,8 +45,8 @@ def test_the_table_has_units_and_verdicts() -> None:
 def made_up(figures: Iterator[Mapping[str, float]]) -> trials.Trial:
     """A trial that gives the next figures each time. Raises BenchError when there are no more."""
 
-    def trial(scratch: Path) -> Mapping[str, float]:
-        assert scratch.is_dir()
+    def trial(means: trials.Means) -> Mapping[str, float]:
+        assert means.folder.is_dir()
         if (found := next(figures, None)) is None:
             raise BenchError("the server did not start: no more figures")
         return found

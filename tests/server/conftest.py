@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from transformers import BloomConfig, BloomForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from server.backends import cpu
-from server.backends.cpu import COMPILERS, Kernels
+from server.backends.cpu import Kernels
+from tests.cpu_kernels import load_or_skip
 from tests.server.checkpoints import Checkpoints, Oracle, save
 
 torch.set_num_threads(1)  # two would wait for each other longer than these tiny models compute, on busy cores above all
@@ -32,10 +31,8 @@ def save_tiny_bloom(folder: Path, **changes: object) -> BloomForCausalLM:
 
 @pytest.fixture(scope="session")
 def kernels() -> Kernels:
-    """The compiled CPU kernels. Without a compiler there are none; one that fails to compile them is an error."""
-    if not any(map(shutil.which, COMPILERS)):
-        pytest.skip("there is no C++ compiler")
-    return cpu.load()
+    """The compiled CPU kernels, where there are any."""
+    return load_or_skip()
 
 
 @pytest.fixture(scope="session")

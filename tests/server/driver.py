@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -17,6 +18,7 @@ from server.arch import families
 from server.backends import Backend
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.cpu.device import CpuDevice
+from server.backends.cpu.onednn import can_pack
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.checkpoint.weights import Checkpoint, Weights
@@ -35,6 +37,10 @@ from server.stepping.sampling import Watermark
 from server.stepping.warmup import warm_up
 
 CPU = torch.device("cpu")
+# What packs weights in bfloat16 for oneDNN.
+PACKED = pytest.mark.skipif(
+    not can_pack(torch.bfloat16), reason="oneDNN has no bfloat16 with what this processor has, or may use, such as AVX2"
+)
 GREEDY = pb.SamplingParameters(temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
 
 

@@ -12,13 +12,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from server.backends.cpu import Kernels, OneDnnBackend
-from server.backends.cpu.onednn import can_pack
 from server.pb import generate_pb2 as pb
 from server.stepping.engine import Engine
 from server.stepping.sequences import StepError
 from server.stepping.warmup import warm_up
 from tests.server.conftest import DEMO
-from tests.server.driver import GREEDY, Prompt, all_logits, generate, greedy, load_engine, sampled
+from tests.server.driver import GREEDY, PACKED, Prompt, all_logits, generate, greedy, load_engine, sampled
 
 
 @pytest.fixture(scope="module")
@@ -231,9 +230,8 @@ def test_rows_are_free_again_after_many_sequences(engine: Engine) -> None:
     assert len(table.free_rows) == table.num_rows - 1
 
 
+@PACKED
 def test_packed_weights_agree_with_plain_ones(tiny_bloom: Path) -> None:
-    if not can_pack(torch.bfloat16):
-        pytest.skip("this build of torch packs no weights")
     plain, packed = (load_engine(tiny_bloom, dtype=torch.bfloat16, backend=b) for b in (None, OneDnnBackend([])))
     token_ids = list(range(4, 60))
     expected = all_logits(plain, token_ids)

@@ -279,10 +279,10 @@ def test_models_that_are_not_captured_generate_all_the_same(
     assert 4 == len(done.tokens)
 
 
-def test_capturing_does_not_import_dynamo() -> None:
+def test_capturing_does_not_import_dynamo(kernels: Kernels) -> None:
     code = (
-        "import sys, torch; from server.backends import cpu; from server.backends.cpu.graph import CpuGraphCapture; "
-        "CpuGraphCapture(cpu.load())(lambda: (torch.ones(2) + 1,)); print('torch._dynamo' in sys.modules)"
+        "import sys, torch; from tests.cpu_kernels import load; from server.backends.cpu.graph import CpuGraphCapture; "
+        "CpuGraphCapture(load())(lambda: (torch.ones(2) + 1,)); print('torch._dynamo' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "False" == result.stdout.strip()

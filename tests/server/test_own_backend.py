@@ -30,7 +30,9 @@ class DummyBackend(ReferenceBackend):
         return super().norm(-weight, bias, eps, is_centred=is_centred)  # a sign that a test sees
 
 
-def choose_dummy(device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False) -> Backend:
+def choose_dummy(
+    device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False, cpu_kernels: str = "auto"
+) -> Backend:
     return DummyBackend(device)
 
 

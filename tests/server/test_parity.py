@@ -18,7 +18,7 @@ from server.backends.reference import ReferenceBackend
 from server.backends.reference.attention import ReferenceAttention
 from server.quant.kv import AS_COMPUTED, KvFormat
 from tests.server.conftest import DEMO, save_tiny_bloom
-from tests.server.driver import all_logits, load_engine
+from tests.server.driver import PACKED, all_logits, load_engine
 
 STORY = """Once upon a time there was a little fox who lived in the forest. One day the fox went to the river and found
 a red ball under an old tree. "Whose ball is this?" said the fox. A small bird came down and said, "It is mine. I lost
@@ -69,7 +69,7 @@ def test_variants_of_bloom_equal_transformers(tmp_path: Path, changes: dict[str,
     assert largest_difference(tmp_path) < 1e-4
 
 
-@pytest.mark.parametrize("backend", [None, OneDnnBackend([])], ids=["dense", "packed"])
+@pytest.mark.parametrize("backend", [None, pytest.param(OneDnnBackend([]), marks=PACKED)], ids=["dense", "packed"])
 @torch.inference_mode()
 def test_bfloat16_agrees_with_float32(backend: Backend | None) -> None:
     oracle = AutoModelForCausalLM.from_pretrained(DEMO, local_files_only=True, dtype=torch.float32).eval()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sys
@@ -11,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from server.backends import cpu
-from server.backends.cpu import Kernels, portable
-from server.backends.cpu.build import BuildError, build, cpu_flags
-from server.backends.cpu.portable import AMX, AVX2, AVX512, BF16, KINDS, VNNI, Kind, compile_all, fitting
+from server.backends.cpu import Kernels
+from server.backends.cpu.build import BuildError, build
+from server.backends.cpu.portable import compile_all, fitting, library
+from server.cpu_kinds import AMX, AVX2, AVX512, BF16, KINDS, MACHINE, VNNI, Kind, cpu_flags
 
-X86 = pytest.mark.skipif(portable.platform.machine() != portable.MACHINE, reason="kinds are of x86-64 alone")
+X86 = pytest.mark.skipif(platform.machine() != MACHINE, reason="kinds are of x86-64 alone")
 # Shortened from /proc/cpuinfo of the CPUs that are named.
 HASWELL = "fpu sse4_2 movbe xsave avx f16c fma abm bmi1 avx2 bmi2".split()
 SKYLAKE = [*HASWELL, *"avx512f avx512dq avx512cd avx512bw avx512vl".split()]
@@ -39,18 +41,18 @@ CASES: list[tuple[list[str], Kind | None]] = [
 def shipped(tmp_path: Path) -> Path:
     """A folder with a library for every kind, which nobody can load."""
     for kind in KINDS:
-        kind.library(tmp_path).write_text(kind.name)
+        library(kind, tmp_path).write_text(kind.name)
     return tmp_path
 
 
 @pytest.mark.parametrize(("flags", "kind"), CASES)
 def test_a_machine_gets_the_fastest_kind_that_it_can_run(shipped: Path, flags: list[str], kind: Kind | None) -> None:
-    assert fitting(shipped, "x86_64", flags) == (kind.library(shipped) if kind else None)
+    assert fitting(shipped, "x86_64", flags) == (library(kind, shipped) if kind else None)
 
 
 def test_a_kind_that_was_not_compiled_leaves_the_next(shipped: Path) -> None:
-    AMX.library(shipped).unlink()
-    assert BF16.library(shipped) == fitting(shipped, "x86_64", SAPPHIRE_RAPIDS)
+    library(AMX, shipped).unlink()
+    assert library(BF16, shipped) == fitting(shipped, "x86_64", SAPPHIRE_RAPIDS)
 
 
 def test_machines_of_another_kind_and_folders_that_are_not_there_have_none(shipped: Path, tmp_path: Path) -> None:
@@ -91,7 +93,7 @@ def test_the_compiler_means_by_a_kind_no_more_than_a_machine_is_asked_for() -> N
 @X86
 def test_one_that_fits_serves_where_there_is_no_compiler(tmp_path: Path, kernels: Kernels) -> None:
     for kind in KINDS:
-        kind.library(tmp_path).symlink_to(build())
+        library(kind, tmp_path).symlink_to(build())
     if fitting(tmp_path) is None:
         pytest.skip(f"this CPU is of no kind: {cpu_flags()}")
     assert isinstance(cpu.load(["no-such-compiler"], tmp_path), Kernels)
@@ -107,7 +109,7 @@ def test_every_kind_is_compiled_with_its_own_options(tmp_path: Path) -> None:
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nwhile [ "$1" != -o ]; do shift; done\ntouch "$2"\n')
     compiler.chmod(0o755)
     folder = compile_all(tmp_path / "made", KINDS, [str(compiler)])
-    assert {kind.library(folder) for kind in KINDS} == set(folder.iterdir())
+    assert {library(kind, folder) for kind in KINDS} == set(folder.iterdir())
     calls = [line for line in (tmp_path / "calls").read_text().splitlines() if "/linear.cpp" in line]
     for kind in KINDS:
         assert 1 == sum(f" {' '.join(kind.options)} -c " in line for line in calls), kind.name

@@ -19,6 +19,7 @@ from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
 from server.service import ShardService, serve
 from server.stepping.warmup import warm_up
+from tests.cpu_kernels import asked
 from tests.server.driver import GREEDY
 
 Body = Callable[[pb_grpc.ShardStub, ShardService], Awaitable[None]]
@@ -26,6 +27,7 @@ LIMITS = pb.WarmupRequest(max_batch_prefill_tokens=64, max_total_tokens=128, use
 
 
 def config_of(folder: Path, socket: Path, **changes: object) -> ShardConfig:
+    changes = {"cpu_kernels": asked(), **changes}
     return ShardConfig(
         model_path=str(folder),
         weights_path=str(folder),

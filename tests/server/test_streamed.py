@@ -11,12 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from server.arch import families
-from server.backends.cpu import Kernels, OneDnnBackend
+from server.backends.cpu import Kernels
 from server.backends.cpu.device import CpuDevice
 from server.backends.pages import map_pages
+from server.backends.protocol import LinearFormat
 from server.backends.reference import ReferenceBackend
+from server.backends.reference.linear import DenseFormat
 from server.config import ShardConfig
 from server.distributed import Shard
 from server.model.streamed import Streaming
@@ -172,10 +175,23 @@ def test_a_share_is_spread_over_the_layers(checkpoints: Checkpoints, tmp_path: P
         assert 2 * layer == placement.resident_bytes
 
 
+class OpaqueFormat(DenseFormat):
+    """A weight in an order of which only an operator knows, as oneDNN's, on any processor."""
+
+    memory = ()
+
+
+class OpaqueBackend(ReferenceBackend):
+    """Dense weights that cannot move."""
+
+    def dense(self, weight: Tensor, *, is_gated: bool) -> LinearFormat:
+        return OpaqueFormat(weight, is_gated=is_gated)
+
+
 def test_weights_that_cannot_move_are_refused(checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder, _ = checkpoints("llama")
     with streaming(folder, "0%", tmp_path) as placement, pytest.raises(ValueError, match=r"cannot stream.*C\+\+"):
-        load_engine(folder, placement=placement, backend=OneDnnBackend([]), dtype=torch.bfloat16, warms_up=False)
+        load_engine(folder, placement=placement, backend=OpaqueBackend(CpuDevice()), warms_up=False)
 
 
 @pytest.mark.parametrize(

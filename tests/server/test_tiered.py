@@ -27,6 +27,7 @@ from server.offload.tiers import DiskTier
 from server.pb import generate_pb2 as pb
 from server.stepping.cache import KVShape
 from server.stepping.engine import Engine
+from tests.cpu_kernels import asked
 from tests.server import ranks
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
@@ -335,6 +336,7 @@ def shard_config(tmp_path: Path, **settings: Any) -> ShardConfig:
         world_size=1,
         socket_path=str(tmp_path / "socket"),
         rendezvous=f"file://{tmp_path / 'rendezvous'}",
+        cpu_kernels=asked(),
         **settings,
     )
 
@@ -361,7 +363,7 @@ def test_a_folder_that_is_none_is_refused(checkpoints: Checkpoints, tmp_path: Pa
         pass
 
 
-def test_the_settings_are_what_the_engine_does(tmp_path: Path) -> None:
+def test_the_settings_are_what_the_engine_does(tmp_path: Path, kernels: Kernels) -> None:
     config = shard_config(tmp_path, device="cpu", kv_on_device="50%", offload_dir=str(tmp_path))
     with ExitStack() as stack:
         engine, _ = loading.load(config)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from server.arch.spec import ArchSpec
-from server.backends import cpu
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.failures import CaptureFailed
 from server.backends.protocol import Computation, GraphCapture
 from server.distributed import connect, disconnect
 from server.stepping.warmup import _captured
+from tests.cpu_kernels import load
 from tests.server.driver import CPU, generate, load_engine
 from tests.server.ranks import prompts
 
@@ -73,6 +73,6 @@ def run_rank(rank: int, rendezvous: str, folder: str) -> dict[str, Any]:
 KERNELS: Kernels | None = None
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    KERNELS = cpu.load()
+    KERNELS = load()
     with multiprocessing.get_context("fork").Pool(2) as pool:
         print(json.dumps(pool.starmap(run_rank, [(rank, *sys.argv[1:]) for rank in range(2)], chunksize=1)))

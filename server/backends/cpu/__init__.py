@@ -1,8 +1,9 @@
 """The backend for CPUs: kernels in C++, compiled when a server first starts on a machine, or before for all kinds.
 
 They are optional. Everything here has an equal in stock torch operators (`backends/reference/`), against which it is
-tested, and which serves where there is no compiler; there only the linear layers have a faster form of their own
-(`onednn.py`). Left out: dtypes other than float32 and bfloat16, which the reference backend serves.
+tested, and which serves where there is no compiler or `--cpu-kernels` is none; there only the linear layers have a
+faster form of their own (`onednn.py`). Left out: dtypes other than float32 and bfloat16, which the reference backend
+serves.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from server import cpu_kinds
 from server.arch.spec import ArchSpec
 from server.backends.cpu import portable
 from server.backends.cpu.attention import KernelAttention, can_read
@@ -31,6 +33,7 @@ from server.backends.cpu.onednn import OneDnnFormat, can_pack
 from server.backends.protocol import Attention, GraphCapture, GroupedLinear, LinearFormat, Logits, Maximum, Norm, Scores
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.experts import LoopedExperts
+from server.cpu_kinds import Kind
 from server.quant.kv import AS_COMPUTED, Int8, KvFormat
 from server.quant.stored import QuantisedWeight, Stored
 
@@ -123,26 +126,39 @@ class OneDnnBackend(ReferenceBackend):
         return OneDnnFormat(weight, is_gated=is_gated)
 
 
-def choose(dtype: torch.dtype, compilers: Sequence[str] = COMPILERS) -> ReferenceBackend:
-    """The fastest backend for a CPU that computes in `dtype`. Takes seconds where nothing is compiled yet."""
+def choose(
+    dtype: torch.dtype, compilers: Sequence[str] = COMPILERS, *, kernels: str = cpu_kinds.AUTO
+) -> ReferenceBackend:
+    """The fastest backend for a CPU that computes in `dtype`. Takes seconds where nothing is compiled yet.
+
+    kernels: of which kind, as `--cpu-kernels`. Raises ValueError where those that it names cannot be had.
+    """
     reason = f"there are no compiled kernels for {str(dtype).removeprefix('torch.')}"
-    if dtype in DTYPES:
+    if kernels == cpu_kinds.NONE:
+        reason = "--cpu-kernels is none"
+    elif dtype in DTYPES:
         try:
-            return CpuBackend(load(compilers), dtype)
+            return CpuBackend(load(compilers, kind=cpu_kinds.NAMED.get(kernels, cpu_kinds.NATIVE)), dtype)
         except BuildError as error:
+            if kernels in cpu_kinds.NAMED:
+                raise ValueError(f"--cpu-kernels is {kernels}: {error}") from error
             reason = f"the compiled CPU kernels are not used: {error}"
     return OneDnnBackend([reason]) if can_pack(dtype) else ReferenceBackend(CpuDevice(), [reason])
 
 
-def load(compilers: Sequence[str] = COMPILERS, shipped: Path = portable.FOLDER) -> Kernels:
-    """The compiled kernels: this machine's own, or those in `shipped`.
+def load(
+    compilers: Sequence[str] = COMPILERS, shipped: Path = portable.FOLDER, kind: Kind = cpu_kinds.NATIVE
+) -> Kernels:
+    """The compiled kernels of a kind, by default all that this machine can do: its own, or those in `shipped`.
 
     Raises BuildError, which says why there are none.
     """
+    if problem := kind.why_not():
+        raise BuildError(problem)
     try:
-        return Kernels(build(compilers=compilers))
+        return Kernels(build(compilers=compilers, kind=kind))
     except BuildError:
-        library = portable.fitting(shipped)
+        library = portable.fitting(shipped, kinds=cpu_kinds.KINDS if kind == cpu_kinds.NATIVE else (kind,))
         if library is None:
             raise
         return Kernels(library)

@@ -1,7 +1,8 @@
-"""Compiles the C++ files beside this one, once for each machine, compiler and version of them.
+"""Compiles the C++ files beside this one, once for each kind, machine, compiler and version of them.
 
 The library is plain C++ without torch's headers, so that it compiles in seconds. What the machine's CPU has is used
-(`-march=native`), which is why nothing is shipped compiled but to machines without a compiler (`portable.py`).
+(`-march=native`) unless a kind is asked for by name, which is why nothing is shipped compiled but to machines without a
+compiler (`portable.py`).
 
 Ranks that start together may all compile: each does so in a directory of its own and moves the result into place, which
 is atomic, and the results are the same.
@@ -19,12 +20,12 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from server.cpu_kinds import NATIVE, Kind, cpu_flags
 from server.folders import make_private
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++")
 FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden")
-NATIVE = ("-march=native",)
 LIBRARY = "kernels.so"
 COMMAND_SECONDS = 300  # the longest takes 3 on a core of its own
 
@@ -33,14 +34,17 @@ class BuildError(Exception):
     """Why there is no library, in a sentence that names the remedy."""
 
 
-def build(cache: Path | None = None, compilers: Sequence[str] = COMPILERS) -> Path:
-    """The compiled library, from `cache` (by default a directory below the user's home) if it is there already."""
+def build(cache: Path | None = None, compilers: Sequence[str] = COMPILERS, kind: Kind = NATIVE) -> Path:
+    """The library of a kind, from `cache` (by default a directory below the user's home) if it is there already.
+
+    Raises BuildError.
+    """
     compiler = find_compiler(compilers)
     try:
-        directory = (cache or Path.home() / ".cache" / "lockstep" / "cpu-kernels") / _key(compiler)
+        directory = (cache or Path.home() / ".cache" / "lockstep" / "cpu-kernels") / _key(compiler, kind)
         if not (directory / LIBRARY).is_file():
             make_private(directory)  # what is in it is run
-            compile_sources(compiler, NATIVE, directory / LIBRARY)
+            compile_sources(compiler, kind.options, directory / LIBRARY)
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home
         raise BuildError(f"the compiled kernels have no place: {error}; give this user a writable home") from error
     return directory / LIBRARY
@@ -54,22 +58,16 @@ def find_compiler(compilers: Sequence[str] = COMPILERS) -> str:
     raise BuildError(f"no C++ compiler was found ({', '.join(compilers)}): install g++")
 
 
-def _key(compiler: str) -> str:
+def _key(compiler: str, kind: Kind) -> str:
     """Differs wherever the compiled library would."""
-    return digest([_run([compiler, "--version"]), " ".join((*FLAGS, *NATIVE)), platform.machine(), cpu_flags()])
+    machine = [platform.machine(), " ".join(cpu_flags())]
+    return f"{kind.name}-{digest([_run([compiler, '--version']), ' '.join((*FLAGS, *kind.options)), *machine])}"
 
 
 def digest(parts: Sequence[str]) -> str:
     """A name for what is made of the sources in the way that `parts` tell."""
     sources = [path.name + path.read_text() for path in sorted(SOURCES.iterdir()) if path.suffix in (".cpp", ".h")]
     return hashlib.sha256("\0".join([*parts, *sources]).encode()).hexdigest()[:16]
-
-
-def cpu_flags() -> str:
-    """What the CPU says that it can do; empty where the system does not tell."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
 def compile_sources(compiler: str, target: Sequence[str], library: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch.profiler import record_function
 
-from server.backends.cpu.build import BuildError, cpu_flags
+from server.backends.cpu.build import BuildError
 
 # A function, and functions by the dtype of the tensors that they take.
 Function = Callable[..., None]
@@ -24,6 +24,8 @@ Functions = Mapping[torch.dtype, Function]
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 # What the letters of a signature stand for.
 PARAMETERS = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int}
+# What `tell_instructions` of linear.cpp counts; from AVX512_BF16 on they are for bfloat16 alone.
+INSTRUCTIONS = (platform.machine(), "AVX2", "AVX512F", "AVX512_BF16", "AMX")
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,9 @@ class Kernels:
     def instructions(self, dtype: torch.dtype) -> str:
         """Which instructions compute matrix products of `dtype`, as people call them."""
         answer = ctypes.c_int64()
-        self._plain("uses_amx", "p")(ctypes.addressof(answer))
-        if answer.value and dtype == torch.bfloat16:
-            return "AMX"
-        flags = cpu_flags().split()
-        wanted = ["avx512_bf16"] if dtype == torch.bfloat16 else []
-        return next((flag.upper() for flag in [*wanted, "avx512f", "avx2"] if flag in flags), platform.machine())
+        self._plain("instructions", "p")(ctypes.addressof(answer))
+        most = len(INSTRUCTIONS) - 1 if dtype == torch.bfloat16 else INSTRUCTIONS.index("AVX512F")
+        return INSTRUCTIONS[min(answer.value, most)]
 
     def _by_dtype(self, name: str, signature: str) -> Functions:
         return {dtype: self._function(f"{name}_{suffix}", signature) for dtype, suffix in SUFFIXES.items()}

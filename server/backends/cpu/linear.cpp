@@ -308,8 +308,20 @@ void grouped(
     }
 }
 
-// Whether products of bfloat16 are computed by matrix units.
-void tell_amx(int64_t* answer) { *answer = amx::USES_AMX; }
+// What computes products at best, which is what this was compiled for: 0 nothing special, 1 AVX2, 2 AVX-512, and for
+// bfloat16 alone 3 its products of AVX-512, and 4 matrix units.
+void tell_instructions(int64_t* answer) {
+#if defined(__AVX512BF16__)
+    constexpr int VECTORS = 3;
+#elif defined(__AVX512F__)
+    constexpr int VECTORS = 2;
+#elif defined(__AVX2__)
+    constexpr int VECTORS = 1;
+#else
+    constexpr int VECTORS = 0;
+#endif
+    *answer = amx::USES_AMX ? 4 : VECTORS;
+}
 
 // One panel of a weight given by rows, `stride` elements apart.
 template <class E>
@@ -413,7 +425,7 @@ EXPORT(pack_bf16, pack<Bf16>)
 EXPORT(pack_levels, fill_levels)
 EXPORT(unpack_levels_f32, unpack_levels<float>)
 EXPORT(unpack_levels_bf16, unpack_levels<Bf16>)
-EXPORT(uses_amx, tell_amx)
+EXPORT(instructions, tell_instructions)
 EXPORT(grouped_f32, grouped<float>)
 EXPORT(grouped_bf16, grouped<Bf16>)
 EXPORT(linear_f32, linear<float, float>)

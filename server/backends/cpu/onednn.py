@@ -29,5 +29,11 @@ class OneDnnFormat(StockFormat):
 
 
 def can_pack(dtype: torch.dtype) -> bool:
-    """Whether this build of torch packs weights of `dtype`."""
-    return dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()
+    """Whether this build of torch packs weights of `dtype` on this processor.
+
+    That is the check which the operator itself makes. It heeds what ONEDNN_MAX_CPU_ISA leaves of the processor: with
+    AVX2 alone there is nothing for bfloat16.
+    """
+    if dtype != torch.bfloat16 or not torch.backends.mkldnn.is_available():
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())

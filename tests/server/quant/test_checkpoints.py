@@ -43,7 +43,9 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def choose_reference(device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False) -> Backend:
+def choose_reference(
+    device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False, cpu_kernels: str = "auto"
+) -> Backend:
     return ReferenceBackend(device)
 
 

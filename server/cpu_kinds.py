@@ -1,0 +1,69 @@
+"""Kinds of CPU kernels: which instructions each is compiled for, and whether this processor has them.
+
+No torch here, so that the launcher refuses a kind before anything is started. Left out: the kernels themselves, and
+where their libraries are (`backends/cpu/`).
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+AUTO, NONE = "auto", "none"
+MACHINE = "x86_64"
+# What the compiler's x86-64-v3 and x86-64-v4 stand for, as /proc/cpuinfo calls it.
+V3 = frozenset("avx avx2 bmi1 bmi2 f16c fma abm movbe xsave".split())
+V4 = V3 | frozenset("avx512f avx512bw avx512cd avx512dq avx512vl".split())
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of CPU: the compiler's options for it, and what a CPU must say that it can do."""
+
+    name: str
+    options: tuple[str, ...]
+    wanted: frozenset[str]
+
+    def with_more(self, name: str, *features: str) -> Kind:
+        """This kind with features besides, which /proc/cpuinfo and the compiler spell differently."""
+        options = tuple(f"-m{feature.replace('avx512_', 'avx512').replace('_', '-')}" for feature in features)
+        return Kind(name, (*self.options, *options), self.wanted | set(features))
+
+    def why_not(self, machine: str = platform.machine(), flags: Collection[str] | None = None) -> str | None:
+        """Why no CPU of this `machine` with these `flags` (by default this one) can be of this kind, or None."""
+        if not self.wanted:
+            return None
+        if machine != MACHINE:
+            return f"this processor is {machine}, and such kernels are for {MACHINE}: give auto or none"
+        found = set(cpu_flags() if flags is None else flags)
+        if not (missing := sorted(self.wanted - found)):
+            return None
+        best = next((name for name, kind in NAMED.items() if kind.wanted <= found), None)
+        has, remedy = (f" and has {best}", f"{best}, auto") if best else ("", "auto")
+        return f"this processor lacks {', '.join(missing)}{has}: give {remedy} or none"
+
+
+NATIVE = Kind("native", ("-march=native",), frozenset())  # all that the machine has which compiles
+AVX2 = Kind("avx2", ("-march=x86-64-v3",), V3)
+AVX512 = Kind("avx512", ("-march=x86-64-v4",), V4)
+VNNI = AVX512.with_more("avx512-vnni", "avx512_vnni", "avx512vbmi")  # Intel from Ice Lake on
+BF16 = VNNI.with_more("avx512-bf16", "avx512_bf16")  # AMD from Zen 4 on
+AMX = BF16.with_more("amx", "amx_tile", "amx_bf16", "amx_int8")  # Intel from Sapphire Rapids on
+KINDS = (AMX, BF16, VNNI, AVX512, AVX2)  # the fastest first
+NAMED = {kind.name: kind for kind in (AVX512, AVX2)}  # those that people ask for
+CHOICES = (AUTO, *NAMED, NONE)
+
+
+def cpu_flags() -> list[str]:
+    """What the CPU says that it can do; nothing where the system does not tell."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "").split()[1:]
+
+
+def check(name: str) -> None:
+    """Raise ValueError for one of `CHOICES` that this processor cannot run."""
+    if name in NAMED and (problem := NAMED[name].why_not()):
+        raise ValueError(problem)
