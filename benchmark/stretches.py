@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-STRETCHES = 20  # of a run: few enough that most have something in them, and enough to be drawn from
+STRETCHES = 400  # of a run: many times the blocks of `intervals`, so that what comes in waves can be seen to
 
 
 def rates(ended: Iterable[tuple[float, float]], seconds: float) -> list[float]:
