@@ -1,7 +1,8 @@
 """One row of `serving`: what became of its requests, the figures that follow, and the tables that people read.
 
 Arithmetic and text on finished requests; no clock, no sockets, so that every formula is tested with plain numbers.
-Failed requests are counted by kind and never enter a latency. Tokens are counted as they came, not as asked for.
+Failed requests are counted by kind and never enter a latency. Tokens are counted as they came, not as asked for; where
+several come in one event, which of them has how many is not said, so that a reply's tokens count evenly for its events.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from benchmark.stretches import rates
 from benchmark.workload import Lengths
 
 LATE_MS = 10.0  # a client that sends later than this needs more of the machine, or another machine
+MANY_TOKENS = 1.1  # of an event: from here on its times are not those of tokens; an end token without text is less
 LATENCIES = ("ttft_ms", "tpot_ms", "inter_token_ms", "e2e_ms")
 PERCENTILES = ("p50", "p90", "p99")
 QUANTILES = (*range(100), 99.5, 99.9, 100)  # in percent
@@ -92,8 +94,14 @@ class Outcome:
         return 1000 * (self.reply.token_times[-1] - self.reply.token_times[0]) / gaps if gaps else None
 
     @property
+    def tokens_at(self) -> list[tuple[float, float]]:
+        """When how many tokens came, by the clock of the reply: its tokens spread evenly over its events."""
+        share = self.reply.num_tokens / max(1, len(self.reply.token_times))
+        return [(at, share) for at in self.reply.token_times]
+
+    @property
     def inter_token_ms(self) -> list[float]:
-        """Milliseconds between each token and the one before it."""
+        """Milliseconds between each event with tokens and the one before it."""
         times = self.reply.token_times
         return [1000 * (after - before) for before, after in pairwise(times)]
 
@@ -129,13 +137,14 @@ def row_of(
     cell: Lengths, load: Load, outcomes: Sequence[Outcome], objectives: Objectives, distribution: str = "fixed"
 ) -> dict[str, Any]:
     """One row of the JSON. The row's time runs from the first intended sending to the last end of any request."""
-    good = [outcome for outcome in outcomes if outcome.reply.error is None]
+    in_order = sorted(outcomes, key=lambda one: one.intended_at)  # `compare` cuts the samples into stretches of time
+    good = [outcome for outcome in in_order if outcome.reply.error is None]
     kinds = Counter(outcome.reply.error for outcome in outcomes if outcome.reply.error is not None)
     began = min(outcome.intended_at for outcome in outcomes)
     seconds = max(outcome.reply.ended_at for outcome in outcomes) - began
     samples = _samples(good) | {
         "requests_per_second": rates(((o.reply.ended_at - began, 1) for o in good), seconds),
-        "output_tokens_per_second": rates(((at - began, 1) for o in good for at in o.reply.token_times), seconds),
+        "output_tokens_per_second": rates(((at - began, tokens) for o in good for at, tokens in o.tokens_at), seconds),
     }
     return {
         "input_length": cell.input_length,
@@ -152,6 +161,7 @@ def row_of(
         "errors_by_kind": dict(sorted(kinds.items())),
         "requests": len(outcomes),
         "output_tokens": sum(outcome.reply.num_tokens for outcome in good),
+        "token_events": sum(len(outcome.reply.token_times) for outcome in good),
         "asked_tokens": sum(outcome.lengths.output_length for outcome in outcomes),
         "short": sum(outcome.is_short for outcome in good),
         "other_input_length": sum(_is_other_input(outcome) for outcome in good),
@@ -165,7 +175,7 @@ def row_of(
 
 
 def _samples(good: Sequence[Outcome]) -> dict[str, list[float]]:
-    """One value a request, but for inter_token_ms, which has one for each pair of tokens."""
+    """One value a request, in the requests' order, but for inter_token_ms: one for each pair of events."""
     return {
         "ttft_ms": [outcome.ttft_ms for outcome in good],
         "tpot_ms": [tpot for outcome in good if (tpot := outcome.tpot_ms) is not None],
@@ -230,7 +240,7 @@ def markdown(result: Result) -> str:
     for load, rows in by_load.items():
         parts += [f"## {load}", throughput_table(rows), latency_table(rows)]
         parts += [goodput_table(rows)] if rows[0]["goodput"] else []
-        parts += ["\n".join(f"- {line}" for row in rows for line in _remarks(row))]
+        parts += ["\n".join(f"- {line}" for row in rows for line in remarks(row))]
     return "\n\n".join(part for part in [*parts, footer(result)] if part)
 
 
@@ -287,7 +297,7 @@ def _cell(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def _remarks(row: Mapping[str, Any]) -> Iterator[str]:
+def remarks(row: Mapping[str, Any]) -> Iterator[str]:
     """Sentences on rows that a reader would take for something else."""
     name = f"{row['input_length']} x {row['output_length']}"
     if row["errors"]:
@@ -296,6 +306,11 @@ def _remarks(row: Mapping[str, Any]) -> Iterator[str]:
         yield f"{name}: {which} failed: {kinds}."
     if row["short"]:
         yield f"{name}: {row['short']} of {row['requests']} answers were short: the model ended them by itself."
+    if row["output_tokens"] > MANY_TOKENS * row["token_events"]:
+        yield (
+            f"{name}: {row['output_tokens']} tokens came in {row['token_events']} events: times between tokens are "
+            "those between events."
+        )
     if limits := row.get("client", {}).get("limits"):
         yield (
             f"**{name}: the client limited this run**, so its figures are worse than the server's: "

@@ -20,7 +20,7 @@ from benchmark.__main__ import main
 from benchmark.http_client import ChatApi, HttpClient, OpenAiApi, Reply, TgiApi
 from benchmark.load.arguments import limits_of, loads_of
 from benchmark.load.sweep import num_requests
-from benchmark.outcomes import Load, Objectives, Outcome, row_of, throughput_table
+from benchmark.outcomes import Load, Objectives, Outcome, remarks, row_of, throughput_table
 from benchmark.report import BenchError
 from benchmark.workload import Lengths, PlannedRequest
 from tests.benchmark.mock_server import mock_server
@@ -80,6 +80,21 @@ def test_a_row_from_two_requests() -> None:
     assert pytest.approx((100 + 500 / 3) / 2) == row["tpot_ms"]["mean"]
     assert pytest.approx(1000) == row["e2e_ms"]["p99"]
     assert (2, 0, {}, 0, None) == tuple(row[k] for k in ("requests", "errors", "errors_by_kind", "short", "goodput"))
+
+
+def test_tokens_of_one_event_are_spread_over_the_events() -> None:
+    """Sixteen tokens in four events, the later request first: rates are of tokens, and samples in the order of time."""
+    early, late = outcome(10.5, 10.6, 10.7, 10.8), outcome(11.0, 11.1, 11.2, 11.5, intended_at=10.6, sent_at=10.6)
+    early.reply.num_tokens = late.reply.num_tokens = 16
+    row = row_of(CELL, Load(concurrency=2), [late, early], Objectives())
+    assert (32, 8) == (row["output_tokens"], row["token_events"])
+    rates = row["samples"]["output_tokens_per_second"]
+    assert pytest.approx(32 / 1.5) == row["output_tokens_per_second"] == pytest.approx(sum(rates) / len(rates))
+    assert 4 * len(rates) / 1.5 == pytest.approx(next(rate for rate in rates if rate))
+    assert [500, 400] == pytest.approx(row["samples"]["ttft_ms"])
+    [remark] = remarks(row)
+    assert "32 tokens came in 8 events: times between tokens are those between events." in remark
+    assert [] == list(remarks(row_of(CELL, Load(concurrency=1), [outcome(10.5, 10.6, 10.7, 10.8)], Objectives())))
 
 
 def test_errors_are_counted_apart_and_never_in_latencies() -> None:
