@@ -259,8 +259,27 @@ def shape(tmp_path: Path) -> Path:
     return path
 
 
-def test_schedules_on_weights_that_stream(tmp_path: Path, shape: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    flags = ["--schedule", *SCHEDULES, "--num-gpu-batches", "2", "3", "--output-length", "6"]
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """The tokens of every run of the command, by prompt."""
+    found: list[list[list[int]]] = []
+
+    def noting(function: Any) -> Any:
+        async def noted(*args: Any) -> Any:
+            found.append(await function(*args))
+            return found[-1]
+
+        return noted
+
+    for module in (scheduled, diagonal):
+        monkeypatch.setattr(module, "generate", noting(module.generate))
+    return found
+
+
+def test_schedules_on_weights_that_stream(
+    tmp_path: Path, shape: Path, generated: list[list[list[int]]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--schedule", *SCHEDULES, "--num-gpu-batches", "2", "3", "--output-length", "24"]
     flags += ["--shortest-output-length", "2", "--weights-on-device", "0%", "--offload-dir", str(tmp_path)]
     offline(shape, *flags, "--output", str(tmp_path / "out"))
     *lines, last = capfd.readouterr().out.splitlines()
@@ -270,6 +289,8 @@ def test_schedules_on_weights_that_stream(tmp_path: Path, shape: Path, capfd: py
         (row["schedule"], row["num_gpu_batches"]) for row in rows
     ]
     total = result["work"]["max_new_tokens"]
+    _, first, *others = generated  # behind the one before what is measured
+    assert 6 == len(others) and all(first == tokens for tokens in others)
     for row in rows:
         assert (12 * 12, total - 12, total) == (row["prefill_tokens"], row["decode_tokens"], row["total_tokens"])
         assert row["prefill_latency_s"] + row["decode_latency_s"] <= row["total_latency_s"] * (1 + 1e-9)
