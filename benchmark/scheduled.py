@@ -303,13 +303,14 @@ async def _run_policy(
     limits = _limits_of(job, policy, info)
     tokens = sum(prompt.max_new_tokens for prompt in prompts)
     timed = TimedShards(client, served, came=lambda n: view.advance(n / tokens))
+    plan = policy.plan(prompts, info.block_size) if policy.schedule == DIAGONAL else None
     before = Streamed.of(await client.streamed(forget=True))
     forget_peaks(server)
     began = time.perf_counter()
-    if policy.schedule == DIAGONAL:
-        await diagonal.generate(timed, policy.plan(prompts, info.block_size), prompts, info.block_size, info.vocab_size)
-    else:
+    if plan is None:
         await generate(timed, tokenizer, limits, prompts, info.decoder_start, policy.gang)
+    else:
+        await diagonal.generate(timed, plan, prompts, info.block_size, info.vocab_size)
     ended = time.perf_counter()
     times = Streamed.of(await client.streamed())
     phases = Phases.of(timed.records, ended - began)
@@ -321,7 +322,7 @@ async def _run_policy(
         foreseen = None if foreseen is None else foreseen.projected(job.cut, whole)
     sizes = schedule_report.sizes(policy, job.prompts, info, served, timed.records, server.shard_pids())
     row = schedule_report.row(policy, phases, foreseen, sizes, is_projected=job.cut is not None)
-    row |= _level(job, policy, info, timed.records, cost)
+    row |= _level(plan, timed.records, cost)
     row |= schedule_report.streamed(times, began, ended)
     name = f"{policy.schedule}, n = {policy.num_gpu_batches}"
     ends = [record.answered_at for record in timed.records]
@@ -352,13 +353,10 @@ def _cost(
     return StreamedCost(streaming.cost_of(streaming.sizes_of(served), job.measured.rates, bytes_per_step))
 
 
-def _level(
-    job: Job, policy: Policy, info: ModelInfo, records: Sequence[StepRecord], cost: Cost | None
-) -> dict[str, Any]:
+def _level(plan: diagonal.Plan | None, records: Sequence[StepRecord], cost: Cost | None) -> dict[str, Any]:
     """Tokens a second while a diagonal block is whole, as measured and as predicted; null for the other schedules."""
-    if policy.schedule != DIAGONAL:
+    if plan is None:
         return schedule_report.level(None, None)
-    plan = policy.plan(job.run_prompts, info.block_size)
     foreseen = None if cost is None else plan.level_rate([cost.seconds(step.work) for step in plan.steps])
     return schedule_report.level(plan.level_rate(step_seconds(records)), foreseen)
 
