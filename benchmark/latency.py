@@ -28,6 +28,7 @@ from benchmark.latency_figures import (
     throughput_table,
 )
 from benchmark.peer import PeerTimes, TransformersPeer, peer_rows, peer_table
+from benchmark.prompts import detokenising
 from benchmark.publishing import published
 from benchmark.report import (
     BenchError,
@@ -41,7 +42,7 @@ from benchmark.report import (
     table,
 )
 from benchmark.roofline import Probe, ServedModel, describe
-from benchmark.steps import StepDriver, random_prompts
+from benchmark.steps import Detokenise, StepDriver, random_prompts
 from router.client import ModelInfo
 from router.entry import Sampling
 from router.queue import blocks_for
@@ -74,6 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-n-tokens", type=options.positive, help="candidates to report with each token")
     sampling.add_argument("--seed", type=options.not_negative, default=0, help="of the prompts and of sampling (0)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
+    parser.add_argument(
+        "--like-tgi",
+        action="store_true",
+        help="as TGI's tool measures: one step at a time, whose tokens are made text before the next one is sent",
+    )
     parser.add_argument(
         "--profile",
         action="store_true",
@@ -190,7 +196,10 @@ async def _measure(args: argparse.Namespace, target: shards.MeasuredShards, repo
     """Measure all batch sizes of one split, each kept as it is done. Raises BenchError."""
     async with shards.connect(target) as connected:
         info = connected.info
-        driver = StepDriver(connected.shards, info.block_size, info.num_blocks, info.decoder_start)
+        detokenise = _detokenising(target) if args.like_tgi else None
+        driver = StepDriver(
+            connected.shards, info.block_size, info.num_blocks, info.decoder_start, detokenise=detokenise
+        )
         _check(args, info, driver)
         served = shards.served_model(target, info)
         probe = None if served is None else shards.probe_for(served, info)
@@ -212,6 +221,12 @@ async def _measure(args: argparse.Namespace, target: shards.MeasuredShards, repo
                 result.extra["profile"] = [
                     row for n in args.batch_size for row in await _profile_rows(args, connected, driver, n)
                 ]
+
+
+def _detokenising(target: shards.MeasuredShards) -> Detokenise:
+    if target.location is None:
+        raise BenchError("--like-tgi needs the model's tokenizer: name it by --model-id or --random-weights")
+    return detokenising(target.location)
 
 
 def _peer(args: argparse.Namespace, target: shards.MeasuredShards, info: ModelInfo) -> TransformersPeer | None:
@@ -294,7 +309,8 @@ def sampling_of(args: argparse.Namespace, seed: int) -> Sampling:
 
 def _context(args: argparse.Namespace, target: shards.MeasuredShards, info: ModelInfo) -> RunContext:
     arguments = arguments_of(args)
-    names = ("batch_size", "sequence_length", "decode_length", "top_n_tokens", "seed")
+    names = ["batch_size", "sequence_length", "decode_length", "top_n_tokens", "seed"]
+    names += ["like_tgi"] if args.like_tgi else []
     return RunContext.gather(
         "latency",
         model=target.name,
@@ -309,10 +325,11 @@ def _context(args: argparse.Namespace, target: shards.MeasuredShards, info: Mode
 
 
 def _notes(args: argparse.Namespace, served: ServedModel | None) -> list[str]:
+    under_way = "one request under way, whose tokens are made text" if args.like_tgi else "two requests under way"
     notes = [
         f"Prefill: one step over all prompts, from request to reply. Decode: {args.decode_length - 1} steps after it, "
-        "two requests under way, from the first request to the last reply. The prefill's throughput counts prompt "
-        f"tokens. {args.runs} runs after {args.warmups} that are not recorded.",
+        f"{under_way}, from the first request to the last reply. The prefill's throughput counts prompt tokens. "
+        f"{args.runs} runs after {args.warmups} that are not recorded.",
         *percentile_notes(args.runs),
     ]
     if served is None:

@@ -69,11 +69,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_schedules(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--schedule", nargs="+", choices=(*SCHEDULES, scheduled.AUTO), metavar="NAME",
-        help="row, zig-zag, diagonal, or auto: what a model of the costs finds best",
+        help="row, zig-zag, diagonal, continuous, or auto: what a model of the costs finds best; results of before "
+        "2026-11-24 call continuous diagonal",
     )  # fmt: skip
     group.add_argument(
         "--num-gpu-batches", type=options.positive, nargs="+", metavar="N",
-        help=f"batches of a block, which advance together ({scheduled.DEFAULT_BATCHES}; auto tries several)",
+        help=f"batches of a block, which advance together ({scheduled.DEFAULT_BATCHES}; auto tries several); in the "
+        "diagonal order as many as the same KV memory has room for",
     )  # fmt: skip
     group.add_argument(
         "--gpu-batch-size", type=options.positive, metavar="N",

@@ -15,8 +15,8 @@ from typing import Any
 
 from benchmark.report import BenchError
 from benchmark.shards import cached_file
-from benchmark.steps import random_prompts
-from router.text import ModelTokenizer, TokenizerError
+from benchmark.steps import Detokenise, random_prompts
+from router.text import Detokeniser, ModelTokenizer, TokenizerError
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,12 @@ def load_tokenizer(location: str, *, with_eos: bool) -> ModelTokenizer:
     except ValueError as error:
         raise BenchError(str(error)) from None
     return tokenizer if with_eos else ModelTokenizer.of(tokenizer.tokenizer, frozenset())
+
+
+def detokenising(location: str) -> Detokenise:
+    """The model's tokenizer making text, as a server does for a stream."""
+    tokenizer = load_tokenizer(location, with_eos=False)
+    return lambda prompt: Detokeniser(tokenizer, prompt).push
 
 
 def read_prompts(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[Prompt]:

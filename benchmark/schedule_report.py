@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmark import flexgen
 from benchmark.prompts import Prompt
-from benchmark.report import Result, footer, table
+from benchmark.report import GIB, Result, footer, table
 from benchmark.roofline import ServedModel
-from benchmark.schedules import Phases, Policy
+from benchmark.schedules import DIAGONAL, Phases, Policy
 from benchmark.streaming import Measured, Streamed
 from benchmark.timed_shards import StepRecord
 from router.client import ModelInfo
@@ -24,10 +24,11 @@ def sizes(
     records: Sequence[StepRecord],
     pids: Sequence[int],
 ) -> dict[str, Any]:
-    """FlexGen's sizes, with the KV budget of the policy for these prompts."""
+    """FlexGen's sizes, with the KV budget of the policy for these prompts, and how many it computes together."""
     blocks = policy.kv_blocks(prompts, info.block_size, is_encoded=info.decoder_start is not None)
     widest = max(record.num_tokens for record in records)
-    return flexgen.sizes(info, served, pids, cache_tokens=blocks * info.block_size, widest_step=widest)
+    found = flexgen.sizes(info, served, pids, cache_tokens=blocks * info.block_size, widest_step=widest)
+    return {"sequences_at_once": policy.at_once(prompts, info.block_size), **found}
 
 
 def row(
@@ -44,6 +45,11 @@ def row(
         **phases.row(),
         **{f"predicted_{k}_tokens_per_second": expected.get(f"{k}_tokens_per_second") for k in flexgen.KINDS},
     }
+
+
+def level(measured: float | None, foreseen: float | None) -> dict[str, Any]:
+    """Tokens a second while a diagonal block is whole."""
+    return {"level_tokens_per_second": measured, "predicted_level_tokens_per_second": foreseen}
 
 
 def streamed(times: Streamed, began: float, ended: float) -> dict[str, Any]:
@@ -63,11 +69,13 @@ def notes(info: ModelInfo, measured: Measured | None) -> list[str]:
         "Prefill: steps in which nothing decodes. Decode: steps without prompts, and the tokens generated behind the "
         "first of each sequence. A step that has both counts as decode for as long as the run's median step without "
         "prompts takes, and as prefill for the rest. Total: from the first request to the last token, and all tokens "
-        "generated.",
-        "GB = 2**30 bytes. Model size: parameters on all shards. Cache size: the KV budget of the schedule. "
+        "generated. Level: those of the steps in which the whole of a diagonal block is under way; before these its "
+        "batches enter, and behind them they end, once in a run. Before 2026-11-24 reports called continuous diagonal.",
+        "GB = 2**30 bytes. Model size: parameters on all shards. Cache size: the KV budget of the schedule; in the "
+        "diagonal order, whose block is as large as the memory of a zig-zag block of n allows, what is in use at once. "
         "Hidden size (p): activations between two layers in the largest step. Peak memory: most that the shard "
         "processes held while the run lasted, libraries included, and keys and values that a run before has touched: "
-        "smaller blocks are run first. On GPUs it is the driver's figure, with all that the largest block needs. Link "
+        "what needs less is run first. On GPUs it is the driver's figure, with all that the largest block needs. Link "
         "and layers busy: the share of the run in which something was read, or a streamed layer computed.",
     ]
     found += [f"Off the device: {info.offloaded}."] if info.offloaded else []
@@ -93,7 +101,8 @@ def markdown(result: Result) -> str:
 def _figures(row: dict[str, Any], device: str) -> Iterator[str]:
     yield f"#### {row['schedule']}"
     yield ""
-    yield f"--num-gpu-batches {row['num_gpu_batches']} --gpu-batch-size {row['gpu_batch_size']}"
+    more = f" ({row['sequences_at_once']} sequences at once)" if row["schedule"] == DIAGONAL else ""
+    yield f"--num-gpu-batches {row['num_gpu_batches']} --gpu-batch-size {row['gpu_batch_size']}{more}"
     yield from flexgen.size_lines(row, device, is_projected=row["projected"])
     for kind in flexgen.KINDS:
         yield flexgen.phase_line(kind, row[f"{kind}_latency_s"], row[f"{kind}_tokens_per_second"])
@@ -103,9 +112,13 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     headings = (
         "Schedule",
         "n",
+        "Sequences",
+        "Cache GB",
         "Decode token/s",
         "Predicted",
         "Total token/s",
+        "Predicted",
+        "Level token/s",
         "Predicted",
         "Link busy",
         "Layers busy",
@@ -114,10 +127,14 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
         [
             row["schedule"],
             row["num_gpu_batches"],
+            row["sequences_at_once"],
+            f"{row['cache_size_bytes'] / GIB:.3f}",
             flexgen.rate(row["decode_tokens_per_second"]),
             flexgen.rate(row["predicted_decode_tokens_per_second"]),
             flexgen.rate(row["total_tokens_per_second"]),
             flexgen.rate(row["predicted_total_tokens_per_second"]),
+            flexgen.rate(row["level_tokens_per_second"]),
+            flexgen.rate(row["predicted_level_tokens_per_second"]),
             _percent(row["link_busy"]),
             _percent(row["layers_busy"]),
         ]

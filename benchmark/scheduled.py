@@ -8,7 +8,6 @@ extrapolated (`--cut-output-length`) is called projected, and nothing else is.
 from __future__ import annotations
 
 import argparse
-import math
 import random
 import sys
 import time
@@ -18,7 +17,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmark import flexgen, interrupts, launch, plots, schedule_report, shards, streaming, timeline
+from benchmark import (
+    choosing,
+    diagonal,
+    flexgen,
+    interrupts,
+    launch,
+    plots,
+    schedule_report,
+    shards,
+    streaming,
+    timeline,
+)
+from benchmark.cost import Cost
 from benchmark.generating import generate
 from benchmark.progress import Progress, Stage, shown
 from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts, warmup_prompt
@@ -26,8 +37,7 @@ from benchmark.publishing import published
 from benchmark.report import BenchError, Result
 from benchmark.roofline import ServedModel
 from benchmark.schedules import (
-    SCHEDULES,
-    Found,
+    DIAGONAL,
     Phases,
     Policy,
     StreamedCost,
@@ -36,11 +46,11 @@ from benchmark.schedules import (
     planned,
     policies,
     predicted,
-    search,
+    step_seconds,
 )
 from benchmark.shapes import BLOCK_SIZE, ModelShape
 from benchmark.streaming import Measured, Streamed
-from benchmark.timed_shards import TimedShards
+from benchmark.timed_shards import StepRecord, TimedShards
 from router.client import ModelInfo, ShardedClient
 from router.limits import Limits
 from router.text import ModelTokenizer
@@ -48,7 +58,6 @@ from server.offload.policy import Share
 
 AUTO = "auto"
 DEFAULT_BATCHES, DEFAULT_BATCH_SIZE = 4, 4  # FlexGen's default batch, and the first row of its table
-MOST_BATCHES = 64  # in a block that `auto` tries
 PREFILL_TOKENS = 4096  # of a step at most, unless a block's prompts are more
 
 
@@ -91,6 +100,7 @@ def check(args: argparse.Namespace) -> None:
             "--max-batch-size and --max-batch-total-tokens follow from --num-gpu-batches × --gpu-batch-size and the "
             "longest prompt where there is a --schedule: leave them out"
         )
+    _check_diagonal(args)
     if args.stop_at_eos and args.cut_output_length:
         raise BenchError("--cut-output-length extrapolates, and where sequences end is not known: drop --stop-at-eos")
     if args.shortest_output_length and (args.prompts or args.shortest_output_length > args.output_length):
@@ -104,6 +114,22 @@ def check(args: argparse.Namespace) -> None:
         )
     if args.offload_memory is not None:
         _check_size(args.offload_memory)
+
+
+def _check_diagonal(args: argparse.Namespace) -> None:
+    """Refuse what contradicts lengths that are known when a sequence enters. Raises BenchError."""
+    if DIAGONAL not in args.schedule:
+        return
+    if args.stop_at_eos:
+        raise BenchError(
+            "--schedule diagonal divides memory by the lengths of outputs, and with --stop-at-eos these are not known: "
+            "drop it, or give --schedule continuous"
+        )
+    if args.cut_output_length:
+        raise BenchError(
+            "--cut-output-length extrapolates steps that go on alike, and in the diagonal order shorter outputs have "
+            "other ones: drop it, or leave diagonal out"
+        )
 
 
 def _check_size(text: str) -> None:
@@ -143,16 +169,16 @@ def drawn(args: argparse.Namespace, tokenizer: ModelTokenizer) -> list[Prompt]:
 
 def _limits(job: Job) -> list[str]:
     """Launcher flags under which every policy can run."""
-    sequences = max(policy.block for policy in job.policies)
+    sequences = max(policy.at_once(job.run_prompts, BLOCK_SIZE) for policy in job.policies)
     prompt = max(len(prompt.token_ids) for prompt in job.prompts)
-    blocks = (policy.kv_blocks(job.prompts, BLOCK_SIZE, is_encoded=job.is_encoded) for policy in job.policies)
     return launch.flags_of(
         {
             "--max-input-length": prompt,
             "--max-total-tokens": job.longest,
             "--max-concurrent-requests": sequences,
             "--max-batch-prefill-tokens": job.prefill_tokens,
-            "--max-batch-total-tokens": BLOCK_SIZE * max(blocks),
+            "--max-batch-total-tokens": BLOCK_SIZE
+            * max(policy.kv_blocks(job.prompts, BLOCK_SIZE, is_encoded=job.is_encoded) for policy in job.policies),
         }
     )
 
@@ -170,8 +196,12 @@ def plan(args: argparse.Namespace, prompts: Sequence[Prompt], location: str) -> 
     if is_auto and (shape is None or not can_predict):
         raise BenchError("--schedule auto needs a decoder whose shape is known here: name a schedule instead")
     measured = _measured(args, shape) if shape is not None and can_predict else None
-    counts = args.num_gpu_batches or ([DEFAULT_BATCHES] if not is_auto else _powers(-(-len(prompts) // size)))
-    chosen = policies(SCHEDULES if is_auto else list(dict.fromkeys(args.schedule)), counts, size)
+    is_encoded = shape is not None and shape.spec.encoder is not None
+    if DIAGONAL in args.schedule and is_encoded:
+        raise BenchError("--schedule diagonal is for decoders, and this model has an encoder: name another schedule")
+    counts = args.num_gpu_batches or ([DEFAULT_BATCHES] if not is_auto else choosing.powers(-(-len(prompts) // size)))
+    names = choosing.schedules_for(args) if is_auto else list(dict.fromkeys(args.schedule))
+    chosen = policies(names, counts, size)
     most = max(policy.block for policy in chosen)
     if most > len(prompts) and not is_auto:
         raise BenchError(
@@ -179,22 +209,21 @@ def plan(args: argparse.Namespace, prompts: Sequence[Prompt], location: str) -> 
             f"{len(prompts)} prompts: raise --num-prompts or lower one of the two"
         )
     if not is_auto:
-        is_encoded = shape is not None and shape.spec.encoder is not None
         prefill_tokens = _prefill_tokens(args, prompts, chosen)
         return Job(prompts, cut, chosen, args.weights_on_device, (), measured, prefill_tokens, is_encoded)
     assert shape is not None and measured is not None, "refused above"
     prefill_tokens = args.max_batch_prefill_tokens or PREFILL_TOKENS
-    one_step = [policy for policy in chosen if largest_gang(prompts, [policy]) <= prefill_tokens]
+    one_step = [policy for policy in chosen if largest_gang(prompts, [policy], BLOCK_SIZE) <= prefill_tokens]
     served = ServedModel(shape, measured.dtype, args.quantize, args.kv_cache_dtype)
     memory = streaming.memory_for(args, served, measured, prefill_tokens)
-    found = _search(args, prompts, one_step, served, measured, memory, prefill_tokens)
-    why = _why(found, served, measured, memory)
+    found = choosing.best(args, prompts, one_step, served, measured, memory, prefill_tokens)
+    why = choosing.why(found, served, measured, memory)
     return Job(prompts, cut, [found.policy], streaming.percent(found.resident), [why], measured, prefill_tokens, False)
 
 
 def _prefill_tokens(args: argparse.Namespace, prompts: Sequence[Prompt], chosen: Sequence[Policy]) -> int:
     """Prompt tokens of a step, in which a block's prompts are computed together. Raises BenchError."""
-    least, given = largest_gang(prompts, chosen), args.max_batch_prefill_tokens
+    least, given = largest_gang(prompts, chosen, BLOCK_SIZE), args.max_batch_prefill_tokens
     if given is not None and given < least:
         raise BenchError(
             f"--max-batch-prefill-tokens is {given}, and the prompts of a block, which are computed together, have "
@@ -223,66 +252,6 @@ def _cut(args: argparse.Namespace, prompts: Sequence[Prompt]) -> int | None:
     return int(cut)
 
 
-def _powers(most: int) -> list[int]:
-    """1, 2, 4 … and `most`, but for those that are too many."""
-    powers = (1 << exponent for exponent in range(MOST_BATCHES.bit_length()))
-    return [*(power for power in powers if power < most), *([most] if most <= MOST_BATCHES else [])]
-
-
-def _search(
-    args: argparse.Namespace,
-    prompts: Sequence[Prompt],
-    chosen: Sequence[Policy],
-    served: ServedModel,
-    measured: Measured,
-    memory: float,
-    prefill_tokens: int,
-) -> Found:
-    """The best policy that fits into the memory. Raises BenchError where none does."""
-    sizes = streaming.sizes_of(served)
-    fixed = streaming.share_of(args.weights_on_device, sizes.layers)
-    shares = [fixed] if fixed is not None else streaming.shares_of(sizes.num_layers)
-    can_stream = measured.rates.link < math.inf
-    tried, candidates = shares if can_stream else [1.0], {}
-    for policy in chosen:
-        limits = policy.limits(
-            prompts,
-            block_size=BLOCK_SIZE,
-            vocab_size=served.shape.spec.vocab_size,
-            prefill_tokens=prefill_tokens,
-        )
-        works = planned(policy, prompts, limits)
-        candidates[policy] = (works, limits.max_batch_total_tokens * sizes.kv_per_token)
-    found = search(
-        candidates,
-        lambda share: streaming.cost_of(sizes, measured.rates, (1 - share) * sizes.layers),
-        memory,
-        tried,
-    )
-    if found is None:
-        layers = min(share * sizes.layers + sizes.slots * (share < 1) for share in tried)
-        least = layers + min((kv_bytes for _, kv_bytes in candidates.values()), default=0.0)
-        enough = f"give --offload-memory {math.ceil(least / 1e6)}MB"
-        remedy = enough if candidates and args.offload_memory else "lower --gpu-batch-size"
-        where = "" if can_stream else ", and nothing can stream without --offload-dir"
-        raise BenchError(f"nothing fits into {memory / 1e9:.2f} GB beside what must stay{where}: {remedy}")
-    return found
-
-
-def _why(found: Found, served: ServedModel, measured: Measured, memory: float) -> str:
-    """What was chosen, in a sentence."""
-    policy, phases = found.policy, found.phases
-    beside = streaming.rest_bytes(served) + streaming.sizes_of(served).head
-    link = measured.rates.link
-    from_where = f" with {link / 1e9:.2f} GB/s from where weights wait" if link < math.inf else ""
-    return (
-        f"auto: {policy.schedule}, blocks of {policy.num_gpu_batches} × {policy.gpu_batch_size} sequences, "
-        f"{100 * found.resident:.4g} % of the layers on the device, of {found.tried} policies that fit into "
-        f"{memory / 1e9:.2f} GB beside {beside / 1e9:.2f} GB of embedding and head: "
-        f"predicted {phases.total_tokens / phases.total_s:.4g} tokens/s{from_where}"
-    )
-
-
 # ----------------------------------------------------------------------------------------------------------- measure
 
 
@@ -301,7 +270,7 @@ async def _measure(
             has_reads = any(one.reads for one in timelines)
             return [timeline.draw(timelines, folder / "timeline.png")] if has_reads else []
 
-        in_order = sorted(job.policies, key=lambda one: one.block)  # peaks of memory grow with blocks
+        in_order = sorted(job.policies, key=lambda one: _kv_blocks(job, one))  # peaks of memory grow with it
         names = [f"{one.schedule}, {one.num_gpu_batches} × {one.gpu_batch_size} sequences" for one in in_order]
         with (
             published(result, schedule_report.markdown, args.output, draw) as keep,
@@ -334,24 +303,34 @@ async def _run_policy(
     limits = _limits_of(job, policy, info)
     tokens = sum(prompt.max_new_tokens for prompt in prompts)
     timed = TimedShards(client, served, came=lambda n: view.advance(n / tokens))
+    plan = policy.plan(prompts, info.block_size) if policy.schedule == DIAGONAL else None
     before = Streamed.of(await client.streamed(forget=True))
     forget_peaks(server)
     began = time.perf_counter()
-    await generate(timed, tokenizer, limits, prompts, info.decoder_start, policy.gang)
+    if plan is None:
+        await generate(timed, tokenizer, limits, prompts, info.decoder_start, policy.gang)
+    else:
+        await diagonal.generate(timed, plan, prompts, info.block_size, info.vocab_size)
     ended = time.perf_counter()
     times = Streamed.of(await client.streamed())
     phases = Phases.of(timed.records, ended - began)
-    foreseen = _foreseen(job, policy, served, info, before, args)
+    cost = _cost(job, served, info, before, args)
+    foreseen = None if cost is None else predicted(planned(policy, prompts, limits), cost)
     if job.cut is not None:
         whole = job.prompts[0].max_new_tokens
         phases = phases.projected(job.cut, whole)
         foreseen = None if foreseen is None else foreseen.projected(job.cut, whole)
     sizes = schedule_report.sizes(policy, job.prompts, info, served, timed.records, server.shard_pids())
     row = schedule_report.row(policy, phases, foreseen, sizes, is_projected=job.cut is not None)
+    row |= _level(plan, timed.records, cost)
     row |= schedule_report.streamed(times, began, ended)
     name = f"{policy.schedule}, n = {policy.num_gpu_batches}"
     ends = [record.answered_at for record in timed.records]
     return row, timeline.Timeline(name, began, ended, ends, times.reads, times.computed)
+
+
+def _kv_blocks(job: Job, policy: Policy) -> int:
+    return policy.kv_blocks(job.run_prompts, BLOCK_SIZE, is_encoded=job.is_encoded)
 
 
 def _limits_of(job: Job, policy: Policy, info: ModelInfo) -> Limits:
@@ -364,18 +343,22 @@ def _limits_of(job: Job, policy: Policy, info: ModelInfo) -> Limits:
     )
 
 
-def _foreseen(
-    job: Job, policy: Policy, served: ServedModel | None, info: ModelInfo, streamed: Streamed, args: argparse.Namespace
-) -> Phases | None:
-    """What the cost model says of the run; None where it knows nothing of such a model, or of where outputs end."""
+def _cost(
+    job: Job, served: ServedModel | None, info: ModelInfo, streamed: Streamed, args: argparse.Namespace
+) -> StreamedCost | None:
+    """The model of what steps cost; None where it knows nothing of such a model, or of where outputs end."""
     if job.measured is None or served is None or args.stop_at_eos:
         return None
-    prompts = job.run_prompts
-    limits = _limits_of(job, policy, info)
-    cost = streaming.cost_of(
-        streaming.sizes_of(served), job.measured.rates, float(streamed.pass_bytes * info.world_size)
-    )
-    return predicted(planned(policy, prompts, limits), StreamedCost(cost))
+    bytes_per_step = float(streamed.pass_bytes * info.world_size)
+    return StreamedCost(streaming.cost_of(streaming.sizes_of(served), job.measured.rates, bytes_per_step))
+
+
+def _level(plan: diagonal.Plan | None, records: Sequence[StepRecord], cost: Cost | None) -> dict[str, Any]:
+    """Tokens a second while a diagonal block is whole, as measured and as predicted; null for the other schedules."""
+    if plan is None:
+        return schedule_report.level(None, None)
+    foreseen = None if cost is None else plan.level_rate([cost.seconds(step.work) for step in plan.steps])
+    return schedule_report.level(plan.level_rate(step_seconds(records)), foreseen)
 
 
 def forget_peaks(server: launch.Server) -> None:

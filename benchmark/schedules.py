@@ -1,10 +1,11 @@
-"""The order in which a batch of sequences that is larger than a step goes through a model: row, zig-zag, diagonal.
+"""The order in which more sequences than a step has go through a model: row, zig-zag, diagonal, continuous.
 
-FlexGen's schedules (Sheng et al. 2023, arXiv 2303.06865) as this engine has them. A *batch* is so many sequences, a
-*block* is n batches. By row, one batch runs to its end, then the next: every step brings the weights for one batch. In
-zig-zag, the batches of a block advance together, so that a layer's weights serve all n before the next layer's come;
-the next block begins when the whole block has ended. In the diagonal order the next block's sequences enter as soon as
-those of the running block end, under the same KV budget. The tokens are the same by each.
+The first three are FlexGen's schedules (Sheng et al. 2023, arXiv 2303.06865) as this engine has them. A *batch* is so
+many sequences, a *block* is n batches. By row, one batch runs to its end, then the next: every step brings the weights
+for one batch. In zig-zag, the batches of a block advance together, so that a layer's weights serve all n before the
+next layer's come; the next block begins when the whole block has ended. In the diagonal order they enter one after the
+other, as many as the KV memory of a zig-zag block of n then has room for (`diagonal.py`). Continuous is what a server
+does: under that block's KV budget, sequences enter as soon as those before have ended. The tokens are the same by each.
 
 What a run was, or would be, is a list of steps; what they make of it in FlexGen's headings is arithmetic here.
 """
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmark import diagonal
 from benchmark.cost import Cost, StepWork
 from benchmark.fleet import Replica, Simulated, Tally
 from benchmark.prompts import Prompt
@@ -26,8 +28,8 @@ from router.limits import Limits
 from router.queue import RequestSize
 from server.offload.cost import StepCost
 
-ROW, ZIG_ZAG, DIAGONAL = "row", "zig-zag", "diagonal"
-SCHEDULES = (ROW, ZIG_ZAG, DIAGONAL)
+ROW, ZIG_ZAG, DIAGONAL, CONTINUOUS = "row", "zig-zag", "diagonal", "continuous"
+SCHEDULES = (ROW, ZIG_ZAG, DIAGONAL, CONTINUOUS)
 
 
 @dataclass(frozen=True)
@@ -35,21 +37,37 @@ class Policy:
     """A schedule and its sizes."""
 
     schedule: str
-    num_gpu_batches: int  # of a block; by row 1
+    num_gpu_batches: int  # of a block; by row 1; in the diagonal order of a zig-zag block that takes as much memory
     gpu_batch_size: int  # sequences
 
     @property
     def block(self) -> int:
-        """Sequences that are computed together."""
+        """Sequences that are computed together; in the diagonal order at least."""
         return self.num_gpu_batches * self.gpu_batch_size
 
     @property
     def gang(self) -> int | None:
-        """How many sequences enter together, when all before have ended; None: each enters when there is room."""
-        return None if self.schedule == DIAGONAL else self.block
+        """How many sequences enter together, when all before have ended; None: that is not what they wait for."""
+        return None if self.schedule in (DIAGONAL, CONTINUOUS) else self.block
 
-    def kv_blocks(self, prompts: Sequence[Prompt], block_size: int, *, is_encoded: bool) -> int:
-        """The KV budget: a block of the longest sequences. is_encoded: an encoder reads the prompts."""
+    def plan(self, prompts: Sequence[Prompt], block_size: int) -> diagonal.Plan:
+        """The run of the diagonal order, with as many batches as fit for the longest prompt and output of all."""
+        given = max(len(prompt.token_ids) for prompt in prompts)
+        generated = max(prompt.max_new_tokens for prompt in prompts)
+        count = diagonal.fitting_batches(given, generated, self.num_gpu_batches, block_size)
+        return diagonal.planned(prompts, count, self.gpu_batch_size, block_size)
+
+    def at_once(self, prompts: Sequence[Prompt], block_size: int) -> int:
+        """The most sequences that are computed together."""
+        return self.plan(prompts, block_size).at_once if self.schedule == DIAGONAL else self.block
+
+    def kv_blocks(self, prompts: Sequence[Prompt], block_size: int, *, is_encoded: bool = False) -> int:
+        """The KV budget: a block of the longest sequences; in the diagonal order what its plan has in use at once.
+
+        is_encoded: an encoder reads the prompts.
+        """
+        if self.schedule == DIAGONAL:
+            return self.plan(prompts, block_size).num_blocks
         sizes = (RequestSize(len(one.token_ids), one.max_new_tokens, is_encoded) for one in prompts)
         return self.block * max(size.blocks(block_size) for size in sizes)
 
@@ -94,10 +112,17 @@ def length_of(prompt: Prompt) -> int:
     return len(prompt.token_ids) + prompt.max_new_tokens
 
 
-def largest_gang(prompts: Sequence[Prompt], policies: Iterable[Policy]) -> int:
+def largest_gang(prompts: Sequence[Prompt], policies: Iterable[Policy], block_size: int) -> int:
     """Prompt tokens of those that enter together and must be one step, lest they advance apart; 0: none must."""
-    together = (gang for policy in policies if policy.gang for gang in gangs(prompts, policy.gang))
-    return max((sum(len(prompt.token_ids) for prompt in gang) for gang in together), default=0)
+    return max((tokens for policy in policies for tokens in _entering(policy, prompts, block_size)), default=0)
+
+
+def _entering(policy: Policy, prompts: Sequence[Prompt], block_size: int) -> list[int]:
+    """The prompt tokens of each of those steps."""
+    if policy.schedule == DIAGONAL:
+        return [work.prompt_tokens for work in policy.plan(prompts, block_size).works]
+    together = gangs(prompts, policy.gang) if policy.gang else ()
+    return [sum(len(prompt.token_ids) for prompt in gang) for gang in together]
 
 
 def gangs(prompts: Sequence[Prompt], gang: int | None) -> Iterator[Sequence[Prompt]]:
@@ -205,6 +230,8 @@ class _Noting:
 
 def planned(policy: Policy, prompts: Sequence[Prompt], limits: Limits) -> list[StepWork]:
     """What each step of a run computes, as the router's own scheduler plans them; times are of no matter for that."""
+    if policy.schedule == DIAGONAL:
+        return policy.plan(prompts, limits.block_size).works
     noting = _Noting([])
     replica, now, number = Replica(limits, noting, Tally()), 0.0, 0
     for gang in gangs(prompts, policy.gang):

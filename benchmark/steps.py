@@ -1,7 +1,8 @@
 """Drives shards step by step, as the router does, for one batch at a time: a whole-prompt step, then decode steps.
 
 Two requests are under way while decoding, so that the shards compute one while the next already waits in their queue.
-No tokens are looked at and nothing is admitted or stopped: this measures the shards, not a scheduler.
+No tokens are looked at and nothing is admitted or stopped: this measures the shards, not a scheduler. TGI's own tool
+measures more: its shards make text of every token, and the next step is sent when that is done (`detokenise`).
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class Times:
 
 
 Watch = Callable[[str], AbstractAsyncContextManager[None]]
+Detokenise = Callable[[Sequence[int]], Callable[[int], str]]  # of a prompt, what makes text of each token behind it
 
 
 def unwatched(phase: str) -> AbstractAsyncContextManager[None]:
@@ -57,12 +59,17 @@ class StepDriver:
         num_blocks: int,
         decoder_start: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        detokenise: Detokenise | None = None,
     ) -> None:
+        """detokenise: what makes text of a step's tokens before its time ends and the next is sent; None: nothing."""
         self._shards = shards
         self._block_size = block_size
         self._num_blocks = num_blocks
         self._decoder_start = decoder_start
         self._clock = clock
+        self._detokenise = detokenise
+        self._most_under_way = REQUESTS_UNDER_WAY if detokenise is None else 1
+        self._texts: dict[int, Callable[[int], str]] = {}
         self._ids = itertools.count(FIRST_ID)
         self._step_numbers = itertools.count(1)
 
@@ -91,6 +98,8 @@ class StepDriver:
         watch: entered around the prefill and around the decodes.
         """
         ids = [next(self._ids) for _ in prompts]
+        if (detokenise := self._detokenise) is not None:
+            self._texts = {id: detokenise(prompt) for id, prompt in zip(ids, prompts, strict=True)}
         first = self._prefill(ids, prompts, decode_length, sampling, top_n_tokens)
         async with watch("prefill"):
             started = self._clock()
@@ -129,18 +138,26 @@ class StepDriver:
         times, computed = [self._clock()], 0.0
         sent = 0
         for received in range(num_steps):
-            while sent < min(received + REQUESTS_UNDER_WAY, num_steps):
+            while sent < min(received + self._most_under_way, num_steps):
                 self._shards.send(step_request(next(self._step_numbers), decode=True))
                 sent += 1
-            reply = await self._shards.receive()
+            reply = self._read(await self._shards.receive(), batch_size)
             times.append(self._clock())
-            computed += _checked(reply, batch_size).forward_ns / 1e9
+            computed += reply.forward_ns / 1e9
         return times, computed
 
     async def _exchange(self, request: StepRequest, num_tokens: int) -> float:
         """One step on its own; returns the seconds that the first rank computed."""
         self._shards.send(request)
-        return _checked(await self._shards.receive(), num_tokens).forward_ns / 1e9
+        return self._read(await self._shards.receive(), num_tokens).forward_ns / 1e9
+
+    def _read(self, reply: StepReply, num_tokens: int) -> StepReply:
+        """A reply that is as it must be, with its tokens in the texts where there are any."""
+        _checked(reply, num_tokens)
+        if self._texts:
+            for id, token_id in zip(reply.ids, reply.token_ids, strict=True):
+                self._texts[id](token_id)
+        return reply
 
 
 def _checked(reply: StepReply, num_tokens: int) -> StepReply:

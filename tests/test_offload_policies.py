@@ -11,5 +11,5 @@ from tests import offload_policies
 def test_there_is_something_to_choose(work: offload_policies.Workload) -> None:
     every = offload_policies.fitting(work)
     assert len(every) > 30
-    assert {"row", "zig-zag", "diagonal"} == {name for name, _, _ in every}
+    assert {"row", "zig-zag", "diagonal", "continuous"} == {name for name, _, _ in every}
     assert max(share for _, _, share in every) < 1.0  # or there would be nothing to weigh

@@ -35,6 +35,11 @@ class Table:
         return next((row for row in self.rows if about.items() <= row.items()), None)
 
 
+def concurrency(row: Mapping[str, Any]) -> float:
+    """How many requests were under way on average, if throughput and latency of a row are of one run (Little's law)."""
+    return float(row["output_tokens_per_second"] * row["latency_per_output_token_ms"] / 1000)
+
+
 @dataclass(frozen=True)
 class Seed:
     """One document."""
@@ -53,6 +58,7 @@ class Seed:
     quick: Sizes
     notes: Sequence[str]
     tables: Sequence[Table] = field(repr=False)
+    arguments: Sequence[Mapping[str, str]] = field(default=(), repr=False)  # of its tool, and what stands for them here
 
     @property
     def num_layers(self) -> int:

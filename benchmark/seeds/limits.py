@@ -15,7 +15,7 @@ from benchmark.gpu import ceiling_of
 from benchmark.plan import Capacity, capacity
 from benchmark.report import BenchError
 from benchmark.roofline import Ceilings, ServedModel, mean_context
-from benchmark.seeds.documents import Seed
+from benchmark.seeds.documents import Seed, concurrency
 from benchmark.seeds.machine import Machine
 from benchmark.seeds.scales import Scale
 from benchmark.shapes import BLOCK_SIZE
@@ -79,8 +79,10 @@ def document_percents(seed: Seed, limit: Limit, row: Mapping[str, Any]) -> dict[
         given, generated = row["input_length"], row["output_length"]
         most = limit.tokens_per_second(MOST_SEQUENCES, given, generated)
         least = limit.output_token_ms(given, generated)
+        loaded = limit.tokens_per_second(round(concurrency(row)), given, generated)
         return {
             "throughput_percent": percent(most, row["output_tokens_per_second"], is_rate=True),
+            "loaded_throughput_percent": percent(loaded, row["output_tokens_per_second"], is_rate=True),
             "latency_percent": percent(least, row["latency_per_output_token_ms"], is_rate=False),
         }
     sequences = row["num_gpu_batches"] * sizes["gpu_batch_size"]

@@ -14,19 +14,20 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmark.gpu import stop_command
 from benchmark.launch import flags_of
 from benchmark.options import option
 from benchmark.report import ROOT, BenchError
 from benchmark.roofline import ServedModel
-from benchmark.schedules import SCHEDULES
+from benchmark.schedules import DIAGONAL, SCHEDULES
 from benchmark.seeds import machine as machines
-from benchmark.seeds.documents import Seed, Table
+from benchmark.seeds.documents import Seed, Table, concurrency
 from benchmark.seeds.limits import Limit, document_percents, of_document, percent
 from benchmark.seeds.machine import Machine
-from benchmark.seeds.scales import Scale
+from benchmark.seeds.modelled import BLOCKS
+from benchmark.seeds.scales import REQUESTS_PER_STREAM, Scale
 
 Row = dict[str, Any]
 
@@ -103,8 +104,11 @@ def _passed_on(process: subprocess.Popen[str]) -> Iterator[str]:
 
 def num_commands(job: Job) -> int:
     """How many commands the sweep is."""
-    counts = {"latency": len(job.num_shards), "serving": 2}
-    return counts[job.seed.kind] if job.seed.kind in counts else len(job.scale.several("num_gpu_batches"))
+    if job.seed.kind == "latency":
+        return len(job.num_shards)
+    if job.seed.kind == "serving":
+        return 2 + len(_document_loads(job))
+    return len(job.scale.several("num_gpu_batches")) * len(job.seed.tables)
 
 
 def rows(job: Job, begin: Callable[[], object], run: Command = run_command) -> Iterator[list[Row]]:
@@ -126,7 +130,8 @@ def rows(job: Job, begin: Callable[[], object], run: Command = run_command) -> I
 def _latency(job: Job, run: Command) -> Iterator[list[Row]]:
     names = ("batch_size", "sequence_length", "decode_length", "runs", "warmups")
     for num_shard in job.num_shards:
-        found = run(["latency", *job.flags, "--num-shard", str(num_shard), *job.sizes(*names)])
+        # The document's times are of one step at a time, text included.
+        found = run(["latency", *job.flags, "--num-shard", str(num_shard), *job.sizes(*names), "--like-tgi"])
         there = num_shard if num_shard in job.seed.num_shards else job.seed.num_shards[0]
         limit = of_document(job.seed, there)
         yield [
@@ -151,8 +156,27 @@ def _document_step(job: Job, row: Row, num_shard: int, limit: Limit) -> Row | No
 # --------------------------------------------------------------------------------------------------------- serving
 
 
+class Load(NamedTuple):
+    """A load by which a document's row may have been measured."""
+
+    given: int
+    generated: int
+    streams: int
+
+
+def _document_loads(job: Job) -> list[Load]:
+    """Those of all rows that are run, each once: throughput × latency, in whole streams."""
+    lengths = [(i, o) for i in job.scale.several("input_length") for o in job.scale.several("output_length")]
+    rows = [table.row(input_length=i, output_length=o) for i, o in lengths for table in job.seed.tables]
+    return list(dict.fromkeys(_load(row) for row in rows if row is not None))
+
+
+def _load(row: Row | Mapping[str, Any]) -> Load:
+    return Load(row["input_length"], row["output_length"], max(1, round(concurrency(row))))
+
+
 def _serving(job: Job, run: Command) -> Iterator[list[Row]]:
-    """Throughputs from many streams, latencies from one, as the document's figures are."""
+    """Throughputs from many streams and latencies from one, then both from as many as the document's figures make."""
     lengths = job.sizes("input_length", "output_length")
     single = job.scale.one("num_single_requests")
     loads = [(job.scale.streams, job.scale.one("num_requests")), (1, single)]
@@ -161,14 +185,44 @@ def _serving(job: Job, run: Command) -> Iterator[list[Row]]:
     for streams, requests in loads:
         load = ["--concurrency", str(streams), "--num-requests", str(requests)]
         found.append(run(["serving", *job.flags, "--num-shard", "1", *lengths, *load])["rows"])
+    at_load = {load: _at_load(job, run, load) for load in _document_loads(job)}
     limit = limit.best_of(job.limit(1))
     alone = {(row["input_length"], row["output_length"]): row for row in found[1]}
     theirs = of_document(job.seed, 1)
-    yield [
-        _cell(job, row, alone[row["input_length"], row["output_length"]], limit)
-        | {"document": _document_cells(job, row["input_length"], row["output_length"], theirs)}
-        for row in found[0]
-    ]
+    cells = [_cell(job, row, alone[row["input_length"], row["output_length"]], limit) for row in found[0]]
+    for cell in cells:
+        given, generated = cell["input_length"], cell["output_length"]
+        cell["document"] = _document_cells(job, given, generated, theirs)
+        cell["at_document_load"] = {
+            table.system: _loaded_cell(row, at_load[_load(row)], limit)
+            for table in job.seed.tables
+            if (row := table.row(input_length=given, output_length=generated)) is not None
+        }
+    yield cells
+
+
+def _at_load(job: Job, run: Command, load: Load) -> Row:
+    requests = min(REQUESTS_PER_STREAM * load.streams, job.scale.one("num_requests"))
+    lengths = ["--input-length", str(load.given), "--output-length", str(load.generated)]
+    streams = ["--concurrency", str(load.streams), "--num-requests", str(requests)]
+    (row,) = run(["serving", *job.flags, "--num-shard", "1", *lengths, *streams])["rows"]
+    return dict(row)
+
+
+def _loaded_cell(document: Mapping[str, Any], ours: Row, limit: Limit) -> Row:
+    """Ours at the load of a document's row."""
+    load = _load(document)
+    rate = ours["output_tokens_per_second"]
+    most = limit.tokens_per_second(load.streams, load.given, load.generated)
+    names = ("requests_per_second", "output_tokens_per_second", "latency_per_output_token_ms")
+    return {
+        "concurrency": concurrency(document),
+        "streams": load.streams,
+        **{name: ours[name] for name in names},
+        "throughput_percent": percent(most, rate, is_rate=True),
+        "errors": ours["errors"],
+        "requests": ours["requests"],
+    }
 
 
 def _cell(job: Job, loaded: Row, alone: Row, limit: Limit) -> Row:
@@ -208,7 +262,10 @@ def _document_cells(job: Job, given: int, generated: int, limit: Limit) -> dict[
 
 
 def _flexgen(job: Job, run: Command) -> Iterator[list[Row]]:
-    """A run for each number of batches: one block each, as the document's."""
+    """Runs for each number of batches: one block each, as the document's.
+
+    In the diagonal order, which fills and empties once in a run, it is several blocks.
+    """
     tables = {table.schedule: table for table in job.seed.tables}
     if missing := tables.keys() - set(SCHEDULES):
         raise BenchError(f"{job.seed.name} cannot be reproduced yet: there is no schedule {', '.join(sorted(missing))}")
@@ -216,18 +273,22 @@ def _flexgen(job: Job, run: Command) -> Iterator[list[Row]]:
     given, generated = job.scale.one("input_length"), job.scale.one("output_length")
     limit, theirs = job.limit(1), of_document(job.seed, 1)
     for count in job.scale.several("num_gpu_batches"):
-        block = ["--num-gpu-batches", str(count), "--gpu-batch-size", str(size), "--num-prompts", str(count * size)]
-        found = run(["offline", *job.flags, "--num-shard", "1", "--schedule", *tables, *block, *lengths])
-        limit = limit.best_of(job.limit(1))
-        most = limit.tokens_per_second(count * size, given, generated)
-        yield [
-            row
-            | {
-                "percent_of_limit": percent(most, row["total_tokens_per_second"], is_rate=True),
-                "document": _document_block(job, tables[row["schedule"]], count, theirs),
-            }
-            for row in found["rows"]
-        ]
+        for name, table in tables.items():
+            blocks = BLOCKS if name == DIAGONAL else 1
+            block = ["--num-gpu-batches", str(count), "--gpu-batch-size", str(size)]
+            prompts = ["--num-prompts", str(blocks * count * size)]
+            found = run(["offline", *job.flags, "--num-shard", "1", "--schedule", name, *block, *prompts, *lengths])
+            limit = limit.best_of(job.limit(1))
+            most = limit.tokens_per_second(count * size, given, generated)
+            yield [
+                row
+                | {
+                    "num_blocks": blocks,
+                    "percent_of_limit": percent(most, row["total_tokens_per_second"], is_rate=True),
+                    "document": _document_block(job, table, count, theirs),
+                }
+                for row in found["rows"]
+            ]
 
 
 def _document_block(job: Job, table: Table, count: int, limit: Limit) -> Row | None:

@@ -10,15 +10,18 @@ from typing import Any
 
 from benchmark import flexgen
 from benchmark.latency_figures import STEPS, THROUGHPUT_STEPS, throughputs_of
-from benchmark.report import Result, footer, table
-from benchmark.seeds.documents import Seed
+from benchmark.report import GIB, Result, footer, table
+from benchmark.seeds.documents import Seed, concurrency
+from benchmark.seeds.modelled import block_figures
 from benchmark.seeds.runs import Job
 
 Row = Mapping[str, Any]
 LOAD_NOTE = (
-    "The document names no load. Its latencies hardly differ from length to length, and are far below what its "
-    "throughputs would make of them: they are read as those of one request at a time, its throughputs as those of a "
-    "full server. So ours are from two runs: throughputs with {streams} streams, latencies with one."
+    "The document names no load. If its throughput and its latency are of one run, their product is how many requests "
+    "were under way on average (Little's law): {least:.1f} to {most:.1f} of them, the document's concurrency in the "
+    "second table of a system, in which both of ours are from a run of that many streams, rounded. Its latencies "
+    "hardly differ from length to length, as those of one request at a time would: so the first table has throughputs "
+    "with {streams} streams and latencies with one, as if the document's were of two runs."
 )
 
 
@@ -49,7 +52,8 @@ def notes(job: Job) -> list[str]:
     seed = job.seed
     found = [] if job.scale.reductions else list(seed.notes)
     if seed.kind == "serving":
-        found.append(LOAD_NOTE.format(streams=job.scale.streams))
+        loads = [concurrency(row) for one in seed.tables for row in one.rows]
+        found.append(LOAD_NOTE.format(streams=job.scale.streams, least=min(loads), most=max(loads)))
     if seed.is_device_assumed and not job.scale.reductions:
         found.append(f"The document names no GPU: the shares of its limit are those of {seed.device}, an assumption.")
     found.append(
@@ -99,14 +103,12 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _latency(result: Result, job: Job) -> Iterator[str]:
-    pairs = [
-        ("Model", job.seed.title),
-        ("Sequence Length", job.scale.one("sequence_length")),
-        ("Decode Length", job.scale.one("decode_length")),
-        ("N Runs", job.scale.one("runs")),
-        ("Warmups", job.scale.one("warmups")),
+    ours = {"model": job.seed.title, **job.scale.sizes}
+    cells = [
+        [one["parameter"], one["document"], one["ours"].format_map(ours), f"`{one['option']}`", one["why"]]
+        for one in job.seed.arguments
     ]
-    yield table(("Parameter", "Value"), pairs)
+    yield table(("Parameter", "Document", "Lockstep", "Option of latency", "What it is"), cells)
     for num_shard in job.num_shards:
         own = [row for row in result.rows if row["num_shard"] == num_shard]
         if own:
@@ -179,8 +181,37 @@ def _serving(result: Result, job: Job) -> Iterator[str]:
         for one in job.seed.tables:
             yield f"## {one.system}"
             yield table(headings, [_cells(row, one.system) for row in result.rows], centred=True)
-    failed = sum(row["errors"] for row in result.rows)
-    yield f"- {failed} of {sum(row['requests'] for row in result.rows)} requests failed." if failed else ""
+    yield from _at_document_loads(result, job)
+    runs = [run for row in result.rows for run in (row, *row["at_document_load"].values())]
+    failed = sum(run["errors"] for run in runs)
+    yield f"- {failed} of {sum(run['requests'] for run in runs)} requests failed." if failed else ""
+
+
+LOADED_COLUMNS: Mapping[str, str] = {name: SERVING_COLUMNS[name] for name in (
+    "requests_per_second", "output_tokens_per_second", "latency_per_output_token_ms", "throughput_percent",
+)}  # fmt: skip
+
+
+def _at_document_loads(result: Result, job: Job) -> Iterator[str]:
+    """A table for each system whose rows have lengths of the run."""
+    is_full = not job.scale.reductions
+    for one in job.seed.tables:
+        own = [row for row in result.rows if one.system in row["at_document_load"]]
+        if not own:
+            continue
+        yield f"## At the concurrency of {one.system}: throughput × latency per output token"
+        headings = ("Input Length", "Output Length", "Concurrency", "Streams", *LOADED_COLUMNS.values())
+        yield table(headings, [_loaded_cells(row, one.system, is_full=is_full) for row in own], centred=True)
+
+
+def _loaded_cells(row: Row, system: str, *, is_full: bool) -> list[object]:
+    ours, theirs = row["at_document_load"][system], (row["document"] or {}).get(system, {})
+    theirs = {**theirs, "throughput_percent": theirs.get("loaded_throughput_percent")}
+    values = [
+        _pair(ours[name], theirs.get(name), digits=1 if "percent" in name else 2, is_full=is_full)
+        for name in LOADED_COLUMNS
+    ]
+    return [row["input_length"], row["output_length"], f"{ours['concurrency']:.1f}", ours["streams"], *values]
 
 
 def _cells(row: Row, system: str | None) -> list[object]:
@@ -213,9 +244,43 @@ def _flexgen(result: Result, job: Job) -> Iterator[str]:
             for kind in flexgen.KINDS
         ]
         share = _pair(row["percent_of_limit"], theirs.get("percent_of_limit"), "", 1, is_full=is_full)
-        cells.append([row["schedule"], row["num_gpu_batches"], *rates, share])
-    headings = ("Schedule", "n", *(f"{kind} token/s".capitalize() for kind in flexgen.KINDS), "% of limit, total")
+        level = _number(row["level_tokens_per_second"], 1)
+        peak = _pair(_peak_gib(row), theirs.get("peak_gpu_memory_gb"), "", 3, is_full=is_full)
+        sizes = [row["sequences_at_once"], _number(_computed_gib(row), 3), peak]
+        cells.append([row["schedule"], row["num_gpu_batches"], row["num_blocks"], *sizes, *rates, level, share])
+    rates = [f"{kind} token/s".capitalize() for kind in flexgen.KINDS]
+    headings = ("Schedule", "n", "Blocks", "Sequences", "Computed GB", "Peak GB", *rates, "Level", "% of limit, total")
     yield table(headings, cells)
+    yield from _modelled(job)
+
+
+def _computed_gib(row: Row) -> float:
+    """Weights, keys and values, and activations between two layers; libraries and all else come on top."""
+    return sum(row[f"{name}_size_bytes"] or 0 for name in ("model", "cache", "hidden")) / GIB
+
+
+def _peak_gib(row: Row) -> float | None:
+    """On the device, as it was measured."""
+    num_bytes = row["peak_gpu_memory_bytes"] or row["peak_host_memory_bytes"]
+    return None if num_bytes is None else num_bytes / GIB
+
+
+def _modelled(job: Job) -> Iterator[str]:
+    """What the cost model says of the document's sizes on its device, beside the document where the whole is run."""
+    seed, is_full = job.seed, not job.scale.reductions
+    yield f"#### By the cost model, on the document's {seed.hardware}: computed from its data sheet, not measured"
+    by_schedule = {one.schedule: one for one in seed.tables}
+    cells = []
+    for row in block_figures(seed):
+        count = row["num_gpu_batches"]
+        for name, one in by_schedule.items():
+            theirs = one.row(num_gpu_batches=count) or {}
+            peak = _pair(row[name]["peak_bytes"] / GIB, theirs.get("peak_gpu_memory_gb"), "", 3, is_full=is_full)
+            rate = _pair(row[name]["tokens_per_second"], theirs.get("total_tokens_per_second"), "", 1, is_full=is_full)
+            cells.append(
+                [name, count, row[name]["sequences"], f"{row[name]['cache_size_bytes'] / GIB:.3f}", peak, rate]
+            )
+    yield table(("Schedule", "n", "Sequences", "Cache GB", "Computed peak GB", "Total token/s"), cells)
 
 
 def _engines(job: Job) -> str:
@@ -227,6 +292,9 @@ def _block(row: Row, device: str) -> Iterator[str]:
     yield from flexgen.size_lines(row, device, is_projected=row["projected"])
     for kind in flexgen.KINDS:
         yield flexgen.phase_line(kind, row[f"{kind}_latency_s"], row[f"{kind}_tokens_per_second"])
+    if row["level_tokens_per_second"] is not None:
+        level = flexgen.rate(row["level_tokens_per_second"])
+        yield f"{row['num_blocks']} blocks, level throughput: {level} token/s"
     theirs = row["document"]
     if theirs is None:
         return

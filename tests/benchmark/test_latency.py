@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +83,28 @@ def test_times_are_those_of_the_steps() -> None:
     (times,) = run_steps(fake, batch_size=2, length=8, decode_length=10)
     assert (0.5, 4.5) == (pytest.approx(times.prefill), pytest.approx(times.decode))
     assert [0.5] * 9 == pytest.approx(list(times.intervals))
+
+
+def test_like_tgi_one_step_is_under_way_and_its_text_is_part_of_its_time() -> None:
+    """Steps of 0.5 s, and text of 2 tokens that takes 0.25 s each: 1 s for each of a prefill and nine decodes."""
+    time, texts = ManualTime(), list[list[int]]()
+
+    def slowly(prompt: Sequence[int]) -> Callable[[int], str]:
+        tokens = list[int]()
+        texts.append(tokens)
+
+        def push(token_id: int) -> str:
+            time.now += 0.25
+            tokens.append(token_id)
+            return ""
+
+        return push
+
+    fake = FakeShardedClient(step_delay_s=0.5, clock=time.clock, sleep=time.sleep)
+    driver = StepDriver(fake, fake.block_size, fake.num_blocks, clock=time.clock, detokenise=slowly)
+    times = asyncio.run(driver.run(random_prompts(2, 8, fake.vocab_size, seed=0), 10, [Sampling()] * 2))
+    assert (1.0, 9.0) == (pytest.approx(times.prefill), pytest.approx(times.decode))
+    assert [10, 10] == [len(tokens) for tokens in texts]
 
 
 def test_a_failed_step_ends_the_run_with_its_sentence() -> None:
@@ -282,13 +304,14 @@ def test_two_shards_of_our_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]
 
 
 def test_a_profile_names_operators_and_leaves_traces(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    flags = ["-b", "2", "-s", "9", "-d", "5", "-r", "1", "--device", "cpu", "--profile"]
+    flags = ["-b", "2", "-s", "9", "-d", "5", "-r", "1", "--device", "cpu", "--profile", "--like-tgi"]
     assert 0 == main(["latency", *flags, "--output", str(tmp_path)])
     rows = json.loads((tmp_path / "result.json").read_text())["profile"]
     assert {"prefill", "decode"} == {row["phase"] for row in rows}
     assert any("linear" in row["where"] or "addmm" in row["where"] or "mm" in row["where"] for row in rows)
     assert all(0 <= row["percent"] <= 100.1 for row in rows)
-    assert "| Where " in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "| Where " in out and "one request under way, whose tokens are made text" in out
     trace = json.loads((tmp_path / "trace-decode-2.json").read_text())
     assert any(event.get("name", "").startswith("aten::") for event in trace["traceEvents"])
 
@@ -311,10 +334,11 @@ def test_transformers_generates_beside_us(model: list[str], capfd: pytest.Captur
     assert "| transformers, p50 |" in shown
 
 
-def test_transformers_needs_the_model(server: launch.Server, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flag", ["--beside-transformers", "--like-tgi"])
+def test_what_needs_the_model_says_so(server: launch.Server, flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     prefix = server.sockets[0].removesuffix("-0")
-    assert 1 == main(["latency", "-b", "1", "-s", "9", "-d", "5", "--shard-uds-path", prefix, "--beside-transformers"])
-    assert "needs the model: name it by --model-id or --random-weights" in capsys.readouterr().err
+    assert 1 == main(["latency", "-b", "1", "-s", "9", "-d", "5", "--shard-uds-path", prefix, flag])
+    assert f"{flag} needs the model" in capsys.readouterr().err
 
 
 @pytest.fixture(scope="module")

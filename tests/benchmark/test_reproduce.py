@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from benchmark import reproduce
+from benchmark import latency, reproduce
 from benchmark.__main__ import main
 from benchmark.report import BenchError
 from benchmark.roofline import Ceilings, ServedModel
-from benchmark.seeds import documents, limits, machine, runs, scales, tables
+from benchmark.seeds import documents, limits, machine, modelled, runs, scales, tables
 from benchmark.seeds.machine import Machine
 from benchmark.shapes import from_config
 
@@ -91,6 +91,65 @@ def test_shares_of_the_documents_hardware(name: str, table: int, row: int, perce
         seed, limits.of_document(seed, seed.tables[table].num_shard), seed.tables[table].rows[row]
     )
     assert percents == {key: pytest.approx(found[key], abs=0.06) for key in percents}
+
+
+def test_the_concurrency_of_a_row_by_hand() -> None:
+    """Little's law: 2,944.63 tokens a second that take 13.63 ms each are 40.1 requests at once; in all 2.4 to 40."""
+    found = {name: documents.find(name) for name in NAMES if documents.find(name).kind == "serving"}
+    row = found["vllm-chatglm3"].tables[0].row(input_length=128, output_length=512)
+    assert row is not None and 2944.63 * 0.01363 == pytest.approx(documents.concurrency(row))
+    every = [documents.concurrency(row) for seed in found.values() for table in seed.tables for row in table.rows]
+    assert (2.424, 40.135) == (pytest.approx(min(every), abs=5e-4), pytest.approx(max(every), abs=5e-4))
+
+
+def test_a_document_s_limit_is_of_its_own_concurrency_too() -> None:
+    """37 sequences on an A100 that reads at 1.555 TB/s, in one step of prompts and 127 behind it."""
+    seed = documents.find("vllm-chatglm3")
+    row, limit = seed.tables[0].rows[0], limits.of_document(seed, 1)
+    found = limits.document_percents(seed, limit, row)
+    steps_ms = limit.step_ms("prefill", 37, 128, 128) + limit.step_ms("decode_total", 37, 128, 128)
+    assert 100 * 2733.53 / (1000 * 37 * 128 / steps_ms) == pytest.approx(found["loaded_throughput_percent"], rel=1e-3)
+    assert found["loaded_throughput_percent"] > found["throughput_percent"]  # 256 sequences could have more
+
+
+def test_all_arguments_of_the_document_s_tool_have_one_of_ours() -> None:
+    seed, own = documents.find("tgi-bloomz"), argparse.ArgumentParser()
+    latency.add_arguments(own)
+    options = {option for action in own._actions for option in action.option_strings}
+    assert [
+        "Model", "Sequence Length", "Decode Length", "N Runs", "Warmups", "Temperature", "Top K", "Top P", "Typical P",
+        "Repetition Penalty", "Watermark", "Do Sample",
+    ] == [one["parameter"] for one in seed.arguments]  # fmt: skip
+    assert [] == [one["option"] for one in seed.arguments if one["option"] not in options]
+    ours = [one["ours"].format_map({"model": "M", **seed.sweep}) for one in seed.arguments]
+    assert [one["document"] for one in seed.arguments][1:] == ours[1:]
+
+
+def test_why_the_document_s_diagonal_order_is_faster_by_hand() -> None:
+    """Not by a larger block: per batch of 8 and token 16.2 and 7.5 ms, where weights and keys take 4.5 ms to read."""
+    origin, level = documents.find("flexgen-opt").tables
+    last, before = level.rows[3], level.rows[2]
+    assert 16.2 == pytest.approx(1000 * origin.rows[3]["decode_latency_s"] / (31 * 32), abs=0.05)
+    slope = (last["decode_latency_s"] - before["decode_latency_s"]) / (31 * 16)
+    assert 7.5 == pytest.approx(1000 * slope, abs=0.05)
+    weights, keys = 2_631_516_160, 8 * (512 + 16) * 196_608
+    assert 4.5 == pytest.approx(1000 * (weights + keys) / 768e9, abs=0.05)
+    assert 25.5 == last["cache_size_gb"] == 8 * 32 * 544 * 196_608 / 2**30  # all of it, as its zig-zag order has
+
+
+def test_what_the_cost_model_says_of_the_document_s_device_by_hand() -> None:
+    """An A6000 reads 768 GB/s and computes 154.8 TFLOP/s; 2 bytes of weights are 2 operations for each token."""
+    row = modelled.block_figures(documents.find("flexgen-opt"))[3]
+    layers, head, kv, read, flops = 2_417_197_056, 205_914_112, 196_608, 768e9, 154.8e12
+    prefill = layers * 256 * 512 / flops + head * 256 / flops
+    decode = sum((layers + head) * 256 / flops + 256 * (512 + age) * kv / read for age in range(1, 32))
+    assert 256 * 32 / (prefill + decode) == pytest.approx(row["zig-zag"]["tokens_per_second"], rel=5e-3)
+    # A level step: 8 prompts, and 248 sequences at ages 1 to 31; 256 tokens come of it.
+    level = (layers * (8 * 512 + 248) + head * 256) / flops + 8 * sum(512 + age for age in range(1, 32)) * kv / read
+    assert 256 / level == pytest.approx(row["diagonal"]["tokens_per_second"], rel=5e-3)
+    weights, width = 2_631_516_160, 2 * 2048
+    assert weights + 8 * 32 * 544 * kv + 256 * 512 * width == row["zig-zag"]["peak_bytes"]
+    assert weights + 8560 * 16 * kv + (8 * 512 + 248) * width == row["diagonal"]["peak_bytes"]
 
 
 def test_a_document_keeps_the_format_of_its_model() -> None:
@@ -237,11 +296,12 @@ class Fake:
         sizes = dict.fromkeys(
             [f"{n}_bytes" for n in ("model_size", "cache_size", "hidden_size", "peak_host_memory")], 2**30
         )
-        (count,) = self.values("--num-gpu-batches")
+        (count,), command = self.values("--num-gpu-batches"), list(self.commands[-1])
+        schedule = command[command.index("--schedule") + 1]
         return [
             {"schedule": schedule, "num_gpu_batches": count, **figures, **sizes, "peak_gpu_memory_bytes": None,
-             "projected": False}
-            for schedule in ("zig-zag", "diagonal")
+             "projected": False, "sequences_at_once": 8 * count,
+             "level_tokens_per_second": 8.0 if schedule == "diagonal" else None}
         ]  # fmt: skip
 
 
@@ -259,9 +319,15 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
     [
         ("tgi-bloomz", ["# Tensor Parallel (TP) - 2 shards of one CPU", "7.00 / 65.65 ms", "12.5 / 6.9 %"]),
         ("vllm-mistral-awq", ["## vllm v0.2.5", "## tgi v1.3.4", "1792.00 / 9.36", "7.00 / 12.62", "/ 20.3"]),
+        # Concurrency 15.1 and 18.2: 15 and 18 streams of 7 each.
+        ("vllm-mistral-awq", ["105.00 / 9.36", "105.00 / 12.62", "126.00 / 10.86", "126.00 / 16.47"]),
         ("vllm-chatglm3", ["## vllm v0.2.7", "1792.00 / 2733.53"]),
         ("vllm-baichuan2-gptq", ["## vllm 0.2.7", "1792.00 / 865.93", "1792.00 / –"]),
+        ("vllm-baichuan2-gptq", ["2.4 to 10.6 of them", "21.00 / 1.83"]),  # 3.3 by 1024 and 128
+        ("vllm-chatglm3", ["8.2 to 40.1 of them", "280.00 / 5.75"]),
         ("flexgen-opt", ["#### zig-zag (the document's origin)", "total throughput: 386.495 token/s", "7.0 / 386.5"]),
+        ("flexgen-opt", ["3.000 ", "1.000 / 28.987", "1.000 / 27.749", "4 blocks, level throughput: 8.000 token/s"]),
+        ("flexgen-opt", ["on the document's A6000 45G: computed from its data", "28.451 / 28.987", "2521.0 / 623.3"]),
     ],
 )
 def test_a_whole_run_has_the_documents_figure_beside_each_of_ours(
@@ -307,8 +373,12 @@ def test_short_answers_of_a_document_are_named() -> None:
 
 def test_a_block_is_run_alone_as_in_the_document(fake: Fake, tmp_path: Path) -> None:
     assert 0 == main(["reproduce", "flexgen-opt", "--output", str(tmp_path)])
-    prompts = [line[list(line).index("--num-prompts") + 1] for line in fake.commands]
-    assert ["32", "64", "128", "256"] == prompts
+    prompts = [
+        (line[list(line).index("--schedule") + 1], line[list(line).index("--num-prompts") + 1])
+        for line in fake.commands
+    ]
+    # The diagonal order, which fills and empties once in a run, has four blocks.
+    assert [(name, str(n * 8 * k)) for n in (4, 8, 16, 32) for name, k in (("zig-zag", 1), ("diagonal", 4))] == prompts
 
 
 def test_what_was_measured_before_a_failure_is_kept(
@@ -321,7 +391,7 @@ def test_what_was_measured_before_a_failure_is_kept(
 
     monkeypatch.setattr(runs.rows, "__defaults__", (failing,))
     assert 1 == main(["reproduce", "flexgen-opt", "--output", str(tmp_path)])
-    assert 4 == len(json.loads((tmp_path / "result.json").read_text())["rows"])
+    assert 2 == len(json.loads((tmp_path / "result.json").read_text())["rows"])
     assert "**Incomplete**: offline failed: the disk is full" in (tmp_path / "result.md").read_text()
     assert "error: offline failed: the disk is full" in capsys.readouterr().err
 

@@ -6,17 +6,19 @@ import asyncio
 import json
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import AutoConfig
 
-from benchmark import scheduled, schedules
+from benchmark import choosing, diagonal, scheduled, schedules
 from benchmark.__main__ import main
 from benchmark.generating import generate
 from benchmark.prompts import Prompt
 from benchmark.schedules import (
+    CONTINUOUS,
     DIAGONAL,
     ROW,
     SCHEDULES,
@@ -56,9 +58,18 @@ def limits_for(policy: Policy, prompts: list[Prompt], prefill_tokens: int = 64) 
 
 
 def ran(policy: Policy, prompts: list[Prompt]) -> tuple[list[list[int]], list[StepRecord], FakeShardedClient]:
-    fake = FakeShardedClient(max_batch_total_tokens=4096, max_batch_size=policy.block, max_batch_prefill_tokens=64)
+    most = policy.at_once(prompts, 16)
+    fake = FakeShardedClient(
+        max_batch_total_tokens=4096,
+        max_batch_size=most,
+        max_batch_prefill_tokens=None if policy.schedule == DIAGONAL else 64,
+        lends_blocks=policy.schedule == DIAGONAL,
+    )
     timed = TimedShards(fake, WORK)
-    tokens = asyncio.run(generate(timed, words(), limits_for(policy, prompts), prompts, gang=policy.gang))
+    if policy.schedule == DIAGONAL:
+        tokens = asyncio.run(diagonal.generate(timed, policy.plan(prompts, 16), prompts, 16, 256))
+    else:
+        tokens = asyncio.run(generate(timed, words(), limits_for(policy, prompts), prompts, gang=policy.gang))
     assert set() == fake.live_ids
     return tokens, timed.records, fake
 
@@ -72,13 +83,13 @@ def test_the_tokens_are_the_same_by_each_schedule(num_gpu_batches: int) -> None:
         assert alone == ran(Policy(name, num_gpu_batches, 2), prompts)[0], name
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", [ROW, ZIG_ZAG, CONTINUOUS])
 def test_who_is_computed_with_whom(name: str) -> None:
-    """Sequences of one token and of ten in turn: only the diagonal order fills the places of those that end."""
+    """Sequences of one token and of ten in turn: only continuous admission fills the places of those that end."""
     prompts = [Prompt([5] * 4, 1 if number % 2 else 10) for number in range(8)]
     _, records, fake = ran(Policy(name, 2, 2), prompts)
     entering = [sorted(new.id for new in request.add) for request in fake.requests if request.add]
-    if name == DIAGONAL:
+    if name == CONTINUOUS:
         assert [[1, 2, 3, 4], [5, 6], [7], [8]] == entering
         assert max(record.decoding for record in records) == 4
     else:
@@ -90,9 +101,11 @@ def test_who_is_computed_with_whom(name: str) -> None:
 
 def test_prompts_that_enter_together_are_one_step() -> None:
     prompts = [Prompt([5] * length, 1) for length in (10, 20, 30, 40, 50)]
-    assert 50 == largest_gang(prompts, [Policy(ROW, 1, 1)])
-    assert 70 == largest_gang(prompts, [Policy(ROW, 1, 1), Policy(ZIG_ZAG, 2, 1)])
-    assert 0 == largest_gang(prompts, [Policy(DIAGONAL, 2, 1)])
+    assert 50 == largest_gang(prompts, [Policy(ROW, 1, 1)], 16)
+    assert 70 == largest_gang(prompts, [Policy(ROW, 1, 1), Policy(ZIG_ZAG, 2, 1)], 16)
+    assert 0 == largest_gang(prompts, [Policy(CONTINUOUS, 2, 1)], 16)
+    longer = [replace(prompt, max_new_tokens=4) for prompt in prompts]  # each has a step to itself
+    assert 50 == largest_gang(longer, [Policy(DIAGONAL, 2, 1)], 16)
 
 
 def test_what_an_encoder_reads_has_blocks_of_its_own() -> None:
@@ -102,7 +115,7 @@ def test_what_an_encoder_reads_has_blocks_of_its_own() -> None:
 
 
 def test_auto_tries_no_blocks_of_more_prompts_than_there_are() -> None:
-    assert [[1], [1, 2, 3], [1, 2, 4], [1, 2, 4, 8, 16, 32, 64]] == [scheduled._powers(n) for n in (1, 3, 4, 99)]
+    assert [[1], [1, 2, 3], [1, 2, 4], [1, 2, 4, 8, 16, 32, 64]] == [choosing.powers(n) for n in (1, 3, 4, 99)]
 
 
 def test_row_has_no_blocks_and_appears_once() -> None:
@@ -158,14 +171,28 @@ def rate_of(policy: Policy, prompts: list[Prompt], share: float) -> float:
 
 def test_the_model_says_what_blocks_are_good_for() -> None:
     equal = [Prompt([1] * 8, 16) for _ in range(64)]
-    row, zig_zag, diagonal = (
-        rate_of(Policy(name, n, 2), equal, 0.0) for name, n in zip(SCHEDULES, (1, 8, 8), strict=True)
+    row, zig_zag, continuous = (
+        rate_of(Policy(name, n, 2), equal, 0.0) for name, n in ((ROW, 1), (ZIG_ZAG, 8), (CONTINUOUS, 8))
     )
     assert 8.0 == pytest.approx(zig_zag / row)
-    assert 1.0 == pytest.approx(diagonal / zig_zag, rel=0.05)
+    assert 1.0 == pytest.approx(continuous / zig_zag, rel=0.05)
     draw = random.Random(0)
     mixed = [Prompt([1] * 8, draw.randint(4, 32)) for _ in range(64)]
-    assert rate_of(Policy(DIAGONAL, 8, 2), mixed, 0.0) > 1.15 * rate_of(Policy(ZIG_ZAG, 8, 2), mixed, 0.0)
+    assert rate_of(Policy(CONTINUOUS, 8, 2), mixed, 0.0) > 1.15 * rate_of(Policy(ZIG_ZAG, 8, 2), mixed, 0.0)
+
+
+def test_the_model_says_what_the_diagonal_order_is_good_for() -> None:
+    """All of 1 GB streams at 1 GB/s, so that any step takes a second. 16 tokens in and 112 out, batches of 2.
+
+    By zig-zag with n = 8, 16 sequences get 112 tokens each in 112 s. As much memory has room for 12 batches in the
+    diagonal order, which give 24 tokens in each second.
+    """
+    prompts = [Prompt([1] * 16, 112) for _ in range(2 * 36)]
+    plan, cost = Policy(DIAGONAL, 8, 2).plan(prompts, 16), StreamedCost(cost_of(SIZES, RATES, SIZES.layers))
+    assert 24.0 == pytest.approx(plan.level_rate([cost.seconds(step.work) for step in plan.steps]))
+    works = planned(Policy(ZIG_ZAG, 8, 2), prompts[:16], limits_for(Policy(ZIG_ZAG, 8, 2), prompts[:16], 512))
+    phases = predicted(works, cost)
+    assert (16 * 112, 112.0) == (phases.total_tokens, pytest.approx(phases.total_s))
 
 
 def test_the_search_tries_what_fits_and_takes_the_best() -> None:
@@ -225,25 +252,49 @@ def shape(tmp_path: Path) -> Path:
     return path
 
 
-def test_schedules_on_weights_that_stream(tmp_path: Path, shape: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    flags = ["--schedule", *SCHEDULES, "--num-gpu-batches", "2", "3", "--output-length", "6"]
+@pytest.fixture
+def generated(monkeypatch: pytest.MonkeyPatch) -> list[list[list[int]]]:
+    """The tokens of every run of the command, by prompt."""
+    found: list[list[list[int]]] = []
+
+    def noting(function: Any) -> Any:
+        async def noted(*args: Any) -> Any:
+            found.append(await function(*args))
+            return found[-1]
+
+        return noted
+
+    for module in (scheduled, diagonal):
+        monkeypatch.setattr(module, "generate", noting(module.generate))
+    return found
+
+
+def test_schedules_on_weights_that_stream(
+    tmp_path: Path, shape: Path, generated: list[list[list[int]]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--schedule", *SCHEDULES, "--num-gpu-batches", "2", "3", "--output-length", "24"]
     flags += ["--shortest-output-length", "2", "--weights-on-device", "0%", "--offload-dir", str(tmp_path)]
     offline(shape, *flags, "--output", str(tmp_path / "out"))
     *lines, last = capfd.readouterr().out.splitlines()
     result = json.loads(last)
     rows = result["rows"]
-    assert [("row", 1), ("zig-zag", 2), ("zig-zag", 3), ("diagonal", 2), ("diagonal", 3)] == [
+    assert [("row", 1), *((name, n) for name in ("zig-zag", "diagonal", "continuous") for n in (2, 3))] == [
         (row["schedule"], row["num_gpu_batches"]) for row in rows
     ]
     total = result["work"]["max_new_tokens"]
+    _, first, *others = generated  # behind the one before what is measured
+    assert 6 == len(others) and all(first == tokens for tokens in others)
     for row in rows:
         assert (12 * 12, total - 12, total) == (row["prefill_tokens"], row["decode_tokens"], row["total_tokens"])
         assert row["prefill_latency_s"] + row["decode_latency_s"] <= row["total_latency_s"] * (1 + 1e-9)
         assert row["predicted_decode_tokens_per_second"] > 0 and row["projected"] is False
         assert 0 < row["link_busy"] <= 1 and 0 < row["layers_busy"] <= 1
+        levels = [row["level_tokens_per_second"], row["predicted_level_tokens_per_second"]]
+        assert all(levels) if row["schedule"] == "diagonal" else levels == [None, None]
         assert row["streamed_bytes"] > 0 == row["streamed_bytes"] % (row["streamed_bytes_per_step"] // 4)
     assert lines[0] == "#### row" and lines[2] == "--num-gpu-batches 1 --gpu-batch-size 2"
-    assert lines[3].startswith("model size: 0.000 GB\tcache size: 0.000 GB\thidden size (p): 0.000 GB")
+    model = f"model size: {rows[0]['model_size_bytes'] / 2**30:.3f} GB"
+    assert lines[3].startswith(f"{model}\tcache size: 0.000 GB\thidden size (p): 0.000 GB")
     assert lines[4].startswith("peak host mem: ") and lines[4].endswith("\tprojected: False")
     assert lines[5].startswith("prefill latency: ") and "\tprefill throughput: " in lines[5]
     assert (tmp_path / "out" / "timeline.png").read_bytes().startswith(b"\x89PNG")
@@ -277,7 +328,7 @@ def test_auto_chooses_says_why_and_runs_it(tmp_path: Path, shape: Path, capfd: p
     flags = ["--schedule", "auto", "--num-gpu-batches", "1", "2", "--output-length", "6", "--cut-output-length", "3"]
     offline(shape, *flags, "--offload-dir", str(tmp_path), "--offload-memory", "500MB")
     out, errors = capfd.readouterr()
-    assert "zig-zag, " in errors or "row, " in errors or "diagonal, " in errors
+    assert any(f"auto: {name}, " in errors for name in ("row", "zig-zag", "continuous"))  # lengths are cut
     assert " GB of embedding and head: predicted " in errors
     assert "auto: " in errors and "100 % of the layers on the device, of " in errors and "predicted" in errors
     result = json.loads(out.splitlines()[-1])
@@ -298,11 +349,19 @@ def test_auto_chooses_says_why_and_runs_it(tmp_path: Path, shape: Path, capfd: p
             "--max-batch-prefill-tokens is 71, and the prompts of a block, which are computed together, have 72 tokens",
         ),
         (["--schedule", "row", "--cut-output-length", "100"], "--cut-output-length is 100: it extrapolates outputs"),
+        (
+            ["--schedule", "diagonal", "--cut-output-length", "3"],
+            "--cut-output-length extrapolates steps that go on alike",
+        ),
+        (
+            ["--schedule", "diagonal", "--stop-at-eos"],
+            "--schedule diagonal divides memory by the lengths of outputs, and",
+        ),
         (["--schedule", "row", "--shortest-output-length", "101"], "--shortest-output-length is 101: it is for synth"),
         (["--schedule", "row", "--offload-memory", "2GB"], "--offload-memory is what --schedule auto may fill"),
         (["--schedule", "auto", "--offload-memory", "40%"], "--offload-memory is 40%: give a size such as 6GB"),
         (["--schedule", "auto", "--offload-memory", "0.1MB"], "nothing fits into 0.00 GB beside what must stay, and"),
-        (["--schedule", "auto", "--offload-memory", "0.1MB"], "without --offload-dir: give --offload-memory 1MB"),
+        (["--schedule", "auto", "--offload-memory", "0.1MB"], "without --offload-dir: give --offload-memory 2MB"),
         (["--schedule", "row", "--weights-on-device", "150%"], "--weights-on-device is 150%: a share is at most 100%"),
         (
             ["--schedule", "auto", "--weights-on-device", "much"],

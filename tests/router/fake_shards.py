@@ -102,6 +102,7 @@ class FakeShardedClient:
     deaths: Collection[int] = ()  # steps in which the shards die, counted over all groups
     renewals: int = 0  # how often other shards take the place of those that died
     renewed_tokens: int | None = None  # of the KV cache of those; None: the same
+    lends_blocks: bool = False  # whether tables name blocks that others have until they are written to
     keep_requests: bool = True
     requests: list[StepRequest] = field(default_factory=list)
     death: str | None = None  # once set, `receive` and `health` raise ShardError with this cause
@@ -283,7 +284,8 @@ class FakeShardedClient:
         shared = sequence.computed // self.block_size
         taken = {block for other in self._sequences.values() for block in other.blocks}
         blocks = (*sequence.blocks, *sequence.encoder_blocks)
-        _require(not taken.intersection(blocks[shared:]), f"sequence {sequence.id} got blocks of another to write to")
+        is_others = bool(taken.intersection(blocks[shared:])) and not self.lends_blocks
+        _require(not is_others, f"sequence {sequence.id} got blocks of another to write to")
         _require(len(set(blocks)) == len(blocks), f"sequence {sequence.id} got a block twice")
         _require(all(block < self.num_blocks for block in blocks), f"sequence {sequence.id} got a block too many")
         self._check_encoder(sequence)
@@ -317,12 +319,23 @@ class FakeShardedClient:
         """Compute up to token `end`, and note what each place of the KV cache holds: all tokens up to it."""
         _require(end <= sequence.reach, f"sequence {sequence.id} outgrew its blocks")
         fresh = range(sequence.computed, end)
+        if self.lends_blocks:
+            self._check_lent(sequence, fresh)
         for position, digest in zip(
             fresh, _digests(sequence.token_ids[sequence.computed : end], sequence.digest), strict=True
         ):
             self._written[sequence.blocks[position // self.block_size], position % self.block_size] = digest
             sequence.digest = digest
         sequence.computed = end
+
+    def _check_lent(self, sequence: _FakeSequence, fresh: range) -> None:
+        """What is written to holds nothing of a sequence that is still there."""
+        written = {sequence.blocks[position // self.block_size] for position in fresh}
+        for other in self._sequences.values():
+            held = other.blocks[: blocks_for(other.computed, self.block_size)] if other is not sequence else ()
+            _require(
+                written.isdisjoint(held), f"sequence {sequence.id} writes over what sequence {other.id} has computed"
+            )
 
     def _check_encoder(self, sequence: NewSequence) -> None:
         given, reach = len(sequence.encoder_token_ids), len(sequence.encoder_blocks) * self.block_size
