@@ -22,9 +22,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
+from benchmark.ceilings import Ceilings
 from benchmark.linears import share_read
 from benchmark.report import BenchError
-from benchmark.roofline import Ceilings, ServedModel, mean_context
+from benchmark.roofline import BytesAndFlops, Piece, ServedModel, mean_context
+from benchmark.sums import Sums
+
+EFFICIENCY = 0.6  # of a device's ceilings, reached by a step of which nothing is measured: an assumption
 
 
 class StepWork(NamedTuple):
@@ -36,6 +40,20 @@ class StepWork(NamedTuple):
     decoding: int = 0  # sequences that get their next token
     context: int = 0  # keys that the decoding sequences look at, together, each new token's own included
     sampled: int = 0  # sequences that get a token, from a prompt's end or by decoding
+
+    def attended(self, window: int) -> float:
+        """Keys that all tokens look at where a token sees so many at most; 0: any number."""
+        if not window:
+            return self.context + self.prompt_pairs
+        return min(self.context, self.decoding * window) + min(self.prompt_pairs, self.prompt_tokens * window)
+
+    def kv_tokens(self, window: int) -> float:
+        """Tokens whose keys and values are read or written in a layer with this window."""
+        written = self.prompt_tokens  # what decoding writes is part of its context
+        if not window:
+            return self.context + self.prompt_read + written
+        prompts = max(1, self.sampled - self.decoding)  # those that end, or one that goes on
+        return min(self.context, self.decoding * window) + min(self.prompt_read, prompts * (window - 1)) + written
 
 
 class Cost(Protocol):
@@ -50,40 +68,52 @@ class Cost(Protocol):
 
 @dataclass(frozen=True)
 class Roofline:
-    """Bytes and operations of a step, held against what a device can do of both; see `roofline.ServedModel.step`."""
+    """Bytes and operations of a step, held against what a device can do of both; see `roofline.ServedModel.step`.
+
+    Of layers with a window it knows what all sequences look at together, and takes them for equally long.
+    """
 
     weight_bytes: float  # of any step, experts apart
-    kv_bytes: float  # of a token that is read or written
+    kv_bytes: Mapping[int, float]  # of a token that is read or written, by the window of the layers; 0: none
     token_flops: float
-    key_flops: float  # of a token looking at one key
+    key_flops: Mapping[int, float]  # of a token looking at one key, likewise
     sampled_flops: float
     bytes_per_second: float  # reached, of all devices together
     flops_per_second: float
     overhead_s: float  # of any step: launches, the sampler
     experts: Mapping[float, float] = field(default_factory=dict)  # their bytes, by the share that a token goes to
-    token_s: float = 0.0  # of each token: its part of the sums over shards
+    sums: Sums = field(default_factory=Sums)  # over the shards
+    kv_bytes_per_token: float = 0.0  # each head once, as they are sent to another replica
 
     @classmethod
-    def of(cls, served: ServedModel, ceilings: Ceilings, efficiency: float, overhead_s: float) -> Roofline:
+    def of(
+        cls,
+        served: ServedModel,
+        ceilings: Ceilings,
+        efficiency: float = EFFICIENCY,
+        overhead_s: float = 0.0,
+        sums: Sums | None = None,
+    ) -> Roofline:
         """A served model on a device. efficiency: share of the ceilings that is reached, above 0 and at most 1."""
-        empty = served.step(tokens=0, attended=0, kv_read=0, sampled=0)
         reached = efficiency * ceilings.num_devices
 
-        def flops(**work: int) -> float:
+        def flops(needed: BytesAndFlops) -> float:
             """Those in 8 bits as so many of the others as take as long."""
-            needed = served.step(**({"tokens": 0, "attended": 0, "kv_read": 0, "sampled": 0} | work))
             return needed.num_flops - needed.num_ops_8 * (1 - ceilings.eight_bit_share)
 
+        token = served.step([Piece(0)], sampled=0)
         return cls(
-            weight_bytes=empty.num_bytes,
-            kv_bytes=served.step(tokens=0, attended=0, kv_read=1, sampled=0).num_bytes - empty.num_bytes,
-            token_flops=flops(tokens=1),
-            key_flops=flops(attended=1),
-            sampled_flops=flops(sampled=1),
+            weight_bytes=served.step_weight_bytes(0),
+            kv_bytes=served.kv_bytes,
+            token_flops=flops(token) - sum(served.key_flops.values()),  # it looks at itself
+            key_flops=served.key_flops,
+            sampled_flops=flops(served.step([Piece(0)], sampled=1)) - flops(token),
             bytes_per_second=ceilings.bytes_per_second * reached,
             flops_per_second=ceilings.flops_per_second * reached,
             overhead_s=overhead_s,
             experts=served.shape.expert_bytes(served.dtype, served.quantize),
+            sums=sums or Sums(),
+            kv_bytes_per_token=served.kv_bytes_per_token,
         )
 
     def seconds(self, work: StepWork) -> float:
@@ -91,12 +121,12 @@ class Roofline:
         tokens = work.prompt_tokens + work.decoding
         if not tokens:
             return 0.0
-        kv_tokens = work.context + work.prompt_read + work.prompt_tokens  # what decoding writes is part of its context
-        attended = work.context + work.prompt_pairs
         experts = sum(num_bytes * share_read(share, tokens) for share, num_bytes in self.experts.items())
-        moving = (self.weight_bytes + experts + self.kv_bytes * kv_tokens) / self.bytes_per_second
-        flops = self.token_flops * tokens + self.key_flops * attended + self.sampled_flops * work.sampled
-        return max(moving, flops / self.flops_per_second) + self.overhead_s + self.token_s * tokens
+        kv = sum(num_bytes * work.kv_tokens(window) for window, num_bytes in self.kv_bytes.items())
+        moving = (self.weight_bytes + experts + kv) / self.bytes_per_second
+        keys = sum(flops * work.attended(window) for window, flops in self.key_flops.items())
+        flops = self.token_flops * tokens + keys + self.sampled_flops * work.sampled
+        return max(moving, flops / self.flops_per_second) + self.overhead_s + self.sums.seconds(tokens, work.sampled)
 
 
 @dataclass(frozen=True)

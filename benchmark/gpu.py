@@ -27,20 +27,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmark import launch, options, probes, shapes
-from benchmark.devices import DEVICES
+from benchmark.ceilings import Ceilings
+from benchmark.devices import known
 from benchmark.progress import Stage, shown
 from benchmark.report import ROOT, BenchError, commit, prepare_output, table, versions, write_atomically
-from benchmark.roofline import Ceilings, ServedModel, mean_context
+from benchmark.roofline import ServedModel
 
 RESULTS = ROOT / "docs" / "results"
 LENGTHS = {"latency": (100, 100), "serving": (128, 128), "offline": (512, 32)}  # tokens of a prompt, and generated
 STOP_SECONDS = 40.0  # for a command past its limit to stop the server that it started
-DECODE_PERCENT = {1: 80.0, 32: 77.0}  # least share of the limit that a decode step of these batch sizes reaches
-OTHER_DECODE_PERCENT = 75.0  # the same for any other batch size
-PREFILL_PERCENT = 65.0  # least share of the limit that a prefill reaches
+DECODE_PERCENT = {1: 72.0, 32: 69.0}  # least share of the limit that a decode step of these batch sizes reaches
+OTHER_DECODE_PERCENT = 68.0  # the same for any other batch size
+PREFILL_PERCENT = 52.0  # least share of the limit that a prefill reaches
 MOST_STEP_RATIO = 1.03  # time of a decode step from reply to reply / time that the device computes in it
-SERVING_PERCENT = 50.0  # least share of the ceiling over HTTP; a very good server reaches 50 to 65
-OFFLINE_PERCENT = 50.0  # least share of the ceiling without HTTP
+SERVING_PERCENT = 43.0  # least share of the ceiling over HTTP
+OFFLINE_PERCENT = 43.0  # least share of the ceiling without HTTP
 MOST_READY_SECONDS = 60.0
 Found = Mapping[str, Any]  # a command's result.json
 
@@ -88,10 +89,9 @@ class Report:
 
     @property
     def ceilings(self) -> Ceilings:
-        """What the device does at best, as achievable in `plan`, else by the probes. Raises BenchError."""
-        words = re.split(r"[^a-z0-9]+", self.device.lower())
-        known = next((sheet for name, sheet in DEVICES.items() if name in words), None)
-        ceilings = known.achievable(known.dense_ceilings(self.args.dtype, 1)) if known else self.measured_ceilings
+        """What the device does at best, by its data sheet, else by the probes. Raises BenchError."""
+        sheet = known(self.device)
+        ceilings = sheet.dense_ceilings(self.args.dtype, 1) if sheet else self.measured_ceilings
         if ceilings is None:
             raise BenchError("the probes found no ceilings to compare it with")
         return ceilings
@@ -111,8 +111,8 @@ class Report:
         context = [f"{self.started_at:%Y-%m-%d}", f"commit {commit() or 'unknown'}", software, self.args.dtype]
         parts = [
             f"# {self.device}",
-            f"{'; '.join(context)}, random weights; {minutes:.1f} minutes. Floors and ceilings are the "
-            "achievable ones of `lockstep-bench plan`, explained in docs/roofline.md.",
+            f"{'; '.join(context)}, random weights; {minutes:.1f} minutes. Floors and ceilings are those of "
+            "`lockstep-bench plan`, explained in docs/roofline.md; a target is a share of them and no forecast.",
             self.table(),
             *(f"## Start of {model}\n\n```\n{text}\n```" for model, text in self.startups),
             *(f"## `{command}`\n\n````\n{text.rstrip()}\n````" for command, text in self.details),
@@ -267,14 +267,15 @@ def _latency_step(args: argparse.Namespace, report: Report, flags: Sequence[str]
         for row in found["rows"]:
             batch_size = row["batch_size"]
             if row["step"] == "decode_token":
-                floor_ms = served.decode(batch_size, mean_context(given, generated)).floor_ms(report.ceilings)
+                floor_ms = served.mean_decode(batch_size, given, generated).floor_ms(report.ceilings)
                 target = DECODE_PERCENT.get(batch_size, OTHER_DECODE_PERCENT)
-                yield _share_row(f"{named.name}: decode step, batch {batch_size}", row["p50_ms"], floor_ms, target)
+                what = f"{named.name}: decode step, batch {batch_size}"
+                yield _share_row(what, row["p50_ms"], floor_ms, target, report.ceilings)
                 yield _overhead_row(f"{named.name}: the same, from reply to reply", row)
             elif row["step"] == "prefill" and batch_size == max(args.batch_size):
                 floor_ms = served.prefill(batch_size, given).floor_ms(report.ceilings)
                 what = f"{named.name}: prefill, {batch_size} x {given}"
-                yield _share_row(what, row["p50_ms"], floor_ms, PREFILL_PERCENT)
+                yield _share_row(what, row["p50_ms"], floor_ms, PREFILL_PERCENT, report.ceilings)
 
     return Measurement(named.name, command, rows)
 
@@ -289,7 +290,7 @@ def _serving_step(args: argparse.Namespace, report: Report, flags: Sequence[str]
         for row in found["rows"]:
             ceiling = ceiling_of(served, args.concurrency, given, generated, report.ceilings)
             what = f"{named.name}: {args.concurrency} concurrent, {given} in, {generated} out"
-            yield _rate_row(what, row["output_tokens_per_second"], ceiling, SERVING_PERCENT)
+            yield _rate_row(what, row["output_tokens_per_second"], ceiling, SERVING_PERCENT, report.ceilings)
             if row["errors"]:
                 yield ReportRow(what, "", f"{row['errors']} of {row['requests']} requests failed", "failed")
 
@@ -306,7 +307,7 @@ def _offline_step(args: argparse.Namespace, report: Report, flags: Sequence[str]
             if row["step"] == "total":
                 ceiling = ceiling_of(served, args.num_prompts, given, generated, report.ceilings)
                 what = f"{named.name}: {args.num_prompts} sequences offline, {given} in, {generated} out"
-                yield _rate_row(what, row["tokens_per_second"], ceiling, OFFLINE_PERCENT)
+                yield _rate_row(what, row["tokens_per_second"], ceiling, OFFLINE_PERCENT, report.ceilings)
 
     return Measurement(named.name, _command("offline", args.offline_shape, flags, sizes), rows)
 
@@ -320,16 +321,16 @@ def _command(name: str, shape: str, flags: Sequence[str], sizes: Sequence[object
 def ceiling_of(served: ServedModel, sequences: int, given: int, generated: int, ceilings: Ceilings) -> float:
     """Generated tokens per second of sequences that are prefilled in one step and then decode together."""
     prefill = served.prefill(sequences, given)
-    decodes = served.decode(sequences, mean_context(given, generated)).times(generated - 1)
+    decodes = served.mean_decode(sequences, given, generated).times(generated - 1)
     return 1000 * sequences * generated / (prefill.floor_ms(ceilings) + decodes.floor_ms(ceilings))
 
 
 # ------------------------------------------------------------------------------------------------------------ rows
 
 
-def _share_row(what: str, ms: float, floor_ms: float, target_percent: float) -> ReportRow:
+def _share_row(what: str, ms: float, floor_ms: float, target_percent: float, ceilings: Ceilings) -> ReportRow:
     percent = 100 * floor_ms / ms
-    target = f"{target_percent:g} % of the limit, {100 * floor_ms / target_percent:.2f} ms"
+    target = f"{target_percent:g} % of limit ({ceilings.source}), {100 * floor_ms / target_percent:.2f} ms"
     return judged(what, target, f"{percent:.1f} %, {ms:.2f} ms", percent >= target_percent)
 
 
@@ -339,9 +340,9 @@ def _overhead_row(what: str, row: Mapping[str, Any]) -> ReportRow:
     return judged(what, target, f"{ratio:.3f} times {row['computed_p50_ms']:.2f} ms", ratio <= MOST_STEP_RATIO)
 
 
-def _rate_row(what: str, rate: float, ceiling: float, target_percent: float) -> ReportRow:
+def _rate_row(what: str, rate: float, ceiling: float, target_percent: float, ceilings: Ceilings) -> ReportRow:
     percent = 100 * rate / ceiling
-    target = f"{target_percent:g} % of the ceiling, {target_percent / 100 * ceiling:,.0f} tokens/s"
+    target = f"{target_percent:g} % of limit ({ceilings.source}), {target_percent / 100 * ceiling:,.0f} tokens/s"
     return judged(what, target, f"{percent:.1f} %, {rate:,.0f} tokens/s", percent >= target_percent)
 
 

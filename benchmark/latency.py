@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import interrupts, launch, live, options, plots, profile, shapes, shards
+from benchmark.ceilings import Gauge, describe
 from benchmark.latency_figures import (
     STEPS,
     Point,
@@ -41,7 +42,6 @@ from benchmark.report import (
     prepare_output,
     table,
 )
-from benchmark.roofline import Probe, ServedModel, describe
 from benchmark.steps import Detokenise, StepDriver, random_prompts
 from router.client import ModelInfo
 from router.entry import Sampling
@@ -168,10 +168,10 @@ class _Report:
     _finished: list[dict[str, Any]] = field(default_factory=list)  # rows of splits that are done
     _notes: list[str] = field(default_factory=list)  # what all splits have
 
-    def begin(self, target: shards.MeasuredShards, info: ModelInfo, served: ServedModel | None) -> Result:
+    def begin(self, target: shards.MeasuredShards, info: ModelInfo, floors: shards.Floors) -> Result:
         """The result, to which a split's rows are to be added."""
         if self.result is None:
-            self.result = Result(_context(self.args, target, info), notes=_notes(self.args, served))
+            self.result = Result(_context(self.args, target, info), notes=_notes(self.args, floors))
             self.result.extra |= launch.startup_of(target.server)
             name = target.name
             self._keep = self.stack.enter_context(
@@ -201,22 +201,22 @@ async def _measure(args: argparse.Namespace, target: shards.MeasuredShards, repo
             connected.shards, info.block_size, info.num_blocks, info.decoder_start, detokenise=detokenise
         )
         _check(args, info, driver)
-        served = shards.served_model(target, info)
-        probe = None if served is None else shards.probe_for(served, info)
-        result = report.begin(target, info, served)
+        floors = shards.floors_of(target, info)
+        gauge = floors.gauge
+        result = report.begin(target, info, floors)
         view = live.view(target.name, args.sequence_length, args.decode_length, args.batch_size, args.runs)
         with view, shards.causes_of(target):
             points: list[Point] = []
             peer = _peer(args, target, info)
             for batch_size in args.batch_size:
                 point = Point(batch_size, args.sequence_length, args.decode_length, num_shard=info.world_size)
-                await _measure_point(args, info, driver, point, view, probe)
+                await _measure_point(args, info, driver, point, view, gauge)
                 points.append(point)
-                found = rows(points, served)
+                found = rows(points, floors.served)
                 if peer is not None:
                     runs = await asyncio.to_thread(_run_peer, args, info, peer, batch_size)
                     result.extra.setdefault("transformers", []).extend(peer_rows(found, batch_size, runs))
-                report.keep(found, [] if probe is None else [describe(probe.seen), *above_limit_notes(found)])
+                report.keep(found, [] if gauge is None else [describe(gauge.seen), *above_limit_notes(found)])
             if args.profile:
                 result.extra["profile"] = [
                     row for n in args.batch_size for row in await _profile_rows(args, connected, driver, n)
@@ -271,20 +271,20 @@ def _check(args: argparse.Namespace, info: ModelInfo, driver: StepDriver) -> Non
 
 
 async def _measure_point(
-    args: argparse.Namespace, info: ModelInfo, driver: StepDriver, point: Point, view: live.View, probe: Probe | None
+    args: argparse.Namespace, info: ModelInfo, driver: StepDriver, point: Point, view: live.View, gauge: Gauge | None
 ) -> None:
     prompts = random_prompts(point.batch_size, args.sequence_length, info.vocab_size, args.seed)
     sampling = [sampling_of(args, args.seed + index) for index in range(point.batch_size)]
     view.begin(point.batch_size)
     for _ in range(args.warmups):
         await driver.run(prompts, args.decode_length, sampling, args.top_n_tokens or 0)
-    before = None if probe is None else probe.measure()
+    before = None if gauge is None else gauge.measure()
     for _ in range(args.runs):
         times = await driver.run(prompts, args.decode_length, sampling, args.top_n_tokens or 0)
         point.runs.append(times)
         view.finished(point.batch_size, times)
-        if probe is not None and before is not None:
-            after = probe.measure()
+        if gauge is not None and before is not None:
+            after = gauge.measure()
             point.ceilings.append(before.best_of(after))
             before = after
 
@@ -324,7 +324,7 @@ def _context(args: argparse.Namespace, target: shards.MeasuredShards, info: Mode
     )
 
 
-def _notes(args: argparse.Namespace, served: ServedModel | None) -> list[str]:
+def _notes(args: argparse.Namespace, floors: shards.Floors) -> list[str]:
     under_way = "one request under way, whose tokens are made text" if args.like_tgi else "two requests under way"
     notes = [
         f"Prefill: one step over all prompts, from request to reply. Decode: {args.decode_length - 1} steps after it, "
@@ -332,14 +332,13 @@ def _notes(args: argparse.Namespace, served: ServedModel | None) -> list[str]:
         f"{args.runs} runs after {args.warmups} that are not recorded.",
         *percentile_notes(args.runs),
     ]
-    if served is None:
-        notes.append("No floors: the model's config.json is not at hand; name it by --model-id or --random-weights.")
-    else:
-        notes.append(
-            "Floor and % of limit = floor / time: medians over the runs, each held against the ceilings that were "
-            "measured right before and after it."
-        )
-    return notes
+    if floors.missing:
+        return [*notes, f"No floors: {floors.missing}."]
+    return [
+        *notes,
+        "Floor and % of limit = floor / time: medians over the runs, each held against the device's data sheet, or "
+        "where there is none against the ceilings that were measured right before and after it.",
+    ]
 
 
 def markdown(result: Result, args: argparse.Namespace, model: str) -> str:

@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field
 from statistics import median
 from typing import Any
 
+from benchmark.ceilings import Ceilings
 from benchmark.report import SampleSummary, table
-from benchmark.roofline import BytesAndFlops, Ceilings, ServedModel, mean_context
+from benchmark.roofline import BytesAndFlops, ServedModel
 from benchmark.steps import Times
 
 STEPS = {"prefill": "Prefill", "decode_token": "Decode (token)", "decode_total": "Decode (total)"}
@@ -62,7 +63,7 @@ class Point:
         """What one sample of the step needs at least."""
         if step == "prefill":
             return served.prefill(self.batch_size, self.sequence_length)
-        one = served.decode(self.batch_size, mean_context(self.sequence_length, self.decode_length))
+        one = served.mean_decode(self.batch_size, self.sequence_length, self.decode_length)
         return one.times(1 if step == "decode_token" else self.decode_length - 1)
 
 
@@ -90,6 +91,7 @@ def _row(point: Point, step: str, served: ServedModel | None) -> dict[str, Any]:
         "tokens_per_second": SampleSummary.of(point.throughputs(step)).mean,
         "floor_ms": median(floors) if floors else None,
         "percent_of_limit": median(percents) if percents else None,
+        "limit": point.ceilings[0].source if point.ceilings else None,  # what the share is a share of
         "ceilings": [asdict(ceilings) for ceilings in point.ceilings],  # beside each sample
         "samples_ms": samples,
         "tokens_per_sample": point.tokens(step),
@@ -166,7 +168,9 @@ def floor_table(rows: Sequence[dict[str, Any]]) -> str:
         [STEPS[r["step"]], r["batch_size"], f"{r['p50_ms']:.2f} ms", f"{r['floor_ms']:.2f} ms", _percent(r)]
         for r in known
     ]
-    return table(("Step", "Batch Size", "p50", "Floor", "% of limit"), cells) if known else ""
+    if not known:
+        return ""
+    return table(("Step", "Batch Size", "p50", "Floor", f"% of limit ({known[0]['limit']})"), cells)
 
 
 def _percent(row: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Measured step times for `plan`: what is achievable on a device of which one has results of `latency`.
+"""Measured step times for `plan`: what is expected of a device of which one has results of `latency`.
 
 Stages of a pipeline take their shares of a whole model's step, so that a pipeline over several machines can be foreseen
 from a run on one of them. Left out: what a step takes however little it computes; it is divided among the stages, too.

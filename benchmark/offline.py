@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import flexgen, interrupts, launch, options, plots, scheduled, shards
+from benchmark.ceilings import Ceilings, Gauge, describe
 from benchmark.generating import generate
 from benchmark.progress import Progress, Stage, shown
 from benchmark.prompts import Prompt, load_tokenizer, read_prompts, synthetic_prompts, warmup_prompt
 from benchmark.publishing import published
 from benchmark.report import BenchError, Result, above_limit_notes, footer, prepare_output, table
-from benchmark.roofline import Ceilings, Probe, ServedModel, describe
+from benchmark.roofline import ServedModel
 from benchmark.schedules import SCHEDULES
 from benchmark.stretches import rates
 from benchmark.timed_shards import StepRecord, TimedShards
@@ -154,13 +155,14 @@ async def _measure(
 ) -> None:
     """Run the parts one after the other, in ascending order of their sizes."""
     async with shards.connect(target) as connected:
-        info, served = connected.info, shards.served_model(target, connected.info)
-        probe = None if served is None else shards.probe_for(served, info)
+        info, floors = connected.info, shards.floors_of(target, connected.info)
+        served, gauge = floors.served, floors.gauge
         counts, most = [len(part) for part in parts], parts[-1]
         several: dict[str, Any] = {"num_prompts": counts} if len(counts) > 1 else {}
         name = SWEEP if several else "offline"
         result = Result(flexgen.context(name, args, target, info, most, **several), notes=_notes())
         result.notes += [SEVERAL_NOTE] if several else []
+        result.notes += [f"No floors: {floors.missing}."] if floors.missing else []
         draw = partial(_draw, args) if several else None
         stages = [Stage(f"{len(part)} prompts", sum(prompt.max_new_tokens for prompt in part)) for part in parts]
         with (
@@ -174,7 +176,7 @@ async def _measure(
             num_notes = len(result.notes)
             for part in view.each(parts):
                 limits = _router_limits(args, connected, len(part))
-                timed, row_list, ceilings = await _run(connected, tokenizer, limits, part, served, probe, view)
+                timed, row_list, ceilings = await _run(connected, tokenizer, limits, part, served, gauge, view)
                 widest = max(record.num_tokens for record in timed.records)
                 cache = limits.max_batch_total_tokens
                 sizes = flexgen.sizes(info, served, server.shard_pids(), cache_tokens=cache, widest_step=widest)
@@ -184,7 +186,7 @@ async def _measure(
                     found = {"runs": [*result.extra.get("runs", []), {"num_prompts": len(part)} | found]}
                 result.rows += row_list
                 result.extra |= found | launch.startup_of(server)
-                result.notes[num_notes:] = [describe(probe.seen), *above_limit_notes(result.rows)] if probe else []
+                result.notes[num_notes:] = [describe(gauge.seen), *above_limit_notes(result.rows)] if gauge else []
                 keep()
 
 
@@ -194,19 +196,19 @@ async def _run(
     limits: Limits,
     prompts: Sequence[Prompt],
     served: ServedModel | None,
-    probe: Probe | None,
+    gauge: Gauge | None,
     view: Progress,
 ) -> tuple[TimedShards, list[dict[str, Any]], list[dict[str, Any]]]:
     """Generate for the prompts: the steps that were taken, the rows, and the ceilings before and after."""
     tokens = sum(prompt.max_new_tokens for prompt in prompts)
     timed = TimedShards(connected.shards, served, came=lambda n: view.advance(n / tokens))
-    before = None if probe is None else probe.measure()
+    before = None if gauge is None else gauge.measure()
     started = time.perf_counter()
     await generate(timed, tokenizer, limits, prompts, connected.info.decoder_start)
     seconds = time.perf_counter() - started
-    if probe is None or before is None:
+    if gauge is None or before is None:
         return timed, rows(timed.records, seconds, None, started), []
-    after = probe.measure()
+    after = gauge.measure()
     found = rows(timed.records, seconds, before.best_of(after), started)
     return timed, found, [asdict(before), asdict(after)]
 
@@ -259,7 +261,10 @@ def rows(
     busy["total"] = total_seconds
     return [
         _row(kind, busy[kind], tokens[kind], floors[kind] if ceilings else None)
-        | {"samples": {"tokens_per_second": rates(ended[kind], busy[kind])}}
+        | {
+            "limit": ceilings.source if ceilings else None,
+            "samples": {"tokens_per_second": rates(ended[kind], busy[kind])},
+        }
         for kind in flexgen.KINDS
     ]
 
@@ -327,8 +332,8 @@ def _sweep_table(result: Result) -> str:
             for row in own
         ]
         cells.append([run["num_prompts"], *rates, f"{own[-1]['latency_s']:.2f}"])
-    if any(row["percent_of_limit"] is not None for row in result.rows):
-        headings[1:-1] = [f"{heading} (% of limit)" for heading in headings[1:-1]]
+    if limit := next((row["limit"] for row in result.rows if row["percent_of_limit"] is not None), None):
+        headings[1:-1] = [f"{heading} (% of limit, {limit})" for heading in headings[1:-1]]
     return table(headings, cells)
 
 
@@ -358,4 +363,6 @@ def _floor_table(rows: Sequence[dict[str, Any]]) -> str:
         [r["step"], r["tokens"], f"{r['latency_s']:.3f} s", f"{r['floor_s']:.3f} s", f"{r['percent_of_limit']:.1f} %"]
         for r in known
     ]
-    return table(("Step", "Tokens", "Latency", "Floor", "% of limit"), cells) if known else ""
+    if not known:
+        return ""
+    return table(("Step", "Tokens", "Latency", "Floor", f"% of limit ({known[0]['limit']})"), cells)

@@ -52,6 +52,10 @@ class Pipeline:
     link_ms: float = 0.0
     link_bytes_per_ms: float = math.inf
 
+    def split(self, ranks: int) -> Pipeline:
+        """The same where each stage is split over so many ranks."""
+        return replace(self, stages=tuple(replace(stage, ranks=ranks) for stage in self.stages))
+
     def without_links(self) -> Pipeline:
         """The same over links that take no time."""
         return replace(self, link_ms=0.0, link_bytes_per_ms=math.inf)

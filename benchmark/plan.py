@@ -7,28 +7,26 @@ Arithmetic over a shape and a data sheet: nothing is loaded or started, and torc
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from benchmark import options, pipelines, shapes
-from benchmark.devices import DEVICES, RESERVED_BYTES, DatasheetDevice, all_reduces
-from benchmark.measured_steps import MeasuredSteps, measured_steps
+from benchmark.ceilings import MEASURED, Probe, describe
+from benchmark.cost import EFFICIENCY
+from benchmark.devices import DEVICES, RESERVED_BYTES, DatasheetDevice
+from benchmark.measured_steps import measured_steps
 from benchmark.memory import free_host_bytes
 from benchmark.pipelines import Pipeline, pipeline
+from benchmark.planned import Planned, rows
 from benchmark.publishing import published
 from benchmark.report import BenchError, Result, RunContext, arguments_of, prepare_output, table
-from benchmark.roofline import BytesAndFlops, Probe, ServedModel, describe, mean_context
-from router.queue import blocks_for
+from benchmark.roofline import ServedModel, mean_context
 from server.offload.footprint import LOGIT_BYTES, step_bytes
 from server.quant import sizes
 
 CAPTURED_FORMS = 3  # in which a server captures decode steps, each with the logits of its largest batch
 CAPTURED_BATCH = 256  # sequences of the largest captured step
-STEPS = ("Prefill", "Decode (token)", "Decode (total)")
-
-
 THIS = "this"
 
 
@@ -70,8 +68,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-total-tokens", type=options.positive, default=2048, help="as in the server (2048)")
     parser.add_argument("--max-batch-prefill-tokens", type=options.positive, default=4096, help="likewise (4096)")
     parser.add_argument(
+        "--efficiency", type=options.number(above=0, at_most=1), metavar="E",
+        help=f"share of the limits that steps are expected to reach, as in simulate ({EFFICIENCY:g}, an assumption)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--overhead-ms", type=options.number(at_least=0), default=0.0, metavar="MS",
+        help="that every expected step takes besides, as in simulate (0)",
+    )  # fmt: skip
+    parser.add_argument(
         "--cost", type=Path, nargs="+", metavar="FILE",
-        help="result.json of latency runs of this model on one such device: what is achievable, as measured",
+        help="result.json of latency runs of this model on one such device: steps are expected to take as long",
     )  # fmt: skip
     pipelines.add_arguments(parser)
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
@@ -80,6 +86,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print what fits on the device and the floors of its steps; 0. Raises BenchError."""
     prepare_output(args.output)
+    if args.cost and (args.efficiency or args.overhead_ms):
+        raise BenchError("--cost has measured steps: leave out --efficiency and --overhead-ms")
     named = shapes.find(args.model_id)
     quantize = stored_as(named, args.quantize, args.quantize_head)
     dtype = args.dtype or _default_dtype(named.shape, args.device)
@@ -93,7 +101,10 @@ def run(args: argparse.Namespace) -> int:
     result = Result(_context(args, named.name, served), notes=[source, *_notes(args, pipe)])
     result.extra["capacity"] = [asdict(found) for found in capacities]
     with published(result, lambda r: markdown(r, args, named.name, served, capacities), args.output):
-        result.rows = [row for found in capacities for row in rows(args, pipe, device, found, measured)]
+        for found in capacities:
+            if not found.problem:
+                split = Planned(args, pipe.split(found.num_shard), device, measured)
+                result.rows += rows(split, found.kv_tokens)
     return 0
 
 
@@ -128,8 +139,7 @@ def capacity(served: ServedModel, device: DatasheetDevice, num_shard: int, args:
     weights = shape.weight_bytes(served.dtype, served.quantize) // num_shard
     weights += shape.padding_bytes(served.quantize, num_shard)
     weights += shape.copied_bytes(served.dtype, served.quantize, num_shard)
-    copies = max(1, num_shard // shape.spec.num_kv_heads)  # shards that hold the same key-value head
-    kv_bytes = served.kv_bytes_per_token * copies // num_shard
+    kv_bytes = served.kv_bytes_per_token * replace(served, ranks=num_shard).kv_copies // num_shard
     free = device.free_bytes(weights, _step_bytes(served, num_shard, args), num_shard)
     tokens = max(0, int(free // (kv_bytes * shapes.BLOCK_SIZE)) * shapes.BLOCK_SIZE)
     useful = args.max_concurrent_requests * -(-args.max_total_tokens // shapes.BLOCK_SIZE) * shapes.BLOCK_SIZE
@@ -146,89 +156,6 @@ def _step_bytes(served: ServedModel, num_shard: int, args: argparse.Namespace) -
     logits: int = CAPTURED_FORMS * captured * LOGIT_BYTES * spec.vocab_size
     prompts = step_bytes(spec, args.max_batch_prefill_tokens, itemsize, num_shard)
     return prompts + logits
-
-
-def rows(
-    args: argparse.Namespace,
-    pipe: Pipeline,
-    device: DatasheetDevice,
-    found: Capacity,
-    measured: MeasuredSteps | None = None,
-) -> Iterator[dict[str, Any]]:
-    """A row with its floor for each step and batch size of one split, in the order of the tables."""
-    if found.problem:
-        return
-    for step in STEPS:
-        for batch_size in args.batch_size:
-            yield _row(args, pipe, device, found.num_shard, step, batch_size, measured) | {
-                "fits": batch_size * _tokens_of_a_sequence(args) <= found.kv_tokens,
-            }
-
-
-def _row(
-    args: argparse.Namespace,
-    pipe: Pipeline,
-    device: DatasheetDevice,
-    num_shard: int,
-    step: str,
-    batch_size: int,
-    measured: MeasuredSteps | None,
-) -> dict[str, Any]:
-    """The times of a step of so many sequences, which are divided into the pipeline's micro-batches."""
-    sequences = -(-batch_size // pipe.lanes(batch_size))  # of one of them
-    length = args.sequence_length if step == "Prefill" else 1
-    count = args.decode_length - 1 if step == "Decode (total)" else 1
-    ceilings = [device.ceilings(stage, num_shard) for stage in pipe.stages]
-    needs = [_needs(args, stage, step, sequences) for stage in pipe.stages]
-    floors = [needed.floor_ms(most) for needed, most in zip(needs, ceilings, strict=True)]
-    sums = [_all_reduce_ms(stage, device, num_shard, sequences * length) for stage in pipe.stages]
-    reached = [
-        needed.floor_ms(device.achievable(most)) + more
-        for needed, most, more in zip(needs, ceilings, sums, strict=True)
-    ]
-    if measured is not None:
-        whole = measured.step_ms(step == "Prefill", sequences, args.sequence_length, args.decode_length)
-        reached = [whole * floor / sum(floors) for floor in floors]
-
-    def whole_ms(stages_ms: Sequence[float], links: Pipeline = pipe) -> float:
-        if step == "Prefill":
-            return links.prefill_ms(stages_ms, batch_size, length)
-        return count * links.decode_ms(stages_ms, batch_size)
-
-    slowest = floors.index(max(floors))
-    return {
-        "num_shard": num_shard,
-        "step": step,
-        "batch_size": batch_size,
-        "floor_ms": whole_ms(floors, pipe.without_links()),
-        "bound_by": needs[slowest].bound_by(ceilings[slowest]),
-        "achievable_ms": whole_ms(reached),
-        "all_reduce_ms": count * sum(sums),
-        "links_ms": count * pipe.links_ms(sequences, length)[0],
-        "tokens_per_second": 1000
-        * batch_size
-        * length
-        * count
-        / whole_ms([ms + more for ms, more in zip(floors, sums, strict=True)]),
-    }
-
-
-def _tokens_of_a_sequence(args: argparse.Namespace) -> int:
-    """Slots that one sequence of the planned length takes in the cache: whole blocks."""
-    return blocks_for(args.sequence_length + args.decode_length, shapes.BLOCK_SIZE) * shapes.BLOCK_SIZE
-
-
-def _all_reduce_ms(served: ServedModel, device: DatasheetDevice, num_shard: int, tokens: int) -> float:
-    """What the sums over the shards of a step take at least."""
-    fixed, per_token = all_reduces(served, device, num_shard)
-    return 1000 * (fixed + per_token * tokens)
-
-
-def _needs(args: argparse.Namespace, served: ServedModel, step: str, sequences: int) -> BytesAndFlops:
-    """What a step of so many sequences needs at least; of all decode steps, one."""
-    if step == "Prefill":
-        return served.prefill(sequences, args.sequence_length)
-    return served.decode(sequences, mean_context(args.sequence_length, args.decode_length))
 
 
 def _default_dtype(shape: shapes.ModelShape, device: str) -> str:
@@ -266,7 +193,7 @@ def _this(served: ServedModel) -> tuple[DatasheetDevice, str]:
     ceilings = probe.best
     memory = free_host_bytes() if is_cpu else torch.cuda.mem_get_info()[0]
     flops, ops = ceilings.flops_per_second, ceilings.ops_8_per_second  # of the kind that was measured
-    device = DatasheetDevice(ceilings.bytes_per_second, flops, flops, memory, is_cpu, ops, ops)
+    device = DatasheetDevice(ceilings.bytes_per_second, flops, flops, memory, is_cpu, ops, ops, source=MEASURED)
     return device, f"{describe(probe.seen)} Free memory of {name}: {memory / 1e9:.1f} GB."
 
 
@@ -292,8 +219,7 @@ def _data_sheet(name: str) -> str:
     return (
         f"{name}: {device.bytes_per_second / 1e12:g} TB/s, {device.flops_16 / 1e12:g} TFLOP/s in 16 bits, "
         f"{device.memory_bytes / 1e9:g} GB, {device.link_bytes_per_second / 1e9:g} GB/s to other shards: "
-        f"{device.source}. Achievable: {100 * device.reached_bytes:.0f} % of that bandwidth and "
-        f"{100 * device.reached_flops:.0f} % of those products, {device.reached_source}."
+        "NVIDIA's data sheet, dense."
     )
 
 
@@ -312,12 +238,19 @@ def _notes(args: argparse.Namespace, pipe: Pipeline) -> list[str]:
         f"max_batch_total_tokens: what fits, at most {args.max_concurrent_requests} requests of "
         f"{args.max_total_tokens} tokens. On a GPU, {RESERVED_BYTES / 1e9:g} GB, the activations of "
         f"{args.max_batch_prefill_tokens} prompt tokens and the captured decode steps are kept free.",
-        "All-reduces: what the sums over the shards take at least, which the ceilings of throughput include. "
-        "Achievable: with what kernels reach of the data sheet, and all-reduces."
-        if args.cost is None
-        else "Achievable: as measured (--cost); of several stages each takes its share by the floors.",
+        "All-reduces: what the sums over the shards add to the floor at least; the ceilings of throughput include it. "
+        + _expected(args),
         *([] if len(pipe.stages) == 1 else [pipe.sentence()]),
     ]
+
+
+def _expected(args: argparse.Namespace) -> str:
+    if args.cost is not None:
+        return "Expected: as measured (--cost); of several stages each takes its share by the floors."
+    return (
+        f"Expected: {100 * (args.efficiency or EFFICIENCY):g} % of the limits and {args.overhead_ms:g} ms a step, and "
+        "all-reduces, the model of `simulate`. That share is an assumption: measure (`latency`) and give --cost."
+    )
 
 
 def markdown(
@@ -378,12 +311,12 @@ def _floor_table(rows: list[dict[str, Any]], *, has_links: bool) -> str:
             r["bound_by"],
             f"{r['all_reduce_ms']:.2f} ms",
             *([f"{r['links_ms']:.2f} ms"] if has_links else []),
-            f"{r['achievable_ms']:.2f} ms",
+            f"{r['expected_ms']:.2f} ms",
         ]
         for r in rows
     ]
     links = ["Links"] if has_links else []
-    return table(("Step", "Batch Size", "Floor", "Bound by", "All-reduces", *links, "Achievable"), cells)
+    return table(("Step", "Batch Size", "Floor", "Bound by", "All-reduces", *links, "Expected"), cells)
 
 
 def _throughput_table(rows: list[dict[str, Any]]) -> str:

@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from benchmark.ceilings import GPU_READ_BYTES, Ceilings, Probe, best_seconds
 from benchmark.progress import Stage, shown
 from benchmark.publishing import published
 from benchmark.report import Result, RunContext, arguments_of, footer, prepare_output, table
-from benchmark.roofline import GPU_READ_BYTES, Ceilings, Probe, best_seconds
 from benchmark.shapes import BLOCK_SIZE
 
 if TYPE_CHECKING:

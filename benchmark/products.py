@@ -3,8 +3,9 @@
 For the layers of served models and some numbers of rows each tiling of our kernel is timed, torch's operator where it
 has one for such codes (`_int_mm`, `_scaled_mm`, `_weight_int4pack_mm`), the launch that rounds the inputs, and the
 layer as a server computes it. A limit is the larger one of the time to read the weight and the inputs at the
-bandwidth and the time to multiply at the rate of matrix units, which is taken to be twice bfloat16's for 8 bits, as
-data sheets have it; bandwidth and rate are measured first. Caches are emptied before each run, and the median counts.
+bandwidth and the time to multiply at the rate of matrix units, which is taken to be twice bfloat16's for 8 bits;
+bandwidth and rate are the data sheet's, or measured where none is known. Caches are emptied before each run, and the
+median counts.
 
 With --write the shares of torch's operators go into `server/backends/cuda/shares.json`, by which the server takes them
 as the usual way or not (`server/backends/cuda/shares.py`). Not yet run on a GPU.
@@ -22,10 +23,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmark.ceilings import GPU_READ_BYTES, Ceilings, Probe
+from benchmark.devices import known
 from benchmark.progress import Stage, shown
 from benchmark.quantised import KINDS, MODELS, LayerShape, noise
 from benchmark.report import BenchError, prepare_output, table
-from benchmark.roofline import GPU_READ_BYTES, Ceilings, Probe
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 ROWS = (1, 8, 32, 128, 2048)
 GROUP = 128  # inputs of a group in `_weight_int4pack_mm`
 INNER_TILES = 8  # of its packing: what torch's own tests take
-HEADERS = ["model", "layer", "rows", "way", "µs", "share of the limit", "bound by"]
+HEADERS = ["model", "layer", "rows", "way", "µs"]
 OPERATORS = {"torch._int_mm": "int_mm", "torch._scaled_mm": "scaled_mm"}  # the names in shares.json
 
 # Computes something once, and how many milliseconds that takes.
@@ -94,22 +96,30 @@ def run(args: argparse.Namespace) -> int:
 
     prepare_output(args.output)
     device = torch.device("cuda", 0)
-    probe = Probe("cuda", "bfloat16", threads=1, num_devices=1, step_weight_bytes=GPU_READ_BYTES)
-    for _ in range(3):
-        probe.measure()
+    ceilings = _ceilings(torch.cuda.get_device_name(device))
     found: list[Timed] = []
     stages = [Stage(model, len(shapes)) for model, _, shapes in MODELS]
     with torch.inference_mode(), shown("timing products", stages) as view:
         products = Products(Chooser(None))
         for model in view.each(MODELS):
-            found += timed(args.rows, EventClock(device), products, probe.best, device, torch.bfloat16, [model])
-    text = table(HEADERS, [row.line() for row in found])
+            found += timed(args.rows, EventClock(device), products, ceilings, device, torch.bfloat16, [model])
+    text = table([*HEADERS, f"% of limit ({ceilings.source})", "bound by"], [row.line() for row in found])
     print(text)
     if args.output:
         (args.output / "products.md").write_text(f"{text}\n")
     if args.write:
         write_shares(found)
     return 0
+
+
+def _ceilings(name: str) -> Ceilings:
+    """Of a GPU, by its data sheet, or else measured."""
+    if sheet := known(name):
+        return sheet.dense_ceilings("bfloat16", 1)
+    probe = Probe("cuda", "bfloat16", threads=1, num_devices=1, step_weight_bytes=GPU_READ_BYTES)
+    for _ in range(3):
+        probe.measure()
+    return probe.best
 
 
 def timed(

@@ -2,13 +2,13 @@
 
 `benchmark/shapes/*.json` holds the configs of well-known models, so that their speed can be computed (`plan`) or
 measured on random weights (`--random-weights`) before anything is downloaded. The server's `ArchSpec` is the only
-reading of a config; this module counts what it describes. Sliding windows are not counted: a context beyond them is
-taken as if every layer saw all of it.
+reading of a config; this module counts what it describes.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -123,10 +123,19 @@ class ModelShape:
         position = self.spec.layers[0].position
         return (position.size + position.offset) * self.has_embedding if isinstance(position, Learned) else 0
 
+    @property
+    def windows(self) -> Mapping[int, int]:
+        """How many layers have which window: tokens that a query sees, itself included; 0: all."""
+        return Counter(layer.window for layer in self.spec.layers)
+
     def kv_bytes_per_token(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
         """Bytes of the keys and values of one token in all layers. kv_cache_dtype: where it is not the model's."""
+        return self.spec.num_layers * self.kv_bytes_per_layer(dtype, kv_cache_dtype)
+
+    def kv_bytes_per_layer(self, dtype: str, kv_cache_dtype: str | None = None) -> int:
+        """The same in one layer."""
         number, scale = KV_CACHE_BYTES.get(kv_cache_dtype or "auto", (DTYPE_BYTES[dtype], 0))
-        return 2 * self.spec.num_layers * self.spec.num_kv_heads * (self.spec.head_dim * number + scale)
+        return 2 * self.spec.num_kv_heads * (self.spec.head_dim * number + scale)
 
     def storage(self, quantize: str | None) -> Storage | None:
         """How linear layers are served; None: dense. quantize: as `--quantize`, or as a server describes it.
@@ -135,7 +144,7 @@ class ModelShape:
         """
         return self.stored or sizes.described(quantize or "dense")
 
-    def step_weight_bytes(self, dtype: str, quantize: str | None = None, tokens: int = 1) -> float:
+    def step_weight_bytes(self, dtype: str, quantize: str | None = None, tokens: float = 1) -> float:
         """Bytes that a step over so many tokens reads: all layers and the head, not the embedding table.
 
         They do not depend on the batch but for mixtures of experts, of which a step reads those that any of its tokens
@@ -187,11 +196,16 @@ class ModelShape:
         routers = sum(spec.hidden_size * layer.mlp.num_experts for layer in spec.layers if isinstance(layer.mlp, Moe))
         copied = norms * self._norm_parameters + routers + self._position_rows * spec.hidden_size
         everywhere = copied * size * (ranks - 1) // ranks
-        if ranks <= spec.num_kv_heads:
-            return everywhere
-        storage, head = self.storage(quantize), 2 * spec.head_dim
-        one = head * spec.hidden_size * size if storage is None else storage.weight_bytes(head, spec.hidden_size)
-        return everywhere + spec.num_layers * one * (ranks - spec.num_kv_heads) // ranks
+        return everywhere + self.copied_kv_bytes(dtype, quantize, ranks) // ranks
+
+    def copied_kv_bytes(self, dtype: str, quantize: str | None, ranks: int) -> int:
+        """Bytes of keys' and values' matrices that all ranks together have beside one of each: their copies, where
+        there are more ranks than key-value heads."""
+        spec, storage, head = self.spec, self.storage(quantize), 2 * self.spec.head_dim
+        one = head * spec.hidden_size * DTYPE_BYTES[dtype]
+        if storage is not None:
+            one = storage.weight_bytes(head, spec.hidden_size)
+        return spec.num_layers * one * max(0, ranks - spec.num_kv_heads)
 
     @property
     def _linears(self) -> tuple[linears.Linear, ...]:

@@ -17,9 +17,11 @@ from pathlib import Path
 from huggingface_hub import try_to_load_from_cache
 
 from benchmark import shapes
+from benchmark.ceilings import Gauge, Probe
+from benchmark.devices import DataSheet, known
 from benchmark.launch import Server, launch_flags, model_for, running_server, sockets_at
 from benchmark.report import BenchError
-from benchmark.roofline import Probe, ServedModel
+from benchmark.roofline import ServedModel
 from router.client import ModelInfo, ShardedClient, ShardError, Shards
 
 FIRST_ID = 2**62
@@ -149,15 +151,37 @@ async def _require_idle(shards: ShardedClient) -> None:
 # ------------------------------------------------------------------------------------------------------- floors
 
 
+@dataclass(frozen=True)
+class Floors:
+    """What floors follow from: the model as it is served, and a gauge of the device; without both there are none."""
+
+    served: ServedModel | None = None
+    gauge: Gauge | None = None
+    missing: str = ""  # why there are none
+
+
+def floors_of(target: MeasuredShards, info: ModelInfo) -> Floors:
+    """Of the shards' model on their device, one GPU each or one CPU for all: its data sheet, or else a probe."""
+    served = served_model(target, info)
+    if served is None:
+        return Floors(missing="the model's config.json is not at hand; name it by --model-id or --random-weights")
+    if sheet := known(info.device):
+        return Floors(served, DataSheet(sheet.ceilings(served)))
+    try:
+        return Floors(served, _probe_for(served, info))
+    except BenchError as error:
+        return Floors(served, missing=str(error))
+
+
 def served_model(target: MeasuredShards, info: ModelInfo) -> ServedModel | None:
     """The shape in the dtype and format that the shards serve it in; None where the shape is not known."""
     if target.shape is None:
         return None
-    return ServedModel(target.shape, info.dtype, info.quantize, info.kv_cache_dtype, on_cpu=info.device == "cpu")
+    is_cpu = info.device == "cpu"
+    return ServedModel(target.shape, info.dtype, info.quantize, info.kv_cache_dtype, is_cpu, info.world_size)
 
 
-def probe_for(served: ServedModel, info: ModelInfo) -> Probe:
-    """A probe of the device that the shards run on: one GPU each, or one CPU for all of them."""
+def _probe_for(served: ServedModel, info: ModelInfo) -> Probe:
     num_devices = 1 if info.device == "cpu" else info.world_size
     return Probe(
         info.device,

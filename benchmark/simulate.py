@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark import options, shapes, traffic
+from benchmark.cost import EFFICIENCY
 from benchmark.devices import DEVICES
 from benchmark.fleets import asked, sizing, traces
 from benchmark.fleets.conditions import Pool
@@ -53,7 +54,6 @@ REPLICAS = "replicas"
 LENGTH = 100  # tokens of a prompt and of an answer
 CONCURRENCY = 16
 REQUESTS_PER_REPLICA = 1000  # so that the beginning and the end of a run, which are unlike the rest, weigh little
-EFFICIENCY = 0.6  # of a data sheet: what good kernels reach; `latency` on the device says it better
 
 
 # ----------------------------------------------------------------------------------------------------- command line
@@ -91,7 +91,7 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--kv-cache-dtype", choices=shapes.KV_CACHE_DTYPES, help="with --shape (default: the model's)")
     group.add_argument(
         "--efficiency", type=_share, metavar="E",
-        help=f"share of the data sheet that steps reach, with --shape ({EFFICIENCY:g})",
+        help=f"share of the data sheet that steps reach, with --shape ({EFFICIENCY:g}, an assumption)",
     )  # fmt: skip
     group.add_argument(
         "--overhead-ms", type=_not_negative, default=0.0, metavar="MS", help="that every step takes besides (0)"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from benchmark import plan, shapes
 from benchmark.cost import Fitted, Fixed, Roofline, fit, read_latency
-from benchmark.devices import DEVICES, all_reduces
+from benchmark.devices import DEVICES
 from benchmark.report import BenchError
 from benchmark.roofline import ServedModel
 from benchmark.shapes import BLOCK_SIZE
@@ -60,10 +60,9 @@ def _on_device(args: argparse.Namespace) -> Subject:
     if named.shape.spec.encoder is not None:
         raise BenchError(f"{named.name} is an encoder-decoder, which the simulator does not know: take a decoder")
     quantize = plan.stored_as(named, args.quantize)
-    served = ServedModel(named.shape, args.dtype or named.shape.dtype, quantize, args.kv_cache_dtype)
-    ceilings = device.ceilings(served, args.num_shard)
-    cost = Roofline.of(served, ceilings, args.efficiency, args.overhead_ms / 1000)
-    fixed, per_token = all_reduces(served, device, args.num_shard)
+    dtype = args.dtype or named.shape.dtype
+    served = ServedModel(named.shape, dtype, quantize, args.kv_cache_dtype, ranks=args.num_shard)
+    cost = Roofline.of(served, device.ceilings(served), args.efficiency, args.overhead_ms / 1000, device.sums(served))
 
     def kv_tokens(config: RouterConfig) -> int:
         found = plan.capacity(
@@ -81,7 +80,7 @@ def _on_device(args: argparse.Namespace) -> Subject:
         return found.max_batch_total_tokens
 
     return Subject(
-        cost=replace(cost, overhead_s=cost.overhead_s + fixed, token_s=per_token),
+        cost=cost,
         model=named.name,
         device=args.device,
         dtype=served.dtype,

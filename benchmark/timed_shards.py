@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from benchmark.roofline import BytesAndFlops, ServedModel
+from benchmark.roofline import BytesAndFlops, Piece, ServedModel
 from router.client import KvCache, ModelInfo, OperatorTime, ShardError, ShardHealth, Shards, StepReply, StepRequest
 
 
@@ -107,15 +107,15 @@ class TimedShards:
             encoded = len(sequence.encoder_token_ids)  # read by the encoder before the chunks of this step
             self._progress[sequence.id] = (encoded + len(sequence.token_ids), encoded)
         decoding = [id for id, (prompt, done) in self._progress.items() if request.decode and done >= prompt]
-        tokens, attended, kv_read, sampled = 0, 0.0, 0, 0
+        pieces, sampled = [], 0
         for id, count in [*zip(request.chunk_ids, request.chunk_tokens, strict=True), *((id, 1) for id in decoding)]:
             prompt, done = self._progress[id]
             self._progress[id] = (prompt, done + count)
-            tokens, kv_read, sampled = tokens + count, kv_read + done, sampled + (done + count >= prompt)
-            attended += count * done + count**2 / 2
-        if self.served is None or not tokens:
+            pieces.append(Piece(done, count))
+            sampled += done + count >= prompt
+        if self.served is None or not pieces:
             return len(decoding), None
-        step = self.served.step(tokens=tokens, attended=attended, kv_read=kv_read, sampled=sampled)
+        step = self.served.step(pieces, sampled=sampled)
         lengths = _encoded(request)
         return len(decoding), step.plus(self.served.encode(lengths)) if lengths else step
 

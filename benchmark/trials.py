@@ -250,7 +250,7 @@ async def _num_running(client: HttpClient) -> int:
 # -------------------------------------------------------------------------------------------------------------- client
 
 
-def client(scratch: Path) -> dict[str, float]:
+def client(means: Means) -> dict[str, float]:
     """Count tokens that cost their server next to nothing. `client`: microseconds of `serving` for each, by the slowest
     of the APIs."""
     command = [sys.executable, "-m", "benchmark.frames"]

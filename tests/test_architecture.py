@@ -29,6 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.offload.cost", "server.offload.footprint", "server.offload.policy", "server.offload.times",
         "server.pipeline.stage", "server.quant.sizes",
     },
+    "benchmark.ceilings": {"benchmark", "server.backends"},
     "benchmark.generating": {
         "benchmark", "router.batcher", "router.entry", "router.limits", "router.metrics", "router.text",
     },

@@ -189,7 +189,7 @@ def _pool(
         model=model,
         share=standard.cost.seconds(TYPICAL) / subject.cost.seconds(TYPICAL),
         price=price,
-        kv_bytes=subject.cost.kv_bytes if isinstance(subject.cost, Roofline) else 0.0,
+        kv_bytes=subject.cost.kv_bytes_per_token if isinstance(subject.cost, Roofline) else 0.0,
         scaling=scaling,
     )
 

@@ -1,6 +1,7 @@
 """The best that a device could do of a document's work: what either side's figures are a share of.
 
-The same arithmetic for the device at hand, by its probes, and for the document's, by its data sheet.
+The same arithmetic for the device at hand and for the document's, by data sheets; where there is none, of a CPU, by
+what was measured, and then a share says so.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from benchmark.ceilings import Ceilings
 from benchmark.devices import DEVICES, DatasheetDevice
 from benchmark.gpu import ceiling_of
 from benchmark.plan import Capacity, capacity
 from benchmark.report import BenchError
-from benchmark.roofline import Ceilings, ServedModel, mean_context
+from benchmark.roofline import ServedModel
 from benchmark.seeds.documents import Seed, concurrency
 from benchmark.seeds.machine import Machine
 from benchmark.seeds.scales import Scale
@@ -31,6 +33,11 @@ class Limit:
     ceilings: Ceilings
     free_bytes: float
 
+    @property
+    def source(self) -> str:
+        """Where the ceilings come from: what a share of this limit is a share of."""
+        return self.ceilings.source
+
     def best_of(self, other: Limit) -> Limit:
         """The same with the higher ceilings of both."""
         return replace(self, ceilings=self.ceilings.best_of(other.ceilings))
@@ -39,7 +46,7 @@ class Limit:
         """The least milliseconds of a step of `latency`."""
         if step == "prefill":
             return self.served.prefill(batch_size, sequence_length).floor_ms(self.ceilings)
-        one = self.served.decode(batch_size, mean_context(sequence_length, decode_length))
+        one = self.served.mean_decode(batch_size, sequence_length, decode_length)
         return one.times(1 if step == "decode_token" else decode_length - 1).floor_ms(self.ceilings)
 
     def tokens_per_second(self, sequences: int, given: int, generated: int) -> float:
@@ -57,8 +64,8 @@ class Limit:
 def of_document(seed: Seed, num_shard: int) -> Limit:
     """The limit of the document's hardware, by its data sheet."""
     device = DEVICES[seed.device]
-    served = ServedModel(seed.model(None).shape, seed.dtype)
-    return Limit(served, device.ceilings(served, num_shard), device.memory_bytes * num_shard)
+    served = ServedModel(seed.model(None).shape, seed.dtype, ranks=num_shard)
+    return Limit(served, device.ceilings(served), device.memory_bytes * num_shard)
 
 
 def percent(limit: float, measured: float | None, *, is_rate: bool) -> float | None:
@@ -74,7 +81,7 @@ def document_percents(seed: Seed, limit: Limit, row: Mapping[str, Any]) -> dict[
     if seed.kind == "latency":
         floor = limit.step_ms(row["step"], row["batch_size"], sizes["sequence_length"], sizes["decode_length"])
         mean = row["mean_ms"]
-        return {"percent_of_limit": percent(floor, mean, is_rate=False), "floor_ms": floor}
+        return {"percent_of_limit": percent(floor, mean, is_rate=False), "floor_ms": floor, "limit": limit.source}
     if seed.kind == "serving":
         given, generated = row["input_length"], row["output_length"]
         most = limit.tokens_per_second(MOST_SEQUENCES, given, generated)
@@ -84,10 +91,11 @@ def document_percents(seed: Seed, limit: Limit, row: Mapping[str, Any]) -> dict[
             "throughput_percent": percent(most, row["output_tokens_per_second"], is_rate=True),
             "loaded_throughput_percent": percent(loaded, row["output_tokens_per_second"], is_rate=True),
             "latency_percent": percent(least, row["latency_per_output_token_ms"], is_rate=False),
+            "limit": limit.source,
         }
     sequences = row["num_gpu_batches"] * sizes["gpu_batch_size"]
     most = limit.tokens_per_second(sequences, sizes["input_length"], sizes["output_length"])
-    return {"percent_of_limit": percent(most, row["total_tokens_per_second"], is_rate=True)}
+    return {"percent_of_limit": percent(most, row["total_tokens_per_second"], is_rate=True), "limit": limit.source}
 
 
 # ---------------------------------------------------------------------------------------------------------- memory

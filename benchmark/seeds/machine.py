@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import Any, TypeVar
 
+from benchmark.ceilings import Ceilings, Probe
+from benchmark.devices import known
 from benchmark.memory import free_host_bytes
 from benchmark.report import BenchError
-from benchmark.roofline import Ceilings, Probe, ServedModel
+from benchmark.roofline import ServedModel
 
 Found = TypeVar("Found")
 
@@ -45,7 +47,10 @@ def look(kind: str) -> Machine:
 
 
 def ceilings_of(machine: Machine, served: ServedModel, num_shard: int) -> Ceilings:
-    """What the devices of so many shards do at best for a model, measured now."""
+    """What the devices of so many shards do at best for a model, by their data sheet, or else measured now."""
+    served = replace(served, ranks=num_shard)
+    if sheet := known(machine.device):
+        return sheet.ceilings(served)
     num_devices = 1 if machine.is_cpu else num_shard
     read = int(served.step_weight_bytes()) // num_devices
     return _aside(_measure, machine.device, served.dtype, machine.threads, num_devices, read, served.product_kind)

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,7 +68,7 @@ class Job:
         """The best of this machine, measured now. Asked before and after what is held against it."""
         ceilings = machines.ceilings_of(self.machine, self.served, num_shard)
         devices = 1 if self.machine.is_cpu else num_shard
-        return Limit(self.served, ceilings, self.machine.free_bytes * devices)
+        return Limit(replace(self.served, ranks=num_shard), ceilings, self.machine.free_bytes * devices)
 
 
 Command = Callable[[Sequence[str]], Mapping[str, Any]]  # a command line to its result
@@ -220,6 +220,7 @@ def _loaded_cell(document: Mapping[str, Any], ours: Row, limit: Limit) -> Row:
         "streams": load.streams,
         **{name: ours[name] for name in names},
         "throughput_percent": percent(most, rate, is_rate=True),
+        "limit": limit.source,
         "errors": ours["errors"],
         "requests": ours["requests"],
     }
@@ -242,6 +243,7 @@ def _cell(job: Job, loaded: Row, alone: Row, limit: Limit) -> Row:
         "latency_per_token_ms": alone["latency_per_token_ms"],
         "latency_per_output_token_ms": latency,
         **shares,
+        "limit": limit.source,
         "percent_of_limit": max((share for share in shares.values() if share is not None), default=None),
         "errors": loaded["errors"] + alone["errors"],
         "requests": loaded["requests"] + alone["requests"],
@@ -285,6 +287,7 @@ def _flexgen(job: Job, run: Command) -> Iterator[list[Row]]:
                 | {
                     "num_blocks": blocks,
                     "percent_of_limit": percent(most, row["total_tokens_per_second"], is_rate=True),
+                    "limit": limit.source,
                     "document": _document_block(job, table, count, theirs),
                 }
                 for row in found["rows"]

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmark import flexgen
+from benchmark.ceilings import DATA_SHEET, MEASURED
 from benchmark.latency_figures import STEPS, THROUGHPUT_STEPS, throughputs_of
 from benchmark.report import GIB, Result, footer, table
 from benchmark.seeds.documents import Seed, concurrency
@@ -57,7 +58,8 @@ def notes(job: Job) -> list[str]:
     if seed.is_device_assumed and not job.scale.reductions:
         found.append(f"The document names no GPU: the shares of its limit are those of {seed.device}, an assumption.")
     found.append(
-        "% of limit: of the least time, or the highest throughput, that the device could have (docs/seeds.md)."
+        "% of limit: of the least time, or the highest throughput, that the device could have, by its data sheet or by "
+        "what was measured of it, as the heading says (docs/seeds.md)."
     )
     return found
 
@@ -93,6 +95,19 @@ def _pair(ours: float | None, theirs: float | None, unit: str = "", digits: int 
     """Ours, and the document's where the whole sweep was run."""
     texts = [_number(ours, digits), *([_number(theirs, digits)] if is_full else [])]
     return " / ".join(texts) + (f" {unit}" if unit else "")
+
+
+def _shares(ours: Row, theirs: Row, name: str, *, is_full: bool) -> list[str]:
+    """The shares of the limit as `_share_headings` has them."""
+    shares = [_number(ours[name], 1), *([_number(theirs.get(name), 1)] if is_full else [])]
+    return [" / ".join(shares)] if ours["limit"] == DATA_SHEET else shares
+
+
+def _share_headings(rows: Sequence[Row], of: str = "", *, is_full: bool) -> list[str]:
+    """One column where both sides have a data sheet for their limit; else one each, of different limits."""
+    limit = rows[0]["limit"] or MEASURED  # of a CPU for which no loops can be compiled nothing is
+    ours = f"% of limit ({limit}){of}"
+    return [ours] if limit == DATA_SHEET or not is_full else [ours, f"The document's % of limit ({DATA_SHEET}){of}"]
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -137,10 +152,10 @@ def _times(rows: Sequence[Row]) -> str:
     for row in rows:
         theirs = row["document"] or {}
         times = [_pair(row[name], theirs.get(name), "ms", is_full=is_full) for name in names]
-        share = _pair(row["percent_of_limit"], theirs.get("percent_of_limit"), "%", 1, is_full=is_full)
-        cells.append([STEPS[row["step"]], row["batch_size"], *times, share])
-    headings = ("Step", "Batch Size", "Average", "Lowest", "Highest", "p50", "p90", "p99", "% of limit")
-    return table(headings, cells)
+        shares = _shares(row, theirs, "percent_of_limit", is_full=is_full)
+        cells.append([STEPS[row["step"]], row["batch_size"], *times, *shares])
+    headings = ("Step", "Batch Size", "Average", "Lowest", "Highest", "p50", "p90", "p99")
+    return table([*headings, *_share_headings(rows, is_full=is_full)], cells)
 
 
 def _rates(rows: Sequence[Row], job: Job) -> str:
@@ -167,13 +182,14 @@ SERVING_COLUMNS: Mapping[str, str] = {
     "output_tokens_per_second": "Throughput (output token/s)",
     "latency_per_token_ms": "Average latency per token (ms)",
     "latency_per_output_token_ms": "Average latency per output token (ms)",
-    "throughput_percent": "% of limit, throughput",
-    "latency_percent": "% of limit, latency",
 }
+SERVING_SHARES: Mapping[str, str] = {"throughput_percent": ", throughput", "latency_percent": ", latency"}
 
 
 def _serving(result: Result, job: Job) -> Iterator[str]:
-    headings = ("Input Length", "Output Length", *SERVING_COLUMNS.values())
+    is_full = not job.scale.reductions
+    shares = [head for of in SERVING_SHARES.values() for head in _share_headings(result.rows, of, is_full=is_full)]
+    headings = ("Input Length", "Output Length", *SERVING_COLUMNS.values(), *shares)
     if job.scale.reductions:
         yield "## Lockstep"
         yield table(headings, [_cells(row, None) for row in result.rows], centred=True)
@@ -188,7 +204,7 @@ def _serving(result: Result, job: Job) -> Iterator[str]:
 
 
 LOADED_COLUMNS: Mapping[str, str] = {name: SERVING_COLUMNS[name] for name in (
-    "requests_per_second", "output_tokens_per_second", "latency_per_output_token_ms", "throughput_percent",
+    "requests_per_second", "output_tokens_per_second", "latency_per_output_token_ms",
 )}  # fmt: skip
 
 
@@ -200,27 +216,25 @@ def _at_document_loads(result: Result, job: Job) -> Iterator[str]:
         if not own:
             continue
         yield f"## At the concurrency of {one.system}: throughput × latency per output token"
-        headings = ("Input Length", "Output Length", "Concurrency", "Streams", *LOADED_COLUMNS.values())
+        shares = _share_headings([row["at_document_load"][one.system] for row in own], ", throughput", is_full=is_full)
+        headings = ("Input Length", "Output Length", "Concurrency", "Streams", *LOADED_COLUMNS.values(), *shares)
         yield table(headings, [_loaded_cells(row, one.system, is_full=is_full) for row in own], centred=True)
 
 
 def _loaded_cells(row: Row, system: str, *, is_full: bool) -> list[object]:
     ours, theirs = row["at_document_load"][system], (row["document"] or {}).get(system, {})
     theirs = {**theirs, "throughput_percent": theirs.get("loaded_throughput_percent")}
-    values = [
-        _pair(ours[name], theirs.get(name), digits=1 if "percent" in name else 2, is_full=is_full)
-        for name in LOADED_COLUMNS
-    ]
-    return [row["input_length"], row["output_length"], f"{ours['concurrency']:.1f}", ours["streams"], *values]
+    values = [_pair(ours[name], theirs.get(name), is_full=is_full) for name in LOADED_COLUMNS]
+    shares = _shares(ours, theirs, "throughput_percent", is_full=is_full)
+    return [row["input_length"], row["output_length"], f"{ours['concurrency']:.1f}", ours["streams"], *values, *shares]
 
 
 def _cells(row: Row, system: str | None) -> list[object]:
     theirs = (row["document"] or {}).get(system, {})
-    values = [
-        _pair(row[name], theirs.get(name), digits=1 if "percent" in name else 2, is_full=system is not None)
-        for name in SERVING_COLUMNS
-    ]
-    return [row["input_length"], row["output_length"], *values]
+    is_full = system is not None
+    values = [_pair(row[name], theirs.get(name), is_full=is_full) for name in SERVING_COLUMNS]
+    shares = [share for name in SERVING_SHARES for share in _shares(row, theirs, name, is_full=is_full)]
+    return [row["input_length"], row["output_length"], *values, *shares]
 
 
 # --------------------------------------------------------------------------------------------------------- flexgen
@@ -243,14 +257,14 @@ def _flexgen(result: Result, job: Job) -> Iterator[str]:
             _pair(row[f"{kind}_tokens_per_second"], theirs.get(f"{kind}_tokens_per_second"), "", 1, is_full=is_full)
             for kind in flexgen.KINDS
         ]
-        share = _pair(row["percent_of_limit"], theirs.get("percent_of_limit"), "", 1, is_full=is_full)
+        shares = _shares(row, theirs, "percent_of_limit", is_full=is_full)
         level = _number(row["level_tokens_per_second"], 1)
         peak = _pair(_peak_gib(row), theirs.get("peak_gpu_memory_gb"), "", 3, is_full=is_full)
         sizes = [row["sequences_at_once"], _number(_computed_gib(row), 3), peak]
-        cells.append([row["schedule"], row["num_gpu_batches"], row["num_blocks"], *sizes, *rates, level, share])
+        cells.append([row["schedule"], row["num_gpu_batches"], row["num_blocks"], *sizes, *rates, level, *shares])
     rates = [f"{kind} token/s".capitalize() for kind in flexgen.KINDS]
-    headings = ("Schedule", "n", "Blocks", "Sequences", "Computed GB", "Peak GB", *rates, "Level", "% of limit, total")
-    yield table(headings, cells)
+    headings = ["Schedule", "n", "Blocks", "Sequences", "Computed GB", "Peak GB", *rates, "Level"]
+    yield table([*headings, *_share_headings(result.rows, ", total", is_full=is_full)], cells)
     yield from _modelled(job)
 
 

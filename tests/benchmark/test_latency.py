@@ -20,8 +20,9 @@ from transformers.utils import logging
 
 from benchmark import latency, latency_figures, launch, live, profile, shapes, shards
 from benchmark.__main__ import main
+from benchmark.ceilings import Ceilings
 from benchmark.report import BenchError, SampleSummary
-from benchmark.roofline import Ceilings, ServedModel
+from benchmark.roofline import ServedModel
 from benchmark.shards import FIRST_ID
 from benchmark.steps import StepDriver, Times, random_prompts
 from router.client import OperatorTime, ShardError

@@ -16,10 +16,11 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from benchmark import offline, shapes
 from benchmark.__main__ import main
+from benchmark.ceilings import Ceilings
 from benchmark.generating import generate
 from benchmark.prompts import Prompt, load_tokenizer, read_prompts
 from benchmark.report import BenchError
-from benchmark.roofline import BytesAndFlops, Ceilings, ServedModel
+from benchmark.roofline import BytesAndFlops, ServedModel
 from benchmark.timed_shards import StepRecord, TimedShards
 from router.limits import Limits
 from router.text import ModelTokenizer

@@ -14,8 +14,9 @@ import pytest
 
 from benchmark import latency, reproduce
 from benchmark.__main__ import main
+from benchmark.ceilings import Ceilings
 from benchmark.report import BenchError
-from benchmark.roofline import Ceilings, ServedModel
+from benchmark.roofline import ServedModel
 from benchmark.seeds import documents, limits, machine, modelled, runs, scales, tables
 from benchmark.seeds.machine import Machine
 from benchmark.shapes import from_config
@@ -277,7 +278,7 @@ class Fake:
         names = ("mean_ms", "min_ms", "max_ms", "p50_ms", "p90_ms", "p99_ms")
         return [
             {"step": step, "batch_size": n, **dict.fromkeys(names, 7.0), "percent_of_limit": 12.5, "floor_ms": 1.0,
-             "samples_ms": [7.0], "tokens_per_sample": n}
+             "limit": "measured", "samples_ms": [7.0], "tokens_per_sample": n}
             for step in ("prefill", "decode_token", "decode_total") for n in self.values("--batch-size")
         ]  # fmt: skip
 
@@ -317,8 +318,17 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Fake:
 @pytest.mark.parametrize(
     ("name", "figures"),
     [
-        ("tgi-bloomz", ["# Tensor Parallel (TP) - 2 shards of one CPU", "7.00 / 65.65 ms", "12.5 / 6.9 %"]),
-        ("vllm-mistral-awq", ["## vllm v0.2.5", "## tgi v1.3.4", "1792.00 / 9.36", "7.00 / 12.62", "/ 20.3"]),
+        (
+            "tgi-bloomz",
+            [
+                "# Tensor Parallel (TP) - 2 shards of one CPU",
+                "7.00 / 65.65 ms",
+                "| 12.5",
+                "| 6.9 ",
+                "| % of limit (measured) | The document's % of limit (data sheet) |",
+            ],
+        ),
+        ("vllm-mistral-awq", ["## vllm v0.2.5", "## tgi v1.3.4", "1792.00 / 9.36", "7.00 / 12.62", "   20.3   "]),
         # Concurrency 15.1 and 18.2: 15 and 18 streams of 7 each.
         ("vllm-mistral-awq", ["105.00 / 9.36", "105.00 / 12.62", "126.00 / 10.86", "126.00 / 16.47"]),
         ("vllm-chatglm3", ["## vllm v0.2.7", "1792.00 / 2733.53"]),

@@ -10,18 +10,10 @@ import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from benchmark import shapes
+from benchmark.ceilings import Ceilings, Probe, _large_product, describe, gpu_read_bytes
 from benchmark.cost import Roofline, StepWork
 from benchmark.devices import DEVICES
-from benchmark.roofline import (
-    BytesAndFlops,
-    Ceilings,
-    Probe,
-    ServedModel,
-    _product_of_float8,
-    describe,
-    gpu_read_bytes,
-    mean_context,
-)  # fmt: skip
+from benchmark.roofline import BytesAndFlops, Piece, ServedModel, mean_context
 from tests.benchmark.mixtral import MIXTRAL, SMALL_MIXTRAL
 
 BLOOMZ = ServedModel(shapes.shape("bloomz-7b1-mt"), "float16")
@@ -78,6 +70,68 @@ def test_opt_prefill_and_decode_on_an_a6000() -> None:
     assert 38.0 == pytest.approx(decode.floor_ms(a6000), rel=TOLERANCE)
 
 
+# Gemma 3's 27B: 62 layers, of which each sixth sees all and the others 1024 tokens; 16 key-value heads of 128.
+GEMMA = {
+    "model_type": "gemma3_text", "vocab_size": 262_208, "hidden_size": 5376, "intermediate_size": 21_504,
+    "num_hidden_layers": 62, "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128,
+    "sliding_window": 1024, "sliding_window_pattern": 6, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+    "rope_local_base_freq": 10_000, "query_pre_attn_scalar": 168, "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 131_072, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+def test_a_layer_with_a_window_reads_no_more_than_that() -> None:
+    """Gemma-3-27B in bfloat16 on two H200s, 8 sequences in a context of 32,384 tokens: 54.0 GB of weights; 10 layers
+    with keys and values of all of it, and 52 of 1024 tokens."""
+    served = ServedModel(shapes.from_config(GEMMA), "bfloat16", ranks=2)
+    of_a_layer = 5376 * 128 * (32 + 2 * 16) + 32 * 128 * 5376 + 3 * 5376 * 21_504
+    weights, token = 2 * (62 * of_a_layer + 262_208 * 5376), 2 * 16 * 128 * 2  # of one layer
+    seen = 8 * token * (10 * 32_384 + 52 * 1024)
+    floor = served.decode(8, 32_384).floor_ms(DEVICES["h200"].ceilings(served))
+    assert 8.20 == pytest.approx((weights + seen) / 9.6e9, abs=0.01)
+    assert (weights + seen) / 9.6e9 == pytest.approx(floor, rel=1e-4)
+    assert 19.33 == pytest.approx((weights + 8 * token * 62 * 32_384) / 9.6e9, abs=0.01)  # as if all saw all
+    needed = served.decode(1, 32_384)
+    assert 4 * 32 * 128 * (10 * 32_384 + 52 * 1024) == needed.num_flops - served.decode(1, 0).num_flops
+    cost = Roofline.of(served, DEVICES["h200"].ceilings(served), 1.0, 0.0)
+    assert floor == pytest.approx(1000 * cost.seconds(StepWork(decoding=8, context=8 * 32_384, sampled=8)))
+
+
+def test_pieces_of_a_prompt_see_a_window_behind_them() -> None:
+    """Counted key by key: token i sees min(i, window) tokens, of which half a token's worth is taken for its own."""
+    for window in (0, 1, 5, 16, 40):
+        sees = [min(i, window) if window else i for i in range(1, 31)]
+        for done, length in ((0, 30), (0, 4), (7, 13), (20, 10)):
+            piece = Piece(done, length, 3)
+            assert 3 * sum(sees[done : done + length]) == pytest.approx(piece.pairs(window), abs=3 * length / 2)
+            assert 3 * (sees[done] - 1) == piece.read(window)
+        assert [sees[done] for done in range(30)] == [Piece(done).pairs(window) for done in range(30)]
+
+
+def test_the_mean_of_decode_steps_is_that_of_each_by_itself() -> None:
+    """Contexts of 901 to 1999 tokens, of which layers with a window of 1024 see no more than that."""
+    served = ServedModel(shapes.from_config(GEMMA), "bfloat16")
+    each = [served.decode(3, 900 + step) for step in range(1, 1100)]
+    mean = served.mean_decode(3, 900, 1100)
+    assert fmean(one.num_bytes for one in each) == pytest.approx(mean.num_bytes, rel=1e-12)
+    assert fmean(one.num_flops for one in each) == pytest.approx(mean.num_flops, rel=1e-12)
+    assert mean.num_bytes < served.decode(3, mean_context(900, 1100)).num_bytes
+
+
+def test_each_rank_reads_its_copy_of_a_key_value_head() -> None:
+    """ChatGLM3 on eight H200s, with two key-value heads: each head's keys and values, together 28,672 bytes a token,
+    and its matrices, 28 layers of 2 x 128 x 4096 numbers of two bytes, are read by four."""
+    shape = shapes.shape("chatglm3-6b")
+    one, eight = ServedModel(shape, "float16"), ServedModel(shape, "float16", ranks=8)
+    matrices, tokens = 6 * 28 * 2 * 128 * 4096 * 2, 32 * 2000
+    assert matrices + 3 * tokens * 28_672 == eight.decode(32, 2000).num_bytes - one.decode(32, 2000).num_bytes
+    expected = (2 * (5.711e9 + 0.2663e9) + matrices + 4 * tokens * 28_672) / (8 * 4.8e12)
+    sheet = DEVICES["h200"].ceilings(eight)
+    assert expected == pytest.approx(eight.decode(32, 2000).floor_ms(sheet) / 1000, rel=2e-3)
+    cost = Roofline.of(eight, sheet, 1.0)
+    assert expected == pytest.approx(cost.seconds(StepWork(decoding=32, context=tokens, sampled=32)), rel=2e-3)
+
+
 def test_the_embedding_table_is_not_read_but_the_head_is() -> None:
     assert 14.14e9 == pytest.approx(BLOOMZ.step_weight_bytes(), rel=1e-3)
     untied = ServedModel(shapes.shape("mistral-7b"), "float16")
@@ -117,7 +171,7 @@ def test_a_batch_of_mixtral_reads_nearly_all_of_it() -> None:
 
 def test_a_mixed_step_is_the_sum_of_its_parts_but_reads_weights_once() -> None:
     prefill, decode = BLOOMZ.prefill(1, 100), BLOOMZ.decode(4, 50)
-    mixed = BLOOMZ.step(tokens=104, attended=100**2 / 2 + 4 * 50, kv_read=4 * 49, sampled=5)
+    mixed = BLOOMZ.step([Piece(0, 100), Piece(49, 1, 4)], sampled=5)
     assert mixed.num_flops == prefill.num_flops + decode.num_flops
     assert mixed.num_bytes == prefill.num_bytes + decode.num_bytes - BLOOMZ.step_weight_bytes(104)
 
@@ -151,7 +205,7 @@ def test_what_is_in_8_bits_is_known(on_cpu: bool) -> None:
     for quantize, *expected in FORMATS_IN_8_BITS:
         layers, head, kind = expected[0 if on_cpu else 1]
         served = ServedModel(shape, "bfloat16", quantize, on_cpu=on_cpu)
-        step = served.step(tokens=3, attended=0, kv_read=0, sampled=2)
+        step = served.step([Piece(0, 3)], sampled=2)
         linear = shape.layer_parameters - 64 * 4096  # without the norms
         assert 6 * linear * layers + 4 * shape.head_parameters * head == step.num_ops_8, quantize
         assert kind == served.product_kind
@@ -163,7 +217,7 @@ def test_a_device_without_float8_multiplies_it_in_16_bits() -> None:
     floors = {
         (device, quantize): ServedModel(shape, "bfloat16", quantize)
         .prefill(32, 100)
-        .floor_ms(DEVICES[device].ceilings(ServedModel(shape, "bfloat16", quantize), 1))
+        .floor_ms(DEVICES[device].ceilings(ServedModel(shape, "bfloat16", quantize)))
         for device in ("a100-80g", "h100")
         for quantize in (None, "fp8", "int8", "int4")
     }
@@ -188,8 +242,9 @@ def test_a_probe_knows_the_best_that_it_has_seen() -> None:
     in_8_bits = Probe("cpu", "float32", threads=1, num_devices=1, step_weight_bytes=2**20, product_kind="int8")
     assert in_8_bits.measure().ops_8_per_second > 1e9
     small = (16, 32, 32)  # a probe measures float8 on GPUs alone, but this operator computes here too
-    assert 2 * 16 * 32 * 32 == _product_of_float8(small, torch.device("cpu")).num_flops
-    assert (16, 32) == _product_of_float8(small, torch.device("cpu")).run().shape
+    product = _large_product("float8", torch.device("cpu"), small)
+    assert 2 * 16 * 32 * 32 == product.num_flops
+    assert (16, 32) == product.run().shape
     assert "TOP/s" in describe(in_8_bits.seen) and "TOP/s" not in describe(probe.seen)
     assert "2 measurements" in describe(probe.seen) and "GB/s" in describe(probe.seen)
 

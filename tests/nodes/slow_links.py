@@ -110,13 +110,13 @@ def medians(server: Server, streams: int, tokens: int = TOKENS) -> tuple[float, 
 
 
 def planned(args: argparse.Namespace, delay_ms: float, cost: Path) -> Plan:
-    """What is achievable, by step and batch size."""
+    """What is expected, by step and batch size."""
     result = benchmark(
         "plan", "--model-id", str(args.model), "--dtype", args.dtype, "--num-shard", "1", "--cost", str(cost),
         "--pipeline-parallel", str(STAGES), "--link-ms", str(delay_ms), "-s", str(PROMPT), "-d", str(TOKENS),
         "-b", *map(str, args.streams),
     )  # fmt: skip
-    return {(row["step"], row["batch_size"]): row["achievable_ms"] for row in result["rows"]}
+    return {(row["step"], row["batch_size"]): row["expected_ms"] for row in result["rows"]}
 
 
 def compared(args: argparse.Namespace, delay_ms: float, plan: Plan, tls_dir: str) -> Iterator[dict[str, float]]:

@@ -19,8 +19,8 @@ import torch
 from triton.runtime import interpreter
 
 from benchmark import products as products_command
+from benchmark.ceilings import Ceilings
 from benchmark.quantised import KINDS, LayerShape, noise
-from benchmark.roofline import Ceilings
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.backend import CudaBackend
 from server.backends.cuda.packing import pack, why_not_packed

@@ -22,6 +22,8 @@ Function = Callable[..., None]
 Functions = Mapping[torch.dtype, Function]
 
 SUFFIXES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+# Kinds of numbers whose products `peak.cpp` counts.
+PEAKS = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "int8": "int8"}
 # What the letters of a signature stand for.
 PARAMETERS = {"p": ctypes.c_void_p, "l": ctypes.c_long, "i": ctypes.c_int}
 # What `tell_instructions` of linear.cpp counts; from AVX512_BF16 on they are for bfloat16 alone.
@@ -83,6 +85,7 @@ class Kernels:
         self.summarise = self._function("summarise_logits", "pllllpppi")
         self.race = self._function("race_logits", "pllllppppi")
         self.replay: Function = self._plain("replay_calls", "pl")
+        self._peaks = {kind: self._plain(f"peak_{suffix}", "lpi") for kind, suffix in PEAKS.items()}
 
     def instructions(self, dtype: torch.dtype) -> str:
         """Which instructions compute matrix products of `dtype`, as people call them."""
@@ -90,6 +93,19 @@ class Kernels:
         self._plain("instructions", "p")(ctypes.addressof(answer))
         most = len(INSTRUCTIONS) - 1 if dtype == torch.bfloat16 else INSTRUCTIONS.index("AVX512F")
         return INSTRUCTIONS[min(answer.value, most)]
+
+    def operations_per_second(self, kind: str, units: int, threads: int) -> float:
+        """Of products of what is in registers, on so many threads at once, for some tens of microseconds a unit.
+
+        kind: of the numbers, float32, float16, bfloat16, or int8, whose products are summed up exactly. Raises
+        RuntimeError where the system has not so many threads.
+        """
+        found = (ctypes.c_int64 * 2)()
+        self._peaks[kind](units, ctypes.addressof(found), threads)
+        operations, nanoseconds = found
+        if not nanoseconds:
+            raise RuntimeError(f"the system does not give this process {threads} threads")
+        return 1e9 * operations / nanoseconds
 
     def _by_dtype(self, name: str, signature: str) -> Functions:
         return {dtype: self._function(f"{name}_{suffix}", signature) for dtype, suffix in SUFFIXES.items()}

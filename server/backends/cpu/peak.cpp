@@ -1,0 +1,193 @@
+// How many operations a second the machine can do: products of what is in registers already, in as many sums as the
+// latency of one asks for. Nothing is read or written meanwhile, so that no kernel can do more. For measuring alone.
+//
+// Operations count as in a matrix product: a multiplication and an addition of each pair of numbers.
+
+#include <time.h>
+
+#include "amx.h"
+#include "codes.h"
+#include "threads.h"
+
+namespace {
+
+constexpr long ROUNDS = 4096;  // of a unit of work: some tens of microseconds
+
+#if defined(__x86_64__)
+#define IN_REGISTER "+v"
+#elif defined(__aarch64__)
+#define IN_REGISTER "+w"
+#else
+#define IN_REGISTER "+m"
+#endif
+
+// Has the compiler take a vector for another one from here on, so that a product is not computed once for all rounds.
+template <class T>
+INLINE void renew(T& vector) {
+    asm volatile("" : IN_REGISTER(vector));
+}
+
+// Do product(sum, left, right) ROUNDS times on each of ACCUMULATORS sums; returns how often that is.
+template <class Sum, class Operand, class Product>
+INLINE long repeat(Operand left, Operand right, const Product& product) {
+    Sum sums[ACCUMULATORS] = {};
+    for (long round = 0; round < ROUNDS; round++) {
+#pragma GCC unroll 32
+        for (int i = 0; i < ACCUMULATORS; i++) {
+            renew(right);
+            sums[i] = product(sums[i], left, right);
+        }
+    }
+#pragma GCC unroll 32
+    for (int i = 0; i < ACCUMULATORS; i++) renew(sums[i]);
+    return ROUNDS * ACCUMULATORS;
+}
+
+// Each returns how many operations it has done.
+
+long multiply_floats() {
+    return 2 * LANES * repeat<Floats>(all(1.5f), all(0.75f), [](Floats sum, Floats a, Floats b) { return fused(a, b, sum); });
+}
+
+long multiply_halves() {
+#if defined(__AVX512FP16__)
+    return 64 * repeat<__m512h>(_mm512_set1_ph(1.5f), _mm512_set1_ph(0.75f), [](__m512h sum, __m512h a, __m512h b) {
+        return _mm512_fmadd_ph(a, b, sum);
+    });
+#else
+    return multiply_floats();  // expanded once for many products, that is what they cost
+#endif
+}
+
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && defined(__linux__)
+constexpr long TILE_ROUNDS = ROUNDS / 16;
+
+// product(): of two registers of the left side with two of the right. `operations`: of one such register's product.
+template <class Product>
+INLINE long repeat_tiles(long operations, const Product& product) {
+    Word ones[16 * 16];  // not zeros: over those a machine may keep a higher clock
+    for (Word& pair : ones) pair = 0x3F803F80;
+    amx::Registers registers;
+    registers.shape(amx::ROWS, amx::DEPTH);
+    amx::load_sums(nullptr, amx::WIDTH, true, true);
+    amx::memory_is_read(ones);
+    _tile_loadd(4, ones, 64);
+    _tile_loadd(5, ones, 64);
+    _tile_loadd(6, ones, 64);
+    _tile_loadd(7, ones, 64);
+    for (long round = 0; round < TILE_ROUNDS; round++) product();
+    return TILE_ROUNDS * 4 * operations;
+}
+
+long multiply_tiles() {
+    return repeat_tiles(2 * 16 * 16 * 32, [] {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    });
+}
+
+long multiply_code_tiles() {
+#if defined(__AMX_INT8__)
+    return repeat_tiles(2 * 16 * 16 * 64, [] {
+        _tile_dpbsud(0, 4, 6);
+        _tile_dpbsud(1, 4, 7);
+        _tile_dpbsud(2, 5, 6);
+        _tile_dpbsud(3, 5, 7);
+    });
+#else
+    return 0;
+#endif
+}
+#else
+long multiply_tiles() { return 0; }
+long multiply_code_tiles() { return 0; }
+#endif
+
+long multiply_bf16() {
+    if (amx::USES_AMX) return multiply_tiles();
+#if defined(__AVX512BF16__)
+    return 4 * LANES * repeat<Floats>(all(0x3FC03FC0u), all(0x3F403F40u), [](Floats sum, Words a, Words b) {
+        return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+    });
+#else
+    return multiply_floats();
+#endif
+}
+
+// Exact sums in 32 bits of the products of codes of 8 bits.
+INLINE Ints dot_exactly(Ints sum, Words weights, Words inputs) {
+#if defined(__AVX512VNNI__)
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, (__m512i)inputs);
+#elif defined(__AVXVNNI__)
+    return (Ints)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)weights, (__m256i)inputs);
+#elif defined(__AVX512BW__)
+    const __m512i pairs = _mm512_maddubs_epi16((__m512i)weights, (__m512i)inputs);
+    return sum + (Ints)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(__AVX2__)
+    const __m256i pairs = _mm256_maddubs_epi16((__m256i)weights, (__m256i)inputs);
+    return sum + (Ints)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+    return dot_codes(sum, weights, inputs[0]);
+#endif
+}
+
+long multiply_codes() {
+    if (const long done = amx::USES_AMX ? multiply_code_tiles() : 0) return done;
+    return 8 * LANES * repeat<Ints>(all(0x01020304u), all(0x04030201u), [](Ints sum, Words a, Words b) { return dot_exactly(sum, a, b); });
+}
+
+// Threads that multiply at the same time: each waits until all have come. Nothing is shared out among them, unlike with a
+// `Team`, and none is left out: where another program has a core, this takes longer, and does not pass for the machine's best.
+struct Meeting {
+    long (*work)();
+    long units;
+    int threads, come = 0, left = 0;
+    int64_t operations = 0, began = 0, ended = 0;
+
+    static int64_t now() {
+        timespec time;
+        clock_gettime(CLOCK_MONOTONIC, &time);
+        return time.tv_sec * 1000000000l + time.tv_nsec;
+    }
+
+    void take_part() {
+        const bool is_last = __atomic_add_fetch(&come, 1, __ATOMIC_SEQ_CST) == threads;
+        if (is_last) __atomic_store_n(&began, now(), __ATOMIC_SEQ_CST);
+        while (!__atomic_load_n(&began, __ATOMIC_SEQ_CST)) rest();
+        int64_t mine = 0;
+        for (long unit = 0; unit < units; unit++) mine += work();
+        __atomic_add_fetch(&operations, mine, __ATOMIC_SEQ_CST);
+        if (__atomic_add_fetch(&left, 1, __ATOMIC_SEQ_CST) == threads) ended = now();
+    }
+
+    static void* join(void* at) {
+        static_cast<Meeting*>(at)->take_part();
+        return nullptr;
+    }
+};
+
+// Do `units` such stretches of work on each of `threads` threads. found: how many operations those were, and the
+// nanoseconds that they took from when all had come; zeros where the system has not so many threads.
+template <long (*WORK)()>
+void measure(long units, int64_t* found, int threads) {
+    static thread_local Workspace memory;
+    pthread_t* const helpers = memory.take<pthread_t>(size_t(threads));
+    Meeting meeting{WORK, units, threads};
+    int recruited = 0;
+    while (recruited < threads - 1 && !pthread_create(&helpers[recruited], nullptr, Meeting::join, &meeting)) recruited++;
+    const bool is_whole = recruited == threads - 1;
+    if (is_whole) meeting.take_part();
+    else __atomic_store_n(&meeting.began, 1, __ATOMIC_SEQ_CST);
+    for (int helper = 0; helper < recruited; helper++) pthread_join(helpers[helper], nullptr);
+    found[0] = is_whole ? meeting.operations : 0;
+    found[1] = is_whole ? meeting.ended - meeting.began : 0;
+}
+
+}  // namespace
+
+EXPORT(peak_f32, measure<multiply_floats>)
+EXPORT(peak_f16, measure<multiply_halves>)
+EXPORT(peak_bf16, measure<multiply_bf16>)
+EXPORT(peak_int8, measure<multiply_codes>)
