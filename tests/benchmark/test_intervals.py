@@ -126,6 +126,8 @@ def test_streams_of_several_tokens_an_event() -> None:
         assert figure.interval and figure.interval.low < (figure.ratio or 0) < figure.interval.high
     assert share(same, differs) <= MOST_FALSE_ALARMS
     assert share(slower, differs) >= LEAST_FOUND
+    alone = figures(Streams(), 60, starts=1, requests=100, spread=0.0)
+    assert share(alone, leaves_out_one) <= MOST_FALSE_ALARMS
     [one] = figures(Streams(), 1, starts=1, requests=400)
     assert one.within_start and one.within_start.low < (one.ratio or 0) < one.within_start.high
 
