@@ -361,7 +361,7 @@ def test_auto_chooses_says_why_and_runs_it(tmp_path: Path, shape: Path, capfd: p
         (["--schedule", "row", "--offload-memory", "2GB"], "--offload-memory is what --schedule auto may fill"),
         (["--schedule", "auto", "--offload-memory", "40%"], "--offload-memory is 40%: give a size such as 6GB"),
         (["--schedule", "auto", "--offload-memory", "0.1MB"], "nothing fits into 0.00 GB beside what must stay, and"),
-        (["--schedule", "auto", "--offload-memory", "0.1MB"], "without --offload-dir: give --offload-memory 2MB"),
+        (["--schedule", "auto", "--offload-memory", "0.1MB"], "without --offload-dir: give --offload-memory 1MB"),
         (["--schedule", "row", "--weights-on-device", "150%"], "--weights-on-device is 150%: a share is at most 100%"),
         (
             ["--schedule", "auto", "--weights-on-device", "much"],
