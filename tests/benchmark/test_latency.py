@@ -300,7 +300,7 @@ def test_two_shards_of_our_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     result = json.loads(shown.out.splitlines()[-1])
     check(result, (1, 3), num_shard=2)
     assert result == json.loads((tmp_path / "result.json").read_text())
-    assert all(head in shown.out for head in ("| Parameter ", "| p99 ", " tokens/secs |", "| % of limit |"))
+    assert all(head in shown.out for head in ("| Parameter ", "| p99 ", " tokens/secs |", "| % of limit (measured) |"))
     assert "batch size 3: prefill" in shown.err
 
 

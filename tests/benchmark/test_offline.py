@@ -75,10 +75,18 @@ def test_every_token_is_counted_once(max_batch_size: int | None) -> None:
 def test_what_a_run_needs_is_what_its_steps_need() -> None:
     """One sequence of 100 tokens in chunks of 64 and 36, then decode steps that attend to 101, 102, …"""
     needed = [record.needed for record in generated([Prompt([3] * 100, 4)]).records if record.needed]
-    first = WORK.step(tokens=64, attended=64**2 / 2, kv_read=0, sampled=0)
-    second = WORK.step(tokens=36, attended=36 * 64 + 36**2 / 2, kv_read=64, sampled=1)
-    later = [WORK.step(tokens=1, attended=done + 0.5, kv_read=done, sampled=1) for done in (100, 101, 102)]
-    assert [first, second, *later] == needed
+    shape, key, token = WORK.shape, 4 * 24 * 16 * 64, 2 * 24 * 16 * 64 * 2  # operations for a key, bytes of a token
+    steps = [  # tokens, keys that they look at, tokens that are read, sequences that get one
+        (64, 64**2 / 2, 0, 0), (36, 36 * 64 + 36**2 / 2, 64, 1), (1, 101, 100, 1), (1, 102, 101, 1), (1, 103, 102, 1),
+    ]  # fmt: skip
+    expected = [
+        BytesAndFlops(
+            WORK.step_weight_bytes() + token * (read + tokens),
+            2 * shape.step_parameters * tokens + key * keys + 2 * shape.head_parameters * sampled,
+        )
+        for tokens, keys, read, sampled in steps
+    ]
+    assert expected == needed
 
 
 def test_tokens_over_latency_is_throughput() -> None:
@@ -177,7 +185,7 @@ def test_several_numbers_of_prompts_in_one_report(tmp_path: Path, capfd: pytest.
     assert all(2 == len(run["ceilings"]) for run in result["runs"])
     text = (tmp_path / "result.md").read_text()
     assert "#### --num-prompts 2\n" in text and "#### --num-prompts 6\n" in text
-    assert "| Prompts | Prefill token/s (% of limit) | Decode token/s (% of limit) |" in text
+    assert "| Prompts | Prefill token/s (% of limit, measured) | Decode token/s (% of limit, measured) |" in text
     assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG")
     assert 1 == (tmp_path / "report.html").read_text().count("data:image/png;base64,")
     (tmp_path / "again.json").write_text((tmp_path / "result.json").read_text())

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from itertools import combinations, product
 from statistics import fmean
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM
 
-from benchmark import shapes
+from benchmark import shapes, shards
 from benchmark.ceilings import Ceilings, Probe, _large_product, describe, gpu_read_bytes
 from benchmark.cost import Roofline, StepWork
 from benchmark.devices import DEVICES
+from benchmark.report import BenchError
 from benchmark.roofline import BytesAndFlops, Piece, ServedModel, mean_context
+from server.backends import cpu
+from server.backends.cpu.build import BuildError
 from tests.benchmark.mixtral import MIXTRAL, SMALL_MIXTRAL
 
 BLOOMZ = ServedModel(shapes.shape("bloomz-7b1-mt"), "float16")
@@ -247,6 +251,31 @@ def test_a_probe_knows_the_best_that_it_has_seen() -> None:
     assert (16, 32) == product.run().shape
     assert "TOP/s" in describe(in_8_bits.seen) and "TOP/s" not in describe(probe.seen)
     assert "2 measurements" in describe(probe.seen) and "GB/s" in describe(probe.seen)
+
+
+def test_without_compiled_loops_there_are_no_ceilings_and_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        raise BuildError("no C++ compiler was found (g++, c++): install g++")
+
+    monkeypatch.setattr(cpu, "load", load)
+    with pytest.raises(
+        BenchError, match=r"measured by compiled loops, and there are none: no C.. compiler .*install g"
+    ):
+        Probe("cpu", "bfloat16", threads=1, num_devices=1, step_weight_bytes=2**20)
+    info = SimpleNamespace(device="cpu", dtype="bfloat16", quantize=None, kv_cache_dtype=None, world_size=1, threads=1)
+    target = shards.MeasuredShards([], "bloom-560m", shapes.shape("bloom-560m"))
+    floors = shards.floors_of(target, info)  # type: ignore[arg-type]
+    assert floors.gauge is None and "install g++" in floors.missing
+
+
+def test_a_gpu_is_held_against_its_data_sheet() -> None:
+    """Two H100s, whose shards are not probed: 3.35 TB/s and 989 TFLOP/s each."""
+    info = SimpleNamespace(
+        device="NVIDIA H100 80GB HBM3", dtype="bfloat16", quantize=None, kv_cache_dtype=None, world_size=2, threads=1
+    )
+    floors = shards.floors_of(shards.MeasuredShards([], "x", shapes.shape("bloom-560m")), info)  # type: ignore[arg-type]
+    assert floors.gauge is not None and floors.gauge.measure() == Ceilings(3.35e12, 989e12, 2, 0.0, "data sheet")
+    assert "by its data sheet: reads 3350.0 GB/s" in describe(floors.gauge.seen)
 
 
 def test_a_probe_beside_a_full_cache_takes_a_quarter_of_what_is_left() -> None:

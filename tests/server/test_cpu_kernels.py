@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -20,6 +21,7 @@ from server.backends.cpu import Kernels
 from server.backends.cpu.attention import KernelAttention, rotate
 from server.backends.cpu.build import BuildError, build
 from server.backends.cpu.device import CpuDevice
+from server.backends.cpu.kernels import PEAKS
 from server.backends.cpu.layers import KernelNorm, PanelFormat, kernel_gate
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import PAGE_BYTES, SLAB_BYTES, Arena
@@ -463,3 +465,19 @@ def test_callers_on_several_threads_do_not_disturb_each_other(kernels: Kernels) 
     with ThreadPoolExecutor(4) as pool:
         for _ in range(10):
             assert all(map(torch.equal, expected, pool.map(partial(layer, bias=None), inputs)))
+
+
+@pytest.mark.parametrize("kind", PEAKS)
+def test_products_in_registers_are_counted_on_every_thread(kernels: Kernels, kind: str) -> None:
+    """Every thread does its own units, whoever is late, and a unit is 4096 rounds or a 16th of them, of some sums."""
+
+    def operations(units: int, threads: int) -> int:
+        found = (ctypes.c_int64 * 2)()
+        kernels._peaks[kind](units, ctypes.addressof(found), threads)
+        assert found[1] > 0
+        return found[0]
+
+    one = operations(1, 1)
+    assert one > 0 and one % (2 * 4096) == 0
+    assert 2 * one == operations(2, 1) and 6 * one == operations(2, 3)
+    assert kernels.operations_per_second(kind, 1, 2) > 0
