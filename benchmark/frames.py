@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+from collections.abc import Callable
 from typing import Any, cast
 
 import orjson
@@ -90,7 +91,7 @@ class Stream(asyncio.Protocol):
         self._running.add(self)
 
     def _plain(self, route: str, body: Any) -> None:
-        answers = {
+        answers: dict[str, Callable[[], Any]] = {
             "/tokenize": lambda: [{"stop": i} for i, c in enumerate(body["inputs"] + " ") if c == " "],
             "/info": lambda: {"model_id": "frames", "max_input_length": 2**20, "max_total_tokens": 2**21},
             "/v1/models": lambda: {"data": [{"id": "frames"}]},
