@@ -34,7 +34,7 @@ from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from router.refusals import MALFORMED, STOPPING, TIMED_OUT, TOO_LARGE, TOO_MANY, UNKNOWN_CODING
-from router.transport import ClientTransport, Connections
+from router.transport import ClientTransport, Connections, UpToTheEnd
 
 MAX_PIPELINED = 16  # requests that wait for the answer to an earlier one; clients that send any are rare
 EXTENSION = "lockstep.connection"
@@ -95,19 +95,6 @@ class ClientConnection:
         self._is_lost = True
         if self._on_lost is not None:
             self._on_lost()
-
-
-class UpToTheEnd(int):
-    """The length of an answer that ends with its connection: for uvicorn, which counts, any number of bytes is it."""
-
-    def __lt__(self, other: int) -> bool:
-        return False
-
-    def __sub__(self, other: int) -> UpToTheEnd:
-        return self
-
-    def __ne__(self, other: object) -> bool:
-        return False
 
 
 class Refused(Exception):
