@@ -3,12 +3,16 @@
 A simulated shard asks for nothing else, so a model of a step is one small class here. Both are deterministic and know
 no noise: a prediction is the middle of what would be measured.
 
-`Roofline` is docs/roofline.md with an efficiency: the slower of moving and computing, as a share of what the device
-could do, plus a fixed time. `Fitted` is what `latency` measured, between the measured points by straight lines. A step
-that has prompts and decoding sequences costs what each part adds to an empty step: the weights are read once.
+`Roofline` is docs/roofline.md with an efficiency, operator by operator: layers' matrices, attention of prompts and of
+what decodes, and the head run one after the other, so that each takes the slower of its own reads and its own products,
+as a share of what the device could do; plus a fixed time. A floor, which is the least of any program, would hide one
+operator's reads behind another's products. `Fitted` is what `latency` measured, between the measured points by straight
+lines. A step that has prompts and decoding sequences costs what each part adds to an empty step: the weights are read
+once.
 
-Left out: a chunk's attention to the part of its prompt that was computed before, where no two measured lengths can be
-compared (`Fitted` only); encoder-decoders, sampling options, and whatever changes while a server runs.
+Results of one length tell nothing of others, so that a fit to them is asked for no others.
+
+Left out: encoder-decoders, sampling options, and whatever changes while a server runs.
 """
 
 from __future__ import annotations
@@ -41,19 +45,21 @@ class StepWork(NamedTuple):
     context: int = 0  # keys that the decoding sequences look at, together, each new token's own included
     sampled: int = 0  # sequences that get a token, from a prompt's end or by decoding
 
-    def attended(self, window: int) -> float:
-        """Keys that all tokens look at where a token sees so many at most; 0: any number."""
-        if not window:
-            return self.context + self.prompt_pairs
-        return min(self.context, self.decoding * window) + min(self.prompt_pairs, self.prompt_tokens * window)
+    def prompt_keys(self, window: int) -> tuple[float, float]:
+        """Of prompts: tokens whose keys and values are read or written, and keys that are looked at.
 
-    def kv_tokens(self, window: int) -> float:
-        """Tokens whose keys and values are read or written in a layer with this window."""
-        written = self.prompt_tokens  # what decoding writes is part of its context
+        window: how many tokens one sees in a layer; 0: any number.
+        """
         if not window:
-            return self.context + self.prompt_read + written
+            return self.prompt_read + self.prompt_tokens, self.prompt_pairs
         prompts = max(1, self.sampled - self.decoding)  # those that end, or one that goes on
-        return min(self.context, self.decoding * window) + min(self.prompt_read, prompts * (window - 1)) + written
+        read = min(self.prompt_read, prompts * (window - 1))
+        return read + self.prompt_tokens, min(self.prompt_pairs, self.prompt_tokens * window)
+
+    def decode_keys(self, window: int) -> tuple[float, float]:
+        """Likewise of decoding sequences, whose contexts have what they write, too."""
+        keys = min(self.context, self.decoding * window) if window else self.context
+        return keys, keys
 
 
 class Cost(Protocol):
@@ -68,12 +74,13 @@ class Cost(Protocol):
 
 @dataclass(frozen=True)
 class Roofline:
-    """Bytes and operations of a step, held against what a device can do of both; see `roofline.ServedModel.step`.
+    """Bytes and operations of a step's operators, held against what a device can do; see `roofline.ServedModel.step`.
 
     Of layers with a window it knows what all sequences look at together, and takes them for equally long.
     """
 
-    weight_bytes: float  # of any step, experts apart
+    layer_bytes: float  # of the layers' matrices, experts apart
+    head_bytes: float
     kv_bytes: Mapping[int, float]  # of a token that is read or written, by the window of the layers; 0: none
     token_flops: float
     key_flops: Mapping[int, float]  # of a token looking at one key, likewise
@@ -95,6 +102,7 @@ class Roofline:
         sums: Sums | None = None,
     ) -> Roofline:
         """A served model on a device. efficiency: share of the ceilings that is reached, above 0 and at most 1."""
+        head_bytes = served.shape.head_bytes(served.dtype, served.quantize)
         reached = efficiency * ceilings.num_devices
 
         def flops(needed: BytesAndFlops) -> float:
@@ -103,7 +111,8 @@ class Roofline:
 
         token = served.step([Piece(0)], sampled=0)
         return cls(
-            weight_bytes=served.step_weight_bytes(0),
+            layer_bytes=served.step_weight_bytes(0) - head_bytes,
+            head_bytes=head_bytes,
             kv_bytes=served.kv_bytes,
             token_flops=flops(token) - sum(served.key_flops.values()),  # it looks at itself
             key_flops=served.key_flops,
@@ -117,16 +126,25 @@ class Roofline:
         )
 
     def seconds(self, work: StepWork) -> float:
-        """How long the shards compute: the slower of moving bytes and computing, and the step's fixed time."""
+        """How long the shards compute: of each operator the slower of its reads and its products, and a fixed time."""
         tokens = work.prompt_tokens + work.decoding
         if not tokens:
             return 0.0
         experts = sum(num_bytes * share_read(share, tokens) for share, num_bytes in self.experts.items())
-        kv = sum(num_bytes * work.kv_tokens(window) for window, num_bytes in self.kv_bytes.items())
-        moving = (self.weight_bytes + experts + kv) / self.bytes_per_second
-        keys = sum(flops * work.attended(window) for window, flops in self.key_flops.items())
-        flops = self.token_flops * tokens + keys + self.sampled_flops * work.sampled
-        return max(moving, flops / self.flops_per_second) + self.overhead_s + self.sums.seconds(tokens, work.sampled)
+        return (
+            self._operator(self.layer_bytes + experts, self.token_flops * tokens)
+            + sum(self._attention(window, *work.prompt_keys(window)) for window in self.kv_bytes)
+            + sum(self._attention(window, *work.decode_keys(window)) for window in self.kv_bytes)
+            + self._operator(self.head_bytes * (work.sampled > 0), self.sampled_flops * work.sampled)
+            + self.overhead_s
+            + self.sums.seconds(tokens, work.sampled)
+        )
+
+    def _attention(self, window: int, kv_tokens: float, pairs: float) -> float:
+        return self._operator(self.kv_bytes[window] * kv_tokens, self.key_flops[window] * pairs)
+
+    def _operator(self, num_bytes: float, flops: float) -> float:
+        return max(num_bytes / self.bytes_per_second, flops / self.flops_per_second)
 
 
 @dataclass(frozen=True)
@@ -159,6 +177,9 @@ class Curve:
         return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
+NEAR = 0.1  # how far lengths may be from the only one that was measured
+
+
 @dataclass(frozen=True)
 class Fitted:
     """Measured step times, in milliseconds. Both curves start at `base_ms`, the time of a step with next to nothing in
@@ -166,10 +187,23 @@ class Fitted:
 
     base_ms: float
     prefill_ms: Curve  # over the prompt tokens of a step, as if they looked at no keys
-    pair_ms: float  # for each key that a prompt token looks at; 0 where no two lengths can be compared
+    pair_ms: float  # for each key that a prompt token looks at; 0 where one length was measured
     decode_ms: Curve  # over the sequences that decode, as if they looked at no keys
-    context_ms: float  # for each key that a decoding sequence looks at; 0 where only one context was measured
+    context_ms: float  # for each key that a decoding sequence looks at; 0 where one length was measured
     overhead_s: float = 0.0
+    only: tuple[int, int] | None = None  # the one length that was measured: tokens of prompts and of answers
+
+    def check(self, input_length: int, output_length: int) -> None:
+        """Raise BenchError for lengths of which the measured one says nothing."""
+        if self.only is None:
+            return
+        wanted, measured = (input_length, input_length + output_length / 2), (self.only[0], mean_context(*self.only))
+        if any(abs(one - other) > NEAR * other for one, other in zip(wanted, measured, strict=True)):
+            raise BenchError(
+                f"--cost is of one --sequence-length, {self.only[0]} tokens in and {self.only[1]} out, and what "
+                f"{input_length} in and {output_length} out look at costs something else: give another result, too, "
+                "measured with another --sequence-length"
+            )
 
     def seconds(self, work: StepWork) -> float:
         """How long the shards compute, between the measured points by straight lines."""
@@ -199,19 +233,24 @@ class PrefillPoint(NamedTuple):
 def fit(results: Sequence[Mapping[str, Any]], overhead_s: float = 0.0) -> Fitted:
     """Fit step times to the JSON of one or several `latency` runs of the same model. Raises BenchError.
 
-    Several runs with different --sequence-length tell the price of context. Each point is a row's median.
+    Runs with different --sequence-length tell the prices of keys, by steps that had equally many tokens, or sequences,
+    and looked at more of them or fewer. Each point is a row's median.
     """
+    lengths = {(result["arguments"]["sequence_length"], result["arguments"]["decode_length"]) for result in results}
     decodes = [point for result in results for point in _decode_points(result)]
     prefills = [point for result in results for point in _prefill_points(result)]
-    pair_ms = _shared_slope((p.tokens, p.pairs, p.ms) for p in prefills)
-    without_pairs = _means((p.tokens, p.ms - pair_ms * p.pairs) for p in prefills)
-    context_ms = _shared_slope((p.batch_size, p.batch_size * p.context, p.ms) for p in decodes)
-    without_context = _means((p.batch_size, p.ms - context_ms * p.batch_size * p.context) for p in decodes)
-    if len(without_context) < 2:
+    if len({point.batch_size for point in decodes}) < 2:
         raise BenchError("one batch size was measured: measure several, as in latency --batch-size 1 4 16 64")
+    pair_ms = context_ms = 0.0
+    if len(lengths) > 1:
+        pair_ms = _price("prompt tokens", ((p.tokens, p.pairs, p.ms) for p in prefills))
+        context_ms = _price("sequences", ((p.batch_size, p.batch_size * p.context, p.ms) for p in decodes))
+    without_pairs = _means((p.tokens, p.ms - pair_ms * p.pairs) for p in prefills)
+    without_context = _means((p.batch_size, p.ms - context_ms * p.batch_size * p.context) for p in decodes)
     base_ms = _base_ms(without_context, limit=min(without_pairs.values()))
     prefill_ms, decode_ms = _curve(base_ms, without_pairs), _curve(base_ms, without_context)
-    return Fitted(base_ms, prefill_ms, pair_ms, decode_ms, context_ms, overhead_s)
+    only = None if len(lengths) > 1 else next(iter(lengths))
+    return Fitted(base_ms, prefill_ms, pair_ms, decode_ms, context_ms, overhead_s, only)
 
 
 def read_latency(path: Path) -> dict[str, Any]:
@@ -254,11 +293,17 @@ def _means(pairs: Iterable[tuple[int, float]]) -> dict[int, float]:
     return {key: fmean(found[key]) for key in sorted(found)}
 
 
-def _shared_slope(points: Iterable[tuple[int, float, float]]) -> float:
-    """From (size, keys, ms), how the time of one size grows with the keys that are looked at; 0 where nothing tells."""
+def _price(unit: str, points: Iterable[tuple[int, float, float]]) -> float:
+    """From (size, keys, ms), how the time of one size grows with the keys that are looked at. Raises BenchError."""
     by_size = defaultdict(list)
     for size, keys, ms in points:
         by_size[size].append((keys, ms))
+    if all(len({keys for keys, _ in same}) == 1 for same in by_size.values()):
+        raise BenchError(
+            f"--cost has several lengths, but no two of its steps had equally many {unit} and looked at more or fewer "
+            "keys: measure two --sequence-length of which one is a multiple of the other, 100 and 400, say, with -b "
+            "1 2 4 8 16"
+        )
     return max(0.0, _slope(by_size.values()))
 
 

@@ -142,7 +142,8 @@ class Tally:
     num_prompt_tokens: int = 0  # of those admitted
     num_cached_tokens: int = 0  # of these, found in the prefix cache
     transferred: float = 0.0  # bytes of keys and values, from one replica to another
-    replica_seconds: float = 0.0  # paid for
+    replica_seconds: float = 0.0  # that replicas were started, until the last answer
+    paid_seconds: float = 0.0  # of these, until the last arrival: what follows belongs to no load
     price: float = 0.0  # of those seconds
     num_tokens: int = 0
     num_steps: int = 0
@@ -152,6 +153,7 @@ class Tally:
     last_arrival_at: float = 0.0
     ended_by_then: int = 0  # requests, when the last one came
     given_by_then: int = 0  # tokens
+    prompts_by_then: int = 0  # tokens of prompts that were admitted
     ended_at: float = 0.0
     busy: float = 0.0  # seconds that replicas computed, of all replicas together
     batch: float = 0.0  # integral over those seconds of the running sequences
@@ -164,6 +166,7 @@ class Tally:
         self.num_requests += 1
         self.started_at = min(self.started_at, now)
         self.last_arrival_at, self.ended_by_then, self.given_by_then = now, len(self.e2e), self.num_given
+        self.prompts_by_then = self.num_prompt_tokens
 
     def ended(self, entry: Simulated, now: float) -> None:
         """Count a request whose last token has reached its client at `now`."""

@@ -227,17 +227,18 @@ def launch_quantised(kind: str, rows: int, *, is_gated: bool, only_first: bool =
     """A product in every tiling, or only in the first, with all that may follow; the tilings. kind: of `KINDS`."""
     import torch
 
-    from benchmark.quantised import KINDS, LayerShape, noise
+    from benchmark.quantised import KINDS, LayerShape
     from server.arch.spec import Activation
     from server.backends.cuda.choice import Chooser
     from server.backends.cuda.fused import fused_gate
     from server.backends.cuda.kernels.linear import Epilogue, Workspace
     from server.backends.cuda.linear import Products
     from server.backends.cuda.quantised import CudaQuantised
+    from server.quant.noise import noise
 
     products = Products(Chooser(None), workspace=Workspace(torch.device("cpu"), PROCESSORS))
     shape = LayerShape(QUANTISED_WIDTH * (2 if is_gated else 1), QUANTISED_WIDTH)
-    weight = noise(KINDS[kind], shape, torch.device("cpu"))
+    weight = noise(KINDS[kind], shape.features, shape.inputs, torch.device("cpu"))
     layer = CudaQuantised(weight, torch.bfloat16, is_gated=is_gated, gate=fused_gate, products=products)
     tilings = layer.tilings(rows)[: 1 if only_first else None]
     epilogue = Epilogue(zeros(shape.features), Activation.GELU, zeros(rows, QUANTISED_WIDTH))

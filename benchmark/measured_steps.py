@@ -48,4 +48,6 @@ def measured_steps(args: argparse.Namespace, model: str, served: ServedModel) ->
                     f"--cost has a result with {name} {was[name]}, and this plan has {wanted}: give latency results of "
                     "what is planned"
                 )
-    return MeasuredSteps(fit(results))
+    cost = fit(results)
+    cost.check(args.sequence_length, args.decode_length)
+    return MeasuredSteps(cost)

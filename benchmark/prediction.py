@@ -39,8 +39,7 @@ def figures(
         "output_tokens_per_second": tally.num_tokens / seconds,
         "while_arriving": _while_arriving(tally),
         "goodput": _goodput(tally, seconds, objectives),
-        "ttft_ms": percentiles(tally.ttft, 1000),
-        "tpot_ms": percentiles([value for value in tally.tpot if value], 1000),
+        **times(tally),
         "inter_token_ms": _weighted_percentiles(tally.gaps, tally.gap_counts),
         "e2e_ms": percentiles(tally.e2e, 1000),
         "queue_ms": percentiles(tally.queued, 1000),
@@ -57,16 +56,30 @@ def figures(
     }
 
 
+def times(tally: Tally) -> dict[str, Any]:
+    """Of the requests that have ended, those that objectives are about."""
+    return {
+        "ttft_ms": percentiles(tally.ttft, 1000),
+        "tpot_ms": percentiles([value for value in tally.tpot if value], 1000),
+    }
+
+
 def _fleet(tally: Tally, seconds: float) -> dict[str, float]:
-    """What is of a fleet alone. seconds: of all replicas, where the tally does not know."""
+    """What is of a fleet alone; hours and tokens are those until the last arrival, which is when the load ends.
+
+    seconds: of all replicas, where the tally does not know.
+    """
+    has_window = tally.last_arrival_at > tally.started_at
+    until_then, all_tokens = tally.given_by_then + tally.prompts_by_then, tally.num_tokens + tally.num_prompt_tokens
+    num_tokens = until_then if has_window else all_tokens
     return {
         "prefix_hit_share": tally.num_cached_tokens / max(tally.num_prompt_tokens, 1),
         "lost": tally.num_lost,
         "retried": tally.num_retried,
         "transferred_gb": tally.transferred / 1e9,
-        "replica_hours": (tally.replica_seconds or seconds) / 3600,
+        "replica_hours": (tally.paid_seconds or seconds) / 3600,
         "price": tally.price,
-        "price_per_million_tokens": tally.price / max(tally.num_tokens + tally.num_prompt_tokens, 1) * 1e6,
+        "price_per_million_tokens": tally.price / max(num_tokens, 1) * 1e6,
     }
 
 
@@ -210,7 +223,7 @@ def _of(key: str, name: str | None = None, form: str = ".2f", scale: float = 1.0
 
     def cell(row: Mapping[str, Any]) -> str:
         value = row[key] if name is None else (row[key] or {}).get(name)
-        return "-" if value is None else format(scale * value, form)
+        return value if isinstance(value, str) else "-" if value is None else format(scale * value, form)
 
     return cell
 
@@ -228,6 +241,7 @@ TABLES: Sequence[Sequence[Column]] = (
         ("Goodput (requests/s)", _of("goodput", "requests_per_second")),
         ("Met (%)", _of("goodput", "share", ".1f", 100)),
         ("Refused", _of("refused", form=".0f")),
+        ("Queue", _of("queue", form="")),
         ("Busy (%)", _of("busy_share", form=".1f", scale=100)),
     ),
     (*_latency("TTFT", "ttft_ms"), *_latency("Inter-token", "inter_token_ms"), *_latency("TPOT", "tpot_ms")),

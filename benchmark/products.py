@@ -26,8 +26,9 @@ from typing import TYPE_CHECKING
 from benchmark.ceilings import GPU_READ_BYTES, Ceilings, Probe
 from benchmark.devices import known
 from benchmark.progress import Stage, shown
-from benchmark.quantised import KINDS, MODELS, LayerShape, noise
+from benchmark.quantised import KINDS, MODELS, LayerShape
 from benchmark.report import BenchError, prepare_output, table
+from server.quant.noise import noise
 
 if TYPE_CHECKING:
     import torch
@@ -139,7 +140,7 @@ def timed(
 
     for model, kind, shapes in models:
         for shape in shapes:
-            weight = noise(KINDS[kind], shape, device)
+            weight = noise(KINDS[kind], shape.features, shape.inputs, device)
             layer = CudaQuantised(weight, dtype, is_gated=shape.is_gated, gate=fused_gate, products=products)
             for count in rows:
                 x = torch.randn(count, shape.inputs, device=device).to(dtype)

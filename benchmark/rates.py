@@ -18,9 +18,8 @@ from benchmark.shapes import ModelShape
 from benchmark.streaming import Measured, sizes_of
 from server import backends
 from server.backends import Device
-from server.offload.cost import Rates
 from server.offload.disk import DiskError, ImageFile
-from server.offload.probes import link_rate, product_rates
+from server.offload.probes import link_rate, rates_of
 from server.offload.ring import Store
 from server.offload.stores import DiskStore, HostStore, StagedStore
 
@@ -33,11 +32,11 @@ def measure(args: argparse.Namespace, shape: ModelShape) -> Measured:
         sizes = sizes_of(ServedModel(shape, dtype, args.quantize))
         layer_bytes = int(sizes.layers / sizes.num_layers / (args.num_shard or 1))
         backend = backends.choose(device, getattr(torch, dtype), cpu_kernels=args.cpu_kernels or "auto")
-        link, products = _link(args, device, layer_bytes), product_rates(backend, getattr(torch, dtype))
+        link, storage = _link(args, device, layer_bytes), shape.storage(args.quantize)
+        rates = rates_of(backend, getattr(torch, dtype), link, storage, has_tied_head=shape.spec.tied_head)
         # Each shard of a GPU has one of its own, and shards of a CPU share all there is.
         devices = 1 if device.link() is None else args.num_shard or 1
-        rates = Rates(devices * link, [(tokens, seconds / devices) for tokens, seconds in products])
-        return Measured(rates, dtype, devices * device.free_bytes(fraction=1.0, world_size=1))
+        return Measured(rates.of_devices(devices), dtype, devices * device.free_bytes(fraction=1.0, world_size=1))
     except (ValueError, DiskError) as error:
         raise BenchError(str(error)) from None
 

@@ -27,7 +27,6 @@ from server.quant.sizes import Storage
 FOLDER = Path(__file__).with_name("shapes")
 BLOCK_SIZE = 16  # tokens in a block of the KV cache, as on our shards; a cache is made of whole blocks
 DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "float16": 2, "bfloat16": 2}
-INT8_HEAD = sizes.in_flight("int8")
 
 # Bytes of one number in a KV cache, and what a key, or a value, of one head takes besides: a scale in int8.
 KV_CACHE_BYTES: Mapping[str, tuple[int, int]] = {"fp8_e4m3": (1, 0), "fp8_e5m2": (1, 0), "int8": (1, 2)}
@@ -170,10 +169,9 @@ class ModelShape:
         storage = self.storage(quantize)
         if not self.has_head:
             return 0
-        if storage is not None and storage.has_int8_head:
-            return INT8_HEAD.weight_bytes(self.spec.vocab_size, self.head_parameters // self.spec.vocab_size)
-        if storage is not None and self._has_stored_head(storage):
-            return storage.weight_bytes(self.spec.vocab_size, self.head_parameters // self.spec.vocab_size)
+        head = storage and storage.of_head(is_tied=self.spec.tied_head)
+        if head is not None:
+            return head.weight_bytes(self.spec.vocab_size, self.head_parameters // self.spec.vocab_size)
         return self.head_parameters * DTYPE_BYTES[dtype]
 
     def weight_bytes(self, dtype: str, quantize: str | None = None) -> int:

@@ -22,16 +22,16 @@ from typing import Any
 from benchmark import options, shapes, traffic
 from benchmark.cost import EFFICIENCY
 from benchmark.devices import DEVICES
-from benchmark.fleets import asked, sizing, traces
+from benchmark.fleets import asked, traces
 from benchmark.fleets.conditions import Pool
-from benchmark.fleets.events import Fleet
+from benchmark.fleets.runs import REPLICAS, REQUESTS_PER_REPLICA, Run, Setting
 from benchmark.load import pictures
-from benchmark.prediction import comparison, figures, markdown, read_serving, remarks, sentence
-from benchmark.progress import Progress, Stage, shown
+from benchmark.prediction import comparison, markdown, read_serving, remarks, sentence
+from benchmark.progress import Stage, shown
 from benchmark.publishing import published
 from benchmark.report import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output
 from benchmark.subject import Subject, subject_of
-from benchmark.traffic import Case, OpenLoop, Request
+from benchmark.traffic import Case, Request
 from router.balancing import ALIASES, POLICIES
 from router.config import RouterConfig
 from router.limits import Limits, resolve
@@ -50,10 +50,8 @@ LIMITS = (
     "max_concurrent_requests",
 )
 SETTINGS = {field.name: field for field in fields(RouterConfig)}
-REPLICAS = "replicas"
 LENGTH = 100  # tokens of a prompt and of an answer
 CONCURRENCY = 16
-REQUESTS_PER_REPLICA = 1000  # so that the beginning and the end of a run, which are unlike the rest, weigh little
 
 
 # ----------------------------------------------------------------------------------------------------- command line
@@ -79,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cost", type=Path, nargs="+", metavar="FILE",
-        help="result.json of latency runs of one model: step times as measured; several --sequence-length are better",
+        help="result.json of latency runs of one model: step times as measured; two lengths, to simulate others",
     )  # fmt: skip
     group.add_argument("--step-ms", type=_positive, metavar="MS", help="instead: a fixed time, as the null model's")
     group.add_argument("--token-us", type=_not_negative, default=0.0, metavar="US", help="and of a prompt's token (0)")
@@ -196,20 +194,24 @@ def run(args: argparse.Namespace) -> int:
     subject = subject_of(args)
     settings = list(_settings(args))
     cases = traffic.cases(args, trace) if measured is None else traffic.cases_of(measured)
+    subject.check(cases)
     has_prefixes = asked.has_prefixes(args, trace)
 
     def limits_of(values: Mapping[str, Any], subject: Subject) -> Limits:
         return _limits(args, values, cases, subject, trace, has_prefixes=has_prefixes)
 
-    pools = [asked.pools(args, subject, values, partial(limits_of, values), trace) for values in settings]
-    plans = [(values, case, found) for values, found in zip(settings, pools, strict=True) for case in cases]
+    def pools(values: Mapping[str, Any], count: int) -> Sequence[Pool]:
+        return asked.pools(args, subject, {**values, REPLICAS: count}, partial(limits_of, values), trace)
+
+    plans = [(Setting(values, partial(pools, values)), Run(args, case, trace)) for values in settings for case in cases]
     result = Result(_context(args, subject, cases), notes=[*_notes(args, subject), *_told(told), *remarks(measured)])
     result.extra = {"cost": asdict(subject.cost)}
-    render, draw = partial(markdown, swept=[name for name, _ in args.sweep]), None if args.sweep else pictures.draw
-    stages = [Stage(str(case.load or "a trace"), _num_requests(case, found)) for _, case, found in plans]
+    swept = [name for name, _ in args.sweep] + [REPLICAS] * bool(args.fewest_replicas)
+    render, draw = partial(markdown, swept=swept), None if args.sweep else pictures.draw
+    stages = [Stage(str(run.case.load or "a trace"), _num_requests(setting, run)) for setting, run in plans]
     with published(result, render, args.output, draw) as keep, shown(f"simulating {subject.model}", stages) as view:
-        for values, case, found in view.each(plans):
-            result.rows.append(_sized(args, values, case, found, trace, view))
+        for setting, run in view.each(plans):
+            result.rows.append(run.row(setting, view))
             if measured is not None:
                 result.extra["comparison"] = comparison(measured["rows"], result.rows)
             keep()
@@ -228,6 +230,8 @@ def _complete(args: argparse.Namespace) -> None:
         raise BenchError("--trace and --compare both bring their own requests: leave out one of them")
     if args.compare is not None and args.sweep:
         raise BenchError("--compare is about one server: leave out --sweep and give the limits that it had")
+    if args.fewest_replicas and any(name == REPLICAS for name, _ in args.sweep):
+        raise BenchError("--fewest-replicas looks for one number of replicas: leave out --sweep replicas")
     if len(names := [name for name, _ in args.sweep]) > len(set(names)):
         raise BenchError("--sweep names a setting twice: give all of its values in one list")
     _complete_cost(args)
@@ -274,6 +278,8 @@ def _told(limits: Mapping[str, Any]) -> Iterator[str]:
 def _settings(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Every combination of the swept values, with the other settings as given."""
     given = {name: getattr(args, name) for name in (REPLICAS, *LIMITS)}
+    if args.fewest_replicas:
+        given[REPLICAS] = asked.least_replicas(args)
     for values in product(*(values for _, values in args.sweep)):
         yield given | {name: value for (name, _), value in zip(args.sweep, values, strict=True)}
 
@@ -314,52 +320,9 @@ def _limits(
         raise BenchError(str(error)) from None
 
 
-def _sized(
-    args: argparse.Namespace,
-    values: Mapping[str, Any],
-    case: Case,
-    pools: Sequence[Pool],
-    trace: Sequence[Request] | None,
-    view: Progress,
-) -> dict[str, Any]:
-    """The row of one load under one setting, or of the fewest replicas that keep the objectives."""
-    if args.fewest_replicas is None:
-        return _simulated(args, values, case, pools, trace, view.advance)
-    share = 1 / sizing.num_runs(args.fewest_replicas)
-
-    def with_replicas(count: int) -> dict[str, Any]:
-        found = sizing.resized(pools, count)
-        return _simulated(args, {**values, REPLICAS: count}, case, found, trace, lambda n: view.advance(n * share))
-
-    return sizing.fewest(with_replicas, args.fewest_replicas, (args.ttft_objective, args.tpot_objective))
-
-
-def _simulated(
-    args: argparse.Namespace,
-    values: Mapping[str, Any],
-    case: Case,
-    pools: Sequence[Pool],
-    trace: Sequence[Request] | None,
-    advance: Callable[[float], None],
-) -> dict[str, Any]:
-    """The row of one load under one setting: what it is about, the limits, and the figures."""
-    num_replicas, limits = sum(pool.num_replicas for pool in pools), pools[0].limits
-    count = _num_requests(case, pools) if trace is None else len(trace)
-    drawn = OpenLoop(iter(trace)) if trace is not None else traffic.draw(case, args, count)
-    requests = traffic.Watched(asked.prefixed(drawn, args), count, advance)
-    tally = Fleet(requests, pools, asked.conditions(args), args.dispatch).run()
-    if not tally.e2e:
-        raise BenchError(
-            f"none of {tally.num_requests} requests was answered, {tally.num_refused} were refused: give more "
-            "--replicas, --retries or a larger --max-concurrent-requests"
-        )
-    settled = dict(values) | {name: getattr(limits, name) for name in LIMITS}
-    objectives = (args.ttft_objective, args.tpot_objective)
-    return traffic.about(case) | {"settings": settled} | figures(tally, limits, num_replicas, objectives)
-
-
-def _num_requests(case: Case, pools: Sequence[Pool]) -> int:
-    return case.num_requests or REQUESTS_PER_REPLICA * sum(pool.num_replicas for pool in pools)
+def _num_requests(setting: Setting, run: Run) -> int:
+    """How long a row takes, in requests."""
+    return run.num_requests(sum(pool.num_replicas for pool in setting.pools(setting.values[REPLICAS])))
 
 
 # ----------------------------------------------------------------------------------------------------------- report

@@ -7,7 +7,7 @@ Two sources: a shape on a device's data sheet, or `latency` results. The arithme
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from benchmark import plan, shapes
@@ -16,6 +16,7 @@ from benchmark.devices import DEVICES
 from benchmark.report import BenchError
 from benchmark.roofline import ServedModel
 from benchmark.shapes import BLOCK_SIZE
+from benchmark.traffic import Case
 from router.config import RouterConfig
 from router.limits import derive_lengths, useful_tokens
 
@@ -32,6 +33,18 @@ class Subject:
     quantize: str | None
     note: str
     kv_tokens: Callable[[RouterConfig], int]  # that the server would infer
+
+    def check(self, cases: Sequence[Case]) -> None:
+        """Raise BenchError for work of which the step times say nothing."""
+        if not isinstance(self.cost, Fitted) or self.cost.only is None:
+            return
+        for case in cases:
+            self.cost.check(case.mean.input_length, case.mean.output_length)
+            if case.distribution != "fixed":
+                raise BenchError(
+                    f"--cost is of one --sequence-length, and lengths are {case.distribution}: give another result, "
+                    "too, measured with another --sequence-length"
+                )
 
 
 def subject_of(args: argparse.Namespace) -> Subject:
@@ -118,8 +131,8 @@ def _useful_tokens(config: RouterConfig) -> int:
 def _fit_note(cost: Fitted, num_results: int) -> str:
     context = (
         f"{cost.context_ms * 1e6:.3g} ns for each key that a decoding sequence looks at"
-        if cost.context_ms
-        else "any context costs what the measured one did (a second --sequence-length would tell)"
+        if cost.only is None
+        else f"for {cost.only[0]} tokens in and {cost.only[1]} out alone"
     )
     return (
         f"Steps: fitted to {num_results} latency result{'s' if num_results > 1 else ''}; {cost.base_ms:.2f} ms for an "

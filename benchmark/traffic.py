@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple, Protocol
@@ -23,6 +24,7 @@ from benchmark.report import BenchError
 from benchmark.workload import Lengths
 
 NEVER = math.inf
+BLOCK = 1000  # requests that are drawn together where nobody knows how many there will be
 REFUSAL_SECONDS = 0.005  # from a request to its refusal at the client: a round trip and some HTTP
 
 
@@ -103,8 +105,32 @@ def longest(cases: Sequence[Case], trace: Sequence[Request] | None) -> tuple[int
 def draw(case: Case, args: argparse.Namespace, count: int) -> Traffic:
     """The requests of a row, drawn from one seed in the order in which `serving` draws them, so that the same seed is
     the same work where its warm-ups draw nothing before."""
+    return _sent(case, _drawn(case, args, count, f"{args.seed} {case.mean} {case.load}"))
+
+
+def in_blocks(case: Case, args: argparse.Namespace, most: int) -> Traffic:
+    """The same load, of as many requests as are taken, `most` at most: how many that are changes none of them."""
+
+    def requests() -> Iterator[Request]:
+        before = 0.0
+        for block in itertools.count():
+            last = 0.0
+            for one in _drawn(case, args, BLOCK, f"{args.seed} {case.mean} {case.load}, block {block}"):
+                last = one.arrives_at
+                yield one._replace(arrives_at=before + last)
+            before += last
+
+    return _sent(case, islice(requests(), most))
+
+
+def _sent(case: Case, requests: Iterator[Request]) -> Traffic:
     assert case.load is not None, "a trace is its own traffic"
-    random = Random(f"{args.seed} {case.mean} {case.load}")
+    return OpenLoop(requests) if case.load.concurrency is None else ClosedLoop(requests, case.load.concurrency)
+
+
+def _drawn(case: Case, args: argparse.Namespace, count: int, seed: str) -> Iterator[Request]:
+    assert case.load is not None, "a trace is its own traffic"
+    random = Random(seed)
     if case.distribution in workload.DISTRIBUTIONS:
         lengths = workload.draw_lengths(case.distribution, case.mean, count, random)
     else:
@@ -112,11 +138,10 @@ def draw(case: Case, args: argparse.Namespace, count: int) -> Traffic:
     rate = case.load.request_rate
     times = [0.0] * count if rate is None else arrival_times(rate, args.burstiness, count, random)
     asked = args.max_new_tokens or 0
-    requests = (
+    return (
         Request(at, one.input_length, one.output_length, max(one.output_length, asked))
         for at, one in zip(times, lengths, strict=True)
     )
-    return OpenLoop(requests) if case.load.concurrency is None else ClosedLoop(requests, case.load.concurrency)
 
 
 def arrival_times(rate: float, variation: float, count: int, random: Random) -> list[float]:
@@ -234,31 +259,3 @@ class ClosedLoop:
     def refused(self, now: float) -> None:
         """The stream may send again when its client knows."""
         heapq.heappush(self._free, now + self._refusal_s)
-
-
-class Watched:
-    """Traffic that somebody watches: told of each hundredth of its `count` requests that is over."""
-
-    def __init__(self, traffic: Traffic, count: int, advance: Callable[[float], None]) -> None:
-        self._traffic = traffic
-        self._advance = advance
-        self._each = max(1, count // 100)
-        self._count = count
-        self._over = 0
-        self.next_at = traffic.next_at
-        self.take = traffic.take
-
-    def ended(self, now: float) -> None:
-        """Note that a request was answered at `now`."""
-        self._traffic.ended(now)
-        self._one_over()
-
-    def refused(self, now: float) -> None:
-        """Note that a request was refused at `now`."""
-        self._traffic.refused(now)
-        self._one_over()
-
-    def _one_over(self) -> None:
-        self._over += 1
-        if self._over % self._each == 0:
-            self._advance(self._each / self._count)

@@ -196,7 +196,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     cache = KV_FORMATS[config.kv_cache_dtype]
     kv_heads = len(local_kv_heads(spec, shard))
     kv_bytes = KVShape(part.num_layers, kv_heads, spec.head_dim, dtype, format=cache).bytes_per_token
-    auto = offloading.automatic(config, part, backend, dtype, shard, kv_bytes)
+    auto = offloading.automatic(config, part, backend, dtype, shard, kv_bytes, quantised.storage)
     placement = offloading.choose_placement(config, part, device, auto)
     weights = Weights.open(
         checkpoint,

@@ -21,10 +21,11 @@ from server.offload.cost import Rates
 from server.offload.disk import ImageFile
 from server.offload.footprint import layer_sizes, step_bytes
 from server.offload.policy import Share
-from server.offload.probes import link_rate, product_rates
+from server.offload.probes import link_rate, rates_of
 from server.offload.ring import Store
 from server.offload.stores import DiskStore, HostStore, StagedStore
 from server.offload.tiers import BlockTier, DiskTier, HostTier
+from server.quant.sizes import Storage
 from server.stepping.kv_placement import KvOnDevice
 from server.storage_settings import NO_FOLDER, NO_HOST, NO_KV_FOLDER
 
@@ -49,26 +50,44 @@ def choose_placement(
 
 
 def automatic(
-    config: ShardConfig, spec: ArchSpec, backend: Backend, dtype: torch.dtype, shard: Shard, kv_bytes_per_token: int
+    config: ShardConfig,
+    spec: ArchSpec,
+    backend: Backend,
+    dtype: torch.dtype,
+    shard: Shard,
+    kv_bytes_per_token: int,
+    storage: Storage | None = None,
 ) -> Auto | None:
-    """What finds how much stays, where that is asked for; it measures when the first layer is there."""
+    """What finds how much stays, where that is asked for; it measures when the first layer is there.
+
+    storage: how linear layers are stored; None: dense.
+    """
     if config.weights_on_device != AUTO:
         return None
     has_somewhere = config.offload_dir is not None or backend.device.link() is not None
     return Auto(
         backend.device,
         shard,
-        _wanted(config, spec, dtype, shard, kv_bytes_per_token),
-        rates=partial(_rates, config, backend, dtype),
+        _wanted(config, spec, dtype, shard, kv_bytes_per_token, storage),
+        rates=partial(_rates, config, spec, backend, dtype, storage),
         why_not=None if has_somewhere else NO_FOLDER.format(AUTO),
         fraction=config.cuda_memory_fraction,
     )
 
 
-def _wanted(config: ShardConfig, spec: ArchSpec, dtype: torch.dtype, shard: Shard, kv_bytes_per_token: int) -> Wanted:
+def _wanted(
+    config: ShardConfig,
+    spec: ArchSpec,
+    dtype: torch.dtype,
+    shard: Shard,
+    kv_bytes_per_token: int,
+    storage: Storage | None,
+) -> Wanted:
     """What the limits want of this rank's memory, beside the layers' weights."""
     lengths = [config.max_total_tokens or DEFAULT_TOTAL_TOKENS, spec.max_positions, config.max_batch_total_tokens]
-    head = -(-spec.vocab_size // shard.world_size) * (spec.embed_dim or spec.hidden_size) * dtype.itemsize
+    rows, width = -(-spec.vocab_size // shard.world_size), spec.embed_dim or spec.hidden_size
+    stored = storage and storage.of_head(is_tied=spec.tied_head)
+    head = rows * width * dtype.itemsize if stored is None else stored.weight_bytes(rows, width)
     longest = num_blocks(min(length for length in lengths if length)) + (spec.encoder is not None)
     return Wanted(
         longest=longest * BLOCK_SIZE,
@@ -82,7 +101,9 @@ def _wanted(config: ShardConfig, spec: ArchSpec, dtype: torch.dtype, shard: Shar
     )
 
 
-def _rates(config: ShardConfig, backend: Backend, dtype: torch.dtype, layer_bytes: int) -> Rates:
+def _rates(
+    config: ShardConfig, spec: ArchSpec, backend: Backend, dtype: torch.dtype, storage: Storage | None, layer_bytes: int
+) -> Rates:
     """Measured on stores of their own, which are gone afterwards."""
     stores = _stores(config, backend.device)
     try:
@@ -90,7 +111,7 @@ def _rates(config: ShardConfig, backend: Backend, dtype: torch.dtype, layer_byte
     finally:
         for _, store in stores:
             store.close()
-    return Rates(min(links), product_rates(backend, dtype))
+    return rates_of(backend, dtype, min(links), storage, has_tied_head=spec.tied_head)
 
 
 def _stores(config: ShardConfig, device: Device) -> list[tuple[Share, Store]]:

@@ -41,9 +41,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmark.pipelines": {"benchmark", "router.pipeline_settings"},
     "benchmark.prediction": {"benchmark", "router.limits"},
     "benchmark.probes": {"benchmark", "server.backends"},
-    "benchmark.kernels": {"benchmark", "server.arch.spec", "server.backends"},
-    "benchmark.products": {"benchmark", "server.arch.spec", "server.backends"},
-    "benchmark.quantised": {"server.quant.stored"},
+    "benchmark.kernels": {"benchmark", "server.arch.spec", "server.backends", "server.quant.noise"},
+    "benchmark.products": {"benchmark", "server.arch.spec", "server.backends", "server.quant.noise"},
+    "benchmark.quantised": {"server.quant.noise"},
     "benchmark.fleet": {
         "benchmark", "router.batcher", "router.entry", "router.lanes", "router.limits", "router.plan", "router.prefix",
         "router.scheduler", "router.tiers",
@@ -179,7 +179,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.pb": {"server.pb"},
     "server.offload": {
         "server.backends.device", "server.backends.pages", "server.backends.protocol", "server.folders",
-        "server.offload",
+        "server.offload", "server.quant",
     },
     "server.offload.cost": set(),
     "server.offload.footprint": {"server.arch.spec"},
@@ -187,7 +187,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.offload.times": set(),
     "server.offloading": {
         "server.arch.spec", "server.backends", "server.blocks", "server.config", "server.distributed", "server.model",
-        "server.offload", "server.stepping.kv_placement", "server.storage_settings",
+        "server.offload", "server.quant.sizes", "server.stepping.kv_placement", "server.storage_settings",
     },
     "server.output": set(),
     "server.pipeline": {

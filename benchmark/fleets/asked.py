@@ -15,6 +15,7 @@ from benchmark import options
 from benchmark.cost import Roofline, StepWork
 from benchmark.devices import DEVICES
 from benchmark.fleets.conditions import ROLES, Conditions, Pool, Scaling, check_pools
+from benchmark.fleets.steady import LEAST_REQUESTS
 from benchmark.report import BenchError
 from benchmark.subject import Subject, subject_of
 from benchmark.traffic import ClosedLoop, OpenLoop, Request
@@ -72,7 +73,7 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--price-per-hour", type=_not_negative, default=0.0, metavar="P", help="of a replica (0)")
     group.add_argument(
         "--fewest-replicas", type=options.positive, metavar="MAX",
-        help="find the fewest that keep both objectives at p99 and refuse nothing",
+        help="find the fewest that keep up, keep both objectives at p99 and refuse nothing; --num-requests: at most",
     )  # fmt: skip
 
 
@@ -89,6 +90,11 @@ def complete(args: argparse.Namespace) -> None:
         raise BenchError("--fewest-replicas looks for one number of replicas: leave out --pools and --autoscale")
     if args.fewest_replicas and args.ttft_objective is args.tpot_objective is None:
         raise BenchError("--fewest-replicas needs --ttft-objective, --tpot-objective or both, in ms")
+    if args.fewest_replicas and args.num_requests and args.num_requests < LEAST_REQUESTS:
+        raise BenchError(
+            f"--num-requests is {args.num_requests}, and fewer than {LEAST_REQUESTS} do not tell whether a fleet keeps "
+            "up: leave it out, so that there are as many as that takes"
+        )
     if args.pools and args.prefill_share:
         raise BenchError("--pools says who computes prompts, by `role`: leave out --prefill-share")
     if args.autoscale and args.prefill_share:
@@ -194,12 +200,19 @@ def _pool(
     )
 
 
+def least_replicas(args: argparse.Namespace) -> int:
+    """Of any fleet that is tried."""
+    return 1 if args.prefill_share is None else 2
+
+
 def _split(args: argparse.Namespace, pool: Pool) -> list[Pool]:
-    """One pool as it is, or as one that computes prompts and one that decodes."""
+    """One pool as it is, or as one that computes prompts and one that decodes, by the share of this many replicas."""
     if args.prefill_share is None:
         return [pool]
-    count = args.fewest_replicas or pool.num_replicas
+    count = pool.num_replicas
     prompts = max(1, round(args.prefill_share * count))
+    if args.fewest_replicas:
+        prompts = min(prompts, count - 1)
     if prompts >= count:
         raise BenchError(
             f"--prefill-share {args.prefill_share:g} of {count} replicas leaves none to decode: give a smaller share "

@@ -49,11 +49,16 @@ class Fleet:
     """One run of a fleet under a load. Every request must fit the limits of the pools that take it on its own."""
 
     def __init__(
-        self, traffic: Traffic, pools: Sequence[Pool], conditions: Conditions, policy: str = "power-of-two"
+        self,
+        traffic: Traffic,
+        pools: Sequence[Pool],
+        conditions: Conditions,
+        policy: str = "power-of-two",
+        tally: Tally | None = None,
     ) -> None:
         """Raises ValueError for pools that cannot serve together, and a policy that does not exist."""
         check_pools(list(pools))
-        self.tally = Tally()
+        self.tally = tally or Tally()
         self._traffic = traffic
         self._conditions = conditions
         self._random = Random(conditions.seed)
@@ -69,6 +74,9 @@ class Fleet:
         self._backs: dict[str | None, Balancer] = {}
         self._by_number: dict[int, list[_Unit]] = {}
         self._looks: dict[str, deque[tuple[float, int]]] = {}
+        self._paid: list[
+            tuple[float, float, float]
+        ] = []  # of replicas: since when, until when, and for how much an hour
         for pool in pools:
             side = self._backs if pool.role == "decode" else self._fronts
             balancer = side.setdefault(pool.model, Balancer(policy, self._random))
@@ -89,7 +97,7 @@ class Fleet:
             self._run()
         finally:
             gc.enable()
-        return self._paid()
+        return self._charge()
 
     def _run(self) -> None:
         traffic, replies, timers, units = self._traffic, self._replies, self._timers, self._units
@@ -361,13 +369,19 @@ class Fleet:
 
     def _pay(self, unit: _Unit, now: float) -> None:
         assert unit.paid_from is not None
-        seconds = now - unit.paid_from
+        self._paid.append((unit.paid_from, now, unit.pool.price))
         unit.paid_from = None
-        self.tally.replica_seconds += seconds
-        self.tally.price += seconds / 3600 * unit.pool.price
 
-    def _paid(self) -> Tally:
+    def _charge(self) -> Tally:
+        """Count what replicas cost while requests came; of a load that came in one moment, until its last answer."""
+        tally = self.tally
         for unit in self._units:
             if unit.paid_from is not None:
-                self._pay(unit, max(self.tally.ended_at, unit.paid_from))
-        return self.tally
+                self._pay(unit, max(tally.ended_at, unit.paid_from))
+        end = tally.last_arrival_at if tally.last_arrival_at > tally.started_at else tally.ended_at
+        for since, until, price in self._paid:
+            seconds = max(0.0, min(until, end) - max(since, tally.started_at))
+            tally.replica_seconds += until - since
+            tally.paid_seconds += seconds
+            tally.price += seconds / 3600 * price
+        return tally

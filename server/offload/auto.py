@@ -108,8 +108,11 @@ class Auto:
 
     def _agreed(self, rates: Rates) -> Rates:
         """The slowest of all ranks in each figure."""
-        products = [(tokens, self._most(int(seconds * PICO**2)) / PICO**2) for tokens, seconds in rates.products]
-        return Rates(float(self._least(int(rates.link))), products)
+        products, head = (
+            [(tokens, self._most(int(seconds * PICO**2)) / PICO**2) for tokens, seconds in points]
+            for points in (rates.products, rates.head)
+        )
+        return Rates(float(self._least(int(rates.link))), products, head)
 
     def _least(self, value: int) -> int:
         return self.ranks.minimum(value, self.device.torch_device)

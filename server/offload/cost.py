@@ -22,29 +22,47 @@ SLOTS = 2  # layers that are on the device while they stream: one is computed wi
 class Rates:
     """What was measured of a device, and of what brings weights to it.
 
-    products: tokens in a step, ascending, and the seconds that each byte of stored weights costs in a step of so many.
+    products: tokens in a step, ascending, and the seconds that each byte of the layers' weights, as they are stored,
+    costs in a step of so many. head: likewise of the head, whose rows are the step's samples; empty: as the layers'.
     """
 
     link: float  # bytes/s
     products: Sequence[tuple[int, float]]
+    head: Sequence[tuple[int, float]] = ()
 
     def seconds_per_byte(self, tokens: float) -> float:
-        """Between the measured points by straight lines; below the first as there, beyond the last in proportion."""
-        if tokens <= 0:
-            return 0.0
-        sizes = [size for size, _ in self.products]
-        right = bisect_right(sizes, tokens)
-        if right == 0:
-            return self.products[0][1]
-        if right == len(sizes):
-            return self.products[-1][1] * tokens / sizes[-1]
-        (x0, y0), (x1, y1) = self.products[right - 1 : right + 1]
-        return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
+        """Of the layers' weights, in a step of so many tokens."""
+        return _between(self.products, tokens)
+
+    def seconds_per_byte_of_head(self, sampled: float) -> float:
+        """Of the head's weights, where so many sequences get a token."""
+        return _between(self.head or self.products, sampled)
+
+    def of_devices(self, count: int) -> Rates:
+        """Those of so many devices that each have a part of every weight."""
+        products, head = (
+            [(size, seconds / count) for size, seconds in points] for points in (self.products, self.head)
+        )
+        return Rates(self.link * count, products, head)
 
     @property
     def memory(self) -> float:
-        """Bytes/s at which a step of one token reads its weights, and any step its keys and values."""
-        return 1 / self.products[0][1]
+        """Bytes/s at which a step of one token reads weights at best, and any step its keys and values."""
+        return 1 / min(points[0][1] for points in (self.products, self.head) if points)
+
+
+def _between(points: Sequence[tuple[int, float]], tokens: float) -> float:
+    """Between measured points by straight lines; below the first as there, beyond the last in proportion."""
+    if tokens <= 0:
+        return 0.0
+    sizes = [size for size, _ in points]
+    right = bisect_right(sizes, tokens)
+    if right == 0:
+        return points[0][1]
+    if right == len(sizes):
+        return points[-1][1] * tokens / sizes[-1]
+    (x0, y0), (x1, y1) = points[right - 1 : right + 1]
+    return y0 + (y1 - y0) * (tokens - x0) / (x1 - x0)
 
 
 @dataclass(frozen=True)
@@ -80,7 +98,7 @@ class StepCost:
     def computing(self, *, tokens: float, sampled: float, kv_tokens: float) -> float:
         """The same if all weights were there."""
         products = self.sizes.layers * self.rates.seconds_per_byte(tokens)
-        head = self.sizes.head * self.rates.seconds_per_byte(sampled)
+        head = self.sizes.head * self.rates.seconds_per_byte_of_head(sampled)
         return products + head + kv_tokens * self.sizes.kv_per_token / self.rates.memory
 
 

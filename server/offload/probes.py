@@ -1,8 +1,8 @@
 """How fast weights come, and how fast they are multiplied with: what the cost model asks of a device, in some seconds.
 
 Measured and not looked up, because a disk's rate is its machine's secret, and a throttle's. What is read is as large as
-a few layers and was written just before, so a cache that the disk's host keeps may flatter it. Left out: quantised
-weights, whose bytes are taken to cost what dense ones do.
+a few layers and was written just before, so a cache that the disk's host keeps may flatter it. Products are those of
+weights stored as the model's are: a quantised byte stands for more of them than a dense one, and is unpacked first.
 """
 
 from __future__ import annotations
@@ -15,7 +15,11 @@ import torch
 
 from server.backends.device import Device
 from server.backends.protocol import Backend
+from server.offload.cost import Rates
 from server.offload.ring import Store
+from server.quant.noise import Kind, noise
+from server.quant.sizes import Storage
+from server.quant.stored import Stored
 
 READ_BYTES = 256 << 20  # that are written, and then read again and again
 MOST_IMAGES = 64
@@ -52,19 +56,37 @@ def link_rate(store: Store, device: Device, image_bytes: int, seconds: float = L
     return (count - first) * image_bytes / (time.perf_counter() - began)
 
 
+def rates_of(
+    backend: Backend,
+    dtype: torch.dtype,
+    link: float,
+    storage: Storage | None,
+    *,
+    has_tied_head: bool,
+    tokens: Sequence[int] = TOKENS,
+    widths: tuple[int, int] = WIDTHS,
+) -> Rates:
+    """A device's rates, of weights that are stored so; None: dense. link: bytes/s."""
+    head = storage and storage.of_head(is_tied=has_tied_head)
+    products = product_rates(backend, dtype, storage, tokens, widths)
+    return Rates(link, products, () if head == storage else product_rates(backend, dtype, head, tokens, widths))
+
+
 @torch.inference_mode()
 def product_rates(
-    backend: Backend, dtype: torch.dtype, tokens: Sequence[int] = TOKENS, widths: tuple[int, int] = WIDTHS
+    backend: Backend,
+    dtype: torch.dtype,
+    storage: Storage | None = None,
+    tokens: Sequence[int] = TOKENS,
+    widths: tuple[int, int] = WIDTHS,
 ) -> list[tuple[int, float]]:
-    """For each number of tokens, the seconds that a byte of a dense weight costs; see `cost.Rates`."""
+    """For each number of tokens, the seconds that a byte of a weight costs that is stored so; see `cost.Rates`."""
     device = backend.device.torch_device
-    outputs, inputs = widths
-    made = (torch.randn(outputs, inputs, dtype=torch.float32, device=device) for _ in range(WEIGHTS))
-    weights = [backend.linear(weight.mul_(inputs**-0.5).to(dtype)) for weight in made]
-    num_bytes = WEIGHTS * outputs * inputs * dtype.itemsize
+    weights = [backend.linear(_noise(storage, widths, dtype, device)) for _ in range(WEIGHTS)]
+    num_bytes = sum(weight.nbytes for weight in weights)
     found = []
     for count in tokens:
-        x = torch.randn(count, inputs, device=device).to(dtype)
+        x = torch.randn(count, widths[1], device=device).to(dtype)
 
         def multiply(x: torch.Tensor = x) -> None:
             for weight in weights:
@@ -72,6 +94,13 @@ def product_rates(
 
         found.append((count, _best_seconds(multiply, backend.device) / num_bytes))
     return found
+
+
+def _noise(storage: Storage | None, widths: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Stored:
+    outputs, inputs = widths
+    if storage is not None:
+        return noise(Kind.of(storage), outputs, inputs, device)
+    return torch.randn(outputs, inputs, dtype=torch.float32, device=device).mul_(inputs**-0.5).to(dtype)
 
 
 def _best_seconds(run: Callable[[], None], device: Device) -> float:

@@ -94,6 +94,12 @@ class Storage:
             return "int8" if self.rounds_inputs or (on_cpu and dtype == "bfloat16") else ""
         return "float8" if self.is_float and self.rounds_inputs and not on_cpu else ""
 
+    def of_head(self, *, is_tied: bool) -> Storage | None:
+        """How the head is stored; None: dense. is_tied: to the embedding table."""
+        if self.has_int8_head:
+            return IN_FLIGHT["int8"]
+        return self if self.includes_head and not is_tied else None
+
     def num_groups(self, inputs: int) -> int:
         """Groups of a row of so many inputs."""
         return -(-inputs // self.group) if self.group else 1

@@ -12,26 +12,61 @@ from benchmark import shapes
 from benchmark.cost import Curve, Fitted, Roofline, StepWork, fit, read_latency
 from benchmark.devices import DEVICES
 from benchmark.report import BenchError
-from benchmark.roofline import ServedModel, mean_context
+from benchmark.roofline import Piece, ServedModel, mean_context
+
+BLOOMZ = ServedModel(shapes.shape("bloomz-7b1-mt"), "float16")
+# Its arithmetic by hand: parameters of the layers and of the head, of 2 bytes each; bytes of a token's keys and values;
+# operations of a token looking at a key.
+LAYERS, HEAD = BLOOMZ.shape.step_parameters, 250_880 * 4096
+KV, KEY = 2 * 30 * 4096 * 2, 4 * 30 * 4096
+H200_BYTES, H200_FLOPS = 4.8e12, 989e12
 
 
-def test_a_data_sheet_costs_what_the_roofline_says() -> None:
-    work = ServedModel(shapes.shape("bloomz-7b1-mt"), "float16")
+def roofline(efficiency: float, overhead_s: float = 0.0) -> Roofline:
+    return Roofline.of(BLOOMZ, DEVICES["h200"].dense_ceilings("float16", 1), efficiency, overhead_s)
+
+
+def test_where_reads_bound_every_operator_a_step_costs_its_floor() -> None:
     ceilings = DEVICES["a100-40g"].dense_ceilings("float16", 2)
-    cost = Roofline.of(work, ceilings, efficiency=0.5, overhead_s=0.001)
+    cost = Roofline.of(BLOOMZ, ceilings, efficiency=0.5, overhead_s=0.001)
     decode = StepWork(decoding=32, context=32 * 150, sampled=32)
-    assert work.decode(32, 150).floor_ms(ceilings) / 500 + 0.001 == pytest.approx(cost.seconds(decode))
-    prefill = StepWork(prompt_tokens=3200, prompt_pairs=32 * 100**2 / 2, sampled=32)
-    assert work.prefill(32, 100).floor_ms(ceilings) / 500 + 0.001 == pytest.approx(cost.seconds(prefill))
+    assert BLOOMZ.decode(32, 150).floor_ms(ceilings) / 500 + 0.001 == pytest.approx(cost.seconds(decode))
     assert 0 == cost.seconds(StepWork())
 
 
+def test_prompts_cost_their_products_and_then_the_head_its_reads() -> None:
+    prefill = StepWork(prompt_tokens=3200, prompt_pairs=32 * 100**2 / 2, sampled=32)
+    products = 2 * LAYERS * 3200 / H200_FLOPS
+    attention = max(KV * 3200 / H200_BYTES, KEY * 160_000 / H200_FLOPS)
+    head = max(2 * HEAD / H200_BYTES, 2 * HEAD * 32 / H200_FLOPS)
+    assert products + attention + head == pytest.approx(roofline(1.0).seconds(prefill))
+    assert products + attention == pytest.approx(roofline(1.0).seconds(prefill._replace(sampled=0)))
+
+
+def test_products_of_prompts_do_not_hide_what_decoding_reads() -> None:
+    """512 prompt tokens beside 64 sequences of 555 keys, at 60 % of an H200: the layers' matrices, then attention."""
+    mixed = StepWork(prompt_tokens=512, prompt_pairs=512**2 / 2, decoding=64, context=64 * 555, sampled=64)
+    reads, flops = 0.6 * H200_BYTES, 0.6 * H200_FLOPS
+    matrices = max(2 * LAYERS / reads, 2 * LAYERS * 576 / flops)
+    of_prompts = max(KV * 512 / reads, KEY * 512**2 / 2 / flops)
+    of_decodes = max(KV * 64 * 555 / reads, KEY * 64 * 555 / flops)
+    head = max(2 * HEAD / reads, 2 * HEAD * 64 / flops)
+    assert (11.73, 0.11, 6.06, 0.71) == tuple(
+        pytest.approx(1000 * part, abs=0.006) for part in (matrices, of_prompts, of_decodes, head)
+    )
+    found = roofline(0.6, 0.0005).seconds(mixed)
+    assert matrices + of_prompts + of_decodes + head + 0.0005 == pytest.approx(found)
+    assert 19.1 == pytest.approx(1000 * found, abs=0.05)
+    floor = BLOOMZ.step([Piece(0, 512), Piece(554, times=64)], sampled=64)
+    hidden = floor.floor_ms(DEVICES["h200"].dense_ceilings("float16", 1)) / 0.6 + 0.5
+    assert 12.6 == pytest.approx(hidden, abs=0.05)  # were all reads behind all products
+
+
 def test_a_mixed_step_reads_the_weights_once() -> None:
-    work = ServedModel(shapes.shape("bloomz-7b1-mt"), "float16")
-    cost = Roofline.of(work, DEVICES["h200"].dense_ceilings("float16", 1), 1.0, 0.0)
+    cost = roofline(1.0)
     few, decode = StepWork(prompt_tokens=8, prompt_pairs=32), StepWork(decoding=8, context=800, sampled=8)
     mixed = StepWork(prompt_tokens=8, prompt_pairs=32, decoding=8, context=800, sampled=8)
-    weights = cost.weight_bytes / cost.bytes_per_second
+    weights = 2 * LAYERS / H200_BYTES
     assert cost.seconds(few) + cost.seconds(decode) - weights == pytest.approx(cost.seconds(mixed))
 
 
@@ -82,11 +117,35 @@ def test_a_fit_to_two_contexts_finds_the_model_again(work: StepWork) -> None:
     assert KNOWN.seconds(work) == pytest.approx(found.seconds(work), rel=0.02)
 
 
-def test_a_fit_to_one_context_is_right_there() -> None:
-    found = fit([latency_result(100)])
-    assert 0 == found.context_ms
-    work = StepWork(decoding=8, context=int(8 * mean_context(100, 101)))
-    assert KNOWN.seconds(work) == pytest.approx(found.seconds(work), rel=0.001)
+# Of sequences of 100 tokens in and 101 out: alone, with others, and both kinds of work in one step.
+AT_100 = (
+    StepWork(decoding=8, context=int(8 * mean_context(100, 101))),
+    StepWork(prompt_tokens=400, prompt_pairs=4 * 100**2 / 2),
+    StepWork(prompt_tokens=200, prompt_pairs=2 * 100**2 / 2, decoding=16, context=int(16 * mean_context(100, 101))),
+)
+
+
+@pytest.mark.parametrize("work", AT_100)
+def test_fits_to_one_length_and_to_two_agree_on_it(work: StepWork) -> None:
+    one, two = fit([latency_result(100)]), fit([latency_result(100), latency_result(400)])
+    assert two.seconds(work) == pytest.approx(one.seconds(work), rel=0.001)
+    assert one.base_ms == pytest.approx(two.base_ms, rel=0.001)
+
+
+def test_a_fit_to_one_length_is_asked_for_no_other() -> None:
+    one, two = fit([latency_result(100)]), fit([latency_result(100), latency_result(400)])
+    one.check(100, 100)
+    one.check(106, 90)
+    for lengths in ((400, 101), (100, 300), (50, 200)):
+        two.check(*lengths)
+        with pytest.raises(BenchError, match="is of one --sequence-length, 100 tokens in and 101 out, and what"):
+            one.check(*lengths)
+
+
+def test_lengths_that_cannot_be_compared_are_refused() -> None:
+    """Steps of 100, 200, … and of 300, 600, … prompt tokens: nothing says what a key costs, which is not 0."""
+    with pytest.raises(BenchError, match="no two of its steps had equally many prompt tokens"):
+        fit([latency_result(100), latency_result(300)])
 
 
 def test_a_fit_adds_the_overhead_to_every_step_that_computes() -> None:

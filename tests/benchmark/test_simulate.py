@@ -163,6 +163,17 @@ def test_a_latency_result_predicts_a_serving_result(capsys: pytest.CaptureFixtur
     assert any("| yes" in line or " yes " in line for line in lines)
 
 
+def test_a_latency_result_of_one_length_simulates_no_other(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    one.write_text(json.dumps(latency_result(100)))
+    other.write_text(json.dumps(latency_result(400)))
+    for flags in (("--input-length", "400"), ("--length-distribution", "uniform")):
+        few = (*flags, "--num-requests", "5")
+        assert 1 == main(["simulate", "--cost", str(one), *few])
+        assert "error: --cost is of one --sequence-length" in capsys.readouterr().err
+        run(capsys, "--cost", one, other, *few)
+
+
 def test_a_comparison_takes_the_limits_that_the_server_had(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Four at once of eight streams: the others are refused here as they were there, unless the user says otherwise."""
     latency, serving = tmp_path / "latency.json", tmp_path / "serving.json"

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from benchmark.quantised import KINDS, LayerShape, noise
+from benchmark.quantised import KINDS, LayerShape
 from server.arch.spec import Activation
 from server.backends.reference.activation import stock_gate
+from server.quant.noise import noise
 from tests.server.kernel_cases import MANY_SPLITS, ONE_SPLIT, TOLERANCES, random
 from tests.server.linear_cases import close, products
 from tests.server.quantised_cases import (
@@ -69,7 +70,7 @@ def test_experts_in_one_launch_equal_one_after_the_other(name: str, rows: int, p
 def layer_of(kind: str, shape: LayerShape) -> Any:
     from server.backends.cuda.quantised import CudaQuantised
 
-    weight = noise(KINDS[kind], shape, GPU)
+    weight = noise(KINDS[kind], shape.features, shape.inputs, GPU)
     shared = products(GPU, torch.cuda.get_device_properties(GPU).multi_processor_count)
     return CudaQuantised(weight, torch.bfloat16, is_gated=shape.is_gated, gate=stock_gate, products=shared)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from benchmark.kernels import launch_quantised
-from benchmark.quantised import KINDS, Kind, LayerShape, noise
+from benchmark.quantised import KINDS
 from server.arch.spec import Activation
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.backend import CudaBackend
@@ -23,6 +23,7 @@ from server.backends.cuda.fused import fused_gate
 from server.backends.cuda.kernels.around import finish_integers
 from server.backends.cuda.kernels.linear import Epilogue
 from server.backends.cuda.machine_code import WHOLE_UNITS, MachineCode
+from server.quant.noise import Kind, noise
 from server.quant.stored import QuantisedWeight, RoundedInputs
 from tests.server.compiled_cases import CPU, found
 from tests.server.compiled_linear import Operators
@@ -70,8 +71,8 @@ def test_four_bits_are_unpacked_without_conversions(kind: str, found: list[Machi
 
 def test_rounded_inputs_are_one_launch_more(found: list[MachineCode]) -> None:
     for kind in ("W8A8", "fp8, blocks of 128"):
-        before, shape = len(found), LayerShape(1024, 1024)
-        made, x = layer(noise(KINDS[kind], shape, CPU)), torch.zeros(8, 1024, dtype=torch.bfloat16)
+        before = len(found)
+        made, x = layer(noise(KINDS[kind], 1024, 1024, CPU)), torch.zeros(8, 1024, dtype=torch.bfloat16)
         with Operators() as operators:
             made(x, None)
         assert [] == operators.names  # that compute something, or ask the host
@@ -119,8 +120,8 @@ def test_experts_are_one_launch_and_ask_the_host_nothing(
     properties = SimpleNamespace(multi_processor_count=MANY_SPLITS)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     backend = CudaBackend(CpuDevice(), torch.bfloat16)
-    int4, shape = Kind(4, 128, has_zeros=True), LayerShape(256, 256, is_gated=True)
-    experts = backend.grouped([noise(int4, shape, CPU) for _ in range(8)], 8, is_gated=True)
+    int4 = Kind(4, 128, has_zeros=True)
+    experts = backend.grouped([noise(int4, 256, 256, CPU) for _ in range(8)], 8, is_gated=True)
     x, ends = torch.zeros(2, 256, dtype=torch.bfloat16), torch.full((8,), 2, dtype=torch.int32)
     backend._products.workspace(CPU)  # made once
     with Operators() as operators:

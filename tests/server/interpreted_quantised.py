@@ -20,7 +20,7 @@ from triton.runtime import interpreter
 
 from benchmark import products as products_command
 from benchmark.ceilings import Ceilings
-from benchmark.quantised import KINDS, LayerShape, noise
+from benchmark.quantised import KINDS, LayerShape
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.backend import CudaBackend
 from server.backends.cuda.packing import pack, why_not_packed
@@ -28,6 +28,7 @@ from server.backends.cuda.quantised import CudaQuantised
 from server.backends.cuda.shares import Measured, Shares
 from server.backends.reference.activation import stock_gate
 from server.backends.reference.quantised import QuantisedFormat
+from server.quant.noise import noise
 from server.quant.stored import RoundedInputs
 from tests.server.driver import Prompt, generate, load_engine
 from tests.server.interpreted_cases import quick_calls
@@ -222,7 +223,7 @@ def test_memory_is_that_of_the_codes() -> None:
 def test_torchs_operator_is_the_usual_way_where_it_was_measured_to_be_good(shares: Shares) -> None:
     shared = products(CPU, ONE_SPLIT)
     shared.shares = shares
-    weight = noise(KINDS["W8A8"], LayerShape(64, 128), CPU)
+    weight = noise(KINDS["W8A8"], 64, 128, CPU)
     layer = CudaQuantised(weight, torch.float32, gate=stock_gate, products=shared)
     assert (layer.by_torch == layer.ways(32)[0]) == bool(shares.measured)
     assert layer.by_torch not in layer.ways(16)  # which refuses so few rows

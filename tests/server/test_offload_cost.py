@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -19,9 +21,13 @@ from server.offload.cost import Rates, Room, Sizes, StepCost, choose
 from server.offload.disk import ImageFile
 from server.offload.footprint import layer_sizes
 from server.offload.policy import Share
-from server.offload.probes import link_rate, product_rates
+from server.offload.probes import link_rate, product_rates, rates_of
 from server.offload.stores import DiskStore
 from server.offload.times import MOST_SPANS, Span, Times, busy_seconds
+from server.quant.noise import Kind, noise
+from server.quant.sizes import IN_FLIGHT
+from server.quant.stored import Stored
+from server.quantisation import IN_FLIGHT as IN_FLIGHT_QUANTISERS
 
 MB = 10**6
 GB = 10**9
@@ -226,6 +232,63 @@ def test_rates_are_measured(tmp_path: Path) -> None:
     found = product_rates(backend, torch.float32, tokens=(1, 8), widths=(64, 32))
     assert [1, 8] == [tokens for tokens, _ in found]
     assert all(seconds > 0 for _, seconds in found)
+
+
+class CountedProducts(ReferenceBackend):
+    """A CPU on which any product of a token with a weight takes a nanosecond, however the weight is stored."""
+
+    def __init__(self) -> None:
+        super().__init__(CpuDevice())
+        self.now = 0.0
+        self.stored: list[int] = []
+
+    def linear(self, weight: Stored, **_: object) -> Any:
+        self.stored.append(weight.nbytes)
+
+        def multiply(x: torch.Tensor, bias: torch.Tensor | None) -> None:
+            self.now += 1e-9 * len(x) * weight.shape[0] * weight.shape[1]
+
+        return MagicMock(side_effect=multiply, nbytes=weight.nbytes)
+
+
+@pytest.mark.parametrize("name", [*IN_FLIGHT, None])
+def test_a_step_of_a_quantised_model_computes_no_less_than_one_of_a_dense_model(
+    name: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 tokens times a layer of 64 x 128 weights and a head of 32 x 128: so many products, in whatever bytes."""
+    backend = CountedProducts()
+    monkeypatch.setattr("server.offload.probes.time", SimpleNamespace(perf_counter=lambda: backend.now))
+    storage = None if name is None else IN_FLIGHT[name]
+    sizes = {"tokens": (1, 64), "widths": (64, 128)}
+    rates = rates_of(backend, torch.bfloat16, 1 * GB, storage, has_tied_head=False, **sizes)
+    layer, *_, last = backend.stored  # the head's are the last, where they are others
+    model = Sizes(layers=layer, num_layers=1, head=last / 2, kv_per_token=1)
+    computing = StepCost(model, rates, streamed=0).computing(tokens=64, sampled=64, kv_tokens=0)
+    assert 1e-9 * 64 * (64 * 128 + 32 * 128) == pytest.approx(computing)
+
+
+def test_the_head_is_priced_as_it_is_stored() -> None:
+    int4, eetq = IN_FLIGHT["int4"], IN_FLIGHT["eetq"]
+    assert IN_FLIGHT["int8"] == int4.of_head(is_tied=True) == int4.of_head(is_tied=False)
+    assert eetq.of_head(is_tied=False) is None
+    checkpoint = replace(int4, has_int8_head=False, includes_head=True)
+    assert (checkpoint, None) == (checkpoint.of_head(is_tied=False), checkpoint.of_head(is_tied=True))
+    rates = replace(RATES, head=[(1, 5e-11), (100, 4e-10)])
+    cost = StepCost(SIZES, rates, streamed=0)
+    assert 0.1 + 50 * MB * 4e-10 == pytest.approx(cost.computing(tokens=100, sampled=100, kv_tokens=0))
+    assert 20 * GB == pytest.approx(rates.memory)
+
+
+@pytest.mark.parametrize("name", IN_FLIGHT)
+def test_noise_has_the_kind_that_the_quantiser_makes(name: str) -> None:
+    made = IN_FLIGHT_QUANTISERS[name](torch.randn(64, 128))
+    like = noise(Kind.of(IN_FLIGHT[name]), 64, 128, torch.device("cpu"))
+    assert (made.bits, made.codes.dtype, made.scale.shape) == (like.bits, like.codes.dtype, like.scale.shape)
+    assert (made.inputs and made.inputs.dtype, made.levels is None) == (
+        like.inputs and like.inputs.dtype,
+        like.levels is None,
+    )
+    assert ReferenceBackend(CpuDevice()).linear(like)(torch.randn(3, 128), None).isfinite().all()
 
 
 def test_busy_time_counts_nothing_twice_and_nothing_outside() -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmark.__main__ import main
-from benchmark.fleets import traces
+from benchmark.cost import Fixed
+from benchmark.fleets import asked, traces
+from benchmark.fleets.conditions import Pool
 from benchmark.report import BenchError
 from benchmark.traffic import Request
+from tests.router.doubles import make_limits
 
 SMALL = ("--step-ms", "10", "--token-us", "20", "--num-requests", "60", "--request-rate", "20")
 H200 = ("--shape", "bloomz-7b1-mt", "--device", "h200")
@@ -34,16 +38,46 @@ def test_prefixes_are_found_and_can_be_turned_off(capsys: pytest.CaptureFixture[
     assert (0.8 * 59 / 60, 0.0) == tuple(pytest.approx(row[0]["fleet"]["prefix_hit_share"]) for row in (on, off))
 
 
-def test_the_fewest_replicas_that_keep_an_objective(capsys: pytest.CaptureFixture[str]) -> None:
-    load = (*SMALL[:-1], 400, "--ttft-objective", 300, "--max-batch-size", 8, "--price-per-hour", 2)
-    (row,) = rows(capsys, *load, "--fewest-replicas", 32)
-    count = row["settings"]["replicas"]
-    assert 1 < count < 32
-    assert row["ttft_ms"]["p99"] <= 300 < rows(capsys, *load, "--replicas", count - 1)[0]["ttft_ms"]["p99"]
+# 300 requests a second of 10 tokens out in steps of 10 ms, 8 at once: a replica answers 80 at most, four 320.
+SHORT = ("--step-ms", 10, "--token-us", 20, "--input-length", 20, "--output-length", 10, "--max-batch-size", 8)
+LOAD = (*SHORT, "--request-rate", 300, "--ttft-objective", 60)
+
+
+@pytest.mark.parametrize("most", [5, 7, 64])
+def test_the_fewest_replicas_do_not_depend_on_how_many_there_may_be(
+    most: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (row,) = rows(capsys, *LOAD, "--price-per-hour", 2, "--fewest-replicas", most)
+    assert (5, "steady", 0) == (row["settings"]["replicas"], row["queue"], row["refused"])
+    assert row["ttft_ms"]["p99"] <= 60
+    assert ["1", "2", "4", "5", "6", "8"] == list(row["tried"])
+    assert ["", "", ""] == list(row["tried"].values())[3:]
+    assert "a request was refused" == row["tried"]["2"] and row["tried"]["4"].startswith("TTFT p99 ")
     assert row["fleet"]["price"] == pytest.approx(2 * row["fleet"]["replica_hours"])
-    sentence = refusal(capsys, *load, "--fewest-replicas", 1)
-    assert "1 replicas do not keep TTFT p99 <= 300 ms: TTFT p99" in sentence
-    assert "raise --fewest-replicas or the objectives" in sentence
+
+
+def test_too_few_replicas_are_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    sentence = refusal(capsys, *LOAD, "--fewest-replicas", 2)
+    assert "2 replicas do not keep TTFT p99 <= 60 ms: a request was refused; raise --fewest-replicas or" in sentence
+
+
+def test_overload_is_no_capacity_where_nothing_is_refused_and_no_objective_missed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """100 a second for a replica of 80 that may queue without end, with first tokens that may take a minute."""
+    patient = (*SHORT, "--request-rate", 100, "--ttft-objective", 60_000, "--max-concurrent-requests", 100_000)
+    assert "1 replicas do not keep TTFT p99 <= 60000 ms: the queue grows, from " in refusal(
+        capsys, *patient, "--fewest-replicas", 1
+    )
+    (row,) = rows(capsys, *patient, "--fewest-replicas", 4)
+    assert 2 == row["settings"]["replicas"]
+
+
+@pytest.mark.parametrize("most", [8, 9])
+def test_each_fleet_is_divided_by_the_share_and_not_by_how_another_was(most: int) -> None:
+    args = Namespace(prefill_share=0.3, fewest_replicas=most)
+    pools = asked._split(args, Pool("all", make_limits(), Fixed(0.01), 8))
+    assert [2, 6] == [pool.num_replicas for pool in pools]  # 2.4 of 8, where 8 of 3 + 6 were 2.7
 
 
 def test_prompts_apart_from_answers(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +129,14 @@ def test_a_wrong_pool_is_refused(
     ("flags", "sentence"),
     [
         (("--prefix-length", 200), "--prefix-length is 200 but --input-length is 100: a prompt goes on"),
+        (
+            ("--fewest-replicas", 4, "--ttft-objective", 9),
+            "--num-requests is 60, and fewer than 2000 do not tell whether a fleet keeps up: leave it out",
+        ),
+        (
+            ("--fewest-replicas", 4, "--ttft-objective", 9, "--num-requests", 2000, "--sweep", "replicas=1,2"),
+            "--fewest-replicas looks for one number of replicas: leave out --sweep replicas",
+        ),
         (("--fewest-replicas", 4), "--fewest-replicas needs --ttft-objective, --tpot-objective or both"),
         (("--autoscale", "5"), "--autoscale is 5: give MIN:MAX:TARGET"),
         (("--autoscale", "3:1:8"), "autoscaling from 3 to 1 replicas"),

@@ -96,7 +96,9 @@ def test_autoscaling_follows_the_load_and_is_paid_for() -> None:
     fixed = run(wanted, kept, retries=20)
     assert len(wanted) == len(scaled.e2e) == len(fixed.e2e)
     assert scaled.replica_seconds < 0.6 * fixed.replica_seconds
-    assert fixed.price == pytest.approx(12 * fixed.ended_at) == fixed.replica_seconds
+    assert fixed.replica_seconds == pytest.approx(12 * fixed.ended_at)
+    assert fixed.price == fixed.paid_seconds == pytest.approx(12 * 395)  # until the last arrival, and no longer
+    assert scaled.price < 0.6 * fixed.price
     assert scaled.peak_batch > fixed.peak_batch
 
 
