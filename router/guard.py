@@ -33,10 +33,11 @@ import httptools
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from router.refusals import MALFORMED, STOPPING, TIMED_OUT, TOO_LARGE, TOO_MANY, UNKNOWN_CODING
+from router.refusals import MALFORMED, STOPPING, TIMED_OUT, TOO_LARGE, TOO_MANY, TOO_SMALL_PARTS, UNKNOWN_CODING
 from router.transport import ClientTransport, Connections, UpToTheEnd
 
 MAX_PIPELINED = 16  # requests that wait for the answer to an earlier one; clients that send any are rare
+FREE_BODY_PARTS, LEAST_BODY_PART = 1000, 64  # chunks or packets of a body, and bytes of each one beyond, on average
 EXTENSION = "lockstep.connection"
 FRAMING = (b"content-length", b"transfer-encoding")  # headers that say where a body ends
 
@@ -125,6 +126,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._num_framing_bytes = 0  # since the request began or, later, since the last byte of its body
         self._num_header_bytes = 0
         self._num_header_lines = 0
+        self._num_body_bytes = self._num_body_parts = 0
         self._due: deque[RequestResponseCycle] = deque()  # answers, the running one first
         self._is_clock_due = False  # for another part of a request than the clock runs for
         self._cause = MALFORMED  # why a callback stopped the parser
@@ -151,10 +153,9 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         """
         shared = self._shared
         largest = shared.of_largest_peer()
-        crowd = [[one for one in among if one in largest] for among in (shared.idle, shared.in_headers, shared.in_body)]
-        for other in chain(
-            shared.closing, crowd[0], shared.idle, crowd[1], crowd[2], shared.in_headers, shared.in_body
-        ):
+        crowds = (filter(largest.__contains__, among) for among in (shared.idle, shared.in_headers, shared.in_body))
+        first, *others = crowds
+        for other in chain(shared.closing, first, shared.idle, *others, shared.in_headers, shared.in_body):
             if other is not self:
                 other.give_way()
                 return
@@ -163,10 +164,13 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self.transport.end()
 
     def give_way(self) -> None:
-        """End this connection, which waits for its client, as another one needs its place."""
+        """End this connection, which waits for its client, as another one needs its place. Who does not read is cut."""
         if self._arriving is not Arriving.NOTHING and not self.transport.is_closing():
             self._refuse(TOO_MANY)
-        self.transport.end()
+        if self.transport.num_unread:
+            self.transport.reset()
+        else:
+            self.transport.end()
         self._wait_for_client()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -231,6 +235,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self.scope["extensions"] = {EXTENSION: self.connection}  # type: ignore[dict-item]
         self._num_framing_bytes = self._num_header_bytes = self._num_header_lines = 0
+        self._num_body_bytes = self._num_body_parts = 0
         self.transport.num_discarded = 0
         self._arrives(Arriving.HEADERS)
         if len(self.pipeline) == MAX_PIPELINED:
@@ -270,6 +275,10 @@ class GuardedHttpProtocol(HttpToolsProtocol):
     def on_body(self, body: bytes) -> None:
         """A part of the body, unless it came too late to matter."""
         self._num_framing_bytes = 0
+        self._num_body_bytes += len(body)
+        self._num_body_parts += 1
+        if self._num_body_parts > FREE_BODY_PARTS + self._num_body_bytes // LEAST_BODY_PART:
+            self._stop(TOO_SMALL_PARTS)  # each costs as much time as thousands of bytes
         if self.cycle.response_complete:
             self.transport.discard(len(body))
         else:

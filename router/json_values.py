@@ -12,32 +12,34 @@ import re
 TEXTS_AND_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 
 
-def nesting(text: bytes, enough: int = 0) -> int:
-    """How many lists and objects lie within each other at most. Up to `enough` it may say more than there are."""
-    if (most := text.count(b"[") + text.count(b"{")) <= enough:
-        return most
-    depth = deepest = 0
+def is_deeper(text: bytes, most: int) -> bool:
+    """Whether more than so many lists and objects lie within each other."""
+    if text.count(b"[") + text.count(b"{") <= most:
+        return False
+    depth = 0
     for found in TEXTS_AND_BRACKETS.finditer(text):
         if (begin := found[0][:1]) in b"[{":
             depth += 1
-            deepest = max(deepest, depth)
+            if depth > most:
+                return True
         elif begin in b"]}":
             depth -= 1
-    return deepest
+    return False
 
 
-def has_more_values(text: bytes, most: int) -> bool:
-    """Whether JSON has more than so many values.
+def num_values(text: bytes, enough: int) -> int:
+    """How many values JSON has; beyond `enough` it may say fewer than there are, or more.
 
-    Every value but the last of a list or object is followed by a comma, and the last by a bracket. Those within strings
-    count for nothing: a prompt may have as many as it likes.
+    Every value but the last of a list or object is followed by a comma, and each list and object has one last; empty
+    ones are counted twice. What is within strings counts for nothing: a prompt may have as many commas as it likes.
     """
-    if _num_ends(text) <= most:
-        return False
+    if (most := _num_begun(text)) <= enough and text.count(b'"') <= 4 * enough:
+        return most
     without_escapes = text.replace(rb"\\", b"").replace(rb"\"", b"")
-    outside_strings = without_escapes.split(b'"', 4 * most)[::2]  # in so many strings are commas enough
-    return _num_ends(b"".join(outside_strings)) > most
+    outside_strings = without_escapes.split(b'"', 4 * enough + 4)[::2]
+    # Of so many strings, names and values alike, every other one is a value at least.
+    return max(_num_begun(b"".join(outside_strings)), len(outside_strings) // 2)
 
 
-def _num_ends(text: bytes) -> int:
-    return sum(map(text.count, (b",", b"]", b"}")))
+def _num_begun(text: bytes) -> int:
+    return sum(map(text.count, (b",", b"[", b"{")))

@@ -10,7 +10,7 @@ are counted before any is built (`refuse_excess`), and a list ends at its first 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -18,7 +18,7 @@ from pydantic import ValidationError as SchemaError
 from pydantic_core import PydanticCustomError
 
 from router.errors import MalformedBody, ValidationError
-from router.json_values import has_more_values, nesting
+from router.json_values import is_deeper, num_values
 from router.text import FinishReason
 
 # Of a 64-bit seed. What lies outside is no number that any field could mean.
@@ -310,7 +310,15 @@ def parse(schema: type[Body], body: bytes, most_values: int = MOST_VALUES) -> Bo
 
 def refuse_excess(body: bytes, most: int, what: str = "the body") -> None:
     """Raises ValidationError for JSON of more than so many values, or nested too deep, before any of them is built."""
-    if has_more_values(body, most):
-        raise ValidationError(f"{what} has more than {most} values: leave out what is no field of a request")
-    if (depth := nesting(body, MOST_NESTING)) > MOST_NESTING:
-        raise ValidationError(f"{what} is nested {depth} levels deep: at most {MOST_NESTING} are possible")
+    refuse_excess_within((body,), most, what)
+
+
+def refuse_excess_within(texts: Iterable[bytes], most: int, what: str = "the body") -> None:
+    """The same for several texts of JSON together. Each is counted by itself: none may hide what another has."""
+    left = most
+    for text in texts:
+        left -= num_values(text, left)
+        if left < 0:
+            raise ValidationError(f"{what} has more than {most} values: leave out what is no field of a request")
+        if is_deeper(text, MOST_NESTING):
+            raise ValidationError(f"{what} is nested more than {MOST_NESTING} levels deep: flatten it")

@@ -41,7 +41,9 @@ def test_every_target_says_first_what_it_needs() -> None:
     others = [(target, on.split()) for target, on in rules() if target != "needs"]
     assert {target for target, _ in others} == NEEDS.keys()
     assert {"needs"} == {on[0] for _, on in others}
-    told = subprocess.run(["make", "-n", "needs"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    told = subprocess.run(
+        ["make", "--no-print-directory", "-n", "needs"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     assert told.startswith("python3 tests/needs.py needs")
 
 

@@ -11,7 +11,7 @@ from router.chat import prompting
 from router.chat.tools import MOST_DEPTH, Offer, Tool, ToolChoice, allowed_of, is_deeper, offer, tool_in
 from router.errors import ValidationError
 from router.openai.schemas import ChatRequest
-from router.schemas import MOST_VALUES, refuse_excess
+from router.schemas import MOST_VALUES, refuse_excess_within
 
 Json = dict[str, Any]
 
@@ -68,7 +68,7 @@ def refuse_excess_of_calls(given: Iterable[Mapping[str, Any]]) -> None:
     """Raises ValidationError where the texts of arguments have more values together than a body may have."""
     functions = [one.get("function") for one in given]
     texts = [one.get("arguments") for one in functions if isinstance(one, dict)]
-    refuse_excess(",".join(text for text in texts if isinstance(text, str)).encode(), MOST_VALUES)
+    refuse_excess_within((text.encode() for text in texts if isinstance(text, str)), MOST_VALUES)
 
 
 def calls_of(where: str, given: Sequence[Mapping[str, Any]]) -> list[Json]:

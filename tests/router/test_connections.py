@@ -81,6 +81,33 @@ def test_endless_chunk_extensions_are_refused() -> None:
     run(story)
 
 
+IN_CHUNKS = POST + b"transfer-encoding: chunked\r\n\r\n"
+CRUMBS = b"1\r\n \r\n" * 5000
+
+
+def test_a_body_in_parts_of_a_few_bytes_is_refused() -> None:
+    """Each takes as much time as thousands of bytes."""
+
+    async def story(it: Site) -> None:
+        assert_refused(await (await Client.to(it, IN_CHUNKS + CRUMBS)).rest(), 400)
+        some_large = (CRUMBS[:300] + b"1000\r\n" + b" " * 4096 + b"\r\n") * 40
+        client = await Client.to(it, IN_CHUNKS + some_large + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY))
+        assert 200 == (await client.answer())[0]
+        client.writer.close()
+
+    run(story)
+
+
+def test_of_a_request_that_is_answered_they_are_read_no_further() -> None:
+    async def story(it: Site) -> None:
+        client = await Client.to(it, IN_CHUNKS)
+        assert 401 == (await client.answer())[0]
+        client.writer.write(CRUMBS)
+        assert b"" == await client.rest()
+
+    run(story, api_key="k", body_timeout=30.0)
+
+
 # ---------------------------------------------------------------------------------------------- what ends a connection
 
 

@@ -74,6 +74,32 @@ def test_the_peer_with_the_most_connections_makes_room() -> None:
     run(story)
 
 
+def test_who_has_been_answered_and_does_not_read_makes_room_at_once() -> None:
+    """Closed once all is sent, it would keep its descriptor for as long as it likes to read nothing."""
+
+    async def story(it: Site) -> None:
+        settings = RouterConfig("a", "b", ("c",), send_buffer_bytes=4096)
+        last = SCRIPT.replace(b"host: x", b"host: x\r\nconnection: close")
+        async with serving(it.app, settings, max_connections=2) as it.port:
+            answered = await unread(it, last)
+            head = b"".join([await answered.reader.readexactly(1) for _ in range(400)])
+            size = int(head.lower().split(b"content-length: ")[1].split()[0])
+            await answered.reader.readexactly(size - 18_000)  # the rest is written, though not sent
+            await asyncio.sleep(0.1)
+            idle = await Client.to(it, PROBE)
+            assert 200 == (await idle.answer())[0]
+            probe = await Client.to(it, PROBE)
+            assert 200 == (await probe.answer())[0]
+            async with asyncio.timeout(settings.unread_timeout / 4):
+                assert b"reset" == await answered.rest()
+            idle.writer.write(PROBE)
+            assert 200 == (await idle.answer())[0]
+            for client in (idle, probe):
+                client.writer.close()
+
+    run(story)
+
+
 def test_where_none_is_idle_who_does_not_read_makes_room() -> None:
     async def story(it: Site) -> None:
         settings = RouterConfig("a", "b", ("c",), send_buffer_bytes=4096)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.json_values import nesting
-from router.schemas import MOST_NESTING
+from router.errors import ValidationError
+from router.json_values import is_deeper, num_values
+from router.schemas import MOST_NESTING, MOST_VALUES, refuse_excess, refuse_excess_within
 from tests.router.served import Served, served
 
 json_values = st.recursive(
@@ -26,13 +29,49 @@ def depth_of(value: Any) -> int:
 
 @given(json_values)
 def test_the_nesting_of_json_is_counted_without_its_texts(value: Any) -> None:
-    assert depth_of(value) == nesting(json.dumps(value).encode())
+    depth, text = depth_of(value), json.dumps(value).encode()
+    assert not is_deeper(text, depth)
+    assert depth == 0 or is_deeper(text, depth - 1)
+
+
+def values_of(value: Any) -> int:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
+    return 1 if inner is None else 1 + sum(map(values_of, inner))
+
+
+@given(json_values, st.integers(0, 20))
+def test_values_are_counted_without_what_is_within_texts(value: Any, enough: int) -> None:
+    """At most twice as many as there are, and all but the outermost."""
+    there, found = values_of(value), num_values(json.dumps(value).encode(), enough)
+    assert found <= 2 * there
+    assert found > enough or found >= there - 1
 
 
 @pytest.mark.parametrize("text", [b'"' + b'\\"' * 10**6, b'"' + b"\\\\" * 10**6, b'"' * 10**6, b'"a'])
 def test_a_text_without_an_end_is_read_once(text: bytes) -> None:
     """Read again from each quote in it, a million of them would take days."""
-    assert 200 == nesting(b"[" * 200 + text)
+    assert is_deeper(b"[" * 200 + text, 199) and not is_deeper(b"[" * 200 + text, 200)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [b"[" * 2_000_000, b"[" * 129 + b'""' * 1_000_000, b'{"' * 1_000_000, b'["' + b'\\"' * 1_000_000],
+    ids=["brackets", "texts", "names", "escapes"],
+)
+def test_what_is_no_json_is_counted_at_once(text: bytes) -> None:
+    """Each step through it in Python would hold up everybody."""
+    began = time.thread_time()
+    with suppress(ValidationError):
+        refuse_excess(text, MOST_VALUES)
+    assert time.thread_time() - began < 0.5
+
+
+def test_no_text_hides_the_values_of_another() -> None:
+    many = json.dumps({"a": [[]] * (MOST_VALUES + 1)}).encode()
+    for texts in ([b'"', many], [b"\\", many], [many, b'"'], [json.dumps([0] * (MOST_VALUES // 2 + 2)).encode()] * 2):
+        with pytest.raises(ValidationError, match="more than 10000 values"):
+            refuse_excess_within(texts, MOST_VALUES)
+    refuse_excess_within([b'"', b"{}"], MOST_VALUES)
 
 
 def deep(levels: int) -> Any:
@@ -92,7 +131,7 @@ def it(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_a_body_that_is_nested_too_deep_is_refused_with_a_sentence(it: Served, path: str, body: dict[str, Any]) -> None:
     answer = it.http.post(path, json={"model": "m", **body})
     assert answer.status_code in (400, 422), answer.text
-    assert "levels deep: at most 128 are possible" in answer.text
+    assert "nested more than 128 levels deep: flatten it" in answer.text
 
 
 def test_schemas_up_to_the_bound_are_no_servers_failure(it: Served) -> None:

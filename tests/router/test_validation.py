@@ -103,7 +103,10 @@ def refusal(raw: bytes, **limits: Any) -> str:
         ({"grammar": {"type": "json", "value": "a" * 70000}}, "`grammar.value` has 70000 bytes: give at most 65536"),
         ({"grammar": {"type": "json", "value": "[]"}}, "grammar is not valid: `value` must be a JSON schema"),
         ({"grammar": {"type": "json", "value": "[" * 60}}, "grammar is not valid: `value` must be a JSON schema"),
-        ({"grammar": {"type": "json", "value": "[" * 60000}}, "`grammar.value` is nested 60000 levels deep: at most"),
+        (
+            {"grammar": {"type": "json", "value": "[" * 6000}},
+            "`grammar.value` is nested more than 128 levels deep: flatten",
+        ),
         (
             {"grammar": {"type": "json_schema", "value": {"type": "object"}}},
             "`grammar.value` must have a `schema`, an object",

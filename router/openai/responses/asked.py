@@ -13,7 +13,7 @@ from router.errors import ValidationError
 from router.openai.logprobs import OF_RESPONSE, candidates_of_response
 from router.openai.response_format import grammar_of_format
 from router.openai.responses.schemas import InputRequest, ResponsesRequest
-from router.schemas import MOST_VALUES, GenerateParameters, GrammarParameters, refuse_excess
+from router.schemas import MOST_VALUES, GenerateParameters, GrammarParameters, refuse_excess_within
 
 ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 TEXTS = ("text", "input_text", "output_text")
@@ -120,7 +120,7 @@ def _check_arguments(items: str | Sequence[Mapping[str, Any]] | None) -> None:
     if items is None or isinstance(items, str):
         return
     arguments = (item.get("arguments") for item in items)
-    refuse_excess("\n".join(one for one in arguments if isinstance(one, str)).encode(), MOST_VALUES)
+    refuse_excess_within((one.encode() for one in arguments if isinstance(one, str)), MOST_VALUES)
 
 
 def _text(where: str, item: Mapping[str, Any], name: str, kinds: Sequence[str]) -> str:
