@@ -7,6 +7,7 @@ from typing import Any
 
 Task = Callable[..., Any]
 MOST_ANSWER_BYTES = 32 * 2**20
+STACK_BYTES = 8 * 2**20  # for a task; where its work is done again, in a process of many texts, there is twice as much
 
 
 class TaskError(Exception):

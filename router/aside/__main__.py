@@ -23,7 +23,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from router.aside import MOST_ANSWER_BYTES, Task, TaskError
+from router.aside import MOST_ANSWER_BYTES, STACK_BYTES, Task, TaskError
 from server.process import end_with_parent, lower_priority
 
 MEGABYTE = 2**20
@@ -35,6 +35,9 @@ def main() -> int:
     lower_priority(int(niceness))
     most = int(memory_mb) * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    _, most_stack = resource.getrlimit(resource.RLIMIT_STACK)
+    if most_stack == resource.RLIM_INFINITY or most_stack > STACK_BYTES:
+        resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
     sys.stdout = sys.stderr  # what a library prints
     tasks = importlib.import_module(module).tasks(argument)
     connection = Nursery().run()

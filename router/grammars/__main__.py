@@ -6,7 +6,8 @@ may come next is answered in one line for each `advance`, and for a `begin` that
 first. One thread begins texts, those of the shortest grammar first, and others advance them, so that neither a grammar
 that is long to compile nor a text that takes long holds up the rest (llguidance lets go of the interpreter meanwhile).
 
-A thread that works for SECONDS at one text cannot be stopped: the process says which text that is, and ends itself.
+A text may end the process: which one is begun is said before, {"begins": KEY}, and {"begins": 0} after. A thread that
+works for SECONDS at one text cannot be stopped: the process says which text that is, {"late": KEY}, and ends itself.
 Threads are asked for the time that they had on the cores, so that busy cores make no text late.
 """
 
@@ -16,6 +17,7 @@ import json
 import os
 import resource
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,6 +27,7 @@ from queue import PriorityQueue
 from threading import Thread, get_ident
 from typing import Any
 
+from router.aside import STACK_BYTES
 from router.grammars.grammar import Grammar, GrammarKind
 from router.grammars.matcher import GrammarError, Matchers, TextMatcher
 from server.process import lower_priority
@@ -107,6 +110,7 @@ class Follower:
     def _begin(self, key: int, grammar: Grammar, tokens: Sequence[int], begun: Future[TextMatcher]) -> None:
         if not begun.set_running_or_notify_cancel():
             return
+        _say({"begins": key})
         try:
             with self._watched.at(key):
                 text = self._matchers.begin(grammar)
@@ -115,6 +119,8 @@ class Follower:
             begun.set_exception(error)
         else:
             begun.set_result(text)
+        finally:
+            _say({"begins": 0})
 
     def _advance(self, key: int, begun: Future[TextMatcher], token: int | None) -> None:
         """Answer what comes behind the token."""
@@ -145,6 +151,7 @@ def main() -> int:
     lower_priority(int(niceness))
     most = int(memory_mb) * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    threading.stack_size(2 * STACK_BYTES)  # what has been compiled aside may recurse as deep here
     watched = Watched(float(seconds))
     follower = Follower(Matchers(**json.loads(matchers)), watched)
     _say({})

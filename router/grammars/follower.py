@@ -83,6 +83,7 @@ class Follower:
         self._heard_at = 0.0  # by the loop's clock
         self._is_hung = False  # and was ended for it
         self._late: int | None = None  # the key of the text that its process ended for
+        self._beginning = 0  # the key of the text that its process begins
 
     def start(self) -> None:
         """Have the process started, so that the first text need not wait for it."""
@@ -203,6 +204,7 @@ class Follower:
 
     def _answer(self, answer: dict[str, Any]) -> None:
         self._late = answer.get("late", self._late)
+        self._beginning = answer.get("begins", self._beginning)
         text = self._texts.get(answer.get("key", 0))
         if text is None:  # it has ended, or the line says only that the process lives
             return
@@ -213,10 +215,11 @@ class Follower:
         text.on_answer(found)
 
     def _blame(self, *, is_from_outside: bool) -> None:
-        """Fail the text that took too long, or those that were waited for in too many processes that ended."""
+        """Fail the text that took too long, or those that were waited for or begun in too many processes that ended."""
         late, self._late = self._late, None
+        beginning, self._beginning = self._beginning, 0
         if late is None:
-            asked = [text for text in self._texts.values() if text.is_asked]
+            asked = [text for text in self._texts.values() if text.is_asked or text.key == beginning]
             for text in asked:
                 text.num_kills += 1
                 text.num_deaths += not is_from_outside

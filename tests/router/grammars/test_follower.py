@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import resource
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,68 @@ def test_whose_process_keeps_dying_fails(monkeypatch: pytest.MonkeyPatch, number
         assert most == deaths
 
     following(story)
+
+
+@pytest.fixture
+def children_without_a_bound_of_the_stack() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_STACK)
+    resource.setrlimit(resource.RLIMIT_STACK, (limits[1], limits[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_STACK, limits)
+
+
+@pytest.mark.parametrize("depth", [500, 1500, 6000])
+def test_what_is_compiled_aside_is_followed_whatever_the_stack(
+    children_without_a_bound_of_the_stack: None, depth: int
+) -> None:
+    """Its rules recurse; threads have less of a stack than a process may have, and theirs would overflow."""
+    rules = [f"r{number}: r{number + 1}" for number in range(depth)]
+    grammar = Grammar(GrammarKind.LARK, "\n".join(["start: r0", *rules, f'r{depth}: "a" | "b"']))
+
+    async def story(follower: Follower) -> None:
+        compiler = Compiler(Aside(1, tasks=("router.grammars.tasks", json.dumps(ARGUMENTS))))
+        other = Reader(follower, compiled())
+        await go_on(other, 1)
+        pid = await running(follower)
+        try:
+            deep = await compiler.compile(grammar)
+        except ValidationError:
+            assert depth > 500
+        else:
+            assert depth < 6000
+            answers: asyncio.Queue[Continuation | RouterError] = asyncio.Queue()
+            assert deep.first.mask.allowed is not None
+            follower.begin(deep, answers.put_nowait, known=deep.first.mask.allowed[:1])
+            assert isinstance(await asyncio.wait_for(answers.get(), 60), Continuation)
+        finally:
+            await compiler.close()
+        await go_on(other, 1)
+        assert pid == await running(follower)
+
+    following(story)
+
+
+def test_whose_beginning_ends_processes_fails_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its request may wait in the queue meanwhile."""
+    monkeypatch.setattr(followers, "PAUSE_S", 0.0)
+
+    async def story(follower: Follower) -> None:
+        idle = Reader(follower, compiled())
+        await go_on(idle, 1)
+        deadly = Reader(follower, CompiledGrammar(long_schema(20_000), compiled().first))
+        killed: set[int] = set()
+        while deadly.answers.empty():
+            process = follower._process
+            if process is not None and process.pid not in killed and follower._beginning == deadly.match.key:
+                killed.add(process.pid)
+                os.kill(process.pid, signal.SIGABRT)
+            await asyncio.sleep(0.01)
+        assert isinstance(await deadly.answers.get(), GenerationError)
+        assert 2 == len(killed)
+        await go_on(idle, 1)
+        assert alone(2) == idle.tokens
+
+    following(story, seconds=60)
 
 
 def test_what_nobody_expected_of_a_process_ends_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
