@@ -250,6 +250,11 @@ def _owner(account: Account | None) -> str:
     return account.owner if account is not None else ""
 
 
+def _turn(account: Account | None, peer: str) -> str:
+    """Among whose requests one waits for what is prepared before the queue."""
+    return account.owner if account is not None else peer
+
+
 def _ms(seconds: float) -> int:
     return round(seconds * 1000)
 
@@ -283,14 +288,16 @@ class Generator:
         request_id: str = "",
         log: dict[str, Any] | None = None,
         account: Account | None = None,
+        peer: str = "",
         timeout_s: float | None = None,
         known: Known | None = None,
     ) -> OpenRequest:
         """Validate and queue all prompts of one request. Raises the RouterError that refuses it.
 
-        Whatever it raises, it has given everything back then. account: of the key that it came with. timeout_s: from
-        now on; the request ends with DeadlinePassed after it. log: gets what the request's log line says, at its end.
-        known: what another server has generated of it, which comes again first.
+        Whatever it raises, it has given everything back then. account: of the key that it came with. peer: the address
+        that it came from, by which clients without a key take turns. timeout_s: from now on; the request ends with
+        DeadlinePassed after it. log: gets what the request's log line says, at its end. known: what another server has
+        generated of it, which comes again first.
         """
         self._metrics.request_count.inc()
         log = {} if log is None else log
@@ -306,7 +313,7 @@ class Generator:
                         check_streamable(one.given)
                 opened.take_permits(1)
                 began = asyncio.get_running_loop().time()
-                valid = await self._in_time(self._validate(asked, _owner(account)), timeout_s)
+                valid = await self._in_time(self._validate(asked, _turn(account, peer)), timeout_s)
                 if timeout_s is not None:
                     late = DeadlinePassed(timeout_s)
                     opened.end_at(began + timeout_s, lambda entry: self._batcher.end(entry, late))
@@ -332,14 +339,15 @@ class Generator:
         shape: Callable[[str, Tokens], Shaped],
         *,
         account: Account | None = None,
+        peer: str = "",
         timeout_s: float | None = None,
     ) -> Shaped:
         """What `shape` makes of a prompt's text and its tokens; a long one takes a thread as any request does.
 
-        Raises RouterError. account and timeout_s as for `open`.
+        Raises RouterError. The others as for `open`.
         """
         with self._permits.hold(account):
-            return await self._in_time(self._validator.tokenise(asked, shape, _owner(account)), timeout_s)
+            return await self._in_time(self._validator.tokenise(asked, shape, _turn(account, peer)), timeout_s)
 
     async def detokenise(
         self,
@@ -347,17 +355,20 @@ class Generator:
         skip_special_tokens: bool,
         *,
         account: Account | None = None,
+        peer: str = "",
         timeout_s: float | None = None,
     ) -> str:
-        """The text of token ids. Raises RouterError. account and timeout_s as for `open`."""
+        """The text of token ids. Raises RouterError. The others as for `open`."""
         with self._permits.hold(account):
-            work = self._validator.detokenise(token_ids, skip_special_tokens, _owner(account))
+            work = self._validator.detokenise(token_ids, skip_special_tokens, _turn(account, peer))
             return await self._in_time(work, timeout_s)
 
-    async def count(self, prompt: Rendering, *, account: Account | None = None, timeout_s: float | None = None) -> int:
-        """How many tokens a chat's prompt has. Raises RouterError. account and timeout_s as for `open`."""
+    async def count(
+        self, prompt: Rendering, *, account: Account | None = None, peer: str = "", timeout_s: float | None = None
+    ) -> int:
+        """How many tokens a chat's prompt has. Raises RouterError. The others as for `open`."""
         with self._permits.hold(account):
-            return await self._in_time(self._validator.count(prompt, _owner(account)), timeout_s)
+            return await self._in_time(self._validator.count(prompt, _turn(account, peer)), timeout_s)
 
     async def _in_time(self, work: Awaitable[Result], timeout_s: float | None) -> Result:
         """What comes of `work`. Raises DeadlinePassed."""

@@ -102,8 +102,7 @@ async def read_bytes(request: Request, services: Services) -> bytes:
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if not (media_type == "application/json" or media_type.endswith("+json")):
         raise UnsupportedMedia("the body must be JSON: send the header `Content-Type: application/json`")
-    peer = request.client.host if request.client is not None else ""
-    raw = await services.bodies.read(request, account or peer)
+    raw = await services.bodies.read(request, account or peer_of(request))
     return continuing.without_known(request, raw, services.config.continuation_key)
 
 
@@ -126,7 +125,7 @@ async def shaped(request: Request, services: Services, shape: Callable[[], Shape
     """What `shape` makes of a whole answer, in a thread: a long one takes long, and streams go on meanwhile."""
     account = account_of(request)
     with ClientConnection.of(request.scope).needed():
-        return await services.workers.do(shape, account.owner if account is not None else "")
+        return await services.workers.do(shape, account.owner if account is not None else peer_of(request))
 
 
 async def stream(
@@ -172,7 +171,7 @@ async def _open(request: Request, asked: Sequence[Asked], services: Services, *,
 def asked_by(request: Request, services: Services) -> dict[str, Any]:
     """Whose request it is, and how long it may take from now on. Raises ValidationError."""
     timeout_s = deadline.timeout_of(request.headers.get(deadline.HEADER), services.config.request_timeout)
-    return {"account": account_of(request), "timeout_s": timeout_s}
+    return {"account": account_of(request), "peer": peer_of(request), "timeout_s": timeout_s}
 
 
 def account_of(request: Request) -> Account | None:
@@ -184,3 +183,8 @@ def account_of(request: Request) -> Account | None:
 def json_response(body: Any, headers: dict[str, str] | None = None) -> Response:
     """A JSON response; several times faster than the framework's own."""
     return PlainAnswer(orjson.dumps(body), headers)
+
+
+def peer_of(request: Request) -> str:
+    """The address that a request came from."""
+    return request.client.host if request.client is not None else ""

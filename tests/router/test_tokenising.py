@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 
 from router.schemas import GenerateRequest
@@ -99,6 +100,27 @@ def test_one_text_of_a_key_waits_for_one_of_another_s_many(tmp_path: Path) -> No
             held.release(100)
             assert {200} == {answer.status_code for answer in await asyncio.gather(*many)}
             assert [f"a{number}" for number in range(2, 8)] == held.begun[3:]
+
+    asyncio.run(story())
+
+
+def test_without_keys_addresses_take_turns() -> None:
+    async def story() -> None:
+        elsewhere = httpx2.AsyncHTTPTransport(local_address="127.0.0.2")
+        async with held_site() as (it, held), httpx2.AsyncClient(transport=elsewhere) as other:
+            many = []
+            for number in range(6):
+                many.append(post(it, PATHS[number % 3], f"a{number}"))
+                await until(lambda: num_held(it) == len(many))
+            body = {"inputs": "other"}
+            one = asyncio.create_task(other.post(f"http://127.0.0.1:{it.port}/tokenize", json=body, timeout=30))
+            await until(lambda: num_held(it) == 7)
+            held.release(3)
+            assert 200 == (await one).status_code
+            await until(lambda: len(held.begun) >= 4)
+            assert ["a0", "a1", "other", "a2"] == held.begun[:4]
+            held.release(100)
+            assert {200} == {answer.status_code for answer in await asyncio.gather(*many)}
 
     asyncio.run(story())
 
