@@ -158,6 +158,7 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run every measurement and write the report; 1 when one of them failed. Raises BenchError."""
+    _check_device(args.device)
     report = Report(args)
     planned = steps(args, report)
     prepare_output(args.output.parent if args.output else RESULTS)
@@ -167,6 +168,14 @@ def run(args: argparse.Namespace) -> int:
             report.save()
     print(f"{report.table()}\n\n{report.path}")
     return 1 if any(row.verdict == "failed" for row in report.rows) else 0
+
+
+def _check_device(device: str) -> None:
+    """Raises BenchError for a machine without a GPU, unless its CPU is asked for."""
+    import torch
+
+    if device != "cpu" and not torch.cuda.is_available():
+        raise BenchError("this machine shows no GPU: give --device cpu to measure its CPU")
 
 
 def take(step: Measurement, report: Report, limit_s: float) -> None:

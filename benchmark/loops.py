@@ -20,8 +20,8 @@ from benchmark.workload import PlannedRequest
 
 # Answers that every other request would get as well, and what to do about them.
 HOPELESS = {
-    "401": "give the server's key by --api-key-file",
-    "403": "give the server's key by --api-key-file",
+    "401": "give the server's key by --api-key-file FILE",
+    "403": "give the server's key by --api-key-file FILE",
     "404": "is --api right, and is the URL without the route's path?",
     "405": "is --api right, and is the URL without the route's path?",
 }

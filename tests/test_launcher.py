@@ -102,7 +102,7 @@ def test_refusal_on_the_command_line() -> None:
 def test_a_misspelt_command_is_one_problem(given: str) -> None:
     with pytest.raises(Refusal, match=f"{given} is not a command: did you mean lockstep (quantize|batch|watermark)"):
         refuse_misspelt([given, "--output", "x"], launcher.COMMANDS)
-    for arguments in ([], ["--port", "1"], ["some/model"], ["batch"]):
+    for arguments in ([], ["--port", "1"], ["--quantize", "int8"], ["some/model"], ["batch"]):
         refuse_misspelt(arguments, launcher.COMMANDS)
 
 

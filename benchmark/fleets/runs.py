@@ -61,7 +61,7 @@ class Run:
         def with_replicas(count: int) -> sizing.Trial:
             trial = self._trial({**setting.values, REPLICAS: count}, setting)
             view.advance(share)
-            print(f"{count} replicas: {trial.problem or 'enough'}", file=sys.stderr)
+            print(f"{REPLICAS} {count}: {trial.problem or 'enough'}", file=sys.stderr)
             return trial
 
         return sizing.fewest(with_replicas, least, self.args.fewest_replicas, self._objectives)
@@ -84,8 +84,12 @@ class Run:
         if not tally.e2e:
             return sizing.Trial({}, "none of its requests was answered")
         row = self._row(Setting(values, setting.pools), pools, tally, verdict)
-        missed = sizing.missed(row, self._objectives)
-        return sizing.Trial(row, missed if verdict.word == OPEN and missed else self._overload(verdict) or missed)
+        if missed := sizing.missed(row, self._objectives):
+            return sizing.Trial(row, missed if verdict.word == OPEN else self._overload(verdict) or missed)
+        overload = self._overload(verdict)
+        if overload and verdict.word == OPEN and self.case.num_requests:
+            raise BenchError(f"of {values[REPLICAS]} replicas, {overload}: leave --num-requests out, or raise it")
+        return sizing.Trial(row, overload)
 
     def _overload(self, verdict: Verdict) -> str:
         """Why a run shows no capacity. A trace is what it is: that its load changes says nothing of the fleet."""

@@ -51,7 +51,7 @@ def fewest(simulate: Callable[[int], Trial], least: int, most: int, objectives: 
     high = least
     while not is_enough(high):
         if high >= most:
-            raise BenchError(f"{high} replicas do not keep {wanted(objectives)}: {tried[high].problem}; {REMEDY}")
+            raise BenchError(f"a fleet of {high} does not keep {wanted(objectives)}: {tried[high].problem}; {REMEDY}")
         high *= 2
     low = high // 2 + 1 if high > least else high
     while low < high:

@@ -22,7 +22,7 @@ from benchmark.load.arrivals import arrival_times
 from benchmark.load.lag import LagMeter
 from benchmark.load.records import Records
 from benchmark.load.watch import ServerWatch
-from benchmark.loops import Send, capped, closed_loop, open_loop, sender, unreachable
+from benchmark.loops import HOPELESS, Send, capped, closed_loop, open_loop, sender, unreachable
 from benchmark.outcomes import Load, Objectives, Outcome, progress, row_of
 from benchmark.progress import Progress, Stage
 from benchmark.report import BenchError, Result
@@ -224,6 +224,8 @@ def server_token_ends(client: HttpClient) -> workload.TokenEnds:
         except (OSError, TimeoutError) as error:
             raise unreachable(client.url, error) from None
         except (KeyError, TypeError):
+            if status in (401, 403):
+                raise BenchError(f"{client.url} answers status {status}: {HOPELESS[str(status)]}") from None
             raise BenchError(
                 f"{client.url}/tokenize (status {status}) does not tell where tokens end: give --tokenizer the folder "
                 "of the model's tokenizer.json"

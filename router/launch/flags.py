@@ -101,7 +101,9 @@ def with_negative_values(argv: Sequence[str]) -> list[str]:
 
 def refuse_misspelt(argv: Sequence[str], commands: Iterable[str]) -> None:
     """Raise Refusal for a first argument that is nearly a command: what follows it is of no use to a launch."""
-    nearest = difflib.get_close_matches(argv[0], list(commands), n=1, cutoff=0.75) if argv else []
+    if not argv or argv[0].startswith("-"):
+        return
+    nearest = difflib.get_close_matches(argv[0], list(commands), n=1, cutoff=0.75)
     if nearest and argv[0] != nearest[0]:
         raise Refusal([f"{printable(argv[0])} is not a command: did you mean lockstep {nearest[0]}?"], 2)
 

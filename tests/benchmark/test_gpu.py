@@ -54,6 +54,7 @@ def report_of(
         return result.get("failure")
 
     monkeypatch.setattr(gpu, "run_command", run_command)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     path = tmp_path / "report.md"
     code = main(["gpu", "--output", str(path)])
     text = path.read_text()
@@ -113,6 +114,15 @@ def test_a_device_without_a_data_sheet_has_the_ceilings_of_its_probes() -> None:
     assert H200 == Report(args, "NVIDIA H200", probed).ceilings
     assert probed == Report(args, "NVIDIA L40S", probed).ceilings
     assert "nvidia-l40s.md" == Report(args, "NVIDIA L40S").path.name[-14:]
+
+
+def test_a_machine_without_a_gpu_is_measured_only_if_its_cpu_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert 1 == main(["gpu", "--output", str(tmp_path / "report.md")])
+    assert "this machine shows no GPU: give --device cpu" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_command_past_its_limit_is_ended() -> None:

@@ -58,7 +58,15 @@ def test_the_fewest_replicas_do_not_depend_on_how_many_there_may_be(
 
 def test_too_few_replicas_are_refused_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
     sentence = refusal(capsys, *LOAD, "--fewest-replicas", 2)
-    assert "2 replicas do not keep TTFT p99 <= 60 ms: a request was refused; raise --fewest-replicas or" in sentence
+    assert "a fleet of 2 does not keep TTFT p99 <= 60 ms: a request was refused; raise --fewest-replicas or" in sentence
+
+
+def test_requests_that_do_not_tell_are_no_answer(capsys: pytest.CaptureFixture[str]) -> None:
+    """A smaller fleet that is not shown to keep up is not shown to be too small."""
+    load = (*SHORT, "--request-rate", 74, "--ttft-objective", 60_000, "--max-concurrent-requests", 100_000)
+    sentence = refusal(capsys, *load, "--fewest-replicas", 4, "--num-requests", 2000)
+    assert "of 1 replicas, 2000 requests are too few to tell whether the queue grows" in sentence
+    assert "leave --num-requests out, or raise it" in sentence
 
 
 def test_overload_is_no_capacity_where_nothing_is_refused_and_no_objective_missed(
@@ -66,7 +74,7 @@ def test_overload_is_no_capacity_where_nothing_is_refused_and_no_objective_misse
 ) -> None:
     """100 a second for a replica of 80 that may queue without end, with first tokens that may take a minute."""
     patient = (*SHORT, "--request-rate", 100, "--ttft-objective", 60_000, "--max-concurrent-requests", 100_000)
-    assert "1 replicas do not keep TTFT p99 <= 60000 ms: the queue grows, from " in refusal(
+    assert "a fleet of 1 does not keep TTFT p99 <= 60000 ms: the queue grows, from " in refusal(
         capsys, *patient, "--fewest-replicas", 1
     )
     (row,) = rows(capsys, *patient, "--fewest-replicas", 4)

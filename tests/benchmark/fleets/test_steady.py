@@ -98,7 +98,10 @@ def test_fleets_begin_with_the_smallest(least: int) -> None:
 
 @pytest.mark.parametrize(
     ("most", "sentence"),
-    [(8, "8 replicas do not keep TTFT p99 <= 1 ms: too few; raise"), (9, "TTFT p99 <= 1 ms need 11 replicas: raise")],
+    [
+        (8, "a fleet of 8 does not keep TTFT p99 <= 1 ms: too few; raise"),
+        (9, "TTFT p99 <= 1 ms need 11 replicas: raise"),
+    ],
 )
 def test_more_than_there_may_be_are_refused(most: int, sentence: str) -> None:
     with pytest.raises(BenchError, match=sentence):
