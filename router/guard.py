@@ -124,8 +124,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._waits_among: dict[Any, None] | None = None  # which of the shared lists this connection is in
         self._arriving = Arriving.NOTHING
         self._num_framing_bytes = 0  # since the request began or, later, since the last byte of its body
-        self._num_header_bytes = 0
-        self._num_header_lines = 0
+        self._num_header_bytes = self._num_header_lines = 0
         self._num_body_bytes = self._num_body_parts = 0
         self._due: deque[RequestResponseCycle] = deque()  # answers, the running one first
         self._is_clock_due = False  # for another part of a request than the clock runs for
