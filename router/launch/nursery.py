@@ -79,6 +79,12 @@ class Nursery(Child):
             self.critical = f"it had not forked a shard after {SILENCE_S:g} s and was killed"
             self._own.kill_group()
 
+    def drain(self) -> None:
+        """Read what is left of its output, and which forks it has borne."""
+        super().drain()
+        for _, fork in self._expected:
+            fork.read_birth()
+
     def close(self) -> None:
         """Order nothing any more."""
         self._orders.close()
@@ -106,7 +112,7 @@ class Fork:
 
     def poll(self) -> int | None:
         """The return code, once it has ended; the nursery's, or 1, if it was never born."""
-        self._look(patience=0)
+        self.read_birth()
         if self._is_stillborn and self.returncode is None:
             self.returncode = self._nursery.returncode  # once the nursery's end has been noticed
         if self.pid is not None and self.returncode is None:
@@ -117,7 +123,7 @@ class Fork:
     def wait(self) -> int:
         """Wait for the end."""
         while self.pid is None and self.poll() is None:
-            self._look(patience=1)
+            self.read_birth(patience=1)
             if self._is_stillborn and self.returncode is None:
                 self._nursery.wait()
         if self.returncode is None:
@@ -148,7 +154,7 @@ class Fork:
             self._is_doomed = True
             self._nursery.kill_group()
 
-    def _look(self, patience: float) -> None:
+    def read_birth(self, patience: float = 0) -> None:
         """Wait so many seconds at most for the news of its birth, or that there will be none."""
         if self._birth.closed or not select.select([self._birth], [], [], patience)[0]:
             return

@@ -106,7 +106,7 @@ def wait_for(process: subprocess.Popen[str], *texts: str) -> str:
     missing = list(texts)
     while missing:
         line = process.stdout.readline()
-        assert line, f"ended without {missing}: {lines}"
+        assert line, f"ended without {missing}: {lines}, {process.stderr and process.stderr.read()}"
         lines.append(line)
         for text in missing:
             if text in line:

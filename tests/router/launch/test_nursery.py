@@ -8,8 +8,10 @@ import threading
 
 import pytest
 
-from router.launch.nursery import Fork
-from router.launch.processes import OwnProcess
+from router.launch.logs import Log
+from router.launch.nursery import Fork, Nursery
+from router.launch.processes import ChildCommand, OwnProcess
+from server.output import Output
 
 LIVES = "import time; time.sleep(600)"
 ENDS = "raise SystemExit(7)"
@@ -31,3 +33,26 @@ def test_a_fork_that_is_never_born_has_ended_whether_its_nursery_lives_or_not(pr
         for file in (fork.stdout, fork.stderr, nursery.stdout, nursery.stderr):
             assert file is not None
             file.close()
+
+
+BEARS = """
+import os, socket
+orders = socket.socket(fileno=0)
+_, writers, _, _ = socket.recv_fds(orders, 1 << 16, 3)
+os.write(writers[2], str(os.getppid()).encode())
+"""
+
+
+def test_what_a_nursery_has_borne_is_known_once_it_has_ended() -> None:
+    """Its end may be seen before the births are read."""
+    log = Log(Output(1), as_json=False)
+    nursery = Nursery((sys.executable, "-c", BEARS), dict(os.environ), log)
+    child = nursery.fork(ChildCommand("shard-0", ("unused",)))
+    try:
+        assert 0 == nursery.process.wait()
+        assert child.process.pid is None
+        nursery.drain()
+        assert os.getpid() == child.process.pid
+    finally:
+        nursery.close()
+        child.close()
