@@ -120,9 +120,9 @@ def launch(settings: Settings, environ: Mapping[str, str], place: Place, log: Lo
     hostname = settings.values["hostname"]
     with ExitStack() as stack:
         stack.enter_context(leave_on_signal(log))
-        listener = bind(hostname, settings.values["port"])
-        stack.callback(listener.close)
-        if settings.values["api_key"] is None and not is_on_loopback(listener):
+        holder = bind(hostname, settings.values["port"])
+        stack.callback(holder.close)
+        if settings.values["api_key"] is None and not is_on_loopback(holder):
             remedy = "set API_KEY, or use --hostname 127.0.0.1"
             log.warn(f"other machines can reach {hostname} and there is no API key: {remedy}")
         log.info(f"Lockstep {version()} starts {settings.shown_model} on {device} with {layout}")
@@ -135,9 +135,9 @@ def launch(settings: Settings, environ: Mapping[str, str], place: Place, log: Lo
         prefix = settings.values["shard_uds_path"]
         chosen = stack.enter_context(shared_sockets(prefix, layout.world_size)) if prefix else ()
         crew = Crew(folder, settings, device, layout, model, chosen, adopt_orphans())
-        seat = Seat(settings, layout, model, listener)
+        seat = Seat(settings, layout, model, holder)
         stack.callback(seat.close)
-        url = f"http://{f'[{hostname}]' if ':' in hostname else hostname}:{listener.getsockname()[1]}"
+        url = f"http://{f'[{hostname}]' if ':' in hostname else hostname}:{holder.getsockname()[1]}"
 
         def on_ready(is_first: bool) -> None:
             seat.hand_over()

@@ -33,7 +33,7 @@ class RouterConfig(ConnectionSettings, ChatSettings, OperationSettings, Pipeline
     revision: str | None = None
     tokenizer_path: str | None = None  # folder with tokenizer.json; None: model_path
     model_sha: str | None = None  # commit of the downloaded snapshot, if it is one
-    listen_fd: int | None = None  # bound, not yet listening; the launcher binds so that a taken port is found first
+    listen_fd: int | None = None  # bound, not yet listening; the launcher holds the port beside it
     control_fd: int | None = None  # on which the launcher says what became of the shards; None: nobody restarts them
     group: int = 1  # the number of the shards' group, which is one more whenever they are started again
     is_warm: bool = False  # whether that group has served a router before this one

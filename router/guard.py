@@ -130,7 +130,6 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._is_clock_due = False  # for another part of a request than the clock runs for
         self._cause = MALFORMED  # why a callback stopped the parser
         self._is_primed = True  # the parser reads what the client has sent, and not what it is told of it
-        self.is_framed = True  # whether the client of the answer that is due knows chunks
         self._last_words: bytes | None = None  # once no more requests are taken: what follows the answers that are due
 
     # ------------------------------------------------------------------------------------------- the connection
@@ -263,8 +262,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         if any(name == b"transfer-encoding" and value.lower() != b"chunked" for name, value in self.headers):
             self._stop(UNKNOWN_CODING)  # which would be taken undecoded
         super().on_headers_complete()
-        self.is_framed = self.scope["http_version"] != "1.0"
-        if not self.is_framed:
+        if not _knows_chunks(self.cycle):
             self.cycle.chunked_encoding, self.cycle.expected_content_length = False, UpToTheEnd()
         if self._shared.is_leaving:
             self.cycle.keep_alive = False
@@ -344,6 +342,11 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             self.end_answer()
         self._due.pop()
 
+    @property
+    def is_framed(self) -> bool:
+        """Whether the answer that is due comes in chunks; another version of HTTP may have been asked for behind it."""
+        return not self._due or _knows_chunks(self._due[0])
+
     def end_answer(self) -> None:
         """What the application waits for in this answer ends, and what it says is dropped."""
         if self._due:
@@ -398,3 +401,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         """End a connection on which nothing is asked."""
         self.transport.close()
         self._wait_for_client()
+
+
+def _knows_chunks(cycle: RequestResponseCycle) -> bool:
+    """Whether the client that asked for this answer does."""
+    return bool(cycle.scope["http_version"] != "1.0")

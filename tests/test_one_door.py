@@ -75,7 +75,7 @@ def test_a_server_that_computes_nothing_has_one_listener() -> None:
 
 
 def test_what_the_router_starts_does_not_hold_its_port() -> None:
-    """Else a router that is killed could not be started again while such a process takes its time to end."""
+    """Else some connections would go to such a process, which takes its time to end, once a router was killed."""
     asked = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
     with Server("--model-id", "null") as server:
         assert httpx2.post(f"{server.url}/v1/chat/completions", json=asked, timeout=60).status_code == 200

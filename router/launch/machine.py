@@ -90,7 +90,7 @@ def _too_few_gpus(layout: Layout, gpus: int) -> str:
 
 
 def bind(hostname: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet, so that the port opens only when the model can answer."""
+    """A bound socket that has its port alone, and does not listen."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             hostname, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -111,6 +111,29 @@ def bind(hostname: str, port: int) -> socket.socket:
             if error.errno != errno.EADDRINUSE:
                 break
     raise Refusal([_bind_problem(hostname, port, problem)], 1)
+
+
+def bind_beside(holder: socket.socket) -> socket.socket:
+    """Another socket at the address of a bound one that never listens: nobody but this user can bind there any more.
+
+    A launch of the same user cannot either: it asks for a port of its own. Raises OSError.
+    """
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or whoever sets it might bind beside the holder
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    for reuse in (0, 1):  # as in `bind`: another program's connections in TIME_WAIT may be there
+        listener = socket.socket(holder.family, holder.type, holder.proto)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, reuse)
+        try:
+            listener.bind(holder.getsockname())
+        except OSError as error:
+            listener.close()
+            problem = error
+            continue
+        # Connections that it accepts have this too: a later launch can bind beside those in TIME_WAIT.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return listener
+    raise problem
 
 
 def is_on_loopback(listener: socket.socket) -> bool:

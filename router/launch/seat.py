@@ -1,5 +1,9 @@
 """The router of one launch: the port that it serves, and what it is told.
 
+The launcher holds the port for as long as it lives, with a socket that never listens: between two routers nobody else
+can take it, and with it the keys and prompts of clients. Each router has a listener of its own beside that socket, so
+that clients are refused when no router listens.
+
 Its settings hold the API key and are in no folder: it reads them from a file without a name.
 """
 
@@ -12,7 +16,7 @@ from dataclasses import dataclass
 from router.config import RouterConfig
 from router.launch.crew import ModelFiles, python
 from router.launch.layout import Layout
-from router.launch.machine import bind, is_on_loopback
+from router.launch.machine import bind_beside, is_on_loopback
 from router.launch.processes import ChildCommand
 from router.launch.settings import Settings
 
@@ -21,36 +25,37 @@ CONTROL_FD = 0  # the router's standard input, on which it hears of later groups
 
 @dataclass
 class Seat:
-    """Names the command. The launcher holds `listener` until the router has it."""
+    """Names the command. holder: the bound socket that keeps the port."""
 
     settings: Settings
     layout: Layout
     model: ModelFiles
-    listener: socket.socket
+    holder: socket.socket
 
     def __post_init__(self) -> None:
-        self._port = self.listener.getsockname()[1]
+        self._listener: socket.socket | None = None  # of the router that is being started
 
     def router(self, group: int, sockets: Sequence[str], is_warm: bool = False) -> ChildCommand:
-        """A router for group `group`, which is warm if another was before it; one after the first takes the port anew.
+        """A router for group `group`, which is warm if another was before it. Raises OSError."""
+        self.hand_over()  # of a router that was never ready
+        self._listener = bind_beside(self.holder)
+        descriptor = self._listener.fileno()
+        secret = self.router_config(group, sockets, descriptor, is_warm).to_json()
+        return ChildCommand("router", python("router"), (descriptor,), hears=True, secret=secret)
 
-        Raises Refusal when that is taken.
-        """
-        if self.listener.fileno() < 0:
-            self.listener = bind(self.settings.values["hostname"], self._port)
-        secret = self.router_config(group, sockets, is_warm).to_json()
-        return ChildCommand("router", python("router"), (self.listener.fileno(),), hears=True, secret=secret)
-
-    def router_config(self, group: int, sockets: Sequence[str], is_warm: bool = False) -> RouterConfig:
+    def router_config(
+        self, group: int, sockets: Sequence[str], listen_fd: int | None = None, is_warm: bool = False
+    ) -> RouterConfig:
         """What the router is told to serve; the port that was taken replaces the one that was asked for."""
-        given = self.settings.pick(RouterConfig) | {"model_id": self.settings.shown_model, "port": self._port}
+        port = self.holder.getsockname()[1]
+        given = self.settings.pick(RouterConfig) | {"model_id": self.settings.shown_model, "port": port}
         return RouterConfig(
             model_path=str(self.model.path),
             tokenizer_path=str(self.model.tokenizer_path),
             shard_sockets=tuple(sockets),
             model_sha=self.model.sha,
-            listen_fd=self.listener.fileno(),
-            is_on_loopback=is_on_loopback(self.listener),
+            listen_fd=listen_fd,
+            is_on_loopback=is_on_loopback(self.holder),
             control_fd=CONTROL_FD,
             group=group,
             is_warm=is_warm,
@@ -60,11 +65,11 @@ class Seat:
         )
 
     def hand_over(self) -> None:
-        """Let go of the socket, which the router has by now."""
-        # Connections are accepted from here on; this lets a later launch bind beside those in TIME_WAIT.
-        self.listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self.listener.close()  # or the port would stay open while the router drains
+        """Let go of the listener, which the router has by now: it would stay open while the router drains."""
+        if self._listener is not None:
+            self._listener.close()
 
     def close(self) -> None:
-        """Give the port back, if no router has it."""
-        self.listener.close()
+        """Give the port back."""
+        self.hand_over()
+        self.holder.close()

@@ -295,9 +295,10 @@ class TierIndex:
         return Move(move.is_fetch, move.keys, move.slots, move.places, move.stamps, after)
 
     def fetched(self, move: Move, is_moved: Sequence[bool]) -> None:
-        """Every rank has done with this move, and holds those of the blocks for which that is said."""
-        if not self.has_disk:
-            return  # it was lost meanwhile
+        """Nobody waits for this move any more, and every rank holds those of the blocks for which that is said."""
+        if not self.has_disk:  # it was lost meanwhile
+            self._free_slots += move.slots
+            return
         for key, slot, has_come in zip(move.keys, move.slots, is_moved, strict=True):
             group = self._fetching.pop(key)
             if has_come and key not in self._host:
@@ -346,7 +347,7 @@ class TierIndex:
         return None
 
     def stored(self, move: Move, is_moved: Sequence[bool]) -> None:
-        """Every rank has done with this move, and its disk holds those of the blocks for which that is said."""
+        """Nobody waits for this move any more, and every disk holds those of the blocks for which that is said."""
         for key, place, stamp, is_there in zip(move.keys, move.places, move.stamps, is_moved, strict=True):
             self._storing.discard(key)
             self._unpin(key)
@@ -367,7 +368,7 @@ class TierIndex:
             self._unstored.clear()
 
     def close_disk(self) -> None:
-        """The disk is of no use any more. What is under way there is nobody's, and its slots are not used again."""
+        """The disk is of no use any more. What is under way there is nobody's; its slots come back as its moves end."""
         self.has_disk = self._is_storing = False
         self._disk.clear()
         self._disk_use = Recency()

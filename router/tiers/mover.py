@@ -125,20 +125,27 @@ class Mover:
             self.wake()
 
     async def _fetch(self, session: int, index: TierIndex, move: Move) -> None:
-        began, num_fetching = self._clock(), len(self._fetching)
-        if (moved := await self._moved(session, index, move)) is None:
+        began, num_fetching, moved = self._clock(), len(self._fetching), None
+        try:
+            moved = await self._moved(session, index, move)
+        finally:
+            index.fetched(move, _moved_of(move, moved))
+        if moved is None:
             return
         seconds = (self._clock() - began) / len(move.keys) / max(1, num_fetching)
         index.seconds_per_block = smoothed(index.seconds_per_block, seconds)
         index.counts.damaged += moved.num_damaged
         if moved.num_damaged:
             logger.warning("%d blocks of the prefix cache on disk were damaged: they are computed", moved.num_damaged)
-        index.fetched(move, moved.is_moved)
         self._note(index, moved)
 
     async def _store(self, session: int, index: TierIndex, move: Move) -> None:
-        if (moved := await self._moved(session, index, move)) is not None:
-            index.stored(move, moved.is_moved)
+        moved = None
+        try:
+            moved = await self._moved(session, index, move)
+        finally:
+            index.stored(move, _moved_of(move, moved))
+        if moved is not None:
             self._note(index, moved)
 
     async def _moved(self, session: int, index: TierIndex, move: Move) -> Moved | None:
@@ -182,3 +189,8 @@ class Mover:
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)
+
+
+def _moved_of(move: Move, moved: Moved | None) -> list[bool]:
+    """Which blocks have moved; None: nobody says. A rank that is still at it leaves alone what steps overwrite."""
+    return [False] * len(move.keys) if moved is None else moved.is_moved

@@ -22,11 +22,12 @@ log = logging.getLogger(__name__)
 MOST_WAITING = 64  # connections that nobody has looked at yet
 MOST_SAID = 64  # sentences that are not said again for a while
 DIAL_S = 5.0
-HANDSHAKE_S = 5.0  # for TLS and the first line
+HANDSHAKE_S = 5.0  # for a place among those who do not say who they are, TLS and the first line
 APPEAR_S = 10.0  # in which a socket that a node's own process opens may appear; who asks has asked too early
 POLL_S = 0.02
 SILENCE_MS = 15_000  # bytes that nobody confirms for so long end a connection
 BUFFER_BYTES = 1 << 20
+CROWDED = "too many connections have not said who they are"
 LINGER_S = 1.0  # for what was written last to leave
 REPEAT_S = 10.0  # between two sentences on the same trouble with the same address
 
@@ -186,23 +187,38 @@ class Link:
 
     async def _meet(self, far: End, raw: socket.socket, address: str) -> End:
         """Find out who it is and what it wants; that socket's end. Raises Refused, OSError, TimeoutError."""
-        tls = self._tls.answering if self._tls is not None else None
-        if not self._strangers.may_enter(address, time.monotonic()):
-            raw.close()
-            raise Refused("too many connections have not said who they are")
-        is_known = False
+        greeting = await self._identify(far, raw, address)
+        if greeting.socket in self._listeners:
+            raise Refused(f"{greeting.socket} is not on this node")
+        return await self._own_socket(greeting.socket)
+
+    async def _identify(self, far: End, raw: socket.socket, address: str) -> Greeting:
+        """What it says once it is its turn. Raises Refused, OSError, TimeoutError."""
+        tls, is_known = self._tls.answering if self._tls is not None else None, False
+        clock = asyncio.timeout(HANDSHAKE_S)
+
+        def expel() -> None:
+            if not clock.expired():
+                clock.reschedule(0.0)
+
+        visit = self._strangers.enter(address, time.monotonic(), expel)
+        if visit is None:
+            raise Refused(CROWDED)
         try:
-            async with asyncio.timeout(HANDSHAKE_S):
+            async with clock:
+                await visit.turn.wait()
                 await asyncio.get_running_loop().connect_accepted_socket(lambda: far, raw, ssl=tls)
                 _tune(far)
                 greeting = Greeting.read(await far.line())
             greeting.check(self._config.version, self._order.launch)
             is_known = True
+            return greeting
+        except TimeoutError:
+            if visit.turn.is_set():
+                raise
+            raise Refused(CROWDED) from None
         finally:
-            self._strangers.leave(address, has_failed=not is_known)
-        if greeting.socket in self._listeners:
-            raise Refused(f"{greeting.socket} is not on this node")
-        return await self._own_socket(greeting.socket)
+            self._strangers.leave(visit, is_known=is_known)
 
     async def _own_socket(self, name: str) -> End:
         """A connection to a socket of this node's, once it is there. Raises Refused."""

@@ -241,7 +241,7 @@ class Engine:
         if self.slots is None:
             raise StepError("the step moves blocks to or from the host, but this shard has no tier there")
         saved, restored = (request.saved_blocks, request.saved_slots), (request.restored_slots, request.restored_blocks)
-        self.slots.move(request.tier_session, saved, restored)
+        self.slots.move(request.tier_session, request.step, saved, restored)
         return True
 
     def hidden(self, step: StepInput) -> Tensor:

@@ -21,6 +21,9 @@ class Session(Protocol):
     def holds(self, number: int) -> AbstractContextManager[bool]:
         """Whether it is session `number`, and for as long as the block lasts."""
 
+    def saved(self, slots: Sequence[int], step: int) -> None:
+        """Step `step` saves blocks to these slots, while it is held."""
+
 
 class HostSlots:
     """The slots of one rank. session: what a router before the one that serves has under way is not of it."""
@@ -46,13 +49,18 @@ class HostSlots:
         return self._copies.address
 
     def move(
-        self, session: int, saved: tuple[Sequence[int], Sequence[int]], restored: tuple[Sequence[int], Sequence[int]]
+        self,
+        session: int,
+        step: int,
+        saved: tuple[Sequence[int], Sequence[int]],
+        restored: tuple[Sequence[int], Sequence[int]],
     ) -> None:
         """Save (blocks, slots) and restore (slots, blocks). Raises StepError for one that there is not."""
         self._check(*saved)
         self._check(*restored[::-1])
         with self._session.holds(session) as is_ours:
             if is_ours:
+                self._session.saved(saved[1], step)
                 self._copies.save(*saved)
                 self._copies.restore(*restored)
 

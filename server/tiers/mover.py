@@ -5,8 +5,10 @@ between host and disk here, in threads beside the steps, which never wait for a 
 block: a slot is written only when its content has come and its checksum is right, and is read before the disk is asked
 to take it, so that a disk that hangs holds a thread and a buffer and nothing else. Those who wait have timers.
 
-The router decides what moves where, and which slots are nobody's at the moment. A router that starts anew opens a
-session; what one before it still has under way then touches no slot any more.
+The router decides what moves where, and which slots are nobody's at the moment. It may give a move up that is still
+under way, and have a step save another block to its slots: from then on the move leaves them alone, or it would store
+that block under the key of the one before. A router that starts anew opens a session; what one before it still has
+under way then touches no slot any more.
 """
 
 from __future__ import annotations
@@ -103,18 +105,29 @@ class Session:
         self.number = 0
         self._lock = threading.Lock()
         self._step = 0  # the last one that is finished
+        self._saved: dict[int, int] = {}  # slot -> the last step that saved a block to it
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
 
     def begin(self, number: int) -> None:
         """From here on."""
         with self._lock:
             self.number, self._step = number, 0
+            self._saved.clear()
 
     @contextmanager
     def holds(self, number: int) -> Iterator[bool]:
         """Whether it is this one, and for as long as the block lasts."""
         with self._lock:
             yield number == self.number
+
+    def saved(self, slots: Sequence[int], step: int) -> None:
+        """A step of this session saves blocks to these slots. While it is held, as the next."""
+        for slot in slots:
+            self._saved[slot] = step
+
+    def is_given_up(self, slot: int, after_step: int) -> bool:
+        """Whether a later step has saved another block to the slot of a move behind that step."""
+        return self._saved.get(slot, 0) > after_step
 
     def finished(self, number: int, step: int) -> None:
         """A step of session `number` is done, failed or not. On the event loop, as the next."""
@@ -217,23 +230,29 @@ class Tiers:
         return moved
 
     def _fetch(self, file: PrefixFile, slots: Slots, move: Move, number: int) -> bool:
-        """One block to the host; False where the session has ended. Raises Damaged and DiskTrouble."""
+        """One block to the host; False where the slot is not the move's any more. Raises Damaged and DiskTrouble."""
         buffer = self._buffer(file)
         file.read(move.places[number], move.key(number), memoryview(buffer))
-        with self.session.holds(move.session) as is_ours:
+        with self._holds(move, number) as is_ours:
             if is_ours:
                 _copy(slots.address + move.slots[number] * slots.slot_bytes, _address(buffer), slots.slot_bytes)
         return is_ours
 
     def _store(self, file: PrefixFile, slots: Slots, move: Move, number: int) -> bool:
-        """One block to the disk; False where the session has ended. Raises DiskTrouble."""
+        """One block to the disk; False where the slot is not the move's any more. Raises DiskTrouble."""
         buffer = self._buffer(file)
-        with self.session.holds(move.session) as is_ours:
+        with self._holds(move, number) as is_ours:
             if is_ours:
                 _copy(_address(buffer), slots.address + move.slots[number] * slots.slot_bytes, slots.slot_bytes)
         if is_ours:
             file.write(move.places[number], move.key(number), move.stamps[number], memoryview(buffer))
         return is_ours
+
+    @contextmanager
+    def _holds(self, move: Move, number: int) -> Iterator[bool]:
+        """Whether the slot of this block is the move's, and for as long as the block lasts."""
+        with self.session.holds(move.session) as is_ours:
+            yield is_ours and not self.session.is_given_up(move.slots[number], move.after_step)
 
     def _buffer(self, file: PrefixFile) -> mmap.mmap:
         """This thread's: of one place, and aligned as pages are."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from router.launch.errors import Refusal
 from router.launch.machine import bind
 from tests.launches.stand_ins import (
     HTTP_ROUTER,
@@ -134,6 +136,36 @@ def test_port_closes_while_the_router_drains(launch: Start) -> None:
     wait_for(process, "closed")
     with pytest.raises(ConnectionRefusedError):
         connect(port)
+
+
+def test_nobody_can_take_the_port_while_no_router_lives(launch: Start) -> None:
+    process = launch(
+        "--hostname=127.0.0.1", "--port=0", router=HTTP_ROUTER.replace("event=", "pid=os.getpid(), event=")
+    )
+    port, log = ready(process)
+    for delay in ("", " in 1 s"):
+        os.kill(int(log.split("pid=")[-1].split()[0]), signal.SIGKILL)
+        wait_for(process, f"it is started again{delay},")
+        with pytest.raises(Refusal, match="is taken"):
+            bind("127.0.0.1", port)
+        with pytest.raises(OSError, match="in use"), socket.socket() as squatter:
+            squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            squatter.bind(("0.0.0.0", port))
+        if delay:
+            with pytest.raises(ConnectionRefusedError):
+                connect(port)
+        log = wait_for(process, "Lockstep is ready at ")
+        assert b"hello" == connect(port)
+    process.terminate()
+    assert (0, "") == end(process, within=5)[::2]
+    bind("127.0.0.1", port).close()
+
+
+def test_a_second_launch_of_the_same_user_does_not_share_the_port(launch: Start) -> None:
+    port, _ = ready(launch("--hostname=127.0.0.1", "--port=0"))
+    code, log, error = end(launch("--hostname=127.0.0.1", f"--port={port}", resolve="1/0"), within=2)
+    assert (1, "") == (code, log)
+    assert f"port {port} is taken" in error
 
 
 def test_launch_again_at_once_on_the_same_port(launch: Start) -> None:

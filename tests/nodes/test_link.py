@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import socket
 import ssl
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -191,37 +194,121 @@ def test_many_who_say_nothing_do_not_keep_others_out_for_long(node: Make, monkey
     assert b"connected" in greet(here.address, b"hello\n")
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A link that knows few strangers and has patience with them."""
+    monkeypatch.setattr("server.link.strangers.MOST", 40)
+    monkeypatch.setattr("server.link.link.HANDSHAKE_S", 120.0)
+
+
+def silent(here: Node, address: str, count: int) -> list[socket.socket]:
+    return [socket.create_connection(here.address, timeout=60, source_address=(address, 0)) for _ in range(count)]
+
+
+@pytest.mark.usefixtures("small")
 def test_those_of_one_address_keep_out_no_other(node: Make) -> None:
-    """As many as one address may have say nothing, and more; another address is answered at once."""
+    """As many as there may be at all say nothing, and more; another address is answered at once."""
     here = node()
-    silent = [
-        socket.create_connection(here.address, timeout=10, source_address=("127.0.0.2", 0)) for _ in range(MOST + 6)
-    ]
-    for end in silent[MOST_OF_ONE:]:  # closed at once; the first ones have HANDSHAKE_S
+    theirs = silent(here, "127.0.0.2", 46)
+    for end in theirs[40:]:
         assert b"" == end.recv(1)
     assert b"connected" in greet(here.address, b"hello\n")
-    for end in silent:
+    for end in theirs:
         end.close()
+
+
+@pytest.mark.usefixtures("small")
+def test_several_addresses_together_keep_out_no_other(node: Make) -> None:
+    here = node()
+    theirs = [end for host in range(2, 10) for end in silent(here, f"127.0.0.{host}", 8)]
+    for _ in range(MOST_FAILURES):
+        assert b"connected" in greet(here.address, b"hello\n")
+    for end in theirs:
+        end.close()
+
+
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_many_of_the_cluster_s_own_at_once_wait_for_each_other(node: Make, tmp_path: Path, is_encrypted: bool) -> None:
+    """While a stranger of another address dials without rest, and says nothing or what is wrong."""
+    folder = write_certificates(tmp_path / "tls") if is_encrypted else None
+    here, there = node(folder), node(folder)
+    here.obey({SHARD: 1}, here, there)
+    there.obey({}, here, there)
+    is_over = threading.Event()
+
+    def storm() -> None:
+        held: deque[socket.socket] = deque()
+        while not is_over.is_set():
+            held += silent(there, "127.0.0.2", 2)
+            with contextlib.suppress(OSError):
+                held[-1].sendall(b"hello\n")
+            if len(held) > 100:
+                held.popleft().close()
+        while held:
+            held.popleft().close()
+
+    storming = threading.Thread(target=storm)
+    storming.start()
+    try:
+        with there.listen() as listener:
+            near = [here.dial() for _ in range(32)]
+            for number, end in enumerate(near):
+                end.sendall(bytes([number]))
+            far = [listener.accept()[0] for _ in near]
+        assert set(range(32)) == {end.recv(1)[0] for end in far}
+        for end in (*near, *far):
+            end.close()
+    finally:
+        is_over.set()
+        storming.join()
 
 
 def test_an_address_that_fails_again_and_again_waits_for_the_next_second() -> None:
     strangers = Strangers()
     for _ in range(MOST_FAILURES):
-        assert strangers.may_enter("10.0.0.1", 100.0)
-        strangers.leave("10.0.0.1", has_failed=True)
-    assert not strangers.may_enter("10.0.0.1", 100.9)
-    assert not strangers.may_enter("::ffff:10.0.0.1", 100.9)
-    assert strangers.may_enter("10.0.0.2", 100.9)
-    assert strangers.may_enter("10.0.0.1", 101.0)
+        visit = strangers.enter("10.0.0.1", 100.0)
+        assert visit is not None
+        strangers.leave(visit, is_known=False)
+    assert strangers.enter("10.0.0.1", 100.9) is None
+    assert strangers.enter("::ffff:10.0.0.1", 100.9) is None
+    assert strangers.enter("10.0.0.2", 100.9) is not None
+    assert strangers.enter("10.0.0.1", 101.0) is not None
 
 
-def test_addresses_that_begin_alike_are_one_and_all_together_are_bounded() -> None:
+def test_who_waits_behind_those_who_fail_goes_with_them() -> None:
+    strangers, expelled = Strangers(), 0
+
+    def expel() -> None:
+        nonlocal expelled
+        expelled += 1
+
+    visits = [strangers.enter("10.0.0.1", 100.0, expel) for _ in range(MOST_FAILURES + MOST_OF_ONE + 5)]
+    for visit in visits:
+        assert visit is not None
+        strangers.leave(visit, is_known=False)
+    assert 6 == expelled  # the others spoke before as many had failed
+    assert strangers.enter("10.0.0.1", 101.0) is not None
+
+
+def test_addresses_that_begin_alike_are_one_and_wait_for_each_other() -> None:
     strangers = Strangers()
-    same = [strangers.may_enter(f"2001:db8::{host:x}", 100.0) for host in range(MOST_OF_ONE + 1)]
-    assert [True] * MOST_OF_ONE + [False] == same
-    assert MOST - MOST_OF_ONE == sum(strangers.may_enter(f"10.0.0.{host}", 100.0) for host in range(200))
-    strangers.leave("2001:db8::1", has_failed=False)
-    assert strangers.may_enter("10.0.1.1", 100.0)
+    visits = [strangers.enter(f"2001:db8:0:{host:x}::1", 100.0) for host in range(MOST_OF_ONE + 1)]
+    assert [True] * MOST_OF_ONE + [False] == [visit is not None and visit.turn.is_set() for visit in visits]
+    other, first = strangers.enter("2001:db8:1::1", 100.0), visits[0]
+    assert other is not None and other.turn.is_set() and first is not None
+    strangers.leave(first, is_known=True)
+    assert visits[-1] is not None and visits[-1].turn.is_set()
+
+
+def test_where_too_many_are_here_the_latest_of_the_largest_crowd_goes() -> None:
+    strangers = Strangers()
+    expelled: list[int] = []
+    for number in range(MOST):
+        assert strangers.enter("10.0.0.1", 100.0, partial(expelled.append, number)) is not None
+    assert strangers.enter("10.0.0.1", 100.0) is None
+    assert all(strangers.enter("10.0.1.1", 100.0) is not None for _ in range(MOST // 2))
+    assert strangers.enter("10.0.1.1", 100.0) is None
+    assert list(range(MOST - 1, MOST // 2 - 1, -1)) == expelled
 
 
 @pytest.mark.parametrize(

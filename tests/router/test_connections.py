@@ -286,6 +286,42 @@ def test_a_client_of_http_1_0_reads_plain_bytes_up_to_the_end() -> None:
     run(story)
 
 
+@pytest.mark.parametrize("is_old_first", [False, True])
+def test_what_is_asked_later_does_not_change_how_an_answer_is_framed(is_old_first: bool) -> None:
+    """A stream, and while it goes on a request of another version of HTTP behind it."""
+
+    async def story(it: Site) -> None:
+        asked = [stream(50), PROBE]
+        older = 0 if is_old_first else 1
+        asked[older] = asked[older].replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+        client = await Client.to(it, asked[0])
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        client.writer.write(asked[1])
+        body = await client.rest()
+        if is_old_first:
+            assert b"chunked" not in head and b"HTTP/1." not in body
+        else:
+            chunks, _, probed = body.partition(b"0\r\n\r\n")
+            assert b"chunked" in head and b" 200 OK" in probed
+            body = dechunked(chunks)
+        assert body.endswith(b"\n\n") and 50 == body.count(b"data:")
+        assert all(line.startswith(b"data:") for line in body.split(b"\n\n")[:-1])
+
+    run(story)
+
+
+def dechunked(body: bytes) -> bytes:
+    """What is in chunks, the last of which is not there."""
+    parts = []
+    while body:
+        size, _, body = body.partition(b"\r\n")
+        length = int(size, 16)
+        parts.append(body[:length])
+        assert b"\r\n" == body[length : length + 2]
+        body = body[length + 2 :]
+    return b"".join(parts)
+
+
 @pytest.mark.parametrize(
     "length", [b"content-length: 20000000\r\n\r\n", b"transfer-encoding: chunked\r\n\r\n1312d00\r\n"]
 )

@@ -10,13 +10,14 @@ import pytest
 from transformers import AutoConfig
 
 from server.arch import families
-from server.arch.families.fields import FIELDS, OBJECT, checked
+from server.arch.families.fields import FIELDS, MOST_DEPTH, OBJECT, checked
 from tests.server.published import BAICHUAN, CHATGLM
 from tests.server.tiny import CASES, COMMON
 from tests.test_architecture import sources
 
 ODD: list[Any] = [
-    [], {}, "", "eight", "8", True, False, -1, 0, 1, 2.5, -2.5, float("nan"), float("inf"), 1e30, 10**30, [None], ["a"],
+    [], {}, "", "eight", "8", True, False, -1, 0, 1, 2.5, -2.5, float("nan"), float("inf"), 1e30, 10**30, 10**400,
+    [None], ["a"],
     [1, 2], {"type": []}, {"factor": "2"}, [[]], None,
 ]  # fmt: skip
 PUBLISHED = {"baichuan": BAICHUAN, "chatglm": CHATGLM}
@@ -74,6 +75,29 @@ def test_the_field_and_what_it_must_be_are_named(fields: dict[str, Any], sentenc
     if "model_type" in fields:
         with pytest.raises(ValueError, match=sentence):
             families.has(fields)
+
+
+def nested(depth: int, *, in_lists: bool) -> Any:
+    value: Any = []
+    for _ in range(depth):
+        value = [value] if in_lists else {"rope_scaling": value}
+    return value
+
+
+@pytest.mark.parametrize("field", ["rope_scaling", "hidden_size", "architectures"])
+@pytest.mark.parametrize("in_lists", [False, True])
+def test_what_is_nested_without_end_is_refused(field: str, in_lists: bool) -> None:
+    with pytest.raises(
+        ValueError, match=r"^config\.json nests objects and lists more than 64 deep: download it again$"
+    ):
+        families.find(config_of("llama") | {field: nested(5000, in_lists=in_lists)})
+    with pytest.raises(ValueError, match="nests objects and lists more than 64 deep"):
+        families.has({"model_type": nested(5000, in_lists=in_lists)})
+
+
+def test_as_deep_as_may_be_is_read() -> None:
+    config = {"note": nested(MOST_DEPTH - 2, in_lists=False)}
+    assert config == checked(config)
 
 
 def test_null_is_left_out_and_other_fields_pass() -> None:

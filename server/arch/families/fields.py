@@ -6,14 +6,14 @@ reads pass, and so does null, which counts as left out. Left out: whether fields
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 MOST_LAYERS = 10_000
 MOST = 2**40  # of anything that is counted
 MOST_SHOWN = 80  # characters of a value
+MOST_DEPTH = 64  # of objects and lists within each other
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ def _whole(least: int, most: int = MOST) -> Kind:
 
 
 def _is_number(value: Any) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and abs(value) <= MOST
+    return type(value) in (int, float) and abs(value) <= MOST  # which is false of NaN
 
 
 def _list(of: str, fits: Callable[[Any], bool]) -> Kind:
@@ -88,11 +88,33 @@ FIELDS: dict[str, Kind] = {
 }
 
 
-def checked(config: Mapping[str, Any], within: str = "") -> dict[str, Any]:
+def checked(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config without what is null. Raises ValueError for a field that a family reads and that is of a wrong kind.
 
-    within: the name of the object that this is, with a dot.
+    What is nested so deep that walking through it could end with a RecursionError is refused first.
     """
+    if _is_too_deep(config):
+        raise ValueError(f"config.json nests objects and lists more than {MOST_DEPTH} deep: download it again")
+    return _checked(config, "")
+
+
+def _is_too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MOST_DEPTH):
+        level = [inner for outer in level for inner in _containers(outer)]
+        if not level:
+            return False
+    return True
+
+
+def _containers(value: Any) -> Iterator[Any]:
+    """Objects and lists right within another."""
+    among = value.values() if isinstance(value, Mapping) else value
+    return (inner for inner in among if isinstance(inner, Mapping | list))
+
+
+def _checked(config: Mapping[str, Any], within: str) -> dict[str, Any]:
+    """within: the name of the object that this is, with a dot."""
     given = {}
     for name, value in config.items():
         kind = FIELDS.get(name)
@@ -102,7 +124,7 @@ def checked(config: Mapping[str, Any], within: str = "") -> dict[str, Any]:
             raise ValueError(
                 f"config.json says {within}{name} {_shown(value)}, which must be {kind.name}: download it again"
             )
-        given[name] = checked(value, f"{within}{name}.") if kind is OBJECT else value
+        given[name] = _checked(value, f"{within}{name}.") if kind is OBJECT else value
     return given
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +14,7 @@ import pytest
 from router.launch import machine
 from router.launch.errors import Refusal
 from router.launch.flags import read_command_line
-from router.launch.machine import bind, is_on_loopback, plan_shards, visible_gpus
+from router.launch.machine import bind, bind_beside, is_on_loopback, plan_shards, visible_gpus
 from router.launch.settings import read_settings
 
 
@@ -122,17 +126,78 @@ def test_port_does_not_accept_before_it_listens() -> None:
         socket.create_connection(listener.getsockname())
 
 
-def test_port_is_free_again_at_once_after_a_server_with_connections() -> None:
-    listener = bind("127.0.0.1", 0)
-    address = listener.getsockname()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the launcher does when the model is ready
+def serve_one(listener: socket.socket) -> None:
+    """Let a client connect, and close first, so that the connection stays in TIME_WAIT on this side."""
     listener.listen()
-    with socket.create_connection(address) as client:
+    with listener, socket.create_connection(listener.getsockname()) as client:
         server, _ = listener.accept()
-        server.close()  # the server closes first, so the connection stays in TIME_WAIT on its side
+        server.close()
         assert b"" == client.recv(1)
-    listener.close()
-    bind(*address).close()
+
+
+def test_port_is_free_again_at_once_after_a_server_with_connections() -> None:
+    with bind("127.0.0.1", 0) as holder:
+        address = holder.getsockname()
+        for _ in range(2):  # as after a router that was killed
+            serve_one(bind_beside(holder))
+    with bind(*address) as holder:
+        serve_one(bind_beside(holder))
+
+
+def test_port_may_have_had_another_program_s_connections() -> None:
+    other = bind("127.0.0.1", 0)
+    address = other.getsockname()
+    other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    serve_one(other)
+    with bind(*address) as holder:
+        bind_beside(holder).close()
+        check_that_nobody_takes(holder)
+        serve_one(bind_beside(holder))
+        check_that_nobody_takes(holder)
+
+
+AS_ANOTHER_USER = """
+import json, os, socket, sys
+family, address = json.loads(sys.argv[1])
+os.setuid(65534)
+for options in ((), (socket.SO_REUSEADDR,), (socket.SO_REUSEPORT,), (socket.SO_REUSEADDR, socket.SO_REUSEPORT)):
+    with socket.socket(family) as squatter:
+        for option in options:
+            squatter.setsockopt(socket.SOL_SOCKET, option, 1)
+        try:
+            squatter.bind(tuple(address))
+        except OSError:
+            continue
+    sys.exit(f"bound with {options}")
+"""
+
+
+def check_that_nobody_takes(holder: socket.socket) -> None:
+    """Neither a launch of this user, nor another user, whom only root can play."""
+    with pytest.raises(Refusal, match="is taken"):
+        bind(*holder.getsockname()[:2])
+    if os.geteuid() == 0:
+        argument = json.dumps([holder.family, holder.getsockname()])
+        subprocess.run([sys.executable, "-S", "-c", AS_ANOTHER_USER, argument], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("hostname", ["127.0.0.1", "localhost", "0.0.0.0", "::1", "::"])
+def test_who_holds_a_port_takes_no_connection_and_lets_one_user_bind(hostname: str) -> None:
+    if ":" in hostname and not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    with bind(hostname, 0) as holder:
+        address = holder.getsockname()[:2]
+        for _ in range(2):
+            with bind_beside(holder) as listener:
+                check_that_nobody_takes(holder)
+                listener.listen()
+                check_that_nobody_takes(holder)
+                for _ in range(20):
+                    with socket.create_connection(address, timeout=10), listener.accept()[0]:
+                        pass
+            check_that_nobody_takes(holder)
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(address)
 
 
 def test_unknown_host_is_refused() -> None:

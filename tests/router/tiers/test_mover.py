@@ -6,20 +6,25 @@ import asyncio
 
 import pytest
 
+from router.client import ShardError
 from router.tiers.contents import Moved, TierContents
 from router.tiers.mover import Mover
-from router.tiers.moving import Move
-from tests.router.tiers.test_index import SIZES, saved
+from router.tiers.moving import Move, Stored
+from tests.router.tiers.test_index import SIZES, key, saved
 
 
 class Shards:
-    """Whose moves end with an error that nobody expected."""
+    """Whose moves end with an error: by default one that nobody expected."""
+
+    def __init__(self, stored: int = 0, error: Exception | None = None) -> None:
+        self._stored = [Stored(key(n), n, 1 << 24) for n in range(stored)]
+        self._error = error or RuntimeError("a bug")
 
     async def open_tiers(self, session: int) -> TierContents:
-        return TierContents(SIZES, [], 10)
+        return TierContents(SIZES, self._stored, 10)
 
     async def move_blocks(self, session: int, move: Move) -> Moved:
-        raise RuntimeError("a bug")
+        raise self._error
 
 
 def test_what_nobody_expected_of_a_move_costs_the_disk_alone(caplog: pytest.LogCaptureFixture) -> None:
@@ -37,3 +42,26 @@ def test_what_nobody_expected_of_a_move_costs_the_disk_alone(caplog: pytest.LogC
 
     asyncio.run(story())
     assert "RuntimeError: a bug" in caplog.text
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a bug"), ShardError(0, "late"), ValueError("no such reply")])
+@pytest.mark.parametrize("is_fetch", [False, True])
+def test_a_move_that_fails_gives_back_all_that_it_had(error: Exception, is_fetch: bool) -> None:
+    """Its blocks are not pinned and its slots are free: the host has as much room as before."""
+
+    async def story() -> None:
+        mover, woken = Mover(Shards(2 if is_fetch else 0, error)), asyncio.Event()
+        mover.wake = woken.set
+        index = await mover.open()
+        if is_fetch:
+            assert index.coming([key(0), key(1)], 1, 16, None) is not None
+        else:
+            saved(index, range(4))
+        mover.pump()
+        await asyncio.wait_for(woken.wait(), 60)
+        assert not index.has_disk and index.is_idle
+        assert SIZES.num_slots == len(saved(index, range(10, 14), sequence=2, step=2))
+        assert [key(n) for n in range(10, 14)] == index.find(key(n) for n in range(10, 14))
+        await mover.close()
+
+    asyncio.run(story())

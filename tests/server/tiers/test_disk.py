@@ -7,6 +7,7 @@ import mmap
 import os
 import stat
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -129,6 +130,28 @@ def test_a_session_that_has_ended_touches_no_slot(tmp_path: Path) -> None:
     assert tiers._move(move_of(1, is_fetch=True, slot=1), file, memory, never).is_moved == [False]
     assert bytes(BLOCK) == memory.bytes[BLOCK : 2 * BLOCK]
     assert tiers._move(move_of(2, is_fetch=True, slot=1), file, memory, never).is_moved == [True]
+    assert b"x" * BLOCK == memory.bytes[BLOCK : 2 * BLOCK]
+    tiers.close()
+
+
+def test_a_move_that_was_given_up_leaves_alone_what_a_later_step_saved(tmp_path: Path) -> None:
+    """Else it would store another block under its key, or put its own where another one is looked for."""
+    tiers, memory, never = Tiers(TierConfig(0, 4 * 8192, tmp_path, "0-of-1", b"i" * 16)), Memory(), threading.Event()
+    tiers.open(memory, 1)
+    file = tiers._file
+    assert file is not None
+    late_store, late_fetch = (
+        replace(move_of(1, is_fetch=is_fetch, slot=0), after_step=5) for is_fetch in (False, True)
+    )
+    tiers.session.saved([0], 5)
+    memory.bytes[:BLOCK] = b"x" * BLOCK
+    assert tiers._move(late_store, file, memory, never).is_moved == [True]
+    tiers.session.saved([0], 6)
+    memory.bytes[:BLOCK] = b"y" * BLOCK
+    for late in (late_store, late_fetch):
+        assert tiers._move(late, file, memory, never).is_moved == [False]
+    assert b"y" * BLOCK == memory.bytes[:BLOCK]
+    assert tiers._move(move_of(1, is_fetch=True, slot=1), file, memory, never).is_moved == [True]
     assert b"x" * BLOCK == memory.bytes[BLOCK : 2 * BLOCK]
     tiers.close()
 

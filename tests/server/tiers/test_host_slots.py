@@ -46,7 +46,8 @@ def test_what_comes_back_is_what_was_saved(tiny_bloom: Path, kv_cache: str, is_f
     engine.open_slots(6, session)
     generated(engine, pb.StepRequest(), 1, computed=0)
     expected = generated(engine, pb.StepRequest(), 2, computed=32)
-    run(engine, pb.StepRequest(tier_session=9, saved_blocks=[0, 1], saved_slots=[5, 2]))
+    run(engine, pb.StepRequest(step=4, tier_session=9, saved_blocks=[0, 1], saved_slots=[5, 2]))
+    assert [(True, False)] * 2 == [(session.is_given_up(slot, 3), session.is_given_up(slot, 4)) for slot in (5, 2)]
     with torch.inference_mode():
         for cache in engine._kv_caches:
             cache.zero_()
