@@ -82,8 +82,8 @@ def test_times_and_rates_of_steps_fit_each_other() -> None:
         ("tgi-bloomz", 0, 0, {"percent_of_limit": 6.9}),
         ("tgi-bloomz", 4, 11, {"percent_of_limit": 1.9}),
         ("vllm-mistral-awq", 0, 0, {"throughput_percent": 10.8, "latency_percent": 20.3}),
-        ("vllm-baichuan2-gptq", 0, 0, {"throughput_percent": 17.7, "latency_percent": 42.0}),
-        ("flexgen-opt", 1, 3, {"percent_of_limit": 24.9}),
+        ("vllm-baichuan2-gptq", 0, 0, {"throughput_percent": 14.4, "latency_percent": 42.0}),
+        ("flexgen-opt", 1, 3, {"percent_of_limit": 17.0}),
     ],
 )
 def test_shares_of_the_documents_hardware(name: str, table: int, row: int, percents: dict[str, float]) -> None:
@@ -104,12 +104,13 @@ def test_the_concurrency_of_a_row_by_hand() -> None:
 
 
 def test_a_document_s_limit_is_of_its_own_concurrency_too() -> None:
-    """37 sequences on an A100 that reads at 1.555 TB/s, in one step of prompts and 127 behind it."""
+    """37 sequences on an A100: 11.95 GB are read 128 times with their keys at 1.555 TB/s, whatever steps do it."""
     seed = documents.find("vllm-chatglm3")
     row, limit = seed.tables[0].rows[0], limits.of_document(seed, 1)
     found = limits.document_percents(seed, limit, row)
-    steps_ms = limit.step_ms("prefill", 37, 128, 128) + limit.step_ms("decode_total", 37, 128, 128)
-    assert 100 * 2733.53 / (1000 * 37 * 128 / steps_ms) == pytest.approx(found["loaded_throughput_percent"], rel=1e-3)
+    decodes = 127 * 37 * (128 + 64)  # keys and values that are read or written, and those of the prompts
+    seconds = (128 * 11.954e9 + (37 * 128 + decodes) * 28_672) / 1.555e12
+    assert 100 * 2733.53 / (37 * 128 / seconds) == pytest.approx(found["loaded_throughput_percent"], rel=1e-3)
     assert found["loaded_throughput_percent"] > found["throughput_percent"]  # 256 sequences could have more
 
 
