@@ -70,7 +70,7 @@ def _fleet(tally: Tally, seconds: float) -> dict[str, float]:
     seconds: of all replicas, where the tally does not know.
     """
     has_window = tally.last_arrival_at > tally.started_at
-    until_then, all_tokens = tally.given_by_then + tally.prompts_by_then, tally.num_tokens + tally.num_prompt_tokens
+    until_then, all_tokens = tally.given_by_then + tally.prompts_by_then, tally.num_tokens + tally.num_prompts_sold
     num_tokens = until_then if has_window else all_tokens
     return {
         "prefix_hit_share": tally.num_cached_tokens / max(tally.num_prompt_tokens, 1),
