@@ -159,9 +159,9 @@ class Tally:
     ended_at: float = 0.0
     busy: float = 0.0  # seconds that replicas computed, of all replicas together
     batch: float = 0.0  # integral over those seconds of the running sequences
-    blocks: float = 0.0  # integral over those seconds of the KV blocks reserved
+    kv: float = 0.0  # integral over those seconds of the share of a replica's KV blocks that is reserved
     peak_batch: int = 0
-    peak_blocks: int = 0
+    peak_kv: float = 0.0
 
     def arrived(self, now: float) -> None:
         """Count a request that comes at `now`, not before the others, and what was answered until then."""
@@ -358,11 +358,11 @@ class Replica:
 
     def _note(self, plan: StepPlan[Simulated], seconds: float) -> None:
         tally, batch = self._tally, len(self._scheduler.running)
-        blocks = self._limits.num_blocks - self._scheduler.num_free_blocks
+        kv = 1 - self._scheduler.num_free_blocks / self._limits.num_blocks
         tally.num_steps += 1
         tally.num_step_tokens += plan.prefill_tokens + len(plan.decoding)
         tally.busy += seconds
         tally.batch += batch * seconds
-        tally.blocks += blocks * seconds
+        tally.kv += kv * seconds
         tally.peak_batch = max(tally.peak_batch, batch)
-        tally.peak_blocks = max(tally.peak_blocks, blocks)
+        tally.peak_kv = max(tally.peak_kv, kv)

@@ -21,7 +21,6 @@ from benchmark.report import BenchError
 from benchmark.simulate import SETTINGS
 from benchmark.traffic import Request, arrival_times, read_trace
 from tests.benchmark.test_cost import latency_result
-from tests.router.doubles import make_limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,8 +76,8 @@ def test_figures_of_two_requests_worked_out_by_hand() -> None:
         samples.extend(values)
     tally.gap_counts.extend((1, 9))
     tally.last_arrival_at, tally.ended_by_then, tally.given_by_then = 2.0, 1, 8
-    tally.started_at, tally.ended_at, tally.busy, tally.batch, tally.blocks = 1.0, 3.0, 1.0, 1.5, 16.0
-    row = figures(tally, make_limits(), 2, (200.0, 30.0))
+    tally.started_at, tally.ended_at, tally.busy, tally.batch, tally.kv = 1.0, 3.0, 1.0, 1.5, 0.25
+    row = figures(tally, 2, (200.0, 30.0))
     assert (1.0, 6.0, 0.25) == tuple(row[k] for k in ("requests_per_second", "output_tokens_per_second", "busy_share"))
     assert {"seconds": 1.0, "requests_per_second": 1.0, "output_tokens_per_second": 8.0} == row["while_arriving"]
     assert pytest.approx({"share": 1 / 3, "requests_per_second": 0.5}) == {

@@ -11,6 +11,7 @@ from benchmark.cost import Fixed
 from benchmark.fleet import Tally
 from benchmark.fleets.conditions import Conditions, Pool, Scaling
 from benchmark.fleets.events import Fleet
+from benchmark.prediction import figures
 from benchmark.traffic import OpenLoop, Request
 from tests.router.doubles import make_limits
 
@@ -140,6 +141,20 @@ def test_answers_go_on_where_their_keys_and_values_went() -> None:
     assert 10 == tally.num_given
     alone = run([request(0.0, answer=1)], *pools)
     assert (0, [0.020]) == (alone.transferred, pytest.approx(list(alone.e2e)))
+
+
+def test_each_replica_s_cache_is_a_share_of_its_own_blocks() -> None:
+    """One request of 110 tokens in a pool of 512 tokens, and two in one of 4,096, whichever pool is the first."""
+    small = make_limits(prefix_caching=False, max_batch_total_tokens=512, max_batch_prefill_tokens=512)
+    large = make_limits(prefix_caching=False, max_batch_total_tokens=4096, max_batch_prefill_tokens=512)
+    wanted = [request(0.0, model=model) for model in "abb"]
+    pools = [pool(1, name=name, model=name, limits=limits) for name, limits in (("a", small), ("b", large))]
+    for both in (pools, pools[::-1]):
+        row = figures(run(wanted, *both), 2, (None, None))
+        block = small.block_size
+        reserved = -(-110 // block) * block
+        assert row["kv_share"]["peak"] == pytest.approx(reserved / 512)
+        assert reserved / 4096 < row["kv_share"]["mean"] < reserved / 512
 
 
 def test_models_have_pools_of_their_own() -> None:
