@@ -319,7 +319,7 @@ def _command(name: str, shape: str, flags: Sequence[str], sizes: Sequence[object
     return [name, "--random-weights", located, *flags, *map(str, sizes)]
 
 
-def ceiling_of(served: ServedModel, sequences: int, given: int, generated: int, ceilings: Ceilings) -> float:
+def ceiling_of(served: ServedModel, sequences: float, given: int, generated: float, ceilings: Ceilings) -> float:
     """The most generated tokens per second of so many sequences at a time, by whatever steps.
 
     For each `generated` tokens of every sequence the weights are read that often at least, by one step of its prompts

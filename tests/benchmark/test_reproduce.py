@@ -114,6 +114,24 @@ def test_a_document_s_limit_is_of_its_own_concurrency_too() -> None:
     assert found["loaded_throughput_percent"] > found["throughput_percent"]  # 256 sequences could have more
 
 
+def test_a_limit_is_of_the_answers_that_a_document_had() -> None:
+    """527.28 token/s in 0.70 requests/s are answers of 753 tokens, where 2,048 were asked for."""
+    seed = documents.find("vllm-mistral-awq")
+    (full, short), limit = (table.rows[-1] for table in seed.tables), limits.of_document(seed, 1)
+    assert (2048, 2048) == (full["output_length"], documents.answer_length(full))
+    assert 753 == pytest.approx(documents.answer_length(short), abs=0.5)
+    found = limits.document_percents(seed, limit, short)
+    most = limit.tokens_per_second(limits.MOST_SEQUENCES, 2048, 753)
+    assert 100 * 527.28 / most == pytest.approx(found["throughput_percent"], rel=2e-3)
+    assert most > 1.2 * limit.tokens_per_second(limits.MOST_SEQUENCES, 2048, 2048)
+    assert limit.output_token_ms(2048, 753) == pytest.approx(21.99 * found["latency_percent"] / 100, rel=2e-3)
+    every = [(table.system[:4], row) for one in NAMES for table in documents.find(one).tables for row in table.rows]
+    assert {"tgi "} == {
+        system for system, row in every if "output_length" in row
+        and documents.answer_length(row) < row["output_length"]
+    }  # fmt: skip
+
+
 def test_all_arguments_of_the_document_s_tool_have_one_of_ours() -> None:
     seed, own = documents.find("tgi-bloomz"), argparse.ArgumentParser()
     latency.add_arguments(own)
