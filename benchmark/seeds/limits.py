@@ -53,7 +53,7 @@ class Limit:
         """The most generated tokens a second of sequences that run together, so many as fit at their mean length."""
         weights = self.served.shape.weight_bytes(self.served.dtype, self.served.quantize)
         room = (self.free_bytes - weights) / (self.served.kv_bytes_per_token * (given + generated / 2))
-        return ceiling_of(self.served, max(1, min(sequences, int(room))), given, generated, self.ceilings)
+        return ceiling_of(self.served, max(1.0, min(sequences, int(room))), given, generated, self.ceilings)
 
     def output_token_ms(self, given: int, generated: float) -> float:
         """The least milliseconds of a request that is alone, for each of its generated tokens."""
@@ -86,7 +86,7 @@ def document_percents(seed: Seed, limit: Limit, row: Mapping[str, Any]) -> dict[
         given, generated = row["input_length"], answer_length(row)
         most = limit.tokens_per_second(MOST_SEQUENCES, given, generated)
         least = limit.output_token_ms(given, generated)
-        loaded = limit.tokens_per_second(round(concurrency(row)), given, generated)
+        loaded = limit.tokens_per_second(concurrency(row), given, generated)
         return {
             "throughput_percent": percent(most, row["output_tokens_per_second"], is_rate=True),
             "loaded_throughput_percent": percent(loaded, row["output_tokens_per_second"], is_rate=True),

@@ -104,13 +104,14 @@ def test_the_concurrency_of_a_row_by_hand() -> None:
 
 
 def test_a_document_s_limit_is_of_its_own_concurrency_too() -> None:
-    """37 sequences on an A100: 11.95 GB are read 128 times with their keys at 1.555 TB/s, whatever steps do it."""
+    """36.8 sequences on an A100: 11.95 GB are read 128 times with their keys at 1.555 TB/s, whatever steps do it."""
     seed = documents.find("vllm-chatglm3")
     row, limit = seed.tables[0].rows[0], limits.of_document(seed, 1)
     found = limits.document_percents(seed, limit, row)
-    decodes = 127 * 37 * (128 + 64)  # keys and values that are read or written, and those of the prompts
-    seconds = (128 * 11.954e9 + (37 * 128 + decodes) * 28_672) / 1.555e12
-    assert 100 * 2733.53 / (37 * 128 / seconds) == pytest.approx(found["loaded_throughput_percent"], rel=1e-3)
+    sequences = 2733.53 * 0.01348  # of which ours are whole streams: 37
+    decodes = 127 * sequences * (128 + 64)  # keys and values that are read or written, and those of the prompts
+    seconds = (128 * 11.954e9 + (sequences * 128 + decodes) * 28_672) / 1.555e12
+    assert 100 * 2733.53 / (sequences * 128 / seconds) == pytest.approx(found["loaded_throughput_percent"], rel=3e-4)
     assert found["loaded_throughput_percent"] > found["throughput_percent"]  # 256 sequences could have more
 
 
