@@ -27,10 +27,10 @@ from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 from benchmark.ceilings import Ceilings
-from benchmark.linears import share_read
 from benchmark.report import BenchError
 from benchmark.roofline import BytesAndFlops, Piece, ServedModel, mean_context
 from benchmark.sums import Sums
+from server.offload.cost import share_read
 
 EFFICIENCY = 0.6  # of a device's ceilings, reached by a step of which nothing is measured: an assumption
 
