@@ -149,6 +149,15 @@ def test_what_is_promised_of_one_gpu_in_tokens_and_milliseconds(
     assert ["3.9 ms", "4.6 ms", "62 ms"] == [f"{float(target.split()[0]):.2g} ms" for target in targets]
     rates = [int(re.sub(r".* limit \(data sheet\), | tokens/s|,", "", rows[name][0])) for name in [*served, offline]]
     assert [14_026, 16_903, 6_808] == rates
+    page = (gpu.RESULTS / "gpu-not-measured-yet.md").read_text()
+    assert [] == [line for line in (
+        "at most 3.9 and 4.6 ms |",
+        "at most 62 ms |",
+        f"at most {gpu.MOST_STEP_RATIO:g} × what the device computes |",
+        f"at least 14,026 and 16,903 tokens/s, {gpu.SERVING_PERCENT:g} % of the limit |",
+        f"at least 6,808 tokens/s, {gpu.OFFLINE_PERCENT:g} % of the limit |",
+        f"at most {gpu.MOST_READY_SECONDS:g} s |",
+    ) if line not in page]  # fmt: skip
 
 
 def test_a_device_without_a_data_sheet_has_the_ceilings_of_its_probes() -> None:
