@@ -169,7 +169,10 @@ class ServedModel:
         matrices = 2 * shape.step_parameters * tokens + 2 * shape.head_parameters * sampled
         layers, head = shape.eight_bit_parameters(self.dtype, self.quantize, on_cpu=self.on_cpu)
         in_8_bits = 2 * layers * tokens + 2 * head * sampled
-        return BytesAndFlops(self.step_weight_bytes(tokens) + kv, matrices + attention, in_8_bits)
+        weights = self.step_weight_bytes(tokens)
+        if not sampled:  # a chunk of a prompt that goes on
+            weights -= shape.head_bytes(self.dtype, self.quantize)
+        return BytesAndFlops(weights + kv, matrices + attention, in_8_bits)
 
     def encode(self, lengths: Sequence[int], times: float = 1) -> BytesAndFlops:
         """What an encoder-decoder adds to a step for prompts of these lengths: every token sees its whole prompt.
