@@ -173,6 +173,21 @@ def test_a_latency_result_of_one_length_simulates_no_other(capsys: pytest.Captur
         run(capsys, "--cost", one, other, *few)
 
 
+def test_a_latency_result_of_one_length_simulates_no_cached_beginnings(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    one.write_text(json.dumps(latency_result(100)))
+    other.write_text(json.dumps(latency_result(400)))
+    few = ("--input-length", "100", "--prefix-length", "64", "--num-requests", "5")
+    assert 1 == main(["simulate", "--cost", str(one), *few])
+    said = capsys.readouterr().err
+    assert "error: --cost is of one --sequence-length, whose prompts were computed whole" in said
+    assert "give another result, too" in said and "or --no-prefix-cache" in said
+    run(capsys, "--cost", one, *few, "--no-prefix-cache")
+    run(capsys, "--cost", one, other, *few)
+
+
 def test_a_comparison_takes_the_limits_that_the_server_had(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """Four at once of eight streams: the others are refused here as they were there, unless the user says otherwise."""
     latency, serving = tmp_path / "latency.json", tmp_path / "serving.json"
