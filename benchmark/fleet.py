@@ -154,7 +154,7 @@ class Tally:
     started_at: float = NEVER  # the first arrival
     last_arrival_at: float = 0.0
     ended_by_then: int = 0  # requests, when the last one came
-    given_by_then: int = 0  # tokens
+    given_by_then: int = 0  # tokens, but for those of requests that were lost until then
     prompts_by_then: int = 0  # tokens of prompts that were admitted, and not in vain
     ended_at: float = 0.0
     busy: float = 0.0  # seconds that replicas computed, of all replicas together
