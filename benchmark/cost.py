@@ -27,10 +27,10 @@ from statistics import fmean
 from typing import Any, NamedTuple, Protocol
 
 from benchmark.ceilings import Ceilings
-from benchmark.linears import share_read
 from benchmark.report import BenchError
 from benchmark.roofline import BytesAndFlops, Piece, ServedModel, mean_context
 from benchmark.sums import Sums
+from server.offload.cost import share_read
 
 EFFICIENCY = 0.6  # of a device's ceilings, reached by a step of which nothing is measured: an assumption
 
@@ -48,7 +48,9 @@ class StepWork(NamedTuple):
     def prompt_keys(self, window: int) -> tuple[float, float]:
         """Of prompts: tokens whose keys and values are read or written, and keys that are looked at.
 
-        window: how many tokens one sees in a layer; 0: any number.
+        window: how many tokens one sees in a layer; 0: any number. A token is taken to see all of a window, where their
+        sum allows that: a whole prompt longer than the window is charged up to half of the window's square too much,
+        for its first tokens.
         """
         if not window:
             return self.prompt_read + self.prompt_tokens, self.prompt_pairs

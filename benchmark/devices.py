@@ -94,8 +94,8 @@ class DataSheet:
 def known(name: str) -> DatasheetDevice | None:
     """The device that a driver calls so; None where there is no data sheet of it here.
 
-    A part of a device that others have parts of (MIG) is none.
+    A part of a device that others have parts of (MIG) is none, nor is a card with less power of the same name (NVL).
     """
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
     fitting = (DEVICES[key] for key, wanted in WORDS.items() if words.issuperset(wanted.split()))
-    return None if "mig" in words else next(fitting, None)
+    return None if words & {"mig", "nvl"} else next(fitting, None)

@@ -75,6 +75,7 @@ class Simulated(Scheduled):
     attempt: int = 0  # how often it was sent before
     replica: int = -1  # whose it is
     is_first_leg: bool = False  # its first token is computed here, and the others elsewhere
+    is_admitted: bool = False  # its prompt was counted
     began_at: float | None = None  # where its first token was computed elsewhere: when that came
     prompt_length: int = 0  # of the request
     most_tokens: int = 0  # that it asks for
@@ -139,7 +140,8 @@ class Tally:
     num_refused: int = 0
     num_lost: int = 0  # by replicas that failed, of which those below were sent again
     num_retried: int = 0
-    num_prompt_tokens: int = 0  # of those admitted
+    num_prompt_tokens: int = 0  # of those admitted, each time
+    num_prompt_tokens_in_vain: int = 0  # of these, of requests that were given up later, or sent again
     num_cached_tokens: int = 0  # of these, found in the prefix cache
     transferred: float = 0.0  # bytes of keys and values, from one replica to another
     replica_seconds: float = 0.0  # that replicas were started, until the last answer
@@ -148,25 +150,37 @@ class Tally:
     num_tokens: int = 0
     num_steps: int = 0
     num_step_tokens: int = 0  # computed, of prompts and answers; some answers' after their end
-    num_given: int = 0  # tokens that reached clients
+    num_given: int = 0  # tokens that reached clients, but for those of requests that were given up or sent again
     started_at: float = NEVER  # the first arrival
     last_arrival_at: float = 0.0
     ended_by_then: int = 0  # requests, when the last one came
-    given_by_then: int = 0  # tokens
-    prompts_by_then: int = 0  # tokens of prompts that were admitted
+    given_by_then: int = 0  # tokens, but for those of requests that were lost until then
+    prompts_by_then: int = 0  # tokens of prompts that were admitted, and not in vain
     ended_at: float = 0.0
     busy: float = 0.0  # seconds that replicas computed, of all replicas together
     batch: float = 0.0  # integral over those seconds of the running sequences
-    blocks: float = 0.0  # integral over those seconds of the KV blocks reserved
+    kv: float = 0.0  # integral over those seconds of the share of a replica's KV blocks that is reserved
     peak_batch: int = 0
-    peak_blocks: int = 0
+    peak_kv: float = 0.0
 
     def arrived(self, now: float) -> None:
         """Count a request that comes at `now`, not before the others, and what was answered until then."""
         self.num_requests += 1
         self.started_at = min(self.started_at, now)
         self.last_arrival_at, self.ended_by_then, self.given_by_then = now, len(self.e2e), self.num_given
-        self.prompts_by_then = self.num_prompt_tokens
+        self.prompts_by_then = self.num_prompts_sold
+
+    @property
+    def num_prompts_sold(self) -> int:
+        """Tokens of prompts that were admitted, and not in vain."""
+        return self.num_prompt_tokens - self.num_prompt_tokens_in_vain
+
+    def in_vain(self, entry: Simulated, num_given: int) -> None:
+        """Count no longer what was done for a request that does not go on: its prompt and so many tokens."""
+        self.num_given -= num_given
+        if entry.is_admitted or entry.began_at is not None:
+            assert entry.asked is not None
+            self.num_prompt_tokens_in_vain += entry.asked.input_length
 
     def ended(self, entry: Simulated, now: float) -> None:
         """Count a request whose last token has reached its client at `now`."""
@@ -236,6 +250,7 @@ class Replica:
         self._streaming = 0  # requests between their first token and their last
         self._context = 0  # keys that the next decode step looks at
         self._last_tokens: dict[int, list[Simulated]] = {}  # step -> whose last token it gives
+        self._last_reply = 0  # the step that was answered last
 
     @property
     def next_reply_at(self) -> float:
@@ -265,14 +280,22 @@ class Replica:
         self.submit(entry, now)
 
     def abandon(self) -> list[Simulated]:
-        """The replica is lost; returns the requests that it had, in the order of their arrival here."""
-        ending = (entry for entries in self._last_tokens.values() for entry in entries)  # some are retired by now
-        had = dict.fromkeys((*ending, *self._scheduler.running.values(), *self._scheduler.waiting))
-        return sorted((entry for entry in had if not entry.is_over), key=lambda entry: entry.id)
+        """The replica is lost; returns the requests that it had, in the order of their arrival here.
+
+        What they were given counts no longer.
+        """
+        ends_in = {entry: step for step, entries in self._last_tokens.items() for entry in entries}  # some are retired
+        had = dict.fromkeys((*ends_in, *self._scheduler.running.values(), *self._scheduler.waiting))
+        lost = sorted((entry for entry in had if not entry.is_over), key=lambda entry: entry.id)
+        for entry in lost:
+            streamed = max(0, entry.output_length - (ends_in[entry] - self._last_reply)) if entry in ends_in else 0
+            self._tally.in_vain(entry, streamed + (entry.began_at is not None))
+        return lost
 
     def reply(self, now: float) -> Sequence[Simulated]:
         """Take the reply to the oldest step; returns the requests that ended with it."""
         step = self._under_way.popleft()
+        self._last_reply = step.plan.number
         self._scheduler.computed(step.plan)
         self._scheduler.timed(step.plan, step.ends_at - step.begins_at)
         self._tally.num_given += self._streaming + len(step.firsts)
@@ -302,6 +325,7 @@ class Replica:
             for entry in plan.admitted:
                 entry.admitted_at = now
                 if entry.began_at is None:
+                    entry.is_admitted = True
                     self._tally.num_prompt_tokens += entry.request.input_length
                     self._tally.num_cached_tokens += plan.cached(entry)
             for entry in firsts:
@@ -334,11 +358,11 @@ class Replica:
 
     def _note(self, plan: StepPlan[Simulated], seconds: float) -> None:
         tally, batch = self._tally, len(self._scheduler.running)
-        blocks = self._limits.num_blocks - self._scheduler.num_free_blocks
+        kv = 1 - self._scheduler.num_free_blocks / self._limits.num_blocks
         tally.num_steps += 1
         tally.num_step_tokens += plan.prefill_tokens + len(plan.decoding)
         tally.busy += seconds
         tally.batch += batch * seconds
-        tally.blocks += blocks * seconds
+        tally.kv += kv * seconds
         tally.peak_batch = max(tally.peak_batch, batch)
-        tally.peak_blocks = max(tally.peak_blocks, blocks)
+        tally.peak_kv = max(tally.peak_kv, kv)

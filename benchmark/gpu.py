@@ -6,8 +6,9 @@ why, and the others still run; the file is written anew after each, so that noth
 tables of the commands as they printed them.
 
 Floors are those that `plan` prints for the device, from its data sheet or, where there is none, from the probes. A
-ceiling is that of all prompts in one step and then all sequences decoding together: tokens / (floor of the prefill +
-floor of the decodes). Left out: several GPUs, quantised formats, and anything about the text.
+ceiling is that of all bytes and all operations of sequences that run together, however they are divided over steps:
+what prompts multiply may hide what decoding reads, in steps that do both. Left out: several GPUs, quantised formats,
+and anything about the text.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ from benchmark.roofline import ServedModel
 RESULTS = ROOT / "docs" / "results"
 LENGTHS = {"latency": (100, 100), "serving": (128, 128), "offline": (512, 32)}  # tokens of a prompt, and generated
 STOP_SECONDS = 40.0  # for a command past its limit to stop the server that it started
-DECODE_PERCENT = {1: 72.0, 32: 69.0}  # least share of the limit that a decode step of these batch sizes reaches
+DECODE_PERCENT = {1: 76.0, 32: 75.0}  # least share of the limit that a decode step of these batch sizes reaches
 OTHER_DECODE_PERCENT = 68.0  # the same for any other batch size
-PREFILL_PERCENT = 52.0  # least share of the limit that a prefill reaches
+PREFILL_PERCENT = 63.0  # least share of the limit that a prefill reaches
 MOST_STEP_RATIO = 1.03  # time of a decode step from reply to reply / time that the device computes in it
-SERVING_PERCENT = 43.0  # least share of the ceiling over HTTP
-OFFLINE_PERCENT = 43.0  # least share of the ceiling without HTTP
+SERVING_PERCENT = 40.0  # least share of the ceiling over HTTP
+OFFLINE_PERCENT = 29.0  # least share of the ceiling without HTTP
 MOST_READY_SECONDS = 60.0
 Found = Mapping[str, Any]  # a command's result.json
 
@@ -327,11 +328,15 @@ def _command(name: str, shape: str, flags: Sequence[str], sizes: Sequence[object
     return [name, "--random-weights", located, *flags, *map(str, sizes)]
 
 
-def ceiling_of(served: ServedModel, sequences: int, given: int, generated: int, ceilings: Ceilings) -> float:
-    """Generated tokens per second of sequences that are prefilled in one step and then decode together."""
+def ceiling_of(served: ServedModel, sequences: float, given: int, generated: float, ceilings: Ceilings) -> float:
+    """The most generated tokens per second of so many sequences at a time, by whatever steps.
+
+    For each `generated` tokens of every sequence the weights are read that often at least, by one step of its prompts
+    and those in which it decodes, or by as many that do both; only bytes and operations of all of them bound the time.
+    """
     prefill = served.prefill(sequences, given)
     decodes = served.mean_decode(sequences, given, generated).times(generated - 1)
-    return 1000 * sequences * generated / (prefill.floor_ms(ceilings) + decodes.floor_ms(ceilings))
+    return 1000 * sequences * generated / prefill.plus(decodes).floor_ms(ceilings)
 
 
 # ------------------------------------------------------------------------------------------------------------ rows

@@ -9,9 +9,11 @@ the circular block bootstrap (Politis and Romano, 1992), ten blocks a draw, beca
 (Schmeiser, Operations Research 30, 1982, on batch means), and the fewest are the longest. Both systems' blocks of the
 same part of the run are drawn together, so that what the same work does to both cancels out. The interval has the
 bootstrap's deviation and, as there are ten blocks, Student's quantile. Blocks must outlast what ties requests together:
-a start shorter than 50 autocorrelation times, which makes blocks of five, has no interval. That time is the integrated
-one with Sokal's window (Madras and Sokal, J. Stat. Phys. 50, 1988). How often intervals err is held by
-`tests/benchmark/test_intervals.py`.
+a start shorter than 200 autocorrelation times, which makes blocks of twenty, has no interval. That time is the
+integrated one with Sokal's window (Madras and Sokal, J. Stat. Phys. 50, 1988), the longest of either system's samples
+and of their difference. It is itself an estimate, which may be a third too short in a start of 200 such times, and a
+start that looks longer than it is has too narrow an interval; with fewer times more of the intervals that are given
+would be those. How often intervals err, of those that are given, is held by `tests/benchmark/test_intervals.py`.
 
 Not here: percentiles other than means of samples, and corrections for looking at many ratios at once.
 """
@@ -30,7 +32,7 @@ CONFIDENCE = 0.95
 RESAMPLES = 2000  # the deviation of so many draws is within 3 % of that of all, in 19 of 20 cases
 SEED = 0
 BLOCKS = 10
-FEWEST_TIMES = 50.0  # autocorrelation times of a start: five for each block
+FEWEST_TIMES = 200.0  # autocorrelation times of a start: twenty for each block
 WINDOW = 5.0  # autocorrelation times up to which correlations are summed: Sokal's choice of 4 to 10
 PIECES = 1000  # that longer series are cut into: what is tied together for less than a thousandth does not matter
 
@@ -85,7 +87,7 @@ def within_a_start(base: Sequence[float], other: Sequence[float]) -> Interval:
         raise TooShort(f"it has fewer than {FEWEST_TIMES:g} samples")
     pieces = [_pieces(samples, count) for samples in (base, other)]
     shares = [sums / sums.sum() - counts / counts.sum() for sums, counts in pieces]
-    if count < FEWEST_TIMES * autocorrelation_time(shares[1] - shares[0]):
+    if count < FEWEST_TIMES * max(map(autocorrelation_time, (*shares, shares[1] - shares[0]))):
         raise TooShort(f"it lasts less than {FEWEST_TIMES:g} times what ties its samples together")
     means = [float(np.mean(samples)) for samples in (base, other)]
     deviation = float(_drawn_log_ratios(pieces[0], pieces[1]).std()) * math.sqrt(BLOCKS / (BLOCKS - 1))

@@ -77,11 +77,6 @@ def expert_bytes(linears: Iterable[Linear], storage: Storage | None, dtype_bytes
     return dict(found)
 
 
-def share_read(share: float, tokens: float) -> float:
-    """Which share of the experts `tokens` tokens are expected to go to, each to `share` of them at random."""
-    return 1 - float((1 - share) ** tokens)
-
-
 def padding_bytes(linears: Iterable[Linear], storage: Storage, ranks: int) -> int:
     """By how much more than its share a rank holds, because it has parts of groups whose inputs are scattered."""
     return sum(

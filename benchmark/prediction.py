@@ -17,7 +17,6 @@ import numpy as np
 from benchmark.fleet import Tally
 from benchmark.outcomes import PERCENTILES, Load, percentiles
 from benchmark.report import BenchError, Result, percentile, table
-from router.limits import Limits
 
 TARGETS = {"requests_per_second": 0.10, "ttft_ms": 0.20}  # how far a prediction may be off to count as right
 COMPARED = ("requests_per_second", "output_tokens_per_second", "ttft_ms", "tpot_ms", "inter_token_ms", "e2e_ms")
@@ -26,9 +25,7 @@ COMPARED = ("requests_per_second", "output_tokens_per_second", "ttft_ms", "tpot_
 # ---------------------------------------------------------------------------------------------------------- figures
 
 
-def figures(
-    tally: Tally, limits: Limits, num_replicas: int, objectives: tuple[float | None, float | None]
-) -> dict[str, Any]:
+def figures(tally: Tally, num_replicas: int, objectives: tuple[float | None, float | None]) -> dict[str, Any]:
     """What a row says, under `serving`'s names where it has them. objectives: TTFT and TPOT in ms, None: any."""
     seconds = tally.ended_at - tally.started_at
     return {
@@ -44,10 +41,7 @@ def figures(
         "e2e_ms": percentiles(tally.e2e, 1000),
         "queue_ms": percentiles(tally.queued, 1000),
         "batch_size": {"mean": tally.batch / tally.busy, "peak": tally.peak_batch},
-        "kv_share": {
-            "mean": tally.blocks / tally.busy / limits.num_blocks,
-            "peak": tally.peak_blocks / limits.num_blocks,
-        },
+        "kv_share": {"mean": tally.kv / tally.busy, "peak": tally.peak_kv},
         "busy_share": tally.busy / (tally.replica_seconds or seconds * num_replicas),
         "steps": tally.num_steps,
         "mean_step_ms": 1000 * tally.busy / tally.num_steps,
@@ -70,7 +64,7 @@ def _fleet(tally: Tally, seconds: float) -> dict[str, float]:
     seconds: of all replicas, where the tally does not know.
     """
     has_window = tally.last_arrival_at > tally.started_at
-    until_then, all_tokens = tally.given_by_then + tally.prompts_by_then, tally.num_tokens + tally.num_prompt_tokens
+    until_then, all_tokens = tally.given_by_then + tally.prompts_by_then, tally.num_tokens + tally.num_prompts_sold
     num_tokens = until_then if has_window else all_tokens
     return {
         "prefix_hit_share": tally.num_cached_tokens / max(tally.num_prompt_tokens, 1),

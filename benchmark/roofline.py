@@ -41,7 +41,7 @@ class BytesAndFlops:
             self.num_bytes + other.num_bytes, self.num_flops + other.num_flops, self.num_ops_8 + other.num_ops_8
         )
 
-    def times(self, count: int) -> BytesAndFlops:
+    def times(self, count: float) -> BytesAndFlops:
         """What `count` such steps need."""
         return BytesAndFlops(self.num_bytes * count, self.num_flops * count, self.num_ops_8 * count)
 
@@ -87,14 +87,15 @@ def _area(tokens: float, window: int) -> float:
     return full**2 / 2 + (tokens - full) * full
 
 
-def decode_pieces(batch_size: int, length: int, generated: int, windows: Iterable[int]) -> list[Piece]:
+def decode_pieces(batch_size: float, length: int, generated: float, windows: Iterable[int]) -> list[Piece]:
     """The decode steps of sequences of `length` tokens that get `generated`, as one mean step.
 
     Step i of generated - 1 sees length + i tokens. Between the windows what is seen grows evenly, so each stretch has
     its mean context, for its share of the steps.
     """
     num_steps = max(1, generated - 1)
-    first, last = length + 1, length + num_steps
+    first: float = length + 1
+    last = length + num_steps
     ends = sorted({last, *(window for window in windows if first <= window < last)})
     pieces = []
     for end in ends:
@@ -168,37 +169,42 @@ class ServedModel:
         matrices = 2 * shape.step_parameters * tokens + 2 * shape.head_parameters * sampled
         layers, head = shape.eight_bit_parameters(self.dtype, self.quantize, on_cpu=self.on_cpu)
         in_8_bits = 2 * layers * tokens + 2 * head * sampled
-        return BytesAndFlops(self.step_weight_bytes(tokens) + kv, matrices + attention, in_8_bits)
+        weights = self.step_weight_bytes(tokens)
+        if not sampled:  # a chunk of a prompt that goes on
+            weights -= shape.head_bytes(self.dtype, self.quantize)
+        return BytesAndFlops(weights + kv, matrices + attention, in_8_bits)
 
-    def encode(self, lengths: Sequence[int]) -> BytesAndFlops:
+    def encode(self, lengths: Sequence[int], times: float = 1) -> BytesAndFlops:
         """What an encoder-decoder adds to a step for prompts of these lengths: every token sees its whole prompt.
+
+        times: how many prompts of each of these lengths there are.
 
         A pipeline stage without the encoder multiplies what that says by its own layers' matrices.
         """
-        shape, encoder, tokens = self.shape, self.shape.spec.encoder, sum(lengths)
+        shape, encoder, tokens = self.shape, self.shape.spec.encoder, times * sum(lengths)
         assert encoder is not None, "only an encoder-decoder encodes"
-        pairs = sum(length**2 for length in lengths)
+        pairs = times * sum(length**2 for length in lengths)
         layers = encoder.num_layers * shape.has_embedding
         attention = 4 * layers * encoder.num_heads * encoder.head_dim * pairs
         num_bytes = shape.encode_bytes(self.dtype, self.quantize) + tokens * sum(self.kv_bytes.values())
         in_8_bits, _ = shape.eight_bit_parameters(self.dtype, self.quantize, on_cpu=self.on_cpu, of_prompts=True)
         return BytesAndFlops(num_bytes, 2 * shape.encode_parameters * tokens + attention, 2 * in_8_bits * tokens)
 
-    def decode(self, batch_size: int, context: float) -> BytesAndFlops:
+    def decode(self, batch_size: float, context: float) -> BytesAndFlops:
         """What a decode step of `batch_size` sequences needs that attend to `context` tokens, the new one included."""
         return self.step([Piece(context - 1, 1, batch_size)], sampled=batch_size)
 
-    def mean_decode(self, batch_size: int, length: int, generated: int) -> BytesAndFlops:
+    def mean_decode(self, batch_size: float, length: int, generated: float) -> BytesAndFlops:
         """What a decode step needs on average, of sequences that begin with `length` tokens and get `generated`."""
         return self.step(decode_pieces(batch_size, length, generated, self.shape.windows), sampled=batch_size)
 
-    def prefill(self, batch_size: int, length: int) -> BytesAndFlops:
+    def prefill(self, batch_size: float, length: int) -> BytesAndFlops:
         """What a step over `batch_size` whole prompts of `length` tokens needs, with the first token of each.
 
         Attention is causal, so that a token looks at half of its prompt on average.
         """
         if self.shape.spec.encoder is not None:
-            return self.encode([length] * batch_size).plus(self.decode(batch_size, length + 1))
+            return self.encode([length], batch_size).plus(self.decode(batch_size, length + 1))
         return self.step([Piece(0, length, batch_size)], sampled=batch_size)
 
 

@@ -212,8 +212,13 @@ class StreamedCost:
 
     def seconds(self, work: StepWork) -> float:
         """See `cost.Cost`."""
+        sizes = self.cost.sizes
+        read = sum(
+            share * (work.prompt_keys(window)[0] - work.prompt_tokens + work.decode_keys(window)[0])
+            for window, share in sizes.windows.items()
+        )
         return self.cost.seconds(
-            tokens=work.prompt_tokens + work.decoding, sampled=work.sampled, kv_tokens=work.context + work.prompt_read
+            tokens=work.prompt_tokens + work.decoding, sampled=work.sampled, kv_bytes=read * sizes.kv_per_token
         )
 
 

@@ -20,6 +20,7 @@ from server.arch import families
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Gated, LayerNormSpec, LayerSpec, Learned, Mlp, Moe, Residual, validate
 from server.checkpoint.quantize_config import with_file
+from server.offload.cost import share_read
 from server.pipeline.stage import stages_of
 from server.quant import sizes
 from server.quant.sizes import Storage
@@ -150,7 +151,7 @@ class ModelShape:
         goes to: as many as there would be on average if each token went to any of them.
         """
         experts = self.expert_bytes(dtype, quantize)
-        read = sum(num_bytes * linears.share_read(share, tokens) for share, num_bytes in experts.items())
+        read = sum(num_bytes * share_read(share, tokens) for share, num_bytes in experts.items())
         all_layers = (self.layer_parameters - self.encode_parameters) * DTYPE_BYTES[dtype]
         layers = all_layers - self._saved(dtype, quantize, of_prompts=False) - sum(experts.values())
         return layers + read + self.head_bytes(dtype, quantize)

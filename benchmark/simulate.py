@@ -194,8 +194,8 @@ def run(args: argparse.Namespace) -> int:
     subject = subject_of(args)
     settings = list(_settings(args))
     cases = traffic.cases(args, trace) if measured is None else traffic.cases_of(measured)
-    subject.check(cases)
     has_prefixes = asked.has_prefixes(args, trace)
+    subject.check(cases, has_prefixes=has_prefixes)
 
     def limits_of(values: Mapping[str, Any], subject: Subject) -> Limits:
         return _limits(args, values, cases, subject, trace, has_prefixes=has_prefixes)

@@ -15,7 +15,7 @@ from benchmark.roofline import ServedModel
 from benchmark.shapes import DTYPE_BYTES
 from router.client import StreamedReply
 from server.offload.cost import Rates, Sizes, StepCost
-from server.offload.footprint import step_bytes
+from server.offload.footprint import step_bytes, window_shares
 from server.offload.policy import Share
 from server.offload.times import MOST_SPANS, Span, busy_seconds
 
@@ -41,6 +41,8 @@ def sizes_of(served: ServedModel) -> Sizes:
         num_layers=shape.spec.num_layers + encoder,
         head=head,
         kv_per_token=served.kv_bytes_per_token,
+        experts=shape.expert_bytes(served.dtype, served.quantize),
+        windows=window_shares(shape.spec),
     )
 
 

@@ -34,10 +34,16 @@ class Subject:
     note: str
     kv_tokens: Callable[[RouterConfig], int]  # that the server would infer
 
-    def check(self, cases: Sequence[Case]) -> None:
-        """Raise BenchError for work of which the step times say nothing."""
+    def check(self, cases: Sequence[Case], *, has_prefixes: bool) -> None:
+        """Raise BenchError for work of which the step times say nothing. has_prefixes: beginnings are found cached."""
         if not isinstance(self.cost, Fitted) or self.cost.only is None:
             return
+        if has_prefixes:
+            raise BenchError(
+                "--cost is of one --sequence-length, whose prompts were computed whole, and what is left of a prompt "
+                "behind a cached beginning looks at more keys: give another result, too, measured with another "
+                "--sequence-length, or --no-prefix-cache"
+            )
         for case in cases:
             self.cost.check(case.mean.input_length, case.mean.output_length)
             if case.distribution != "fixed":

@@ -19,7 +19,7 @@ from server.model.tiered import TieredKv
 from server.offload.auto import Auto, Wanted
 from server.offload.cost import Rates
 from server.offload.disk import ImageFile
-from server.offload.footprint import layer_sizes, step_bytes
+from server.offload.footprint import expert_sizes, layer_sizes, step_bytes, window_shares
 from server.offload.policy import Share
 from server.offload.probes import link_rate, rates_of
 from server.offload.ring import Store
@@ -98,6 +98,8 @@ def _wanted(
         later_bytes=0 if spec.tied_head else head,
         step_bytes=step_bytes(spec, config.max_batch_prefill_tokens, dtype.itemsize, shard.world_size),
         layer_sizes=layer_sizes(spec),
+        expert_sizes=expert_sizes(spec),
+        windows=window_shares(spec),
     )
 
 

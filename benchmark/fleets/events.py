@@ -240,6 +240,7 @@ class Fleet:
             if number is None or self._by_number[id(back)][number].replica.is_full:
                 if number is not None:
                     back.done(number, request.size().tokens)
+                self.tally.in_vain(entry, 1)
                 self._again(entry, then)
             else:
                 self._give(self._by_number[id(back)][number], second, then)

@@ -119,5 +119,5 @@ class Run:
         """What the row is about, the limits, and the figures."""
         limits = pools[0].limits
         settled = {name: getattr(limits, name, value) for name, value in setting.values.items()}
-        found = figures(tally, limits, sum(pool.num_replicas for pool in pools), self._objectives)
+        found = figures(tally, sum(pool.num_replicas for pool in pools), self._objectives)
         return {**traffic.about(self.case), "settings": settled, **found, "queue": verdict.word}

@@ -18,6 +18,7 @@ from benchmark.report import BenchError
 FOLDER = Path(__file__).parent
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # what configs call their number of layers
 Sizes = Mapping[str, int | list[int]]
+ROUNDED = 0.005  # by so much at most, a rate of requests
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,17 @@ class Table:
 def concurrency(row: Mapping[str, Any]) -> float:
     """How many requests were under way on average, if throughput and latency of a row are of one run (Little's law)."""
     return float(row["output_tokens_per_second"] * row["latency_per_output_token_ms"] / 1000)
+
+
+def answer_length(row: Mapping[str, Any]) -> float:
+    """Tokens of a row's answers on average, where its rates show that they were shorter than it asked for.
+
+    Rates of requests are rounded to 0.01, so that those of few requests show nothing of a few tokens.
+    """
+    asked, tokens, requests = (
+        row[name] for name in ("output_length", "output_tokens_per_second", "requests_per_second")
+    )
+    return float(tokens / requests if tokens / (requests - ROUNDED) < asked else asked)
 
 
 @dataclass(frozen=True)

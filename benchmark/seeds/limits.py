@@ -17,7 +17,7 @@ from benchmark.gpu import ceiling_of
 from benchmark.plan import Capacity, capacity
 from benchmark.report import BenchError
 from benchmark.roofline import ServedModel
-from benchmark.seeds.documents import Seed, concurrency
+from benchmark.seeds.documents import Seed, answer_length, concurrency
 from benchmark.seeds.machine import Machine
 from benchmark.seeds.scales import Scale
 from benchmark.shapes import BLOCK_SIZE
@@ -42,20 +42,20 @@ class Limit:
         """The same with the higher ceilings of both."""
         return replace(self, ceilings=self.ceilings.best_of(other.ceilings))
 
-    def step_ms(self, step: str, batch_size: int, sequence_length: int, decode_length: int) -> float:
+    def step_ms(self, step: str, batch_size: int, sequence_length: int, decode_length: float) -> float:
         """The least milliseconds of a step of `latency`."""
         if step == "prefill":
             return self.served.prefill(batch_size, sequence_length).floor_ms(self.ceilings)
         one = self.served.mean_decode(batch_size, sequence_length, decode_length)
         return one.times(1 if step == "decode_token" else decode_length - 1).floor_ms(self.ceilings)
 
-    def tokens_per_second(self, sequences: int, given: int, generated: int) -> float:
+    def tokens_per_second(self, sequences: float, given: int, generated: float) -> float:
         """The most generated tokens a second of sequences that run together, so many as fit at their mean length."""
         weights = self.served.shape.weight_bytes(self.served.dtype, self.served.quantize)
         room = (self.free_bytes - weights) / (self.served.kv_bytes_per_token * (given + generated / 2))
-        return ceiling_of(self.served, max(1, min(sequences, int(room))), given, generated, self.ceilings)
+        return ceiling_of(self.served, max(1.0, min(sequences, int(room))), given, generated, self.ceilings)
 
-    def output_token_ms(self, given: int, generated: int) -> float:
+    def output_token_ms(self, given: int, generated: float) -> float:
         """The least milliseconds of a request that is alone, for each of its generated tokens."""
         prefill = self.step_ms("prefill", 1, given, generated)
         return (prefill + self.step_ms("decode_total", 1, given, generated)) / generated
@@ -83,10 +83,10 @@ def document_percents(seed: Seed, limit: Limit, row: Mapping[str, Any]) -> dict[
         mean = row["mean_ms"]
         return {"percent_of_limit": percent(floor, mean, is_rate=False), "floor_ms": floor, "limit": limit.source}
     if seed.kind == "serving":
-        given, generated = row["input_length"], row["output_length"]
+        given, generated = row["input_length"], answer_length(row)
         most = limit.tokens_per_second(MOST_SEQUENCES, given, generated)
         least = limit.output_token_ms(given, generated)
-        loaded = limit.tokens_per_second(round(concurrency(row)), given, generated)
+        loaded = limit.tokens_per_second(concurrency(row), given, generated)
         return {
             "throughput_percent": percent(most, row["output_tokens_per_second"], is_rate=True),
             "loaded_throughput_percent": percent(loaded, row["output_tokens_per_second"], is_rate=True),

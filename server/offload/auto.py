@@ -10,8 +10,8 @@ of an encoder.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -47,6 +47,8 @@ class Wanted:
     later_bytes: int  # of weights beside the layers that are loaded after them
     step_bytes: int  # what the largest step takes
     layer_sizes: Sequence[int] = ()  # of all layers beside one another, in the order of loading; none: they are alike
+    expert_sizes: Mapping[float, int] = field(default_factory=dict)  # likewise of experts; see `cost.Sizes`
+    windows: Mapping[int, float] = field(default_factory=lambda: {0: 1.0})  # see there
 
 
 @dataclass
@@ -70,7 +72,11 @@ class Auto:
         memory = self._least(free + layer_bytes - wanted.later_bytes - wanted.step_bytes)
         unit = self._most(layer_bytes) / (wanted.layer_sizes or (1,))[0]
         layers, largest = unit * sum(wanted.layer_sizes or [1] * total_layers), unit * max(wanted.layer_sizes or (1,))
-        sizes = Sizes(layers, total_layers, wanted.head_bytes, max(wanted.kv_bytes_per_token, 1), largest)
+        experts = {share: unit * size for share, size in wanted.expert_sizes.items()}
+        kv_bytes_per_token = max(wanted.kv_bytes_per_token, 1)
+        sizes = Sizes(
+            layers, total_layers, wanted.head_bytes, kv_bytes_per_token, largest, experts, windows=wanted.windows
+        )
         room = Room(memory, wanted.longest, wanted.sequences, wanted.kv_tokens)
         if memory >= layers + room.useful_tokens * sizes.kv_per_token:
             self.fitting = f"{layers / 1e9:.2f} GB of layers fit beside a KV cache of {room.useful_tokens} tokens"

@@ -5,6 +5,9 @@ weights and computing, because the next layer comes while one computes; the best
 small set. What differs: rates are measured and not fitted, a step computes all of its sequences, and a step may have
 prompts.
 
+Of a mixture of experts a step multiplies with those that its tokens go to, each with its own part of them. In a layer
+with a window no sequence looks at more keys than that.
+
 Plain numbers, no torch. Left out: what prompts' attention computes, a share of tokens ÷ (12 × width) of their products;
 collectives; the sampler; and that reading and computing share a CPU's memory.
 """
@@ -12,8 +15,8 @@ collectives; the sampler; and that reading and computing share a CPU's memory.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 SLOTS = 2  # layers that are on the device while they stream: one is computed with while the other one comes
 
@@ -74,11 +77,18 @@ class Sizes:
     head: float
     kv_per_token: float
     largest: float = 0.0  # of the layers; 0: they are alike
+    experts: Mapping[float, float] = field(default_factory=dict)  # of `layers`, by the share that a token goes to
+    windows: Mapping[int, float] = field(default_factory=lambda: {0: 1.0})  # share of `kv_per_token`; 0: sees all
 
     @property
     def slots(self) -> float:
         """Memory through which layers stream."""
         return SLOTS * max(self.largest, self.layers / self.num_layers)
+
+    def kv_bytes(self, sequences: float, length: float) -> float:
+        """Keys and values that so many sequences look at, of so many tokens each."""
+        seen = ((min(length, window) if window else length, share) for window, share in self.windows.items())
+        return sequences * self.kv_per_token * sum(tokens * share for tokens, share in seen)
 
 
 @dataclass(frozen=True)
@@ -89,17 +99,32 @@ class StepCost:
     rates: Rates
     streamed: float  # bytes that every step brings
 
-    def seconds(self, *, tokens: float, sampled: float, kv_tokens: float) -> float:
-        """tokens: computed in the step; sampled: that get logits; kv_tokens: whose keys and values are read."""
+    def seconds(self, *, tokens: float, sampled: float, kv_bytes: float) -> float:
+        """tokens: computed in the step; sampled: that get logits; kv_bytes: keys and values that are read."""
         if not tokens:
             return 0.0
-        return max(self.streamed / self.rates.link, self.computing(tokens=tokens, sampled=sampled, kv_tokens=kv_tokens))
+        return max(self.streamed / self.rates.link, self.computing(tokens=tokens, sampled=sampled, kv_bytes=kv_bytes))
 
-    def computing(self, *, tokens: float, sampled: float, kv_tokens: float) -> float:
+    def computing(self, *, tokens: float, sampled: float, kv_bytes: float) -> float:
         """The same if all weights were there."""
-        products = self.sizes.layers * self.rates.seconds_per_byte(tokens)
+        dense = self.sizes.layers - sum(self.sizes.experts.values())
+        products = dense * self.rates.seconds_per_byte(tokens) + self._experts(tokens)
         head = self.sizes.head * self.rates.seconds_per_byte_of_head(sampled)
-        return products + head + kv_tokens * self.sizes.kv_per_token / self.rates.memory
+        return products + head + kv_bytes / self.rates.memory
+
+    def _experts(self, tokens: float) -> float:
+        """Products with the experts that any of the tokens goes to, which divide the tokens' choices evenly."""
+        seconds = 0.0
+        for share, num_bytes in self.sizes.experts.items():
+            read = share_read(share, tokens)
+            if read:
+                seconds += read * num_bytes * self.rates.seconds_per_byte(tokens * share / read)
+        return seconds
+
+
+def share_read(share: float, tokens: float) -> float:
+    """Which share of the experts `tokens` tokens are expected to go to, each to `share` of them at random."""
+    return 1 - float((1 - share) ** tokens)
 
 
 @dataclass(frozen=True)
@@ -156,5 +181,5 @@ def _choice(sizes: Sizes, rates: Rates, room: Room, count: int) -> Choice | None
         return None
     sequences = min(room.sequences, kv_tokens // room.longest)
     cost = StepCost(sizes, rates, sizes.layers - resident)
-    seconds = cost.seconds(tokens=sequences, sampled=sequences, kv_tokens=sequences * room.longest / 2)
+    seconds = cost.seconds(tokens=sequences, sampled=sequences, kv_bytes=sizes.kv_bytes(sequences, room.longest / 2))
     return Choice(resident, kv_tokens, sequences, seconds, streams)

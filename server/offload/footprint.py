@@ -5,6 +5,7 @@ The server asks when its first layer is there, the benchmark before there is a s
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from server.arch.spec import ArchSpec, Gated, LayerSpec, Mlp, Moe
@@ -26,6 +27,20 @@ def layer_sizes(spec: ArchSpec) -> list[int]:
     """Parameters in the matrices of every layer, in the order in which they are loaded: an encoder's first."""
     encoder = [] if spec.encoder is None else layer_sizes(spec.encoder)
     return [*encoder, *_sizes(spec)]
+
+
+def expert_sizes(spec: ArchSpec) -> dict[float, int]:
+    """Of these, those of all experts, by the share of them that a token goes to; empty without mixtures of experts."""
+    found: dict[float, int] = defaultdict(int)
+    for mlp in (layer.mlp for layer in spec.layers):
+        if isinstance(mlp, Moe) and mlp.top_k < mlp.num_experts:
+            found[mlp.top_k / mlp.num_experts] += mlp.num_experts * 3 * mlp.width * spec.hidden_size
+    return dict(found)
+
+
+def window_shares(spec: ArchSpec) -> dict[int, float]:
+    """Which share of the layers has which window: tokens that a query sees, itself included; 0: all."""
+    return {window: count / spec.num_layers for window, count in Counter(layer.window for layer in spec.layers).items()}
 
 
 def _sizes(spec: ArchSpec) -> Iterator[int]:

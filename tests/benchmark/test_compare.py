@@ -19,15 +19,15 @@ WORK = {"model": "demo", "input_length": [64], "output_length": [32], "concurren
 
 
 def serving_row(scale: float, output_length: int = 32) -> dict[str, Any]:
-    """100 requests around 100 ms, all `scale` times as long, and somewhat unequal in each."""
-    samples = [scale * (100 + (17 * index + int(4 * scale)) % 41 - 20) for index in range(41)] * 2
+    """246 requests around 100 ms, all `scale` times as long, and somewhat unequal in each."""
+    samples = [scale * (100 + (17 * index + int(4 * scale)) % 41 - 20) for index in range(41)] * 6
     names = ("ttft_ms", "tpot_ms", "e2e_ms", "latency_per_token_ms", "latency_per_output_token_ms")
     mean = sum(samples) / len(samples)
     row: dict[str, Any] = {"input_length": 64, "output_length": output_length, "concurrency": 1, "request_rate": None}
     row |= {"requests_per_second": 10 / scale, "output_tokens_per_second": 320 / scale, "errors": 0}
     row |= {"latency_per_token_ms": mean, "latency_per_output_token_ms": mean}
     row |= {name: {"mean": mean, "p50": mean} for name in ("ttft_ms", "tpot_ms", "e2e_ms")}
-    rates = [320 / scale + 10 * ((5 * index + int(4 * scale)) % 21 - 10) for index in range(84)]
+    rates = [320 / scale + 10 * ((5 * index + int(4 * scale)) % 21 - 10) for index in range(420)]
     row["output_tokens"] = 640
     return row | {"samples": dict.fromkeys(names, samples) | {"output_tokens_per_second": rates}}
 

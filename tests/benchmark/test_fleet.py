@@ -196,10 +196,10 @@ def test_throughput_while_requests_come_is_without_the_end() -> None:
     tally = simulated(wanted, make_limits())
     assert (0, 10, 10, 50) == (tally.started_at, tally.last_arrival_at, tally.ended_by_then, tally.given_by_then)
     assert 450 == tally.num_given == tally.num_tokens
-    row = figures(tally, make_limits(), 1, (None, None))
+    row = figures(tally, 1, (None, None))
     assert {"seconds": 10, "requests_per_second": 1.0, "output_tokens_per_second": 5.0} == row["while_arriving"]
     assert row["requests_per_second"] < 1.0
-    assert figures(simulated(wanted[:1], make_limits()), make_limits(), 1, (None, None))["while_arriving"] is None
+    assert figures(simulated(wanted[:1], make_limits()), 1, (None, None))["while_arriving"] is None
 
 
 def test_replicas_share_the_load() -> None:

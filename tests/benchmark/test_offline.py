@@ -76,12 +76,13 @@ def test_what_a_run_needs_is_what_its_steps_need() -> None:
     """One sequence of 100 tokens in chunks of 64 and 36, then decode steps that attend to 101, 102, …"""
     needed = [record.needed for record in generated([Prompt([3] * 100, 4)]).records if record.needed]
     shape, key, token = WORK.shape, 4 * 24 * 16 * 64, 2 * 24 * 16 * 64 * 2  # operations for a key, bytes of a token
+    head = 2 * shape.head_parameters  # bytes, which no step reads that samples nothing
     steps = [  # tokens, keys that they look at, tokens that are read, sequences that get one
         (64, 64**2 / 2, 0, 0), (36, 36 * 64 + 36**2 / 2, 64, 1), (1, 101, 100, 1), (1, 102, 101, 1), (1, 103, 102, 1),
     ]  # fmt: skip
     expected = [
         BytesAndFlops(
-            WORK.step_weight_bytes() + token * (read + tokens),
+            WORK.step_weight_bytes() - (sampled == 0) * head + token * (read + tokens),
             2 * shape.step_parameters * tokens + key * keys + 2 * shape.head_parameters * sampled,
         )
         for tokens, keys, read, sampled in steps

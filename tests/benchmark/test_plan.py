@@ -159,6 +159,7 @@ def test_devices_are_compared_by_the_same_kind_of_figure(capsys: pytest.CaptureF
         ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100-80g"),
         ("NVIDIA A100-PCIE-40GB", "a100-40g"), ("NVIDIA RTX A6000", "a6000"), ("NVIDIA L4", "l4"),
         ("NVIDIA L40S", None), ("NVIDIA H100 PCIe", None), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None), ("cpu", None),
+        ("NVIDIA H200 NVL", None), ("NVIDIA H100 NVL", None),
     ],
 )  # fmt: skip
 def test_a_driver_s_name_is_that_of_a_data_sheet(name: str, device: str | None) -> None:

@@ -21,7 +21,6 @@ from benchmark.report import BenchError
 from benchmark.simulate import SETTINGS
 from benchmark.traffic import Request, arrival_times, read_trace
 from tests.benchmark.test_cost import latency_result
-from tests.router.doubles import make_limits
 
 ROOT = Path(__file__).parents[2]
 
@@ -77,8 +76,8 @@ def test_figures_of_two_requests_worked_out_by_hand() -> None:
         samples.extend(values)
     tally.gap_counts.extend((1, 9))
     tally.last_arrival_at, tally.ended_by_then, tally.given_by_then = 2.0, 1, 8
-    tally.started_at, tally.ended_at, tally.busy, tally.batch, tally.blocks = 1.0, 3.0, 1.0, 1.5, 16.0
-    row = figures(tally, make_limits(), 2, (200.0, 30.0))
+    tally.started_at, tally.ended_at, tally.busy, tally.batch, tally.kv = 1.0, 3.0, 1.0, 1.5, 0.25
+    row = figures(tally, 2, (200.0, 30.0))
     assert (1.0, 6.0, 0.25) == tuple(row[k] for k in ("requests_per_second", "output_tokens_per_second", "busy_share"))
     assert {"seconds": 1.0, "requests_per_second": 1.0, "output_tokens_per_second": 8.0} == row["while_arriving"]
     assert pytest.approx({"share": 1 / 3, "requests_per_second": 0.5}) == {
@@ -172,6 +171,21 @@ def test_a_latency_result_of_one_length_simulates_no_other(capsys: pytest.Captur
         assert 1 == main(["simulate", "--cost", str(one), *few])
         assert "error: --cost is of one --sequence-length" in capsys.readouterr().err
         run(capsys, "--cost", one, other, *few)
+
+
+def test_a_latency_result_of_one_length_simulates_no_cached_beginnings(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    one, other = tmp_path / "one.json", tmp_path / "other.json"
+    one.write_text(json.dumps(latency_result(100)))
+    other.write_text(json.dumps(latency_result(400)))
+    few = ("--input-length", "100", "--prefix-length", "64", "--num-requests", "5")
+    assert 1 == main(["simulate", "--cost", str(one), *few])
+    said = capsys.readouterr().err
+    assert "error: --cost is of one --sequence-length, whose prompts were computed whole" in said
+    assert "give another result, too" in said and "or --no-prefix-cache" in said
+    run(capsys, "--cost", one, *few, "--no-prefix-cache")
+    run(capsys, "--cost", one, other, *few)
 
 
 def test_a_comparison_takes_the_limits_that_the_server_had(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

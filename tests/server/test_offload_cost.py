@@ -19,7 +19,7 @@ from server.backends.reference import ReferenceBackend
 from server.offload.auto import ALL, Auto, Wanted
 from server.offload.cost import Rates, Room, Sizes, StepCost, choose
 from server.offload.disk import ImageFile
-from server.offload.footprint import layer_sizes
+from server.offload.footprint import expert_sizes, layer_sizes, window_shares
 from server.offload.policy import Share
 from server.offload.probes import link_rate, product_rates, rates_of
 from server.offload.stores import DiskStore
@@ -46,10 +46,52 @@ def test_products_cost_what_was_measured_and_lines_between() -> None:
 
 def test_a_step_takes_as_long_as_the_slower_of_bringing_and_computing() -> None:
     cost = StepCost(SIZES, RATES, streamed=0.5 * GB)
-    assert 0.5 == cost.seconds(tokens=4, sampled=4, kv_tokens=100)
-    assert 0.1 + 0.005 + 0.01 == pytest.approx(cost.computing(tokens=4, sampled=4, kv_tokens=100))
-    assert 1.0 + 0.05 == pytest.approx(cost.seconds(tokens=1000, sampled=1000, kv_tokens=0))
-    assert 0.0 == cost.seconds(tokens=0, sampled=0, kv_tokens=0)
+    assert 0.5 == cost.seconds(tokens=4, sampled=4, kv_bytes=100 * MB)
+    assert 0.1 + 0.005 + 0.01 == pytest.approx(cost.computing(tokens=4, sampled=4, kv_bytes=100 * MB))
+    assert 1.0 + 0.05 == pytest.approx(cost.seconds(tokens=1000, sampled=1000, kv_bytes=0))
+    assert 0.0 == cost.seconds(tokens=0, sampled=0, kv_bytes=0)
+
+
+def test_a_mixture_multiplies_with_the_experts_that_its_tokens_go_to() -> None:
+    """Of 1 GB 800 MB are 8 experts, two a token: one token reads 200 MB of them, 400 compute with 100 each."""
+    cost = StepCost(replace(SIZES, head=0, experts={0.25: 800 * MB}), RATES, streamed=0)
+    alone, many = (cost.computing(tokens=n, sampled=n, kv_bytes=0) for n in (1, 400))
+    assert (0.2 + 0.2) * GB * 1e-10 == pytest.approx(alone)
+    assert 0.2 * GB * 4e-10 + 0.8 * GB * 1e-10 == pytest.approx(many)
+
+
+def test_experts_and_windows_of_a_shape() -> None:
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "vocab_size": 64}
+    config = AutoConfig.for_model("mixtral", num_hidden_layers=2, num_key_value_heads=4, num_local_experts=8, **sizes)
+    _, spec = families.find(config.to_dict())
+    experts, attention_and_router = 2 * 8 * 3 * 32 * 48, 2 * (4 * 32 + 8) * 32
+    assert ({0.25: experts}, experts + attention_and_router) == (expert_sizes(spec), sum(layer_sizes(spec)))
+    assert {0: 1.0} == window_shares(spec)
+    windowed = [replace(spec.layers[0], window=4), spec.layers[1]]
+    assert {4: 0.5, 0: 0.5} == window_shares(replace(spec, layers=windowed))
+    assert {} == expert_sizes(families.find({**config.to_dict(), "num_experts_per_tok": 8})[1])
+
+
+def test_no_sequence_looks_at_more_keys_than_a_window_has() -> None:
+    half = replace(SIZES, windows={0: 0.5, 4: 0.5})
+    assert [3, 7] == [half.kv_bytes(1, length) / MB for length in (3, 10)]
+    long = replace(ROOM, longest=40)
+    seconds = [choice.step_s for sizes in (SIZES, half) if (choice := choose(sizes, RATES, long)) is not None]
+    assert 8 * (20 - 12) * MB / (10 * GB) == pytest.approx(seconds[0] - seconds[1])
+
+
+def test_auto_prices_a_mixture_by_the_experts_of_a_step() -> None:
+    changes = {"layer_sizes": (100,) * 10, "kv_tokens": 10, "longest": 10, "sequences": 1}
+    quick = replace(RATES, link=100 * GB)  # so that a step takes as long as it computes
+    dense, mixture = (
+        auto_of(0.5 * GB, rates=lambda _: quick, expert_sizes=experts, **changes) for experts in ({}, {0.25: 800})
+    )
+    for auto in (dense, mixture):
+        auto.choose(100 * MB, 10)
+    assert dense.chosen is not None and mixture.chosen is not None
+    assert mixture.chosen.step_s < dense.chosen.step_s
+    sizes = Sizes(1 * GB, 10, 50 * MB, MB, experts={0.25: 800 * MB})
+    assert mixture.chosen == choose(sizes, quick, Room(0.6 * GB, 10, 1, 10))
 
 
 def test_where_everything_fits_nothing_streams() -> None:
@@ -263,7 +305,7 @@ def test_a_step_of_a_quantised_model_computes_no_less_than_one_of_a_dense_model(
     rates = rates_of(backend, torch.bfloat16, 1 * GB, storage, has_tied_head=False, **sizes)
     layer, *_, last = backend.stored  # the head's are the last, where they are others
     model = Sizes(layers=layer, num_layers=1, head=last / 2, kv_per_token=1)
-    computing = StepCost(model, rates, streamed=0).computing(tokens=64, sampled=64, kv_tokens=0)
+    computing = StepCost(model, rates, streamed=0).computing(tokens=64, sampled=64, kv_bytes=0)
     assert 1e-9 * 64 * (64 * 128 + 32 * 128) == pytest.approx(computing)
 
 
@@ -275,7 +317,7 @@ def test_the_head_is_priced_as_it_is_stored() -> None:
     assert (checkpoint, None) == (checkpoint.of_head(is_tied=False), checkpoint.of_head(is_tied=True))
     rates = replace(RATES, head=[(1, 5e-11), (100, 4e-10)])
     cost = StepCost(SIZES, rates, streamed=0)
-    assert 0.1 + 50 * MB * 4e-10 == pytest.approx(cost.computing(tokens=100, sampled=100, kv_tokens=0))
+    assert 0.1 + 50 * MB * 4e-10 == pytest.approx(cost.computing(tokens=100, sampled=100, kv_bytes=0))
     assert 20 * GB == pytest.approx(rates.memory)
 
 

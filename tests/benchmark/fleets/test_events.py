@@ -11,11 +11,15 @@ from benchmark.cost import Fixed
 from benchmark.fleet import Tally
 from benchmark.fleets.conditions import Conditions, Pool, Scaling
 from benchmark.fleets.events import Fleet
+from benchmark.prediction import figures
 from benchmark.traffic import OpenLoop, Request
 from tests.router.doubles import make_limits
 
 LIMITS = make_limits(prefix_caching=True, max_batch_total_tokens=4096, max_batch_prefill_tokens=512)
 COST = Fixed(0.010, 0.0001)
+ONE_AT_ONCE = make_limits(
+    prefix_caching=True, max_batch_total_tokens=4096, max_batch_prefill_tokens=512, max_concurrent_requests=1
+)
 
 
 def pool(num_replicas: int = 1, **changes: Any) -> Pool:
@@ -53,6 +57,29 @@ def test_what_a_failed_replica_had_is_sent_again_after_a_while() -> None:
     assert tally.ttft[0] > 0.05 + 0.05  # from the first sending, with at least half a back-off
     given_up = run([request(0.0)], pool(1), failures_at=(0.05,))
     assert (1, 1, 0) == (given_up.num_lost, given_up.num_refused, len(given_up.e2e))
+
+
+def test_what_a_lost_request_was_given_is_not_sold() -> None:
+    """Its prompt takes 0.02 s and a token 0.01: it has four tokens when its replica fails, and none is kept."""
+    wanted = [request(0.0), request(9.0)]
+    tally = run(wanted, failures_at=(0.055,), retries=1, startup_s=0.01)
+    assert (1, 2, 300) == (tally.num_lost, len(tally.e2e), tally.num_prompt_tokens)
+    assert 20 == tally.num_tokens == tally.num_given
+    assert (10, 100, 200) == (tally.given_by_then, tally.prompts_by_then, tally.num_prompts_sold)
+    given_up = run(wanted, failures_at=(0.055,), startup_s=0.01)
+    assert (10, 0, 100) == (given_up.num_given, given_up.given_by_then, given_up.num_prompts_sold)
+    waiting = run([request(0.0), request(0.015)], failures_at=(0.016,), retries=1, startup_s=0.01)
+    assert (20, 300, 200) == (waiting.num_given, waiting.num_prompt_tokens, waiting.num_prompts_sold)
+
+
+def test_what_goes_on_nowhere_is_not_sold() -> None:
+    pools = [pool(1, name="p", role="prefill"), pool(1, name="d", role="decode", limits=ONE_AT_ONCE)]
+    tally = run([request(0.0, answer=50), request(0.3)], *pools, retries=5)
+    assert tally.num_retried > 0 and 2 == len(tally.e2e)
+    assert 60 == tally.num_given == tally.num_tokens
+    assert 200 == tally.num_prompts_sold < tally.num_prompt_tokens
+    second = run([request(0.0)], *pools, failures_at=(0.1,) * 8, retries=5, startup_s=0.01)
+    assert second.num_lost > 0 and (10, 100) == (second.num_given, second.num_prompts_sold)
 
 
 def test_failures_come_as_often_as_they_should() -> None:
@@ -114,6 +141,20 @@ def test_answers_go_on_where_their_keys_and_values_went() -> None:
     assert 10 == tally.num_given
     alone = run([request(0.0, answer=1)], *pools)
     assert (0, [0.020]) == (alone.transferred, pytest.approx(list(alone.e2e)))
+
+
+def test_each_replica_s_cache_is_a_share_of_its_own_blocks() -> None:
+    """One request of 110 tokens in a pool of 512 tokens, and two in one of 4,096, whichever pool is the first."""
+    small = make_limits(prefix_caching=False, max_batch_total_tokens=512, max_batch_prefill_tokens=512)
+    large = make_limits(prefix_caching=False, max_batch_total_tokens=4096, max_batch_prefill_tokens=512)
+    wanted = [request(0.0, model=model) for model in "abb"]
+    pools = [pool(1, name=name, model=name, limits=limits) for name, limits in (("a", small), ("b", large))]
+    for both in (pools, pools[::-1]):
+        row = figures(run(wanted, *both), 2, (None, None))
+        block = small.block_size
+        reserved = -(-110 // block) * block
+        assert row["kv_share"]["peak"] == pytest.approx(reserved / 512)
+        assert reserved / 4096 < row["kv_share"]["mean"] < reserved / 512
 
 
 def test_models_have_pools_of_their_own() -> None:
