@@ -245,7 +245,7 @@ def _neighbours(
     """Meet the stages before and behind this one. Raises PeerLost."""
     if stage.count == 1:
         return Nobody()
-    ring = join(stage.index, config.stage_sockets) if shard.rank == 0 else None
+    ring = join(stage.index, config.stage_sockets, activate=device.activate) if shard.rank == 0 else None
     return Stages(stage, shard, ring, device, dtype, width)
 
 

@@ -43,6 +43,9 @@ class HostCopies(ABC):
     def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy the content of each slot to a block, before all that the device will be told to do."""
 
+    def close(self) -> None:
+        """Let the device forget the host's memory, where it knows of it. Nothing is copied afterwards."""
+
 
 def bytes_of_slots(parts: Sequence[Tensor], num_slots: int) -> int:
     """Memory that so many slots take."""

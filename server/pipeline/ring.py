@@ -17,7 +17,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,10 +36,21 @@ HELLO_S = 5.0  # for a neighbour that was dialled to answer: it may not listen y
 
 
 class Ring:
-    """One stage's ends of the ring. Raises PeerLost in `receive` and `send` once a neighbour is gone."""
+    """One stage's ends of the ring. Raises PeerLost in `receive` and `send` once a neighbour is gone.
 
-    def __init__(self, incoming: socket.socket, outgoing: socket.socket, patience: float = PATIENCE_S) -> None:
+    activate: `Device.activate`, for the thread that waits for what the device computes. What fails in a thread ends both
+    connections, so that this stage and its neighbours notice at once.
+    """
+
+    def __init__(
+        self,
+        incoming: socket.socket,
+        outgoing: socket.socket,
+        patience: float = PATIENCE_S,
+        activate: Callable[[], None] | None = None,
+    ) -> None:
         self._sockets = (incoming, outgoing)
+        self._activate = activate
         self._patience = patience
         self._num_sent = self._num_received = 0
         self._outbox: queue.SimpleQueue[tuple[Sequence[Tensor], Event | None] | None] = queue.SimpleQueue()
@@ -62,7 +73,7 @@ class Ring:
             raise PeerLost(f"the pipeline stage before this one sent nothing for {self._patience:g} s") from None
         if isinstance(message, OSError):
             self._inbox.put(message)  # for whoever asks again
-            raise _lost("before", message)
+            raise _lost("before", message) if self._loss is None else _lost("behind", self._loss)
         number, data = message
         self._num_received += 1
         sizes = [_num_bytes(shape, dtype) for shape, dtype in parts]
@@ -77,13 +88,19 @@ class Ring:
     def close(self) -> None:
         """End both connections; the neighbours notice."""
         self._outbox.put(None)
+        self._hang_up()
         for end in self._sockets:
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
             end.close()
+
+    def _hang_up(self) -> None:
+        for end in self._sockets:
+            with suppress(OSError):  # of one that is closed or has lost its neighbour
+                end.shutdown(socket.SHUT_RDWR)
 
     def _write(self) -> None:
         try:
+            if self._activate is not None:
+                self._activate()
             while (message := self._outbox.get()) is not None:
                 tensors, ready = message
                 if ready is not None:
@@ -97,6 +114,8 @@ class Ring:
             self._loss = error
         except RuntimeError as error:  # of the device, while its tensors were waited for
             self._loss = OSError(str(error))
+        finally:
+            self._hang_up()
 
     def _read(self) -> None:
         try:
@@ -109,10 +128,12 @@ class Ring:
             self._inbox.put(error)
 
 
-def join(index: int, paths: Sequence[str], patience: float = PATIENCE_S) -> Ring:
-    """Meet the neighbours of stage `index`. paths: where each stage listens. Raises PeerLost for one that never comes.
+def join(
+    index: int, paths: Sequence[str], patience: float = PATIENCE_S, activate: Callable[[], None] | None = None
+) -> Ring:
+    """Meet the neighbours of stage `index`. Raises PeerLost for one that never comes.
 
-    The stage's own socket is there for its owner alone, and only until its neighbour has come.
+    paths: where each stage listens. activate: see `Ring`. The stage's own socket is there for its owner alone, and only until its neighbour has come.
     """
     until = time.monotonic() + patience
     path = paths[index]
@@ -136,7 +157,7 @@ def join(index: int, paths: Sequence[str], patience: float = PATIENCE_S) -> Ring
     if not came:
         outgoing.close()
         raise PeerLost(f"pipeline stage {before} did not come within {patience:g} s")
-    return Ring(came[0], outgoing, patience)
+    return Ring(came[0], outgoing, patience, activate)
 
 
 def _accept(listener: socket.socket, before: int, count: int, until: float, came: list[socket.socket]) -> None:

@@ -175,6 +175,8 @@ class Engine:
 
     def release(self) -> None:
         """Give back the KV cache, and the graphs that read it."""
+        if self.slots is not None:
+            self.slots.close()
         has_cycles = bool(self.failed_captures)  # what is computed without a graph refers to those that have one
         self._kv_caches, self._graphs, self._agreed, self._tables, self.slots = [], None, None, None, None
         self.kv_placement.release()

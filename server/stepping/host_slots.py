@@ -64,6 +64,10 @@ class HostSlots:
                 self._copies.save(*saved)
                 self._copies.restore(*restored)
 
+    def close(self) -> None:
+        """Give back the host's memory."""
+        self._copies.close()
+
     def _check(self, blocks: Sequence[int], slots: Sequence[int]) -> None:
         if len(blocks) != len(slots):
             raise StepError(f"{len(blocks)} blocks and {len(slots)} slots of the host do not make pairs")

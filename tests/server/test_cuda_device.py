@@ -8,6 +8,7 @@ import torch
 from server.arch.spec import ArchSpec
 from server.backends import choose
 from server.backends.cuda.device import HEADROOM_BYTES, CudaDevice
+from server.backends.pages import PAGE_BYTES
 from server.backends.reference import ReferenceBackend
 
 GIB = 2**30
@@ -32,6 +33,34 @@ def test_some_memory_stays_free_beside_the_kv_cache(device: CudaDevice, fraction
 def test_what_is_left_is_all_that_is_left(device: CudaDevice) -> None:
     assert 30 * GIB == device.left_bytes(fraction=1.0, world_size=1, kv_bytes=0)
     assert 0 == device.left_bytes(fraction=0.05, world_size=1, kv_bytes=0)
+
+
+def test_the_hosts_tier_pins_what_it_needs_and_gives_it_back(
+    device: CudaDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch's allocator of pinned memory would make 128 GiB of 70."""
+    pinned: dict[int, int] = {}
+
+    class Runtime:
+        @staticmethod
+        def cudaHostRegister(address: int, num_bytes: int, flags: int) -> int:
+            pinned[address] = num_bytes
+            return 0
+
+        @staticmethod
+        def cudaHostUnregister(address: int) -> int:
+            del pinned[address]
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(torch.cuda, "check_error", lambda code: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    parts = [torch.zeros(10, 3000, dtype=torch.int8), torch.zeros(10, 1000, dtype=torch.int8)]
+    copies = device.host_copies(parts, 1100)
+    assert (1100, 4000) == copies.slots.shape
+    assert 4_400_000 <= sum(pinned.values()) < 4_400_000 + PAGE_BYTES
+    copies.close()
+    assert not pinned
 
 
 def test_an_amd_gpu_runs_the_reference_and_says_why(device: CudaDevice, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -259,8 +259,30 @@ def test_a_device_that_fails_while_a_message_is_waited_for_is_a_loss(open_ends: 
         def synchronize(self) -> None:
             raise RuntimeError("the device failed")
 
-    stage, _, _ = one_stage(open_ends)
+    stage, before, behind = one_stage(open_ends)
     stage.send([torch.zeros(1)], Failed())  # type: ignore[arg-type]
-    assert eventually(lambda: "stage-send" not in threads() or stage._loss is not None)
+    for neighbour in (before, behind):
+        neighbour.settimeout(PATIENCE)
+        assert neighbour.recv(1) == b""  # both notice at once
+    with pytest.raises(PeerLost, match="the device failed"):
+        stage.receive([((1,), torch.float32)])
     with pytest.raises(PeerLost, match="the device failed"):
         stage.send([torch.zeros(1)])
+
+
+def test_the_thread_that_waits_for_a_device_has_made_it_current(open_ends: ExitStack) -> None:
+    """CUDA keeps a current device for each thread, and would otherwise open the first GPU."""
+    said: list[tuple[str, str]] = []
+
+    class Ready:
+        def synchronize(self) -> None:
+            said.append(("waits", threading.current_thread().name))
+
+    (before, incoming), (outgoing, behind) = socket.socketpair(), socket.socketpair()
+    for end in (before, behind):
+        open_ends.enter_context(end)
+    stage = Ring(incoming, outgoing, PATIENCE, lambda: said.append(("current", threading.current_thread().name)))
+    open_ends.callback(stage.close)
+    stage.send([torch.zeros(1)], Ready())  # type: ignore[arg-type]
+    assert eventually(lambda: len(said) == 2)
+    assert said == [("current", "stage-send"), ("waits", "stage-send")]

@@ -69,8 +69,7 @@ class CudaDevice:
         return CudaLink(self.torch_device)
 
     def host_copies(self, parts: Sequence[Tensor], slots: int) -> HostCopies:
-        memory = torch.empty(bytes_of_slots(parts, slots), dtype=torch.uint8, pin_memory=True)
-        return PinnedCopies(parts, memory, slots, self)
+        return PinnedCopies(parts, slots, self)
 
     def free_bytes(self, *, fraction: float, world_size: int) -> int:
         return self._unused_bytes(fraction) - HEADROOM_BYTES
@@ -102,6 +101,18 @@ class CudaDevice:
         return [ProfilerActivity.CPU, ProfilerActivity.CUDA], "self_device_time_total"
 
 
+def registered(num_bytes: int) -> Tensor:
+    """At least so many pinned bytes on the host. Torch's allocator of such memory would round up to a power of two."""
+    memory = map_pages(num_bytes)
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+    return memory
+
+
+def unregister(memory: Tensor) -> None:
+    """Make what `registered` gave ordinary memory again, once nothing copies to or from it any more."""
+    torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+
+
 class CudaLink:
     """See `device.Link`: a stream of its own, so that copies and kernels run beside each other."""
 
@@ -110,14 +121,11 @@ class CudaLink:
         self._stream = torch.cuda.Stream(device)
 
     def pinned(self, num_bytes: int) -> Tensor:
-        """Registered by hand: torch's allocator of pinned memory would round a layer up to a power of two."""
-        memory = map_pages(num_bytes)
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
-        return memory
+        return registered(num_bytes)
 
     def unpin(self, memory: Tensor) -> None:
         self._stream.synchronize()
-        torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())))
+        unregister(memory)
 
     def copy(self, source: Tensor, target: Tensor, after: torch.cuda.Event) -> torch.cuda.Event:
         self._stream.wait_event(after)
@@ -137,8 +145,10 @@ class PinnedCopies(HostCopies):
     A block's parts, two for each layer, are gathered on the device first: one copy for each block crosses the bus.
     """
 
-    def __init__(self, parts: Sequence[Tensor], memory: Tensor, num_slots: int, device: CudaDevice):
-        super().__init__(parts, memory, num_slots)
+    def __init__(self, parts: Sequence[Tensor], num_slots: int, device: CudaDevice):
+        num_bytes = bytes_of_slots(parts, num_slots)
+        self._memory = registered(num_bytes)
+        super().__init__(parts, self._memory[:num_bytes], num_slots)
         self._device = device
         self._most = max(1, STAGED_BYTES // self.slot_bytes)
 
@@ -158,6 +168,10 @@ class PinnedCopies(HostCopies):
                 block.copy_(self.slots[slot], non_blocking=True)
             for part, columns in self.parts:
                 part.index_copy_(0, index, staged[:, columns])
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self._device.torch_device)
+        unregister(self._memory)
 
     def _pieces(self, count: int) -> list[slice]:
         return [slice(first, first + self._most) for first in range(0, count, self._most)]
