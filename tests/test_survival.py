@@ -99,7 +99,7 @@ def test_a_rank_that_fails_in_a_step_is_named_and_replaced(
         await asyncio.sleep(0.2)
         count = await recoveries(server)
         fault.write_text(f"{rank} {kind}")
-        while fault.exists():  # on a busy machine another step may be late, and cost a recovery before this fault is met
+        while fault.exists():  # another step may be late on a busy machine, and cost a recovery first
             await asyncio.sleep(0.01)
         await recovery_after(server, count)
 

@@ -43,6 +43,7 @@ class HostCopies(ABC):
     def restore(self, slots: Sequence[int], blocks: Sequence[int]) -> None:
         """Copy the content of each slot to a block, before all that the device will be told to do."""
 
+    @abstractmethod
     def close(self) -> None:
         """Let the device forget the host's memory, where it knows of it. Nothing is copied afterwards."""
 

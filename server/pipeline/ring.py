@@ -38,8 +38,8 @@ HELLO_S = 5.0  # for a neighbour that was dialled to answer: it may not listen y
 class Ring:
     """One stage's ends of the ring. Raises PeerLost in `receive` and `send` once a neighbour is gone.
 
-    activate: `Device.activate`, for the thread that waits for what the device computes. What fails in a thread ends both
-    connections, so that this stage and its neighbours notice at once.
+    activate: `Device.activate`, for the thread that waits for what the device computes. What fails in a thread ends
+    both connections, so that this stage and its neighbours notice at once.
     """
 
     def __init__(
@@ -133,7 +133,8 @@ def join(
 ) -> Ring:
     """Meet the neighbours of stage `index`. Raises PeerLost for one that never comes.
 
-    paths: where each stage listens. activate: see `Ring`. The stage's own socket is there for its owner alone, and only until its neighbour has come.
+    paths: where each stage listens. activate: see `Ring`. The stage's own socket is there for its owner alone, and only
+    until its neighbour has come.
     """
     until = time.monotonic() + patience
     path = paths[index]

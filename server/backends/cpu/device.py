@@ -96,6 +96,9 @@ class MemoryCopies(HostCopies):
             for part, columns in self.parts:
                 part[block].copy_(self.slots[slot, columns])
 
+    def close(self) -> None:
+        """The device knows nothing of it."""
+
 
 def _available_bytes() -> int:
     """What the kernel says is available, or less if a cgroup (a container) allows less."""
