@@ -159,9 +159,9 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run every measurement and write the report; 1 when one of them failed. Raises BenchError."""
-    _check_device(args.device)
     report = Report(args)
     planned = steps(args, report)
+    _check_device(args.device)
     prepare_output(args.output.parent if args.output else RESULTS)
     with shown("every figure of one GPU", [Stage(step.title) for step in planned]) as view:
         for step in view.each(planned):
