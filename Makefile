@@ -8,6 +8,7 @@ WHEELS = dist/wheels
 NOT_PACKED = torch triton transformers tokenizers numpy regex sympy mpmath networkx mypy mypy_extensions librt \
 	ast_serialize ruff types-protobuf grpcio-tools matplotlib contourpy cycler fonttools kiwisolver \
 	pillow pyparsing python-dateutil ray kubernetes-validate importlib_resources
+ON_GPU = -m "gpu and not kernels" -o faulthandler_timeout=60
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
 .PHONY: needs install serve test schemas test-formats test-offload test-kernels \
@@ -90,8 +91,10 @@ soak: needs install
 	$(RUN) -m tests.storm --minutes 10
 	$(RUN) -m tests.soak --minutes 60
 
+# Engines one after the other, as they take all memory; kernels beside each other. A few minutes on one GPU. ARGS="-m gpu" for every shape of the kernels, each of which takes a second to compile.
 test-gpu: needs install
-	$(RUN) -m pytest -m gpu $(ARGS)
+	$(RUN) -m pytest $(ON_GPU) tests/gpu/engines $(ARGS)
+	$(RUN) -m pytest $(ON_GPU) --numprocesses auto --dist worksteal tests/gpu/kernels $(ARGS)
 
 # What is promised of time and memory, and the policy that `auto` chooses against random ones, by the clock of a disk.
 bench-check: needs install

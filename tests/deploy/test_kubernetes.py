@@ -13,10 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
-import kubernetes_validate
 import pytest
 import yaml
-from kubernetes_validate.utils import all_versions
 
 from launcher import prepare
 from tests.deploy.chart import CHART, defaults, render, rendered
@@ -25,6 +23,9 @@ from tests.deploy.manifests import FILES, FOLDER, PAGE, VALUES, Document, everyt
 from tests.deploy.schemas import MODULES, PACKAGES, complaints
 from tests.router.test_metrics import page_with_keys, series_in
 from tests.running import PATIENCE_S, ROOT, Server, body
+
+kubernetes_validate = pytest.importorskip("kubernetes_validate")  # not packed for machines with a GPU
+all_versions = pytest.importorskip("kubernetes_validate.utils").all_versions
 
 VERSIONS = sorted(
     {version.split("-")[0] for version in all_versions()},

@@ -1,7 +1,7 @@
 """The Triton kernels without a GPU: interpreted and compared with the reference, and compiled for one.
 
 Triton decides at its import whether it interprets, so both run in processes of their own: whatever this process has
-imported before, and in which order, does not matter. On a GPU they run in `tests/gpu/test_{paged,linear}.py`.
+imported before, and in which order, does not matter. On a GPU they run in `tests/gpu/kernels/`.
 
 In the suite every kind of layer, head and rounding is there, with shapes by turns; `make test-kernels` has all of them
 in all shapes, which takes as long again.

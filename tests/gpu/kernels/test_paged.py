@@ -10,6 +10,7 @@ from torch import Tensor
 
 from server.arch.spec import Activation
 from server.backends.reference.attention import ReferenceAttention
+from tests.gpu.selection import first
 from tests.server.kernel_cases import (
     CASES,
     HALVES,
@@ -30,7 +31,7 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 GPU = torch.device("cuda", 0)
-DTYPES = list(TOLERANCES)
+DTYPES = first(list(TOLERANCES), [torch.bfloat16])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -1,0 +1,58 @@
+"""Of tests on a GPU: an asynchronous error is the error of the test that caused it, and a lost device of no other.
+
+After an error that sticks, such as an illegal address, every later call of a process fails. So a worker whose device is
+lost ends; pytest-xdist starts another and goes on. Without workers the run ends there, and says why.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Generator, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from server.backends.failures import lost_device
+
+LOST = 70  # exit code of a process whose device is lost
+RAISED = pytest.StashKey[BaseException]()  # by a test
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> Generator[None, Any, Any]:
+    """Remember what a test has raised, for `device_that_answers`."""
+    if call.excinfo is not None:
+        item.stash[RAISED] = call.excinfo.value
+    return (yield)
+
+
+@pytest.fixture(autouse=True)
+def device_that_answers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Wait for the device after each test, and end this process where it is lost."""
+    yield
+    problem = request.node.stash.get(RAISED, None)
+    try:
+        synchronise()
+    except RuntimeError as error:
+        problem = error
+        raise
+    finally:
+        if problem is not None and lost_device(problem) is not None:
+            leave(request.config, f"the device is lost after {request.node.nodeid}: {problem}")
+
+
+def synchronise() -> None:
+    """Wait for all that the device was told. Raises RuntimeError for what has failed of it."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def leave(config: pytest.Config, sentence: str) -> None:
+    """End this worker, for another to take its place, or the run where there are none."""
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        pytest.exit(sentence, LOST)
+    with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+        print(sentence, file=sys.stderr, flush=True)
+    os._exit(LOST)
