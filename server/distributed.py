@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _set_pg_timeout  # the one way there is, in torch 2.11 and 2.13
 
 from server import symmetric
 from server.process import let_nobody_in
@@ -26,6 +27,9 @@ log = logging.getLogger(__name__)
 
 # How long a rank waits for its peers in one collective: far longer than any step, far shorter than a user's patience.
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+# The same until all are warm: one rank may load from a slower disk, or compile what another finds compiled. Where one
+# dies, the launcher ends the others.
+LOAD_TIMEOUT = timedelta(hours=1)
 # The longest reason that ranks tell each other: one sentence.
 PROBLEM_BYTES = 512
 
@@ -142,6 +146,11 @@ class Shard:
         if self.world_size > 1:
             _collective(dist.barrier)
 
+    def wait_at_most(self, timeout: timedelta) -> None:
+        """From here on wait so long for other ranks in a collective."""
+        if self.world_size > 1:
+            _set_pg_timeout(timeout)
+
 
 def connect(
     rank: int, world_size: int, rendezvous: str, device: torch.device, all_reduce: str = "auto", num_local: int = 0
@@ -160,6 +169,7 @@ def connect(
     if world_size > 1:
         _collective(lambda: _join(rank, world_size, rendezvous, device))
     shard = Shard(rank, world_size, num_local=num_local)
+    shard.wait_at_most(LOAD_TIMEOUT)
     if world_size > 1 and device.type == "cpu":
         shard.barrier()  # all are connected to all
         let_nobody_in()

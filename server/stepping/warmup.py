@@ -18,6 +18,7 @@ from functools import partial
 import torch
 
 from server.blocks import BLOCK_SIZE, num_blocks
+from server.distributed import COLLECTIVE_TIMEOUT
 from server.pb import generate_pb2 as pb
 from server.stepping import cache
 from server.stepping.choosing import LOGIT_ROWS
@@ -138,6 +139,7 @@ def warm_up(
     taken_bytes = engine.device.taken_bytes(partial(_capture, engine))
     captured = _captured(engine, time.monotonic() - began)
     _take_first_steps(engine)
+    engine.shard.wait_at_most(COLLECTIVE_TIMEOUT)
     return Warmed(tokens, step_bytes, taken_bytes, captured)
 
 

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,3 +127,40 @@ def test_on_a_single_rank_nothing_is_sent(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.delattr(dist, name)
     assert Shard().first_problem(None, CPU) is None
     assert "full" == Shard().first_problem("full", CPU)
+
+
+SLOW_TO_LOAD = """
+import os, sys, time
+from datetime import timedelta
+import torch
+from server import distributed
+rank, rendezvous = int(sys.argv[1]), sys.argv[2]
+shard = distributed.connect(rank, 2, rendezvous, torch.device("cpu"))
+short = timedelta(seconds=1)
+distributed._set_pg_timeout(short) if sys.argv[3] == "short" else None
+time.sleep(3 * rank)
+try:
+    shard.barrier()
+    print("loaded", flush=True)
+    shard.wait_at_most(short)
+    time.sleep(4 * rank)
+    shard.barrier()
+except distributed.PeerLost:
+    print("lost", flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("patience", "said"), [("long", "loaded\nlost\n"), ("short", "lost\n")])
+def test_a_rank_that_loads_slowly_is_waited_for_and_one_that_is_warm_is_not(
+    tmp_path: Path, patience: str, said: str
+) -> None:
+    command = [sys.executable, "-c", SLOW_TO_LOAD]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), f"file://{tmp_path}/meeting", patience], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said_by = [rank.communicate(timeout=100)[0] for rank in ranks]
+    assert said == said_by[0]
