@@ -24,6 +24,9 @@ from server.stepping import cache
 from server.stepping.choosing import LOGIT_ROWS
 from server.stepping.engine import LEAST_SEQUENCES, Engine
 
+# Rows for which products have kernels of their own, each for as many as there are or fewer (`backends/cuda/kernels/`).
+ROWS_OF_KERNELS = (16, 32, 64, 128)
+
 
 def worst_sampling(*, is_constrained: bool = False) -> pb.SamplingParameters:
     """Everything that a client can ask for in choosing tokens, but for a grammar if `is_constrained` is not set."""
@@ -139,6 +142,8 @@ def warm_up(
     taken_bytes = engine.device.taken_bytes(partial(_capture, engine))
     captured = _captured(engine, time.monotonic() - began)
     _take_first_steps(engine)
+    if engine.device.measures_memory:
+        _compile_kernels(engine, min(prefill_tokens, total_tokens))
     engine.shard.wait_at_most(COLLECTIVE_TIMEOUT)
     return Warmed(tokens, step_bytes, taken_bytes, captured)
 
@@ -193,6 +198,18 @@ def _take_first_steps(engine: Engine) -> None:
         first.ClearField("masks")
         _step(engine, first)
         _step(engine, pb.StepRequest(decode=True))
+        engine.launch(pb.StepRequest(retire=[0]))
+
+
+def _compile_kernels(engine: Engine, most: int) -> None:
+    """Compute prompts of as many tokens, up to `most`, as there are kernels for products of so many rows.
+
+    What is not captured compiles them at its first use, for seconds, in which a step would count as hung.
+    """
+    for length in (length for length in ROWS_OF_KERNELS if length <= most):
+        request = ProfileRun([length], engine.has_encoder).request(top_n_tokens=0)
+        request.add[0].prompt_logprobs = False
+        _step(engine, request)
         engine.launch(pb.StepRequest(retire=[0]))
 
 

