@@ -34,7 +34,7 @@ def prompts(count: int) -> list[Prompt]:
 
 @pytest.mark.parametrize(("dtype", "least"), [(torch.float32, 0.999), (torch.bfloat16, 0.99)])
 def test_captured_steps_choose_the_tokens_of_others(dtype: torch.dtype, least: float) -> None:
-    """Of nearly all sequences: a captured batch is filled up, and cuBLAS may sum its larger product in another order."""
+    """Of nearly all sequences: a captured batch is filled up, and cuBLAS may sum a larger product in another order."""
     backend = gpu_backend(dtype)  # one for both: what the captures measured decides for the other steps, too
     captured, plain = (
         load_engine(DEMO, dtype=dtype, backend=backend, tokens=65536, captured=wanted) for wanted in (True, False)
