@@ -4,15 +4,16 @@ RUN = .venv/bin/python
 unexport PYTHONDONTWRITEBYTECODE
 
 WHEELS = dist/wheels
-# What a machine with a GPU has already, or what its tests and its benchmark do without.
-NOT_PACKED = torch triton transformers tokenizers numpy regex sympy mpmath networkx mypy mypy_extensions librt \
-	ast_serialize ruff types-protobuf grpcio-tools matplotlib contourpy cycler fonttools kiwisolver \
-	pillow pyparsing python-dateutil ray kubernetes-validate importlib_resources
+# What a machine with a GPU that has torch, Triton and transformers lacks for one Python: below 20 MiB.
+GPU_PYTHON ?= 3.12
+PACKED = annotated-doc annotated-types anyio click execnet fastapi grpcio h11 httpcore2 httptools httpx2 idna iniconfig \
+	llguidance orjson pluggy prometheus-client protobuf pydantic pydantic-core pygments pytest pytest-xdist sniffio \
+	starlette truststore typing-inspection uvicorn uvloop
 ON_GPU = -m "gpu and not kernels" -o faulthandler_timeout=60
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
 .PHONY: needs install serve test schemas test-formats test-offload test-kernels \
-	test-clients test-nodes test-docker test-ray soak test-gpu bench-check bench-gpu pack unpack check proto docs
+	test-clients test-nodes test-docker test-ray soak test-gpu bench-check bench-gpu pack gpu-first check proto docs
 
 install: needs .venv/installed
 
@@ -91,7 +92,8 @@ soak: needs install
 	$(RUN) -m tests.storm --minutes 10
 	$(RUN) -m tests.soak --minutes 60
 
-# Engines one after the other, as they take all memory; kernels beside each other. A few minutes on one GPU. ARGS="-m gpu" for every shape of the kernels, each of which takes a second to compile.
+# Engines one after the other, as they take all memory; kernels beside each other: a few minutes on one GPU. ARGS="-m gpu"
+# for every shape of the kernels, each of which takes a second to compile.
 test-gpu: needs install
 	$(RUN) -m pytest $(ON_GPU) tests/gpu/engines $(ARGS)
 	$(RUN) -m pytest $(ON_GPU) --numprocesses auto --dist worksteal tests/gpu/kernels $(ARGS)
@@ -104,17 +106,17 @@ bench-check: needs install
 bench-gpu: needs install
 	$(RUN) -m benchmark gpu $(ARGS)
 
-# For a machine without a network: pack here, carry the folder $(WHEELS), unpack there.
+# For a machine with a GPU and without a network: pack here and carry the folder $(WHEELS) beside the tree.
 pack: needs install
-	grep -E '^[A-Za-z]' constraints.txt | grep -vE '^($(shell echo $(NOT_PACKED) | tr ' ' '|'))==' > .venv/packed.txt; echo 'setuptools>=77.0.3' >> .venv/packed.txt
-	for version in 3.11 3.12; do $(RUN) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp \
-		--python-version $$version $(PLATFORMS) --dest $(WHEELS) --requirement .venv/packed.txt || exit; done
+	rm -rf $(WHEELS)
+	sed 's/_/-/g' constraints.txt | grep -iE '^($(shell echo $(PACKED) | tr ' ' '|'))==' > .venv/packed.txt
+	$(RUN) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
+		$(PLATFORMS) --dest $(WHEELS) --requirement .venv/packed.txt
 	du -sh $(WHEELS)
 
-unpack: needs
-	$(PYTHON) -m pip install --quiet --no-index --find-links $(WHEELS) hatchling
-	$(PYTHON) -m pip install --quiet --no-index --find-links $(WHEELS) --no-build-isolation --editable '.[bench]' \
-		pytest pytest-xdist hypothesis httpx2
+# Packs what the first minutes on a GPU need, and rehearses them without one: what is run there is said at the end.
+gpu-first: needs install pack
+	$(RUN) -m benchmark gpu-first --run rehearsal --minutes 40 --output dist/rehearsal
 
 check: needs install
 	.venv/bin/ruff format --check . && .venv/bin/ruff check . && .venv/bin/mypy && $(RUN) -m pytest -q tests/test_architecture.py tests/test_style.py

@@ -27,6 +27,7 @@ COMMANDS: Mapping[str, str] = {
     "kernels": "what every Triton kernel compiles to, for GPUs that need not be there; runs nothing",
     "products": "what multiplying with quantised weights takes on a GPU, each way against its limit",
     "promises": "what is promised of time and memory, measured several times, with a verdict",
+    "gpu-first": "what the first minutes on a GPU can tell, part by part, whatever happens to them",
     "gpu": "every figure that is promised of one GPU, by these commands, in one Markdown file",
     "compare": "result files side by side",
 }
@@ -72,7 +73,7 @@ def _run(argv: Sequence[str] | None) -> int:
         sys.stderr = open(os.devnull, "w")
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((argument for argument in arguments[:1] if argument in COMMANDS), None)
-    command = None if name is None else cast(Subcommand, importlib.import_module(f"benchmark.{name}"))
+    command = None if name is None else cast(Subcommand, importlib.import_module(f"benchmark.{name.replace('-', '_')}"))
     args = _parser(name, command).parse_args(arguments)
     assert command is not None, "the parser asks for a command"
     os.putenv("GRPC_ENABLE_FORK_SUPPORT", "0")  # servers that are started run another program: no warning at each

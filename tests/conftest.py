@@ -17,19 +17,21 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
 
 from server import cpu_kinds
 from server.folders import refuse_memory
 
-settings.register_profile("small", max_examples=100, deadline=None)
-settings.register_profile("large", max_examples=500, deadline=None)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "small"))
+with suppress(ImportError):  # tests on a GPU do without it, and so does what travels there
+    from hypothesis import settings
+
+    settings.register_profile("small", max_examples=100, deadline=None)
+    settings.register_profile("large", max_examples=500, deadline=None)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "small"))
 
 LOCKS = pytest.StashKey[Path]()
 
