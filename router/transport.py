@@ -57,7 +57,7 @@ class ClientTransport(asyncio.Transport):
 
     def send(self, data: Any) -> int:
         """Send, and return how many bytes wait in this process."""
-        if self._is_closing:
+        if self._is_closing or self._is_gone:
             return 0
         self._transport.write(data)
         self._num_written += len(data)

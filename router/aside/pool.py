@@ -226,6 +226,8 @@ class _Child:
         more: nearly all that is asked of it takes less than that, and who asks for what has no end waits not much
         longer than on idle ones.
         """
+        if self._writer.is_closing():  # where uvloop would raise
+            raise _Lost("the process for it has ended")
         self._num_orders += 1
         self._writer.write(json.dumps({"number": self._num_orders, **order}).encode() + b"\n")
         reading = asyncio.ensure_future(self._answer_to(self._num_orders))

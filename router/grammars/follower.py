@@ -121,9 +121,13 @@ class Follower:
                 await self._running
 
     def _order(self, order: dict[str, Any]) -> None:
-        """Tell the process; one that is not ready yet will be told of every text when it is."""
-        if self._process is not None and self._process.stdin is not None:
-            self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        """Tell the process; one that is not ready yet will be told of every text when it is, and so will the next one.
+
+        uvloop raises where the pipe of a process that has just died is written to.
+        """
+        stdin = self._process.stdin if self._process is not None else None
+        if stdin is not None and not stdin.is_closing():
+            stdin.write(json.dumps(order).encode() + b"\n")
 
     async def _run(self) -> None:
         """Have a process, and another one when it has ended."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from router.aside import TaskError
 from router.aside.pool import NICENESS, Aside, _Child
@@ -302,3 +303,21 @@ def test_a_nursery_that_ends_before_it_is_ready_is_replaced(monkeypatch: pytest.
         assert 2 == len(programs)
 
     aside(story)
+
+
+def test_a_child_whose_connection_is_closed_is_replaced() -> None:
+    """As when it was killed with an order that it had not read: uvloop would raise where it is written to."""
+
+    async def story() -> None:
+        pool = Aside(1)
+        try:
+            assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
+            _, before = processes(pool)
+            pool._idle[0]._writer.transport.abort()
+            await asyncio.sleep(0.1)
+            assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
+            assert before != processes(pool)[1]
+        finally:
+            await pool.close()
+
+    uvloop.run(story())

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 
 from router.aside.pool import Aside
 from router.errors import GenerationError, RouterError, ValidationError
@@ -233,6 +234,28 @@ def test_what_is_compiled_aside_is_followed_whatever_the_stack(
         assert pid == await running(follower)
 
     following(story)
+
+
+def test_orders_to_a_process_that_has_just_died_are_no_errors() -> None:
+    """On the router's own event loop, which knows of the closed pipe before anybody is told of the end."""
+
+    async def story() -> None:
+        follower, known = Follower(json.dumps(ARGUMENTS)), compiled()
+        try:
+            reader = Reader(follower, known)
+            await go_on(reader, 1)
+            for _ in range(4):
+                pid = await running(follower)
+                os.kill(pid, signal.SIGKILL)
+                while follower._process is not None and follower._process.pid == pid:
+                    follower.begin(known, lambda answer: None).end()
+                    await asyncio.sleep(0)
+            await go_on(reader, 1)
+            assert alone(2) == reader.tokens
+        finally:
+            await follower.close()
+
+    uvloop.run(story())
 
 
 def test_whose_beginning_ends_processes_fails_though_nobody_asks(monkeypatch: pytest.MonkeyPatch) -> None:
