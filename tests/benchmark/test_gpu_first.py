@@ -51,11 +51,17 @@ def pid_in(folder: Path) -> int:
     return int(re.findall(r"^begun (\d+)$", (folder / "log.txt").read_text(), re.MULTILINE)[0])
 
 
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] not in "ZX"
-    except OSError:
-        return False
+def ends(pid: int) -> bool:
+    """Whether a process ends that was killed: on a busy machine a moment later."""
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] in "ZX":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.01)
+    return False
 
 
 @pytest.fixture
@@ -89,7 +95,7 @@ def test_whatever_a_part_does_the_others_run(tmp_path: Path, impatient: None) ->
         "last": ("done", "42 GB/s"),
     } == found
     assert 3 == (tmp_path / "log.txt").read_text().splitlines().count("42 GB/s")
-    assert not is_running(pid_in(tmp_path))
+    assert ends(pid_in(tmp_path))
 
 
 def test_what_the_time_does_not_reach_is_said(tmp_path: Path, impatient: None) -> None:
@@ -100,7 +106,7 @@ def test_what_the_time_does_not_reach_is_said(tmp_path: Path, impatient: None) -
 
 def test_a_part_leaves_no_process(tmp_path: Path, impatient: None) -> None:
     assert outcomes([Part("starts", 60, code(STARTS))], tmp_path)["starts"][0] == "done"
-    assert not is_running(pid_in(tmp_path))
+    assert ends(pid_in(tmp_path))
 
 
 WHOLE = """
@@ -132,7 +138,7 @@ def test_a_run_that_is_ended_has_said_what_it_found(tmp_path: Path, number: int)
     if number == signal.SIGKILL:
         os.kill(pid_in(tmp_path), signal.SIGKILL)  # nobody could end it
     else:
-        assert not is_running(pid_in(tmp_path))
+        assert ends(pid_in(tmp_path))
 
 
 def test_the_parts_of_a_run_fit_into_ten_minutes_most_telling_first() -> None:
