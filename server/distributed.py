@@ -169,7 +169,6 @@ def connect(
     if world_size > 1:
         _collective(lambda: _join(rank, world_size, rendezvous, device))
     shard = Shard(rank, world_size, num_local=num_local)
-    shard.wait_at_most(LOAD_TIMEOUT)
     if world_size > 1 and device.type == "cpu":
         shard.barrier()  # all are connected to all
         let_nobody_in()
@@ -204,6 +203,7 @@ def _join(rank: int, world_size: int, rendezvous: str, device: torch.device) -> 
         dist.barrier()  # all have come
     if server is not None:
         server.close()
+    _set_pg_timeout(LOAD_TIMEOUT)
 
 
 def _join_symmetric(shard: Shard, device: torch.device) -> SymmetricSum | str:
