@@ -108,7 +108,8 @@ def runs(output: Path, site: Path) -> dict[str, list[Part]]:
     )
     install = [Part("install wheels", 90, python("-m", "pip", *pip, *wheels))] if wheels else []
     shell = (
-        "nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC; python3 -m torch.utils.collect_env; gcc --version; ncu --version; true"
+        "nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC; python3 -m torch.utils.collect_env; gcc --version; "
+        "ncu --version; true"
     )
     workers = ("-n", "14", "--dist", "worksteal", "--maxfail", "80")
     return {

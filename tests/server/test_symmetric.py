@@ -163,6 +163,7 @@ def grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process group that needs no second process."""
     monkeypatch.setattr(dist, "init_process_group", lambda *args, **kwargs: None)
     monkeypatch.setattr(dist, "barrier", lambda: None)
+    monkeypatch.setattr(distributed, "_set_pg_timeout", lambda timeout: None)
 
 
 @pytest.mark.parametrize(
