@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -158,7 +159,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the parts; 1 where one was wanted and not done. Raises BenchError for a folder that cannot be written."""
+    """Run the parts; 1 where one was wanted and not done. Raises BenchError without a GPU, or a folder to write."""
+    check_gpu(args.run)
     try:
         args.output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -173,6 +175,12 @@ def run(args: argparse.Namespace) -> int:
     if args.run == "rehearsal":
         print(travels())
     return 0 if all(outcome.word in (DONE, NOT_NEEDED) for outcome in first.outcomes) else 1
+
+
+def check_gpu(run: str) -> None:
+    """Raises BenchError for a machine without a GPU, where tests would be skipped and count as done."""
+    if run != "rehearsal" and shutil.which("nvidia-smi") is None:
+        raise BenchError(f"--run is {run}, and this machine has no nvidia-smi: --run rehearsal needs no GPU")
 
 
 def environment_of(folder: Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ import re
 TEXTS_AND_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 
 
-def is_deeper(text: bytes, most: int) -> bool:
+def is_nested_deeper(text: bytes, most: int) -> bool:
     """Whether more than so many lists and objects lie within each other."""
     if text.count(b"[") + text.count(b"{") <= most:
         return False

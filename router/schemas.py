@@ -18,7 +18,7 @@ from pydantic import ValidationError as SchemaError
 from pydantic_core import PydanticCustomError
 
 from router.errors import MalformedBody, ValidationError
-from router.json_values import is_deeper, num_values
+from router.json_values import is_nested_deeper, num_values
 from router.text import FinishReason
 
 # Of a 64-bit seed. What lies outside is no number that any field could mean.
@@ -320,5 +320,5 @@ def refuse_excess_within(texts: Iterable[bytes], most: int, what: str = "the bod
         left -= num_values(text, left)
         if left < 0:
             raise ValidationError(f"{what} has more than {most} values: leave out what is no field of a request")
-        if is_deeper(text, MOST_NESTING):
+        if is_nested_deeper(text, MOST_NESTING):
             raise ValidationError(f"{what} is nested more than {MOST_NESTING} levels deep: flatten it")

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 # The same until all are warm: one rank may load from a slower disk, or compile what another finds compiled. Where one
 # dies, the launcher ends the others.
-LOAD_TIMEOUT = timedelta(hours=1)
+LOAD_TIMEOUT = timedelta(minutes=20)
 # The longest reason that ranks tell each other: one sentence.
 PROBLEM_BYTES = 512
 

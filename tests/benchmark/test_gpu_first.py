@@ -118,6 +118,7 @@ from tests.benchmark.test_gpu_first import HANGS, SAYS, code
 from benchmark.gpu_first import Part
 parts = [Part("says", 60, code(SAYS)), Part("hangs", 600, code(HANGS)), Part("behind", 60, code(SAYS))]
 gpu_first.runs = lambda output, site: {"right": parts}
+gpu_first.check_gpu = lambda run: None
 sys.exit(main(["gpu-first", "--output", sys.argv[1]]))
 """
 
@@ -139,6 +140,16 @@ def test_a_run_that_is_ended_has_said_what_it_found(tmp_path: Path, number: int)
         os.kill(pid_in(tmp_path), signal.SIGKILL)  # nobody could end it
     else:
         assert ends(pid_in(tmp_path))
+
+
+def test_without_a_gpu_nothing_but_the_rehearsal_is_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tests would be skipped there, which pytest calls a success."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert 1 == main(["gpu-first", "--run", "fast", "--output", str(tmp_path / "out")])
+    assert "--run is fast, and this machine has no nvidia-smi: --run rehearsal needs no GPU" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_parts_of_a_run_fit_into_ten_minutes_most_telling_first() -> None:

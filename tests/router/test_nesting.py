@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from router.errors import ValidationError
-from router.json_values import is_deeper, num_values
+from router.json_values import is_nested_deeper, num_values
 from router.schemas import MOST_NESTING, MOST_VALUES, refuse_excess, refuse_excess_within
 from tests.router.served import Served, served
 
@@ -30,8 +30,8 @@ def depth_of(value: Any) -> int:
 @given(json_values)
 def test_the_nesting_of_json_is_counted_without_its_texts(value: Any) -> None:
     depth, text = depth_of(value), json.dumps(value).encode()
-    assert not is_deeper(text, depth)
-    assert depth == 0 or is_deeper(text, depth - 1)
+    assert not is_nested_deeper(text, depth)
+    assert depth == 0 or is_nested_deeper(text, depth - 1)
 
 
 def values_of(value: Any) -> int:
@@ -50,7 +50,7 @@ def test_values_are_counted_without_what_is_within_texts(value: Any, enough: int
 @pytest.mark.parametrize("text", [b'"' + b'\\"' * 10**6, b'"' + b"\\\\" * 10**6, b'"' * 10**6, b'"a'])
 def test_a_text_without_an_end_is_read_once(text: bytes) -> None:
     """Read again from each quote in it, a million of them would take days."""
-    assert is_deeper(b"[" * 200 + text, 199) and not is_deeper(b"[" * 200 + text, 200)
+    assert is_nested_deeper(b"[" * 200 + text, 199) and not is_nested_deeper(b"[" * 200 + text, 200)
 
 
 @pytest.mark.parametrize(
