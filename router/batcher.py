@@ -383,7 +383,7 @@ class Batcher:
         for entry in lost:
             if entry.is_over or entry.cancelled:
                 self._drop(entry)
-            elif entry in computed and entry.is_suspect:
+            elif entry in computed and entry.is_guilty:
                 self._fail(entry, GenerationError(cause))
             else:
                 entry.num_losses += entry in computed

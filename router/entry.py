@@ -248,6 +248,11 @@ class Scheduled:
         return self.num_losses >= 2
 
     @property
+    def is_guilty(self) -> bool:
+        """Whether it was lost alone before, too: once may be somebody's kill that met it."""
+        return self.num_losses >= 3
+
+    @property
     def max_tokens(self) -> int:
         """The longest sequence that it can reach."""
         return self.request.input_length + self.request.max_new_tokens

@@ -141,6 +141,16 @@ def test_what_kills_again_and_again_fails_alone(fault: str) -> None:
     asyncio.run(story())
 
 
+def test_three_deaths_before_its_first_token_do_not_condemn_a_request() -> None:
+    async def story() -> None:
+        async with running(at_risk(deaths={1, 2, 3})) as at_work:
+            requests = [request_of(20, 10, seed) for seed in range(3)]
+            entries = [at_work.batcher.submit(request) for request in requests]
+            assert [tokens_alone(request) for request in requests] == [await token_ids_of(entry) for entry in entries]
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize(
     ("column", "values"),
     [("ids", [1, 2, 3, 4]), ("token_ids", [257]), ("top_ids", [1, 2, 3]), ("logprobs", [0.0] * 7)],
