@@ -46,6 +46,7 @@ GPU_TESTS = (
     "faulthandler_timeout=60",
 )
 KERNELS, ENGINES = "tests/gpu/kernels", "tests/gpu/engines"
+RANKS = f"{ENGINES}/test_ranks.py"
 CAPTURED_DECODE = f"{KERNELS}/test_paged.py::test_a_captured_decode_follows_its_sequences"
 BLOOMZ = (
     "latency",
@@ -107,7 +108,7 @@ def runs(output: Path, site: Path) -> dict[str, list[Part]]:
         "--target",
         str(site),
     )
-    install = [Part("install wheels", 90, python("-m", "pip", *pip, *wheels))] if wheels else []
+    install = [Part("install wheels", 60, python("-m", "pip", *pip, *wheels))] if wheels else []
     shell = (
         "nvidia-smi; nvidia-smi -q -d CLOCK,POWER,ECC; python3 -m torch.utils.collect_env; gcc --version; "
         "ncu --version; true"
@@ -116,14 +117,15 @@ def runs(output: Path, site: Path) -> dict[str, list[Part]]:
     return {
         "right": [
             *install,
-            Part("environment", 40, ("sh", "-c", shell)),
+            Part("environment", 30, ("sh", "-c", shell)),
             Part("a captured decode", 60, python(*GPU_TESTS, CAPTURED_DECODE)),
             Part(
                 "the same under compute-sanitizer", 300, ("compute-sanitizer", *python(*GPU_TESTS, CAPTURED_DECODE)),
                 if_failed="a captured decode",
             ),
-            Part("engines and graphs", 180, python(*GPU_TESTS, ENGINES)),
-            Part("kernels", 300, python(*GPU_TESTS, *workers, KERNELS)),
+            Part("engines and graphs", 170, python(*GPU_TESTS, ENGINES, "--ignore", RANKS)),
+            Part("ranks that share the GPU", 120, python(*GPU_TESTS, RANKS)),
+            Part("kernels", 260, python(*GPU_TESTS, *workers, KERNELS)),
         ],
         "fast": [
             *install,

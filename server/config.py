@@ -31,7 +31,8 @@ QUANTIZE_REFUSED = {
 QUANTIZE_HEADS = ("int8", "none")
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3", "fp8_e5m2", "int8")
 ROPE_SCALINGS = ("linear", "dynamic")
-ALL_REDUCES = ("auto", "nccl", "symmetric")
+THROUGH_HOST = "host"
+ALL_REDUCES = ("auto", "nccl", "symmetric", THROUGH_HOST)
 
 
 def parse_graph_sizes(text: str) -> tuple[int, ...]:
@@ -236,9 +237,11 @@ class ShardConfig:
         default="auto",
         metadata={
             "help": "How the shards on GPUs add up their parts. symmetric: small sums in one kernel that reads the "
-            "memory of every GPU; nccl: all through NCCL; auto: symmetric where all GPUs can read each other's memory.",
+            "memory of every GPU; nccl: all through NCCL; auto: symmetric where all GPUs can read each other's memory; "
+            "host: through the memory of the host, over gloo, so that shards may share a GPU: right, and slow.",
             "choices": ALL_REDUCES,
-            "when": "nccl to find out whether symmetric memory is at fault; symmetric to be told why it is not used.",
+            "when": "nccl to find out whether symmetric memory is at fault; symmetric to be told why it is not used; "
+            "host to try several shards on one GPU.",
         },
     )
     prefix_cache_host_gb: float = field(

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout  # the one way there is, in torch 2.11 and 2.13
 
 from server import symmetric
+from server.host_sums import Collectives, HostCollectives, HostQueue, Operation
 from server.process import let_nobody_in
 from server.store import SCHEME, SocketStore, StoreServer
 from server.symmetric import SymmetricSum
@@ -61,6 +62,29 @@ def divide(size: int, parts: int) -> int:
     return size // parts
 
 
+class GroupCollectives:
+    """`Collectives` of the process group, where and when they are called."""
+
+    def all_reduce(self, tensor: Tensor, operation: Operation) -> None:
+        """See `Collectives`."""
+        _collective(lambda: dist.all_reduce(tensor, getattr(dist.ReduceOp, operation.upper())))
+
+    def all_gather(self, parts: list[Tensor], tensor: Tensor) -> None:
+        """See `Collectives`."""
+        _collective(lambda: dist.all_gather(parts, tensor.contiguous()))
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """See `Collectives`."""
+        _collective(lambda: dist.broadcast(tensor, 0))
+
+    def barrier(self) -> None:
+        """See `Collectives`."""
+        _collective(dist.barrier)
+
+    def check(self) -> None:
+        """They raise at once, or the device does."""
+
+
 @dataclass
 class Progress:
     """How many collectives a rank has begun; of ranks that wait for each other, the one with the fewest lags."""
@@ -76,6 +100,7 @@ class Shard:
     world_size: int = 1
     small_sums: SymmetricSum | None = field(default=None, compare=False, repr=False)
     num_local: int = 0  # ranks on this machine, of all pipeline stages; 0: those of `world_size`
+    collectives: Collectives = field(default_factory=GroupCollectives, compare=False, repr=False)
     progress: Progress = field(default_factory=Progress, compare=False, repr=False)
 
     @property
@@ -94,14 +119,14 @@ class Shard:
         if self.small_sums is not None and self.small_sums.takes(tensor):
             self.small_sums(tensor)
         elif self.world_size > 1:
-            _collective(lambda: dist.all_reduce(tensor))
+            self.collectives.all_reduce(tensor, "sum")
         return tensor
 
     def all_reduce_max(self, tensor: Tensor) -> Tensor:
         """The largest of all ranks' numbers, in place; returns `tensor`."""
         self.progress.begun += 1
         if self.world_size > 1:
-            _collective(lambda: dist.all_reduce(tensor, dist.ReduceOp.MAX))
+            self.collectives.all_reduce(tensor, "max")
         return tensor
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -110,14 +135,14 @@ class Shard:
         if self.world_size == 1:
             return [tensor]
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
-        _collective(lambda: dist.all_gather(parts, tensor.contiguous()))
+        self.collectives.all_gather(parts, tensor)
         return parts
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Rank 0's tensor in place of every rank's; returns `tensor`."""
         self.progress.begun += 1
         if self.world_size > 1:
-            _collective(lambda: dist.broadcast(tensor, 0))
+            self.collectives.broadcast(tensor)
         return tensor
 
     def minimum(self, value: int, device: torch.device) -> int:
@@ -125,8 +150,10 @@ class Shard:
         if self.world_size == 1:
             return value
         tensor = torch.tensor([value], dtype=torch.int64, device=device)
-        _collective(lambda: dist.all_reduce(tensor, op=dist.ReduceOp.MIN))
-        return int(tensor.item())
+        self.collectives.all_reduce(tensor, "min")
+        smallest = int(tensor.item())
+        self.check()
+        return smallest
 
     def first_problem(self, problem: str | None, device: torch.device) -> str | None:
         """The problem of the lowest rank that has one, and on several ranks which it is; None where none has one."""
@@ -144,7 +171,11 @@ class Shard:
     def barrier(self) -> None:
         """Wait until every rank is here."""
         if self.world_size > 1:
-            _collective(dist.barrier)
+            self.collectives.barrier()
+
+    def check(self) -> None:
+        """Raises what went wrong in a collective of work that has been waited for, where no call of it could."""
+        self.collectives.check()
 
     def wait_at_most(self, timeout: timedelta) -> None:
         """From here on wait so long for other ranks in a collective."""
@@ -153,26 +184,36 @@ class Shard:
 
 
 def connect(
-    rank: int, world_size: int, rendezvous: str, device: torch.device, all_reduce: str = "auto", num_local: int = 0
+    rank: int,
+    world_size: int,
+    rendezvous: str,
+    device: torch.device,
+    all_reduce: str = "auto",
+    num_local: int = 0,
+    queue: HostQueue | None = None,
 ) -> Shard:
     """Join the process group: NCCL between GPUs, gloo between CPU processes. A single rank joins nothing.
 
     On AMD's GPUs RCCL goes by NCCL's name. all_reduce: `symmetric` or `auto` for small sums through symmetric memory,
-    where that is possible; `nccl` for none. num_local: see `Shard`. Raises ValueError where `symmetric` is asked for
-    and is not possible.
+    where that is possible; `nccl` for none; `host` for gloo between GPUs, by the functions of `queue`. num_local: see
+    `Shard`. Raises ValueError where `symmetric` is asked for and is not possible.
 
     `rendezvous` is an init method of torch.distributed, or `unix://` and the path of the stage's own store, where its
     ranks are on several nodes. A `file://` one opens no listening port beyond the loopback
     pairs of gloo, which take no connection any more once every rank is here; `tcp://` lets TCPStore listen on every
     interface, so it is used only when the user asks for it.
     """
+    is_gloo = device.type == "cpu" or all_reduce == "host"
     if world_size > 1:
-        _collective(lambda: _join(rank, world_size, rendezvous, device))
+        _collective(lambda: _join(rank, world_size, rendezvous, None if is_gloo else device))
     shard = Shard(rank, world_size, num_local=num_local)
-    if world_size > 1 and device.type == "cpu":
+    if world_size > 1 and is_gloo:
         shard.barrier()  # all are connected to all
         let_nobody_in()
-    if world_size == 1 or all_reduce == "nccl" or (all_reduce == "auto" and device.type != "cuda"):
+    if world_size > 1 and queue is not None:
+        log.info("All sums over the ranks go through the memory of the host, which is slow")
+        return replace(shard, collectives=HostCollectives(shard.collectives, queue, world_size))
+    if world_size == 1 or all_reduce in ("nccl", "host") or (all_reduce == "auto" and device.type != "cuda"):
         return shard
     sums = _join_symmetric(shard, device)
     if isinstance(sums, SymmetricSum):
@@ -184,20 +225,23 @@ def connect(
     return shard
 
 
-def _join(rank: int, world_size: int, rendezvous: str, device: torch.device) -> None:
-    """Become one of the process group. A rank 0 that meets others at its own store answers there."""
+def _join(rank: int, world_size: int, rendezvous: str, gpu: torch.device | None) -> None:
+    """Become one of the process group, over NCCL from this GPU, or over gloo.
+
+    A rank 0 that meets others at its own store answers there.
+    """
     path = rendezvous.removeprefix(SCHEME) if rendezvous.startswith(SCHEME) else None
     server = StoreServer(path) if path is not None and rank == 0 else None
     place: dict[str, Any] = {"init_method": rendezvous}
     if path is not None:
         place = {"store": SocketStore(path, COLLECTIVE_TIMEOUT.total_seconds())}
     dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
+        "gloo" if gpu is None else "nccl",
         **place,
         rank=rank,
         world_size=world_size,
         timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
+        device_id=gpu,
     )
     if path is not None:
         dist.barrier()  # all have come

@@ -25,7 +25,7 @@ from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, Weights
-from server.config import AUTO, DTYPES, ShardConfig, parse_graph_sizes
+from server.config import AUTO, DTYPES, THROUGH_HOST, ShardConfig, parse_graph_sizes
 from server.distributed import Shard
 from server.model import load as model_loading
 from server.model.streamed import Streaming
@@ -178,20 +178,14 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     validate(spec, config.stage_size)
     stage = stages_of(spec, config.num_stages)[config.stage]
     quantised = quantisation.choose(config.quantize, Path(config.model_path), hf_config, config.quantize_head)
-    device = backends.open_device(config.device, config.local_rank, config.num_sharing)
+    shares = config.all_reduce == THROUGH_HOST
+    device = backends.open_device(config.device, config.local_rank, config.num_sharing, shares=shares)
     checkpoint, stored = _open(config, hf_config, quantised.storage if quantised.format else None)
     dtype, reason = choose_dtype(config.dtype, stored, device)
     backend = _backend(config, device, dtype, choose)
     part = replace(spec, layers=tuple(spec.layers[layer] for layer in stage.layers))
     kv_placement = offloading.choose_kv_placement(config, part, device)
-    shard = distributed.connect(
-        config.rank % config.stage_size,
-        config.stage_size,
-        config.rendezvous,
-        device.torch_device,
-        config.all_reduce,
-        config.num_sharing,
-    )
+    shard = _connect(config, device)
     neighbours = _neighbours(config, stage, shard, device, dtype, spec.hidden_size)
     cache = KV_FORMATS[config.kv_cache_dtype]
     kv_heads = len(local_kv_heads(spec, shard))
@@ -230,6 +224,22 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         placement.read_bytes,
         placement.times if isinstance(placement, Streaming) else None,
         neighbours,
+    )
+
+
+def _connect(config: ShardConfig, device: Device) -> Shard:
+    """Meet the other ranks of this stage. Raises ValueError for a way of theirs that cannot be had, and PeerLost."""
+    queue = device.host_queue() if config.all_reduce == THROUGH_HOST else None
+    if queue is not None and config.num_stages > 1:  # a stage would hand on what `check` has not seen
+        raise ValueError("--all-reduce is host, which one stage alone can have: use auto, or --pipeline-parallel 1")
+    return distributed.connect(
+        config.rank % config.stage_size,
+        config.stage_size,
+        config.rendezvous,
+        device.torch_device,
+        config.all_reduce,
+        config.num_sharing,
+        queue,
     )
 
 

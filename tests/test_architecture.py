@@ -110,7 +110,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.relay", "server.service",
     },
     "server.arch": {"server.arch"},
-    "server.backends": {"server.arch", "server.backends", "server.cpu_kinds", "server.quant"},
+    "server.backends": {"server.arch", "server.backends", "server.blocks", "server.cpu_kinds", "server.quant"},
     "server.backends.cpu": {
         "server.arch", "server.backends.cpu", "server.backends.device", "server.backends.host_copies",
         "server.backends.pages", "server.backends.protocol", "server.backends.reference", "server.cpu_kinds",
@@ -122,7 +122,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.backends.host_copies", "server.backends.pages", "server.backends.protocol",
         "server.backends.reference", "server.quant",
     },
-    "server.backends.device": {"server.backends.host_copies"},
+    "server.backends.device": {"server.backends.host_copies", "server.host_sums"},
     "server.backends.failures": set(),
     "server.backends.host_copies": set(),
     "server.backends.pages": set(),
@@ -150,7 +150,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.cpu_kinds": set(),
     "server.folders": set(),
     "server.storage_settings": {"server.config", "server.folders", "server.offload.policy"},
-    "server.distributed": {"server.process", "server.store", "server.symmetric"},
+    "server.distributed": {"server.host_sums", "server.process", "server.store", "server.symmetric"},
+    "server.host_sums": set(),
     "server.layers": {
         "server.arch.spec", "server.backends.protocol", "server.backends.reference.linear", "server.blocks",
         "server.checkpoint.formats.protocol", "server.checkpoint.weights", "server.distributed", "server.layers",
@@ -252,6 +253,7 @@ MAY_CATCH_EVERYTHING = {
     "router.grammars.follower",
     "router.jobs.runner",
     "router.text",
+    "server.host_sums",  # on a thread of CUDA's: whoever waits for the step raises it
     "server.service",
 }
 

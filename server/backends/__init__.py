@@ -14,20 +14,27 @@ from server.backends.cuda.device import CudaDevice
 from server.backends.device import Device
 from server.backends.protocol import Backend
 from server.backends.reference import ReferenceBackend
+from server.blocks import ceil_divide
 from server.cpu_kinds import AUTO
 
 __all__ = ["Backend", "Device", "choose", "open_device"]
 
 
-def open_device(wanted: str, rank: int, world_size: int) -> Device:
-    """This rank's device. wanted: `auto`, `cuda` or `cpu`. Raises ValueError where there is no such device."""
+def open_device(wanted: str, rank: int, world_size: int, *, shares: bool = False) -> Device:
+    """This rank's device. wanted: `auto`, `cuda` or `cpu`; shares: ranks share GPUs where there are fewer of them.
+
+    Raises ValueError where there is no such device.
+    """
     if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
         return CpuDevice()
     if not torch.cuda.is_available():
         raise ValueError("--device is cuda, but torch finds no usable GPU: install its driver or use --device cpu")
-    if world_size > (count := torch.cuda.device_count()):
-        raise ValueError(f"--num-shard is {world_size}, but there are {count} GPUs: use --num-shard {count}")
-    device = CudaDevice(rank)
+    if world_size > (count := torch.cuda.device_count()) and not shares:
+        raise ValueError(
+            f"--num-shard is {world_size}, but there are {count} GPUs: use --num-shard {count}, or --all-reduce host "
+            "to have shards share a GPU, which is slow"
+        )
+    device = CudaDevice(rank % count, num_sharing=ceil_divide(world_size, count))
     device.activate()
     return device
 

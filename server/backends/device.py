@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from server.backends.host_copies import HostCopies
+from server.host_sums import HostQueue
 
 
 class Event(Protocol):
@@ -77,6 +78,9 @@ class Device(Protocol):
 
     def link(self) -> Link | None:
         """What brings weights from the host; None where the host's memory is the device's."""
+
+    def host_queue(self) -> HostQueue | None:
+        """Functions of the host in the order of the device's work; None where a call returns when its work is done."""
 
     def free_bytes(self, *, fraction: float, world_size: int) -> int:
         """Memory that this rank may still take. fraction: share of a GPU's memory that we may use."""

@@ -231,7 +231,7 @@ class Engine:
             moves = self._move_blocks(request)
             if plan.computes:
                 return self._run(plan, self._tables, started)
-            return Launched([], [], {}, started, self.device) if moves else None
+            return Launched([], [], {}, started, self.device, self.shard.check) if moves else None
         except BaseException:
             self._sequences.drop(request)
             raise
@@ -280,7 +280,7 @@ class Engine:
         if form is not Form.HIDDEN:
             token_ids, logprobs, _ = found
             self.neighbours.give_tokens(token_ids)
-            return Launched(sequences, [Chosen(token_ids, logprobs)], {}, started, self.device)
+            return Launched(sequences, [Chosen(token_ids, logprobs)], {}, started, self.device, self.shard.check)
         if not is_last:
             return self._hand_on(Carried(found[0]), sequences, found[-1], started)
         return self._sample(sequences, found, plan, tables, started)
@@ -288,7 +288,7 @@ class Engine:
     def _hand_on(self, carried: Carried, sampled: list[SequenceState], rows: Tensor, started: Clock) -> Launched:
         """End this stage's part of a step; the last stage gives the tokens."""
         self.neighbours.hand_on(carried, sampled, rows)
-        return Launched([], [], {}, started, self.device)
+        return Launched([], [], {}, started, self.device, self.shard.check)
 
     def _run_mixed(self, plan: StepRuns, tables: Tables, graphs: MixedGraphs, started: Clock) -> Launched:
         sampled = [run.sequence for run in plan.decodes + plan.chunks if run.yields_token]
@@ -321,7 +321,7 @@ class Engine:
             token_ids = torch.cat([part.token_ids for part in chosen])
             tables.keep(rows, token_ids)
             self.neighbours.give_tokens(token_ids)
-        return Launched(sequences, chosen, prompt or {}, started, self.device)
+        return Launched(sequences, chosen, prompt or {}, started, self.device, self.shard.check)
 
     def _decode(self, forward: Forward, form: Form, settings: Tensor) -> tuple[Tensor, ...]:
         """What is captured of a decode step, in which every sequence has one token and gets the next."""

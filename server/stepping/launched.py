@@ -7,7 +7,7 @@ device writes them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,11 +56,14 @@ class Launched:
         prompt: dict[int, Reported],
         started: Clock,
         device: Device,
+        check: Callable[[], None],
     ):
+        """check: raises what went wrong where no call could, once the device has done the step."""
         self._sampled = sampled
         self._chosen = [part.downloaded(device) for part in chosen]
         self._prompt = {id: reported.downloaded(device) for id, reported in prompt.items()}
         self._started = started
+        self._check = check
         self._done = device.event()
 
     @property
@@ -69,9 +72,10 @@ class Launched:
         return self._done is None or self._done.query()
 
     def finish(self) -> StepResult:
-        """Wait for the device and read the tokens."""
+        """Wait for the device and read the tokens. Raises PeerLost, and what the device fails with."""
         if self._done is not None:
             self._done.synchronize()
+        self._check()
         top_ids, top_logprobs = self._candidates()
         return StepResult(
             ids=[s.id for s in self._sampled],

@@ -192,4 +192,4 @@ def test_the_rehearsal_collects_and_compiles(tmp_path: Path, monkeypatch: pytest
     assert "--collect-only" in collects.command and compiles.command[-1] == "9.0"
     monkeypatch.setattr(gpu_first, "runs", lambda output, site: {"rehearsal": [collects]})
     assert 0 == main(["gpu-first", "--run", "rehearsal", "--output", str(tmp_path)])
-    assert "272/" in (tmp_path / "summary.md").read_text()
+    assert "274/" in (tmp_path / "summary.md").read_text()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import functools
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from types import SimpleNamespace
 
 import pytest
@@ -75,3 +77,49 @@ def test_both_threads_of_the_service_have_the_ranks_gpu(cuda: Cuda, monkeypatch:
     assert [pb.StepReply(step=1)] == asyncio.run(replies())
     assert [("compute", torch.device("cuda", RANK)), ("finish", torch.device("cuda", RANK))] == engine.seen
     assert torch.device("cuda", RANK) == cuda.device  # of the main thread, which loads
+
+
+@pytest.mark.parametrize(("world_size", "index", "num_sharing"), [(3, 2, 1), (4, 2, 1), (5, 2, 2), (8, 2, 2)])
+def test_ranks_may_share_gpus_and_their_memory(
+    cuda: Cuda, monkeypatch: pytest.MonkeyPatch, world_size: int, index: int, num_sharing: int
+) -> None:
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60 * 2**30, 80 * 2**30))
+    for rank in (index, index + 4)[: 1 + (world_size > 6)]:
+        device = backends.open_device("cuda", rank, world_size, shares=True)
+        assert torch.device("cuda", index) == device.torch_device == cuda.device
+        assert (60 - 8) * 2**30 // num_sharing == device.left_bytes(fraction=0.9, world_size=world_size, kv_bytes=0)
+
+
+def test_more_ranks_than_gpus_are_refused_with_both_remedies(cuda: Cuda) -> None:
+    with pytest.raises(ValueError, match="there are 4 GPUs: use --num-shard 4, or --all-reduce host"):
+        backends.open_device("cuda", 0, 8)
+
+
+class Driver:
+    """CUDA's driver, which runs a function of the host at once and gives an error of its own."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error
+        self.numbers: list[int | None] = []
+
+    def launch(self, stream: int, function: Callable[[int | None], None], number: int | None) -> int:
+        self.numbers.append(number)
+        function(number)
+        return self.error
+
+
+def test_functions_of_the_host_are_launched_by_their_numbers(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(cuLaunchHostFunc=functools.partial(driver.launch)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    queue = backends.open_device("cuda", 0, 1).host_queue()
+    assert queue is not None
+    said: list[str] = []
+    functions = [functools.partial(said.append, "one"), functools.partial(said.append, "two")]
+    for function in (*functions, *functions):
+        queue.call(function)
+    assert ["one", "two", "one", "two"] == said and [0, 1, 0, 1] == driver.numbers
+    driver.error = 700
+    with pytest.raises(RuntimeError, match="CUDA error: cuLaunchHostFunc gave 700"):
+        queue.call(functions[0])

@@ -60,6 +60,9 @@ class CpuDevice:
     def link(self) -> None:
         return None
 
+    def host_queue(self) -> None:
+        return None
+
     def host_copies(self, parts: Sequence[Tensor], slots: int) -> HostCopies:
         """Memory is taken where a slot is written, as with the cache."""
         memory = self.empty_kv((bytes_of_slots(parts, slots),), torch.uint8)

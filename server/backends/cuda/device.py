@@ -9,6 +9,7 @@ launching a step while another one is running; from pinned memory it takes its p
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ FRAGMENTATION = 0.1
 HEADROOM_BYTES = 2**30
 # Blocks that are gathered on the device at once on their way to or from the host; two copies of them are there.
 STAGED_BYTES = 32 * 2**20
+HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # CUhostFn
 
 
 class CudaDevice:
@@ -34,8 +36,10 @@ class CudaDevice:
     kind = "this GPU"
     measures_memory = True
 
-    def __init__(self, index: int):
+    def __init__(self, index: int, num_sharing: int = 1):
+        """num_sharing: ranks that have this GPU."""
         self.torch_device = torch.device("cuda", index)
+        self._num_sharing = num_sharing
         self.name = torch.cuda.get_device_name(self.torch_device)
 
     def activate(self) -> None:
@@ -68,6 +72,9 @@ class CudaDevice:
     def link(self) -> CudaLink:
         return CudaLink(self.torch_device)
 
+    def host_queue(self) -> CudaHostQueue:
+        return CudaHostQueue(self.torch_device)
+
     def host_copies(self, parts: Sequence[Tensor], slots: int) -> HostCopies:
         return PinnedCopies(parts, slots, self)
 
@@ -80,7 +87,7 @@ class CudaDevice:
     def _unused_bytes(self, fraction: float) -> int:
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        return int(free - (1 - fraction) * total)
+        return int(free - (1 - fraction) * total) // self._num_sharing
 
     def peak_bytes(self, step: Callable[[], object]) -> int:
         torch.cuda.reset_peak_memory_stats(self.torch_device)
@@ -137,6 +144,36 @@ class CudaLink:
 
     def order(self, event: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)
+
+
+class CudaHostQueue:
+    """See `host_sums.HostQueue`: `cuLaunchHostFunc` of the driver, which torch does not offer. Not yet run on a GPU.
+
+    All that waits for the device meanwhile must have left Python's lock to the thread that runs the functions: torch
+    and Triton do so around their calls of CUDA.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._launch = ctypes.CDLL("libcuda.so.1").cuLaunchHostFunc
+        self._launch.argtypes = (ctypes.c_void_p, HOST_FUNCTION, ctypes.c_void_p)
+        self._functions: list[Callable[[], None]] = []
+        self._numbers: dict[Callable[[], None], int] = {}
+        self._run = HOST_FUNCTION(lambda number: self._functions[number or 0]())  # a null pointer comes as None
+
+    def memory(self, num_bytes: int) -> Tensor:
+        return registered(num_bytes)
+
+    def call(self, function: Callable[[], None]) -> None:
+        if function not in self._numbers:
+            self._numbers[function] = len(self._functions)
+            self._functions.append(function)
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        if error := self._launch(stream, self._run, self._numbers[function]):
+            raise RuntimeError(f"CUDA error: cuLaunchHostFunc gave {error}")
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self._device)
 
 
 class PinnedCopies(HostCopies):

@@ -1,10 +1,8 @@
-"""The engine on a GPU against the CPU, which defines correct; and ranks over NCCL. Run by `make test-gpu`."""
+"""The engine on a GPU against the CPU, which defines correct. Run by `make test-gpu`."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ from server.pb import generate_pb2 as pb
 from server.stepping.engine import LOGIT_ROWS
 from server.stepping.warmup import ProfileRun, warm_up
 from tests.gpu.gpu_backend import gpu_backend
-from tests.gpu.nccl_rank import TIMEOUT
 from tests.server.conftest import DEMO, save_tiny_bloom
 from tests.server.driver import Prompt, all_logits, generate, load_engine
 from tests.server.ranks import prompts
@@ -110,19 +107,3 @@ def test_the_worst_steps_survive_a_cache_that_takes_all_memory(tmp_path: Path) -
         step.finish()
     assert warmed.step_bytes > 0
     engine.launch(pb.StepRequest(retire=[new.id for new in worst.add]))
-
-
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("all_reduce", ["nccl", "auto"])
-def test_two_ranks_over_nccl_equal_one(tiny: Path, tmp_path: Path, all_reduce: str) -> None:
-    command = [sys.executable, "-m", "tests.gpu.nccl_rank", str(tiny)]
-    ranks = [
-        subprocess.run(
-            [*command, str(world_size), f"file://{tmp_path}/{world_size}", all_reduce],
-            capture_output=True,
-            check=True,
-            timeout=TIMEOUT + 60,  # the ranks end earlier, and say where they stand
-        )
-        for world_size in (1, 2)
-    ]
-    assert ranks[0].stdout == ranks[1].stdout
