@@ -116,6 +116,7 @@ async def run(config: RouterConfig) -> int:
             config,
             limits=started.limits,
             model=started.model,
+            cache=started.cache,
             tokenizer=tokenizer,
             shards=shards,
             batcher=batcher,

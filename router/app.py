@@ -32,7 +32,7 @@ from router.aside.pool import Aside
 from router.batcher import Batcher
 from router.bodies import Bodies
 from router.chat.template import ChatTemplate
-from router.client import ModelInfo, ShardError, Shards
+from router.client import KvCache, ModelInfo, ShardError, Shards
 from router.config import RouterConfig
 from router.error_shapes import error_response, status_response
 from router.errors import RouterError, Unavailable, Unhealthy, for_clients
@@ -80,6 +80,7 @@ def create_app(
     *,
     limits: Limits,
     model: ModelInfo,
+    cache: KvCache,
     tokenizer: ModelTokenizer,
     shards: Shards,
     batcher: Batcher,
@@ -103,6 +104,7 @@ def create_app(
         config=config,
         limits=limits,
         model=model,
+        cache=cache,
         tokenizer=tokenizer,
         chat_template=chat_template if chat_template is not None else chat_template_of(config),
         aside=Aside(NUM_ASIDE),
@@ -248,7 +250,7 @@ async def check_health(services: Services) -> None:
 
 def info_body(services: Services) -> dict[str, Any]:
     """The fields of all TGI versions, and our own."""
-    config, limits, model = services.config, services.limits, services.model
+    config, limits, model, cache = services.config, services.limits, services.model, services.cache
     return {
         "model_id": config.model_id,
         "model_sha": config.model_sha,
@@ -273,6 +275,10 @@ def info_body(services: Services) -> dict[str, Any]:
         "quantize": model.quantize,
         "eos_token_ids": sorted(services.tokenizer.eos_ids),
         "generation_defaults": services.generation_defaults,
+        "decode_graphs": cache.captured,
+        "decode_graph_bytes": cache.graph_bytes,
+        "measured_products": list(cache.products),
+        "clocks": cache.clocks or None,
         "router": "lockstep-router",
         "version": version(),
         "sha": None,

@@ -109,6 +109,8 @@ class KvCache:
     captured: str = "none"  # which decode steps are captured, in words
     pads_chunks: bool = False  # whether chunks are filled up to the sizes of captured steps
     offloaded: str = ""  # which blocks are not on the device, in words
+    products: tuple[str, ...] = ()  # which way each product is computed that was measured, in words
+    clocks: str = ""  # of rank 0's device while it decoded, in words
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,6 +315,8 @@ class ShardedClient:
             captured=replies[0].captured or "none",
             pads_chunks=replies[0].pads_chunks,
             offloaded=replies[0].kv_offloaded,
+            products=tuple(replies[0].products),
+            clocks=replies[0].clocks,
         )
 
     async def open_tiers(self, session: int) -> TierContents:

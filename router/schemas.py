@@ -280,6 +280,12 @@ class InfoBody(BaseModel):
     quantize: str | None
     eos_token_ids: list[int]
     generation_defaults: dict[str, Any] = Field(description="What the model's publisher says; it is not applied.")
+    decode_graphs: str = Field(description="Which steps are captured, and how long that took when shards started.")
+    decode_graph_bytes: int = Field(description="Of the device's memory, of each shard; 0: not known.")
+    measured_products: list[str] = Field(
+        description="How each product is computed that was measured, by memory's GB/s."
+    )
+    clocks: str | None = Field(description="Of a GPU while it decoded before the first request.")
     router: str
     version: str
     sha: str | None

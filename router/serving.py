@@ -24,7 +24,7 @@ from router.batcher import Batcher
 from router.bodies import Bodies
 from router.chat.reading import AnswerFormats
 from router.chat.template import ChatTemplate
-from router.client import ModelInfo, Shards
+from router.client import KvCache, ModelInfo, Shards
 from router.config import RouterConfig
 from router.entry import Failed
 from router.errors import UnsupportedMedia
@@ -54,6 +54,7 @@ class Services:
     config: RouterConfig
     limits: Limits
     model: ModelInfo
+    cache: KvCache
     tokenizer: ModelTokenizer
     chat_template: ChatTemplate
     aside: Aside

@@ -86,6 +86,8 @@ def table(config: RouterConfig, started: Started, address: str, more_facts: Iter
         ("KV cache dtype", model.kv_cache_dtype, f"{model.kv_bytes_per_token} bytes for each token and shard"),
         ("KV blocks", str(cache.num_blocks), cache.offloaded or f"{cache.block_size} tokens each"),
         ("decode graphs", cache.captured, f"{_size(cache.graph_bytes)} per shard" if cache.graph_bytes else ""),
+        *([("products", f"{len(cache.products)} measured", "all are in /info")] if cache.products else []),
+        *([("clocks", cache.clocks, "while it decoded")] if cache.clocks else []),
         ("memory left", f"{_size(cache.free_bytes)} per shard", _largest_step(cache)),
         ("prefix cache", "on" if limits.prefix_caching else "off", _why_no_prefixes(config, started)),
         *_tiers(started.tiers),

@@ -129,6 +129,8 @@ class ShardService(pb_grpc.ShardServicer):
             fraction=self._fraction,
             host_bytes=self._tiers.config.host_bytes if self._tiers is not None else 0,
         )
+        if warmed.products and engine.shard.rank == 0:
+            log.info("Products that were measured:\n  %s", "\n  ".join(warmed.products))
         on_device = engine.kv_placement.device_bytes
         sharing = engine.shard.sharing
         return pb.WarmupReply(
@@ -140,6 +142,8 @@ class ShardService(pb_grpc.ShardServicer):
             step_bytes=warmed.step_bytes,
             graph_bytes=warmed.graph_bytes,
             captured=warmed.captured,
+            products=warmed.products,
+            clocks=warmed.clocks,
             pads_chunks=engine.pads_chunks,
             kv_offloaded=engine.kv_placement.offloaded,
         )

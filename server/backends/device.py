@@ -91,6 +91,9 @@ class Device(Protocol):
     def peak_bytes(self, step: Callable[[], object]) -> int:
         """Run `step`: what it needs beside what is allocated now; 0 where memory is not measured."""
 
+    def clocks(self, action: Callable[[], object]) -> str:
+        """Run `action`: the device's clocks and power meanwhile, for people; empty where nobody tells."""
+
     def taken_bytes(self, action: Callable[[], object]) -> int:
         """Run `action`: by how much it lessens the free memory; 0 where memory is not measured."""
 

@@ -345,6 +345,9 @@ class Backend(Protocol):
         quantised: the name of the format that its linear layers are quantised in; None: they are dense.
         """
 
+    def measured_products(self) -> Sequence[str]:
+        """Which way each product is computed that was measured, for people; none where none was."""
+
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
         """A fresh capture, for a model of which nothing is said by `why_not_captured`.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,6 +27,7 @@ from server.stepping.engine import LEAST_SEQUENCES, Engine
 
 # Rows for which products have kernels of their own, each for as many as there are or fewer (`backends/cuda/kernels/`).
 ROWS_OF_KERNELS = (16, 32, 64, 128)
+DECODING_S = 1.0  # in which a GPU's clocks are read
 
 
 def worst_sampling(*, is_constrained: bool = False) -> pb.SamplingParameters:
@@ -60,6 +62,8 @@ class Warmed:
     step_bytes: int  # of the largest step, beside weights and cache; 0: not measured
     graph_bytes: int  # of the decode steps that are captured beforehand; 0: not measured
     captured: str  # which decode steps are captured, for people
+    products: Sequence[str]  # which way each product is computed that was measured, for people
+    clocks: str  # of the device while one sequence decoded, for people; empty: nobody tells
 
 
 @dataclass(frozen=True)
@@ -144,8 +148,9 @@ def warm_up(
     _take_first_steps(engine)
     if engine.device.measures_memory:
         _compile_kernels(engine, min(prefill_tokens, total_tokens))
+    clocks = engine.device.clocks(partial(_decode_for, DECODING_S, engine, total_tokens)) if _has_clocks(engine) else ""
     engine.shard.wait_at_most(COLLECTIVE_TIMEOUT)
-    return Warmed(tokens, step_bytes, taken_bytes, captured)
+    return Warmed(tokens, step_bytes, taken_bytes, captured, engine.backend.measured_products(), clocks)
 
 
 def _profile(
@@ -211,6 +216,28 @@ def _compile_kernels(engine: Engine, most: int) -> None:
         request.add[0].prompt_logprobs = False
         _step(engine, request)
         engine.launch(pb.StepRequest(retire=[0]))
+
+
+def _has_clocks(engine: Engine) -> bool:
+    """Whether its device has clocks to tell of, and it alone decides how long it decodes."""
+    return engine.device.measures_memory and engine.neighbours.stage.count == 1
+
+
+def _decode_for(seconds: float, engine: Engine, total_tokens: int) -> None:
+    """Decode one sequence for about so long, as far as it may reach, and forget it."""
+    most = min(total_tokens, (engine.num_blocks - 1) * BLOCK_SIZE)
+    request = ProfileRun([1], engine.has_encoder).request(top_n_tokens=0)
+    request.add[0].prompt_logprobs = False
+    request.add[0].blocks.extend(range(2, 1 + num_blocks(most)))  # 1 is an encoder's
+    request.ClearField("masks")
+    request.add[0].sampling.CopyFrom(pb.SamplingParameters(temperature=1, top_p=1, typical_p=1, repetition_penalty=1))
+    _step(engine, request)
+    began = time.monotonic()
+    _step(engine, pb.StepRequest(decode=True))
+    wanted = min(int(seconds / (time.monotonic() - began)), most - 2)
+    for _ in range(engine.shard.minimum(max(wanted, 0), engine.device.torch_device)):  # all ranks as many
+        _step(engine, pb.StepRequest(decode=True))
+    engine.launch(pb.StepRequest(retire=[0]))
 
 
 def _captured(engine: Engine, seconds: float) -> str:

@@ -100,6 +100,7 @@ async def unserved(
             settings,
             limits=wanted,
             model=await shards.info(),
+            cache=await shards.warmup(),
             tokenizer=tokenizer,
             shards=shards,
             batcher=batcher,

@@ -158,6 +158,9 @@ def test_info_health_metrics_and_docs() -> None:
             info = (await it.http.get("/info")).json()
             assert info["model_id"] == "a/model"
             assert info["max_input_length"] == info["max_input_tokens"] == 64
+            assert ("none", 0, [], None) == tuple(
+                info[name] for name in ("decode_graphs", "decode_graph_bytes", "measured_products", "clocks")
+            )
             for path in ("/health", "/ping", "/"):
                 answer = await it.http.get(path)
                 assert (answer.status_code, answer.content) == (200, b"")

@@ -85,6 +85,7 @@ def useful_of(config: RouterConfig, *, has_encoder: bool = False) -> int:
 
 def test_table_says_what_takes_memory() -> None:
     cache = KvCache(4096, 16, 256, 2 * 10**9, 7 * 10**9, 5 * 10**8, 3 * 10**8, "24 batch sizes up to 256")
+    cache = replace(cache, products=("one", "another"), clocks="SM 1980 of 1980 MHz")
     started = asyncio.run(start(make_config(), FakeShardedClient()))
     more = [("tool calls", "hermes", "the chat template")]
     text = table(make_config(), replace(started, cache=cache), "http://127.0.0.1:3000", more)
@@ -92,6 +93,8 @@ def test_table_says_what_takes_memory() -> None:
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "KV cache 4096 tokens 2.00 GB per shard" in lines
     assert "decode graphs 24 batch sizes up to 256 300 MB per shard" in lines
+    assert "products 2 measured all are in /info" in lines
+    assert "clocks SM 1980 of 1980 MHz while it decoded" in lines
     assert "memory left 7.00 GB per shard the largest step takes 500 MB" in lines
 
 

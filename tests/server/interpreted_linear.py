@@ -123,6 +123,9 @@ def test_a_format_computes_in_the_way_that_was_measured_to_be_the_fastest(monkey
     with shared.chooser.measuring():
         layer(x, bias)
     assert {16} == set(clock.timed_rows)
+    [said] = shared.chooser.found
+    features, inputs = weight.shape
+    assert said.startswith(f"16 x {inputs} x {features} float16 + bias: kernel 16x") and "(cuBLAS 2000.0 us" in said
     for rows, activation, calls in ((12, None, 2), (9, None, 3), (12, Activation.SILU, 3), (8, None, 4)):
         layer(x[:rows], bias, activation)
         assert calls == kernel.call_count

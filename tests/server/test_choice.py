@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from server.backends.cuda.choice import Chooser, EventClock, MeasuredCapture, Trial
+from server.backends.cuda.choice import Asked, Chooser, EventClock, MeasuredCapture, Trial
 from server.backends.cuda.graph import CudaGraphCapture
 from server.backends.protocol import Computation
 
@@ -43,6 +44,19 @@ def test_the_fastest_way_is_chosen_and_measured_once() -> None:
         assert 0 == chooser.choose("another shape", trials("fast", "usual"))
     assert ["usual", "slow", "fast", "fast", "usual"] == clock.timed
     assert 2 == chooser.choose("a shape", trials("usual", "slow", "fast"))  # when served, too
+
+
+def test_what_was_measured_is_told_once_with_its_share_of_memory() -> None:
+    chooser = Chooser(FakeClock(usual=0.05, fast=0.025, equal=0.05))
+    asked = Asked("1 x 4096 x 12288 bfloat16", ["cuBLAS", "kernel 16x64x128"], 100_000_000)
+    with chooser.measuring():
+        for _ in range(2):
+            chooser.choose("a shape", trials("usual", "fast"), lambda: asked)
+        chooser.choose("another", trials("usual", "equal"), lambda: replace(asked, product="a head"))
+    assert [
+        "1 x 4096 x 12288 bfloat16: kernel 16x64x128 25.0 us, 4000 GB/s (cuBLAS 50.0 us)",
+        "a head: cuBLAS 50.0 us, 2000 GB/s (kernel 16x64x128 50.0 us)",
+    ] == chooser.found
 
 
 def test_the_usual_way_is_kept_unless_another_one_is_clearly_faster() -> None:

@@ -123,6 +123,9 @@ class CudaBackend(ReferenceBackend):
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         return self._why_not_captured
 
+    def measured_products(self) -> Sequence[str]:
+        return self._chooser.found
+
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
         return MeasuredCapture(sizes or SIZES, self._capture_stream, self._chooser)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -68,13 +69,26 @@ class EventClock:
         return start.elapsed_time(end)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What is chosen among, for people. product: what is computed; ways: their names; num_bytes: that each reads."""
+
+    product: str
+    ways: Sequence[str]
+    num_bytes: int
+
+
 class Chooser:
-    """Chooses among ways to compute something, by their times. clock: None never to measure."""
+    """Chooses among ways to compute something, by their times. clock: None never to measure.
+
+    found: a sentence about each choice.
+    """
 
     def __init__(self, clock: Clock | None):
         self._clock = clock
         self._is_measuring = False
         self._chosen: dict[Hashable, int] = {}
+        self.found: list[str] = []
 
     @contextmanager
     def measuring(self) -> Iterator[None]:
@@ -85,10 +99,13 @@ class Chooser:
         finally:
             self._is_measuring = before
 
-    def choose(self, key: Hashable, trials: Callable[[], Sequence[Trial]]) -> int:
+    def choose(
+        self, key: Hashable, trials: Callable[[], Sequence[Trial]], asked: Callable[[], Asked] | None = None
+    ) -> int:
         """Which of the ways takes the least time; 0, the usual one, as long as nobody knows.
 
-        key: tells apart what takes different times; trials: makes one for each way, the usual one first.
+        key: tells apart what takes different times; trials: makes one for each way, the usual one first; asked: the
+        same for people.
         """
         if key in self._chosen:
             return self._chosen[key]
@@ -97,7 +114,17 @@ class Chooser:
         times = [self._clock(trial) for trial in trials()]
         fastest = min(range(len(times)), key=times.__getitem__)
         self._chosen[key] = fastest if times[fastest] < CLEARLY_FASTER * times[0] else 0
+        if asked is not None:
+            self.found.append(_sentence(asked(), times, self._chosen[key]))
         return self._chosen[key]
+
+
+def _sentence(asked: Asked, times: Sequence[float], chosen: int) -> str:
+    """times: of each way, in milliseconds. Nothing was in the GPU's caches: so GB/s are those of its memory."""
+    ways = [f"{name} {time * 1e3:.1f} us" for name, time in zip(asked.ways, times, strict=True)]
+    rate = asked.num_bytes / 1e6 / times[chosen] if times[chosen] else 0.0  # a clock may see nothing of it
+    others = ways[:chosen] + ways[chosen + 1 :]
+    return f"{asked.product}: {ways[chosen]}, {rate:.0f} GB/s" + (f" ({', '.join(others)})" if others else "")
 
 
 class MeasuredCapture(CudaGraphCapture):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
+from server.backends.cuda.clocks import clocks_during
 from server.backends.host_copies import HostCopies, bytes_of_slots
 from server.backends.pages import map_pages
 
@@ -95,6 +96,9 @@ class CudaDevice:
         step()
         torch.cuda.synchronize(self.torch_device)
         return int((torch.cuda.max_memory_allocated(self.torch_device) - before) * (1 + FRAGMENTATION))
+
+    def clocks(self, action: Callable[[], object]) -> str:
+        return clocks_during(f"GPU-{torch.cuda.get_device_properties(self.torch_device).uuid}", action)
 
     def taken_bytes(self, action: Callable[[], object]) -> int:
         torch.cuda.empty_cache()

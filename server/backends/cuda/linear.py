@@ -23,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.arch.spec import Activation
-from server.backends.cuda.choice import Chooser
+from server.backends.cuda.choice import Asked, Chooser
 from server.backends.cuda.kernels.linear import Epilogue, Tiling, Workspace, multiply_rows, tilings
 from server.backends.cuda.shares import Shares
 from server.backends.reference.activation import Gate
@@ -70,6 +70,18 @@ class Products:
         return self._workspace
 
 
+def named(shape: Sequence[int], weight: object, rows: int, has: Sequence[object]) -> str:
+    """A product for people. shape: of the weight [F, D]; has: what follows, as far as it is there."""
+    following = [name for name, value in zip(("bias", "activation", "residual"), has, strict=False) if value]
+    size = " x ".join(map(str, (rows, *reversed(shape))))
+    return f"{size} {str(weight).removeprefix('torch.')}" + "".join(f" + {name}" for name in following)
+
+
+def names_of(ways: Iterable[Callable[..., Tensor]], stock: str) -> list[str]:
+    """Of ways to multiply, for people: a kernel's is that of its tiling."""
+    return [str(getattr(way, "keywords", {}).get("tiling", stock)) for way in ways]
+
+
 class Product:
     """The product with one weight [F, D], in whichever way takes the least time.
 
@@ -102,8 +114,8 @@ class Product:
         ways = self._ways(rows)
         has = epilogue.bias is not None, epilogue.activation, epilogue.residual is not None
         key = (*self._weight.shape, self._weight.dtype, x.dtype, self._is_gated, rows, has)
-        way = self._products.chooser.choose(key, lambda: self._trials(ways, rows, x, epilogue))
-        return ways[way](x, epilogue)
+        trials, asked = partial(self._trials, ways, rows, x, epilogue), partial(self._asked, rows, has)
+        return ways[self._products.chooser.choose(key, trials, asked)](x, epilogue)
 
     def by_rule(self, x: Tensor, epilogue: Epilogue) -> Tensor:
         """The same in a way that depends on nothing but shapes; in float32 where the sums are not rounded anyhow."""
@@ -116,6 +128,10 @@ class Product:
         kinds = tilings(rows, self._weight.dtype, is_gated=self._is_gated)
         kernels: list[Way] = [partial(self._few_rows, tiling=tiling) for tiling in kinds]
         return [*kernels, self._stock] if rows <= self._usual_rows else [self._stock, *kernels]
+
+    def _asked(self, rows: int, has: Sequence[object]) -> Asked:
+        product = named(self._weight.shape, self._weight.dtype, rows, has)
+        return Asked(product, names_of(self._ways(rows), "cuBLAS"), self._weight.nbytes)
 
     def _few_rows(
         self, x: Tensor, epilogue: Epilogue, *, tiling: Tiling | None = None, dtype: torch.dtype | None = None

@@ -25,10 +25,11 @@ import torch
 from torch import Tensor
 
 from server.arch.spec import Activation
+from server.backends.cuda.choice import Asked
 from server.backends.cuda.kernels.around import finish_integers, gather_inputs, largest_magnitudes, round_inputs
 from server.backends.cuda.kernels.linear import Epilogue, Tiling
 from server.backends.cuda.kernels.packed import multiply_packed, packed_tilings
-from server.backends.cuda.linear import Products
+from server.backends.cuda.linear import Products, named, names_of
 from server.backends.cuda.packing import PackedWeight, pack, stacked_weights
 from server.backends.protocol import GroupedLinear, Maximum
 from server.backends.reference.activation import Gate
@@ -148,8 +149,8 @@ class CudaQuantised:
         has = bias is not None, activation, residual is not None, packed.zero is not None, packed.levels is not None
         layout = packed.bits, packed.part, packed.group_parts, packed.input_parts
         key = ("quantised", *packed.codes.shape, *layout, taken[0].dtype, x.dtype, self._is_gated, rows, has)
-        way = self._products.chooser.choose(key, lambda: self._trials(ways, rows, x, epilogue))
-        return ways[way](taken, epilogue, x.dtype)
+        trials, asked = partial(self._trials, ways, rows, x, epilogue), partial(self._asked, ways, rows, has)
+        return ways[self._products.chooser.choose(key, trials, asked)](taken, epilogue, x.dtype)
 
     def finest(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [T, D] → x @ weightᵀ + bias, [T, F] float32, in a way that depends on nothing but shapes."""
@@ -164,6 +165,11 @@ class CudaQuantised:
         features = packed.codes.shape[1]
         is_good = self._products.shares.is_good(self.operator, features, packed.num_inputs, rows)
         return [self.by_torch, *kernels] if is_good else [*kernels, self.by_torch]
+
+    def _asked(self, ways: Sequence[Way], rows: int, has: Sequence[object]) -> Asked:
+        packed = self.packed
+        shape, kind = (packed.codes.shape[1], packed.num_inputs), f"{packed.bits} bits"
+        return Asked(named(shape, kind, rows, has[:3]), names_of(ways, f"torch.{self.operator}"), packed.nbytes)
 
     def tilings(self, rows: int) -> list[Tiling]:
         """Those of the kernel for so many rows, the usual one first."""

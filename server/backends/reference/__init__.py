@@ -110,6 +110,9 @@ class ReferenceBackend:
     def why_not_captured(self, spec: ArchSpec, quantised: str | None, world_size: int) -> str | None:
         return "attention in stock operators needs the sequences' lengths on the host"
 
+    def measured_products(self) -> Sequence[str]:
+        return ()
+
     def graph_capture(self, sizes: Sequence[int] | None) -> GraphCapture:
         raise AssertionError("why_not_captured says that nothing is")
 

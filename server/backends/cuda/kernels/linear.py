@@ -42,6 +42,9 @@ class Tiling:
     warps: int
     resident: int
 
+    def __str__(self) -> str:
+        return f"kernel {self.rows}x{self.features}x{self.depth}"
+
     def parts(self, *, is_gated: bool) -> int:
         """Elements of a program's part of a sum."""
         return self.rows * self.features * (2 if is_gated else 1)
