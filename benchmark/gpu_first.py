@@ -147,10 +147,28 @@ def runs(output: Path, site: Path) -> dict[str, list[Part]]:
             Part("fp8", 120, bench(*BLOOMZ, "-b", "1", "32", "-s", "100", "--quantize", "fp8")),
         ],
         "rehearsal": [
+            *(install if are_for_this_python(wheels) else []),
             Part("collect the tests", 60, python(*GPU_TESTS, "--collect-only", "tests/gpu")),
             Part("compile the kernels", 1500, bench("kernels", "--capability", "9.0")),
         ],
     }  # fmt: skip
+
+
+def are_for_this_python(wheels: Sequence[str]) -> bool:
+    """Whether compiled packages among them are for the Python that runs this."""
+    tag = f"-cp{sys.version_info.major}{sys.version_info.minor}-"
+    return any(tag in Path(wheel).name for wheel in wheels)
+
+
+def planned() -> str:
+    """What the three runs would do on a GPU, as a table."""
+    rows = [
+        (name, part.name, f"{part.seconds:.0f}", f"if not done: {part.if_failed}" if part.if_failed else "")
+        for name, parts in runs(Path("out"), Path("site")).items()
+        for part in parts
+        if name != "rehearsal"
+    ]
+    return table(("Run", "Part", "Seconds at most", "Condition"), rows)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -175,7 +193,7 @@ def run(args: argparse.Namespace) -> int:
         finally:
             print(first.summary())
     if args.run == "rehearsal":
-        print(travels())
+        print(f"What a GPU would be asked:\n{planned()}\n{travels()}")
     return 0 if all(outcome.word in (DONE, NOT_NEEDED) for outcome in first.outcomes) else 1
 
 

@@ -186,10 +186,21 @@ def test_more_than_what_may_travel_is_refused(tmp_path: Path, monkeypatch: pytes
         gpu_first.travels()
 
 
-def test_the_rehearsal_collects_and_compiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wheels_are_rehearsed_by_the_python_that_they_are_for() -> None:
+    ours = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert gpu_first.are_for_this_python([f"/a/orjson-3-{ours}-{ours}-linux.whl", "/a/anyio-4-py3-none-any.whl"])
+    assert not gpu_first.are_for_this_python(["/a/orjson-3-cp27-cp27-linux.whl", "/a/anyio-4-py3-none-any.whl"])
+
+
+def test_the_rehearsal_collects_and_compiles(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     planned = runs(tmp_path, tmp_path)["rehearsal"]
-    collects, compiles = planned
+    collects, compiles = [part for part in planned if "install" not in part.name]
     assert "--collect-only" in collects.command and compiles.command[-1] == "9.0"
-    monkeypatch.setattr(gpu_first, "runs", lambda output, site: {"rehearsal": [collects]})
+    others = {name: parts for name, parts in runs(tmp_path, tmp_path).items() if name != "rehearsal"}
+    monkeypatch.setattr(gpu_first, "runs", lambda output, site: {**others, "rehearsal": [collects]})
     assert 0 == main(["gpu-first", "--run", "rehearsal", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out
+    assert "ranks that share the GPU" in printed and "What travels: " in printed
     assert "274/" in (tmp_path / "summary.md").read_text()

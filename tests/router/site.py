@@ -131,6 +131,9 @@ async def serving(app: FastAPI, settings: RouterConfig, max_connections: int = 1
     finally:
         server.should_exit = True
         await task
+        for connection in tuple(server.server_state.connections):  # what it has not closed within its 5 s
+            connection.transport.abort()
+        await asyncio.sleep(0)  # in which transports that close let their sockets go
 
 
 def in_process(app: FastAPI) -> httpx2.AsyncClient:
