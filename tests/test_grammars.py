@@ -147,6 +147,38 @@ def test_newer_apis_hold_their_answers_too(server: Server) -> None:
     assert ("completed", format) == (answer["status"], answer["text"]["format"])
 
 
+UNTYPED = {
+    "properties": {
+        "at": {"properties": {"x": {"enum": [1, 2]}}, "required": ["x"], "additionalProperties": False},
+        "all": {"items": {"const": 1}, "maxItems": 3},
+    },
+    "required": ["at", "all"],
+    "additionalProperties": False,
+}
+
+
+def test_a_schema_without_types_means_objects_and_arrays_in_every_api(server: Server) -> None:
+    """As TGI's own guide writes them: by JSON Schema any number keeps to such a schema."""
+    chat = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 100, "temperature": 0}
+    named = {"name": "it", "schema": UNTYPED}
+    typed = {"type": "json_schema", **named}
+    for path, asked, where in (
+        ("/generate", body("Hello", max_new_tokens=99, grammar={"type": "json", "value": UNTYPED}), ["generated_text"]),
+        ("/v1/chat/completions", {**chat, "response_format": {"type": "json_schema", "json_schema": named}},
+         ["choices", 0, "message", "content"]),
+        ("/v1/completions", {"prompt": "Hello", "max_tokens": 100, "temperature": 0,
+         "response_format": {"type": "json_object", "schema": UNTYPED}}, ["choices", 0, "text"]),
+        ("/v1/messages", {**chat, "output_config": {"format": typed}}, ["content", 0, "text"]),
+        ("/v1/responses", {"input": "Hello", "max_output_tokens": 100, "temperature": 0, "text": {"format": typed}},
+         ["output", 0, "content", 0, "text"]),
+    ):  # fmt: skip
+        found = httpx2.post(f"{server.url}{path}", json=asked, timeout=60).json()
+        for key in where:
+            found = found[key]  # type: ignore[index]
+        answer = json.loads(found)
+        assert isinstance(answer["at"]["x"], int) and {1} >= set(answer["all"]), (path, answer)
+
+
 class Colour(BaseModel):
     colour: Literal["red", "green"]
     is_liked: bool

@@ -85,6 +85,36 @@ def test_strict_functions_leave_the_text_free(server: Server) -> None:
         assert choice["message"]["content"] or choice["message"].get("tool_calls")
 
 
+FORMAT = {
+    "type": "json_object",
+    "schema": {
+        "properties": {"mood": {"enum": ["good", "bad"]}},
+        "required": ["mood"],
+        "additionalProperties": False,
+    },
+}
+
+
+def test_an_answer_keeps_to_its_format_or_is_a_call_whole_and_streamed(server: Server) -> None:
+    asked = {"response_format": FORMAT, "n": 4, "temperature": 1.5}
+    for choice in answered(server, **asked, tool_choice="auto"):
+        text, calls = choice["message"]["content"], choice["message"].get("tool_calls")
+        assert calls or json.loads(text)["mood"] in ("good", "bad")
+    for choice in answered(server, **asked, tool_choice="required"):
+        assert choice["message"]["tool_calls"] and choice["message"]["content"] is None
+    texts = [choice["message"]["content"] for choice in answered(server, **asked, tool_choice="none")]
+    assert all(json.loads(text)["mood"] in ("good", "bad") for text in texts)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="x", timeout=60) as client:
+        for choice, whole in (("none", texts[0]), ("auto", None)):
+            chunks = client.chat.completions.create(
+                **{**ASKED, "tool_choice": choice, "response_format": FORMAT, "temperature": 1.5}, stream=True
+            )
+            deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+            text = "".join(delta.content or "" for delta in deltas)
+            assert whole in (None, text)
+            assert any(delta.tool_calls for delta in deltas) or json.loads(text)["mood"] in ("good", "bad")
+
+
 def test_what_cannot_be_held_is_refused_and_nobody_else_notices(server: Server) -> None:
     backwards = {
         "type": "object",
@@ -93,7 +123,6 @@ def test_what_cannot_be_held_is_refused_and_nobody_else_notices(server: Server) 
     }
     for changes, sentence in (
         ({"tools": [tool("f", parameters=backwards, strict=True)]}, "cannot be held to the schemas of `tools`"),
-        ({"response_format": {"type": "json_object"}}, "exclude each other"),
         ({"ignore_eos": True}, "`ignore_eos` is not served"),
     ):
         asked = {**ASKED, "tool_choice": "required", **changes}

@@ -18,6 +18,7 @@ from typing import Any
 from router.chat.formats import ReasoningFormat, ToolFormat, Writing
 from router.chat.tools import NO_PARAMETERS, Offer, Tool
 from router.grammars.grammar import Grammar, GrammarKind
+from router.grammars.json_schema import any_of, typed
 
 # JSON as Python writes it, which models have read most.
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -28,6 +29,7 @@ NO_CALL = r"/(\s*[^\s{\[](?s:.*))?/"  # a text that does not begin as JSON
 START = re.compile(r"^start(\[[^\]\n]*\])?\s*:", re.MULTILINE)  # the rule that a grammar begins with
 UNESCAPED_SLASH = re.compile(r"((?:^|[^\\])(?:\\\\)*)/")
 BLANKS = r"/\s{0,4}/"
+WANTED = "wanted"  # the rule for what a client asks for beside calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class AnswerGrammar:
 
     def calls(self, its: ToolFormat, offered: Offer, *, is_within: bool = False) -> str | None:
         """What holds the answer; None where it is free. is_within: whether the answer begins within reasoning."""
-        writing = next(one for one in its.writings if not one.needs or one.needs in self.token_ids)
+        writing = self._writing(its)
         if offered.choice.mode == "required":
             answer = ["answer: calls"]
         elif any(tool.strict for tool in offered.tools):
@@ -49,17 +51,21 @@ class AnswerGrammar:
             return None
         return self._lark([*answer, *self._calls(writing, offered)], is_within=is_within)
 
+    def calls_or(self, wanted: Grammar, its: ToolFormat, offered: Offer, *, is_within: bool = False) -> str:
+        """What holds an answer to calls or to this grammar, as the model chooses."""
+        writing = self._writing(its)
+        if wanted.kind is GrammarKind.JSON_SCHEMA and not (writing.open_mark or writing.mark):
+            return self._lark([_json("answer", _call_or(wanted, writing, offered))], is_within=is_within)
+        calls = self._calls(writing, offered)
+        return self._lark([f"answer: calls | {WANTED}", _rule(WANTED, wanted), *calls], is_within=is_within)
+
     def behind_reasoning(self, wanted: Grammar) -> str:
         """What holds an answer that begins within reasoning to this grammar from there on."""
-        match wanted.kind:
-            case GrammarKind.JSON_SCHEMA:
-                schema = {**json.loads(wanted.text), "x-guidance": STYLE}
-                answer = f"answer: %json {json.dumps(schema, ensure_ascii=False)}"
-            case GrammarKind.REGEX:
-                answer = f"answer: ANSWER\nANSWER: /{_between_slashes(wanted.text)}/"
-            case GrammarKind.LARK:
-                answer = START.sub(r"answer\1:", wanted.text)
-        return self._lark([answer], is_within=True)
+        return self._lark([_rule("answer", wanted)], is_within=True)
+
+    def _writing(self, its: ToolFormat) -> Writing:
+        """How this model writes calls in the format."""
+        return next(one for one in its.writings if not one.needs or one.needs in self.token_ids)
 
     def _lark(self, answer: Sequence[str], *, is_within: bool) -> str:
         return "\n".join(["%llguidance {}", *self._start(is_within), *answer, f"TEXT: {ANYTHING}", ""])
@@ -121,13 +127,41 @@ class AnswerGrammar:
         return f"<[{id}]>" if id in self.special else f"(<[{id}]> | {_quoted(part)})"
 
 
+def _rule(name: str, wanted: Grammar) -> str:
+    """The rule of this name for what another grammar holds a text to."""
+    match wanted.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return _json(name, json.loads(wanted.text))
+        case GrammarKind.REGEX:
+            return f"{name}: {name.upper()}\n{name.upper()}: /{_between_slashes(wanted.text)}/"
+        case GrammarKind.LARK:
+            return START.sub(rf"{name}\1:", wanted.text)
+
+
+def _json(name: str, schema: Mapping[str, Any]) -> str:
+    return f"{name}: %json {json.dumps({**schema, 'x-guidance': STYLE}, ensure_ascii=False)}"
+
+
+def _call_or(wanted: Grammar, writing: Writing, offered: Offer) -> dict[str, Any]:
+    """The schema of a call that is JSON from its first character, or of what is wanted.
+
+    As one schema, because a lexer that has read the beginning of both cannot go back; so there is one call at most.
+    """
+    schemas = []
+    for tool in offered.callable_tools:
+        call = json.loads(f"{writing.begin}{tool.name}{writing.middle}null{writing.end}")
+        keys = {key: schema_of(tool) if value is None else {"const": value} for key, value in call.items()}
+        schemas.append({"type": "object", "properties": keys, "required": [*keys], "additionalProperties": False})
+    return any_of([json.loads(wanted.text), *schemas])
+
+
 def schema_of(tool: Tool) -> dict[str, Any]:
     """What a function's arguments keep to. Of a function that is not strict, what a grammar cannot say is left out.
 
     Only arguments that it declares come, unless it says that others may: they would be of no use, and a model may never
     come to the end of them.
     """
-    parameters = NO_PARAMETERS if tool.parameters is None else tool.parameters
+    parameters = typed(NO_PARAMETERS if tool.parameters is None else tool.parameters)
     closed = {"additionalProperties": False} if parameters.keys() <= DECLARING else {}
     return {**closed, **parameters, "type": "object", "x-guidance": {**STYLE, "lenient": not tool.strict}}
 

@@ -50,10 +50,9 @@ class Reading:
 
         begun: what a final message that is continued has of the answer already.
         """
-        if (wanted := grammar_of(one.given)) is not None:
-            if self.offered.tools:
-                raise ValidationError("`response_format` and `tools` exclude each other: leave one of them out")
-            held = partial(self._behind_reasoning, wanted, begun)
+        wanted = grammar_of(one.given)
+        if wanted is not None and self.offered.choice.mode != "required":
+            held = partial(self._calls_or if self.offered.tools else self._behind_reasoning, wanted, begun)
             return replace(one, shown_marks=self.shown_marks, held=held)
         if self.held("", begun) is None:
             return replace(one, shown_marks=self.shown_marks)
@@ -68,6 +67,12 @@ class Reading:
         if (its := self.manner.tool_format) is None:
             return None
         return self._grammar.calls(its, self.offered, is_within=self._is_within(prompt_end, begun))
+
+    def _calls_or(self, wanted: Grammar, begun: str, prompt_end: str) -> str | None:
+        """What holds an answer to calls, or else to what the client wants."""
+        its = self.manner.tool_format
+        assert its is not None, "`AnswerFormats.reading` has refused tools where they are not read"
+        return self._grammar.calls_or(wanted, its, self.offered, is_within=self._is_within(prompt_end, begun))
 
     def _behind_reasoning(self, wanted: Grammar, begun: str, prompt_end: str) -> str | None:
         """What the client wants the answer held to, where it begins within reasoning, which is free."""

@@ -11,6 +11,7 @@ import orjson
 
 from router.errors import ValidationError
 from router.grammars.grammar import Grammar, GrammarKind
+from router.grammars.json_schema import typed
 from router.schemas import MOST_VALUES, GenerateParameters, GrammarParameters, refuse_excess
 
 MOST_BYTES = 2**16  # of a grammar's text: what takes so many is a program, and compiling it takes a second
@@ -39,7 +40,7 @@ def held_by(text: str | None) -> Grammar | None:
     if (size := len(text.encode())) > MOST_BYTES:
         raise ValidationError(
             f"the schemas of `tools` make a grammar of {size} bytes, and {MOST_BYTES} are allowed: offer fewer "
-            "functions, or leave `tool_choice` and `strict` out"
+            "functions, or leave `tool_choice`, `strict` and `response_format` out"
         )
     return Grammar(GrammarKind.LARK, text)
 
@@ -78,20 +79,22 @@ def _named(value: str | dict[str, Any]) -> str | dict[str, Any]:
 
 
 def _text(schema: str | dict[str, Any]) -> str:
-    """A schema as JSON, from an object or from JSON already. Raises ValidationError for what is no object."""
-    if isinstance(schema, dict):
-        return json.dumps(schema, ensure_ascii=False)
+    """A schema, or its JSON, as JSON with all types. Raises ValidationError for what is no object."""
+    return json.dumps(typed(schema if isinstance(schema, dict) else _read(schema)), ensure_ascii=False)
+
+
+def _read(schema: str) -> dict[str, Any]:
     _bounded(Grammar(GrammarKind.JSON_SCHEMA, schema))
     refuse_excess(schema.encode(errors="replace"), MOST_VALUES, "`grammar.value`")
     try:
-        is_object = isinstance(orjson.loads(schema), dict)  # no half of a surrogate pair, which is no text
+        found = orjson.loads(schema)  # no half of a surrogate pair, which is no text
     except orjson.JSONDecodeError:
-        is_object = False
-    if not is_object:
+        found = None
+    if not isinstance(found, dict):
         raise ValidationError(
             "grammar is not valid: `value` must be a JSON schema, an object or one written as a string"
         )
-    return schema
+    return found
 
 
 def _bounded(grammar: Grammar) -> Grammar:

@@ -15,8 +15,9 @@ KINDS = ("text", "json_object", "json_schema", "json", "regex", "lark")
 def grammar_of_format(given: Mapping[str, Any] | None) -> GrammarParameters | None:
     """What the text is held to; None where it is to nothing. Raises ValidationError.
 
-    `{"type": "json_schema", "json_schema": {"name", "schema"}}` is OpenAI's, `{"type", "value"}` TGI's. What `strict`
-    says changes nothing: the text always keeps to the schema.
+    `{"type": "json_schema", "json_schema": {"name", "schema"}}` is OpenAI's, `{"type", "value"}` TGI's, and
+    `{"type": "json_object", "schema"}` what others made of OpenAI's older one. What `strict` says changes nothing: the
+    text always keeps to the schema.
     """
     kind = None if given is None else given.get("type")
     if given is None or kind == "text":
@@ -25,7 +26,7 @@ def grammar_of_format(given: Mapping[str, Any] | None) -> GrammarParameters | No
         raise ValidationError(f"`response_format.type` must be one of {', '.join(KINDS)}")
     if kind == "json_schema":
         return GrammarParameters(type="json", value=_schema(given))
-    value = given.get("value")
+    value = given.get("value", given.get("schema") if kind == "json_object" else None)
     if kind == "json_object" and value is None:
         return GrammarParameters(type="json", value=ANY_OBJECT)
     if not isinstance(value, str | dict):

@@ -176,6 +176,44 @@ def test_a_client_s_grammar_holds_what_is_behind_reasoning(
         assert not accepts(marked(), grammar, text)
 
 
+@pytest.mark.parametrize("reasoning", ["think", "none"])
+@pytest.mark.parametrize(("tools", "more", "call", "_"), WRITTEN, ids=[f"{one[0]} {one[1]}" for one in WRITTEN])
+def test_beside_tools_an_answer_is_calls_or_keeps_to_its_format(
+    tools: str, more: tuple[str, ...], call: str, _: str, reasoning: str
+) -> None:
+    its, tokenizer = formats(tools, reasoning, *more), marked(*more)
+    reading = its.reading(offer((WEATHER,), ToolChoice()))
+    assert reading is not None
+    given = GenerateParameters(
+        grammar=GrammarParameters(type="json", value={"properties": {"kind": {"const": "x"}}, "required": ["kind"]})
+    )
+    asked = reading.asked(Asked("", given))
+    assert asked.held is not None
+    grammar = asked.held("<|im_start|>assistant\n") or ""
+    for text in (call, '{"kind": "x"}'):
+        assert accepts(tokenizer, grammar, text), text
+        reader = reading.reader("")
+        content = whole([*reader.feed(text), *reader.end()])
+        assert (
+            ("", 1) == (content.text, len(content.calls))
+            if text == call
+            else (text, 0) == (content.text, len(content.calls))
+        )
+    for text in ("It is sunny.", '{"kind": "y"}', f'{{"kind": "x"}}{call}', call.replace("weather", "weather_")):
+        assert not accepts(tokenizer, grammar, text), text
+
+
+def test_a_required_call_comes_instead_of_the_format_and_none_leaves_the_format() -> None:
+    given = GenerateParameters(grammar=GrammarParameters(type="regex", value="a+"))
+    its = formats("hermes", "none")
+    reading = its.reading(required())
+    assert reading is not None
+    asked = reading.asked(Asked("", given))
+    assert asked.held is not None and "weather" in (asked.held("") or "")
+    assert "a+" not in (asked.held("") or "")
+    assert its.reading(offer((WEATHER,), ToolChoice("none"))) is None  # which leaves the grammar as it is
+
+
 def test_a_request_is_asked_for_with_what_its_reader_needs() -> None:
     its = formats("hermes", "mistral")
     for offered, is_held in ((required(), True), (offer((WEATHER,), ToolChoice()), False), (Offer(), False)):
@@ -188,8 +226,6 @@ def test_a_request_is_asked_for_with_what_its_reader_needs() -> None:
     assert reading is not None
     with pytest.raises(ValidationError, match="`ignore_eos` is not served"):
         reading.asked(Asked("", GenerateParameters(ignore_eos=True)))
-    with pytest.raises(ValidationError, match="exclude each other"):
-        reading.asked(Asked("", GenerateParameters(grammar=GrammarParameters(type="json", value="{}"))))
 
 
 def test_errors_speak_of_tools() -> None:

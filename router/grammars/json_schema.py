@@ -1,0 +1,74 @@
+"""JSON schemas that are changed before they hold a text: types for those that name none, and one of several.
+
+A schema that speaks of `properties` says nothing about anything but objects, so that by JSON Schema a number keeps to
+it. Who writes one means an object (and TGI's own examples name no type), as who speaks of `items` means an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+OF_OBJECTS = frozenset({"properties", "required", "additionalProperties", "patternProperties"})
+OF_ARRAYS = frozenset({"items", "prefixItems"})
+# Where a schema says itself what it allows, of whatever type.
+SAYING = frozenset({"type", "const", "enum", "$ref"})
+# Keywords whose value is a schema, a list of schemas, or schemas by name. `not` and `if` are left as they are: there a
+# narrower schema allows more.
+HAVING_ONE = ("additionalProperties", "items", "then", "else", "contains", "additionalItems", "unevaluatedProperties")
+HAVING_MANY = ("prefixItems", "items", "anyOf", "oneOf", "allOf")
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+
+
+def typed(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema with a type at every level that speaks of properties or items and names none."""
+    whole = dict(schema)
+    for one in _all(whole):
+        if not SAYING & one.keys():
+            types = [name for name, words in (("object", OF_OBJECTS), ("array", OF_ARRAYS)) if words & one.keys()]
+            if types:
+                one["type"] = types[0] if len(types) == 1 else types
+    return whole
+
+
+def any_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The schema that is kept to where one of these is. Their references are to themselves as before."""
+    names = [f"it_{number}" for number in range(len(schemas))]
+    places = [f"#/$defs/{name}" for name in names]
+    moved = {name: _moved(*pair) for name, *pair in zip(names, schemas, places, strict=True)}
+    return {"$defs": moved, "anyOf": [{"$ref": place} for place in places]}
+
+
+def _moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The schema with references to its own root, which is at this place."""
+    whole = dict(schema)
+    for one in _all(whole):
+        if isinstance(reference := one.get("$ref"), str) and reference.startswith("#"):
+            one["$ref"] = place + reference[1:]
+    return whole
+
+
+def _all(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A schema and all within it, each of which may be changed. Not by recursion: its client decides how deep it is."""
+    left = [whole]
+    while left:
+        yield (one := left.pop())
+        left += _copied(one)
+
+
+def _copied(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """The schemas within a schema, each of them a copy from now on."""
+    for keyword in HAVING_ONE:
+        if isinstance(schema.get(keyword), dict):
+            schema[keyword] = dict(schema[keyword])
+            yield schema[keyword]
+    for keyword in HAVING_MANY:
+        if isinstance(schema.get(keyword), list):
+            schema[keyword] = [dict(one) if isinstance(one, dict) else one for one in schema[keyword]]
+            yield from (one for one in schema[keyword] if isinstance(one, dict))
+    for keyword in BY_NAME:
+        if isinstance(schema.get(keyword), dict):
+            schema[keyword] = {
+                name: dict(one) if isinstance(one, dict) else one for name, one in schema[keyword].items()
+            }
+            yield from (one for one in schema[keyword].values() if isinstance(one, dict))
