@@ -68,7 +68,21 @@ class ValidationError(RouterError, ValueError):
 
 
 class TooLong(ValidationError):
-    """A prompt, or it with what is asked for behind it, has more tokens than a request may have."""
+    """A prompt, or it with what is asked for behind it, has more tokens than a request may have.
+
+    Clients that go on with a shorter prompt look for words of the API that they speak, which are made of the numbers.
+    most: of the whole sequence; most_prompt: of its prompt; num_prompt: that it has, None where they were not counted;
+    num_new: to be generated, where it is they that do not fit.
+    """
+
+    def __init__(
+        self, detail: str, *, most: int, most_prompt: int, num_prompt: int | None, num_new: int | None = None
+    ) -> None:
+        super().__init__(detail)
+        self.most = most
+        self.most_prompt = most_prompt
+        self.num_prompt = num_prompt
+        self.num_new = num_new
 
 
 class MalformedBody(ValidationError):

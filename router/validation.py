@@ -183,14 +183,14 @@ class Validator:
     def _encode_with_offsets(self, text: str, add_special_tokens: bool) -> Tokens:
         """Counted first: offsets of many tokens are dear, and too many are refused."""
         if (count := self._tokenizer.count(text, add_special_tokens)) > self._limits.max_input_length:
-            raise _too_long(f"{count}", self._limits, SHORTEN)
+            raise _too_long(count, self._limits, SHORTEN)
         return self._tokenizer.encode_with_offsets(text, add_special_tokens)
 
     def _refuse_many_characters(self, text: str, remedy: str) -> None:
         """Before tokenising, which takes seconds for megabytes. No text that would fit is refused."""
         if self._most_characters is not None and len(text) > self._most_characters:
             given = f"{len(text)} characters, and {self._most_characters} are the most that so many tokens can hold"
-            raise _too_long(given, self._limits, remedy)
+            raise _too_long(None, self._limits, remedy, given)
 
     def _refuse_much_to_truncate(self, text: str) -> None:
         if self._most_characters is None or len(text) <= (most := MOST_TIMES_TRUNCATED * self._most_characters):
@@ -201,8 +201,15 @@ class Validator:
         )
 
 
-def _too_long(given: str, limits: Limits, remedy: str) -> TooLong:
-    return TooLong(f"`inputs` must have at most {limits.max_input_length} tokens. Given: {given}: {remedy}")
+def _too_long(num_prompt: int | None, limits: Limits, remedy: str, given: str = "") -> TooLong:
+    """num_prompt: its tokens; None where they were not counted, and `given` says how long it is."""
+    most = limits.max_input_length
+    return TooLong(  # in TGI's words
+        f"`inputs` must have less than {most + 1} tokens. Given: {given or num_prompt}: {remedy}",
+        most=limits.max_total_tokens,
+        most_prompt=most,
+        num_prompt=num_prompt,
+    )
 
 
 def _samplings(sampling: Sampling, best_of: int, num_answers: int | None) -> Iterator[Sampling]:
@@ -264,10 +271,14 @@ def count_tokens(token_ids: list[int], max_new_tokens: int | None, limits: Limit
     if num_inputs + new_tokens > limits.max_total_tokens:
         raise TooLong(
             f"`inputs` tokens + `max_new_tokens` must be <= {limits.max_total_tokens}. Given: {num_inputs} `inputs` "
-            f"tokens and {new_tokens} `max_new_tokens`: ask for fewer or shorten the prompt, or set `truncate`"
+            f"tokens and {new_tokens} `max_new_tokens`: ask for fewer or shorten the prompt, or set `truncate`",
+            most=limits.max_total_tokens,
+            most_prompt=limits.max_input_length,
+            num_prompt=num_inputs,
+            num_new=new_tokens,
         )
     if num_inputs > limits.max_input_length:
-        raise _too_long(f"{num_inputs}", limits, f"shorten the prompt, or set `truncate` to {limits.max_input_length}")
+        raise _too_long(num_inputs, limits, f"shorten the prompt, or set `truncate` to {limits.max_input_length}")
     if max(token_ids) >= limits.vocab_size:
         raise ValidationError(
             f"`inputs` has token {max(token_ids)}, but the model knows {limits.vocab_size} tokens: this text cannot "

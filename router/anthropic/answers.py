@@ -17,7 +17,7 @@ from orjson import dumps
 from router.chat.parts import Part, PlainReader, parts_of
 from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Piece, Reasoning, Text
 from router.entry import Entry, Event, Failed, Finished, Token
-from router.errors import RouterError
+from router.errors import RouterError, TooLong
 from router.generation import OpenRequest
 from router.openai.answers import renamed, status_of
 from router.samples import Answer
@@ -122,10 +122,20 @@ def _arguments(written: str) -> Json:
 
 def error_body(error: RouterError) -> Json:
     """Anthropic's shape, and beside it the `error_type` that every error has here."""
-    sentence = renamed(str(error))
+    words = f"{_context_sentence(error)}. " if isinstance(error, TooLong) else ""
+    sentence = words + renamed(str(error))
     for elsewhere, here in NAMES.items():
         sentence = sentence.replace(elsewhere, here)
     return error_of(status_of(error), sentence, error.error_type)
+
+
+def _context_sentence(error: TooLong) -> str:
+    """Anthropic's words, by which clients know that a shorter prompt would do."""
+    if error.num_new is not None:
+        return (
+            f"input length and `max_tokens` exceed context limit: {error.num_prompt} + {error.num_new} > {error.most}"
+        )
+    return f"prompt is too long: {error.num_prompt or 'too many'} tokens > {error.most_prompt} maximum"
 
 
 def error_of(status: int, sentence: str, error_type: str) -> Json:

@@ -33,10 +33,8 @@ def typed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 def any_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The schema that is kept to where one of these is. Their references are to themselves as before."""
-    names = [f"it_{number}" for number in range(len(schemas))]
-    places = [f"#/$defs/{name}" for name in names]
-    moved = {name: _moved(*pair) for name, *pair in zip(names, schemas, places, strict=True)}
-    return {"$defs": moved, "anyOf": [{"$ref": place} for place in places]}
+    moved = {f"it_{number}": _moved(schema, f"#/$defs/it_{number}") for number, schema in enumerate(schemas)}
+    return {"$defs": moved, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in moved]}
 
 
 def _moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:

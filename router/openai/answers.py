@@ -78,6 +78,17 @@ def renamed(sentence: str) -> str:
     return NOT_HERE.sub("", sentence)
 
 
+def context_sentence(error: TooLong) -> str:
+    """OpenAI's words, by which clients know that a shorter prompt would do."""
+    known = f"This model's maximum context length is {error.most} tokens"
+    if error.num_new is not None:
+        total = (error.num_prompt or 0) + error.num_new
+        parts = f"{error.num_prompt} in the prompt, {error.num_new} in the completion"
+        return f"{known}. However, you requested {total} tokens ({parts})."
+    has = "more" if error.num_prompt is None else f"{error.num_prompt} tokens"
+    return f"{known}, of which a prompt may have {error.most_prompt}. However, your prompt has {has}."
+
+
 def usage(entries: Sequence[Entry]) -> Json:
     """Counts of tokens; the prompt of several answers counts once for each prompt."""
     prompts = one_per_prompt(entries)
@@ -127,8 +138,9 @@ def status_of(error: RouterError) -> int:
 def error_body(error: RouterError) -> Json:
     """OpenAI's shape, and beside it the `error_type` by which Hugging Face's client chooses its exception."""
     status = status_of(error)
+    words = f"{context_sentence(error)} " if isinstance(error, TooLong) else ""
     told = {
-        "message": renamed(str(error)),
+        "message": words + renamed(str(error)),
         "type": ERROR_TYPES.get(status, "server_error"),
         "param": None,
         "code": "context_length_exceeded" if isinstance(error, TooLong) else CODES.get(status),

@@ -132,7 +132,7 @@ def test_empty_prompt_is_refused() -> None:
 
 def test_long_prompt_usually_reports_the_sum() -> None:
     assert refusal(body("x" * 30, max_new_tokens=1)).startswith("`inputs` tokens + `max_new_tokens` must be <= 20")
-    assert refusal(body("x" * 11, max_new_tokens=1)).startswith("`inputs` must have at most 10 tokens. Given: 11")
+    assert refusal(body("x" * 11, max_new_tokens=1)).startswith("`inputs` must have less than 11 tokens. Given: 11")
 
 
 def test_endpoint_without_best_of_or_top_n_says_so() -> None:
@@ -450,7 +450,7 @@ def test_text_of_too_many_characters_is_refused_before_it_is_tokenised() -> None
         return sentences
 
     generate, tokenize = run_validator(story, refused, max_input_length=10)
-    start = f"`inputs` must have at most 10 tokens. Given: {most * 10 + 1} characters, and {most * 10} are the most"
+    start = f"`inputs` must have less than 11 tokens. Given: {most * 10 + 1} characters, and {most * 10} are the most"
     assert generate == f"{start} that so many tokens can hold: shorten the prompt, or set `truncate` to 10"
     assert tokenize == f"{start} that so many tokens can hold: send a shorter text"
     refused.tokenizer.encode_batch_fast.assert_not_called()
@@ -473,7 +473,7 @@ def shaped(text: str, tokens: list[Any]) -> list[Any]:
 def test_tokenize_has_the_limit_of_a_prompt() -> None:
     async def story(validator: Validator) -> Any:
         assert len(await validator.tokenise(asked(GenerateRequest(inputs="x" * 10)), shaped)) == 10
-        with pytest.raises(ValidationError, match=r"must have at most 10 tokens\. Given: 11.* send a shorter text"):
+        with pytest.raises(ValidationError, match=r"must have less than 11 tokens\. Given: 11.* send a shorter text"):
             await validator.tokenise(asked(GenerateRequest(inputs="x" * 11)), shaped)
 
     run_validator(story, byte_tokenizer(), max_input_length=10)

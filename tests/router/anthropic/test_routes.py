@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,15 @@ def test_what_is_wrong_is_400_in_anthropic_s_shape(plain: Served, changes: dict[
             body["error_type"],
         )
         assert sentence in body["error"]["message"] and "`truncate`" not in body["error"]["message"]
+
+
+def test_a_prompt_that_is_too_long_is_told_in_the_words_that_clients_look_for(plain: Served) -> None:
+    for changes, words in (
+        ({"max_tokens": 4500}, r"input length and `max_tokens` exceed context limit: \d+ \+ 4500 > 4500\. "),
+        ({"messages": [{"role": "user", "content": "a" * 5000}]}, r"prompt is too long: \d+ tokens > \d+ maximum\. "),
+    ):
+        error = plain.http.post(URL, json={**BODY, **changes}).json()["error"]
+        assert re.match(words, error["message"]), error
 
 
 def test_null_unknown_and_neutral_fields_are_no_reason_to_refuse(plain: Served) -> None:

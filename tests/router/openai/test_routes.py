@@ -192,6 +192,31 @@ def test_what_is_wrong_is_400_in_openai_s_shape(
     told(template, story, max_client_batch_size=4)
 
 
+def test_a_context_that_is_too_long_is_told_in_the_words_that_clients_look_for(template: str) -> None:
+    async def story(it: Site) -> None:
+        for path, long, words in (
+            (
+                "/v1/completions",
+                {"prompt": "a" * 20, "max_tokens": 200},
+                "However, you requested 220 tokens (20 in the",
+            ),
+            ("/v1/completions", {"prompt": "a" * 100}, "of which a prompt may have 64. However, your prompt has 100"),
+            (
+                "/v1/chat/completions",
+                {"messages": [{"role": "user", "content": "a" * 100}]},
+                "However, your prompt has",
+            ),
+            ("/v1/responses", {"input": "a" * 100}, "However, your prompt has"),
+        ):
+            error = (await it.http.post(path, json=long)).json()["error"]
+            assert error["message"].startswith("This model's maximum context length is 128 tokens")
+            assert words in error["message"] and "context_length_exceeded" == error["code"]
+        error = (await it.http.post("/generate", json={"inputs": "a" * 100})).json()["error"]
+        assert error.startswith("Input validation error: `inputs` must have less than 65 tokens. Given: 100")
+
+    told(template, story)
+
+
 def test_neutral_values_and_unknown_fields_are_no_reason_to_refuse(template: str) -> None:
     async def story(it: Site) -> None:
         neutral = {"tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "logit_bias": {}, "x": 1}
