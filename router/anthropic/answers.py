@@ -131,11 +131,10 @@ def error_body(error: RouterError) -> Json:
 
 def _context_sentence(error: TooLong) -> str:
     """Anthropic's words, by which clients know that a shorter prompt would do."""
-    if error.num_new is not None:
-        return (
-            f"input length and `max_tokens` exceed context limit: {error.num_prompt} + {error.num_new} > {error.most}"
-        )
-    return f"prompt is too long: {error.num_prompt or 'too many'} tokens > {error.most_prompt} maximum"
+    num_prompt, num_new = error.num_prompt, error.num_new
+    if num_prompt is not None and num_prompt <= error.most_prompt:
+        return f"input length and `max_tokens` exceed context limit: {num_prompt} + {num_new} > {error.most}"
+    return f"prompt is too long: {num_prompt or 'too many'} tokens > {error.most_prompt} maximum"
 
 
 def error_of(status: int, sentence: str, error_type: str) -> Json:
