@@ -345,7 +345,9 @@ class Batcher:
     def _finish(self, entry: Entry, reason: FinishReason) -> None:
         timings = Timings(entry.queued_at, entry.admitted_at, entry.first_token_at, self._clock())
         self._end(entry)
-        entry.events.put_nowait(Finished(reason, entry.generated.text, entry.generated.num_tokens, timings))
+        stopped_by = entry.stopped_by if reason is FinishReason.STOP_SEQUENCE else None
+        told = Finished(reason, entry.generated.text, entry.generated.num_tokens, timings, stopped_by)
+        entry.events.put_nowait(told)
 
     def _fail(self, entry: Entry, error: RouterError) -> None:
         self._end(entry)

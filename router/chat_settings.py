@@ -47,6 +47,14 @@ class ChatSettings:
             "when": "The template says nothing or the wrong thing. none: it stays in the text.",
         },
     )
+    reasoning_field: str = field(
+        default="reasoning_content",
+        metadata={
+            "help": "What that is called in the messages of chats; both names are taken in requests.",
+            "choices": ("reasoning_content", "reasoning"),
+            "when": "Your clients were written for a server that calls it `reasoning`.",
+        },
+    )
     max_n: int = field(
         default=16,
         metadata={

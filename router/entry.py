@@ -167,6 +167,7 @@ class Finished:
     generated_text: str
     generated_tokens: int
     timings: Timings
+    stopped_by: str | int | None = None  # a stop sequence that is not part of the text, or one of `stop_token_ids`
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +292,14 @@ class Entry(Scheduled):
     prompt_scores: PromptScores = field(default_factory=PromptScores)
     forced_scores: PromptScores = field(default_factory=PromptScores)  # the model's own, where they are asked for
     match: Match | None = None  # what finds out what its grammar allows
+
+    @property
+    def stopped_by(self) -> str | int | None:
+        """What of the request's own ended it, where that is no part of its text."""
+        if self.generated.stop_sequence is not None:
+            return self.generated.stop_sequence
+        last = self.generated_ids[-1] if self.generated_ids else None
+        return last if last in self.request.ends.stop_ids else None
 
     def note_logprobs(self, logprobs: Sequence[float], top_ids: Sequence[int], top_logprobs: Sequence[float]) -> None:
         """Keep what a step found of tokens that are known: first those of the prompt, then those that are forced."""

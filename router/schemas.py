@@ -61,6 +61,7 @@ class Lenient(Strict):
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", frozen=True)
 
     not_served: ClassVar[Mapping[str, NotServed]] = {}
+    known: ClassVar[frozenset[str]] = frozenset()  # of other fields: those that are looked at all the same
 
     def refuse_what_is_not_served(self) -> None:
         """Raises ValidationError for a field whose meaning would be lost."""
@@ -69,9 +70,15 @@ class Lenient(Strict):
                 raise ValidationError(f"`{name}` {its.sentence}")
 
     def ignored(self) -> list[str]:
-        """Names of the fields that nobody looks at."""
+        """Names of the fields that nobody looks at, also those within other objects, each once."""
         extra = self.model_extra or {}
-        return [name for name, value in extra.items() if value is not None and name not in self.not_served]
+        looked_at = self.known.union(self.not_served)
+        found = [name for name, value in extra.items() if value is not None and name not in looked_at]
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for one in value if isinstance(value, list) else (value,):
+                found += [f"{name}.{inner}" for inner in one.ignored()] if isinstance(one, Lenient) else ()
+        return list(dict.fromkeys(found))
 
 
 class GrammarParameters(Strict):

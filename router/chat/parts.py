@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
+from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Piece, Reasoning, Text
 
 Kind = Literal["text", "reasoning", "call"]
 
@@ -26,6 +26,36 @@ class PlainReader:
     def end(self) -> list[Piece]:
         """Nothing is held back."""
         return []
+
+
+class CountingReader:
+    """A reader that knows how many tokens were reasoning: those up to the last one that completed some."""
+
+    def __init__(self, reader: AnswerReader) -> None:
+        self.num_reasoning = 0
+        self.is_plain = isinstance(reader, PlainReader)
+        self._reader = reader
+        self._num_waiting = 0  # tokens whose text the reader holds back
+
+    def feed(self, text: str) -> list[Piece]:
+        """What a token's text completes; one of no text is a part of a character that is told with a later one."""
+        self._num_waiting += 1
+        if not text:
+            return []
+        if pieces := self._reader.feed(text):
+            if isinstance(pieces[0], Reasoning):
+                self.num_reasoning += self._num_waiting
+            self._num_waiting = 0
+        return pieces
+
+    @property
+    def is_in_call(self) -> bool:
+        """Whether a call has begun whose arguments are not complete."""
+        return self._reader.is_in_call
+
+    def end(self) -> list[Piece]:
+        """What is left."""
+        return self._reader.end()
 
 
 @dataclass(slots=True)

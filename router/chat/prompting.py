@@ -31,6 +31,13 @@ INSTRUCTION = (
 )
 
 
+def effort(given: str | None) -> Mapping[str, bool | str]:
+    """What an effort of reasoning means to a chat template: `none`, or a word that it knows; None: nothing."""
+    if given is None:
+        return {}
+    return {"enable_thinking": False} if given == "none" else {"enable_thinking": True, "reasoning_effort": given}
+
+
 def rendering(
     template: ChatTemplate,
     aside: Aside,

@@ -53,14 +53,14 @@ class Reading:
         wanted = grammar_of(one.given)
         if wanted is not None and self.offered.choice.mode != "required":
             held = partial(self._calls_or if self.offered.tools else self._behind_reasoning, wanted, begun)
-            return replace(one, shown_marks=self.shown_marks, held=held)
+            return replace(one, shown_marks=one.shown_marks | self.shown_marks, held=held)
         if self.held("", begun) is None:
-            return replace(one, shown_marks=self.shown_marks)
+            return replace(one, shown_marks=one.shown_marks | self.shown_marks)
         if one.given.ignore_eos:
             raise ValidationError(
                 "`ignore_eos` is not served where a call of `tools` is required or strict: leave it out"
             )
-        return replace(one, shown_marks=self.shown_marks, held=partial(self.held, begun=begun))
+        return replace(one, shown_marks=one.shown_marks | self.shown_marks, held=partial(self.held, begun=begun))
 
     def held(self, prompt_end: str, begun: str = "") -> str | None:
         """What holds an answer to its calls, in Lark's notation; None: nothing does. As for `reader`."""

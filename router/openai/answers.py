@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from orjson import dumps
 
@@ -45,6 +45,13 @@ NAMES = {
 NOT_HERE = re.compile(r", or set `truncate`( to \d+)?")  # a remedy that `/v1` does not have
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
 Json = dict[str, Any]
+
+
+class UsageWanted(NamedTuple):
+    """Which chunks of a stream have counts of tokens: one more at its end, and each, as far as it has come."""
+
+    at_end: bool = False
+    in_every_chunk: bool = False
 
 
 def now() -> int:
@@ -89,8 +96,8 @@ def context_sentence(error: TooLong) -> str:
     return f"{known}, of which a prompt may have {error.most_prompt}. However, your prompt has {has}."
 
 
-def usage(entries: Sequence[Entry]) -> Json:
-    """Counts of tokens; the prompt of several answers counts once for each prompt."""
+def usage(entries: Sequence[Entry], num_reasoning: int | None = None) -> Json:
+    """Counts of tokens; the prompt of several answers counts once for each. num_reasoning: of a chat's answers."""
     prompts = one_per_prompt(entries)
     prompt = sum(entry.request.input_length for entry in prompts)
     generated = sum(entry.generated.num_tokens for entry in entries)
@@ -99,6 +106,7 @@ def usage(entries: Sequence[Entry]) -> Json:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(entry.num_cached for entry in prompts)},
+        **({} if num_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}),
     }
 
 
@@ -110,10 +118,11 @@ def chat_completion(head: Head, answers: Sequence[Answer], entries: Sequence[Ent
             "message": {"role": "assistant", "content": answer.finished.generated_text},
             "logprobs": None,
             "finish_reason": REASONS[answer.finished.reason],
+            **stop_reason(answer.finished),
         }
         for index, answer in enumerate(answers)
     ]
-    return head.fields("chat.completion") | {"choices": choices, "usage": usage(entries)}
+    return head.fields("chat.completion") | {"choices": choices, "usage": usage(entries, 0)}
 
 
 def completion(head: Head, answers: Sequence[Answer], entries: Sequence[Entry], echoed: Sequence[str]) -> Json:
@@ -124,10 +133,16 @@ def completion(head: Head, answers: Sequence[Answer], entries: Sequence[Entry], 
             "text": echo + answer.finished.generated_text,
             "logprobs": None,
             "finish_reason": REASONS[answer.finished.reason],
+            **stop_reason(answer.finished),
         }
         for index, (answer, echo) in enumerate(zip(answers, echoed, strict=True))
     ]
     return head.fields("text_completion") | {"choices": choices, "usage": usage(entries)}
+
+
+def stop_reason(finished: Finished) -> Json:
+    """Which of the request's stop sequences and tokens ended it, as vLLM calls it; nothing where none did."""
+    return {} if finished.stopped_by is None else {"stop_reason": finished.stopped_by}
 
 
 def status_of(error: RouterError) -> int:
@@ -154,13 +169,16 @@ class ChunkFrames:
     echoed: what comes before each answer of a completion; None for a chat.
     """
 
-    def __init__(self, head: Head, opened: OpenRequest, *, includes_usage: bool, echoed: Sequence[str] | None) -> None:
+    def __init__(
+        self, head: Head, opened: OpenRequest, *, includes_usage: UsageWanted, echoed: Sequence[str] | None
+    ) -> None:
         self._entries = entries = opened.entries
         self._echoed = echoed
-        self._includes_usage = includes_usage
+        self._includes_usage = includes_usage.at_end
+        self._is_counting = includes_usage.in_every_chunk
         self._is_chat = is_chat = echoed is None
         self._fields = head.fields("chat.completion.chunk" if is_chat else "text_completion")
-        self._tail: Json = {"usage": None} if includes_usage else {}
+        self._tail: Json = {"usage": None} if includes_usage.at_end else {}
         self._begun = [False for _ in entries]
         self._num_left = len(entries)
         # A piece of text of sequence 0, which is nearly every chunk: all but the text.
@@ -173,7 +191,7 @@ class ChunkFrames:
         frames += self._content(index, events)
         last = events[-1]
         if isinstance(last, Finished):
-            frames.append(frame(self._chunk(index, "", REASONS[last.reason])))
+            frames.append(frame(self._ended(self._chunk(index, "", REASONS[last.reason]), last)))
             self._num_left -= 1
         elif isinstance(last, Failed):
             return b"".join(frames) + frame(error_body(last.error)) + DONE
@@ -190,17 +208,30 @@ class ChunkFrames:
             return [frame(self._chunk(index, "", None, role="assistant"))]
         return [self._text_frame(index, self._echoed[index])] if self._echoed[index] else []
 
+    def _ended(self, chunk: Json, last: Finished) -> Json:
+        """The last chunk of an answer."""
+        chunk["choices"][0] |= stop_reason(last)
+        return chunk
+
+    def _usage(self) -> Json:
+        return usage(self._entries, 0 if self._is_chat else None)
+
     def _text_frame(self, index: int, text: str) -> bytes:
-        if index == 0:
+        if index == 0 and not self._is_counting:
             return self._before + dumps(text) + self._after
         return frame(self._chunk(index, text, None))
 
     def _chunk(self, index: int, text: str, reason: str | None, **delta: str) -> Json:
         content: Json = {"delta": {**delta, "content": text}} if self._is_chat else {"text": text}
         choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
-        return {**self._fields, "choices": [choice], **self._tail}
+        return self._with([choice])
+
+    def _with(self, choices: Sequence[Json]) -> Json:
+        """A chunk of these choices, with what every chunk says."""
+        tail = {"usage": self._usage()} if self._is_counting else self._tail
+        return {**self._fields, "choices": choices, **tail}
 
     def _end(self) -> bytes:
         if not self._includes_usage:
             return DONE
-        return frame({**self._fields, "choices": [], "usage": usage(self._entries)}) + DONE
+        return frame({**self._fields, "choices": [], "usage": self._usage()}) + DONE

@@ -5,17 +5,19 @@ An absent temperature is 1, as OpenAI has it, so that answers differ unless ther
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from router.asked import Asked, Rendering
+from router.chat.prompting import effort
 from router.chat.transcript import text_of
 from router.errors import ValidationError
+from router.openai.constraints import constraint_of
 from router.openai.response_format import grammar_of_format
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation, Message
 from router.openai.tools import calls_of, refuse_excess_of_calls
-from router.schemas import GenerateParameters
+from router.schemas import GenerateParameters, GrammarParameters
 
 ROLES = {"developer": "system"}  # a newer name, which templates do not know
 
@@ -25,9 +27,13 @@ def of_chat(body: ChatRequest, render: Rendering, max_n: int, candidates: int | 
 
     candidates: wanted with the log-probability of each token; None: no log-probabilities.
     """
-    most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    asked = _asked(body, render, most, max_n, has_special_tokens=True)
+    asked = _asked(body, render, most_of(body), max_n, has_special_tokens=True)
     return [scored(asked, candidates, of_prompt=False)]
+
+
+def most_of(body: Generation) -> int | None:
+    """How many tokens are wanted, by the newer name or the older one."""
+    return body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
 
 
 def scored(asked: Asked, candidates: int | None, *, of_prompt: bool) -> Asked:
@@ -41,7 +47,8 @@ def scored(asked: Asked, candidates: int | None, *, of_prompt: bool) -> Asked:
 def of_completion(body: CompletionRequest, max_n: int, max_prompts: int, candidates: int | None) -> list[Asked]:
     """What a completion asks for: one for each prompt. Raises ValidationError. candidates: as in `of_chat`."""
     num_answers = _num_answers(body, max_n)
-    most, generates = body.max_tokens, body.max_tokens != 0
+    most = most_of(body)
+    generates = most != 0
     if not generates and not body.echo:
         raise ValidationError(
             "`max_tokens` is 0, so that nothing would be answered: ask for 1 or more, or set `echo` to be given the "
@@ -97,6 +104,8 @@ def _asked(
     has_special_tokens: bool = False,
 ) -> Asked:
     body.refuse_what_is_not_served()
+    if body.stream_options is not None and not body.stream:
+        raise ValidationError("`stream_options` needs `stream` to be true: set it, or leave them out")
     count = 1 if body.n is None else body.n
     if not 0 < count <= max_n:
         raise ValidationError(f"`n` must be > 0 and <= {max_n}. Given: {count}")
@@ -121,8 +130,18 @@ def _parameters(body: Generation, most: int | None) -> GenerateParameters:
         min_tokens=body.min_tokens,
         stop_token_ids=body.stop_token_ids,
         repetition_penalty=body.repetition_penalty,
-        grammar=grammar_of_format(body.response_format),
+        typical_p=None if is_greedy else body.typical_p,
+        bad_words=body.bad_words,
+        grammar=_grammar(body),
     )
+
+
+def _grammar(body: Generation) -> GrammarParameters | None:
+    """What the text is held to, by OpenAI's name or by another server's. Raises ValidationError."""
+    by_format, by_other = grammar_of_format(body.response_format), constraint_of(body.model_extra or {})
+    if by_format is not None and by_other is not None:
+        raise ValidationError("`response_format` and another server's name for it are both given: give one")
+    return by_format or by_other
 
 
 def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
@@ -131,9 +150,25 @@ def messages_of(body: ChatRequest) -> list[dict[str, Any]]:
         raise ValidationError("`messages` is empty: give at least one")
     refuse_excess_of_calls(call for message in body.messages for call in message.tool_calls or ())
     found = [_message(number, message) for number, message in enumerate(body.messages)]
-    if body.continue_final_message and found[-1]["role"] != "assistant":
-        raise ValidationError("`continue_final_message` needs a last message of the role assistant")
+    if body.continue_final_message:
+        _check_continued(body, [message["role"] for message in found])
     return found
+
+
+def _check_continued(body: ChatRequest, roles: Sequence[str]) -> None:
+    if roles[-1] != "assistant":
+        raise ValidationError("`continue_final_message` needs a last message of the role assistant")
+    if list(roles[-2:]) == ["assistant", "assistant"]:
+        raise ValidationError("`continue_final_message` is given two messages of the assistant at the end: join them")
+    if body.add_generation_prompt:
+        raise ValidationError(
+            "`add_generation_prompt` and `continue_final_message` exclude each other: a message is begun or continued"
+        )
+
+
+def variables_of(body: ChatRequest) -> Mapping[str, Any]:
+    """The variables of the chat template. What a client sets by name counts more than `reasoning_effort`."""
+    return {**effort(body.reasoning_effort), **(body.chat_template_kwargs or {})}
 
 
 def begun(body: ChatRequest) -> str:
@@ -150,7 +185,7 @@ def _message(number: int, message: Message) -> dict[str, Any]:
         "name": message.name,
         "tool_calls": calls_of(f"messages.{number}.tool_calls", message.tool_calls or ()) or None,
         "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning_content,
+        "reasoning_content": message.reasoning_content or message.reasoning,
     }
     return told | {name: value for name, value in optional.items() if value is not None}
 

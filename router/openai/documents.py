@@ -16,6 +16,12 @@ class CachedTokens(BaseModel):
     cached_tokens: int
 
 
+class ReasoningTokens(BaseModel):
+    """Of a chat's answers."""
+
+    reasoning_tokens: int
+
+
 class Usage(BaseModel):
     """Counts of tokens, of all answers together."""
 
@@ -23,6 +29,7 @@ class Usage(BaseModel):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: CachedTokens
+    completion_tokens_details: ReasoningTokens | None = None
 
 
 class Answered(BaseModel):
@@ -85,6 +92,7 @@ class ChatMessage(BaseModel):
     role: Literal["assistant"]
     content: str | None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCall] | None = None
 
 
@@ -95,6 +103,7 @@ class ChatChoice(BaseModel):
     message: ChatMessage
     logprobs: ChatLogprobs | None
     finish_reason: ChatReason
+    stop_reason: str | int | None = None
 
 
 class ChatCompletion(Answered):
@@ -112,6 +121,7 @@ class TextChoice(BaseModel):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Reason
+    stop_reason: str | int | None = None
 
 
 class TextCompletion(Answered):
@@ -144,6 +154,7 @@ class Delta(BaseModel):
     role: Literal["assistant"] | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 
@@ -154,6 +165,7 @@ class ChatChunkChoice(BaseModel):
     delta: Delta
     logprobs: ChatLogprobs | None
     finish_reason: ChatReason | None
+    stop_reason: str | int | None = None
 
 
 class ChatChunk(Answered):
@@ -171,6 +183,7 @@ class TextChunkChoice(BaseModel):
     text: str
     logprobs: TextLogprobs | None
     finish_reason: Reason | None
+    stop_reason: str | int | None = None
 
 
 class TextChunk(Answered):

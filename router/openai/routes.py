@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from fastapi import FastAPI, Request
@@ -12,7 +13,7 @@ from starlette.responses import Response
 from router import tgi
 from router.api_document import ERROR_STATUSES, documented
 from router.asked import Asked, Rendering
-from router.chat.pieces import AnswerReader
+from router.chat.parts import CountingReader
 from router.chat.prompting import rendering
 from router.chat.reading import Reading
 from router.chat.tools import Offer
@@ -47,6 +48,7 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
         candidates = logprobs.candidates_of_chat(body.logprobs, body.top_logprobs, config.max_top_n_tokens)
         wanted = asked.of_chat(body, rendering_of(body, services, offered), config.max_n, candidates)
         scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
+        wanted = _with_special_tokens(body, wanted, services)
         head = _head(request, body, services, "chatcmpl")
         if reading is not None:
             return await _read_chat(request, body, wanted, services, head, reading, scoring)
@@ -63,6 +65,7 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
         candidates = logprobs.candidates_of_completion(body.logprobs, config.max_top_n_tokens)
         wanted = asked.of_completion(body, config.max_n, config.max_client_batch_size, candidates)
         scoring = None if candidates is None else Scoring(candidates, services.tokenizer, _scored_prompts(body, wanted))
+        wanted = _with_special_tokens(body, wanted, services)
         head = _head(request, body, services, "cmpl")
         echoed = partial(_echoed, body, wanted, services)
         if body.stream:
@@ -107,10 +110,18 @@ def rendering_of(body: ChatRequest, services: Services, offered: Offer | None = 
         offered if offered is not None else tools.offered(body),
         services.answer_formats.tools,
         instruction=body.tool_prompt,
-        variables=body.chat_template_kwargs,
+        variables=asked.variables_of(body),
         add_generation_prompt=body.add_generation_prompt is not False,
         continue_final_message=body.continue_final_message is True,
     )
+
+
+def _with_special_tokens(body: Generation, wanted: list[Asked], services: Services) -> list[Asked]:
+    """The same with special tokens in the text, but for those that end it, where the client wants that."""
+    if body.skip_special_tokens is not False:
+        return wanted
+    shown = services.tokenizer.special_ids - services.tokenizer.eos_ids
+    return [replace(one, shown_marks=shown) for one in wanted]
 
 
 def _counts(opened: OpenRequest, given: Sequence[Answer], services: Services) -> dict[str, str]:
@@ -151,15 +162,17 @@ async def _read_chat(
     """A chat whose answers may have reasoning or calls of tools."""
     begun = asked.begun(body)
     wanted = [reading.asked(one, begun) for one in wanted]
+    name = None if reading.manner.reasoning is None else services.config.reasoning_field
+    shown = read_answers.Shown(name, body.include_reasoning is not False)
 
-    def readers(opened: OpenRequest) -> list[AnswerReader]:
+    def readers(opened: OpenRequest) -> list[CountingReader]:
         ends = [services.tokenizer.end_of(entry.request.prompt_ids) for entry in opened.entries]
-        return [reading.reader(end, begun) for end in ends]
+        return [CountingReader(reading.reader(end, begun)) for end in ends]
 
     def frames(opened: OpenRequest) -> Frames:
-        usage = _includes_usage(body)
+        usage = _usage_of(body)
         return _for_client(
-            body, read_answers.ReadChunkFrames(head, opened, readers(opened), scoring, includes_usage=usage)
+            body, read_answers.ReadChunkFrames(head, opened, readers(opened), scoring, shown, includes_usage=usage)
         )
 
     if body.stream:
@@ -167,7 +180,7 @@ async def _read_chat(
     opened, found = await collect(request, wanted, services)
 
     def shape() -> answers.Json:
-        whole = read_answers.chat_completion(head, found, opened.entries, readers(opened))
+        whole = read_answers.chat_completion(head, found, opened.entries, readers(opened), shown)
         return whole if scoring is None else add_to_chat(whole, found, scoring)
 
     return json_response(await shaped(request, services, shape), _counts(opened, found, services))
@@ -178,8 +191,11 @@ def _for_client(body: Generation, frames: Frames) -> Frames:
     return tgi_client.TgiClientFrames(frames) if is_tgi_s else frames
 
 
-def _includes_usage(body: Generation) -> bool:
-    return body.stream_options is not None and body.stream_options.include_usage is True
+def _usage_of(body: Generation) -> answers.UsageWanted:
+    options = body.stream_options
+    if options is None or options.include_usage is not True:
+        return answers.UsageWanted()
+    return answers.UsageWanted(at_end=True, in_every_chunk=options.continuous_usage_stats is True)
 
 
 def _stream_headers(services: Services) -> dict[str, str]:
@@ -198,7 +214,7 @@ async def _stream(
     """echoed: what comes before each answer of a completion; of a chat, nothing. Called once the prompts are valid."""
 
     def frames(opened: OpenRequest) -> Frames:
-        includes_usage = _includes_usage(body)
+        includes_usage = _usage_of(body)
         if scoring is not None:
             is_chat = isinstance(body, ChatRequest)
             workers = services.workers

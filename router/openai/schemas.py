@@ -11,7 +11,8 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from router.schemas import Integer, Lenient, NotServed, Strict
+from router.openai import constraints
+from router.schemas import Integer, Lenient, NotServed
 
 ModelName = Annotated[str, Field(max_length=256)]  # each chunk of a stream has it
 Texts = Annotated[list[str], Field(fail_fast=True)]
@@ -20,10 +21,13 @@ Objects = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 NO_FUNCTIONS: Sequence[Any] = (None, [], "auto", "none")
 
 
-class StreamOptions(Strict):
+class StreamOptions(Lenient):
     """What a stream has besides its chunks."""
 
     include_usage: bool | None = Field(default=None, description="A last chunk with the counts of tokens.")
+    continuous_usage_stats: bool | None = Field(
+        default=None, description="Not OpenAI's: the counts so far in every chunk, where `include_usage` is true."
+    )
 
 
 class Generation(Lenient):
@@ -38,7 +42,18 @@ class Generation(Lenient):
         "audio": NotServed(),
         "prediction": NotServed(),
         "web_search_options": NotServed(),
+        # Of vLLM, SGLang and llama.cpp: what changes the answer.
+        "return_token_ids": NotServed((None, False)),
+        "return_tokens_as_token_ids": NotServed((None, False)),
+        "include_stop_str_in_output": NotServed((None, False)),
+        "use_beam_search": NotServed((None, False)),
+        "allowed_token_ids": NotServed(),
+        "prompt_logprobs": NotServed(sentence="is not served: `echo` with `logprobs` of a completion tells them"),
+        "truncate_prompt_tokens": NotServed((None, -1)),
+        "logits_processors": NotServed((None, [])),
+        "lora_path": NotServed(),
     }
+    known = frozenset({*constraints.NAMES, constraints.NESTED})
 
     model: ModelName | None = Field(default=None, description="Any name; the answer has it.")
     n: Integer | None = Field(default=None, description="Answers to the same prompt.")
@@ -46,6 +61,7 @@ class Generation(Lenient):
     stream: bool | None = Field(default=None, description="Answer with server-sent events.")
     stream_options: StreamOptions | None = None
     max_tokens: Integer | None = Field(default=None, description="Absent: as many as `max_total_tokens` leaves.")
+    max_completion_tokens: Integer | None = Field(default=None, description="The newer name of `max_tokens`.")
     temperature: float | None = Field(default=None, description="0: the most likely tokens. Absent: 1.")
     top_p: float | None = None
     top_k: Integer | None = Field(default=None, description="Not OpenAI's: keep the k likeliest; -1 or 0: all.")
@@ -58,13 +74,18 @@ class Generation(Lenient):
     ignore_eos: bool | None = Field(default=None, description="Not OpenAI's: do not end at the model's end tokens.")
     min_tokens: Integer | None = Field(default=None, description="Not OpenAI's: nothing ends the text before.")
     stop_token_ids: TokenIds | None = Field(default=None, description="Not OpenAI's: end after these tokens too.")
+    typical_p: float | None = Field(default=None, description="Not OpenAI's, as on TGI's routes.")
+    bad_words: Texts | None = Field(default=None, description="Not OpenAI's, as on TGI's routes.")
+    skip_special_tokens: bool | None = Field(
+        default=None, description="Not OpenAI's: false shows special tokens in the text."
+    )
     response_format: dict[str, Any] | None = Field(
         default=None, description="text, json_object or json_schema; TGI's {type, value} too."
     )
     user: str | None = Field(default=None, description="Ignored.")
 
 
-class Message(Strict):
+class Message(Lenient):
     """One message of a chat."""
 
     role: str
@@ -73,15 +94,28 @@ class Message(Strict):
     tool_calls: Objects | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = Field(default=None, description="What the model thought before this answer.")
+    reasoning: str | None = Field(default=None, description="Another name of it.")
 
 
 class ChatRequest(Generation):
     """The body of `/v1/chat/completions`."""
 
+    not_served: ClassVar[Mapping[str, NotServed]] = {
+        **Generation.not_served,
+        "best_of": NotServed((None, 1), "is not served in chats: ask for `n` answers"),
+        "echo": NotServed((None, False)),
+        "chat_template": NotServed(sentence="is not served: the server has its own, `--chat-template`"),
+        "documents": NotServed((None, [])),
+    }
+
     messages: Annotated[list[Message], Field(fail_fast=True)]
     logprobs: bool | None = Field(default=None, description="Tell the log-probability of each token of the text.")
     top_logprobs: Integer | None = Field(default=None, description="Likeliest tokens told beside each of them.")
-    max_completion_tokens: Integer | None = Field(default=None, description="The newer name of `max_tokens`.")
+    reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
+        default=None, description="`none`, or what the chat template knows of it."
+    )
+    include_reasoning: bool | None = Field(default=None, description="Not OpenAI's: false leaves reasoning out.")
+    store: bool | None = Field(default=None, description="Nothing is stored, whatever is asked for.")
     tools: Objects | None = Field(default=None, description="Functions that the model may call. At most 128.")
     tool_choice: str | dict[str, Any] | None = Field(
         default=None, description='"auto", "none", "required", or a function that must be called.'

@@ -8,7 +8,7 @@ from functools import partial
 
 from router.entry import Event, Finished, PromptScores, Token
 from router.generation import OpenRequest
-from router.openai.answers import ChunkFrames, Head
+from router.openai.answers import ChunkFrames, Head, UsageWanted
 from router.openai.logprobs import (
     CompletionLogprobs,
     Json,
@@ -101,7 +101,7 @@ class ScoredFrames(ChunkFrames):
         scoring: Scoring,
         workers: Workers,
         *,
-        includes_usage: bool,
+        includes_usage: UsageWanted,
         is_chat: bool,
     ) -> None:
         echoed = None if is_chat else [""] * len(opened.entries)

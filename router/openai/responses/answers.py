@@ -11,8 +11,7 @@ from typing import Any
 
 from orjson import JSONEncodeError, dumps
 
-from router.chat.parts import Part, PlainReader, parts_of
-from router.chat.pieces import AnswerReader, Piece, Reasoning
+from router.chat.parts import CountingReader, Part, parts_of
 from router.entry import Entry
 from router.errors import RouterError
 from router.openai import answers
@@ -93,36 +92,6 @@ def _if_short(value: Any, otherwise: Any) -> Any:
         return value if len(dumps(value)) <= MOST_ECHOED else otherwise
     except JSONEncodeError:  # it has a number of more than 64 bits
         return otherwise
-
-
-class CountingReader:
-    """A reader that knows how many tokens were reasoning: those up to the last one that completed some."""
-
-    def __init__(self, reader: AnswerReader) -> None:
-        self.num_reasoning = 0
-        self.is_plain = isinstance(reader, PlainReader)
-        self._reader = reader
-        self._num_waiting = 0  # tokens whose text the reader holds back
-
-    def feed(self, text: str) -> list[Piece]:
-        """What a token's text completes; one of no text is a part of a character that is told with a later one."""
-        self._num_waiting += 1
-        if not text:
-            return []
-        if pieces := self._reader.feed(text):
-            if isinstance(pieces[0], Reasoning):
-                self.num_reasoning += self._num_waiting
-            self._num_waiting = 0
-        return pieces
-
-    @property
-    def is_in_call(self) -> bool:
-        """Whether a call has begun whose arguments are not complete."""
-        return self._reader.is_in_call
-
-    def end(self) -> list[Piece]:
-        """What is left."""
-        return self._reader.end()
 
 
 def usage(entry: Entry, num_generated: int, num_reasoning: int) -> Json:

@@ -7,6 +7,7 @@ from typing import Any
 
 import orjson
 
+from router.chat.prompting import effort
 from router.chat.tools import Offer, Tool, ToolChoice, allowed_of, offer, tool_in
 from router.chat.transcript import Transcript, string_of, text_of
 from router.errors import ValidationError
@@ -72,10 +73,7 @@ def _check_metadata(given: Mapping[str, str]) -> None:
 
 def variables_of(body: InputRequest) -> Mapping[str, bool | str]:
     """What `reasoning` means to a chat template."""
-    effort = body.reasoning.effort if body.reasoning is not None else None
-    if effort is None:
-        return {}
-    return {"enable_thinking": False} if effort == "none" else {"enable_thinking": True, "reasoning_effort": effort}
+    return effort(body.reasoning.effort if body.reasoning is not None else None)
 
 
 def transcript_of(body: InputRequest) -> Transcript:

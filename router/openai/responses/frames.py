@@ -12,14 +12,14 @@ from typing import Any
 
 from orjson import dumps
 
-from router.chat.parts import Kind, Part
+from router.chat.parts import CountingReader, Kind, Part
 from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 from router.entry import Event, Failed, Finished, Token
 from router.errors import RouterError
 from router.generation import OpenRequest
 from router.openai.logprobs import ShownToken, ShownTokens
 from router.openai.responses import answers
-from router.openai.responses.answers import CountingReader, Head
+from router.openai.responses.answers import Head
 from router.openai.scored import Scoring, text_of
 
 Json = dict[str, Any]

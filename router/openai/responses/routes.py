@@ -9,6 +9,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from router.api_document import ERROR_STATUSES, documented
+from router.chat.parts import CountingReader
 from router.continuing import created_of
 from router.conversing import Turn, turn_of
 from router.generation import OpenRequest
@@ -39,7 +40,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         head = answers.Head(request.state.request_id, model, answers.echo_of(body), created_of(request))
 
         def frames(opened: OpenRequest) -> ResponseFrames:
-            reader = answers.CountingReader(turn.reader(services, opened.entries[0]))
+            reader = CountingReader(turn.reader(services, opened.entries[0]))
             return ResponseFrames(head, reader, opened, scoring)
 
         if body.stream:
@@ -47,7 +48,7 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
             return await stream(request, [wanted], services, frames, headers)
         opened, [answer] = await collect(request, [wanted], services)
         [entry] = opened.entries
-        reader = answers.CountingReader(turn.reader(services, entry))
+        reader = CountingReader(turn.reader(services, entry))
         shape = partial(answers.response, head, answer, entry, reader, scoring)
         return json_response(await shaped(request, services, shape))
 

@@ -57,7 +57,8 @@ def test_a_chat_is_answered_in_openai_s_shape(template: str) -> None:
         expected = {"role": "assistant", "content": "one two"}
         assert [{"index": 0, "message": expected, "logprobs": None, "finish_reason": "stop"}] == body["choices"]
         usage = {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
-        assert {**usage, "prompt_tokens_details": {"cached_tokens": 0}} == body["usage"]
+        details = {"completion_tokens_details": {"reasoning_tokens": 0}, "prompt_tokens_details": {"cached_tokens": 0}}
+        assert {**usage, **details} == body["usage"]
         assert ("5", "8") == (answer.headers["x-prompt-tokens"], answer.headers["x-generated-tokens"])
         assert answer.headers["x-total-time"].isdigit() and answer.headers["x-compute-type"]
 

@@ -75,7 +75,8 @@ def gathered(chunks: list[dict[str, Any]], index: int = 0) -> tuple[dict[str, An
         delta = choice["delta"]
         message["content"] += delta.get("content") or ""
         if "reasoning_content" in delta:
-            message["reasoning_content"] = message.get("reasoning_content", "") + delta["reasoning_content"]
+            known, more = message.get("reasoning_content"), delta["reasoning_content"]
+            message["reasoning_content"] = more if known is None else known + (more or "")
         for call in delta.get("tool_calls", ()):
             calls = message.setdefault("tool_calls", [])
             if call["index"] == len(calls):
@@ -213,6 +214,33 @@ def test_reasoning_is_told_apart(tmp_path: Path) -> None:
         assert ("Wh", "", "length") == (message["reasoning_content"], message["content"], reason)
 
     told(tmp_path, story, f"<think>\nWhy?\n</think>\n\n{HERMES}", f"{{# </think> #}}{HERMES_TEMPLATE}")
+
+
+def test_reasoning_has_its_name_its_count_and_may_be_left_out(tmp_path: Path) -> None:
+    text, template = "<think>\nWhy?\n</think>\n\nSo.", "{# </think> #}{{ reasoning_effort }}"
+
+    async def story(it: Site) -> None:
+        for stream in (False, True):
+            for field in ("", "include_reasoning"):
+                asked: dict[str, Any] = {**ASKED, "tools": None, "stream": stream}
+                asked |= {field: False} if field else {}
+                asked |= {"stream_options": {"include_usage": True}} if stream else {}
+                answer = await it.http.post(PATH, json=asked)
+                chunks = chunks_of(answer.text) if stream else [answer.json()]
+                assert "reasoning_content" not in answer.text
+                details = chunks[-1]["usage"]["completion_tokens_details"]
+                assert len("<think>\nWhy?") <= details["reasoning_tokens"] <= len("<think>\nWhy?\n</think>\n\n")
+                message = gathered(chunks[:-1])[0] if stream else chunks[0]["choices"][0]["message"]
+                assert "So." == message["content"]
+                if stream:
+                    told = [c["choices"][0]["delta"].get("reasoning") for c in chunks[:-1]]
+                    assert ("" if field else "Why?") == "".join(one or "" for one in told)
+                else:
+                    assert ({} if field else {"reasoning": "Why?"}) == {
+                        k: v for k, v in message.items() if k == "reasoning"
+                    }
+
+    told(tmp_path, story, text, template, reasoning_field="reasoning")
 
 
 @pytest.mark.parametrize("decoder_start", [None, 7])

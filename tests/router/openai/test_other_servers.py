@@ -1,0 +1,153 @@
+"""What clients of vLLM, SGLang and llama.cpp send to OpenAI's routes has its effect here, or is refused by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from router.errors import ValidationError
+from router.openai.asked import of_completion
+from router.openai.constraints import constraint_of
+from router.openai.schemas import CompletionRequest
+from router.schemas import GrammarParameters
+from tests.router.doubles import EOS
+from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, told
+from tests.router.site import Site
+
+SCHEMA = {"type": "object", "properties": {}}
+
+
+@pytest.mark.parametrize(
+    ("extra", "kind", "value"),
+    [
+        ({"guided_json": SCHEMA}, "json", SCHEMA),
+        ({"json_schema": '{"type": "object"}'}, "json", '{"type": "object"}'),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, "json", SCHEMA),
+        ({"structured_outputs": {"json_object": True}}, "json", {"type": "object"}),
+        ({"guided_regex": "a+"}, "regex", "a+"),
+        ({"regex": "a+", "ebnf": None, "guided_json_object": False}, "regex", "a+"),
+        ({"structured_outputs": {"regex": "a+"}}, "regex", "a+"),
+        ({"guided_choice": ["yes", 'no"', "yes"]}, "lark", 'start: "yes" | "no\\""'),
+        ({"structured_outputs": {"choice": ["é\n"]}}, "lark", 'start: "é\\n"'),
+    ],
+)
+def test_constraints_have_other_names_elsewhere(extra: Mapping[str, Any], kind: str, value: Any) -> None:
+    assert GrammarParameters(type=kind, value=value) == constraint_of(extra)  # type: ignore[arg-type]
+    [asked] = of_completion(CompletionRequest(prompt="a", **extra), 1, 1, None)
+    assert asked.given.grammar == constraint_of(extra)
+    assert [] == CompletionRequest(prompt="a", **extra).ignored()
+
+
+@pytest.mark.parametrize(
+    ("extra", "sentence"),
+    [
+        ({"guided_grammar": "root ::= a"}, "`guided_grammar` is not served: give a Lark grammar"),
+        ({"grammar": "root ::= a"}, "`grammar` is not served"),
+        ({"ebnf": "root ::= a"}, "`ebnf` is not served"),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "`structured_outputs.structural_tag` is not served"),
+        ({"structured_outputs": {"whitespace_pattern": " "}}, "`structured_outputs.whitespace_pattern` is not served"),
+        ({"structured_outputs": "json"}, "`structured_outputs` must be an object with one of json, regex"),
+        ({"guided_regex": 5}, "`guided_regex` must be a string"),
+        ({"guided_choice": []}, "`guided_choice` must be a list of texts"),
+        ({"guided_choice": ["a", 5]}, "`guided_choice` must be a list of texts"),
+        ({"guided_json": [1]}, "`guided_json` must be a JSON schema"),
+        ({"guided_regex": "a", "regex": "b"}, "`guided_regex`, `regex` are several constraints on one text"),
+    ],
+)
+def test_a_constraint_that_is_not_served_is_refused_by_its_name(extra: Mapping[str, Any], sentence: str) -> None:
+    with pytest.raises(ValidationError, match=sentence.replace("[", r"\[")):
+        constraint_of(extra)
+
+
+@pytest.mark.parametrize(
+    ("path", "extra", "sentence"),
+    [
+        ("/v1/completions", {"return_token_ids": True}, "`return_token_ids` is not served"),
+        ("/v1/completions", {"include_stop_str_in_output": True}, "`include_stop_str_in_output` is not served"),
+        ("/v1/completions", {"allowed_token_ids": [1]}, "`allowed_token_ids` is not served"),
+        ("/v1/completions", {"use_beam_search": True}, "`use_beam_search` is not served"),
+        ("/v1/chat/completions", {"chat_template": "{{ 1 }}"}, "`chat_template` is not served: the server has its own"),
+        ("/v1/chat/completions", {"best_of": 2}, "`best_of` is not served in chats: ask for `n` answers"),
+        ("/v1/chat/completions", {"echo": True}, "`echo` is not served"),
+        ("/v1/chat/completions", {"stream_options": {"include_usage": True}}, "`stream_options` needs `stream`"),
+        ("/v1/completions", {"response_format": {"type": "json_object"}, "regex": "a"}, "are both given: give one"),
+        ("/v1/completions", {"structured_outputs": {"x": 1}}, "`structured_outputs.x` is not served"),
+    ],
+)
+def test_what_would_change_the_text_is_refused_by_its_name(
+    template: str, path: str, extra: dict[str, Any], sentence: str
+) -> None:
+    async def story(it: Site) -> None:
+        body = CHAT if "chat" in path else COMPLETION
+        answer = await it.http.post(path, json={**body, **extra})
+        assert 400 == answer.status_code and sentence in answer.json()["error"]["message"]
+        neutral = dict.fromkeys(extra)
+        assert 200 == (await it.http.post(path, json={**body, **neutral})).status_code
+
+    told(template, story)
+
+
+def test_which_stop_ended_an_answer_is_told_whole_and_streamed(template: str) -> None:
+    async def story(it: Site) -> None:
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+            for asked, reason in (({"stop": [" tw", "x"]}, " tw"), ({"stop_token_ids": [ord("w")]}, ord("w"))):
+                whole = (await it.http.post(path, json={**body, **asked})).json()["choices"][0]
+                assert ("stop", reason) == (whole["finish_reason"], whole["stop_reason"])
+                chunks = chunks_of((await it.http.post(path, json={**body, **asked, "stream": True})).text)
+                assert ("stop", reason) == tuple(
+                    chunks[-1]["choices"][0][key] for key in ("finish_reason", "stop_reason")
+                )
+            assert "stop_reason" not in (await it.http.post(path, json=body)).json()["choices"][0]
+
+    told(template, story)
+
+
+def test_counts_may_come_with_every_chunk(template: str) -> None:
+    async def story(it: Site) -> None:
+        options = {"include_usage": True, "continuous_usage_stats": True}
+        for path, body in (("/v1/chat/completions", CHAT), ("/v1/completions", COMPLETION)):
+            asked = {**body, "stream": True, "stream_options": options, "max_tokens": 4}
+            chunks = chunks_of((await it.http.post(path, json=asked)).text)
+            counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+            assert 4 == counts[-1] and counts == sorted(counts) and len({*counts}) > 1
+            assert all(5 == chunk["usage"]["prompt_tokens"] for chunk in chunks)
+
+    told(template, story)
+
+
+def test_special_tokens_are_shown_where_they_are_asked_for_but_not_the_end(template: str) -> None:
+    async def story(it: Site) -> None:
+        special = sorted(it.app.state.services.tokenizer.special_ids - {EOS})
+        asked = {**COMPLETION, "max_tokens": 2, "logit_bias": {str(special[0]): 100}} if special else COMPLETION
+        for shown in (None, True, False):
+            answer = await it.http.post("/v1/completions", json={**asked, "skip_special_tokens": shown})
+            assert 200 == answer.status_code
+            assert "</s>" not in answer.json()["choices"][0]["text"]
+
+    told(template, story)
+
+
+def test_completions_know_the_newer_name_of_their_most_tokens(template: str) -> None:
+    async def story(it: Site) -> None:
+        for asked in ({"max_completion_tokens": 3}, {"max_completion_tokens": 3, "max_tokens": 5}):
+            answer = (await it.http.post("/v1/completions", json={**COMPLETION, **asked})).json()
+            assert 3 == answer["usage"]["completion_tokens"]
+
+    told(template, story)
+
+
+def test_parameters_of_tgi_s_routes_reach_the_shards(template: str) -> None:
+    async def story(it: Site) -> None:
+        asked = {"temperature": 0.5, "typical_p": 0.5, "bad_words": ["ab"], "max_tokens": 2}
+        await it.http.post("/v1/completions", json={**COMPLETION, **asked})
+        [sampling] = [new.sampling for step in it.shards.requests for new in step.add]
+        assert 0.5 == sampling.typical_p and [*b"ab"] == [*sampling.banned_word_ids]
+
+    told(template, story)
+
+
+def test_fields_within_other_objects_are_named_in_the_log(template: str) -> None:
+    body = CompletionRequest.model_validate({"prompt": "a", "x": 1, "stream_options": {"y": 2, "include_usage": True}})
+    assert ["x", "stream_options.y"] == body.ignored()
