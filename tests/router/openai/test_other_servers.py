@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from router.errors import ValidationError
-from router.openai.asked import of_completion
+from router.openai.asked import messages_of, of_completion, variables_of
 from router.openai.constraints import constraint_of
-from router.openai.schemas import CompletionRequest
+from router.openai.schemas import ChatRequest, CompletionRequest
 from router.schemas import GrammarParameters
 from tests.router.doubles import EOS
 from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, told
@@ -96,9 +96,8 @@ def test_which_stop_ended_an_answer_is_told_whole_and_streamed(template: str) ->
                 whole = (await it.http.post(path, json={**body, **asked})).json()["choices"][0]
                 assert ("stop", reason) == (whole["finish_reason"], whole["stop_reason"])
                 chunks = chunks_of((await it.http.post(path, json={**body, **asked, "stream": True})).text)
-                assert ("stop", reason) == tuple(
-                    chunks[-1]["choices"][0][key] for key in ("finish_reason", "stop_reason")
-                )
+                last = chunks[-1]["choices"][0]
+                assert ("stop", reason) == (last["finish_reason"], last["stop_reason"])
             assert "stop_reason" not in (await it.http.post(path, json=body)).json()["choices"][0]
 
     told(template, story)
@@ -146,6 +145,40 @@ def test_parameters_of_tgi_s_routes_reach_the_shards(template: str) -> None:
         assert 0.5 == sampling.typical_p and [*b"ab"] == [*sampling.banned_word_ids]
 
     told(template, story)
+
+
+@pytest.mark.parametrize(
+    ("asked", "variables"),
+    [
+        ({}, {}),
+        ({"reasoning_effort": "high"}, {"enable_thinking": True, "reasoning_effort": "high"}),
+        ({"reasoning_effort": "none"}, {"enable_thinking": False}),
+        ({"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}}, {"enable_thinking": True}),
+    ],
+)
+def test_an_effort_of_reasoning_means_to_chats_what_it_does_to_responses(asked: Any, variables: Any) -> None:
+    assert variables == variables_of(ChatRequest.model_validate({"messages": [], **asked}))
+
+
+@pytest.mark.parametrize(
+    ("roles", "asked", "sentence"),
+    [
+        (["user", "assistant"], {"add_generation_prompt": True}, "exclude each other"),
+        (["assistant", "assistant"], {}, "two messages of the assistant at the end"),
+        (["user"], {}, "needs a last message of the role assistant"),
+    ],
+)
+def test_what_is_continued_must_be_clear(roles: list[str], asked: Any, sentence: str) -> None:
+    said = [{"role": role, "content": "a"} for role in roles]
+    body = ChatRequest.model_validate({"messages": said, "continue_final_message": True, **asked})
+    with pytest.raises(ValidationError, match=sentence):
+        messages_of(body)
+
+
+def test_reasoning_is_taken_by_both_names() -> None:
+    for name in ("reasoning", "reasoning_content"):
+        said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "c"}]
+        assert "c" == messages_of(ChatRequest.model_validate({"messages": said}))[1]["reasoning_content"]
 
 
 def test_fields_within_other_objects_are_named_in_the_log(template: str) -> None:
