@@ -21,6 +21,7 @@ NO_BATCHES = (
 )
 # What clients look for and may not find, by what its paths begin with.
 MAYBE_NOT_SERVED = {
+    f"{RESPONSES}/compact": "conversations are not compacted here: send the items that the model is to read",
     RESPONSES + "/": responses.NOT_STORED,
     "/v1/files": NO_BATCHES,
     "/v1/batches": NO_BATCHES,
@@ -47,6 +48,8 @@ def status_response(status: int, path: str, headers: Mapping[str, str] | None = 
     if path.startswith(ANTHROPIC):
         return errors.json_error(anthropic.error_of(status, phrase, error_type), status, headers or {})
     sentence = (status == 404 and _why_not_there(path)) or phrase
+    if status == 405 and path == RESPONSES:
+        sentence += ": WebSockets are not served here, and `stream` gives events"
     kind = "server_error" if status >= 500 else "invalid_request_error"
     told = {"message": sentence, "type": kind, "param": None, "code": None}
     return errors.json_error({"error": told, "error_type": error_type}, status, headers or {})

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.accounts import Account, Accounts
-from router.error_shapes import ANTHROPIC, error_response, status_response
+from router.error_shapes import ANTHROPIC, OPENAI, error_response, status_response
 from router.errors import Unauthorized, WrongHost
 from router.playground import files as playground
 
@@ -111,7 +111,7 @@ class CrossOriginMiddleware(CORSMiddleware):
 class ApiKeyMiddleware:
     """Asks for `Authorization: Bearer KEY` but on GET and HEAD of OPEN_PATHS, and notes whose key it is.
 
-    On paths of Anthropic's clients `x-api-key: KEY` will do.
+    On paths of OpenAI's and Anthropic's clients `x-api-key: KEY` will do.
     """
 
     def __init__(self, app: ASGIApp, accounts: Accounts) -> None:
@@ -135,7 +135,7 @@ class ApiKeyMiddleware:
         account = self._accounts.find(key.strip())
         if account is not None and scheme.lower() == b"bearer":
             return account
-        if scope["path"].startswith(PATHS_OF_ANTHROPIC):
+        if scope["path"].startswith(OPENAI):
             return self._accounts.find(_header(scope, b"x-api-key").strip())
         return None
 

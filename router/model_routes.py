@@ -14,6 +14,7 @@ from router.errors import NotFound
 from router.openai import answers
 from router.openai.documents import ErrorAnswer, ServedModel, ServedModels
 from router.serving import Services
+from router.version import version
 
 VERSION = "anthropic-version"
 Json = dict[str, Any]
@@ -22,7 +23,14 @@ Json = dict[str, Any]
 def add_model_routes(app: FastAPI, services: Services) -> None:
     """Serve what clients ask before they choose a model. There is one, and any name of it is taken elsewhere."""
     name, created = services.config.model_id, answers.now()
-    of_openai = {"id": name, "object": "model", "created": created, "owned_by": "lockstep"}
+    of_openai = {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "lockstep",
+        "root": name,
+        "max_model_len": services.limits.max_total_tokens,
+    }
     of_anthropic = {
         "type": "model",
         "id": name,
@@ -42,6 +50,10 @@ def add_model_routes(app: FastAPI, services: Services) -> None:
             raise NotFound(f"the model {name[:200]} is not served here: this server has {services.config.model_id}")
         return _in_shape(request, of_openai, of_anthropic)
 
+    async def server_version() -> dict[str, str]:
+        return {"version": version()}
+
+    app.get("/version", summary="The server's version")(server_version)
     found: Json = {"response_class": Response, "responses": {200: {"model": ServedModels | MessageModels}}}
     app.get("/v1/models", summary="The model that is served", **found)(models)
     found["responses"] = {200: {"model": ServedModel | MessageModel}, 404: {"model": ErrorAnswer}}

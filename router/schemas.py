@@ -10,9 +10,10 @@ are counted before any is built (`refuse_excess`), and a list ends at its first 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
+import orjson
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic import ValidationError as SchemaError
 from pydantic_core import PydanticCustomError
@@ -317,8 +318,22 @@ def parse(schema: type[Body], body: bytes, most_values: int = MOST_VALUES) -> Bo
         if first["type"] == "json_invalid":
             kind = ValidationError if any(word in message for word in UNREPRESENTABLE) else MalformedBody
             raise kind(message) from None
-        where = ".".join(str(part) for part in first["loc"] if isinstance(part, int | str))
+        where = ".".join(_within(body, first["loc"], is_missing=first["type"] == "missing"))
         raise ValidationError(f"`{where}`: {message}" if where else message) from None
+
+
+def _within(body: bytes, place: Sequence[int | str], *, is_missing: bool) -> Iterator[str]:
+    """Where in a body: a schema's place goes on with the types that a field may have, which are nobody's business."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:  # which the schema takes, as it does a number of a hundred digits
+        value = None
+    for part in place:
+        known = (isinstance(value, dict) and part in value) or (isinstance(value, list) and part in range(len(value)))
+        if not known and not (is_missing and isinstance(value, dict)):
+            return
+        yield str(part)
+        value = value[part] if known else None
 
 
 def refuse_excess(body: bytes, most: int, what: str = "the body") -> None:

@@ -85,7 +85,14 @@ async def read(
     request: Request, services: Services, schema: type[schemas.Body], most_values: int = schemas.MOST_VALUES
 ) -> schemas.Body:
     """The body. Raises RouterError."""
-    body = schemas.parse(schema, await read_bytes(request, services), most_values)
+    return parsed(request, schema, await read_bytes(request, services), most_values)
+
+
+def parsed(
+    request: Request, schema: type[schemas.Body], raw: bytes, most_values: int = schemas.MOST_VALUES
+) -> schemas.Body:
+    """The body of what `read_bytes` gave. Raises RouterError."""
+    body = schemas.parse(schema, raw, most_values)
     _note_names(request, body)
     return body
 

@@ -41,7 +41,9 @@ def logit_bias(given: GenerateParameters, vocab_size: int) -> dict[int, float]:
 def _token_id(key: str, vocab_size: int) -> int:
     is_number = key.isascii() and key.isdecimal() and len(key) < 20 and (key == "0" or key[0] != "0")
     if not is_number:
-        raise ValidationError('`logit_bias` has a key that is no token id: write ids as decimal numbers, such as "42"')
+        raise ValidationError(
+            f'`logit_bias` has the key {key[:32]!r}, which is no token id: write ids as decimal numbers, such as "42"'
+        )
     if int(key) >= vocab_size:
         raise ValidationError(
             f"`logit_bias` has token {key}, but the model knows {vocab_size} tokens: use ids up to {vocab_size - 1}"

@@ -201,6 +201,8 @@ class ServedModel(BaseModel):
     object: Literal["model"]
     created: int
     owned_by: str
+    root: str
+    max_model_len: int
 
 
 class ServedModels(BaseModel):

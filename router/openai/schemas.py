@@ -128,6 +128,10 @@ class ChatRequest(Generation):
         default=None, description="The last message, of the assistant, is the beginning of the answer."
     )
 
+    def ignored(self) -> list[str]:
+        """See `Lenient`; `store` among them where it asks for what is not done."""
+        return super().ignored() + (["store"] if self.store else [])
+
 
 class CompletionRequest(Generation):
     """The body of `/v1/completions`."""

@@ -22,6 +22,7 @@ from router.samples import Answer
 from router.text import FinishReason
 
 NOT_STORED = "responses are not stored here: keep what `/v1/responses` answers, and send its items with the next input"
+TOOL = {"description": None, "parameters": None, "strict": None}  # which every function has in an answer
 MOST_ECHOED = 16_384  # bytes of a field of the body that are told again
 PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}  # of ids, by the kind of part that an item is
 # What parameters are called in OpenAI's other APIs, and here.
@@ -73,15 +74,20 @@ def echo_of(body: ResponsesRequest) -> Json:
     """What an answer repeats of its request."""
     reasoning = body.reasoning
     return {
+        "frequency_penalty": body.frequency_penalty or 0.0,
         "instructions": _if_short(body.instructions, None),
         "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
         "metadata": body.metadata or {},
         "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": body.presence_penalty or 0.0,
+        "prompt_cache_key": _if_short(body.prompt_cache_key, None),
         "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
+        "safety_identifier": _if_short(body.safety_identifier, None),
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": _if_short(body.text and body.text.format, None) or {"type": "text"}},
         "tool_choice": _if_short(body.tool_choice, None) or "auto",
-        "tools": _if_short(body.tools, None) or [],
+        "tools": [{**TOOL, **tool} for tool in _if_short(body.tools, None) or []],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
     }

@@ -32,6 +32,8 @@ def parameters_of(body: ResponsesRequest) -> GenerateParameters:
         do_sample=not is_greedy,
         top_p=None if is_greedy else body.top_p,
         max_new_tokens=body.max_output_tokens,
+        frequency_penalty=body.frequency_penalty,
+        presence_penalty=body.presence_penalty,
         grammar=_grammar(body.text.format if body.text is not None else None),
     )
 

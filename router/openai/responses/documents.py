@@ -104,15 +104,20 @@ class ResponseAnswer(BaseModel):
     status: Literal["in_progress", "completed", "incomplete", "failed"]
     background: Literal[False]
     error: ResponseFailure | None
+    frequency_penalty: float
     incomplete_details: IncompleteDetails | None
     instructions: str | None
     max_output_tokens: int | None
+    max_tool_calls: int | None
     metadata: dict[str, str]
     model: str
     output: list[MessageItem | ReasoningItem | CallItem]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: None
+    prompt_cache_key: str | None
     reasoning: dict[str, str | None]
+    safety_identifier: str | None
     service_tier: Literal["default"]
     store: Literal[False]
     temperature: float

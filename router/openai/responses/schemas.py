@@ -38,7 +38,6 @@ class InputRequest(Lenient):
     """The body of `/v1/responses/input_tokens`."""
 
     not_served: ClassVar[Mapping[str, NotServed]] = {
-        "store": NotServed((None, False), STORED),
         "previous_response_id": NotServed(sentence=STORED),
         "conversation": NotServed(sentence=STORED),
         "background": NotServed((None, False), STORED),
@@ -66,8 +65,17 @@ class ResponsesRequest(InputRequest):
     )
     max_output_tokens: Integer | None = Field(default=None, description="Absent: as many as `max_total_tokens` leaves.")
     metadata: dict[str, str] | None = Field(default=None, description="The answer has it.")
-    store: bool | None = Field(default=None, description="Must not be true: nothing is stored.")
+    store: bool | None = Field(default=None, description="Nothing is stored, and the answer says so.")
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    max_tool_calls: Integer | None = Field(default=None, description="The answer has it: no tools are called here.")
+    safety_identifier: str | None = Field(default=None, description="The answer has it.")
+    prompt_cache_key: str | None = Field(default=None, description="The answer has it.")
     stream: bool | None = Field(default=None, description="Answer with server-sent events.")
     temperature: float | None = Field(default=None, description="0: the most likely tokens. Absent: 1.")
     top_logprobs: Integer | None = Field(default=None, description="Likeliest tokens told beside each of them.")
     top_p: float | None = None
+
+    def ignored(self) -> list[str]:
+        """See `Lenient`; `store` among them where it asks for what is not done."""
+        return super().ignored() + (["store"] if self.store else [])

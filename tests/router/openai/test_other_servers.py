@@ -12,6 +12,7 @@ from router.openai.asked import messages_of, of_completion, variables_of
 from router.openai.constraints import constraint_of
 from router.openai.schemas import ChatRequest, CompletionRequest
 from router.schemas import GrammarParameters
+from router.version import version
 from tests.router.doubles import EOS
 from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, told
 from tests.router.site import Site
@@ -179,6 +180,66 @@ def test_reasoning_is_taken_by_both_names() -> None:
     for name in ("reasoning", "reasoning_content"):
         said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", name: "c"}]
         assert "c" == messages_of(ChatRequest.model_validate({"messages": said}))[1]["reasoning_content"]
+
+
+def test_texts_are_tokenised_in_every_dialect(template: str) -> None:
+    async def story(it: Site) -> None:
+        ids = [*b"hello"]
+
+        async def asked(path: str, **body: Any) -> Any:
+            answer = await it.http.post(path, json=body)
+            assert 200 == answer.status_code, answer.text
+            return answer.json()
+
+        counted = {"count": 5, "max_model_len": 128, "tokens": ids, "token_strs": None}
+        assert counted == await asked("/tokenize", prompt="hello", model="x", add_special_tokens=False)
+        assert counted == await asked("/tokenize", messages=CHAT["messages"])
+        assert [*"hello"] == (await asked("/tokenize", prompt="hello", return_token_strs=True))["token_strs"]
+        assert {"tokens": ids} == await asked("/tokenize", content="hello")
+        pieces = (await asked("/tokenize", content="hello", with_pieces=True))["tokens"]
+        assert {"id": ord("h"), "piece": "h"} == pieces[0] and 5 == len(pieces)
+        assert ids == [token["id"] for token in await asked("/tokenize", inputs="hello")]
+        text = dict.fromkeys(("text", "prompt", "content"), "hello")
+        assert text == await asked("/detokenize", tokens=ids, model="x")
+        assert {"text": "hello"} == await asked("/detokenize", ids=ids)
+        for path, body, sentence in (
+            ("/tokenize", {"prompt": ["a", "b"]}, "`prompt`: input should be a valid string"),
+            ("/tokenize", {"prompt": "a" * 70}, "must have less than 65 tokens"),
+            ("/tokenize", {}, "`inputs`: field required"),
+            ("/detokenize", {"tokens": ["a"]}, "`tokens.0`: input should be a valid integer"),
+        ):
+            answer = await it.http.post(path, json=body)
+            assert 422 == answer.status_code and sentence in answer.json()["error"]
+
+    told(template, story)
+
+
+def test_a_model_says_what_fits_and_the_server_its_version(template: str) -> None:
+    async def story(it: Site) -> None:
+        [model] = (await it.http.get("/v1/models")).json()["data"]
+        assert (128, "a/model") == (model["max_model_len"], model["root"])
+        assert {"version": version()} == (await it.http.get("/version")).json()
+
+    told(template, story)
+
+
+def test_what_is_wrong_is_named_as_its_client_wrote_it(template: str) -> None:
+    async def story(it: Site) -> None:
+        for body, sentence in (
+            ({"prompt": None}, "`prompt`: input should be a valid string"),
+            ({"prompt": "a", "logit_bias": {"x": 1}}, "has the key 'x', which is no token id"),
+            ({"prompt": "a", "stream_options": {"include_usage": 5}}, "`stream_options.include_usage`: "),
+            ({}, "`prompt`: field required"),
+        ):
+            answer = await it.http.post("/v1/completions", json=body)
+            assert 400 == answer.status_code and sentence in answer.json()["error"]["message"], answer.text
+
+    told(template, story)
+
+
+def test_what_is_to_be_stored_is_answered_and_named_in_the_log() -> None:
+    chat = ChatRequest.model_validate({"messages": [], "store": True})
+    assert ["store"] == chat.ignored() and [] == ChatRequest.model_validate({"messages": [], "store": False}).ignored()
 
 
 def test_fields_within_other_objects_are_named_in_the_log(template: str) -> None:

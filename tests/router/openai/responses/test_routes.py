@@ -85,6 +85,8 @@ def test_a_response_has_openai_s_shape(plain: Served) -> None:
         "instructions": "Be brief.",
         "metadata": {"a": "b"},
         "max_output_tokens": 20,
+        **dict.fromkeys(("max_tool_calls", "safety_identifier", "prompt_cache_key")),
+        **dict.fromkeys(("frequency_penalty", "presence_penalty"), 0.0),
         "parallel_tool_calls": True,
         "reasoning": {"effort": None, "summary": None},
         "text": {"format": {"type": "text"}},
@@ -92,6 +94,25 @@ def test_a_response_has_openai_s_shape(plain: Served) -> None:
         "tools": [],
         "top_logprobs": 0,
     }
+
+
+def test_a_response_repeats_what_it_was_asked(plain: Served) -> None:
+    told = {
+        "frequency_penalty": 0.5,
+        "presence_penalty": -0.5,
+        "max_tool_calls": 3,
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+    }
+    body = plain.http.post(URL, json={**BODY, **told, "store": True}).json()
+    assert told == {name: body[name] for name in told} and body["store"] is False
+
+
+def test_what_is_not_there_says_why(plain: Served) -> None:
+    compact = plain.http.post(f"{URL}/compact", json={})
+    assert 404 == compact.status_code and "conversations are not compacted here" in compact.json()["error"]["message"]
+    upgrade = plain.http.get(URL)
+    assert 405 == upgrade.status_code and "WebSockets are not served here" in upgrade.json()["error"]["message"]
 
 
 def test_a_stream_tells_the_response_item_by_item(plain: Served) -> None:
@@ -216,7 +237,6 @@ def call(arguments: Any) -> dict[str, Any]:
         ),
         (call(f"[{'1,' * 20000}1]"), "more than 10000 values"),
         (item(type="function_call_output", output="x"), "`input.1.call_id` must be a string"),
-        ({"store": True}, "`store` needs responses that are stored, and none are stored here"),
         ({"previous_response_id": "resp_1"}, "`previous_response_id` needs responses that are stored"),
         ({"conversation": "conv_1"}, "`conversation` needs responses that are stored"),
         ({"background": True}, "`background` needs responses that are stored"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from router.openai.responses.answers import TOOL
 from tests.router.anthropic.test_tools import reply
 from tests.router.openai.responses.test_routes import URL, events_of, message, without_id
 from tests.router.served import Served, served
@@ -98,7 +99,7 @@ def test_calls_and_reasoning_are_items_whole_and_streamed(
 
 def test_the_model_sees_the_functions_and_the_results(site: Served) -> None:
     first = site.http.post(URL, json=BODY).json()
-    assert [WEATHER, TIME] == first["tools"]
+    assert [{**TOOL, **WEATHER}, {**TOOL, **TIME}] == first["tools"]
     shown = json.loads(site.prompt[: site.prompt.index("][") + 1])
     assert ["weather", "time"] == [tool["function"]["name"] for tool in shown]
     assert PARAMETERS == shown[0]["function"]["parameters"]
