@@ -86,7 +86,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.blocks": set(),
     "router.plan": {"router.entry", "router.fairness", "router.tiers.moving"},
     "router.grammars": {"router.aside", "router.errors", "router.grammars", "server.process"},
-    "router.grammars.asked": {"router.errors", "router.grammars.grammar", "router.grammars.json_schema", "router.schemas"},
+    "router.grammars.asked": {
+        "router.errors", "router.grammars.grammar", "router.grammars.json_schema", "router.schemas",
+    },
     "router.grammars.grammar": {"router.errors"},
     "router.grammars.json_schema": set(),
     "router.grammars.matcher": {"router.grammars.grammar"},
