@@ -30,4 +30,6 @@ class Asked:
     num_answers: int | None = None  # how many are wanted of it, each with a seed of its own; None: by `best_of`
     raw_logprobs: bool = False  # whether log-probabilities and candidates are the model's own, before any parameter
     prompt_logprobs: bool = False  # whether those of the prompt's tokens are wanted too
+    priority: int = 0  # the lower, the earlier it leaves the queue, beside others of its key
+    cache_salt: str = ""  # prefixes are shared among requests of the same one alone
     generates: bool = True  # else the prompt is computed and nothing follows it; `max_new_tokens` is 1 then

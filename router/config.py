@@ -99,9 +99,10 @@ class RouterConfig(ConnectionSettings, ChatSettings, OperationSettings, Pipeline
         },
     )
     max_top_n_tokens: int = field(
-        default=5,
+        default=20,
         metadata={
-            "help": "Largest `top_n_tokens`: candidates reported with each token.",
+            "help": "Largest `top_n_tokens`, and `top_logprobs` on `/v1`: candidates reported with each token. TGI's "
+            "default is 5, OpenAI's 20.",
             "unit": "tokens",
             "min": 0,
             "when": "Raise it for evaluation; replies grow by as much.",

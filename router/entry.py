@@ -55,6 +55,8 @@ class ValidRequest:
     encoder_ids: Sequence[int] = ()  # the prompt, where an encoder reads it
     generates: bool = True  # else the token behind the prompt is nobody's: the prompt's log-probabilities are wanted
     grammar: CompiledGrammar | None = None  # what the text is held to
+    priority: int = 0  # the lower, the earlier it leaves the queue, beside others of its key
+    cache_salt: str = ""  # prefixes are shared among requests of the same one alone
 
     @property
     def wanted_tokens(self) -> int:
@@ -220,11 +222,12 @@ class Scheduled:
     num_cached: int = 0  # Prompt tokens found in the prefix cache when it was first admitted.
     num_rebuilt: int = 0  # How many of them its sequence on the shards began with, behind the prompt.
     num_losses: int = 0  # Losses of the shards in a step that computed it, since its last token.
+    has_run: bool = False  # Whether it was lost or made room, and waits before all that have not run.
     num_preempted: int = 0  # How often it made room for another key's request.
 
     def prefix_keys(self, block_size: int) -> PrefixKeys:
         """The names of its full blocks, of its prompt and of what it has got."""
-        return PrefixKeys([*self.request.token_ids, *self.generated_ids], block_size)
+        return PrefixKeys([*self.request.token_ids, *self.generated_ids], block_size, self.request.cache_salt)
 
     @property
     def num_prompt_left(self) -> int:

@@ -16,10 +16,11 @@ DIGEST_BYTES = 16
 class PrefixKeys:
     """The keys of a sequence that grows. Tokens beyond the last full block wait for those that complete it."""
 
-    def __init__(self, token_ids: Sequence[int], block_size: int) -> None:
+    def __init__(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> None:
+        """salt: of whose sequences alone it may share."""
         self.keys: list[bytes] = []
         self._block_size = block_size
-        self._last = blake2b(digest_size=DIGEST_BYTES).digest()
+        self._last = blake2b(salt.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
         self._tail: list[int] = []
         self.extend(token_ids)
 

@@ -35,6 +35,7 @@ class Scheduler(Generic[S]):
         self.limits = limits
         self.running: dict[int, S] = {}  # sequences on the shards, in order of admission
         self.waiting: deque[S] = deque()
+        self._has_priorities = False  # since somebody asked for one
         self.reserved_tokens = 0
         self.ledger = Ledger(limits.max_batch_total_tokens, limits.max_batch_size)
         self._chunk = chunk_size(limits)
@@ -60,7 +61,18 @@ class Scheduler(Generic[S]):
         if (grammar := entry.request.grammar) is not None and not entry.generated_ids:
             entry.continuation = grammar.first.at_most(entry.request.max_new_tokens - 1)
         self._prepare(entry)
-        self.waiting.append(entry)
+        if entry.request.priority:
+            self._has_priorities = True
+        self.waiting.insert(self._place(entry) if self._has_priorities else len(self.waiting), entry)
+
+    def _place(self, entry: S) -> int:
+        """Where in the queue it waits: before those of its key that may wait longer, but not before what has run."""
+        later = (
+            place
+            for place, one in enumerate(self.waiting)
+            if one.owner == entry.owner and one.request.priority > entry.request.priority and not one.has_run
+        )
+        return next(later, len(self.waiting))
 
     def add_again(self, lost: Sequence[S]) -> None:
         """Queue what the shards lost before all that waits, in the same order, but those first that run alone."""
@@ -70,6 +82,7 @@ class Scheduler(Generic[S]):
             entry.num_prompt_scheduled = 0
             entry.num_scheduled = entry.num_rebuilt
             entry.unsent = []
+            entry.has_run = True
             self._prepare(entry)
             self.waiting.appendleft(entry)
 

@@ -115,6 +115,8 @@ class Validator:
                 prompt_logprobs=asked.prompt_logprobs or bool(asked.given.decoder_input_details),
                 generates=asked.generates,
                 grammar=grammar,
+                priority=asked.priority,
+                cache_salt=asked.cache_salt,
             ).read_by_encoder(self._decoder_start)
             for one in _samplings(sampling, checked.best_of, asked.num_answers)
         ]

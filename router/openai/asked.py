@@ -109,7 +109,8 @@ def _asked(
     count = 1 if body.n is None else body.n
     if not 0 < count <= max_n:
         raise ValidationError(f"`n` must be > 0 and <= {max_n}. Given: {count}")
-    return Asked(prompt, _parameters(body, most), has_special_tokens, shows_stop=False, num_answers=count)
+    asked = Asked(prompt, _parameters(body, most), has_special_tokens, shows_stop=False, num_answers=count)
+    return replace(asked, priority=body.priority or 0, cache_salt=body.cache_salt or "")
 
 
 def _parameters(body: Generation, most: int | None) -> GenerateParameters:

@@ -82,6 +82,12 @@ class Generation(Lenient):
     response_format: dict[str, Any] | None = Field(
         default=None, description="text, json_object or json_schema; TGI's {type, value} too."
     )
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
+        default=None, description="Not OpenAI's: the lower, the earlier, beside others of the same key. Absent: 0."
+    )
+    cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
+        default=None, description="Not OpenAI's: beginnings of prompts are shared among requests of the same one alone."
+    )
     user: str | None = Field(default=None, description="Ignored.")
 
 

@@ -1,0 +1,66 @@
+"""A request's priority is its place in the queue among those of its key; a salt keeps what it begins with to itself."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from router.prefix import PrefixKeys
+from tests.router.doubles import fake_shards, make_limits, request_of, running, token_ids_of, tokens_alone
+
+ONE = {"max_batch_size": 1}
+
+
+def admitted(wanted: list[tuple[str, int]], deaths: set[int] = frozenset()) -> list[int]:  # type: ignore[assignment]
+    """The numbers of requests in the order in which they run, one at a time, given the owner and priority of each."""
+
+    async def story() -> list[int]:
+        shards = fake_shards(make_limits(**ONE), renewals=len(deaths), deaths=deaths)
+        async with running(shards, **ONE) as at_work:
+            requests = [replace(request_of(4 + number, 4), priority=p) for number, (_, p) in enumerate(wanted)]
+            entries = [
+                at_work.batcher.submit(request, owner=owner)
+                for request, (owner, _) in zip(requests, wanted, strict=True)
+            ]
+            got = await asyncio.gather(*map(token_ids_of, entries))
+            assert [tokens_alone(request) for request in requests] == got
+        return [len(new.token_ids) - 4 for step in shards.requests for new in step.add if not new.generated]
+
+    return asyncio.run(story())
+
+
+def test_the_lower_its_number_the_earlier_a_request_runs() -> None:
+    assert [0, 1, 2] == admitted([("", 0), ("", 0), ("", 0)])
+    assert [1, 3, 0, 4, 2] == admitted([("", 0), ("", -1), ("", 5), ("", -1), ("", 0)])
+
+
+def test_nobody_passes_another_key() -> None:
+    owners = ["a", "b", "a", "b"]
+    order = admitted([("a", 5), ("b", 0), ("a", -9), ("b", 0)])
+    usual = admitted([(owner, 0) for owner in owners])
+    assert [owners[number] for number in usual] == [owners[number] for number in order]
+    assert order.index(2) < order.index(0)
+
+
+def test_what_has_run_goes_on_before_all_that_waits() -> None:
+    assert [1, 0] == admitted([("", 9), ("", 0)], deaths={3})
+
+
+def test_a_salt_tells_beginnings_apart() -> None:
+    tokens = [*range(8)]
+    plain, salted = PrefixKeys(tokens, 4).keys, PrefixKeys(tokens, 4, "a").keys
+    assert not {*plain} & {*salted} and salted == PrefixKeys(tokens, 4, "a").keys
+    assert plain == PrefixKeys(tokens, 4, "").keys and PrefixKeys(tokens, 4, "\ud800").keys
+
+
+def test_prefixes_are_shared_among_requests_of_one_salt() -> None:
+    async def story() -> None:
+        async with running(fake_shards(make_limits()), prefix_caching=True) as at_work:
+            cached = []
+            for salt in ("", "a", "a", "b", ""):
+                entry = at_work.batcher.submit(replace(request_of(40, 2), cache_salt=salt))
+                await token_ids_of(entry)
+                cached.append(entry.num_cached > 0)
+            assert [False, False, True, False, True] == cached
+
+    asyncio.run(story())
