@@ -63,16 +63,19 @@ class Scheduler(Generic[S]):
         self._prepare(entry)
         if entry.request.priority:
             self._has_priorities = True
-        self.waiting.insert(self._place(entry) if self._has_priorities else len(self.waiting), entry)
+        self.waiting.append(entry)
+        if self._has_priorities:
+            self._bring_forward(entry)
 
-    def _place(self, entry: S) -> int:
-        """Where in the queue it waits: before those of its key that may wait longer, but not before what has run."""
-        later = (
-            place
-            for place, one in enumerate(self.waiting)
-            if one.owner == entry.owner and one.request.priority > entry.request.priority and not one.has_run
-        )
-        return next(later, len(self.waiting))
+    def _bring_forward(self, entry: S) -> None:
+        """Let the last of the queue have its turn before those of its key that may wait longer and have not run.
+
+        They take each other's places, so that no other key waits longer for it.
+        """
+        for place, one in enumerate(self.waiting):
+            if one.owner == entry.owner and one.request.priority > entry.request.priority and not one.has_run:
+                self.waiting[place], entry = entry, one
+        self.waiting[-1] = entry
 
     def add_again(self, lost: Sequence[S]) -> None:
         """Queue what the shards lost before all that waits, in the same order, but those first that run alone."""
