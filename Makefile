@@ -13,7 +13,7 @@ ON_GPU = -m "gpu and not kernels" -o faulthandler_timeout=60
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
 .PHONY: needs install serve test schemas test-formats test-offload test-kernels \
-	test-clients test-nodes test-docker test-ray soak test-gpu bench-check bench-gpu pack gpu-first check proto docs
+	test-clients test-nodes test-docker test-ray soak test-gpu bench-check bench-gpu pack compile-kernels gpu-first check proto docs
 
 install: needs .venv/installed
 
@@ -113,6 +113,15 @@ pack: needs install
 	$(RUN) -m pip download --quiet --no-deps --only-binary=:all: --implementation cp --python-version $(GPU_PYTHON) \
 		$(PLATFORMS) --dest $(WHEELS) --requirement .venv/packed.txt
 	du -sh $(WHEELS)
+
+# Every kernel, compiled for an H100 or H200 without one, by the Triton of torch 2.11 and by ours, on a core each.
+compile-kernels: needs install .venv/triton-3.6/installed
+	PYTHONPATH=.venv/triton-3.6 $(RUN) -m benchmark kernels --capability 9.0 > .venv/triton-3.6/compiled.txt & other=$$!; \
+	$(RUN) -m benchmark kernels --capability 9.0 | grep Triton && wait $$other && grep Triton .venv/triton-3.6/compiled.txt
+
+.venv/triton-3.6/installed: install
+	.venv/bin/pip install --quiet --no-deps --upgrade --target .venv/triton-3.6 triton==3.6.0
+	touch $@
 
 # Packs what the first minutes on a GPU need, and rehearses them without one: what is run there is said at the end.
 gpu-first: needs install pack

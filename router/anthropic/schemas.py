@@ -46,6 +46,7 @@ class CountRequest(Lenient):
         "context_management": NotServed((None, {})),
         "mcp_servers": NotServed((None, [])),
         "output_format": NotServed(),
+        "inference_geo": NotServed(sentence="is not served: one server is where it is; leave it out"),
     }
 
     messages: Annotated[list[Message], Field(fail_fast=True)]

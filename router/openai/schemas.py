@@ -42,6 +42,8 @@ class Generation(Lenient):
         "audio": NotServed(),
         "prediction": NotServed(),
         "web_search_options": NotServed(),
+        "moderation": NotServed(),
+        "verbosity": NotServed((None, "medium")),
         # Of vLLM, SGLang and llama.cpp: what changes the answer.
         "return_token_ids": NotServed((None, False)),
         "return_tokens_as_token_ids": NotServed((None, False)),

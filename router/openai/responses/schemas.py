@@ -44,6 +44,9 @@ class InputRequest(Lenient):
         "prompt": NotServed(),
         "context_management": NotServed((None, [])),
         "moderation": NotServed(),
+        "image": NotServed(),
+        "access_programs": NotServed((None, [])),
+        "background_options": NotServed(),
     }
 
     input: str | Objects | None = Field(default=None, description="A text of the user, or items of a conversation.")
