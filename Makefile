@@ -13,7 +13,7 @@ ON_GPU = -m "gpu and not kernels" -o faulthandler_timeout=60
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
 .PHONY: needs install serve test schemas test-formats test-offload test-kernels \
-	test-clients test-nodes test-docker test-ray soak test-gpu bench-check bench-gpu pack compile-kernels gpu-first check proto docs
+	test-clients test-suites test-nodes test-docker test-ray soak test-gpu bench-check bench-gpu pack compile-kernels gpu-first check proto docs
 
 install: needs .venv/installed
 
@@ -45,6 +45,10 @@ schemas: needs .schemas/node_modules
 # Clients whose pins conflict with ours, each in an environment of its own below .venv-clients.
 test-clients: needs install
 	$(RUN) -m tests.clients $(ARGS)
+
+# What others wrote to test servers, from their packages' source archives: JSON schemas as grammars.
+test-suites: needs install
+	$(RUN) -m tests.schema_suites $(ARGS)
 
 # Every format of quantised checkpoints with every family, and with the libraries that write them, each of these in an
 # environment of its own below .venv-formats, which takes gigabytes; then the perplexity of the held-out text in every
