@@ -41,6 +41,7 @@ ALLOWED = {
     ("server.backends.reference.quantised", "(pairs == pair).nonzero()"): "while loading",
     ("server.backends.cuda.backend", "self._left[why] = …"): "a dict",
     ("server.backends.cuda.choice", "self._chosen[key] = …"): "a dict",
+    ("server.backends.cuda.device", "self._numbers[function] = …"): "a dict",
     ("server.model.parts", "self._reads[window] = …"): "a dict",
     ("server.model.fallback", "wanted['logits_to_keep'] = …"): "a dict",
     ("server.model.fallback", "torch.tensor([prompt], device=self._model.device)"): "a model that is not captured",

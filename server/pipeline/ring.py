@@ -162,7 +162,7 @@ def join(
 
 
 def _accept(listener: socket.socket, before: int, count: int, until: float, came: list[socket.socket]) -> None:
-    """Let the stage before in."""
+    """Let the stage before in, once it has answered: a link may bring a connection that it has given up meanwhile."""
     while not came and (left := until - time.monotonic()) > 0:
         listener.settimeout(left)
         with suppress(OSError):
@@ -171,8 +171,10 @@ def _accept(listener: socket.socket, before: int, count: int, until: float, came
             try:
                 if bytes(_exactly(end, HELLO.size)) == HELLO.pack(MAGIC, before, count):
                     end.sendall(MAGIC)
-                    end.settimeout(None)
-                    came.append(end)
+                    end.settimeout(max(until - time.monotonic(), POLL_S))
+                    if bytes(_exactly(end, len(MAGIC))) == MAGIC:
+                        end.settimeout(None)
+                        came.append(end)
             finally:
                 if not came:
                     end.close()
@@ -187,6 +189,7 @@ def _dial(path: str, index: int, count: int, until: float) -> socket.socket:
             end.connect(path)
             end.sendall(HELLO.pack(MAGIC, index, count))
             if bytes(_exactly(end, len(MAGIC))) == MAGIC:
+                end.sendall(MAGIC)  # that this side is still there: a link may deliver what it had given up
                 end.settimeout(None)
                 return end
             problem = OSError("what listens there is no pipeline stage")

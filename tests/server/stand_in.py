@@ -367,6 +367,13 @@ class StandInDevice:
         step()
         return 0
 
+    def clocks(self, action: Callable[[], object]) -> str:
+        action()
+        return "the stand-in has one clock"
+
+    def host_queue(self) -> None:
+        return None
+
     def taken_bytes(self, action: Callable[[], object]) -> int:
         action()
         return 0

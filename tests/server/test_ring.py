@@ -187,6 +187,7 @@ def test_a_stranger_is_not_let_in(folder: Path, hello: bytes) -> None:
             with end:
                 end.recv(HELLO.size)
                 end.sendall(MAGIC)
+                end.recv(len(MAGIC))
 
         def pretend() -> None:
             assert eventually(lambda: os.path.exists(paths[1]))
@@ -208,6 +209,32 @@ def test_a_stranger_is_not_let_in(folder: Path, hello: bytes) -> None:
             thread.join()
     assert refused.is_set()
     assert at_first == descriptors()
+
+
+def test_a_connection_that_was_given_up_is_not_the_neighbour(folder: Path) -> None:
+    """A link may deliver it late: the stage before has dialled again, and would find nobody."""
+    paths, ends, given_up = meeting(folder, 2), ExitStack(), threading.Event()
+
+    def give_up() -> None:
+        assert eventually(lambda: os.path.exists(paths[1]))
+        with socket.socket(socket.AF_UNIX) as late:
+            while late.connect_ex(paths[1]):
+                pass
+            late.sendall(HELLO.pack(MAGIC, 0, 2))
+            given_up.set()
+            time.sleep(0.3)  # in which it is still open between the links, and nobody reads it
+
+    def come() -> None:
+        ends.callback(join(1, paths, PATIENCE).close)
+
+    coming, giving_up = threading.Thread(target=come), threading.Thread(target=give_up)
+    giving_up.start()
+    coming.start()
+    assert given_up.wait(PATIENCE)
+    ends.callback(join(0, paths, PATIENCE).close)
+    coming.join()
+    giving_up.join()
+    ends.close()
 
 
 def test_what_answers_as_no_stage_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +270,9 @@ def test_a_stage_that_gives_up_sends_those_away_that_came(folder: Path) -> None:
                 pass
             end.settimeout(PATIENCE)
             end.sendall(HELLO.pack(MAGIC, 0, 3))
-            came.extend((end.recv(len(MAGIC)), end.recv(1)))
+            came.append(end.recv(len(MAGIC)))
+            end.sendall(MAGIC)
+            came.append(end.recv(1))
 
     coming = threading.Thread(target=come)
     coming.start()
