@@ -138,4 +138,4 @@ proto: needs install
 	$(RUN) -m grpc_tools.protoc -Iserver/pb=proto --python_out=. --pyi_out=. --grpc_python_out=. proto/generate.proto
 
 docs: needs install
-	$(RUN) launcher.py --print-settings > docs/settings.md
+	$(RUN) launcher.py --print-settings > .venv/settings.md && mv .venv/settings.md docs/settings.md

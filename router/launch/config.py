@@ -195,7 +195,7 @@ REMOVED = dict.fromkeys(
 # All public settings, of the router and the shards too, in the order of --help and docs/settings.md.
 GROUPS = {
     "Model": "model_id revision trust_remote_code huggingface_hub_cache weights_cache_override tokenizer_config_path "
-    "chat_template tool_call_parser reasoning_parser rope_scaling rope_factor",
+    "chat_template tool_call_parser reasoning_parser reasoning_field rope_scaling rope_factor",
     "Sharding": "sharded num_shard pipeline_parallel micro_batches shard_uds_path max_deaths",
     "Nodes": "nnodes node_rank master_addr master_port tls_dir trust_network node_timeout",
     "Limits": "max_concurrent_requests max_queue_tokens max_input_length max_total_tokens max_batch_prefill_tokens "
