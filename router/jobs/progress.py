@@ -48,8 +48,7 @@ class Progress:
     def show(self, completed: int, failed: int, trouble: str = "") -> None:
         """Say it. trouble: why requests wait, if they do."""
         self.note(completed + failed)
-        text = self.sentence(completed, failed) + (f" ({trouble})" if trouble else "")
-        self._print(text)
+        self._print(self.sentence(completed, failed, trouble))
 
     def _print(self, text: str) -> None:
         if not self._is_live:
@@ -69,14 +68,21 @@ class Progress:
             print(file=self._stream, flush=True)
         self._width = 0
 
-    def sentence(self, completed: int, failed: int) -> str:
-        """What is done, what is left, how fast it goes and how long it will take."""
+    def sentence(self, completed: int, failed: int, trouble: str = "") -> str:
+        """What is done and left, how fast it goes and how long it will take, which nobody knows if nothing is done."""
         done = completed + failed
         text = f"{done:,} of {self._total:,} lines, {failed:,} failed, {self._total - done:,} left"
-        rate = self._rate()
+        rate = 0.0 if trouble and self._is_stuck() else self._rate()
+        if trouble:
+            trouble = f" ({trouble})"
         if not rate:
-            return text
-        return f"{text}, {rate:.1f} lines/s, {duration((self._total - done) / rate)} to go"
+            return text + trouble
+        return f"{text}, {rate:.1f} lines/s, {duration((self._total - done) / rate)} to go{trouble}"
+
+    def _is_stuck(self) -> bool:
+        """Whether nothing was done for as long as between two lines of a log."""
+        now, last = self._seen[-1]
+        return all(done == last for at, done in self._seen if now - at <= LOG_S) and now - self._seen[0][0] >= LOG_S
 
     def _rate(self) -> float:
         """Lines a second of late; 0 where nothing is known."""

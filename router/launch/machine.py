@@ -17,6 +17,7 @@ from router.launch.layout import Layout
 from router.launch.nodes import Nodes
 from router.launch.settings import Settings
 from router.version import package_version, version
+from server.config import THROUGH_HOST
 
 
 def describe_environment(environ: Mapping[str, str]) -> list[str]:
@@ -71,7 +72,7 @@ def plan_shards(settings: Settings, gpus: int, nodes: Nodes | None = None) -> tu
     if count not in SHARD_COUNTS:
         raise ValueError(f"{count} GPUs are visible, which a model cannot be split over: give --num-shard 1, 2, 4 or 8")
     layout = Layout(count, stages, nodes.count, nodes.index)
-    if device == "cuda" and layout.num_local > gpus:
+    if device == "cuda" and layout.num_local > gpus and settings.values["all_reduce"] != THROUGH_HOST:
         raise ValueError(_too_few_gpus(layout, gpus))
     return device, layout
 
@@ -86,7 +87,8 @@ def _too_few_gpus(layout: Layout, gpus: int) -> str:
         remedy = f"give --num-shard {most}" if most else "lower --pipeline-parallel"
     if layout.num_nodes > 1:
         needed += f", {layout.num_local} on each of {layout.num_nodes} nodes,"
-    return f"{needed} but the number of visible GPUs is {gpus}: {remedy}, or --device cpu"
+    shared = ", or --all-reduce host to have shards share a GPU, which is slow" if layout.num_stages == 1 else ""
+    return f"{needed} but the number of visible GPUs is {gpus}: {remedy}, or --device cpu{shared}"
 
 
 def bind(hostname: str, port: int) -> socket.socket:

@@ -27,6 +27,20 @@ def test_a_log_has_a_line_now_and_then() -> None:
     assert told == stream.getvalue()
 
 
+def test_nobody_knows_how_long_it_takes_while_nothing_is_done() -> None:
+    clock = Clock()
+    progress = Progress(100, io.StringIO(), is_live=True, clock=clock)
+    for clock.now in (0.0, 10.0, 20.0):
+        progress.note(int(clock.now))
+    for clock.now in (35.0, 51.0):
+        progress.note(20)
+    assert "20 of 100 lines, 0 failed, 80 left (no answer)" == progress.sentence(20, 0, "no answer")
+    assert "to go" in progress.sentence(20, 0)
+    clock.now = 52.0
+    progress.note(21)
+    assert progress.sentence(21, 0, "no answer").endswith(" to go (no answer)")
+
+
 def test_a_terminal_has_one_line_in_place_and_others_above_it() -> None:
     stream = io.StringIO()
     progress = Progress(5, stream, is_live=True, clock=Clock())

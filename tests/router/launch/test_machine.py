@@ -74,6 +74,7 @@ MODEL = ("--model-id", "some/model")
         (4, ("--sharded", "true", "--num-shard", "2"), ("cuda", 2)),
         (4, ("--sharded", "false"), ("cuda", 1)),
         (4, ("--sharded", "false", "--num-shard", "2"), ("cuda", 2)),
+        (1, ("--num-shard", "4", "--all-reduce", "host"), ("cuda", 4)),
         (4, ("--device", "cpu"), ("cpu", 1)),
         (4, ("--device", "cpu", "--num-shard", "8"), ("cpu", 8)),
     ],
@@ -91,7 +92,8 @@ def test_number_of_shards(gpus: int, argv: tuple[str, ...], expected: tuple[str,
         (
             3,
             ("--num-shard", "4"),
-            "--num-shard is 4 but the number of visible GPUs is 3: give at most 2, or --device cpu",
+            "--num-shard is 4 but the number of visible GPUs is 3: give at most 2, or --device cpu, or "
+            "--all-reduce host to have shards share a GPU, which is slow",
         ),
         (3, (), "3 GPUs are visible, which a model cannot be split over: give --num-shard 1, 2, 4 or 8"),
         (0, ("--device", "cuda"), "--device is cuda but no GPU is visible"),
