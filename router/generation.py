@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from router.accounts import Account
@@ -394,6 +395,8 @@ class Generator:
         self._batcher.check_room(valid, owner, weight)
         for number, one in enumerate(valid):
             tokens = known.samples[number].tokens if known is not None else ()
+            if not owner and one.priority < 0:  # nobody may pass others where anybody may send
+                one = replace(one, priority=0)
             entry = self._batcher.submit(one, owner=owner, weight=weight, known=tokens)
             entry.request_id = request_id
             opened.entries.append(entry)

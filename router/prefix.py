@@ -20,7 +20,8 @@ class PrefixKeys:
         """salt: of whose sequences alone it may share."""
         self.keys: list[bytes] = []
         self._block_size = block_size
-        self._last = blake2b(salt.encode(errors="surrogatepass"), digest_size=DIGEST_BYTES).digest()
+        whose = salt.encode(errors="surrogatepass")  # hashed apart: no salt may be what a digest and a block look like
+        self._last = blake2b(whose, digest_size=DIGEST_BYTES, person=b"salt" if whose else b"").digest()
         self._tail: list[int] = []
         self.extend(token_ids)
 

@@ -61,6 +61,7 @@ class Scheduler(Generic[S]):
         if (grammar := entry.request.grammar) is not None and not entry.generated_ids:
             entry.continuation = grammar.first.at_most(entry.request.max_new_tokens - 1)
         self._prepare(entry)
+        entry.has_run = bool(entry.generated_ids)
         if entry.request.priority:
             self._has_priorities = True
         self.waiting.append(entry)

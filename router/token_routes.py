@@ -39,8 +39,9 @@ def add_token_routes(app: FastAPI, services: Services) -> None:
         raw = await read_bytes(request, services)
         keys = schemas.parse(Keys, raw)
         if keys.inputs is None and keys.messages is not None:
-            asked = asked_of_chat(parsed(request, ChatRequest, raw))
-            return await answered(request, asked, partial(counted, has_texts=False))
+            chat = parsed(request, ChatRequest, raw)
+            has_texts = (chat.model_extra or {}).get("return_token_strs") is True
+            return await answered(request, asked_of_chat(chat), partial(counted, has_texts=has_texts))
         if keys.inputs is None and keys.prompt is not None:
             its = parsed(request, PromptToTokenize, raw)
             asked = Asked(its.prompt, GenerateParameters(), has_special_tokens=its.add_special_tokens is False)
@@ -57,6 +58,7 @@ def add_token_routes(app: FastAPI, services: Services) -> None:
         )
 
     def asked_of_chat(body: ChatRequest) -> Asked:
+        body.refuse_what_is_not_served()
         return Asked(rendering_of(body, services), GenerateParameters(), has_special_tokens=True)
 
     async def answered(request: Request, asked: Asked, shape: Callable[[str, Tokens], bytes]) -> Response:

@@ -17,6 +17,7 @@ from typing import Any
 
 from router.chat.formats import ReasoningFormat, ToolFormat, Writing
 from router.chat.tools import NO_PARAMETERS, Offer, Tool
+from router.errors import ValidationError
 from router.grammars.grammar import Grammar, GrammarKind
 from router.grammars.json_schema import any_of, typed
 
@@ -26,7 +27,11 @@ STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": 
 DECLARING = frozenset({"type", "properties", "required", "title", "description", "$schema", "$defs", "definitions"})
 ANYTHING = "/(?s:.*)/"
 NO_CALL = r"/(\s*[^\s{\[](?s:.*))?/"  # a text that does not begin as JSON
-START = re.compile(r"^start(\[[^\]\n]*\])?\s*:", re.MULTILINE)  # the rule that a grammar begins with
+# Of a client's grammar in Lark: what it defines, and its comments, strings, expressions and the name of its first rule.
+DEFINED = re.compile(r"^([A-Za-z_]\w*)(?:\[[^\]\n]*\])?\s*:", re.MULTILINE)
+TOKEN = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|\bstart\b')
+# The names that are defined here.
+OURS = re.compile(r"answer|calls?|call_\d+|called|unmarked|wanted|(thoughts|up_to)(_text)?|thinking|TEXT|NO_CALL")
 UNESCAPED_SLASH = re.compile(r"((?:^|[^\\])(?:\\\\)*)/")
 BLANKS = r"/\s{0,4}/"
 WANTED = "wanted"  # the rule for what a client asks for beside calls
@@ -135,11 +140,20 @@ def _rule(name: str, wanted: Grammar) -> str:
         case GrammarKind.REGEX:
             return f"{name}: {name.upper()}\n{name.upper()}: /{_between_slashes(wanted.text)}/"
         case GrammarKind.LARK:
-            return START.sub(rf"{name}\1:", wanted.text)
+            return _renamed(wanted.text, name)
+
+
+def _renamed(grammar: str, name: str) -> str:
+    """A client's grammar with another name for `start`. Raises ValidationError for a name that is taken beside it."""
+    if (taken := next((found for found in DEFINED.findall(grammar) if OURS.fullmatch(found)), None)) is not None:
+        raise ValidationError(f"a grammar beside tools or reasoning has no rule of the name {taken}: rename it")
+    return TOKEN.sub(lambda found: name if found.group() == "start" else found.group(), grammar)
 
 
 def _json(name: str, schema: Mapping[str, Any]) -> str:
-    return f"{name}: %json {json.dumps({**schema, 'x-guidance': STYLE}, ensure_ascii=False)}"
+    own = schema.get("x-guidance")
+    style = {**STYLE, **own} if isinstance(own, dict) else STYLE
+    return f"{name}: %json {json.dumps({**schema, 'x-guidance': style}, ensure_ascii=False)}"
 
 
 def _call_or(wanted: Grammar, writing: Writing, offered: Offer) -> dict[str, Any]:
@@ -150,9 +164,21 @@ def _call_or(wanted: Grammar, writing: Writing, offered: Offer) -> dict[str, Any
     schemas = []
     for tool in offered.callable_tools:
         call = json.loads(f"{writing.begin}{tool.name}{writing.middle}null{writing.end}")
-        keys = {key: schema_of(tool) if value is None else {"const": value} for key, value in call.items()}
+        keys = {key: _arguments(tool) if value is None else {"const": value} for key, value in call.items()}
         schemas.append({"type": "object", "properties": keys, "required": [*keys], "additionalProperties": False})
     return any_of([json.loads(wanted.text), *schemas])
+
+
+def _arguments(tool: Tool) -> dict[str, Any]:
+    """The schema of a call's arguments within another schema, where nothing of it may be left out by the compiler.
+
+    So of a function that is not strict, the names of its arguments alone.
+    """
+    schema = schema_of(tool)
+    if not tool.strict and isinstance(properties := schema.get("properties"), dict):
+        schema = {**schema, "properties": {key: {} for key in properties}}
+    kept = ("type", "properties", "required", "additionalProperties")
+    return {name: schema[name] for name in schema if name != "x-guidance" and (tool.strict or name in kept)}
 
 
 def schema_of(tool: Tool) -> dict[str, Any]:

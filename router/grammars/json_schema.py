@@ -11,8 +11,9 @@ from typing import Any
 
 OF_OBJECTS = frozenset({"properties", "required", "additionalProperties", "patternProperties"})
 OF_ARRAYS = frozenset({"items", "prefixItems"})
-# Where a schema says itself what it allows, of whatever type.
-SAYING = frozenset({"type", "const", "enum", "$ref"})
+# Where a schema says itself what it allows, of whatever type; of branches, each says it.
+SAYING = frozenset({"type", "const", "enum", "$ref", "anyOf", "oneOf", "allOf"})
+BRANCHES = ("anyOf", "oneOf", "allOf")
 # Keywords whose value is a schema, a list of schemas, or schemas by name. `not` and `if` are left as they are: there a
 # narrower schema allows more.
 HAVING_ONE = ("additionalProperties", "items", "then", "else", "contains", "additionalItems", "unevaluatedProperties")
@@ -22,13 +23,19 @@ BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependent
 
 def typed(schema: Mapping[str, Any]) -> dict[str, Any]:
     """The schema with a type at every level that speaks of properties or items and names none."""
-    whole = dict(schema)
+    whole, branches = dict(schema), set[int]()  # those below a type, which is theirs too
     for one in _all(whole):
-        if not SAYING & one.keys():
+        if "type" in one or id(one) in branches:
+            branches |= {id(branch) for keyword in BRANCHES for branch in _list(one.get(keyword))}
+        if not SAYING & one.keys() and id(one) not in branches:
             types = [name for name, words in (("object", OF_OBJECTS), ("array", OF_ARRAYS)) if words & one.keys()]
             if types:
                 one["type"] = types[0] if len(types) == 1 else types
     return whole
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def any_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -50,8 +57,9 @@ def _all(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """A schema and all within it, each of which may be changed. Not by recursion: its client decides how deep it is."""
     left = [whole]
     while left:
-        yield (one := left.pop())
+        one = left.pop()
         left += _copied(one)
+        yield one
 
 
 def _copied(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -152,7 +152,7 @@ class LauncherConfig:
         },
     )
     max_deaths: int = field(
-        default=5,
+        default=8,
         metadata={
             "help": "Deaths within ten minutes, of the shards or of the router, after which the server ends instead of "
             "starting them again. Those after a generated token do not count. 0: the first death ends the server.",

@@ -18,6 +18,7 @@ from router.chat.prompting import rendering
 from router.chat.reading import Reading
 from router.chat.tools import Offer
 from router.continuing import created_of
+from router.errors import ValidationError
 from router.event_stream import Frames
 from router.generation import OpenRequest
 from router.openai import answers, asked, logprobs, read_answers, tgi_client, tools
@@ -49,6 +50,8 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
         wanted = asked.of_chat(body, rendering_of(body, services, offered), config.max_n, candidates)
         scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
         wanted = _with_special_tokens(body, wanted, services)
+        if candidates is not None and body.include_reasoning is False:
+            raise ValidationError("`logprobs` tell all that the model writes: leave it or `include_reasoning` out")
         head = _head(request, body, services, "chatcmpl")
         if reading is not None:
             return await _read_chat(request, body, wanted, services, head, reading, scoring)

@@ -171,7 +171,7 @@ def _accept(listener: socket.socket, before: int, count: int, until: float, came
             try:
                 if bytes(_exactly(end, HELLO.size)) == HELLO.pack(MAGIC, before, count):
                     end.sendall(MAGIC)
-                    end.settimeout(max(until - time.monotonic(), POLL_S))
+                    end.settimeout(min(max(until - time.monotonic(), POLL_S), 2 * HELLO_S))
                     if bytes(_exactly(end, len(MAGIC))) == MAGIC:
                         end.settimeout(None)
                         came.append(end)

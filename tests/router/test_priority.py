@@ -50,6 +50,8 @@ def test_a_salt_tells_beginnings_apart() -> None:
     tokens = [*range(8)]
     plain, salted = PrefixKeys(tokens, 4).keys, PrefixKeys(tokens, 4, "a").keys
     assert not {*plain} & {*salted} and salted == PrefixKeys(tokens, 4, "a").keys
+    forged = PrefixKeys([1, 2, 3, 4], 4, "a").keys[0]
+    assert forged != PrefixKeys([1, 2, 3, 4], 4).keys[0]
     assert plain == PrefixKeys(tokens, 4, "").keys and PrefixKeys(tokens, 4, "\ud800").keys
 
 

@@ -106,7 +106,7 @@ class CudaDevice:
         action()
         torch.cuda.synchronize(self.torch_device)
         torch.cuda.empty_cache()
-        return max(0, before - torch.cuda.mem_get_info(self.torch_device)[0])
+        return max(0, before - torch.cuda.mem_get_info(self.torch_device)[0]) // self._num_sharing  # all of them do so
 
     def profiled(self) -> tuple[list[Any], str]:
         return [ProfilerActivity.CPU, ProfilerActivity.CUDA], "self_device_time_total"

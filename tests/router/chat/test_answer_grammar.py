@@ -203,6 +203,48 @@ def test_beside_tools_an_answer_is_calls_or_keeps_to_its_format(
         assert not accepts(tokenizer, grammar, text), text
 
 
+ODD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "not": {"required": ["b"]}}
+
+
+@pytest.mark.parametrize("tools", ["llama3", "json", "hermes"])
+def test_beside_a_format_a_function_that_is_not_strict_may_have_any_schema(tools: str) -> None:
+    its = formats(tools)
+    reading = its.reading(offer((Tool("odd", parameters=ODD),), ToolChoice()))
+    assert reading is not None
+    given = GenerateParameters(grammar=GrammarParameters(type="json", value={"required": ["kind"]}))
+    asked = reading.asked(Asked("", given))
+    assert asked.held is not None
+    assert accepts(marked(), asked.held("") or "", '{"kind": 1}')
+
+
+@pytest.mark.parametrize(
+    ("lark", "good", "bad"),
+    [
+        ('start: "a" start | "b" // start', "aab", "a"),
+        ('start: X "start"\nX: /start+/', "starttstart", "start"),
+        ('start: "a"+ "b"', "aab", "aa"),
+    ],
+)
+def test_a_client_s_rules_keep_their_meaning_beside_ours(lark: str, good: str, bad: str) -> None:
+    reading = formats("hermes").reading(offer((WEATHER,), ToolChoice()))
+    assert reading is not None
+    asked = reading.asked(Asked("", GenerateParameters(grammar=GrammarParameters(type="lark", value=lark))))
+    assert asked.held is not None
+    grammar = asked.held("") or ""
+    assert accepts(marked(), grammar, good) and not accepts(marked(), grammar, bad)
+    assert not accepts(marked(), grammar, f"{bad[:1]}<tool_call>\n{CALL}\n</tool_call>")
+
+
+def test_a_rule_whose_name_is_taken_is_refused_by_it() -> None:
+    reading = formats("hermes").reading(offer((WEATHER,), ToolChoice()))
+    assert reading is not None
+    given = GenerateParameters(grammar=GrammarParameters(type="lark", value='start: answer\nanswer: "a"'))
+    asked = reading.asked(Asked("", given))
+    assert asked.held is not None
+    with pytest.raises(ValidationError, match="has no rule of the name answer: rename it"):
+        asked.held("")
+
+
 def test_a_required_call_comes_instead_of_the_format_and_none_leaves_the_format() -> None:
     given = GenerateParameters(grammar=GrammarParameters(type="regex", value="a+"))
     its = formats("hermes", "none")

@@ -241,6 +241,14 @@ def test_reasoning_has_its_name_its_count_and_may_be_left_out(tmp_path: Path) ->
     told(tmp_path, story, text, template, reasoning_field="reasoning")
 
 
+def test_reasoning_that_is_left_out_is_told_by_no_log_probabilities(tmp_path: Path) -> None:
+    async def story(it: Site) -> None:
+        answer = await it.http.post(PATH, json={**ASKED, "logprobs": True, "include_reasoning": False})
+        assert 400 == answer.status_code and "leave it or `include_reasoning` out" in answer.json()["error"]["message"]
+
+    told(tmp_path, story)
+
+
 @pytest.mark.parametrize("decoder_start", [None, 7])
 def test_an_answer_may_begin_within_reasoning(tmp_path: Path, decoder_start: int | None) -> None:
     async def story(it: Site) -> None:
