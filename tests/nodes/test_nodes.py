@@ -58,13 +58,13 @@ def test_shards_of_one_stage_on_two_nodes_answer_as_one_process(expected: list[A
 
 
 def test_a_node_that_leaves_for_good_ends_the_server_with_one_sentence() -> None:
-    with Cluster(TWO, *STAGES, "--node-timeout", "2") as cluster:
+    with Cluster(TWO, *STAGES, "--node-timeout", "6") as cluster:
         cluster.agents[0].process.send_signal(signal.SIGTERM)
         code, output = cluster.agents[0].end()
         assert 0 == code and "SIGTERM: this node leaves" in output
         code, output = cluster.wait()
     assert 1 == code
-    assert "error: node 1 (SIGTERM) did not come within 2 s: start the launcher on every node" in output
+    assert "error: node 1 (SIGTERM) did not come within 6 s: start the launcher on every node" in output
 
 
 def test_a_failure_on_another_node_is_named_and_ends_all() -> None:
@@ -77,12 +77,12 @@ def test_a_failure_on_another_node_is_named_and_ends_all() -> None:
 
 
 def test_a_node_0_that_is_gone_for_good_ends_the_others() -> None:
-    with Cluster(TWO, *STAGES, "--node-timeout", "2") as cluster:
+    with Cluster(TWO, *STAGES, "--node-timeout", "6") as cluster:
         os.kill(cluster.process.pid, signal.SIGKILL)
         code, output = cluster.agents[0].end()
     assert 1 == code
     assert "contact to node 0 is lost" in output
-    assert f"error: node 0 at 127.0.0.1 port {cluster.node_flags[-1]} was not there for 2 s (" in output
+    assert f"error: node 0 at 127.0.0.1 port {cluster.node_flags[-1]} was not there for 6 s (" in output
 
 
 def refused(*flags: str, first: tuple[str, ...] = STAGES, wants: str, within: str = "30") -> None:

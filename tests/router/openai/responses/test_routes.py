@@ -242,7 +242,7 @@ def call(arguments: Any) -> dict[str, Any]:
         ({"background": True}, "`background` needs responses that are stored"),
         ({"prompt": {"id": "x"}}, "`prompt` is not served"),
         ({"top_logprobs": 2}, "`top_logprobs` is 2, and `include` has no message.output_text.logprobs: add it"),
-        ({"include": LOGPROBS, "top_logprobs": 99}, "`top_logprobs` must be >= 0 and <= 5 (max_top_n_tokens)"),
+        ({"include": LOGPROBS, "top_logprobs": 99}, "`top_logprobs` must be >= 0 and <= 20 (max_top_n_tokens)"),
         ({"include": LOGPROBS, "tools": [TOOL]}, "`include` has message.output_text.logprobs, which answers that may"),
         (
             {"text": {"format": {"type": "xml"}}},
