@@ -222,7 +222,7 @@ class Scheduled:
     num_cached: int = 0  # Prompt tokens found in the prefix cache when it was first admitted.
     num_rebuilt: int = 0  # How many of them its sequence on the shards began with, behind the prompt.
     num_losses: int = 0  # Losses of the shards in a step that computed it, since its last token.
-    has_run: bool = False  # Whether it was lost or made room, and waits before all that have not run.
+    has_run: bool = False  # Whether it has, here or on another server: nobody of its key passes it any more.
     num_preempted: int = 0  # How often it made room for another key's request.
 
     def prefix_keys(self, block_size: int) -> PrefixKeys:

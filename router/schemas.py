@@ -57,7 +57,7 @@ class NotServed(NamedTuple):
 
 
 class Lenient(Strict):
-    """A body whose unknown fields are kept, to be looked through and named in the log."""
+    """A body, or a part of one, whose unknown fields are kept, to be looked through and named in the log."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", frozen=True)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 from orjson import dumps
-from pydantic import BaseModel, Field
+from pydantic import Field
 
 from router.schemas import Lenient, Strict
 
@@ -58,17 +58,8 @@ class TokensToText(Lenient):
     skip_special_tokens: bool | None = Field(default=None, description="Leave special tokens out. Absent: true.")
 
 
-class CountedTokens(BaseModel):
-    """What vLLM and SGLang answer."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None
-
-
 def counted_tokens(text: str, tokens: Tokens, *, most: int, has_texts: bool) -> bytes:
-    """`CountedTokens`. most: tokens of a whole sequence."""
+    """What vLLM and SGLang answer. most: tokens of a whole sequence."""
     texts = [text[start:stop] for _, (start, stop) in tokens] if has_texts else None
     ids = [id for id, _ in tokens]
     return dumps({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})

@@ -13,26 +13,26 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from router.openai.schemas import ModelName
-from router.schemas import Integer, Lenient, NotServed, Strict
+from router.schemas import Integer, Lenient, NotServed
 
 Blocks = Annotated[list[dict[str, Any]], Field(fail_fast=True)]
 
 
-class Message(Strict):
+class Message(Lenient):
     """One turn of a conversation."""
 
     role: str = Field(description="`user`, `assistant` or `system`.")
     content: str | Blocks = Field(description="A text, or blocks: `text`, `tool_use`, `tool_result`, `thinking`.")
 
 
-class Thinking(Strict):
+class Thinking(Lenient):
     """Whether the model thinks before it answers, where its chat template lets one choose."""
 
     type: str = Field(description="`enabled`, `adaptive` or `disabled`.")
     budget_tokens: Integer | None = Field(default=None, description="Ignored: `max_tokens` bounds everything.")
 
 
-class OutputConfig(Strict):
+class OutputConfig(Lenient):
     """How the answer looks."""
 
     format: dict[str, Any] | None = Field(default=None, description="A `json_schema` that the answer keeps to.")

@@ -19,7 +19,7 @@ from router.chat.formats import ReasoningFormat, ToolFormat, Writing
 from router.chat.tools import NO_PARAMETERS, Offer, Tool
 from router.errors import ValidationError
 from router.grammars.grammar import Grammar, GrammarKind
-from router.grammars.json_schema import any_of, typed
+from router.grammars.json_schema import any_of, moved, typed
 
 # JSON as Python writes it, which models have read most.
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -27,9 +27,9 @@ STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": 
 DECLARING = frozenset({"type", "properties", "required", "title", "description", "$schema", "$defs", "definitions"})
 ANYTHING = "/(?s:.*)/"
 NO_CALL = r"/(\s*[^\s{\[](?s:.*))?/"  # a text that does not begin as JSON
-# Of a client's grammar in Lark: what it defines, and its comments, strings, expressions and the name of its first rule.
+# Of a client's grammar in Lark: what it defines; and its comments, strings, expressions, special tokens and first rule.
 DEFINED = re.compile(r"^([A-Za-z_]\w*)(?:\[[^\]\n]*\])?\s*:", re.MULTILINE)
-TOKEN = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|\bstart\b')
+TOKEN = re.compile(r'//[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/|<[^<>\n]*>|\bstart\b')
 # The names that are defined here.
 OURS = re.compile(r"answer|calls?|call_\d+|called|unmarked|wanted|(thoughts|up_to)(_text)?|thinking|TEXT|NO_CALL")
 UNESCAPED_SLASH = re.compile(r"((?:^|[^\\])(?:\\\\)*)/")
@@ -151,9 +151,7 @@ def _renamed(grammar: str, name: str) -> str:
 
 
 def _json(name: str, schema: Mapping[str, Any]) -> str:
-    own = schema.get("x-guidance")
-    style = {**STYLE, **own} if isinstance(own, dict) else STYLE
-    return f"{name}: %json {json.dumps({**schema, 'x-guidance': style}, ensure_ascii=False)}"
+    return f"{name}: %json {json.dumps({'x-guidance': STYLE, **schema}, ensure_ascii=False)}"
 
 
 def _call_or(wanted: Grammar, writing: Writing, offered: Offer) -> dict[str, Any]:
@@ -164,9 +162,14 @@ def _call_or(wanted: Grammar, writing: Writing, offered: Offer) -> dict[str, Any
     schemas = []
     for tool in offered.callable_tools:
         call = json.loads(f"{writing.begin}{tool.name}{writing.middle}null{writing.end}")
-        keys = {key: _arguments(tool) if value is None else {"const": value} for key, value in call.items()}
+        keys = {
+            key: moved(_arguments(tool), f"#/properties/{key}") if value is None else {"const": value}
+            for key, value in call.items()
+        }
         schemas.append({"type": "object", "properties": keys, "required": [*keys], "additionalProperties": False})
-    return any_of([json.loads(wanted.text), *schemas])
+    schema = json.loads(wanted.text)
+    style = {name: schema.pop(name) for name in ("x-guidance",) if name in schema}  # which is heard at the root alone
+    return {**style, **any_of([schema, *schemas])}
 
 
 def _arguments(tool: Tool) -> dict[str, Any]:

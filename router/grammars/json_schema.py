@@ -40,12 +40,12 @@ def _list(value: Any) -> list[Any]:
 
 def any_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The schema that is kept to where one of these is. Their references are to themselves as before."""
-    moved = {f"it_{number}": _moved(schema, f"#/$defs/it_{number}") for number, schema in enumerate(schemas)}
-    return {"$defs": moved, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in moved]}
+    each = {f"it_{number}": moved(schema, f"#/$defs/it_{number}") for number, schema in enumerate(schemas)}
+    return {"$defs": each, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in each]}
 
 
-def _moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The schema with references to its own root, which is at this place."""
+def moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """The schema as part of another one, at this place there: its references to its own root follow it."""
     whole = dict(schema)
     for one in _all(whole):
         if isinstance(reference := one.get("$ref"), str) and reference.startswith("#"):

@@ -182,7 +182,7 @@ class ChunkFrames:
         self._begun = [False for _ in entries]
         self._num_left = len(entries)
         # A piece of text of sequence 0, which is nearly every chunk: all but the text.
-        whole = frame(self._chunk(0, "\0", None))
+        whole = frame({**self._fields, "choices": [self._choice(0, "\0", None)], **self._tail})
         self._before, self._after = whole.split(dumps("\0"))
 
     def write(self, index: int, events: Sequence[Event]) -> bytes:
@@ -222,9 +222,11 @@ class ChunkFrames:
         return frame(self._chunk(index, text, None))
 
     def _chunk(self, index: int, text: str, reason: str | None, **delta: str) -> Json:
+        return self._with([self._choice(index, text, reason, **delta)])
+
+    def _choice(self, index: int, text: str, reason: str | None, **delta: str) -> Json:
         content: Json = {"delta": {**delta, "content": text}} if self._is_chat else {"text": text}
-        choice = {"index": index, **content, "logprobs": None, "finish_reason": reason}
-        return self._with([choice])
+        return {"index": index, **content, "logprobs": None, "finish_reason": reason}
 
     def _with(self, choices: Sequence[Json]) -> Json:
         """A chunk of these choices, with what every chunk says."""

@@ -195,15 +195,20 @@ def _step(engine: Engine, request: pb.StepRequest) -> None:
 def _take_first_steps(engine: Engine) -> None:
     """Generate two tokens of one sequence, once the most likely ones and once by sampling, and forget it."""
     for do_sample in (False, True):
-        first = ProfileRun([1], engine.has_encoder).request(top_n_tokens=0)
-        first.add[0].sampling.CopyFrom(
-            pb.SamplingParameters(do_sample=do_sample, temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
-        )
-        first.add[0].prompt_logprobs = False
-        first.ClearField("masks")
-        _step(engine, first)
+        _step(engine, _prompt_of_one_token(engine, do_sample=do_sample))
         _step(engine, pb.StepRequest(decode=True))
         engine.launch(pb.StepRequest(retire=[0]))
+
+
+def _prompt_of_one_token(engine: Engine, *, do_sample: bool = False) -> pb.StepRequest:
+    """Sequence 0, of which nothing but tokens is asked."""
+    request = ProfileRun([1], engine.has_encoder).request(top_n_tokens=0)
+    request.add[0].sampling.CopyFrom(
+        pb.SamplingParameters(do_sample=do_sample, temperature=1, top_p=1, typical_p=1, repetition_penalty=1)
+    )
+    request.add[0].prompt_logprobs = False
+    request.ClearField("masks")
+    return request
 
 
 def _compile_kernels(engine: Engine, most: int) -> None:
@@ -226,11 +231,8 @@ def _has_clocks(engine: Engine) -> bool:
 def _decode_for(seconds: float, engine: Engine, total_tokens: int) -> None:
     """Decode one sequence for about so long, as far as it may reach, and forget it."""
     most = min(total_tokens, (engine.num_blocks - 1) * BLOCK_SIZE)
-    request = ProfileRun([1], engine.has_encoder).request(top_n_tokens=0)
-    request.add[0].prompt_logprobs = False
+    request = _prompt_of_one_token(engine)
     request.add[0].blocks.extend(range(2, 1 + num_blocks(most)))  # 1 is an encoder's
-    request.ClearField("masks")
-    request.add[0].sampling.CopyFrom(pb.SamplingParameters(temperature=1, top_p=1, typical_p=1, repetition_penalty=1))
     _step(engine, request)
     began = time.monotonic()
     _step(engine, pb.StepRequest(decode=True))

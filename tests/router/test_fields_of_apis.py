@@ -49,7 +49,7 @@ class Api:
     """
 
     path: str
-    published: type
+    published: Any  # a TypedDict
     schema: type[Lenient]
     base: Mapping[str, Any]
     values: Mapping[str, Any]
@@ -60,7 +60,7 @@ class Api:
     @property
     def fields(self) -> list[str]:
         """All that its client knows of."""
-        known = self.published.__required_keys__ | self.published.__optional_keys__  # type: ignore[attr-defined]
+        known = self.published.__required_keys__ | self.published.__optional_keys__
         return sorted(known)
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from server.backends.cuda import clocks
-from server.backends.cuda.clocks import clocks_during
+from server.backends.cuda import device
+from server.backends.cuda.device import clocks_during
 from server.stepping.warmup import _decode_for
 from tests.server.driver import load_engine
 from tests.server.tiny import save_tiny
@@ -36,7 +36,7 @@ def test_clocks_are_asked_for_while_it_computes(tool: Path) -> None:
 
 @pytest.mark.parametrize("script", ["exit 6", "echo nonsense", "true", "sleep 60"])
 def test_where_nobody_tells_nothing_is_said(tool: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    monkeypatch.setattr(clocks, "ANSWER_S", 0.3)
+    monkeypatch.setattr(device, "ANSWER_S", 0.3)
     says(tool, script)
     assert "" == clocks_during("GPU-7", lambda: time.sleep(0.1))
 

@@ -211,9 +211,17 @@ def test_a_stranger_is_not_let_in(folder: Path, hello: bytes) -> None:
     assert at_first == descriptors()
 
 
-def test_a_connection_that_was_given_up_is_not_the_neighbour(folder: Path) -> None:
-    """A link may deliver it late: the stage before has dialled again, and would find nobody."""
-    paths, ends, given_up = meeting(folder, 2), ExitStack(), threading.Event()
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_connection_that_was_given_up_is_not_the_neighbour(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, is_closed: bool
+) -> None:
+    """A link may deliver it late: the stage before has dialled again, and would find nobody.
+
+    Nor is one waited for whose end never comes, since its node is without power.
+    """
+    monkeypatch.setattr(ring, "HELLO_S", 0.5)
+    paths, ends = meeting(folder, 2), ExitStack()
+    given_up, met = threading.Event(), threading.Event()
 
     def give_up() -> None:
         assert eventually(lambda: os.path.exists(paths[1]))
@@ -222,7 +230,10 @@ def test_a_connection_that_was_given_up_is_not_the_neighbour(folder: Path) -> No
                 pass
             late.sendall(HELLO.pack(MAGIC, 0, 2))
             given_up.set()
-            time.sleep(0.3)  # in which it is still open between the links, and nobody reads it
+            if is_closed:
+                time.sleep(0.3)  # in which it is still open between the links, and nobody reads it
+            else:
+                met.wait(PATIENCE)
 
     def come() -> None:
         ends.callback(join(1, paths, PATIENCE).close)
@@ -233,6 +244,8 @@ def test_a_connection_that_was_given_up_is_not_the_neighbour(folder: Path) -> No
     assert given_up.wait(PATIENCE)
     ends.callback(join(0, paths, PATIENCE).close)
     coming.join()
+    assert not met.is_set()
+    met.set()
     giving_up.join()
     ends.close()
 

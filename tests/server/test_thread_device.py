@@ -91,6 +91,14 @@ def test_ranks_may_share_gpus_and_their_memory(
         assert (60 - 8) * 2**30 // num_sharing == device.left_bytes(fraction=0.9, world_size=world_size, kv_bytes=0)
 
 
+def test_what_ranks_of_a_gpu_take_together_is_divided(cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    free = iter([60 * 2**30, 52 * 2**30])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free), 80 * 2**30))
+    assert 4 * 2**30 == backends.open_device("cuda", 0, 8, shares=True).taken_bytes(lambda: None)
+
+
 def test_more_ranks_than_gpus_are_refused_with_both_remedies(cuda: Cuda) -> None:
     with pytest.raises(ValueError, match="there are 4 GPUs: use --num-shard 4, or --all-reduce host"):
         backends.open_device("cuda", 0, 8)

@@ -12,7 +12,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from router.openai.schemas import ModelName, Objects, Texts
-from router.schemas import Integer, Lenient, NotServed, Strict
+from router.schemas import Integer, Lenient, NotServed
 
 Word = Annotated[str, Field(max_length=64)]
 STORED = (
@@ -21,14 +21,14 @@ STORED = (
 )
 
 
-class Reasoning(Strict):
+class Reasoning(Lenient):
     """How the model thinks before it answers, where its chat template lets one choose."""
 
     effort: Word | None = Field(default=None, description="`none`, or what the template knows of `reasoning_effort`.")
     summary: Word | None = Field(default=None, description="Ignored: reasoning is shown whole.")
 
 
-class TextConfig(Strict):
+class TextConfig(Lenient):
     """How the text of the answer looks."""
 
     format: dict[str, Any] | None = Field(default=None, description="`text`, `json_object` or a `json_schema`.")

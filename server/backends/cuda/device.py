@@ -10,6 +10,8 @@ launching a step while another one is running; from pinned memory it takes its p
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from server.backends.cuda.clocks import clocks_during
 from server.backends.host_copies import HostCopies, bytes_of_slots
 from server.backends.pages import map_pages
 
@@ -28,6 +29,10 @@ FRAGMENTATION = 0.1
 HEADROOM_BYTES = 2**30
 # Blocks that are gathered on the device at once on their way to or from the host; two copies of them are there.
 STAGED_BYTES = 32 * 2**20
+# What the driver's tool is asked of a GPU, and the time that it may take.
+FIELDS = "clocks.sm,clocks.max.sm,clocks.mem,clocks.max.mem,power.draw,power.limit,temperature.gpu"
+SENTENCE = "SM {} of {} MHz, memory {} of {} MHz, {} of {} W, {} C"
+ANSWER_S = 5.0
 HOST_FUNCTION = ctypes.CFUNCTYPE(None, ctypes.c_void_p)  # CUhostFn
 
 
@@ -110,6 +115,39 @@ class CudaDevice:
 
     def profiled(self) -> tuple[list[Any], str]:
         return [ProfilerActivity.CPU, ProfilerActivity.CUDA], "self_device_time_total"
+
+
+def clocks_during(gpu: str, action: Callable[[], object]) -> str:
+    """Run `action`: the clocks and the power of this GPU (its UUID) meanwhile; empty where nobody tells.
+
+    The driver's own tool is asked, as torch needs a package of its own for them. A GPU that is throttled explains
+    what no kernel does.
+    """
+    told: list[str] = []
+    is_over = threading.Event()
+    asking = threading.Thread(target=_ask, args=(gpu, is_over, told), daemon=True)
+    asking.start()
+    try:
+        action()
+    finally:
+        is_over.set()
+        asking.join(ANSWER_S)
+    return told[len(told) // 2] if told else ""
+
+
+def _ask(gpu: str, is_over: threading.Event, told: list[str]) -> None:
+    """Again and again, until it is over; what is answered afterwards is not told."""
+    command = ["nvidia-smi", "-i", gpu, f"--query-gpu={FIELDS}", "--format=csv,noheader,nounits"]
+    while not is_over.is_set():
+        try:
+            answer = subprocess.run(command, capture_output=True, text=True, timeout=ANSWER_S, check=True).stdout
+        except (OSError, subprocess.SubprocessError):
+            return
+        values = [value.strip() for value in answer.split(",")]
+        if len(values) != len(FIELDS.split(",")):
+            return
+        if not is_over.is_set():
+            told.append(SENTENCE.format(*values))
 
 
 def registered(num_bytes: int) -> Tensor:

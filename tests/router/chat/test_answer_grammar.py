@@ -203,6 +203,11 @@ def test_beside_tools_an_answer_is_calls_or_keeps_to_its_format(
         assert not accepts(tokenizer, grammar, text), text
 
 
+WRITTEN_CALLS = {
+    "llama3": '{{"name": "go", "parameters": {{"at": {{"x": {}}}}}}}',
+    "json": '{{"name": "go", "arguments": {{"at": {{"x": {}}}}}}}',
+    "hermes": '<tool_call>\n{{"name": "go", "arguments": {{"at": {{"x": {}}}}}}}\n</tool_call>',
+}
 ODD = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}, "not": {"required": ["b"]}}
 
 
@@ -223,6 +228,7 @@ def test_beside_a_format_a_function_that_is_not_strict_may_have_any_schema(tools
         ('start: "a" start | "b" // start', "aab", "a"),
         ('start: X "start"\nX: /start+/', "starttstart", "start"),
         ('start: "a"+ "b"', "aab", "aa"),
+        ('start: <think> "b"', "<think>b", "b"),
     ],
 )
 def test_a_client_s_rules_keep_their_meaning_beside_ours(lark: str, good: str, bad: str) -> None:
@@ -243,6 +249,30 @@ def test_a_rule_whose_name_is_taken_is_refused_by_it() -> None:
     assert asked.held is not None
     with pytest.raises(ValidationError, match="has no rule of the name answer: rename it"):
         asked.held("")
+
+
+SPOT = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"], "additionalProperties": False}
+NESTED = {
+    "type": "object",
+    "properties": {"at": {"$ref": "#/$defs/Spot"}},
+    "required": ["at"],
+    "$defs": {"Spot": SPOT},
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("tools", ["llama3", "json", "hermes"])
+def test_beside_a_format_arguments_refer_to_their_own_definitions(tools: str) -> None:
+    reading = formats(tools).reading(offer((Tool("go", parameters=NESTED, strict=True),), ToolChoice()))
+    assert reading is not None
+    style = {"x-guidance": {"whitespace_flexible": True}}
+    wanted = {"properties": {"k": {"const": 1}}, "required": ["k"], **style}
+    asked = reading.asked(Asked("", GenerateParameters(grammar=GrammarParameters(type="json", value=wanted))))
+    assert asked.held is not None
+    grammar, call = asked.held("") or "", WRITTEN_CALLS[tools]
+    assert accepts(marked(), grammar, call.format(1)) and not accepts(marked(), grammar, call.format('"a"'))
+    for text in ('{"k":1}', '{ "k" : 1 }'):  # as the schema itself asks for
+        assert accepts(marked(), grammar, text)
 
 
 def test_a_required_call_comes_instead_of_the_format_and_none_leaves_the_format() -> None:

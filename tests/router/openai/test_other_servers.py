@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
 from router.errors import ValidationError
 from router.openai.asked import messages_of, of_completion, variables_of
 from router.openai.constraints import constraint_of
 from router.openai.schemas import ChatRequest, CompletionRequest
 from router.schemas import GrammarParameters
+from router.text import ModelTokenizer
 from router.version import version
-from tests.router.doubles import EOS
+from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, told
-from tests.router.site import Site
+from tests.router.site import PROMPT, Site, site
 
 SCHEMA = {"type": "object", "properties": {}}
 
@@ -35,7 +38,7 @@ SCHEMA = {"type": "object", "properties": {}}
     ],
 )
 def test_constraints_have_other_names_elsewhere(extra: Mapping[str, Any], kind: str, value: Any) -> None:
-    assert GrammarParameters(type=kind, value=value) == constraint_of(extra)  # type: ignore[arg-type]
+    assert GrammarParameters.model_validate({"type": kind, "value": value}) == constraint_of(extra)
     [asked] = of_completion(CompletionRequest(prompt="a", **extra), 1, 1, None)
     assert asked.given.grammar == constraint_of(extra)
     assert [] == CompletionRequest(prompt="a", **extra).ignored()
@@ -114,19 +117,30 @@ def test_counts_may_come_with_every_chunk(template: str) -> None:
             assert 4 == counts[-1] and counts == sorted(counts) and len({*counts}) > 1
             assert all(5 == chunk["usage"]["prompt_tokens"] for chunk in chunks)
 
-    told(template, story)
+    for reader in ("none", "think"):
+        told(template, story, reasoning_parser=reader)
 
 
-def test_special_tokens_are_shown_where_they_are_asked_for_but_not_the_end(template: str) -> None:
-    async def story(it: Site) -> None:
-        special = sorted(it.app.state.services.tokenizer.special_ids - {EOS})
-        asked = {**COMPLETION, "max_tokens": 2, "logit_bias": {str(special[0]): 100}} if special else COMPLETION
-        for shown in (None, True, False):
-            answer = await it.http.post("/v1/completions", json={**asked, "skip_special_tokens": shown})
-            assert 200 == answer.status_code
-            assert "</s>" not in answer.json()["choices"][0]["text"]
+def test_special_tokens_are_shown_where_they_are_asked_for_but_not_the_end() -> None:
+    tokenizer = byte_tokenizer().tokenizer
+    tokenizer.add_special_tokens([AddedToken("<x>", special=True)])
+    ids, limits = [ord("a"), EOS + 1, ord("b"), EOS], {"vocab_size": EOS + 2}
 
-    told(template, story)
+    def next_token(token_ids: Any, *_: Any) -> int:
+        return ids[min(len(token_ids) - len(PROMPT), len(ids) - 1)]
+
+    async def story() -> None:
+        shards = fake_shards(make_limits(**limits), next_token=next_token, **limits)
+        known = ModelTokenizer.of(tokenizer, frozenset({EOS}))
+        async with site(shards, tokenizer=known, **limits) as it:
+            for skips, text in ((None, "ab"), (True, "ab"), (False, "a<x>b")):
+                asked = {**COMPLETION, "skip_special_tokens": skips, "logprobs": 1}
+                [choice] = (await it.http.post("/v1/completions", json=asked)).json()["choices"]
+                assert text == choice["text"] == "".join(choice["logprobs"]["tokens"])
+                chunks = chunks_of((await it.http.post("/v1/completions", json={**asked, "stream": True})).text)
+                assert text == "".join(chunk["choices"][0]["text"] for chunk in chunks)
+
+    asyncio.run(story())
 
 
 def test_completions_know_the_newer_name_of_their_most_tokens(template: str) -> None:
@@ -204,6 +218,8 @@ def test_texts_are_tokenised_in_every_dialect(template: str) -> None:
         assert {"text": "hello"} == await asked("/detokenize", ids=ids)
         for path, body, sentence in (
             ("/tokenize", {"prompt": ["a", "b"]}, "`prompt`: input should be a valid string"),
+            ("/tokenize", {**CHAT, "chat_template": "{{ 1 }}"}, "`chat_template` is not served"),
+            ("/chat_tokenize", {**CHAT, "chat_template": "{{ 1 }}"}, "`chat_template` is not served"),
             ("/tokenize", {"prompt": "a" * 70}, "must have less than 65 tokens"),
             ("/tokenize", {}, "`inputs`: field required"),
             ("/detokenize", {"tokens": ["a"]}, "`tokens.0`: input should be a valid integer"),
