@@ -46,9 +46,9 @@ schemas: needs .schemas/node_modules
 test-clients: needs install
 	$(RUN) -m tests.clients $(ARGS)
 
-# What others wrote to test servers, from their packages' source archives: JSON schemas as grammars.
+# What others wrote to test servers, from their packages' source archives: schemas as grammars, and their servers' tests.
 test-suites: needs install
-	$(RUN) -m tests.schema_suites $(ARGS)
+	$(RUN) -m tests.suites $(ARGS)
 
 # Every format of quantised checkpoints with every family, and with the libraries that write them, each of these in an
 # environment of its own below .venv-formats, which takes gigabytes; then the perplexity of the held-out text in every

@@ -25,6 +25,7 @@ MAYBE_NOT_SERVED = {
     RESPONSES + "/": responses.NOT_STORED,
     "/v1/files": NO_BATCHES,
     "/v1/batches": NO_BATCHES,
+    f"{ANTHROPIC}/batches": NO_BATCHES,
 }
 
 
@@ -45,9 +46,9 @@ def status_response(status: int, path: str, headers: Mapping[str, str] | None = 
     if not path.startswith(OPENAI):
         return errors.status_response(status, headers)
     phrase, error_type = errors.status_sentence(status, headers), errors.status_type(status)
-    if path.startswith(ANTHROPIC):
-        return errors.json_error(anthropic.error_of(status, phrase, error_type), status, headers or {})
     sentence = (status == 404 and _why_not_there(path)) or phrase
+    if path.startswith(ANTHROPIC):
+        return errors.json_error(anthropic.error_of(status, sentence, error_type), status, headers or {})
     if status == 405 and path == RESPONSES:
         sentence += ": WebSockets are not served here, and `stream` gives events"
     kind = "server_error" if status >= 500 else "invalid_request_error"

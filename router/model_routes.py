@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from router.anthropic.documents import MessageModel, MessageModels
+from router.error_shapes import ANTHROPIC, error_response
 from router.errors import NotFound
 from router.openai import answers
 from router.openai.documents import ErrorAnswer, ServedModel, ServedModels
@@ -47,7 +48,8 @@ def add_model_routes(app: FastAPI, services: Services) -> None:
 
     async def one_model(request: Request, name: str) -> Response:
         if name != services.config.model_id:
-            raise NotFound(f"the model {name[:200]} is not served here: this server has {services.config.model_id}")
+            error = NotFound(f"the model {name[:200]} is not served here: this server has {services.config.model_id}")
+            return error_response(error, ANTHROPIC if VERSION in request.headers else request.url.path)
         return _in_shape(request, of_openai, of_anthropic)
 
     async def server_version() -> dict[str, str]:

@@ -87,7 +87,7 @@ NEEDS: dict[str, tuple[str, Sequence[Need]]] = {
     "bench-check": ("a machine that does nothing else: it asks how long things take", []),
     "bench-gpu": ("a GPU that does nothing else", [GPU]),
     "pack": (INDEX, [disk(1)]),
-    "test-suites": (f"{INDEX}, 80 MB of it the first time", [disk(1)]),
+    "test-suites": (f"{INDEX}, 130 MB of it the first time", [disk(2)]),
     "compile-kernels": (f"{INDEX}, and some minutes", [disk(1)]),
     "gpu-first": (f"{INDEX}, and some minutes to compile kernels", [disk(1)]),
     "check": ("nothing more", []),

@@ -10,9 +10,9 @@ import argparse
 import os
 import subprocess
 import sys
-import venv
 from pathlib import Path
 
+from tests.environments import environment
 from tests.running import ROOT, Server
 
 HERE = Path(__file__).parent
@@ -29,7 +29,7 @@ def main() -> int:
     names = parser.parse_args().names or known
     if unknown := sorted(set(names) - set(known)):
         parser.error(f"there is no client {unknown[0]}: {', '.join(known)}")
-    pythons = {name: _environment(name) for name in names}
+    pythons = {name: environment(ROOT / ".venv-clients" / name, HERE / f"{name}.txt") for name in names}
     template = ROOT / ".venv-clients" / "template.jinja"
     template.write_text(TEMPLATE)
     flags = ("--max-concurrent-requests", str(PLACES), "--max-best-of", "16", "--api-key", KEY)
@@ -37,19 +37,6 @@ def main() -> int:
         failed = [name for name, python in pythons.items() if not _passes(name, python, server.url)]
     print(f"failed: {', '.join(failed)}" if failed else f"{len(names)} clients work")
     return 1 if failed else 0
-
-
-def _environment(name: str) -> Path:
-    """The interpreter of a client's environment, which is made if there is none that fits."""
-    folder, wanted = ROOT / ".venv-clients" / name, (HERE / f"{name}.txt").read_text()
-    python, installed = folder / "bin" / "python", folder / "installed.txt"
-    if not (installed.is_file() and installed.read_text() == wanted):
-        print(f"setting up {folder.relative_to(ROOT)}", flush=True)
-        venv.create(folder, clear=True, with_pip=True)
-        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        subprocess.run((*pip, "--requirement", HERE / f"{name}.txt"), check=True)
-        installed.write_text(wanted)
-    return python
 
 
 def _passes(name: str, python: Path, url: str) -> bool:

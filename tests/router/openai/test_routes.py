@@ -307,6 +307,10 @@ def test_models_are_listed_and_found_by_name(template: str) -> None:
         assert listed["data"][0] == (await it.http.get("/v1/models/a/model")).json()
         missing = await it.http.get("/v1/models/other")
         assert (404, "not_found") == (missing.status_code, missing.json()["error_type"])
+        theirs = (await it.http.get("/v1/models/other", headers={"anthropic-version": "2023-06-01"})).json()
+        assert ("error", "not_found_error") == (theirs["type"], theirs["error"]["type"])
+        batches = await it.http.post("/v1/messages/batches", json={})
+        assert (404, True) == (batches.status_code, "`lockstep batch" in batches.json()["error"]["message"])
         nowhere, wrong = await it.http.get("/v1/nothing"), await it.http.get("/v1/completions")
         assert (404, "Not Found: GET /openapi.json lists all routes") == (
             nowhere.status_code,
