@@ -3,7 +3,7 @@ themselves, which CPU kernels compute, and that an end from outside leaves no pr
 
 `--cpu-kernels avx2` runs all tests with the kernels of that kind (`tests/cpu_kernels.py`).
 
-`HYPOTHESIS_PROFILE=large` tries five times as many, as `.ci/run` does. No profile has a deadline: how long an example
+`HYPOTHESIS_PROFILE=large` tries three times as many, as `.ci/run` does. No profile has a deadline: how long an example
 takes says nothing on a busy machine.
 
 A test that compares times with a clock is marked `alone`. Such tests come last, and the workers of one run share a lock
@@ -30,7 +30,7 @@ with suppress(ImportError):  # tests on a GPU do without it, and so does what tr
     from hypothesis import settings
 
     settings.register_profile("small", max_examples=100, deadline=None)
-    settings.register_profile("large", max_examples=500, deadline=None)
+    settings.register_profile("large", max_examples=300, deadline=None)
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "small"))
 
 LOCKS = pytest.StashKey[Path]()

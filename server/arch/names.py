@@ -15,7 +15,7 @@ Roles, each with `.weight` and where the model has one `.bias`:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 
@@ -31,6 +31,18 @@ class QkvLayout(Enum):
 
 
 @dataclass(frozen=True)
+class FusedRows:
+    """Where the matrix of each expert lies in one tensor [experts, of x outputs, inputs], whose name has no suffix.
+
+    It is the `place`-th of `of` equal parts of an expert's rows.
+    """
+
+    name: str
+    place: int = 0
+    of: int = 1
+
+
+@dataclass(frozen=True)
 class NameMap:
     """Names in the checkpoint without `.weight` and `.bias`; of several names for a role the first that exists counts.
 
@@ -43,3 +55,6 @@ class NameMap:
     transposed: bool = False  # linear weights are stored [inputs, outputs]
     prefixes: tuple[str, ...] = ("",)
     ignore: tuple[str, ...] = ()
+    fused_experts: Mapping[str, FusedRows] = field(
+        default_factory=dict
+    )  # by role, where no expert has tensors of its own

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from server.arch.names import NameMap, QkvLayout
+from server.arch.names import FusedRows, NameMap, QkvLayout
 from server.checkpoint import name_patterns
 from server.checkpoint.ahead import ReadAhead
 from server.checkpoint.files import weight_files
@@ -247,6 +247,10 @@ class Weights:
         """Whether the family's checkpoints have this role."""
         return role in self.names.roles
 
+    def holds(self, role: str) -> bool:
+        """Whether this checkpoint has the role's weight."""
+        return self.has(role) and self._has_weight(self._name(role))
+
     def name_of(self, role: str, expert: int = 0) -> str:
         """What the checkpoint calls a role, without what follows the last dot. Raises CheckpointError."""
         return self._name(role, expert)
@@ -320,10 +324,29 @@ class Weights:
 
     def _matrix(self, role: str, size: tuple[int, int], dim: int, ranges: Ranges, expert: int) -> Tensor:
         name = f"{self._name(role, expert)}.weight"
+        if name not in self.checkpoint and (fused := self._fused(role)) is not None:
+            return self._own(self._of_expert(fused, size, dim, ranges, expert), dim)
         if not self.names.transposed:
             return self._own([self._read(name, size, dim, part) for part in ranges], dim)
         stored = (size[1], size[0])
         return self._own([self._read(name, stored, 1 - dim, part).t() for part in ranges], dim)
+
+    def _fused(self, role: str) -> FusedRows | None:
+        """Where all experts' matrices of a role are, by the name that this checkpoint has; None: not in one tensor."""
+        if (known := self.names.fused_experts.get(role)) is None:
+            return None
+        name = self.prefix + known.name.format(i=self.layer)
+        return replace(known, name=name) if name in self.checkpoint else None
+
+    def _of_expert(
+        self, fused: FusedRows, size: tuple[int, int], dim: int, ranges: Ranges, expert: int
+    ) -> list[Tensor]:
+        """Parts of one expert's matrix, of which the tensor of all experts is read whole."""
+        assert isinstance(self.checkpoint, Checkpoint), "random weights have every tensor by its own name"
+        shape = (self.checkpoint.shape_of(fused.name)[0], fused.of * size[0], size[1])
+        rows = self.checkpoint.read(fused.name, shape, part=(expert, expert + 1), dtype=self.dtype)[0]
+        matrix = rows[fused.place * size[0] : (fused.place + 1) * size[0]]
+        return [matrix.narrow(dim, start, stop - start) for start, stop in ranges]
 
     def _read(self, name: str, shape: tuple[int, ...], dim: int, part: tuple[int, int] | None) -> Tensor:
         """In our dtype, but on the host."""

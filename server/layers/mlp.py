@@ -87,7 +87,7 @@ def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_linear: Mak
     """[gate | up] of this rank, from one tensor or from two."""
     start, stop = weights.shard.range(width)
     make_gated = partial(make_linear, is_gated=True)
-    if weights.has("mlp_gate_up"):
+    if weights.holds("mlp_gate_up") or not weights.has("mlp_gate"):
         ranges = [(start, stop), (width + start, width + stop)]
         size = (2 * width, spec.hidden_size)
         return load_column(weights, "mlp_gate_up", size, make_gated, bias=spec.mlp_bias, ranges=ranges)

@@ -6,16 +6,28 @@ from dataclasses import replace
 
 from server.arch.families import llama, mistral
 from server.arch.families.reading import Config, activation
-from server.arch.names import NameMap
+from server.arch.names import FusedRows, NameMap
 from server.arch.spec import ArchSpec, Moe
+
+
+def _names(published: str, of_packers: str) -> tuple[str, ...]:
+    """What an expert's matrix is called: by Mistral AI, and by tools that pack a model as transformers 5 names it."""
+    blocks = ("block_sparse_moe", "mlp")
+    return tuple(f"layers.{{i}}.{block}.experts.{{e}}.{name}" for block in blocks for name in (published, of_packers))
+
 
 NAMES = NameMap(
     roles={
         **llama.NAMES.roles,
-        "router": "layers.{i}.block_sparse_moe.gate",
-        "expert_gate": "layers.{i}.block_sparse_moe.experts.{e}.w1",
-        "expert_up": "layers.{i}.block_sparse_moe.experts.{e}.w3",
-        "expert_down": "layers.{i}.block_sparse_moe.experts.{e}.w2",
+        "router": ("layers.{i}.block_sparse_moe.gate", "layers.{i}.mlp.gate"),
+        "expert_gate": _names("w1", "gate_proj"),
+        "expert_up": _names("w3", "up_proj"),
+        "expert_down": _names("w2", "down_proj"),
+    },
+    fused_experts={
+        "expert_gate": FusedRows("layers.{i}.mlp.experts.gate_up_proj", 0, 2),
+        "expert_up": FusedRows("layers.{i}.mlp.experts.gate_up_proj", 1, 2),
+        "expert_down": FusedRows("layers.{i}.mlp.experts.down_proj"),
     },
     prefixes=llama.NAMES.prefixes,
     ignore=llama.NAMES.ignore,

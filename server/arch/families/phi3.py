@@ -11,9 +11,9 @@ from server.arch.spec import ArchSpec
 
 NAMES = NameMap(
     roles={
-        **{role: name for role, name in llama.NAMES.roles.items() if role not in ("q", "k", "v", "mlp_gate", "mlp_up")},
+        **{role: name for role, name in llama.NAMES.roles.items() if role not in ("q", "k", "v")},
         "qkv": "layers.{i}.self_attn.qkv_proj",
-        "mlp_gate_up": "layers.{i}.mlp.gate_up_proj",
+        "mlp_gate_up": "layers.{i}.mlp.gate_up_proj",  # GPTQModel writes both apart
     },
     prefixes=llama.NAMES.prefixes,
     ignore=llama.NAMES.ignore,
