@@ -42,6 +42,14 @@ class FusedRows:
     of: int = 1
 
 
+# As transformers 5 holds the experts of a mixture, and tools that pack a model may write them.
+FUSED_EXPERTS: Mapping[str, FusedRows] = {
+    "expert_gate": FusedRows("layers.{i}.mlp.experts.gate_up_proj", 0, 2),
+    "expert_up": FusedRows("layers.{i}.mlp.experts.gate_up_proj", 1, 2),
+    "expert_down": FusedRows("layers.{i}.mlp.experts.down_proj"),
+}
+
+
 @dataclass(frozen=True)
 class NameMap:
     """Names in the checkpoint without `.weight` and `.bias`; of several names for a role the first that exists counts.

@@ -9,22 +9,42 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from server.checkpoint.files import HubError, read_json
+from safetensors import SafetensorError, safe_open
+
+from server.checkpoint.files import HubError, read_json, weight_files
 from server.quant.configs import FormatError
 from server.quant.sizes import config_of
 
+# Of GPTQ and AWQ, of AutoAWQ 0.1 and llm-awq, and of ModelOpt.
+FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+# What `text-generation-server quantize` wrote among the weights, and the settings that they stand for.
+NUMBERS = {"gptq_bits": "bits", "gptq_groupsize": "group_size"}
+
 
 def with_file(folder: Path, hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The config with what a file beside it says of quantised weights, where it says nothing itself."""
-    if config_of(hf_config) or not (found := _file(folder)):
+    """The config with what lies beside it says of quantised weights, where it says nothing itself."""
+    if config_of(hf_config) or not (found := _file(folder) or _numbers(folder)):
         return hf_config
     return {**hf_config, "quantization_config": found}
 
 
 def _file(folder: Path) -> dict[str, Any]:
-    """quantize_config.json, which older checkpoints of GPTQ and AWQ have."""
-    path = folder / "quantize_config.json"
+    path = next((folder / name for name in FILES if (folder / name).exists()), None)
     try:
-        return read_json(path, "how weights are quantised") if path.exists() else {}
+        return {} if path is None else read_json(path, "how weights are quantised")
     except (OSError, HubError) as error:
         raise FormatError(f"{path} cannot be read: {error}; download it again") from None
+
+
+def _numbers(folder: Path) -> dict[str, Any]:
+    """The settings of a checkpoint that TGI quantised, which lie among its tensors."""
+    found: dict[str, Any] = {}
+    try:
+        for path in weight_files(folder):
+            if path.suffix == ".safetensors":
+                with safe_open(path, framework="np") as file:
+                    for name in NUMBERS.keys() & set(file.keys()):
+                        found[NUMBERS[name]] = int(file.get_tensor(name).reshape(-1)[0])
+    except (HubError, SafetensorError, OSError):
+        return {}  # whoever reads the weights says what is wrong with them
+    return {"quant_method": "gptq", **found} if "bits" in found else {}

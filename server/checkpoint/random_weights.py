@@ -34,6 +34,7 @@ LACKED = (
 )
 # What 8-bit inputs are multiplied by where that is fixed: numbers up to 6, which is what norms let through.
 INPUT_SCALE = 6 / 127
+EXPONENT = 127 - 7  # of a scale of microscaled weights: 2^-7
 NO_STATE = b"{}"  # of bitsandbytes, in JSON: everything is as usual
 
 
@@ -132,6 +133,8 @@ class RandomLayer:
 
 def _scales(drawn: Tensor, storage: Storage) -> Tensor:
     """From 1/2 to 3/2 of what makes the largest code the largest weight, in 16 bits as formats have them."""
+    if drawn.dtype == torch.uint8:  # exponents of powers of 2
+        return torch.full_like(drawn, EXPONENT)
     most = 2.0 if storage.is_float else 2.0 ** (storage.bits - 1)
     return (drawn.float() / (2 * LARGEST) + 1).mul_(LARGEST / most).half().to(drawn.dtype)
 
@@ -139,6 +142,10 @@ def _scales(drawn: Tensor, storage: Storage) -> Tensor:
 def _largest(drawn: Tensor, storage: Storage) -> Tensor:
     """From 1/2 to 3/2 of the largest weight."""
     return (drawn.float() / (2 * LARGEST) + 1).mul_(LARGEST).to(drawn.dtype)
+
+
+def _one(drawn: Tensor, storage: Storage) -> Tensor:
+    return torch.ones_like(drawn)
 
 
 def _levels(drawn: Tensor, storage: Storage) -> Tensor:
@@ -153,6 +160,8 @@ def _input_scale(drawn: Tensor, storage: Storage) -> Tensor:
 NUMBERS: Mapping[str, Callable[[Tensor, Storage], Tensor]] = {
     ".scales": _scales,
     ".weight_scale": _scales,
+    ".weight_scale_2": _one,
+    ".weight_global_scale": _one,
     ".weight_scale_inv": _scales,
     ".absmax": _largest,
     ".SCB": _largest,

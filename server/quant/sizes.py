@@ -16,6 +16,7 @@ from typing import Any
 
 from server.quant import left_out
 from server.quant.configs import FormatError, block_size, group_size, read_config, shown
+from server.quant.dialects import translated
 from server.quant.left_out import LeftOut
 
 # Inputs of a block, which share a scale in memory, where products are of integers. Groups are filled up to whole ones.
@@ -151,6 +152,7 @@ def of_config(hf_config: Mapping[str, Any]) -> Storage | None:
 
 
 def _read(config: Mapping[str, Any]) -> Storage:
+    config = translated(config)
     method = str(method_of(config))
     if method not in READERS:
         raise FormatError(f"`quant_method` {shown(method)} is not served: {', '.join(READERS)} are")
@@ -164,11 +166,16 @@ def config_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """The `quant_method`. Older files name none: only GPTQ's say whether activations decide the order."""
+    """The `quant_method`. Older files name none: only GPTQ's say whether activations decide the order.
+
+    Those of bitsandbytes say how many bits it loads.
+    """
     if config.get("quant_method"):
         return str(config["quant_method"])
     if config.get("is_marlin_format"):
         return "marlin"
+    if any(key in config for key in ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")):
+        return "bitsandbytes"
     if "desc_act" in config:
         return "gptq"
     return "awq" if "zero_point" in config else None
@@ -195,16 +202,19 @@ def _compressed(config: Mapping[str, Any]) -> Storage:
     first = next(iter((config.get("config_groups") or {}).values()), None) or {}
     weights = first.get("weights") or {}
     strategy, group = weights.get("strategy", "tensor"), 0
-    if strategy == "group":
+    if strategy in ("group", "tensor_group"):
         group = group_size(weights.get("group_size"), "weights", may_be_all=False)
     elif strategy == "block":
         group = block_size(weights.get("block_structure"), "block_structure")[1]
     is_float, inputs = weights.get("type") == "float", first.get("input_activations")
     has_float_inputs = inputs is not None and inputs.get("type") == "float"
-    is_packed = "pack-quantized" in (first.get("format"), config.get("format"))
+    formats = (first.get("format"), config.get("format"))
+    is_packed, bits = "pack-quantized" in formats, int(weights.get("num_bits", 8))
+    if is_float and (bits == 4 or "mxfp8-quantized" in formats):  # inputs are taken as they are
+        return Storage("compressed-tensors", bits, group, has_levels=bits == 4, is_float=bits == 8)
     return Storage(
         "compressed-tensors",
-        int(weights.get("num_bits", 8)),
+        bits,
         group,
         scale_bytes=2 if is_packed else 4,
         zero_bytes=int(is_packed and not weights.get("symmetric", True)),

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from server.arch.families import llama, mistral
 from server.arch.families.reading import Config, activation
-from server.arch.names import FusedRows, NameMap
+from server.arch.names import FUSED_EXPERTS, NameMap
 from server.arch.spec import ArchSpec, Moe
 
 
@@ -24,11 +24,7 @@ NAMES = NameMap(
         "expert_up": _names("w3", "up_proj"),
         "expert_down": _names("w2", "down_proj"),
     },
-    fused_experts={
-        "expert_gate": FusedRows("layers.{i}.mlp.experts.gate_up_proj", 0, 2),
-        "expert_up": FusedRows("layers.{i}.mlp.experts.gate_up_proj", 1, 2),
-        "expert_down": FusedRows("layers.{i}.mlp.experts.down_proj"),
-    },
+    fused_experts=FUSED_EXPERTS,
     prefixes=llama.NAMES.prefixes,
     ignore=llama.NAMES.ignore,
 )

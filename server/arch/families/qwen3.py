@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from server.arch.families import llama
 from server.arch.families.reading import Config, activation, layer_windows
-from server.arch.names import NameMap
+from server.arch.names import FUSED_EXPERTS, NameMap
 from server.arch.spec import ArchSpec, Moe
 
 NAMES = NameMap(
@@ -21,6 +21,7 @@ NAMES = NameMap(
     },
     prefixes=llama.NAMES.prefixes,
     ignore=llama.NAMES.ignore,
+    fused_experts=FUSED_EXPERTS,
 )
 
 

@@ -14,6 +14,8 @@ from server.checkpoint.formats.gptq import GptqFormat
 from server.checkpoint.formats.protocol import Format, FormatError
 from server.checkpoint.quantize_config import with_file
 from server.quant import configs, sizes
+from server.quant.dialects import translated
+from server.quant.meanings import refuse_other_meanings
 
 # By `quant_method`.
 FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
@@ -41,8 +43,6 @@ REFUSED: Mapping[str, str] = {
     "higgs": USE_GPTQ,
     "spqr": USE_GPTQ,
     "squeezellm": USE_GPTQ,
-    "auto-round": USE_GPTQ,
-    "intel/auto-round": USE_GPTQ,
     "bitnet": USE_GPTQ,
     "quark": USE_GPTQ,
     "qqq": USE_GPTQ,
@@ -52,8 +52,6 @@ REFUSED: Mapping[str, str] = {
     "torchao": f"{IN_FLIGHT} int8 or int4",
     "eetq": f"{IN_FLIGHT} eetq",
     "deepspeedfp": f"{IN_FLIGHT} fp8",
-    "modelopt": USE_FP8,
-    "modelopt_fp4": USE_FP8,
     "fp_quant": USE_FP8,
     "mxfp4": USE_FP8,
     "nvfp4": USE_FP8,
@@ -73,6 +71,7 @@ def find(folder: Path, hf_config: Mapping[str, Any]) -> Format | None:
 
 
 def _make(config: Mapping[str, Any]) -> Format:
+    config = translated(config)
     method = sizes.method_of(config)
     make = FORMATS.get(str(method))
     if make is None:
@@ -81,4 +80,6 @@ def _make(config: Mapping[str, Any]) -> Format:
             f"`quant_method` {configs.shown(method)} of the checkpoint is not served: {', '.join(FORMATS)} are; take "
             f"{instead}"
         )
-    return make(config)
+    format = make(config)
+    refuse_other_meanings(config, str(method))
+    return format

@@ -45,12 +45,12 @@ class AwqFormat(Format):
     ignored = SCALES_OF_KV
 
     def __init__(self, config: Mapping[str, Any]):
-        bits = config.get("bits", config.get("w_bit", BITS))
+        bits = _either(config, ("bits", "w_bit"), BITS)
         if bits != BITS:
             raise FormatError(
                 f"`bits` of an awq checkpoint must be 4. Given: {shown(bits)}; take another checkpoint of this model"
             )
-        version = str(config.get("version") or config.get("checkpoint_format") or "gemm").lower()
+        version = str(_either(config, ("version", "checkpoint_format"), "gemm")).lower()
         if config.get("is_marlin_format"):
             version = "marlin"
         if version != "gemm":
@@ -66,8 +66,7 @@ class AwqFormat(Format):
             raise FormatError(
                 f"`zero_point` of an awq checkpoint must be true or false. Given: {shown(has_zeros)}; {AGAIN}"
             )
-        size = config.get("group_size", config.get("q_group_size", 128))
-        self._group_size = group_size(size, "an awq checkpoint")
+        self._group_size = group_size(_either(config, ("group_size", "q_group_size"), 128), "an awq checkpoint")
         self.left_out = left_out.of_config(config, self.name)
 
     def has(self, tensors: Tensors) -> bool:
@@ -96,6 +95,17 @@ class AwqFormat(Format):
             first_input=part.columns[0],
             num_inputs=inputs,
         )
+
+
+def _either(config: Mapping[str, Any], keys: tuple[str, str], usual: object) -> Any:
+    """A setting that has two names, by what there is. Raises FormatError where both are given and differ."""
+    found = [config[key] for key in keys if config.get(key) not in (None, "")]
+    if len(found) == 2 and found[0] != found[1]:
+        raise FormatError(
+            f"`{keys[0]}` and `{keys[1]}` of an awq checkpoint must be the same. Given: {shown(found[0])} and "
+            f"{shown(found[1])}; {AGAIN}"
+        )
+    return found[0] if found else usual
 
 
 def _codes(tensors: Tensors, suffix: str, shape: tuple[int, int], part: tuple[int, int], rows: Ranges) -> Codes:

@@ -2,7 +2,8 @@
 
 Of a layer [F, D], in blocks of 64 numbers that follow one another:
 
-    weight                                [F D / 2, 1] uint8    two codes in a byte, the first in the high half
+    weight                                [F D / 2, 1] uint8    two codes in a byte, the first in the high half; the
+                                                                bytes may be those of wider numbers (`…_quant_storage`)
     weight.absmax                         [blocks]              the largest magnitude of each, float32 or codes
     weight.quant_map                      [16] float32          what a code stands for, times that
     weight.nested_absmax, nested_quant_map                      what those 8 bits stand for, in blocks of 256
@@ -14,19 +15,23 @@ Of a layer [F, D], in blocks of 64 numbers that follow one another:
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from server.checkpoint.formats.protocol import Format, FormatError, Part, Tensors, finite
+from server.checkpoint.formats.protocol import Format, FormatError, Part, Ranges, Tensors, covering, finite
 from server.quant import left_out
 from server.quant.configs import LEAST_GROUP, MOST_GROUP, shown, whole_number
 from server.quant.stored import QuantisedWeight, contiguous_groups
 
 MOST_STATE = 1 << 16  # bytes of a state, which has a few hundred
 KINDS = ("nf4", "fp4")
+LAYOUTS = {1: "col32", 2: "col_turing", 3: "col_ampere"}  # of int8, by number; 0: rows
+STORED = {"uint8": torch.uint8, "int8": torch.int8, "float16": torch.float16, "bfloat16": torch.bfloat16,
+          "float32": torch.float32, "float64": torch.float64}  # fmt: skip
 STATES = {kind: f"weight.quant_state.bitsandbytes__{kind}" for kind in KINDS}
 
 
@@ -37,10 +42,11 @@ class BitsAndBytesFormat(Format):
 
     def __init__(self, config: Mapping[str, Any]):
         self._is_int8 = bool(config.get("load_in_8bit") or config.get("_load_in_8bit"))
-        storage = config.get("bnb_4bit_quant_storage") or "uint8"
-        if storage != "uint8" and not self._is_int8:
+        storage = str(config.get("bnb_4bit_quant_storage") or "uint8")
+        if storage.removeprefix("torch.") not in STORED and not self._is_int8:
             raise FormatError(
-                f"`bnb_4bit_quant_storage` {shown(storage)} of a bitsandbytes checkpoint is not served: uint8 is"
+                f"`bnb_4bit_quant_storage` {shown(storage)} of a bitsandbytes checkpoint is not served: "
+                f"{', '.join(STORED)} are"
             )
         self._kind = config.get("bnb_4bit_quant_type")  # older files name none
         if self._kind not in (None, *KINDS) and not self._is_int8:
@@ -69,7 +75,13 @@ def _int8(tensors: Tensors, part: Part) -> QuantisedWeight:
     codes = tensors.read_box("weight", part.size, (torch.int8,), part.rows, [part.columns])
     largest = tensors.read_ranges("SCB", (part.size[0],), (torch.float32, torch.float16), 0, part.rows)
     if tensors.has("weight_format"):
-        tensors.read("weight_format", tensors.shape("weight_format"), (torch.uint8,))  # 0: rows, which all have
+        layout = tensors.read("weight_format", tensors.shape("weight_format"), (torch.uint8, torch.int8, torch.int64))
+        if not layout.is_meta and layout.any():
+            found = LAYOUTS.get(int(layout.max()), str(int(layout.max())))
+            raise FormatError(
+                f"the codes of {tensors.name} lie in tiles ({found}, by its `weight_format`), and only rows are "
+                "served: save the model anew with bitsandbytes 0.45 or newer"
+            )
     groups = torch.zeros(codes.shape[1], dtype=torch.int64)
     scale = finite(tensors, "SCB", largest).reshape(-1, 1) / 127
     return QuantisedWeight(codes.contiguous(), 8, scale, groups, first_input=part.columns[0], num_inputs=part.size[1])
@@ -90,8 +102,7 @@ def _four_bits(tensors: Tensors, part: Part) -> QuantisedWeight:
             f"{shown(state['shape'])}; download both again"
         )
     row_bytes = inputs // 2
-    ranges = [(start * row_bytes, stop * row_bytes) for start, stop in part.rows]
-    data = tensors.read_ranges("weight", (outputs * row_bytes, 1), (torch.uint8,), 0, ranges)
+    data = _bytes(tensors, outputs * row_bytes, [(start * row_bytes, stop * row_bytes) for start, stop in part.rows])
     codes = torch.stack([data >> 4, data & 15], dim=-1).reshape(-1, inputs)[:, slice(*part.columns)].contiguous()
     groups = contiguous_groups(block, inputs)[slice(*part.columns)]
     kept, of_input = torch.unique(groups, return_inverse=True)
@@ -149,6 +160,19 @@ def _offset(tensors: Tensors, state: Mapping[str, Any]) -> float:
 def _floats(tensors: Tensors, suffix: str, count: int) -> Tensor:
     """[count] float32, all finite."""
     return finite(tensors, suffix, tensors.read(suffix, (count,), (torch.float32,)))
+
+
+def _bytes(tensors: Tensors, count: int, ranges: Ranges) -> Tensor:
+    """Ranges of the bytes of all codes, which are stored as numbers of any dtype."""
+    stored = math.prod(tensors.shape("weight"))
+    size = next((dtype.itemsize for dtype in STORED.values() if stored * dtype.itemsize == count), 1)
+    dtypes = [dtype for dtype in STORED.values() if dtype.itemsize == size]
+    found = []
+    for bounds in ranges:
+        (first, last), inside = covering(bounds, size, count)
+        numbers = tensors.read("weight", (count // size, 1), dtypes, part=(first // size, last // size))
+        found.append(numbers.view(torch.uint8)[inside])
+    return torch.cat(found)
 
 
 def _largest(tensors: Tensors, state: Mapping[str, Any], count: int) -> Tensor:

@@ -4,12 +4,16 @@ Of a layer [F, D] with G groups of inputs:
 
     weight            [F, D] int8 or float8_e4m3fn    (formats int-quantized, float-quantized, naive-quantized)
     weight_packed     [F, D b / 32] int32             codes of b bits, raised by 2^(b - 1), by inputs (pack-quantized)
+    weight_packed     [F, D / 2] uint8                float4 (nvfp4-pack-quantized, mxfp4-pack-quantized)
+    weight_global_scale [1] float32                   by which those in float8 are divided; ModelOpt has what they are
+                                                      multiplied with, weight_scale_2, and calls weight_packed weight
     weight_scale      [1], [F, 1], [F, G], or [F / n, D / m] for blocks
     weight_zero_point the codes of 0: as the weight is, [1] or [F, G]; or packed along the outputs, [F b / 32, G]
     weight_g_idx      [D] int32                       the group of each input, where they are out of order
     input_scale, input_zero_point  [1]                where inputs have fixed ones
 
-Left out: what it writes in 4-bit floats, sparse weights, and activations other than inputs (`compressed_scheme.py`).
+Left out: sparse weights, inputs in 4-bit floats, which are taken as they are, and activations other than inputs
+(`compressed_scheme.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +25,9 @@ import torch
 from torch import Tensor
 
 from server.checkpoint.formats.compressed_scheme import FLOAT8, Scheme, scheme_of, sorted_by_precision
-from server.checkpoint.formats.float8 import read_input_scale, read_scalar
+from server.checkpoint.formats.compressed_transforms import refuse_online_rotations
+from server.checkpoint.formats.float4 import float4_codes, float4_levels, of_exponents
+from server.checkpoint.formats.float8 import read_above_0, read_scalar
 from server.checkpoint.formats.protocol import (
     FLOATS,
     SCALES_OF_KV,
@@ -47,20 +53,17 @@ class CompressedFormat(Format):
     """config: `quantization_config`. Raises FormatError for what is not served."""
 
     name = "compressed-tensors"
-    ignored = (r"\.weight_shape$", r"\.(weight|input)_zero_point$", r"\.weight_g_idx$", *SCALES_OF_KV)
+    ignored: tuple[str, ...] = (r"\.weight_shape$", r"\.(weight|input)_zero_point$", r"\.weight_g_idx$",
+               r"\.input_global_scale$", *SCALES_OF_KV)  # fmt: skip
 
     def __init__(self, config: Mapping[str, Any]):
         sparsity = config.get("sparsity_config") or {}
-        if sparsity.get("format", "dense") != "dense":
+        if sparsity and sparsity.get("format") != "dense":
             raise FormatError(
-                f"`sparsity_config` of a compressed-tensors checkpoint has format {shown(sparsity['format'])}, and "
+                f"`sparsity_config` of a compressed-tensors checkpoint has format {shown(sparsity.get('format'))}, and "
                 "only dense is served: write it dense"
             )
-        if config.get("transform_config"):
-            raise FormatError(
-                "`transform_config` of a compressed-tensors checkpoint is not served, which rotates what layers read: "
-                "write the checkpoint without"
-            )
+        refuse_online_rotations(config.get("transform_config") or {})
         groups = config.get("config_groups")
         if not isinstance(groups, dict) or not (groups or config.get("kv_cache_scheme")):
             raise FormatError(
@@ -74,6 +77,8 @@ class CompressedFormat(Format):
             if (scheme := scheme_of(group, format)) is not None
             for target in strings(group, "targets") or ("Linear",)
         )
+        if any(scheme.is_float4 for _, scheme in self._schemes):
+            self.ignored += (r"\.input_scale$",)
         self._known: dict[str, Scheme | None] = {}  # name of a layer -> its scheme
         self.left_out = left_out.of_config(config, self.name)
 
@@ -84,16 +89,17 @@ class CompressedFormat(Format):
         scheme = self._scheme_of(tensors.name)
         groups = _groups(tensors, part, scheme)
         kept, of_input = torch.unique(groups, return_inverse=True)
-        read = _packed if scheme.is_packed else _plain
+        read = _packed if scheme.is_packed else _float4 if scheme.is_float4 else _plain
         codes, zero = read(tensors, part, scheme)
         if zero is not None:
             zero = zero.expand(-1, scheme.num_groups(part.size[1]))[:, kept].contiguous()
         return QuantisedWeight(
             codes,
-            scheme.bits if scheme.is_packed else 8,
+            scheme.bits if scheme.is_packed or scheme.is_float4 else 8,
             _scale(tensors, part, scheme)[:, kept].contiguous(),
             of_input,
             zero=zero,
+            levels=float4_levels() if scheme.is_float4 else None,
             inputs=_inputs(tensors, scheme),
             first_input=part.columns[0],
             num_inputs=part.size[1],
@@ -147,6 +153,11 @@ def _packed(tensors: Tensors, part: Part, scheme: Scheme) -> tuple[Codes, Tensor
     return codes, torch.cat(zeros).float()
 
 
+def _float4(tensors: Tensors, part: Part, scheme: Scheme) -> tuple[Tensor, None]:
+    """Codes [rows, columns] uint8, whose 0 is 0."""
+    return float4_codes(tensors, "weight_packed" if tensors.has("weight_packed") else "weight", part), None
+
+
 def _plain(tensors: Tensors, part: Part, scheme: Scheme) -> tuple[Tensor, Tensor | None]:
     """Codes [rows, columns] int8 or float8 and the codes of 0 [rows, G or 1] float32, where they are not 0."""
     codes = tensors.read_box("weight", part.size, (scheme.dtype,), part.rows, [part.columns]).contiguous()
@@ -157,6 +168,13 @@ def _plain(tensors: Tensors, part: Part, scheme: Scheme) -> tuple[Tensor, Tensor
 
 def _scale(tensors: Tensors, part: Part, scheme: Scheme) -> Tensor:
     """[rows, G] float32."""
+    if scheme.has_exponents:
+        return _of_rows(tensors, "weight_scale", part, scheme, (torch.uint8, torch.float8_e8m0fnu))
+    if scheme.has_scale_of_all:
+        of_groups = _of_rows(tensors, "weight_scale", part, scheme, (FLOAT8,))
+        if tensors.has("weight_scale_2"):
+            return of_groups * read_above_0(tensors, "weight_scale_2")
+        return of_groups / read_above_0(tensors, "weight_global_scale")
     if scheme.block is None:
         return _of_rows(tensors, "weight_scale", part, scheme, FLOATS)
     rows, columns = scheme.block
@@ -173,7 +191,8 @@ def _of_rows(tensors: Tensors, suffix: str, part: Part, scheme: Scheme, dtypes: 
     outputs, num_groups = part.size[0], scheme.num_groups(part.size[1])
     expected = (outputs,) if len(shape) == 1 and num_groups == 1 else (outputs, num_groups)
     found = tensors.read_ranges(suffix, expected, dtypes, 0, part.rows)
-    return finite(tensors, suffix, found).reshape(-1, num_groups)
+    numbers = of_exponents(found) if scheme.has_exponents else found
+    return finite(tensors, suffix, numbers).reshape(-1, num_groups)
 
 
 def _inputs(tensors: Tensors, scheme: Scheme) -> RoundedInputs | None:
@@ -183,4 +202,4 @@ def _inputs(tensors: Tensors, scheme: Scheme) -> RoundedInputs | None:
     if given.get("dynamic"):
         return RoundedInputs(dtype, group=int(given.get("group_size") or 0) if given.get("strategy") == "group" else 0)
     zero = None if given.get("symmetric", True) else read_scalar(tensors, "input_zero_point")
-    return RoundedInputs(dtype, scale=read_input_scale(tensors, "input_scale"), zero=zero)
+    return RoundedInputs(dtype, scale=read_above_0(tensors, "input_scale"), zero=zero)

@@ -5,7 +5,7 @@ Left out: tensors (`compressed.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +18,21 @@ from server.quant.left_out import CLASSES
 
 FLOAT8 = torch.float8_e4m3fn
 PACKED = "pack-quantized"
-SERVED = (PACKED, "int-quantized", "float-quantized", "naive-quantized")
+NVFP4, MXFP4, MXFP8 = "nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized"
+IN_BYTES = {"int": (4, 8), "float": (8,)}
+# By format: what weights may be, and in how many bits.
+SERVED: Mapping[str, Mapping[str, Sequence[int]]] = {
+    PACKED: {"int": (2, 3, 4, 8)},
+    "int-quantized": IN_BYTES,
+    "float-quantized": IN_BYTES,
+    "naive-quantized": IN_BYTES,
+    NVFP4: {"float": (4,)},
+    MXFP4: {"float": (4,)},
+    MXFP8: {"float": (8,)},
+}
+IN_GROUPS = ("group", "tensor_group")  # of the second, groups' scales are multiplied with one of all
+OF_DYNAMIC_INPUTS = ("token", "group")
 STRATEGIES = ("tensor", "channel", "group", "block")
-PACKED_BITS = (2, 3, 4, 8)
 
 
 @dataclass(frozen=True)
@@ -28,7 +40,8 @@ class Scheme:
     """How the layers of one group are stored.
 
     is_packed: in 32-bit words, else as dtype; is_of_rows: each row has scales of its own, else all share one;
-    group_size: inputs that share a scale; -1: all of a row do; block: (rows, inputs) that share one.
+    group_size: inputs that share a scale; -1: all of a row do; block: (rows, inputs) that share one; has_exponents: of
+    scales, which are powers of 2; has_scale_of_all: by which those of groups are divided.
     """
 
     bits: int
@@ -39,6 +52,13 @@ class Scheme:
     group_size: int
     block: tuple[int, int] | None
     inputs: Mapping[str, Any] | None
+    has_exponents: bool = False
+    has_scale_of_all: bool = False
+
+    @property
+    def is_float4(self) -> bool:
+        """Whether codes are floats of 4 bits, two in a byte."""
+        return self.dtype == FLOAT8 and self.bits == 4
 
     def num_groups(self, inputs: int) -> int:
         """How many groups a layer of so many inputs has."""
@@ -64,27 +84,31 @@ def scheme_of(group: Mapping[str, Any], format: str) -> Scheme | None:
         raise FormatError("`output_activations` of a compressed-tensors checkpoint are not served: write it without")
     bits, kind = weights.get("num_bits", 8), str(weights.get("type", "int"))
     is_packed = format == PACKED
-    good = PACKED_BITS if is_packed else (4, 8)
-    if not ((kind == "int" and bits in good) or (kind, bits, is_packed) == ("float", 8, False)):
+    if isinstance(bits, bool) or bits not in SERVED[format].get(kind, ()):
+        told = ", and ".join(f"{name} with {', '.join(map(str, good))}" for name, good in SERVED[format].items())
         raise FormatError(
-            f"weights of type {shown(kind)} with {shown(bits)} bits are not served in format {format!r}: int with "
-            f"{', '.join(map(str, good))} bits{'' if is_packed else ', and float with 8,'} are"
+            f"weights of type {shown(kind)} with {shown(bits)} bits are not served in format {format!r}: {told} are"
         )
     strategy = weights.get("strategy") or _strategy_of_older(weights)
-    if strategy not in STRATEGIES:
+    served = ("tensor_group",) if format == NVFP4 else ("group",) if format in (MXFP4, MXFP8) else STRATEGIES
+    if strategy not in served:
         raise FormatError(
-            f"`strategy` {shown(strategy)} of weights is not served: {', '.join(STRATEGIES)} are, write the "
-            "checkpoint so"
+            f"`strategy` {shown(strategy)} of weights is not served in format {format!r}: {', '.join(served)} "
+            f"{'is' if len(served) == 1 else 'are'}, write the checkpoint so"
         )
+    if not weights.get("symmetric", True) and format in (NVFP4, MXFP4, MXFP8):
+        raise FormatError(f"`symmetric` false of weights is not served in format {format!r}: true is")
     return Scheme(
         bits=int(bits),
         dtype=FLOAT8 if kind == "float" else torch.int8,
         is_packed=is_packed,
         has_zero=not weights.get("symmetric", True),
         is_of_rows=strategy != "tensor",
-        group_size=group_size(weights.get("group_size"), "weights", may_be_all=False) if strategy == "group" else -1,
+        group_size=group_size(weights.get("group_size"), "weights", may_be_all=False) if strategy in IN_GROUPS else -1,
         block=block_size(weights.get("block_structure"), "block_structure") if strategy == "block" else None,
-        inputs=_checked_inputs(group.get("input_activations")),
+        inputs=None if format in (NVFP4, MXFP4, MXFP8) else _checked_inputs(group.get("input_activations")),
+        has_exponents=format in (MXFP4, MXFP8),
+        has_scale_of_all=format == NVFP4,
     )
 
 
@@ -110,6 +134,11 @@ def _checked_inputs(inputs: Mapping[str, Any] | None) -> Mapping[str, Any] | Non
         raise FormatError(
             f"input activations with fixed scales of strategy {shown(inputs['strategy'])} are not served: `tensor` "
             "is, write the checkpoint so"
+        )
+    if inputs.get("dynamic") and inputs.get("strategy", "token") not in OF_DYNAMIC_INPUTS:
+        raise FormatError(
+            f"dynamic input activations of strategy {shown(inputs['strategy'])} are not served: "
+            f"{' and '.join(OF_DYNAMIC_INPUTS)} are, write the checkpoint so"
         )
     if inputs.get("dynamic") and inputs.get("strategy") == "group" and inputs.get("group_size") is not None:
         group_size(inputs["group_size"], "input activations", may_be_all=False)

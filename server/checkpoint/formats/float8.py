@@ -18,6 +18,7 @@ from torch import Tensor
 
 from server.checkpoint.formats.protocol import (
     FLOATS,
+    SCALES,
     SCALES_OF_KV,
     Format,
     FormatError,
@@ -86,7 +87,7 @@ class Float8Format(Format):
     def _blocks(tensors: Tensors, part: Part, block: tuple[int, int]) -> tuple[Tensor, Tensor]:
         rows, inputs = block
         shape = (-(-part.size[0] // rows), -(-part.size[1] // inputs))
-        whole = finite(tensors, "weight_scale_inv", tensors.read("weight_scale_inv", shape, FLOATS))
+        whole = finite(tensors, "weight_scale_inv", tensors.read("weight_scale_inv", shape, SCALES))
         of_row = torch.cat([torch.arange(start, stop) // rows for start, stop in part.rows])
         groups = contiguous_groups(inputs, part.size[1])[slice(*part.columns)]
         kept, of_input = torch.unique(groups, return_inverse=True)
@@ -94,7 +95,7 @@ class Float8Format(Format):
 
     def _inputs(self, tensors: Tensors) -> RoundedInputs:
         if self._scheme == "static":
-            return RoundedInputs(FLOAT8, scale=read_input_scale(tensors, _first(tensors, INPUT_SCALES)))
+            return RoundedInputs(FLOAT8, scale=read_above_0(tensors, _first(tensors, INPUT_SCALES)))
         return RoundedInputs(FLOAT8, group=0 if self._block is None else self._block[1], most=self._most)
 
 
@@ -116,7 +117,7 @@ def scale_of_rows(tensors: Tensors, part: Part) -> Tensor:
     if shape in ((), (1,), (1, 1)):
         return rows_of_all(read_scalar(tensors, suffix), part)
     shape = (part.size[0], 1) if len(shape) == 2 else (part.size[0],)
-    return finite(tensors, suffix, tensors.read_ranges(suffix, shape, FLOATS, 0, part.rows)).reshape(-1, 1)
+    return finite(tensors, suffix, tensors.read_ranges(suffix, shape, SCALES, 0, part.rows)).reshape(-1, 1)
 
 
 def _first(tensors: Tensors, suffixes: Sequence[str]) -> str:
@@ -132,12 +133,12 @@ def read_scalar(tensors: Tensors, suffix: str) -> Tensor:
     return finite(tensors, suffix, tensors.read(suffix, shape, (*FLOATS, torch.int8))).reshape(())
 
 
-def read_input_scale(tensors: Tensors, suffix: str) -> Tensor:
-    """[] float32: by what all inputs are divided. Raises FormatError unless it is above 0 and finite."""
+def read_above_0(tensors: Tensors, suffix: str) -> Tensor:
+    """[] float32: a scale of a whole tensor. Raises FormatError unless it is above 0 and finite."""
     scale = read_scalar(tensors, suffix)
     if not scale.is_meta and not scale > 0:
         raise FormatError(
-            f"{tensors.name}.{suffix} is {float(scale)}, and a scale of inputs must be above 0: the checkpoint is "
-            "damaged, download it again"
+            f"{tensors.name}.{suffix} is {float(scale)}, and such a scale must be above 0: the checkpoint is damaged, "
+            "download it again"
         )
     return scale

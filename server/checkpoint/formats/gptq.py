@@ -42,7 +42,7 @@ class GptqFormat(Format):
     """config: `quantization_config`, or the file quantize_config.json. Raises FormatError for what is not served."""
 
     name = "gptq"
-    ignored = (r"\.g_idx$", *SCALES_OF_KV)
+    ignored = (r"\.g_idx$", r"^gptq_(bits|groupsize)$", *SCALES_OF_KV)
     zeros = (r"\.bias$",)  # some tools write one for every layer that they pack
 
     def __init__(self, config: Mapping[str, Any]):

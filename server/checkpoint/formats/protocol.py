@@ -16,6 +16,7 @@ from server.quant.stored import QuantisedWeight
 
 Ranges = Sequence[tuple[int, int]]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+SCALES = (*FLOATS, torch.float8_e8m0fnu)  # the last: powers of 2, of which a byte has the exponent
 # Scales of keys and values, which the KV cache's format needs and linear layers do not.
 SCALES_OF_KV = (r"\.(k|v|q|kv)_(scale|zero_point)$", r"\.(k|v)_proj\.output_(scale|zero_point)$")
 
@@ -127,12 +128,13 @@ class Format(ABC):
 
 def finite(tensors: Tensors, suffix: str, numbers: Tensor) -> Tensor:
     """Numbers of a tensor as float32. Raises FormatError unless all of them are finite."""
+    numbers = numbers.float()
     if not numbers.is_meta and not (is_finite := numbers.isfinite()).all():
         raise FormatError(
             f"{tensors.name}.{suffix} has {float(numbers[~is_finite][0])} among its numbers, and all must be finite: "
             "the checkpoint is damaged, download it again"
         )
-    return numbers.float()
+    return numbers
 
 
 def numbers_of_float8(tensors: Tensors, suffix: str, codes: Tensor) -> Tensor:

@@ -42,6 +42,10 @@ PAIRS = {
     "bloom-gptq": Case("bloom", {"n_layer": 2}, quantised.gptq(4, 32)),
     "bloom-int8": Case("bloom", {"n_layer": 2}, quantised.compressed_int8(is_fixed=False)),
     "bloom-nf4": Case("bloom", {"n_layer": 2}, quantised.bitsandbytes("nf4", is_nested=True)),
+    "bloom-nf4-as-bfloat16": Case(
+        "bloom", {"n_layer": 2}, quantised.bitsandbytes("nf4", is_nested=False, storage="bfloat16")
+    ),
+    "bloom-mxfp4": Case("bloom", {"n_layer": 2}, quantised.mxfp4()),
     # grouped heads, gates; 96 inputs, of which groups are cut by 2, 4 and 8 ranks
     "llama-gptq-3": Case("llama", SMALL, quantised.gptq(3, 32, is_ordered=False)),
     "llama-gptq-2": Case("llama", SMALL, quantised.gptq(2, 32, version=2, is_symmetric=True)),
@@ -49,6 +53,12 @@ PAIRS = {
     "llama-packed": Case("llama-biased-tied", SMALL, quantised.compressed_packed(4, 32, is_symmetric=False)),
     "llama-float8": Case("llama", SMALL, quantised.float8("fp8", "tensor", is_fixed=True)),
     "llama-float8-rows": Case("llama", SMALL, quantised.float8("fbgemm_fp8", "channel")),
+    "llama-nvfp4": Case("llama", SMALL, quantised.nvfp4("compressed-tensors")),
+    "llama-nvfp4-of-modelopt": Case("llama", SMALL, quantised.nvfp4("modelopt")),
+    "llama-mxfp8": Case("llama", SMALL, quantised.mxfp8()),
+    "llama-auto-round": Case("llama", SMALL, quantised.auto_round("auto_round:auto_gptq")),
+    "llama-auto-round-asymmetric": Case("llama", SMALL, quantised.auto_round("auto_round:gptqmodel")),
+    "llama-auto-round-awq": Case("llama", SMALL, quantised.auto_round("auto_round:auto_awq")),
     "mistral-awq": Case("mistral", SMALL, quantised.awq(32)),
     "mistral-float8-blocks": Case("mistral", SMALL, quantised.float8("fp8", "block")),
     "mistral-fp4": Case("mistral", SMALL | BLOCKS, quantised.bitsandbytes("fp4", is_nested=False)),
@@ -61,6 +71,7 @@ PAIRS = {
     "t5-eight-bits": Case("t5", T5_SMALL, quantised.bitsandbytes_int8()),
     # experts
     "mixtral-awq": Case("mixtral", SMALL, quantised.awq(-1)),
+    "mixtral-mxfp4": Case("mixtral", SMALL, quantised.mxfp4()),
     "mixtral-int8": Case("mixtral", SMALL, quantised.compressed_int8(is_fixed=False)),
     "mixtral-gptq": Case("mixtral", SMALL, quantised.gptq(4, 32, is_ordered=False)),
     # layers that are left dense, or stored in another way than their neighbours

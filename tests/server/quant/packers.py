@@ -118,6 +118,41 @@ def float8_blocks(codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
     return {"weight": codes, "weight_scale_inv": scale}
 
 
+# The 16 numbers of float4 (E2M1), by code: a sign, two bits of exponent, one of fraction.
+FLOAT4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def float4_bytes(codes: Tensor) -> Tensor:
+    """codes [F, D] → uint8 [F, D / 2]: of two neighbours, the first is the low half."""
+    rows = [[low | high << 4 for low, high in zip(r[::2], r[1::2], strict=True)] for r in codes.tolist()]
+    return torch.tensor(rows, dtype=torch.uint8)
+
+
+def nvfp4(codes: Tensor, scale: Tensor, of_all: float) -> dict[str, Tensor]:
+    """As llm-compressor: scales of groups [F, G] in float8, which are divided by one of all."""
+    return {
+        "weight_packed": float4_bytes(codes),
+        "weight_scale": scale.to(FLOAT8),
+        "weight_global_scale": torch.tensor([of_all]),
+        "input_global_scale": torch.tensor([7.0]),
+    }
+
+
+def nvfp4_of_modelopt(codes: Tensor, scale: Tensor, of_all: float) -> dict[str, Tensor]:
+    """As ModelOpt: under other names, and the scale of all is multiplied with."""
+    return {
+        "weight": float4_bytes(codes),
+        "weight_scale": scale.to(FLOAT8),
+        "weight_scale_2": torch.tensor(1 / of_all),
+        "input_scale": torch.tensor(7.0),
+    }
+
+
+def exponents(scale: Tensor) -> Tensor:
+    """The bytes of powers of 2: exponents above -127."""
+    return (scale.log2() + 127).to(torch.uint8)
+
+
 def bitsandbytes(
     codes: Tensor,
     largest: Tensor,

@@ -218,9 +218,86 @@ def float8(publisher: str, strategy: str, *, is_fixed: bool = False, block: int 
     return How(config, pack)
 
 
-def bitsandbytes(kind: str, *, is_nested: bool) -> How:
+MX_FLOAT = {"type": "float", "symmetric": True, "strategy": "group", "group_size": 32, "scale_dtype": "torch.uint8"}
+
+
+def _powers_of_2(weight: Tensor, groups: Tensor, most: float) -> Tensor:
+    """[F, G]: the least with which no weight is above `most`."""
+    largest = torch.zeros(len(weight), int(groups.max()) + 1)
+    largest = largest.scatter_reduce_(1, groups.expand_as(weight), weight.abs(), "amax")
+    return torch.exp2((largest / most).clamp(min=2.0**-120).log2().ceil())
+
+
+def _nearest(values: Tensor, levels: Tensor) -> Tensor:
+    return (values - levels[:, None, None]).abs().argmin(0)
+
+
+def nvfp4(publisher: str) -> How:
+    """publisher: compressed-tensors or modelopt."""
+    config = _compressed(
+        "nvfp4-pack-quantized",
+        {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "tensor_group", "group_size": 16},
+        {"num_bits": 4, "type": "float", "dynamic": "local", "strategy": "tensor_group", "group_size": 16},
+    )
+    if publisher == "modelopt":
+        config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head", "*layers.0.nothing*"]}
+    levels, pack_as = (
+        torch.tensor(packers.FLOAT4),
+        {"modelopt": packers.nvfp4_of_modelopt}.get(publisher, packers.nvfp4),
+    )
+
+    def pack(weight: Tensor) -> Layer:
+        groups, of_all = groups_of(16, weight.shape[1]), 448 * 6 / float(weight.abs().max())
+        largest = torch.zeros(len(weight), int(groups.max()) + 1)
+        largest = largest.scatter_reduce_(1, groups.expand_as(weight), weight.abs(), "amax")
+        stored = (largest / 6 * of_all).clamp(min=0.01).to(FLOAT8)
+        scale = stored.float() / of_all
+        codes = _nearest(weight / scale[:, groups], levels)
+        return Layer(pack_as(codes, stored.float(), of_all), levels[codes], scale, groups)
+
+    return How(config, pack)
+
+
+def mxfp4() -> How:
+    config, levels = _compressed("mxfp4-pack-quantized", MX_FLOAT | {"num_bits": 4}, None), torch.tensor(packers.FLOAT4)
+
+    def pack(weight: Tensor) -> Layer:
+        groups = groups_of(32, weight.shape[1])
+        scale = _powers_of_2(weight, groups, 6)
+        codes = _nearest(weight / scale[:, groups], levels)
+        tensors = {"weight_packed": packers.float4_bytes(codes), "weight_scale": packers.exponents(scale)}
+        return Layer(tensors, levels[codes], scale, groups)
+
+    return How(config, pack)
+
+
+def mxfp8() -> How:
+    config = _compressed("mxfp8-quantized", MX_FLOAT | {"num_bits": 8}, None)
+
+    def pack(weight: Tensor) -> Layer:
+        groups = groups_of(32, weight.shape[1])
+        scale = _powers_of_2(weight, groups, 448)
+        codes = (weight / scale[:, groups]).to(FLOAT8)
+        return Layer({"weight": codes, "weight_scale": packers.exponents(scale)}, codes, scale, groups)
+
+    return How(config, pack)
+
+
+def auto_round(packing: str) -> How:
+    """As GPTQ packs, with or without 1 less in the codes of 0, or as AWQ packs."""
+    packed_as = {
+        "auto_round:auto_gptq": gptq(4, 32, is_symmetric=True),
+        "auto_round:gptqmodel": gptq(4, 32, version=2),
+        "auto_round:auto_awq": awq(32),
+    }[packing]
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "data_type": "int",
+              "packing_format": packing, "iters": 200, "autoround_version": "0.16.1"}  # fmt: skip
+    return How(config, packed_as.pack)
+
+
+def bitsandbytes(kind: str, *, is_nested: bool, storage: str = "uint8") -> How:
     config = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": kind,
-              "bnb_4bit_use_double_quant": is_nested, "bnb_4bit_quant_storage": "uint8"}  # fmt: skip
+              "bnb_4bit_use_double_quant": is_nested, "bnb_4bit_quant_storage": storage}  # fmt: skip
     levels = torch.tensor(packers.NF4 if kind == "nf4" else packers.FP4)
 
     def pack(weight: Tensor) -> Layer:
@@ -238,6 +315,7 @@ def bitsandbytes(kind: str, *, is_nested: bool) -> How:
         groups = groups_of(64, weight.shape[1])
         codes = (weight / scale[:, groups] - levels[:, None, None]).abs().argmin(0)
         tensors = packers.bitsandbytes(codes, stored, kind, nested=nested)
+        tensors["weight"] = tensors["weight"].view(-1).view(getattr(torch, storage)).view(-1, 1)
         return Layer(tensors, levels[codes], scale, groups)
 
     return How(config, pack)

@@ -36,13 +36,13 @@ def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Experts as transformers 5 holds them: one tensor of gates and ups, one of downs."""
     kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     found = {name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in kept.items()}
+    named = of_packers("mlp")(tensors)
     for layer in range(2):
-        stem = f"model.layers.{layer}.block_sparse_moe.experts"
-        experts = range(sum(name.startswith(stem) and name.endswith("w1.weight") for name in tensors))
-        rows = [torch.cat([tensors[f"{stem}.{e}.{name}.weight"] for name in ("w1", "w3")]) for e in experts]
-        place = f"model.layers.{layer}.mlp.experts"
-        found[f"{place}.gate_up_proj"] = torch.stack(rows)
-        found[f"{place}.down_proj"] = torch.stack([tensors[f"{stem}.{e}.w2.weight"] for e in experts])
+        stem = f"model.layers.{layer}.mlp.experts"
+        experts = range(sum(name.startswith(stem) and name.endswith("gate_proj.weight") for name in named))
+        rows = [torch.cat([named[f"{stem}.{e}.{name}_proj.weight"] for name in ("gate", "up")]) for e in experts]
+        found[f"{stem}.gate_up_proj"] = torch.stack(rows)
+        found[f"{stem}.down_proj"] = torch.stack([named[f"{stem}.{e}.down_proj.weight"] for e in experts])
     return found
 
 
@@ -75,9 +75,10 @@ def renamed(folder: Path, to: Path, rename: Rename) -> Path:
         ("mixtral", of_packers("block_sparse_moe")),
         ("mixtral", of_packers("mlp")),
         ("mixtral", fused),
+        ("qwen3_moe", fused),
         ("phi3", apart),
     ],
-    ids=["packers", "packers, mlp", "fused", "gate and up"],
+    ids=["packers", "packers, mlp", "fused", "fused, Qwen", "gate and up"],
 )
 def test_other_names_give_the_same_logits(family: str, rename: Rename, tmp_path: Path) -> None:
     (tmp_path / "published").mkdir()

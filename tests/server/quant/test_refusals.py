@@ -57,7 +57,39 @@ BY_CONFIG = {
     "eetq": ({"quant_method": "eetq"}, r"'eetq'.*not served.*in 16 bits, with --quantize eetq"),
     "torchao": ({"quant_method": "torchao"}, r"'torchao'.*not served.*in 16 bits, with --quantize int8 or int4"),
     "mxfp4": ({"quant_method": "mxfp4"}, r"'mxfp4'.*not served.*take an fp8 or compressed-tensors"),
-    "modelopt": ({"quant_method": "modelopt"}, r"'modelopt'.*not served.*take an fp8 or compressed-tensors"),
+    "modelopt": (
+        {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
+        r"`quant_algo` 'W4A8_AWQ' of a modelopt checkpoint is not served: FP8, .*, NVFP4, .* are",
+    ),
+    "auto-round in float": (
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:fp8_static"},
+        r"`packing_format` 'auto_round:fp8_static' of an auto-round checkpoint is not served: .* are",
+    ),
+    "auto-round rotated": (
+        {"quant_method": "auto-round", "bits": 4, "rotation_config": {"hadamard_type": "hadamard"}},
+        r"`rotation_config` .* of an auto-round checkpoint is not served: .* without rotations are",
+    ),
+    "auto-round with int8 inputs": (
+        {"quant_method": "auto-round", "bits": 4, "act_bits": 8},
+        r"`data_type` 'int' with inputs of 8 bits of an auto-round .*: int with inputs as they are is, export it so",
+    ),
+    "gptq of several versions": (
+        GPTQ | {"dynamic": {"+:.*": {"format": "marlin"}}},
+        r"`format` 'marlin' of '\+:\.\*' in `dynamic` of a gptq checkpoint is not served: all layers must",
+    ),
+    "gptq rotated": (
+        GPTQ | {"rotation": "hadamard"},
+        r"`rotation` 'hadamard' of a gptq checkpoint is not served: null is",
+    ),
+    "gptq with an adapter": (GPTQ | {"adapter": {"path": "a"}}, r"`adapter` .* of a gptq checkpoint is not served"),
+    "fp8 with other scales": (
+        {"quant_method": "fp8", "scale_fmt": "ue4m3"},
+        r"`scale_fmt` 'ue4m3' of an fp8 checkpoint is not served: float or ue8m0 is",
+    ),
+    "bitsandbytes in 4 and 8 bits": (
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": True},
+        r"`load_in_8bit` and `load_in_4bit` of a bitsandbytes checkpoint exclude each other: give one",
+    ),
     "unknown": ({"quant_method": "best4"}, r"'best4'.*not served: gptq, awq,.*take another checkpoint"),
     "no method": ({"bits": 4}, r"`quant_method` None.*not served"),
     "no object": ("gptq", r"must be an object\. Given: 'gptq'; download config\.json again"),
@@ -71,13 +103,25 @@ BY_CONFIG = {
     "fp8 block": ({"quant_method": "fp8", "weight_block_size": [128]}, r"must be two numbers.*Given: \[128\]"),
     "fp8 kind": ({"quant_method": "fp8", "fmt": "e5m2"}, r"'e5m2'.*e4m3 is, take another"),
     "bitsandbytes words": (
-        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "bfloat16"},
-        r"'bfloat16'.*uint8 is",
+        {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_storage": "complex64"},
+        r"'complex64'.*not served: uint8, int8, float16, bfloat16, float32, float64 are",
     ),
-    "compressed format": (compressed("nvfp4-pack-quantized"), r"'nvfp4-pack-quantized'.*pack-quantized, int-quantized"),
+    "compressed format": (compressed("mxfp6-pack-quantized"), r"'mxfp6-pack-quantized'.*pack-quantized, int-quantized"),
+    "nvfp4 of integers": (
+        compressed("nvfp4-pack-quantized"),
+        r"type 'int' with 8 bits .*'nvfp4-pack.*: float with 4 are",
+    ),
+    "nvfp4 in rows": (
+        compressed("nvfp4-pack-quantized", num_bits=4, type="float"),
+        r"'channel' of weights is not served in format 'nvfp4-pack-quantized': tensor_group is, write",
+    ),
+    "mxfp4 with zeros": (
+        compressed("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32, symmetric=False),
+        r"`symmetric` false of weights is not served in format 'mxfp4-pack-quantized': true is",
+    ),
     "marlin-24": (compressed("marlin-24"), r"'marlin-24'.*not served: pack-quantized"),
-    "compressed bits": (compressed(num_bits=6), r"type 'int' with 6 bits.*int with 4, 8 bits, and float with 8, are"),
-    "compressed packed bits": (compressed("pack-quantized", num_bits=5), r"with 5 bits.*int with 2, 3, 4, 8 bits are"),
+    "compressed bits": (compressed(num_bits=6), r"type 'int' with 6 bits.*int with 4, 8, and float with 8 are"),
+    "compressed packed bits": (compressed("pack-quantized", num_bits=5), r"with 5 bits.*int with 2, 3, 4, 8 are"),
     "compressed strategy": (compressed(strategy="tensor_group"), r"'tensor_group'.*tensor, channel, group, block are"),
     "compressed group": (compressed(strategy="group", group_size=0), r"a number of inputs from 8 to .*\. Given: 0"),
     "compressed block": (compressed(strategy="block", block_structure=[1]), r"two numbers.*Given: \[1\]"),
@@ -89,8 +133,8 @@ BY_CONFIG = {
     "compressed fixed": (compressed(inputs={"num_bits": 8, "strategy": "channel"}), r"'channel'.*`tensor` is, write"),
     "compressed sparse": (compressed() | {"sparsity_config": {"format": "sparse-24"}}, r"'sparse-24'.*write it dense"),
     "compressed rotations": (
-        compressed() | {"transform_config": {"config_groups": {"R1": {}}}},
-        r"`transform_config`.*not served, which rotates what layers read: write the checkpoint without",
+        compressed() | {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
+        r"rotation 'R4' in `transform_config` is of 'input', and only those of weights are served.*without R3 and R4",
     ),
     "bitsandbytes of a third kind": (
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},

@@ -1,0 +1,114 @@
+"""Keys of a `quantization_config` that change what codes mean, and the values of them that are served.
+
+A reader (`server/checkpoint/formats/`) looks at those that it can serve several values of. A key that nobody looked at
+would be read as if it were not there, so that every other one stands here: with the values that mean what is read, or
+among those that mean nothing for codes. Keys of the tools that write checkpoints are held against these lists by tests.
+No torch here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from server.quant.configs import FormatError, shown
+
+Values = Sequence[object]
+TRUTH: Values = (False, True)
+OFF: Values = (False,)
+NOTHING: Values = ()
+
+# By `quant_method`, and by key what is served; null, and a key that is not there, always are.
+SERVED: Mapping[str, Mapping[str, Values]] = {
+    "gptq": {
+        "desc_act": TRUTH,  # tensors tell the order
+        "sym": TRUTH,  # tensors have the codes of 0
+        "static_groups": TRUTH,
+        "lm_head": TRUTH,
+        "rotation": NOTHING,  # what inputs are multiplied with
+        "adapter": NOTHING,  # what is added to a layer's output
+    },
+    "awq": {"sym": OFF, "desc_act": OFF},
+    "compressed-tensors": {},
+    "fp8": {"scale_fmt": ("float", "ue8m0"), "expert_dtype": ("fp8",)},
+    "fbgemm_fp8": {},
+    "bitsandbytes": {
+        "load_in_4bit": TRUTH,
+        "load_in_8bit": TRUTH,
+        "_load_in_4bit": TRUTH,
+        "_load_in_8bit": TRUTH,
+        "llm_int8_has_fp16_weight": OFF,
+    },
+}
+# Of `weights` and `input_activations` in the groups of compressed-tensors.
+SERVED_OF_WEIGHTS: Mapping[str, Values] = {
+    "dynamic": OFF,
+    "symmetric": TRUTH,
+    "actorder": (False, True, "group", "weight", "static", "dynamic"),  # tensors tell the order
+}
+SERVED_OF_INPUTS: Mapping[str, Values] = {"dynamic": (False, True, "local"), "symmetric": TRUTH, "actorder": NOTHING}
+
+# Keys that readers look at themselves.
+READ: Mapping[str, Sequence[str]] = {
+    "gptq": ("bits", "group_size", "checkpoint_format", "format", "pack_dtype", "dynamic", "is_marlin_format",
+             "modules_in_block_to_quantize"),
+    "awq": ("bits", "w_bit", "group_size", "q_group_size", "version", "checkpoint_format", "backend", "zero_point",
+            "is_marlin_format"),
+    "compressed-tensors": ("config_groups", "format", "sparsity_config", "transform_config"),
+    "fp8": ("activation_scheme", "weight_block_size", "fmt", "activation_scale_ub"),
+    "fbgemm_fp8": ("activation_scale_ub", "activation_scheme", "weight_block_size", "fmt"),
+    "bitsandbytes": ("bnb_4bit_quant_type", "bnb_4bit_quant_storage"),
+}  # fmt: skip
+# What the rules of GPTQModel's `dynamic` may not change: it is read for all layers alike.
+THE_SAME_FOR_ALL = ("format", "checkpoint_format", "method", "quant_method", "adapter", "rotation")
+READ_OF_WEIGHTS = ("num_bits", "type", "strategy", "group_size", "block_structure")
+READ_OF_ALL = ("quant_method", "modules_to_not_convert", "ignore", "ignored_layers", "llm_int8_skip_modules")
+
+# What says how codes were found, or how a server should compute, and nothing of what they mean.
+WITHOUT_MEANING: Mapping[str, Sequence[str]] = {
+    "gptq": ("damp_percent", "damp_auto_increment", "true_sequential", "act_group_aware", "meta", "method", "device",
+             "mse", "parallel_packing", "model_seqlen", "model_name_or_path", "model_file_base_name", "tokenizer",
+             "module_name_preceding_first_block", "block_name_to_quantize", "backend", "batch_size", "dataset",
+             "pad_token_id", "max_input_length", "cache_block_outputs", "use_cuda_fp16", "use_exllama",
+             "exllama_config", "disable_exllama"),
+    "awq": ("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"),
+    "compressed-tensors": ("kv_cache_scheme", "quantization_status", "global_compression_ratio", "version",
+                           "run_compressed", "dequantize", "use_optimized_inference"),
+    "fp8": ("dequantize", "modules_to_convert", "kv_cache_scheme", "quantization_scheme"),
+    "fbgemm_fp8": (),
+    "bitsandbytes": ("llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload", "bnb_4bit_compute_dtype",
+                     "bnb_4bit_use_double_quant"),
+}  # fmt: skip
+WITHOUT_MEANING_OF_WEIGHTS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
+
+
+def refuse_other_meanings(config: Mapping[str, Any], method: str) -> None:
+    """Raise FormatError for a value that would make the codes of this `quant_method` mean something else."""
+    article = "an" if method in ("awq", "fp8") else "a"
+    _check(config, SERVED[method], f"{article} {method} checkpoint")
+    if method == "compressed-tensors":
+        for group in (config.get("config_groups") or {}).values():
+            _check(group.get("weights") or {}, SERVED_OF_WEIGHTS, "`weights`")
+            _check(group.get("input_activations") or {}, SERVED_OF_INPUTS, "`input_activations`")
+    for pattern, change in (config.get("dynamic") or {}).items() if method == "gptq" else ():
+        if other := next((key for key in THE_SAME_FOR_ALL if key in change and change[key] != config.get(key)), None):
+            raise FormatError(
+                f"`{other}` {shown(change[other])} of {shown(pattern)} in `dynamic` of a gptq checkpoint is not "
+                "served: all layers must have the same, take another checkpoint of this model"
+            )
+    in_8_bits, in_4_bits = (any(config.get(f"{start}load_in_{bits}bit") for start in ("", "_")) for bits in (8, 4))
+    if method == "bitsandbytes" and in_8_bits and in_4_bits:
+        raise FormatError("`load_in_8bit` and `load_in_4bit` of a bitsandbytes checkpoint exclude each other: give one")
+
+
+def _check(config: Mapping[str, Any], served: Mapping[str, Values], of: str) -> None:
+    for key, values in served.items():
+        found = config.get(key)
+        if found is None or found in ("", {}, []):
+            continue
+        if not any(type(found) is type(value) and found == value for value in values):
+            told = " or ".join(str(value).lower() if isinstance(value, bool) else str(value) for value in values)
+            raise FormatError(
+                f"`{key}` {shown(found)} of {of} is not served: {told or 'null'} is; take another checkpoint of this "
+                "model"
+            )

@@ -1,0 +1,125 @@
+"""The same codes as other tools, and older ones, lay them out or describe them: the same logits, or one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from server.checkpoint.formats.protocol import FormatError
+from tests.server.driver import all_logits, load_engine
+from tests.server.quant.cases import Quantised, prompt_of
+
+Change = Callable[[dict[str, Any], dict[str, Tensor], Path], None]  # of the config, the tensors and what lies beside
+
+
+def logits(folder: Path) -> Tensor:
+    return all_logits(load_engine(folder, warms_up=False), prompt_of(1), prompt_of(2, 4))
+
+
+def changed(folder: Path, to: Path, change: Change) -> Path:
+    shutil.copytree(folder, to)
+    config, tensors = json.loads((to / "config.json").read_text()), load_file(to / "model.safetensors")
+    change(config, tensors, to)
+    (to / "config.json").write_text(json.dumps(config))
+    save_file(tensors, to / "model.safetensors")
+    return to
+
+
+def as_tgi(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+    """Settings among the tensors."""
+    del config["quantization_config"]
+    tensors |= {"gptq_bits": torch.tensor(4), "gptq_groupsize": torch.tensor(32)}
+
+
+def as_autoawq_01(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+    del config["quantization_config"]
+    settings = {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}
+    (folder / "quant_config.json").write_text(json.dumps(settings))
+
+
+def as_modelopt(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+    del config["quantization_config"]
+    quantization = {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8", "exclude_modules": ["lm_head", "*router*"]}
+    written = {"producer": {"name": "modelopt", "version": "0.47.0"}, "quantization": quantization}
+    (folder / "hf_quant_config.json").write_text(json.dumps(written))
+    for layer in range(2):
+        tensors |= {f"model.layers.{layer}.self_attn.{name}": torch.tensor(0.5)
+                    for name in ("k_proj.k_scale", "v_proj.v_scale")}  # fmt: skip
+
+
+def rotated(*locations: str) -> Change:
+    """Quantised with rotations of these places."""
+
+    def change(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+        applied = [{"targets": ["Linear"], "location": location, "inverse": False} for location in locations]
+        groups = {"R1": {"type": "hadamard", "apply": applied, "randomize": False}}
+        config["quantization_config"]["transform_config"] = {"config_groups": groups}
+
+    return change
+
+
+def without_method(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+    del config["quantization_config"]["quant_method"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("bloom-gptq", as_tgi),
+        ("mistral-awq", as_autoawq_01),
+        ("llama-float8", as_modelopt),
+        ("bloom-int8", rotated("weight_input", "weight_output")),
+        ("bloom-nf4", without_method),
+        ("t5-eight-bits", without_method),
+    ],
+    ids=["settings of TGI", "AutoAWQ 0.1", "ModelOpt", "merged rotations", "4 bits", "8 bits"],
+)
+def test_the_same_codes_are_read_alike(quantised_models: Quantised, name: str, change: Change, tmp_path: Path) -> None:
+    folder, _ = quantised_models(name)
+    other = changed(folder / "quantised", tmp_path / "other", change)
+    assert torch.equal(logits(folder / "quantised"), logits(other))
+
+
+def test_scales_may_be_powers_of_2_in_a_byte(quantised_models: Quantised, tmp_path: Path) -> None:
+    folder, _ = quantised_models("mistral-float8-blocks")
+
+    def as_powers(dtype: torch.dtype) -> Change:
+        def change(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+            config["quantization_config"]["scale_fmt"] = "ue8m0"
+            for name in [name for name in tensors if name.endswith("_scale_inv")]:
+                tensors[name] = torch.exp2(tensors[name].log2().round()).to(dtype)
+
+        return change
+
+    dtypes = (torch.float32, torch.float8_e8m0fnu)
+    found = [logits(changed(folder / "quantised", tmp_path / str(dtype), as_powers(dtype))) for dtype in dtypes]
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], logits(folder / "quantised"))
+
+
+@pytest.mark.parametrize(("layout", "name"), [(1, "col32"), (2, "col_turing"), (3, "col_ampere"), (9, "9")])
+def test_int8_in_tiles_is_refused(quantised_models: Quantised, layout: int, name: str, tmp_path: Path) -> None:
+    def in_tiles(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+        for key in [key for key in tensors if key.endswith("weight_format")]:
+            tensors[key] = torch.tensor(layout, dtype=torch.uint8)
+
+    folder, _ = quantised_models("t5-eight-bits")
+    other = changed(folder / "quantised", tmp_path / "other", in_tiles)
+    with pytest.raises(FormatError, match=rf"lie in tiles \({name}, by its `weight_format`\), and only rows.*save"):
+        logits(other)
+
+
+@pytest.mark.parametrize("location", ["input", "output", "k_cache", "q_attn"])
+def test_rotations_of_activations_are_refused(quantised_models: Quantised, location: str, tmp_path: Path) -> None:
+    folder, _ = quantised_models("bloom-int8")
+    other = changed(folder / "quantised", tmp_path / "other", rotated("weight_input", location))
+    with pytest.raises(FormatError, match=rf"rotation 'R1' in `transform_config` is of '{location}', and only those"):
+        logits(other)

@@ -1,0 +1,115 @@
+"""Every setting of the tools that write checkpoints is known: read, refused, or without meaning for codes.
+
+Their settings are those of transformers' classes, of which each tool has one. What they say is drawn from values of
+every kind: a config is read as if they were not there only where they mean nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from transformers.utils import quantization_config as of_transformers
+
+from server.checkpoint import formats
+from server.quant import meanings, sizes
+from server.quant.configs import FormatError, read_config
+
+WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+GOOD: Mapping[str, Mapping[str, Any]] = {
+    "gptq": {"bits": 4, "group_size": 128},
+    "awq": {"bits": 4, "group_size": 128},
+    "compressed-tensors": {
+        "format": "int-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": WEIGHTS, "input_activations": INPUTS}},
+    },
+    "fp8": {},
+    "fbgemm_fp8": {},
+    "bitsandbytes": {"load_in_4bit": True},
+}
+CLASSES = {
+    "gptq": "GPTQConfig",
+    "awq": "AwqConfig",
+    "compressed-tensors": "CompressedTensorsConfig",
+    "fp8": "FineGrainedFP8Config",
+    "fbgemm_fp8": "FbgemmFp8Config",
+    "bitsandbytes": "BitsAndBytesConfig",
+}
+WRONG: list[Any] = ["", "wrong", -7, 1.5, 10**30, True, [], ["a", 1], {}, {"a": {"b": []}}, float("nan")]
+# Values of WRONG that a key may have, and what they then mean, where that is not what its absence means.
+RIGHT = {
+    ("gptq", "dynamic"): [{"a": {"b": []}}],  # a rule for layers that there are none of
+    ("compressed-tensors", "config_groups"): [{"a": {"b": []}}],  # a group that leaves its layers alone
+    ("fp8", "activation_scale_ub"): [1.5, 10**30],
+    ("fbgemm_fp8", "activation_scale_ub"): [1.5, 10**30],
+}
+
+
+def known(method: str) -> set[str]:
+    return {
+        *meanings.SERVED[method],
+        *meanings.READ[method],
+        *meanings.READ_OF_ALL,
+        *meanings.WITHOUT_MEANING[method],
+    }
+
+
+@pytest.mark.parametrize("method", CLASSES)
+def test_every_setting_of_the_tools_is_known(method: str) -> None:
+    settings = inspect.signature(getattr(of_transformers, CLASSES[method]).__init__).parameters
+    assert set(settings) - {"self", "kwargs"} <= known(method)
+
+
+@pytest.mark.parametrize("method", GOOD)
+def test_no_setting_is_known_twice(method: str) -> None:
+    lists = (meanings.SERVED[method], meanings.READ[method], meanings.WITHOUT_MEANING[method])
+    assert sum(map(len, lists)) == len({name for names in lists for name in names})
+
+
+def read(config: Mapping[str, Any]) -> str:
+    """What plans count of a config that both readers take; refused: in one sentence."""
+    try:
+        read_config(formats._make, config)
+        storage = sizes.of_config({"quantization_config": config})
+    except FormatError as error:
+        assert str(error) and "\n" not in str(error)
+        return "refused"
+    assert storage is not None
+    return storage.description
+
+
+@pytest.mark.parametrize("method", GOOD)
+def test_a_wrong_value_is_refused_or_means_nothing(method: str) -> None:
+    good = {"quant_method": method, **GOOD[method]}
+    usual = read(good)
+    assert usual != "refused"
+    for key in {*meanings.SERVED[method], *meanings.READ[method]}:
+        for value in WRONG:
+            found = read(good | {key: value})
+            empty = value in ("", [], {}) or value is True
+            assert found == "refused" or (found == usual and empty) or value in RIGHT.get((method, key), ()), (
+                key,
+                value,
+            )
+    for key in meanings.WITHOUT_MEANING[method]:
+        assert [usual] * len(WRONG) == [read(good | {key: value}) for value in WRONG], key
+
+
+@pytest.mark.parametrize("part", ["weights", "input_activations"])
+def test_so_it_is_in_groups_of_compressed_tensors(part: str) -> None:
+    served = {"weights": meanings.SERVED_OF_WEIGHTS, "input_activations": meanings.SERVED_OF_INPUTS}[part]
+    given = {"weights": WEIGHTS, "input_activations": INPUTS}
+
+    def with_value(key: str, value: object) -> dict[str, Any]:
+        group = {"targets": ["Linear"], **given, part: given[part] | {key: value}}
+        return {"quant_method": "compressed-tensors", **GOOD["compressed-tensors"], "config_groups": {"group_0": group}}
+
+    for key in {*served, *meanings.READ_OF_WEIGHTS} - {"block_structure", "group_size"}:  # only where the strategy says
+        for value in WRONG:
+            found = read(with_value(key, value))
+            assert found == "refused" or value in ("", [], {}) or value is True, (key, value)
+    for key in meanings.WITHOUT_MEANING_OF_WEIGHTS:
+        assert all(read(with_value(key, value)) != "refused" for value in WRONG)
