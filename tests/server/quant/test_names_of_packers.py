@@ -34,12 +34,13 @@ def of_packers(block: str) -> Rename:
 
 def fused(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Experts as transformers 5 holds them: one tensor of gates and ups, one of downs."""
-    kept = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
-    found = {name.replace("block_sparse_moe", "mlp"): tensor for name, tensor in kept.items()}
     named = of_packers("mlp")(tensors)
+    found = {name: tensor for name, tensor in named.items() if ".experts." not in name}
     for layer in range(2):
         stem = f"model.layers.{layer}.mlp.experts"
         experts = range(sum(name.startswith(stem) and name.endswith("gate_proj.weight") for name in named))
+        if not experts:  # a layer without a mixture
+            continue
         rows = [torch.cat([named[f"{stem}.{e}.{name}_proj.weight"] for name in ("gate", "up")]) for e in experts]
         found[f"{stem}.gate_up_proj"] = torch.stack(rows)
         found[f"{stem}.down_proj"] = torch.stack([named[f"{stem}.{e}.down_proj.weight"] for e in experts])
