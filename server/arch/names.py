@@ -6,6 +6,7 @@ Roles, each with `.weight` and where the model has one `.bias`:
     attention_norm, q, k, v or qkv, q_norm, k_norm, attention_out, attention_post_norm
     mlp_norm, mlp_post_norm                                 of a layer; {i} is its number
     mlp_up, mlp_down; mlp_gate or mlp_gate_up if gated      its mlp
+    activation                                              of its mlp, by whose `.scales` AutoAWQ divides, if there are
     router; expert_gate, expert_up, expert_down             its mixture; {e} is the expert's number
     final_norm, project_out, head                           after the layers
     relative_bias                                           bucketed bias on scores, [buckets, heads]

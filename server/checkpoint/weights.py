@@ -265,6 +265,22 @@ class Weights:
         """The bias of `role`, or ranges of it."""
         return self.vector(role, size, suffix="bias", ranges=ranges)
 
+    def divisors(self, role: str, size: int, part: tuple[int, int]) -> Tensor | None:
+        """Part of the numbers [size] by which what `role` computes is divided; None: there are none."""
+        if not self.has(role) or isinstance(self.checkpoint, RandomCheckpoint):
+            return None
+        (short,) = self._short_names(role)
+        name = next((n for n in (f"{self.prefix}{short}.scales", f"{short}.scales") if n in self.checkpoint), None)
+        if name is None:
+            return None
+        found = self._own([self._read(name, (size,), 0, part)], dim=0)
+        if not found.is_meta and not (found.isfinite() & (found != 0)).all():
+            raise CheckpointError(
+                f"{name} has 0, nan or infinity among the numbers that activations are divided by: the checkpoint is "
+                "damaged, download it again"
+            )
+        return found
+
     def kv_scales(self) -> tuple[float, float] | None:
         """By what the layer's keys and values are to be divided before they become float8; None: nothing is known."""
         if isinstance(self.checkpoint, RandomCheckpoint):

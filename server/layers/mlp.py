@@ -23,11 +23,15 @@ from server.quant.stored import Stored, joined
 
 @dataclass(frozen=True)
 class DenseMlp:
-    """x [T, D] → down(activation(up(x))), or down(activation(gate(x)) * up(x)) where `up` is gated."""
+    """x [T, D] → down(activation(up(x))), or down(activation(gate(x)) * up(x)) where `up` is gated.
+
+    divisors: [F], by which activations are divided, as AutoAWQ does where no weight before them can be; None: by none.
+    """
 
     up: ColumnLinear
     down: RowLinear
     activation: Activation
+    divisors: Tensor | None = None
 
     @property
     def matrices(self) -> list[Matrix]:
@@ -36,7 +40,8 @@ class DenseMlp:
 
     def branch(self, x: Tensor) -> Branch:
         """What it adds for input x [T, D]."""
-        return Branch(self.down, self.up(x, self.activation))
+        activated = self.up(x, self.activation)
+        return Branch(self.down, activated if self.divisors is None else activated / self.divisors)
 
 
 @dataclass(frozen=True)
@@ -80,7 +85,9 @@ def load_mlp(weights: Weights, spec: ArchSpec, kind: Dense | Gated | Moe, backen
     else:
         up = load_column(weights, "mlp_up", (kind.width, spec.hidden_size), backend.linear, bias=spec.mlp_bias)
     down = load_row(weights, "mlp_down", (spec.hidden_size, kind.width), backend.linear, bias=spec.mlp_bias)
-    return DenseMlp(up, down, kind.activation)
+    return DenseMlp(
+        up, down, kind.activation, weights.divisors("activation", kind.width, weights.shard.range(kind.width))
+    )
 
 
 def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_linear: MakeLinear) -> ColumnLinear:

@@ -19,6 +19,7 @@ NAMES = NameMap(
         "mlp_norm": "h.{i}.post_attention_layernorm",
         "mlp_up": "h.{i}.mlp.dense_h_to_4h",
         "mlp_down": "h.{i}.mlp.dense_4h_to_h",
+        "activation": "h.{i}.mlp.gelu_impl",
         "final_norm": "ln_f",
     },
     qkv_layout=QkvLayout.GROUPED,

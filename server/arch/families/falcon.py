@@ -15,6 +15,7 @@ NAMES = NameMap(
         "mlp_norm": ("h.{i}.ln_mlp", "h.{i}.post_attention_layernorm"),
         "mlp_up": "h.{i}.mlp.dense_h_to_4h",
         "mlp_down": "h.{i}.mlp.dense_4h_to_h",
+        "activation": "h.{i}.mlp.act",
         "final_norm": "ln_f",
         "head": "lm_head",
     },

@@ -10,7 +10,12 @@ from server.arch.names import QkvLayout
 from server.arch.spec import ArchSpec
 
 # With one kv head, or one for each head, the grouped layout is what both kinds of checkpoint have.
-NAMES = replace(gpt2.NAMES, transposed=False, qkv_layout=QkvLayout.GROUPED)
+NAMES = replace(
+    gpt2.NAMES,
+    roles={**gpt2.NAMES.roles, "activation": "h.{i}.mlp.act"},
+    transposed=False,
+    qkv_layout=QkvLayout.GROUPED,
+)
 
 
 def spec(config: Config) -> ArchSpec:

@@ -15,6 +15,7 @@ NAMES = NameMap(
         "mlp_norm": "layers.{i}.post_attention_layernorm",
         "mlp_up": "layers.{i}.mlp.dense_h_to_4h",
         "mlp_down": "layers.{i}.mlp.dense_4h_to_h",
+        "activation": "layers.{i}.mlp.act",
         "final_norm": "final_layer_norm",
         "head": "embed_out",
     },

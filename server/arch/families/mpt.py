@@ -15,6 +15,7 @@ NAMES = NameMap(
         "mlp_norm": "blocks.{i}.norm_2",
         "mlp_up": "blocks.{i}.ffn.up_proj",
         "mlp_down": "blocks.{i}.ffn.down_proj",
+        "activation": "blocks.{i}.ffn.act",
         "final_norm": "norm_f",
     },
     prefixes=("transformer.", ""),

@@ -14,6 +14,7 @@ NAMES = replace(
         **{role: name for role, name in llama.NAMES.roles.items() if role != "mlp_gate"},
         "mlp_up": "layers.{i}.mlp.c_fc",
         "mlp_down": "layers.{i}.mlp.c_proj",
+        "activation": "layers.{i}.mlp.act",
     },
 )
 

@@ -20,9 +20,17 @@ from tests.server.quant.cases import PAIRS, Quantised, prompt_of
 from tests.server.test_tensor_parallel import Tokens, run_ranks
 
 IN_SUITE = {
-    2: ["bloom-nf4", "llama-gptq-3", "llama-int8-fixed", "mixtral-int8", "t5-float8"],
+    2: [
+        "bloom-nf4",
+        "bloom-nf4-as-bfloat16",
+        "llama-gptq-3",
+        "llama-int8-fixed",
+        "llama-nvfp4",
+        "mixtral-int8",
+        "t5-float8",
+    ],
     4: ["baichuan-packed", "bloom-int8", "mistral-float8-blocks", "t5-gptq"],
-    8: ["baichuan-gptq", "llama-gptq-head", "llama-packed", "mixtral-awq", "llama-float8-rows"],
+    8: ["baichuan-gptq", "bloom-mxfp4", "llama-gptq-head", "llama-packed", "mixtral-awq", "llama-float8-rows"],
 }
 RUNS = [
     pytest.param(name, world_size, name in suite, marks=[] if name in suite else [pytest.mark.formats])
