@@ -316,6 +316,17 @@ class ShardConfig:
             "its first use.",
         },
     )
+    cpu_inputs: str = field(
+        default=cpu_kinds.ROUNDED,
+        metadata={
+            "help": "What a CPU does in bfloat16 with inputs of layers whose weights are integers and whose format "
+            "leaves inputs as they are (gptq, awq, int4, eetq). rounded: to 8 bits, a scale for each 128; exact: "
+            "nothing.",
+            "choices": cpu_kinds.INPUTS,
+            "when": "exact is nearer to what the weights say, and reads them up to ten times as slowly "
+            "(docs/quantized-models.md).",
+        },
+    )
     watermark_gamma: float = field(
         default=0.5,
         metadata={

@@ -54,6 +54,8 @@ AMX = BF16.with_more("amx", "amx_tile", "amx_bf16", "amx_int8")  # Intel from Sa
 KINDS = (AMX, BF16, VNNI, AVX512, AVX2)  # the fastest first
 NAMED = {kind.name: kind for kind in (AVX512, AVX2)}  # those that people ask for
 CHOICES = (AUTO, *NAMED, NONE)
+# Of layers whose weights are integers, where the format leaves inputs as they are: to 8 bits, or not at all.
+ROUNDED, EXACT = INPUTS = ("rounded", "exact")
 
 
 def cpu_flags() -> list[str]:

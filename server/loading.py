@@ -53,7 +53,13 @@ class ChooseBackend(Protocol):
     """How a backend is chosen: `backends.choose`, or what a test has in its place."""
 
     def __call__(
-        self, device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False, cpu_kernels: str = "auto"
+        self,
+        device: Device,
+        dtype: torch.dtype,
+        *,
+        disable_custom_kernels: bool = False,
+        cpu_kernels: str = "auto",
+        cpu_inputs: str = "rounded",
     ) -> Backend: ...
 
 
@@ -245,8 +251,13 @@ def _connect(config: ShardConfig, device: Device) -> Shard:
 
 def _backend(config: ShardConfig, device: Device, dtype: torch.dtype, choose: ChooseBackend) -> Backend:
     """Of those that the settings leave. Raises ValueError for CPU kernels that cannot be had."""
-    disabled, kernels = config.disable_custom_kernels, config.cpu_kernels
-    return choose(device, dtype, disable_custom_kernels=disabled, cpu_kernels=kernels)
+    return choose(
+        device,
+        dtype,
+        disable_custom_kernels=config.disable_custom_kernels,
+        cpu_kernels=config.cpu_kernels,
+        cpu_inputs=config.cpu_inputs,
+    )
 
 
 def _neighbours(

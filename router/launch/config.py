@@ -207,7 +207,7 @@ GROUPS = {
     "Connections": "header_timeout body_timeout keep_alive_timeout unread_timeout max_header_bytes max_header_lines "
     "max_unfinished_bytes max_unread_bytes max_discarded_bytes",
     "Engine": "dtype device threads quantize quantize_head kv_cache_dtype weights_on_device weights_on_host "
-    "kv_on_device kv_on_host offload_dir random_weights cuda_memory_fraction cuda_graphs cpu_kernels "
+    "kv_on_device kv_on_host offload_dir random_weights cuda_memory_fraction cuda_graphs cpu_kernels cpu_inputs "
     "disable_custom_kernels all_reduce null_step_ms null_token_us watermark_gamma watermark_delta",
     "Logs": "log_level json_output otlp_endpoint otlp_service_name env",
 }

@@ -15,7 +15,7 @@ from server.backends.device import Device
 from server.backends.protocol import Backend
 from server.backends.reference import ReferenceBackend
 from server.blocks import ceil_divide
-from server.cpu_kinds import AUTO
+from server.cpu_kinds import AUTO, ROUNDED
 
 __all__ = ["Backend", "Device", "choose", "open_device"]
 
@@ -40,14 +40,20 @@ def open_device(wanted: str, rank: int, world_size: int, *, shares: bool = False
 
 
 def choose(
-    device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False, cpu_kernels: str = AUTO
+    device: Device,
+    dtype: torch.dtype,
+    *,
+    disable_custom_kernels: bool = False,
+    cpu_kernels: str = AUTO,
+    cpu_inputs: str = ROUNDED,
 ) -> Backend:
     """The fastest backend for `device` that computes in `dtype`, or the reference when custom kernels are disabled.
 
-    cpu_kernels: of which kind, on a CPU. Raises ValueError where there can be none of it.
+    cpu_kernels: of which kind, on a CPU; cpu_inputs: what they do with inputs. Raises ValueError where there can be
+    none of it.
     """
     if disable_custom_kernels:
         return ReferenceBackend(device, ["--disable-custom-kernels"])
     if isinstance(device, CudaDevice):
         return cuda.choose(device, dtype)
-    return cpu.choose(dtype, kernels=cpu_kernels)
+    return cpu.choose(dtype, kernels=cpu_kernels, inputs=cpu_inputs)

@@ -31,7 +31,12 @@ class DummyBackend(ReferenceBackend):
 
 
 def choose_dummy(
-    device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False, cpu_kernels: str = "auto"
+    device: Device,
+    dtype: torch.dtype,
+    *,
+    disable_custom_kernels: bool = False,
+    cpu_kernels: str = "auto",
+    cpu_inputs: str = "rounded",
 ) -> Backend:
     return DummyBackend(device)
 

@@ -45,10 +45,11 @@ class CpuBackend(ReferenceBackend):
 
     name = "cpu"
 
-    def __init__(self, kernels: Kernels, dtype: torch.dtype):
+    def __init__(self, kernels: Kernels, dtype: torch.dtype, *, rounds_inputs: bool = True):
         super().__init__(CpuDevice())
         self._kernels = kernels
         self._dtype = dtype
+        self._rounds_inputs = rounds_inputs
         self._arena = Arena()
         self._calls_experts_one_by_one = False  # those that it has made a layer of
         self.logits: Logits = KernelLogits(kernels)
@@ -74,7 +75,8 @@ class CpuBackend(ReferenceBackend):
     def quantised(self, weight: QuantisedWeight, *, is_gated: bool, maximum: Maximum | None) -> LinearFormat:
         if self._dtype == torch.float32 and weight.inputs is not None and not takes(weight, self._dtype):
             return super().quantised(weight, is_gated=is_gated, maximum=maximum)  # who computes so compares
-        format = CodeFormat if takes(weight, self._dtype) else LevelFormat
+        is_taken = takes(weight, self._dtype, rounds_inputs=self._rounds_inputs)
+        format = CodeFormat if is_taken else LevelFormat
         return format(self._kernels, self._arena, weight, self._dtype, is_gated=is_gated, maximum=maximum)
 
     def norm(self, weight: Tensor, bias: Tensor | None, eps: float, *, is_centred: bool) -> Norm:
@@ -127,18 +129,24 @@ class OneDnnBackend(ReferenceBackend):
 
 
 def choose(
-    dtype: torch.dtype, compilers: Sequence[str] = COMPILERS, *, kernels: str = cpu_kinds.AUTO
+    dtype: torch.dtype,
+    compilers: Sequence[str] = COMPILERS,
+    *,
+    kernels: str = cpu_kinds.AUTO,
+    inputs: str = cpu_kinds.ROUNDED,
 ) -> ReferenceBackend:
     """The fastest backend for a CPU that computes in `dtype`. Takes seconds where nothing is compiled yet.
 
-    kernels: of which kind, as `--cpu-kernels`. Raises ValueError where those that it names cannot be had.
+    kernels: of which kind, as `--cpu-kernels`; inputs: as `--cpu-inputs`. Raises ValueError where kernels that are
+    named cannot be had.
     """
     reason = f"there are no compiled kernels for {str(dtype).removeprefix('torch.')}"
     if kernels == cpu_kinds.NONE:
         reason = "--cpu-kernels is none"
     elif dtype in DTYPES:
         try:
-            return CpuBackend(load(compilers, kind=cpu_kinds.NAMED.get(kernels, cpu_kinds.NATIVE)), dtype)
+            found = load(compilers, kind=cpu_kinds.NAMED.get(kernels, cpu_kinds.NATIVE))
+            return CpuBackend(found, dtype, rounds_inputs=inputs == cpu_kinds.ROUNDED)
         except BuildError as error:
             if kernels in cpu_kinds.NAMED:
                 raise ValueError(f"--cpu-kernels is {kernels}: {error}") from error

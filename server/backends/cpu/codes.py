@@ -91,15 +91,15 @@ class Arranged:
         return F.pad(codes, (0, self.slots - codes.shape[1])).contiguous()
 
 
-def takes(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
-    """Whether the kernels can compute with this weight."""
+def takes(weight: QuantisedWeight, dtype: torch.dtype, *, rounds_inputs: bool = True) -> bool:
+    """Whether the kernels can compute with this weight. rounds_inputs: also where the checkpoint leaves them alone."""
     if weight.levels is not None or weight.held.dtype not in (torch.uint8, torch.int8):
         return False
     if weight.zero is not None and not _are_codes(weight.zero + _raise(weight)):
         return False
     inputs = weight.inputs
     if inputs is None:
-        return dtype == torch.bfloat16
+        return rounds_inputs and dtype == torch.bfloat16
     return inputs.dtype == torch.int8 and not inputs.group and inputs.zero is None and inputs.most is None
 
 

@@ -44,7 +44,12 @@ def threads() -> Iterator[None]:
 
 
 def choose_reference(
-    device: Device, dtype: torch.dtype, *, disable_custom_kernels: bool = False, cpu_kernels: str = "auto"
+    device: Device,
+    dtype: torch.dtype,
+    *,
+    disable_custom_kernels: bool = False,
+    cpu_kernels: str = "auto",
+    cpu_inputs: str = "rounded",
 ) -> Backend:
     return ReferenceBackend(device)
 

@@ -65,7 +65,9 @@ def packed_bytes(format: QuantisedFormat) -> int:
 @pytest.fixture
 def choose(kernels: Kernels) -> ChooseBackend:
     """The compiled kernels, whose weights are packed."""
-    return lambda device, dtype, *, disable_custom_kernels=False, cpu_kernels="auto": CpuBackend(kernels, dtype)
+    return lambda device, dtype, *, disable_custom_kernels=False, cpu_kernels="auto", cpu_inputs="rounded": CpuBackend(
+        kernels, dtype
+    )
 
 
 def check(

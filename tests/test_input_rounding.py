@@ -1,0 +1,54 @@
+"""`--cpu-inputs exact`: codes are read as they are, and so are inputs, as near to float32 as dense bfloat16 is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from server.backends.cpu import CpuBackend
+from server.backends.cpu.codes import CodeFormat
+from server.backends.cpu.kernels import Kernels
+from server.backends.cpu.levels import LevelFormat
+from server.quant.uniform import int4_groups
+from tests import cpu_kernels
+from tests.input_rounding import MOST, log_probabilities, with_outliers
+from tests.quantised_perplexity import MODEL, held_out
+from tests.server.driver import all_logits, load_engine
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    return cpu_kernels.load_or_skip()
+
+
+@pytest.mark.parametrize(("rounds_inputs", "format"), [(True, CodeFormat), (False, LevelFormat)])
+def test_the_setting_chooses_the_kernel(kernels: Kernels, rounds_inputs: bool, format: type) -> None:
+    weight = int4_groups(torch.randn(64, 128))
+    backend = CpuBackend(kernels, torch.bfloat16, rounds_inputs=rounds_inputs)
+    assert isinstance(backend.linear(weight), format)
+    assert isinstance(CpuBackend(kernels, torch.float32).linear(weight), LevelFormat)
+
+
+def test_exact_inputs_err_as_dense_bfloat16_does_and_rounded_ones_more(kernels: Kernels, tmp_path: Path) -> None:
+    folder, documents = with_outliers(tmp_path), held_out(20)
+
+    def error(format: str | None, *, rounds_inputs: bool) -> float:
+        true = log_probabilities(folder, documents, format, torch.float32, rounds_inputs=False)
+        found = log_probabilities(folder, documents, format, torch.bfloat16, rounds_inputs=rounds_inputs)
+        return float((found - true).abs().mean())
+
+    dense, exact, rounded = (
+        error(None, rounds_inputs=False),
+        error("int4", rounds_inputs=False),
+        error("int4", rounds_inputs=True),
+    )
+    assert exact <= MOST * dense
+    assert rounded > 2 * MOST * dense  # so that the setting says something
+
+
+def test_outliers_change_nothing_in_float32(tmp_path: Path) -> None:
+    asked = [5, 9, 200, 31], [7]
+    found, expected = (all_logits(load_engine(folder), *asked) for folder in (with_outliers(tmp_path), MODEL))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
