@@ -28,7 +28,7 @@ SERVED: Mapping[str, Mapping[str, Values]] = {
         "rotation": NOTHING,  # what inputs are multiplied with
         "adapter": NOTHING,  # what is added to a layer's output
     },
-    "awq": {"sym": OFF, "desc_act": OFF},
+    "awq": {"sym": OFF, "desc_act": OFF, "lm_head": TRUTH, "pack_dtype": ("int32",), "method": ("awq",)},
     "compressed-tensors": {},
     "fp8": {"scale_fmt": ("float", "ue8m0"), "expert_dtype": ("fp8",)},
     "fbgemm_fp8": {},
@@ -52,7 +52,8 @@ SERVED_OF_INPUTS: Mapping[str, Values] = {"dynamic": (False, True, "local"), "sy
 READ: Mapping[str, Sequence[str]] = {
     "gptq": ("bits", "group_size", "checkpoint_format", "format", "pack_dtype", "dynamic", "is_marlin_format",
              "modules_in_block_to_quantize"),
-    "awq": ("bits", "w_bit", "group_size", "q_group_size", "version", "checkpoint_format", "backend", "zero_point",
+    "awq": ("bits", "w_bit", "group_size", "q_group_size", "version", "checkpoint_format", "format", "backend",
+            "zero_point",
             "is_marlin_format"),
     "compressed-tensors": ("config_groups", "format", "sparsity_config", "transform_config"),
     "fp8": ("activation_scheme", "weight_block_size", "fmt", "activation_scale_ub"),
@@ -71,7 +72,7 @@ WITHOUT_MEANING: Mapping[str, Sequence[str]] = {
              "module_name_preceding_first_block", "block_name_to_quantize", "backend", "batch_size", "dataset",
              "pad_token_id", "max_input_length", "cache_block_outputs", "use_cuda_fp16", "use_exllama",
              "exllama_config", "disable_exllama"),
-    "awq": ("do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"),
+    "awq": ("meta", "do_fuse", "fuse_max_seq_len", "modules_to_fuse", "exllama_config"),
     "compressed-tensors": ("kv_cache_scheme", "quantization_status", "global_compression_ratio", "version",
                            "run_compressed", "dequantize", "use_optimized_inference"),
     "fp8": ("dequantize", "modules_to_convert", "kv_cache_scheme", "quantization_scheme"),

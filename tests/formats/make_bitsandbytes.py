@@ -23,10 +23,10 @@ KINDS = {
 
 
 def main(folder: Path) -> None:
-    tiny_model.save(folder / "source")
+    tiny_model.save(folder / "source" / "llama")
     for kind, settings in KINDS.items():
         model = AutoModelForCausalLM.from_pretrained(
-            folder / "source",
+            folder / "source" / "llama",
             quantization_config=BitsAndBytesConfig(**settings),
             device_map="cpu",
             dtype=torch.float32,

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import venv
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import cache
 from pathlib import Path
 
@@ -21,16 +20,23 @@ from safetensors.torch import load_file, save_file
 from server.checkpoint import formats
 from server.checkpoint.formats.protocol import Part, Tensors
 from server.checkpoint.weights import Checkpoint
+from tests.environments import NoEnvironment, environment
 from tests.running import ROOT
 from tests.server.driver import all_logits, load_engine
 from tests.server.quant.cases import WEIGHTS, prompt_of
 
 HERE = Path(__file__).parent
 WEIGHT_ONLY = {
+    "autoround": ["symmetric", "asymmetric", "as-gptq", "two-bits"],
     "bitsandbytes": ["nf4", "fp4", "int8"],
-    "llmcompressor": ["W4A16", "W4A16_ASYM", "W8A16"],
-    "gptqmodel": ["gptq-4", "gptq-4-act", "gptq-8", "gptq-3"],
+    "llmcompressor": [
+        *("W4A16", "W4A16_ASYM", "W8A16", "NVFP4A16", "MXFP4A16"),
+        *("mixtral-W4A16", "mixtral-NVFP4A16", "phi3-W8A16"),
+    ],
+    "gptqmodel": ["gptq-4", "gptq-4-act", "gptq-8", "gptq-3", "mixtral-4", "phi3-4", "awq-4", "starcoder2-4"],
 }
+# Layers in fewer bits: seven in each of two layers of a Llama. GPTQModel writes Phi-3's gates and ups apart.
+LAYERS = {"mixtral": 32, "phi3-W8A16": 8, "phi3-4": 10, "starcoder2": 12}
 ROUNDED = {"llmcompressor": ["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"]}
 Made = Callable[[str], Path]
 
@@ -38,17 +44,11 @@ pytestmark = pytest.mark.formats
 
 
 def interpreter(library: str) -> Path:
-    """That of the library's environment, which is made if there is none that fits."""
-    folder, wanted = ROOT / ".venv-formats" / library, (HERE / f"{library}.txt").read_text()
-    python, installed = folder / "bin" / "python", folder / "installed.txt"
-    if not (installed.is_file() and installed.read_text() == wanted):
-        venv.create(folder, clear=True, with_pip=True)
-        pip = (python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check")
-        found = subprocess.run((*pip, "--requirement", HERE / f"{library}.txt"), capture_output=True, text=True)
-        if found.returncode:
-            pytest.skip(f"{library} cannot be installed here: {found.stderr.strip().splitlines()[-1]}")
-        installed.write_text(wanted)
-    return python
+    """That of the library's environment."""
+    try:
+        return environment(ROOT / ".venv-formats" / library, HERE / f"{library}.txt")
+    except NoEnvironment as error:
+        pytest.skip(f"{library} cannot be installed here: {error}")
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ def test_every_layer_is_what_the_library_makes_of_it(made: Made, library: str, k
     format, checkpoint = formats.find(folder / kind, config), Checkpoint(folder / kind)
     assert format is not None
     dense = load_file(folder / f"{kind}.dense.safetensors")
-    assert 14 == len(dense)  # seven in each of two layers
+    assert next((count for start, count in LAYERS.items() if kind.startswith(start)), 14) == len(dense)
     for name, weight in dense.items():
         rows, inputs = size = weight.shape[0], weight.shape[1]
         stored = format.read(Tensors(checkpoint, name.removesuffix(".weight")), Part(size, [(0, rows)], (0, inputs)))
@@ -87,11 +87,21 @@ def test_every_layer_is_what_the_library_makes_of_it(made: Made, library: str, k
 
 def dense_of(folder: Path, kind: str, to: Path) -> Path:
     """A dense checkpoint of what the library makes of its layers, and of what else it stored, some in 16 bits."""
-    shutil.copy(folder / "source" / "config.json", to)
-    source, stored = (load_file(folder / of / "model.safetensors") for of in ("source", kind))
-    tensors = {name: stored.get(name, tensor).float() for name, tensor in source.items()}
-    save_file(tensors | load_file(folder / f"{kind}.dense.safetensors"), to / "model.safetensors")
+    family = kind.split("-")[0]
+    sources = folder / "source"
+    shutil.copy((sources / family if (sources / family).exists() else sources / "llama") / "config.json", to)
+    stored, dense = load_file(folder / kind / "model.safetensors"), load_file(folder / f"{kind}.dense.safetensors")
+    layers = {name.removesuffix(".weight") for name in dense}
+    others = {
+        name: tensor.float() for name, tensor in stored.items() if name.endswith(".bias") or not is_of(name, layers)
+    }
+    save_file(others | dense, to / "model.safetensors")
     return to
+
+
+def is_of(name: str, layers: Collection[str]) -> bool:
+    """Whether a tensor belongs to one of these layers, behind whose name there may be several parts."""
+    return any(name[:place] in layers for place, letter in enumerate(name) if letter == ".")
 
 
 @pytest.mark.parametrize(("library", "kind"), cases(WEIGHT_ONLY))

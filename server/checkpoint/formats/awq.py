@@ -10,7 +10,7 @@ bit on:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -50,7 +50,7 @@ class AwqFormat(Format):
             raise FormatError(
                 f"`bits` of an awq checkpoint must be 4. Given: {shown(bits)}; take another checkpoint of this model"
             )
-        version = str(_either(config, ("version", "checkpoint_format"), "gemm")).lower()
+        version = str(_either(config, ("version", "checkpoint_format", "format"), "gemm")).lower()
         if config.get("is_marlin_format"):
             version = "marlin"
         if version != "gemm":
@@ -97,15 +97,17 @@ class AwqFormat(Format):
         )
 
 
-def _either(config: Mapping[str, Any], keys: tuple[str, str], usual: object) -> Any:
-    """A setting that has two names, by what there is. Raises FormatError where both are given and differ."""
-    found = [config[key] for key in keys if config.get(key) not in (None, "")]
-    if len(found) == 2 and found[0] != found[1]:
-        raise FormatError(
-            f"`{keys[0]}` and `{keys[1]}` of an awq checkpoint must be the same. Given: {shown(found[0])} and "
-            f"{shown(found[1])}; {AGAIN}"
-        )
-    return found[0] if found else usual
+def _either(config: Mapping[str, Any], keys: Sequence[str], usual: object) -> Any:
+    """A setting that has several names, by what there is. Raises FormatError where two are given and differ."""
+    found = {key: config[key] for key in keys if config.get(key) not in (None, "")}
+    first = next(iter(found), "")
+    for key, value in found.items():
+        if str(value).lower() != str(found[first]).lower():
+            raise FormatError(
+                f"`{first}` and `{key}` of an awq checkpoint must be the same. Given: {shown(found[first])} and "
+                f"{shown(value)}; {AGAIN}"
+            )
+    return found[first] if found else usual
 
 
 def _codes(tensors: Tensors, suffix: str, shape: tuple[int, int], part: tuple[int, int], rows: Ranges) -> Codes:
