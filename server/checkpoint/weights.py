@@ -226,8 +226,8 @@ class Weights:
         """Find the prefix that this checkpoint uses. Raises CheckpointError when none fits."""
         for prefix in names.prefixes:
             weights = cls(checkpoint, names, shard, dtype, device, prefix, None, format, quantise, quantise_head)
-            name = f"{weights._name('embed')}.weight"
-            if name in checkpoint and name.startswith(prefix):
+            name = weights._name("embed")
+            if weights._has_weight(name) and name.startswith(prefix):
                 return weights
         raise CheckpointError(
             f"{checkpoint.folder} holds no tensor {names.roles['embed']}.weight, with or without a prefix: "
@@ -337,6 +337,12 @@ class Weights:
     def table(self, role: str, size: tuple[int, int], part: tuple[int, int] | None = None) -> Tensor:
         """Rows of a table [rows, features], which no family stores transposed, as they are in the checkpoint."""
         return self._own([self._read(f"{self._name(role)}.weight", size, 0, part)], dim=0)
+
+    def stored_table(self, role: str, size: tuple[int, int], part: tuple[int, int]) -> Stored:
+        """Rows of a table as the checkpoint stores them; those of random weights are dense."""
+        if isinstance(self.checkpoint, RandomCheckpoint):
+            return self.table(role, size, part)
+        return self.kept(role, size, [part])
 
     def _matrix(self, role: str, size: tuple[int, int], dim: int, ranges: Ranges, expert: int) -> Tensor:
         name = f"{self._name(role, expert)}.weight"

@@ -131,11 +131,10 @@ def _stored_head(weights: Weights, rows: Stored) -> Stored:
     return weights.quantise_head(rows)
 
 
-def _vocab_rows(weights: Weights, role: str, spec: ArchSpec) -> Tensor:
+def _vocab_rows(weights: Weights, role: str, spec: ArchSpec) -> Stored:
     """This rank's rows [Vl, E], zeros where the padded vocabulary exceeds the real one."""
     part, padding = vocab_share(weights.shard, spec.vocab_size)
-    rows = weights.table(role, (spec.vocab_size, spec.embed_dim or spec.hidden_size), part)
-    return F.pad(rows, (0, 0, 0, padding)) if padding else rows
+    return padded(weights.stored_table(role, (spec.vocab_size, spec.embed_dim or spec.hidden_size), part), padding)
 
 
 def _head_rows(weights: Weights, spec: ArchSpec) -> Stored:

@@ -30,6 +30,8 @@ SERVED: Mapping[str, Mapping[str, Sequence[int]]] = {
     MXFP4: {"float": (4,)},
     MXFP8: {"float": (8,)},
 }
+TABLES = "Embedding"  # the class of an embedding table
+NAMES_OF_TABLES = ("embed_tokens", "word_embeddings", "wte", "embed_in", "shared", "embedding")
 IN_GROUPS = ("group", "tensor_group")  # of the second, groups' scales are multiplied with one of all
 OF_DYNAMIC_INPUTS = ("token", "group")
 STRATEGIES = ("tensor", "channel", "group", "block")
@@ -146,10 +148,13 @@ def _checked_inputs(inputs: Mapping[str, Any] | None) -> Mapping[str, Any] | Non
 
 
 def sorted_by_precision(schemes: Iterable[tuple[str, Scheme]]) -> list[tuple[Callable[[str], bool], Scheme]]:
-    """(whether a layer's name is meant, scheme) of all targets: names first, then expressions, then classes."""
+    """(whether a layer's name is meant, scheme) of all targets: names first, then expressions, then classes.
+
+    Whether a name is that of a table is told by its end, since every other one could be a linear layer's.
+    """
 
     def rank(target: str) -> int:
-        return 2 if target in CLASSES else 1 if target.startswith("re:") else 0
+        return 3 if target in CLASSES else 2 if target == TABLES else 1 if target.startswith("re:") else 0
 
     ranked = sorted(schemes, key=lambda pair: rank(pair[0]))
     patterns = iter(compiled([target.removeprefix("re:") for target, _ in ranked if rank(target) == 1]))
@@ -160,4 +165,6 @@ def sorted_by_precision(schemes: Iterable[tuple[str, Scheme]]) -> list[tuple[Cal
 
 def _matches(target: str, name: str) -> bool:
     """As compressed-tensors matches: a class of modules, or a name or its end."""
+    if target == TABLES:
+        return name.endswith(NAMES_OF_TABLES)
     return target in CLASSES or name == target or name.endswith(f".{target}")

@@ -37,6 +37,11 @@ def with_config(how: How, **changes: object) -> How:
     return replace(how, config=how.config | changes)
 
 
+def with_targets(how: How, *targets: str) -> How:
+    """The same, of compressed-tensors, for other modules."""
+    return with_config(how, config_groups={"group_0": how.config["config_groups"]["group_0"] | {"targets": [*targets]}})
+
+
 PAIRS = {
     # fused rows of heads, biases, a tied head
     "bloom-gptq": Case("bloom", {"n_layer": 2}, quantised.gptq(4, 32)),
@@ -86,6 +91,19 @@ PAIRS = {
         others={"down_proj": None, "gate_proj|v_proj": quantised.gptq(8, -1)},
     ),
     "mixtral-router": Case("mixtral", SMALL, quantised.bitsandbytes_int8(), also=r"\.gate\."),
+    # tables of embeddings in few bits, alone and tied to the head
+    "llama-packed-table": Case(
+        "llama",
+        SMALL,
+        with_targets(quantised.compressed_packed(4, 32, is_symmetric=False), "Linear", "Embedding"),
+        also="embed_tokens",
+    ),
+    "llama-packed-tied": Case(
+        "llama-biased-tied",
+        SMALL,
+        with_targets(quantised.compressed_packed(8, -1, is_symmetric=True), "Linear", "Embedding"),
+        also="embed_tokens",
+    ),
     # a head of its own in few bits
     "llama-gptq-head": Case(
         "llama", SMALL | {"vocab_size": 104}, with_config(quantised.gptq(4, 32), lm_head=True), also="lm_head"

@@ -29,7 +29,7 @@ IN_SUITE = {
         "mixtral-int8",
         "t5-float8",
     ],
-    4: ["baichuan-packed", "bloom-int8", "mistral-float8-blocks", "t5-gptq"],
+    4: ["baichuan-packed", "llama-packed-table", "llama-packed-tied", "bloom-int8", "mistral-float8-blocks", "t5-gptq"],
     8: ["baichuan-gptq", "bloom-mxfp4", "llama-gptq-head", "llama-packed", "mixtral-awq", "llama-float8-rows"],
 }
 RUNS = [
