@@ -165,20 +165,30 @@ def config_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
     return hf_config.get("quantization_config") or hf_config.get("compression_config") or {}
 
 
-def method_of(config: Mapping[str, Any]) -> str | None:
-    """The `quant_method`. Older files name none: only GPTQ's say whether activations decide the order.
+# Keys that only one tool writes -> its `quant_method`, for configs that name none. The first that is there counts.
+TOLD_BY: Mapping[str, str] = {
+    "load_in_4bit": "bitsandbytes",
+    "load_in_8bit": "bitsandbytes",
+    "_load_in_4bit": "bitsandbytes",
+    "_load_in_8bit": "bitsandbytes",
+    "config_groups": "compressed-tensors",
+    "sparsity_config": "compressed-tensors",
+    "weight_quant_params": "hqq",
+    "global_quant_config": "quark",
+    "quant_type": "torchao",
+    "activations": "quanto",
+    "desc_act": "gptq",
+    "zero_point": "awq",
+}
 
-    Those of bitsandbytes say how many bits it loads.
-    """
+
+def method_of(config: Mapping[str, Any]) -> str | None:
+    """The `quant_method`, or what the keys tell where none is named."""
     if config.get("quant_method"):
         return str(config["quant_method"])
     if config.get("is_marlin_format"):
         return "marlin"
-    if any(key in config for key in ("load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit")):
-        return "bitsandbytes"
-    if "desc_act" in config:
-        return "gptq"
-    return "awq" if "zero_point" in config else None
+    return next((method for key, method in TOLD_BY.items() if key in config), None)
 
 
 def _gptq(config: Mapping[str, Any]) -> Storage:

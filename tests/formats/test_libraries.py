@@ -27,6 +27,7 @@ from tests.server.quant.cases import WEIGHTS, prompt_of
 
 HERE = Path(__file__).parent
 WEIGHT_ONLY = {
+    "modelopt": ["nvfp4"],
     "autoround": ["symmetric", "asymmetric", "as-gptq", "two-bits"],
     "bitsandbytes": ["nf4", "fp4", "int8"],
     "llmcompressor": [
@@ -37,7 +38,7 @@ WEIGHT_ONLY = {
 }
 # Layers in fewer bits: seven in each of two layers of a Llama. GPTQModel writes Phi-3's gates and ups apart.
 LAYERS = {"mixtral": 32, "phi3-W8A16": 8, "phi3-4": 10, "starcoder2": 12}
-ROUNDED = {"llmcompressor": ["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"]}
+ROUNDED = {"modelopt": ["fp8", "fp8-rows"], "llmcompressor": ["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"]}
 Made = Callable[[str], Path]
 
 pytestmark = pytest.mark.formats

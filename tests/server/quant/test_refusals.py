@@ -90,6 +90,17 @@ BY_CONFIG = {
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": True},
         r"`load_in_8bit` and `load_in_4bit` of a bitsandbytes checkpoint exclude each other: give one",
     ),
+    "quanto without its name": (
+        {"weights": "int8", "activations": None},
+        r"'quanto'.*not served.*--quantize int8 or int4",
+    ),
+    "hqq without its name": ({"weight_quant_params": {"nbits": 4}}, r"'hqq'.*not served.*--quantize int4"),
+    "quark without its name": ({"global_quant_config": {"weight": {}}}, r"'quark'.*not served.*take a gptq, awq or"),
+    "torchao without its name": ({"quant_type": {"default": {}}}, r"'torchao'.*not served.*--quantize int8 or int4"),
+    "sparse without a method": (
+        {"sparsity_config": {"format": "sparse-24-bitmask"}},
+        r"'sparse-24-bitmask', and only dense is served: write it dense",
+    ),
     "unknown": ({"quant_method": "best4"}, r"'best4'.*not served: gptq, awq,.*take another checkpoint"),
     "no method": ({"bits": 4}, r"`quant_method` None.*not served"),
     "no object": ("gptq", r"must be an object\. Given: 'gptq'; download config\.json again"),
