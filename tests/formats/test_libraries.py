@@ -20,10 +20,13 @@ from safetensors.torch import load_file, save_file
 from server.checkpoint import formats
 from server.checkpoint.formats.protocol import Part, Tensors
 from server.checkpoint.weights import Checkpoint
+from server.distributed import Shard
 from tests.environments import NoEnvironment, environment
 from tests.running import ROOT
+from tests.server import ranks
 from tests.server.driver import all_logits, load_engine
 from tests.server.quant.cases import WEIGHTS, prompt_of
+from tests.server.test_tensor_parallel import run_ranks
 
 HERE = Path(__file__).parent
 WEIGHT_ONLY = {
@@ -113,6 +116,16 @@ def test_logits_are_those_of_the_librarys_dense_model(made: Made, library: str, 
         for path in (dense_of(folder, kind, tmp_path), folder / kind)
     )
     torch.testing.assert_close(found, expected, rtol=0, atol=WEIGHTS)
+
+
+@pytest.mark.parametrize("library", WEIGHT_ONLY)
+def test_two_ranks_generate_the_tokens_of_the_librarys_dense_models(made: Made, library: str, tmp_path: Path) -> None:
+    folder, kinds = made(library), WEIGHT_ONLY[library]
+    expected = {}
+    for kind in kinds:
+        (tmp_path / kind).mkdir()
+        expected[str(folder / kind)] = ranks.tokens(dense_of(folder, kind, tmp_path / kind), Shard())
+    assert [expected] * 2 == run_ranks([folder / kind for kind in kinds], 2, tmp_path / "rendezvous")
 
 
 @pytest.mark.parametrize(("library", "kind"), cases(ROUNDED))
