@@ -96,6 +96,8 @@ WEIGHT_ONLY = [
     WeightCase("int8 in groups out of order", bits=8, group=64, zero="each", is_ordered=False),
     WeightCase("int8, odd inputs", bits=8, group=0, kind="signed", num_inputs=77),
     WeightCase("int4, odd inputs", group=0, zero="fixed", num_inputs=77),
+    WeightCase("levels in groups of 16", group=16, has_levels=True),
+    WeightCase("levels in groups of 32", has_levels=True),
 ]
 INT8 = each_token(torch.int8)
 ROUNDED = [
