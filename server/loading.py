@@ -26,6 +26,7 @@ from server.blocks import BLOCK_SIZE
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import AUTO, DTYPES, THROUGH_HOST, ShardConfig, parse_graph_sizes
+from server.cpu_kinds import EXACT
 from server.distributed import Shard
 from server.model import load as model_loading
 from server.model.streamed import Streaming
@@ -38,6 +39,7 @@ from server.pipeline.ring import join
 from server.pipeline.stage import Stage, stages_of
 from server.quant.kv import AS_COMPUTED, KV_FORMATS
 from server.quant.sizes import Storage
+from server.quantisation import Quantisation
 from server.stepping.cache import KVShape
 from server.stepping.engine import Engine, Model
 from server.stepping.sampling import Watermark
@@ -196,7 +198,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     cache = KV_FORMATS[config.kv_cache_dtype]
     kv_heads = len(local_kv_heads(spec, shard))
     kv_bytes = KVShape(part.num_layers, kv_heads, spec.head_dim, dtype, format=cache).bytes_per_token
-    auto = offloading.automatic(config, part, backend, dtype, shard, kv_bytes, quantised.storage)
+    auto = offloading.automatic(config, part, backend, dtype, shard, kv_bytes, _kept(quantised, config, device, dtype))
     placement = offloading.choose_placement(config, part, device, auto)
     weights = Weights.open(
         checkpoint,
@@ -247,6 +249,12 @@ def _connect(config: ShardConfig, device: Device) -> Shard:
         config.num_sharing,
         queue,
     )
+
+
+def _kept(quantised: Quantisation, config: ShardConfig, device: Device, dtype: torch.dtype) -> Storage | None:
+    """How linear layers are kept in memory."""
+    is_exact = device.torch_device.type == "cpu" and (config.cpu_inputs == EXACT or dtype == torch.float32)
+    return quantised.storage.with_exact_inputs() if is_exact and quantised.storage else quantised.storage
 
 
 def _backend(config: ShardConfig, device: Device, dtype: torch.dtype, choose: ChooseBackend) -> Backend:

@@ -206,7 +206,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.quant.expressions": set(),
     "server.quant.left_out": {"server.quant.configs", "server.quant.expressions"},
     "server.quant.packing": set(),
-    "server.quant.dialects": {"server.quant.configs"},
+    "server.quant.dialects": {"server.quant.configs", "server.quant.left_out"},
     "server.quant.meanings": {"server.quant.configs"},
     "server.quant.sizes": {"server.quant.configs", "server.quant.dialects", "server.quant.left_out"},
     "server.quantisation": {"server.checkpoint.formats", "server.checkpoint.quantize_config", "server.quant"},

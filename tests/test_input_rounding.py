@@ -11,6 +11,8 @@ from server.backends.cpu import CpuBackend
 from server.backends.cpu.codes import CodeFormat
 from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.levels import LevelFormat
+from server.quant.rounding import int8_weights
+from server.quant.sizes import IN_FLIGHT
 from server.quant.uniform import int4_groups
 from tests import cpu_kernels
 from tests.input_rounding import MOST, log_probabilities, with_outliers
@@ -29,6 +31,15 @@ def test_the_setting_chooses_the_kernel(kernels: Kernels, rounds_inputs: bool, f
     backend = CpuBackend(kernels, torch.bfloat16, rounds_inputs=rounds_inputs)
     assert isinstance(backend.linear(weight), format)
     assert isinstance(CpuBackend(kernels, torch.float32).linear(weight), LevelFormat)
+
+
+@pytest.mark.parametrize(("inputs", "name"), [(1024, "int4"), (1024, "eetq")])
+def test_memory_is_planned(kernels: Kernels, inputs: int, name: str) -> None:
+    weight, storage = torch.randn(256, inputs), IN_FLIGHT[name]
+    quantised = int4_groups(weight) if name == "int4" else int8_weights(weight)
+    for rounds_inputs, planned in ((True, storage), (False, storage.with_exact_inputs())):
+        layer = CpuBackend(kernels, torch.bfloat16, rounds_inputs=rounds_inputs).linear(quantised)
+        assert layer.nbytes == pytest.approx(planned.weight_bytes(256, inputs), rel=0.04)
 
 
 def test_exact_inputs_err_as_dense_bfloat16_does_and_rounded_ones_more(kernels: Kernels, tmp_path: Path) -> None:

@@ -196,6 +196,9 @@ Quantise = Callable[[Tensor], QuantisedWeight]  # of a dense weight, whole rows 
 WEIGHTS = ("weight", "qweight", "weight_packed")  # what a linear layer's weight may be called
 
 
+BESIDE_FUSED = ("_scale", "_scales", "_blocks", "_packed", "_scale_inv", "_weight_scale")  # of experts in fewer bits
+
+
 @dataclass(frozen=True)
 class Weights:
     """One rank's view of a checkpoint by role, of all layers or one. Tensors are converted to `dtype` on `device`."""
@@ -352,6 +355,23 @@ class Weights:
             return self._own([self._read(name, size, dim, part) for part in ranges], dim)
         stored = (size[1], size[0])
         return self._own([self._read(name, stored, 1 - dim, part).t() for part in ranges], dim)
+
+    def refuse_other_experts(self, count: int) -> None:
+        """Raise CheckpointError where one tensor holds all experts, and not so many of them, or in fewer bits."""
+        for role in self.names.fused_experts:
+            if (fused := self._fused(role)) is None or isinstance(self.checkpoint, RandomCheckpoint):
+                continue
+            found = self.checkpoint.shape_of(fused.name)
+            if len(found) != 3 or found[0] != count:
+                raise CheckpointError(
+                    f"tensor {fused.name} has shape {list(found)}, but config.json says {count} experts: they do not "
+                    "belong together, download both again"
+                )
+            if beside := next((end for end in BESIDE_FUSED if f"{fused.name}{end}" in self.checkpoint), None):
+                raise CheckpointError(
+                    f"the experts in {fused.name} are in fewer bits, by {fused.name}{beside}, and experts in one "
+                    "tensor are served dense: take a checkpoint in which each expert has tensors of its own"
+                )
 
     def _fused(self, role: str) -> FusedRows | None:
         """Where all experts' matrices of a role are, by the name that this checkpoint has; None: not in one tensor."""

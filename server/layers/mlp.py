@@ -106,6 +106,7 @@ def _load_gate_up(weights: Weights, spec: ArchSpec, width: int, make_linear: Mak
 
 
 def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> MoeMlp:
+    weights.refuse_other_experts(kind.num_experts)
     part = weights.shard.range(kind.width)
     inner, outer = (kind.width, spec.hidden_size), (spec.hidden_size, kind.width)
 
@@ -114,7 +115,8 @@ def _load_moe(weights: Weights, spec: ArchSpec, kind: Moe, backend: Backend) -> 
             both = joined([weights.linear(role, inner, rows=[part], expert=e) for role in ("expert_gate", "expert_up")])
             if both is None:
                 raise CheckpointError(
-                    f"gate and up of expert {e} are not quantised alike, which is not served: quantise both in one way"
+                    f"gate and up of expert {e} are not quantised alike (codes, groups, or scales of inputs), which is "
+                    "not served: quantise both in one way"
                 )
             yield both
 

@@ -132,10 +132,13 @@ def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
 
 def _bytes_of(words: Tensor, bits: int) -> Tensor:
     """Words [..., W] → codes [..., W * 32 / bits], where codes fill words. What comes first has the lowest bits."""
+    flat = words.flatten()
+    if flat.stride(0) != 1:  # of one word, which is contiguous whatever its stride says
+        flat = flat.clone(memory_format=torch.contiguous_format)
     if bits == 8:
-        return words.flatten().view(torch.uint8).view(*words.shape[:-1], -1)
+        return flat.view(torch.uint8).view(*words.shape[:-1], -1)
     kind, steps = SPREADS[bits]
-    parts = words.flatten().view(kind)
+    parts = flat.view(kind)
     codes = torch.empty(len(parts), 8, dtype=torch.uint8, device=words.device)
     beside = torch.empty(min(len(parts), CACHED), dtype=torch.int64, device=words.device)
     for some, out in zip(parts.split(CACHED), codes.view(torch.int64).split(CACHED), strict=True):

@@ -43,6 +43,7 @@ class Storage:
     is_float: bool = False  # whether codes are float8
     is_packed: bool = False  # whether compressed-tensors has several codes in a word
     has_float_inputs: bool = False  # whether rounded inputs are float8
+    has_exact_inputs: bool = False  # whether a CPU takes inputs as they are where the format does
     is_scattered: bool = False  # whether the inputs of a group may lie anywhere in a row (`desc_act`)
 
     @property
@@ -73,7 +74,13 @@ class Storage:
     @property
     def _is_in_integers(self) -> bool:
         """Whether a CPU multiplies it in integers."""
-        return not (self.has_levels or self.is_float or self.has_float_inputs)
+        return not (self.has_levels or self.is_float or self.has_float_inputs or self.has_exact_inputs)
+
+    def with_exact_inputs(self) -> Storage:
+        """As a CPU keeps it in float32, or where `--cpu-inputs` is exact: scales and zeros are float32 as well."""
+        if self.rounds_inputs or not self._is_in_integers:
+            return self
+        return replace(self, has_exact_inputs=True, scale_bytes=4, zero_bytes=4 if self.zero_bytes else 0)
 
     def _slots(self, inputs: int, ranks: int) -> tuple[int, int]:
         """(slots that share a scale, slots of a row) of a rank's share, as a CPU keeps it."""

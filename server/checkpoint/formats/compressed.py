@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from server.checkpoint.formats.compressed_scheme import FLOAT8, Scheme, scheme_of, sorted_by_precision
+from server.checkpoint.formats.compressed_scheme import FLOAT8, Scheme, Targets, scheme_of
 from server.checkpoint.formats.compressed_transforms import refuse_online_rotations
 from server.checkpoint.formats.float4 import float4_codes, float4_levels, of_exponents
 from server.checkpoint.formats.float8 import read_above_0, read_scalar
@@ -71,13 +71,13 @@ class CompressedFormat(Format):
                 f"{AGAIN}"
             )
         format = str(config.get("format"))
-        self._schemes = sorted_by_precision(
+        self._targets = Targets(
             (target, scheme)
             for group in groups.values()
             if (scheme := scheme_of(group, format)) is not None
             for target in strings(group, "targets") or ("Linear",)
         )
-        if any(scheme.is_float4 for _, scheme in self._schemes):
+        if any(scheme.is_float4 for scheme in self._targets.schemes):
             self.ignored += (r"\.input_scale$",)
         self._known: dict[str, Scheme | None] = {}  # name of a layer -> its scheme
         self.left_out = left_out.of_config(config, self.name)
@@ -107,7 +107,7 @@ class CompressedFormat(Format):
 
     def _scheme_of(self, name: str) -> Scheme:
         if name not in self._known:
-            self._known[name] = next((scheme for matches, scheme in self._schemes if matches(name)), None)
+            self._known[name] = self._targets.of(name)
         if (found := self._known[name]) is not None:
             return found
         raise FormatError(

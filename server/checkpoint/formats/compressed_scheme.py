@@ -5,7 +5,7 @@ Left out: tensors (`compressed.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -147,20 +147,44 @@ def _checked_inputs(inputs: Mapping[str, Any] | None) -> Mapping[str, Any] | Non
     return inputs
 
 
-def sorted_by_precision(schemes: Iterable[tuple[str, Scheme]]) -> list[tuple[Callable[[str], bool], Scheme]]:
-    """(whether a layer's name is meant, scheme) of all targets: names first, then expressions, then classes.
+class Targets:
+    """Which scheme a layer has: names count more than expressions, and these more than classes.
 
-    Whether a name is that of a table is told by its end, since every other one could be a linear layer's.
+    Of two alike that fit one layer, readers take different ones, so that their schemes must be the same. Whether a name
+    is that of a table is told by its end, since every other one could be a linear layer's.
     """
 
-    def rank(target: str) -> int:
-        return 3 if target in CLASSES else 2 if target == TABLES else 1 if target.startswith("re:") else 0
+    def __init__(self, schemes: Iterable[tuple[str, Scheme]]):
+        pairs = list(schemes)
+        texts = [target.removeprefix("re:") for target, _ in pairs if _rank(target) == 1]
+        patterns = iter(compiled(texts))
+        self._entries = [
+            (_rank(target), next(patterns).match if _rank(target) == 1 else partial(_matches, target), target, scheme)
+            for target, scheme in pairs
+        ]
 
-    ranked = sorted(schemes, key=lambda pair: rank(pair[0]))
-    patterns = iter(compiled([target.removeprefix("re:") for target, _ in ranked if rank(target) == 1]))
-    return [
-        (next(patterns).match if rank(target) == 1 else partial(_matches, target), scheme) for target, scheme in ranked
-    ]
+    @property
+    def schemes(self) -> list[Scheme]:
+        """Of all targets."""
+        return [scheme for *_, scheme in self._entries]
+
+    def of(self, name: str) -> Scheme | None:
+        """The scheme of the layer of this name; None: nobody names it. Raises FormatError."""
+        fitting = [(rank, target, scheme) for rank, matches, target, scheme in self._entries if matches(name)]
+        best = min((rank for rank, *_ in fitting), default=0)
+        found = [(target, scheme) for rank, target, scheme in fitting if rank == best]
+        for target, scheme in found[1:]:
+            if scheme != found[0][1]:
+                raise FormatError(
+                    f"two groups of `config_groups` name {name}, by {shown(found[0][0])} and {shown(target)}, and "
+                    "store it in different ways, of which readers take different ones: write targets that do not "
+                    "overlap"
+                )
+        return found[0][1] if found else None
+
+
+def _rank(target: str) -> int:
+    return 3 if target in CLASSES else 2 if target == TABLES else 1 if target.startswith("re:") else 0
 
 
 def _matches(target: str, name: str) -> bool:

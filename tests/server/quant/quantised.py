@@ -288,6 +288,8 @@ def auto_round(packing: str) -> How:
     packed_as = {
         "auto_round:auto_gptq": gptq(4, 32, is_symmetric=True),
         "auto_round:gptqmodel": gptq(4, 32, version=2),
+        "auto_round:exllamav2": gptq(4, 32, version=2),
+        "auto_round:gptq:exllamav2": gptq(4, 32),
         "auto_round:auto_awq": awq(32),
     }[packing]
     config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "data_type": "int",

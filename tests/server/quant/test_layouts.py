@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from server.checkpoint.formats.protocol import FormatError
+from server.quant import sizes
 from tests.server.driver import all_logits, load_engine
 from tests.server.quant.cases import Quantised, prompt_of
 
@@ -123,3 +124,68 @@ def test_rotations_of_activations_are_refused(quantised_models: Quantised, locat
     other = changed(folder / "quantised", tmp_path / "other", rotated("weight_input", location))
     with pytest.raises(FormatError, match=rf"rotation 'R1' in `transform_config` is of '{location}', and only those"):
         logits(other)
+
+
+def microscaled(**more: object) -> dict[str, Any]:
+    """As auto-round describes floats with a scale for each 32 inputs."""
+    written = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "group_size": 32}
+    return written | {"data_type": "mx_fp", "bits": 4, "act_bits": 16} | more
+
+
+def test_auto_round_stores_layers_in_several_floats(quantised_models: Quantised, tmp_path: Path) -> None:
+    """MXFP4 with down projections in MXFP8, named by an expression and by names that count more."""
+    (in_4_bits, _), (in_8_bits, _) = quantised_models("llama-mxfp4"), quantised_models("llama-mxfp8")
+
+    def mixed(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+        other = load_file(in_8_bits / "quantised" / "model.safetensors")
+        for name in [name for name in tensors if "down_proj" in name]:
+            del tensors[name]
+        tensors |= {name: tensor for name, tensor in other.items() if "down_proj" in name}
+        extra = {"down_proj": {"bits": 16}, **{f"model.layers.{i}.mlp.down_proj": {"bits": 8} for i in range(2)}}
+        config["quantization_config"] = microscaled(
+            extra_config={"lm_head": {"bits": 16}} | dict(list(extra.items())[1:])
+        )
+
+    def dense(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+        other = load_file(in_8_bits / "dense" / "model.safetensors")
+        tensors |= {name: tensor for name, tensor in other.items() if "down_proj" in name}
+
+    found = changed(in_4_bits / "quantised", tmp_path / "found", mixed)
+    expected = changed(in_4_bits / "dense", tmp_path / "expected", dense)
+    torch.testing.assert_close(logits(found), logits(expected), rtol=0, atol=1e-4)
+
+
+def test_what_auto_round_leaves_dense_is_planned_dense() -> None:
+    storage = sizes.of_config(
+        {"quantization_config": microscaled(extra_config={"a.b": {"bits": 16}, ".*c.*": {"bits": 16}})}
+    )
+    assert storage is not None and not storage.includes_head
+    assert [True, True, True, False] == [storage.leaves_out(name) for name in ("a.b", "a.c.d", "lm_head", "a.e")]
+
+
+@pytest.mark.parametrize("targets", [("Linear", "Linear"), ("re:.*down_proj", "re:.*")])
+def test_targets_that_overlap_are_refused(
+    quantised_models: Quantised, targets: tuple[str, str], tmp_path: Path
+) -> None:
+    """Readers differ in which one they take: by order, by text, or the last."""
+
+    def overlapping(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+        group = config["quantization_config"]["config_groups"]["group_0"]
+        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
+        config["quantization_config"]["config_groups"] = {
+            "group_0": group | {"targets": [targets[0]]},
+            "group_1": group | {"targets": [targets[1]], "input_activations": inputs},
+        }
+
+    folder, _ = quantised_models("llama-packed")
+    other = changed(folder / "quantised", tmp_path / "other", overlapping)
+    with pytest.raises(FormatError, match=r"two groups of `config_groups` name .*write targets that do not overlap"):
+        logits(other)
+
+
+def test_a_cache_alone_in_few_bits_leaves_weights_dense(quantised_models: Quantised, tmp_path: Path) -> None:
+    def only_the_cache(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+        config["quantization_config"] = {"quant_method": "modelopt", "quant_algo": None, "kv_cache_quant_algo": "FP8"}
+
+    folder, _ = quantised_models("llama-packed")
+    assert torch.equal(logits(folder / "dense"), logits(changed(folder / "dense", tmp_path / "other", only_the_cache)))

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from server.checkpoint.weights import CheckpointError
 from tests.server.driver import all_logits, load_engine
 from tests.server.quant.cases import Quantised, prompt_of
 from tests.server.tiny import save_tiny
@@ -94,3 +95,34 @@ def test_so_do_experts_in_fewer_bits(quantised_models: Quantised, name: str, blo
     folder, _ = quantised_models(name)
     other = renamed(folder / "quantised", tmp_path / "other", of_packers(block))
     assert torch.equal(logits(folder / "quantised"), logits(other))
+
+
+def with_experts(count: int) -> Rename:
+    def rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = fused(tensors)
+        return {name: tensor[:count] if ".experts." in name else tensor for name, tensor in found.items()}
+
+    return rename
+
+
+def beside(suffix: str) -> Rename:
+    def rename(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = fused(tensors)
+        return found | {f"{name}{suffix}": torch.ones(4) for name in found if ".experts." in name}
+
+    return rename
+
+
+@pytest.mark.parametrize(
+    ("rename", "told"),
+    [
+        (with_experts(3), r"experts.gate_up_proj has shape \[3, .*but config.json says 4 experts"),
+        (beside("_scale"), r"are in fewer bits, by .*_scale, and experts in one tensor are served dense"),
+    ],
+    ids=["too few", "in fewer bits"],
+)
+def test_other_experts_in_one_tensor_are_refused(rename: Rename, told: str, tmp_path: Path) -> None:
+    (tmp_path / "published").mkdir()
+    save_tiny("mixtral", tmp_path / "published", num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match=told):
+        logits(renamed(tmp_path / "published", tmp_path / "other", rename))

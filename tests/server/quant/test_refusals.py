@@ -151,6 +151,20 @@ BY_CONFIG = {
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "int4"},
         r"`bnb_4bit_quant_type` 'int4' .*not served: nf4 and fp4 are, take another checkpoint",
     ),
+    "auto-round as awq in 8 bits here and there": (
+        {
+            "quant_method": "auto-round",
+            "bits": 4,
+            "group_size": 32,
+            "packing_format": "auto_round:auto_awq",
+            "extra_config": {"a.b": {"bits": 8}},
+        },
+        r"`extra_config` .* packs 'a\.b' otherwise than its other layers, which is not served in auto_round:auto_awq",
+    ),
+    "modelopt of no algorithm": (
+        {"quant_method": "modelopt", "quant_algo": {}},
+        r"`quant_algo` of a modelopt checkpoint must be a name\. Given",
+    ),
     "compressed groups": ({"quant_method": "compressed-tensors"}, r"`config_groups`.*missing.*download config\.json"),
 }
 
