@@ -165,7 +165,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.link.config": set(),
     "server.loading": {
         "server.arch", "server.backends", "server.blocks", "server.checkpoint.random_weights",
-        "server.checkpoint.weights", "server.config", "server.distributed", "server.model",
+        "server.checkpoint.weights", "server.config", "server.cpu_kinds", "server.distributed", "server.model",
         "server.offload.footprint", "server.offload.policy", "server.offload.times", "server.offloading", "server.pb",
         "server.pipeline", "server.quant.kv",
         "server.quant.sizes", "server.quantisation", "server.stepping", "server.tiers",
