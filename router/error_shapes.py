@@ -57,4 +57,5 @@ def status_response(status: int, path: str, headers: Mapping[str, str] | None = 
 
 
 def _why_not_there(path: str) -> str | None:
-    return next((sentence for prefix, sentence in MAYBE_NOT_SERVED.items() if path.startswith(prefix)), None)
+    whole = f"{path}/"
+    return next((told for start, told in MAYBE_NOT_SERVED.items() if whole.startswith(f"{start.rstrip('/')}/")), None)

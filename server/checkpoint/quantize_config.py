@@ -18,6 +18,7 @@ from server.quant.sizes import config_of
 # Of GPTQ and AWQ, of AutoAWQ 0.1 and llm-awq, and of ModelOpt.
 FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 # What `text-generation-server quantize` wrote among the weights, and the settings that they stand for.
+WHOLE = ("I8", "U8", "I16", "I32", "I64")  # dtypes of safetensors
 NUMBERS = {"gptq_bits": "bits", "gptq_groupsize": "group_size"}
 
 
@@ -44,7 +45,20 @@ def _numbers(folder: Path) -> dict[str, Any]:
             if path.suffix == ".safetensors":
                 with safe_open(path, framework="np") as file:
                     for name in NUMBERS.keys() & set(file.keys()):
-                        found[NUMBERS[name]] = int(file.get_tensor(name).reshape(-1)[0])
+                        found[NUMBERS[name]] = _number(file, name, path)
+    except FormatError:
+        raise
     except (HubError, SafetensorError, OSError):
         return {}  # whoever reads the weights says what is wrong with them
     return {"quant_method": "gptq", **found} if "bits" in found else {}
+
+
+def _number(file: Any, name: str, path: Path) -> int:
+    """The one whole number of a tensor, of which nothing is read that is anything else. Raises FormatError."""
+    view = file.get_slice(name)
+    shape, dtype = view.get_shape(), view.get_dtype()
+    if shape not in ([], [1]) or dtype not in WHOLE:
+        raise FormatError(
+            f"tensor {name} in {path} must be one whole number. Given: shape {shape}, {dtype}; download it again"
+        )
+    return int(file.get_tensor(name).reshape(-1)[0])

@@ -25,7 +25,7 @@ from server.arch.names import FusedRows, NameMap, QkvLayout
 from server.checkpoint import name_patterns
 from server.checkpoint.ahead import ReadAhead
 from server.checkpoint.files import weight_files
-from server.checkpoint.formats.protocol import Format, Part, Ranges, Tensors
+from server.checkpoint.formats.protocol import Format, Part, Ranges, Tensors, refuse_overflow
 from server.checkpoint.kv_scales import kv_scales
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.distributed import Shard
@@ -90,7 +90,7 @@ class Checkpoint:
         """The dtype that `name` is stored in, without reading it."""
         if not self.shape_of(name):
             return self._number(name).dtype
-        return self._slice(name)[(slice(0, 0),)].dtype
+        return self._sliced(name, [(0, 0)]).dtype
 
     def dtype_of_most(self) -> torch.dtype | None:
         """The dtype of the largest tensor of floats, which is no scale; None where there are no floats."""
@@ -130,7 +130,7 @@ class Checkpoint:
         if not shape:  # a number, which has no slices
             return self._checked(name, self._number(name), dtypes).to(dtype)
         region = [part if part and d == dim else (0, size) for d, size in enumerate(shape)]
-        nothing = self._checked(name, view[(slice(0, 0),)], dtypes)
+        nothing = self._checked(name, self._sliced(name, [(0, 0)]), dtypes)
         self._ahead.passed(self._paths[name], name)
         row_bytes = math.prod(shape[1:]) * nothing.itemsize  # a row's pages come whole
         if mapped:
@@ -139,7 +139,7 @@ class Checkpoint:
         else:
             (first, last), *others = region
             tensor = nothing.new_empty([stop - start for start, stop in region], dtype=dtype)
-            for begin, end in _pieces(first, last, max(1, PIECE_BYTES // row_bytes)):
+            for begin, end in _pieces(first, last, max(1, PIECE_BYTES // max(1, row_bytes))):
                 tensor[begin - first : end - first] = self._rows(name, [(begin, end), *others], row_bytes)
         self.bytes_read += tensor.numel() * nothing.itemsize
         return tensor
@@ -149,7 +149,7 @@ class Checkpoint:
         if self._mapped > PIECE_BYTES:
             self._files.clear()
             self._mapped = 0
-        rows: Tensor = self._slice(name)[tuple(slice(*bounds) for bounds in region)]
+        rows = self._sliced(name, region)
         self._mapped += (region[0][1] - region[0][0]) * row_bytes
         return rows
 
@@ -171,6 +171,18 @@ class Checkpoint:
             raise CheckpointError(f"tensor {name} is missing from {first}{more}; is it a checkpoint of this model?")
         return self._open(self._paths[name]).get_slice(name)
 
+    def _sliced(self, name: str, region: Sequence[tuple[int, int]]) -> Tensor:
+        """Part of a tensor as it lies in its file. Raises CheckpointError for numbers that torch does not have."""
+        view = self._slice(name)
+        try:
+            found: Tensor = view[tuple(slice(*bounds) for bounds in region) or slice(None)]
+        except (SafetensorError, RuntimeError) as error:
+            raise CheckpointError(
+                f"tensor {name} in {self._paths[name]} cannot be read as {view.get_dtype()} ({error}): take another "
+                "checkpoint of this model"
+            ) from error
+        return found
+
     def _number(self, name: str) -> Tensor:
         """A tensor without dimensions, which has no slices."""
         number: Tensor = self._open(self._paths[name]).get_tensor(name)
@@ -185,7 +197,7 @@ class Checkpoint:
     def zeros(self, patterns: Sequence[str]) -> list[str]:
         """Tensors that nobody read, that one of `patterns` matches, and that are zeros."""
         matching = (n for n in self._paths if n not in self._read and any(re.search(p, n) for p in patterns))
-        return [n for n in matching if not (self._slice(n)[:] if self.shape_of(n) else self._number(n)).any()]
+        return [n for n in matching if not (self._sliced(n, []) if self.shape_of(n) else self._number(n)).any()]
 
 
 def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
@@ -306,7 +318,9 @@ class Weights:
         """
         part = Part(size, rows or [(0, size[0])], columns or (0, size[1]))
         if self.format is not None and (tensors := self._quantised(self.format, self._name(role, expert), size)):
-            return self.format.read(tensors, part).to(self.device)
+            stored = self.format.read(tensors, part)
+            refuse_overflow(tensors.name, stored)
+            return stored.to(self.device)
         if self.quantise is not None:
             # A row's scale is that of the whole row, so that the number of ranks changes nothing.
             exact = replace(self, dtype=torch.float32)._matrix(role, size, 0, part.rows, expert)  # rounded once

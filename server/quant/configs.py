@@ -95,6 +95,12 @@ def group_size(size: Any, of: str, *, may_be_all: bool = True) -> int:
     return int(size)
 
 
+def strategy_of(weights: Mapping[str, Any]) -> Any:
+    """What of a weight shares a scale in compressed-tensors, of which older versions named only the group's size."""
+    size = weights.get("group_size")
+    return weights.get("strategy") or ("tensor" if size is None else "channel" if size == -1 else "group")
+
+
 def block_size(block: Any, key: str) -> tuple[int, int]:
     """(rows, inputs) that share a scale, of a list or of text as 128x128. Raises FormatError."""
     numbers = block

@@ -75,6 +75,8 @@ def _of_auto_round(config: Config) -> Config:
         raise FormatError(
             f"`extra_config` of an auto-round checkpoint must be an object of objects. Given: {shown(others)}; {AGAIN}"
         )
+    for name, change in others.items():
+        _refuse_other_kinds(name, change, config, packing)
     if packing == PACKED_AS_COMPRESSED:
         return _microscaled(config, others)
     data_type = config.get("data_type", "int")
@@ -84,6 +86,7 @@ def _of_auto_round(config: Config) -> Config:
             f"checkpoint is not served in {packing}: int with inputs as they are is, export it so"
         )
     common = {key: config[key] for key in ("bits", "group_size", "modules_to_not_convert") if key in config}
+    has_head = bool(config.get("lm_head")) or not _is_dense((others.get("lm_head") or {"bits": None}).get("bits", 0))
     if packing not in PACKED_AS_AWQ:
         # A name counts more than an expression.
         rules = [_rule(*entry) for entry in sorted(others.items(), key=lambda entry: not re.fullmatch(NAME, entry[0]))]
@@ -91,6 +94,7 @@ def _of_auto_round(config: Config) -> Config:
             "quant_method": "gptq",
             "checkpoint_format": PACKED_AS_GPTQ[packing],
             "dynamic": dict(rules),
+            "lm_head": has_head,
             **common,
         }
     for name, change in others.items():
@@ -101,6 +105,19 @@ def _of_auto_round(config: Config) -> Config:
                 f"which is not served in {packing}: export it in auto_round"
             )
     return {"quant_method": "awq", "version": "gemm", **common}
+
+
+def _refuse_other_kinds(name: str, change: Mapping[str, Any], config: Config, packing: str) -> None:
+    """Raise FormatError where a layer's own settings are of more than bits and groups."""
+    same = ("act_bits", "rotation_config", "super_bits", *(() if packing == PACKED_AS_COMPRESSED else ("data_type",)))
+    for key in same:
+        if change.get(key) is not None and change[key] != config.get(key) and not _is_dense(change.get("bits", 0)):
+            if key == "act_bits" and _is_dense(change[key]):
+                continue
+            raise FormatError(
+                f"`{key}` {shown(change[key])} of {shown(name)} in `extra_config` of an auto-round checkpoint is not "
+                "served: all layers must have the same, export it so"
+            )
 
 
 def _is_dense(bits: Any) -> bool:

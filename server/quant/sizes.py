@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from server.quant import left_out
-from server.quant.configs import FormatError, block_size, group_size, read_config, shown
+from server.quant.configs import FormatError, block_size, group_size, read_config, shown, strategy_of
 from server.quant.dialects import translated
 from server.quant.left_out import LeftOut
 
@@ -210,24 +210,24 @@ def _gptq(config: Mapping[str, Any]) -> Storage:
 
 
 def _awq(config: Mapping[str, Any]) -> Storage:
-    size = group_size(config.get("group_size", config.get("q_group_size", 128)), "an awq checkpoint")
-    bits, has_zeros = int(config.get("bits", config.get("w_bit", 4))), bool(config.get("zero_point", True))
+    size = group_size(config.get("group_size") or config.get("q_group_size") or 128, "an awq checkpoint")
+    bits, has_zeros = int(config.get("bits") or config.get("w_bit") or 4), bool(config.get("zero_point", True))
     return Storage("awq", bits, max(0, size), 2, int(has_zeros))
 
 
 def _compressed(config: Mapping[str, Any]) -> Storage:
     first = next(iter((config.get("config_groups") or {}).values()), None) or {}
     weights = first.get("weights") or {}
-    strategy, group = weights.get("strategy", "tensor"), 0
+    strategy, group = strategy_of(weights), 0
     if strategy in ("group", "tensor_group"):
         group = group_size(weights.get("group_size"), "weights", may_be_all=False)
     elif strategy == "block":
         group = block_size(weights.get("block_structure"), "block_structure")[1]
     is_float, inputs = weights.get("type") == "float", first.get("input_activations")
     has_float_inputs = inputs is not None and inputs.get("type") == "float"
-    formats = (first.get("format"), config.get("format"))
-    is_packed, bits = "pack-quantized" in formats, int(weights.get("num_bits", 8))
-    if is_float and (bits == 4 or "mxfp8-quantized" in formats):  # inputs are taken as they are
+    format = first.get("format") or config.get("format")
+    is_packed, bits = format == "pack-quantized", int(weights.get("num_bits", 8))
+    if is_float and (bits == 4 or format == "mxfp8-quantized"):  # inputs are taken as they are
         return Storage("compressed-tensors", bits, group, has_levels=bits == 4, is_float=bits == 8)
     return Storage(
         "compressed-tensors",
@@ -247,8 +247,7 @@ def _compressed(config: Mapping[str, Any]) -> Storage:
 def _float8(config: Mapping[str, Any]) -> Storage:
     group = 0
     if (block := config.get("weight_block_size")) is not None:
-        rows, inputs = block
-        group = block_size([rows, inputs], "weight_block_size")[1]
+        group = block_size(block, "weight_block_size")[1]
     return Storage("fp8", 8, group, rounds_inputs=True, is_float=True)
 
 

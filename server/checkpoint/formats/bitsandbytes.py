@@ -75,9 +75,15 @@ def _int8(tensors: Tensors, part: Part) -> QuantisedWeight:
     codes = tensors.read_box("weight", part.size, (torch.int8,), part.rows, [part.columns])
     largest = tensors.read_ranges("SCB", (part.size[0],), (torch.float32, torch.float16), 0, part.rows)
     if tensors.has("weight_format"):
-        layout = tensors.read("weight_format", tensors.shape("weight_format"), (torch.uint8, torch.int8, torch.int64))
+        shape = tensors.shape("weight_format")
+        if shape not in ((), (1,)):
+            raise FormatError(
+                f"{tensors.name}.weight_format has shape {list(shape)}, and must be one number: the checkpoint is "
+                "damaged, download it again"
+            )
+        layout = tensors.read("weight_format", shape, (torch.uint8, torch.int8, torch.int64))
         if not layout.is_meta and layout.any():
-            found = LAYOUTS.get(int(layout.max()), str(int(layout.max())))
+            found = LAYOUTS.get(int(layout), str(int(layout)))
             raise FormatError(
                 f"the codes of {tensors.name} lie in tiles ({found}, by its `weight_format`), and only rows are "
                 "served: save the model anew with bitsandbytes 0.45 or newer"
@@ -91,7 +97,7 @@ def _four_bits(tensors: Tensors, part: Part) -> QuantisedWeight:
     outputs, inputs = part.size
     state = next((_state(tensors, name) for name in STATES.values() if tensors.has(name)), {})
     block = _block(tensors, state, "blocksize", 64)
-    if inputs % block:
+    if inputs % block or inputs % 2:
         raise FormatError(
             f"{tensors.name} has {inputs} inputs, and its blocks of {block} do not end with rows: such a layer must be "
             "left as it is"
@@ -171,7 +177,7 @@ def _bytes(tensors: Tensors, count: int, ranges: Ranges) -> Tensor:
     for bounds in ranges:
         (first, last), inside = covering(bounds, size, count)
         numbers = tensors.read("weight", (count // size, 1), dtypes, part=(first // size, last // size))
-        found.append(numbers.view(torch.uint8)[inside])
+        found.append(numbers.view(torch.uint8).flatten()[inside])
     return torch.cat(found)
 
 

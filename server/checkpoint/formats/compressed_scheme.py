@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from server.checkpoint.formats.protocol import FormatError
-from server.quant.configs import block_size, compiled, group_size, shown
+from server.quant.configs import block_size, compiled, group_size, shown, strategy_of
 from server.quant.left_out import CLASSES
 
 FLOAT8 = torch.float8_e4m3fn
@@ -91,7 +91,7 @@ def scheme_of(group: Mapping[str, Any], format: str) -> Scheme | None:
         raise FormatError(
             f"weights of type {shown(kind)} with {shown(bits)} bits are not served in format {format!r}: {told} are"
         )
-    strategy = weights.get("strategy") or _strategy_of_older(weights)
+    strategy = strategy_of(weights)
     served = ("tensor_group",) if format == NVFP4 else ("group",) if format in (MXFP4, MXFP8) else STRATEGIES
     if strategy not in served:
         raise FormatError(
@@ -112,11 +112,6 @@ def scheme_of(group: Mapping[str, Any], format: str) -> Scheme | None:
         has_exponents=format in (MXFP4, MXFP8),
         has_scale_of_all=format == NVFP4,
     )
-
-
-def _strategy_of_older(weights: Mapping[str, Any]) -> str:
-    size = weights.get("group_size")
-    return "tensor" if size is None else "channel" if size == -1 else "group"
 
 
 def _checked_inputs(inputs: Mapping[str, Any] | None) -> Mapping[str, Any] | None:

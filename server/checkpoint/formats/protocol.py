@@ -16,6 +16,7 @@ from server.quant.stored import QuantisedWeight
 
 Ranges = Sequence[tuple[int, int]]
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+MOST_CODES = {torch.float8_e4m3fn: 448.0}  # the largest that a code stands for
 SCALES = (*FLOATS, torch.float8_e8m0fnu)  # the last: powers of 2, of which a byte has the exponent
 # Scales of keys and values, which the KV cache's format needs and linear layers do not.
 SCALES_OF_KV = (r"\.(k|v|q|kv)_(scale|zero_point)$", r"\.(k|v)_proj\.output_(scale|zero_point)$")
@@ -135,6 +136,19 @@ def finite(tensors: Tensors, suffix: str, numbers: Tensor) -> Tensor:
             "the checkpoint is damaged, download it again"
         )
     return numbers
+
+
+def refuse_overflow(name: str, weight: QuantisedWeight) -> None:
+    """Raise FormatError where a scale is so large that weights would be infinite: its factors alone may be finite."""
+    if weight.scale.is_meta or not weight.scale.numel():
+        return
+    levels = weight.levels
+    most = float(levels.abs().max()) if levels is not None else MOST_CODES.get(weight.held.dtype, 256.0)
+    if not (largest := float(weight.scale.abs().max()) * most) <= torch.finfo(torch.float32).max:
+        raise FormatError(
+            f"the scales of {name} make weights as large as {largest:.3g}, and all must be finite numbers of float32: "
+            "the checkpoint is damaged, download it again"
+        )
 
 
 def numbers_of_float8(tensors: Tensors, suffix: str, codes: Tensor) -> Tensor:

@@ -311,6 +311,8 @@ def test_models_are_listed_and_found_by_name(template: str) -> None:
         assert ("error", "not_found_error") == (theirs["type"], theirs["error"]["type"])
         batches = await it.http.post("/v1/messages/batches", json={})
         assert (404, True) == (batches.status_code, "`lockstep batch" in batches.json()["error"]["message"])
+        others = await it.http.get("/v1/filesystem")
+        assert "Not Found: GET /openapi.json lists all routes" == others.json()["error"]["message"]
         nowhere, wrong = await it.http.get("/v1/nothing"), await it.http.get("/v1/completions")
         assert (404, "Not Found: GET /openapi.json lists all routes") == (
             nowhere.status_code,

@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from server.checkpoint.formats.protocol import FormatError
+from server.checkpoint import formats
+from server.checkpoint.formats.protocol import FormatError, Part, Tensors
+from server.checkpoint.weights import Checkpoint, CheckpointError
 from server.quant import sizes
 from tests.server.driver import all_logits, load_engine
 from tests.server.quant.cases import Quantised, prompt_of
@@ -189,3 +191,92 @@ def test_a_cache_alone_in_few_bits_leaves_weights_dense(quantised_models: Quanti
 
     folder, _ = quantised_models("llama-packed")
     assert torch.equal(logits(folder / "dense"), logits(changed(folder / "dense", tmp_path / "other", only_the_cache)))
+
+
+def with_tensor(end: str, tensor: Tensor) -> Change:
+    """Another tensor for the first whose name ends so."""
+
+    def change(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+        tensors[min(name for name in tensors if name.endswith(end))] = tensor
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("name", "end", "tensor", "told"),
+    [
+        ("llama-nvfp4-of-modelopt", ".weight_scale_2", torch.tensor(1e38), "all must be finite numbers of float32"),
+        ("llama-nvfp4", ".weight_global_scale", torch.tensor([1e-45]), "all must be finite numbers of float32"),
+        (
+            "t5-eight-bits",
+            ".weight_format",
+            torch.zeros(3, 0, dtype=torch.uint8),
+            r"shape \[3, 0\], and must be one number",
+        ),
+        ("t5-eight-bits", ".weight_format", torch.zeros(9, dtype=torch.uint8), r"shape \[9\], and must be one number"),
+    ],
+)
+def test_numbers_that_make_no_weights_are_refused(
+    quantised_models: Quantised, name: str, end: str, tensor: Tensor, told: str, tmp_path: Path
+) -> None:
+    folder, _ = quantised_models(name)
+    other = changed(folder / "quantised", tmp_path / "other", with_tensor(end, tensor))
+    with pytest.raises(FormatError, match=told):
+        logits(other)
+
+
+def test_exponents_that_make_infinite_weights_are_refused(quantised_models: Quantised, tmp_path: Path) -> None:
+    def largest(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+        for name in [name for name in tensors if name.endswith("weight_scale")]:
+            tensors[name] = torch.full_like(tensors[name], 254)
+
+    folder, _ = quantised_models("llama-mxfp8")
+    with pytest.raises(FormatError, match=r"make weights as large as 7\.62e\+40"):
+        logits(changed(folder / "quantised", tmp_path / "other", largest))
+
+
+@pytest.mark.parametrize(
+    "number",
+    [torch.tensor(4.0), torch.tensor(float("nan")), torch.zeros(0, dtype=torch.int64), torch.tensor([4, 8]),
+     torch.tensor(4, dtype=torch.bfloat16), torch.tensor(4, dtype=torch.float8_e4m3fn)],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["gptq_bits", "gptq_groupsize"])
+def test_settings_among_tensors_are_whole_numbers(name: str, number: Tensor, tmp_path: Path) -> None:
+    save_file({name: number}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        FormatError, match=rf"{name} in .* must be one whole number\. Given: shape .*; download it again"
+    ):
+        formats.find(tmp_path, {})
+
+
+def test_numbers_that_torch_does_not_have_are_refused(tmp_path: Path) -> None:
+    header = json.dumps({"a": {"dtype": "F4", "shape": [64, 48], "data_offsets": [0, 1536]}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(1536))
+    with pytest.raises(CheckpointError, match=r"tensor a in .* cannot be read as F4 .*: take another checkpoint"):
+        Checkpoint(tmp_path).read("a", (64, 48))
+
+
+def test_rows_of_bytes_that_lie_in_wider_numbers(quantised_models: Quantised) -> None:
+    folder, layers = quantised_models("bloom-nf4-as-bfloat16")
+    config = json.loads((folder / "quantised" / "config.json").read_text())
+    format, checkpoint = formats.find(folder / "quantised", config), Checkpoint(folder / "quantised")
+    assert format is not None
+    for name, layer in layers.items():
+        rows, inputs = layer.codes.shape
+        part = Part((rows, inputs), [(1, 2), (3, rows - 1)], (0, inputs))
+        expected = torch.cat([layer.weight[1:2], layer.weight[3 : rows - 1]])
+        assert torch.equal(expected, format.read(Tensors(checkpoint, name), part).dequantised())
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"quant_method": "fp8", "weight_block_size": "128x128"},
+        {"quant_method": "awq", "bits": None, "w_bit": 4, "group_size": None, "q_group_size": 64},
+    ],
+)
+def test_plans_take_what_readers_take(config: dict[str, Any], tmp_path: Path) -> None:
+    assert formats.find(tmp_path, {"quantization_config": config}) is not None
+    storage = sizes.of_config({"quantization_config": config})
+    assert storage is not None and storage.group == {"fp8": 128, "awq": 64}[config["quant_method"]]

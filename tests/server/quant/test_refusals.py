@@ -161,6 +161,14 @@ BY_CONFIG = {
         },
         r"`extra_config` .* packs 'a\.b' otherwise than its other layers, which is not served in auto_round:auto_awq",
     ),
+    "auto-round with layers of other floats": (
+        {"quant_method": "auto-round", "bits": 4, "group_size": 32, "extra_config": {"a.b": {"data_type": "mx_fp"}}},
+        r"`data_type` 'mx_fp' of 'a\.b' in `extra_config` .*not served: all layers must have the same, export it so",
+    ),
+    "auto-round with hostile settings of layers": (
+        {"quant_method": "auto-round", "bits": 4, "packing_format": "auto_round:auto_awq", "extra_config": 5},
+        r"`extra_config` of an auto-round checkpoint must be an object of objects\. Given: 5; download config\.json",
+    ),
     "modelopt of no algorithm": (
         {"quant_method": "modelopt", "quant_algo": {}},
         r"`quant_algo` of a modelopt checkpoint must be a name\. Given",
