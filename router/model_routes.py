@@ -9,7 +9,7 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from router.anthropic.documents import MessageModel, MessageModels
+from router.anthropic.documents import MessageError, MessageModel, MessageModels
 from router.error_shapes import ANTHROPIC, error_response
 from router.errors import NotFound
 from router.openai import answers
@@ -58,7 +58,7 @@ def add_model_routes(app: FastAPI, services: Services) -> None:
     app.get("/version", summary="The server's version")(server_version)
     found: Json = {"response_class": Response, "responses": {200: {"model": ServedModels | MessageModels}}}
     app.get("/v1/models", summary="The model that is served", **found)(models)
-    found["responses"] = {200: {"model": ServedModel | MessageModel}, 404: {"model": ErrorAnswer}}
+    found["responses"] = {200: {"model": ServedModel | MessageModel}, 404: {"model": ErrorAnswer | MessageError}}
     app.get("/v1/models/{name:path}", summary="The same by its name", **found)(one_model)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+from collections.abc import Iterable
 
 import pytest
 import uvloop
@@ -32,6 +33,13 @@ IN_HEADERS = POST
 IN_BODY = POST + b"content-length: 9\r\n\r\n{"
 
 
+async def hung_up(clients: Iterable[Client]) -> None:
+    """All of them are closed, and the server has had time to see it: its end is closed before its loop is."""
+    for client in clients:
+        client.writer.close()
+    await asyncio.sleep(0.1)
+
+
 @pytest.mark.parametrize(
     "held, first", [([IN_HEADERS] * 3, 0), ([IN_BODY] * 3, 0), ([IN_BODY, stream(1000), IN_HEADERS], 2)]
 )
@@ -46,8 +54,7 @@ def test_where_none_is_idle_who_owes_headers_or_a_body_makes_room(held: list[byt
             probe = await Client.to(it, PROBE)
             assert 200 == (await probe.answer())[0]
             assert 429 == (await clients[first].answer())[0]
-            for client in (*clients, probe):
-                client.writer.close()
+            await hung_up((*clients, probe))
 
     run(story)
 
@@ -68,8 +75,7 @@ def test_the_peer_with_the_most_connections_makes_room() -> None:
             first.writer.write(b" " * 9)
             await asyncio.sleep(0.05)
             assert not first.reader.at_eof()
-            for client in (first, *crowd, probe):
-                client.writer.close()
+            await hung_up((first, *crowd, probe))
 
     run(story)
 
@@ -94,8 +100,7 @@ def test_who_has_been_answered_and_does_not_read_makes_room_at_once() -> None:
                 assert b"reset" == await answered.rest()
             idle.writer.write(PROBE)
             assert 200 == (await idle.answer())[0]
-            for client in (idle, probe):
-                client.writer.close()
+            await hung_up((idle, probe))
 
     run(story)
 
@@ -112,8 +117,7 @@ def test_where_none_is_idle_who_does_not_read_makes_room() -> None:
             probe = await Client.to(it, PROBE)
             assert 200 == (await probe.answer())[0]
             assert b"reset" == await clients[0].rest()
-            for client in (*clients, probe):
-                client.writer.close()
+            await hung_up((*clients, probe))
 
     run(story)
 
@@ -161,8 +165,7 @@ def test_the_connection_that_is_idle_the_longest_makes_room() -> None:
                 client.writer.write(stream(1000))
                 await client.reader.readuntil(b"data: ")
             assert_refused(await (await Client.to(it)).rest(), 429, "overloaded")
-            for client in clients:
-                client.writer.close()
+            await hung_up(clients)
 
     run(story)
 

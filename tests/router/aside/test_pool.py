@@ -16,6 +16,7 @@ import uvloop
 from router.aside import TaskError
 from router.aside.pool import NICENESS, Aside, _Child
 from router.errors import Unavailable
+from tests.running import is_alive
 
 HELLO = [{"role": "user", "content": "Hello"}]
 LONG = "{% for i in range(3000) %}{% for j in range(9000) %}{% endfor %}{% endfor %}done"
@@ -66,11 +67,6 @@ def open_descriptors(pid: int) -> int:
 
 def children_of(pid: int) -> list[str]:
     return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-
-
-def is_alive(pid: int) -> bool:
-    path = Path(f"/proc/{pid}/stat")
-    return path.exists() and path.read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
 def test_a_task_is_done() -> None:
