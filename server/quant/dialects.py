@@ -2,7 +2,7 @@
 
 auto-round packs as GPTQ and AWQ do, or as compressed-tensors does (`packing_format`); NVIDIA's ModelOpt writes what fp8
 and compressed-tensors are here (`quant_algo`). No torch here. Left out: what neither of these layouts holds, which is
-refused by name: rotations, layers of several algorithms, and inputs that a layer scales for itself.
+refused by name: rotations, ModelOpt's layers of several algorithms, and inputs that a layer scales for itself.
 """
 
 from __future__ import annotations
@@ -86,17 +86,18 @@ def _of_auto_round(config: Config) -> Config:
             f"checkpoint is not served in {packing}: int with inputs as they are is, export it so"
         )
     common = {key: config[key] for key in ("bits", "group_size", "modules_to_not_convert") if key in config}
+    if packing in PACKED_AS_AWQ:
+        _refuse_other_packing(others, common, packing)
+        return {"quant_method": "awq", "version": "gemm", **common}
+    # A name counts more than an expression.
+    rules = [_rule(*entry) for entry in sorted(others.items(), key=lambda entry: not re.fullmatch(NAME, entry[0]))]
     has_head = bool(config.get("lm_head")) or not _is_dense((others.get("lm_head") or {"bits": None}).get("bits", 0))
-    if packing not in PACKED_AS_AWQ:
-        # A name counts more than an expression.
-        rules = [_rule(*entry) for entry in sorted(others.items(), key=lambda entry: not re.fullmatch(NAME, entry[0]))]
-        return {
-            "quant_method": "gptq",
-            "checkpoint_format": PACKED_AS_GPTQ[packing],
-            "dynamic": dict(rules),
-            "lm_head": has_head,
-            **common,
-        }
+    version = {"checkpoint_format": PACKED_AS_GPTQ[packing], "lm_head": has_head}
+    return {"quant_method": "gptq", **version, "dynamic": dict(rules), **common}
+
+
+def _refuse_other_packing(others: Mapping[str, Mapping[str, Any]], common: Config, packing: str) -> None:
+    """Raise FormatError where a layer has other bits or groups than all, for which AWQ's config has no place."""
     for name, change in others.items():
         differs = any(change.get(key, usual) != usual for key, usual in common.items())
         if differs and not _is_dense(change.get("bits", 0)):
@@ -104,20 +105,23 @@ def _of_auto_round(config: Config) -> Config:
                 f"`extra_config` of an auto-round checkpoint packs {shown(name)} otherwise than its other layers, "
                 f"which is not served in {packing}: export it in auto_round"
             )
-    return {"quant_method": "awq", "version": "gemm", **common}
 
 
-def _refuse_other_kinds(name: str, change: Mapping[str, Any], config: Config, packing: str) -> None:
-    """Raise FormatError where a layer's own settings are of more than bits and groups."""
-    same = ("act_bits", "rotation_config", "super_bits", *(() if packing == PACKED_AS_COMPRESSED else ("data_type",)))
+def _refuse_other_kinds(name: str, change: Config, config: Config, packing: str) -> None:
+    """Raise FormatError where a layer's own settings are of more than its bits and groups."""
+    if _is_dense(change.get("bits", 0)):
+        return
+    # Where floats have scales for neighbours, layers may be of several kinds, and inputs are taken as they are.
+    same = ("rotation_config", "super_bits", *(() if packing == PACKED_AS_COMPRESSED else ("data_type", "act_bits")))
+    usual = {"data_type": "int"} | {key: config[key] for key in same if config.get(key) is not None}
     for key in same:
-        if change.get(key) is not None and change[key] != config.get(key) and not _is_dense(change.get("bits", 0)):
-            if key == "act_bits" and _is_dense(change[key]):
-                continue
-            raise FormatError(
-                f"`{key}` {shown(change[key])} of {shown(name)} in `extra_config` of an auto-round checkpoint is not "
-                "served: all layers must have the same, export it so"
-            )
+        found = change.get(key)
+        if found is None or found == usual.get(key) or (key == "act_bits" and _is_dense(found)):
+            continue
+        raise FormatError(
+            f"`{key}` {shown(found)} of {shown(name)} in `extra_config` of an auto-round checkpoint is not served: all "
+            "layers must have the same, export it so"
+        )
 
 
 def _is_dense(bits: Any) -> bool:
