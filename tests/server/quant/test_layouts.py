@@ -143,13 +143,9 @@ def test_auto_round_stores_layers_in_several_floats(quantised_models: Quantised,
         for name in [name for name in tensors if "down_proj" in name]:
             del tensors[name]
         tensors |= {name: tensor for name, tensor in other.items() if "down_proj" in name}
-        extra = {
-            "down_proj": {"bits": 16},
-            **{f"model.layers.{i}.mlp.down_proj": {"bits": 8, "act_bits": 8} for i in range(2)},
-        }
-        config["quantization_config"] = microscaled(
-            extra_config={"lm_head": {"bits": 16}} | dict(list(extra.items())[1:])
-        )
+        names = {f"model.layers.{layer}.mlp.down_proj": {"bits": 8, "act_bits": 8} for layer in range(2)}
+        others = {".*down_proj": {"bits": 4}, "lm_head": {"bits": 16}}
+        config["quantization_config"] = microscaled(extra_config=others | names)
 
     def dense(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
         other = load_file(in_8_bits / "dense" / "model.safetensors")
