@@ -111,8 +111,8 @@ class CompressedFormat(Format):
         if (found := self._known[name]) is not None:
             return found
         raise FormatError(
-            f"{name} has a `weight_scale`, and no group of `config_groups` names it: config.json and weights do not "
-            "belong together, download both again"
+            f"{name} has a `weight_scale`, and no group of `config_groups` names it in a format of fewer bits: its "
+            "packer did not compress it, or config.json and weights do not belong together; write it anew"
         )
 
 

@@ -72,7 +72,7 @@ def scheme_of(group: Mapping[str, Any], format: str) -> Scheme | None:
     """The scheme of an entry of `config_groups`; None where it leaves weights alone. Raises FormatError."""
     format = group.get("format") or format
     weights = group.get("weights")
-    if weights is None and group.get("input_activations") is None:
+    if format == "dense" or (weights is None and group.get("input_activations") is None):
         return None
     if not isinstance(weights, Mapping):
         raise FormatError(

@@ -128,6 +128,19 @@ def test_rotations_of_activations_are_refused(quantised_models: Quantised, locat
         logits(other)
 
 
+def test_a_format_that_stores_all_weights_dense_is_dense(quantised_models: Quantised, tmp_path: Path) -> None:
+    """As llm-compressor writes what it found no layer to quantise in, such as Falcon."""
+
+    def nothing(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+        group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "int"}, "input_activations": None}
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors", "format": "dense", "config_groups": {"group_0": group},
+        }  # fmt: skip
+
+    folder, _ = quantised_models("llama-packed")
+    assert torch.equal(logits(folder / "dense"), logits(changed(folder / "dense", tmp_path / "other", nothing)))
+
+
 def microscaled(**more: object) -> dict[str, Any]:
     """As auto-round describes floats with a scale for each 32 inputs."""
     written = {"quant_method": "auto-round", "packing_format": "auto_round:llm_compressor", "group_size": 32}
