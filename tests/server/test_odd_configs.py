@@ -124,3 +124,15 @@ def test_every_field_that_a_family_reads_has_a_kind() -> None:
     read = {field for tree in trees for field in fields_read(tree)}
     assert {"vocab_size", "alibi_bias_max", "factor"} <= read
     assert not read - set(FIELDS)
+
+
+def test_rotations_of_layer_types_count_alone() -> None:
+    """Saved again by transformers 5.24, Gemma 3 has both thetas a second time, in an object that nobody reads."""
+    by_type = {
+        "full_attention": {"rope_theta": 1e6, "rope_type": "default"},
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    }
+    more = {"rope_theta": {"global": 1e6, "local": 1e4}, "rope_type": "default"}
+    assert {"rope_parameters": by_type} == checked({"rope_parameters": by_type | more})
+    with pytest.raises(ValueError, match=r"rope_parameters.full_attention.rope_theta -1"):
+        checked({"rope_parameters": by_type | {"full_attention": {"rope_theta": -1}}})

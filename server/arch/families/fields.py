@@ -88,6 +88,9 @@ FIELDS: dict[str, Kind] = {
 }
 
 
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
 def checked(config: Mapping[str, Any]) -> dict[str, Any]:
     """The config without what is null. Raises ValueError for a field that a family reads and that is of a wrong kind.
 
@@ -114,9 +117,13 @@ def _containers(value: Any) -> Iterator[Any]:
 
 
 def _checked(config: Mapping[str, Any], within: str) -> dict[str, Any]:
-    """within: the name of the object that this is, with a dot."""
+    """within: the name of the object that this is, with a dot.
+
+    Rotations that are told by types of layers are told so alone: transformers 5 may write other values beside them.
+    """
     given = {}
-    for name, value in config.items():
+    by_type = {name: config[name] for name in LAYER_TYPES if isinstance(config.get(name), Mapping)}
+    for name, value in (by_type or config).items():
         kind = FIELDS.get(name)
         if value is None:
             continue
