@@ -121,6 +121,8 @@ def test_without_keys_addresses_take_turns() -> None:
             assert ["a0", "a1", "other", "a2"] == held.begun[:4]
             held.release(100)
             assert {200} == {answer.status_code for answer in await asyncio.gather(*many)}
+            await other.aclose()
+            await asyncio.sleep(0.1)  # so that the server has closed its end before its loop is
 
     asyncio.run(story())
 
