@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from server import cpu_kinds, loading
 from server.backends.cpu import CpuBackend
 from server.backends.cpu.codes import CodeFormat
 from server.backends.cpu.kernels import Kernels
@@ -18,6 +19,7 @@ from tests import cpu_kernels
 from tests.input_rounding import MOST, log_probabilities, with_outliers
 from tests.quantised_perplexity import MODEL, held_out
 from tests.server.driver import all_logits, load_engine
+from tests.server.test_service import config_of
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +33,24 @@ def test_the_setting_chooses_the_kernel(kernels: Kernels, rounds_inputs: bool, f
     backend = CpuBackend(kernels, torch.bfloat16, rounds_inputs=rounds_inputs)
     assert isinstance(backend.linear(weight), format)
     assert isinstance(CpuBackend(kernels, torch.float32).linear(weight), LevelFormat)
+
+
+def test_keys_and_values_that_others_kept_are_not_taken(tmp_path: Path, kernels: Kernels) -> None:
+    """What a prefix is kept under on disk says how inputs were read: exact ones are others' numbers."""
+    found = set()
+    for inputs in cpu_kinds.INPUTS:
+        flags = {
+            "prefix_cache_disk_gb": 0.1,
+            "prefix_cache_dir": str(tmp_path),
+            "dtype": "bfloat16",
+            "quantize": "int4",
+        }
+        config = config_of(MODEL, tmp_path / "socket", cpu_inputs=inputs, cpu_kernels=cpu_kernels.asked(), **flags)
+        _, info = loading.load(config)
+        kept = loading.tiers(config, info)
+        assert kept is not None
+        found.add(kept.config.identity)
+    assert 2 == len(found)
 
 
 @pytest.mark.parametrize(("inputs", "name"), [(1024, "int4"), (1024, "eetq")])

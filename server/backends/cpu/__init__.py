@@ -57,7 +57,9 @@ class CpuBackend(ReferenceBackend):
 
     @property
     def description(self) -> str:
-        return f"compiled kernels ({self._kernels.instructions(self._dtype)})"
+        # Kept keys and values are told apart by this sentence as well (`loading.tiers`).
+        inputs = "" if self._rounds_inputs else "; inputs of integer weights as they are"
+        return f"compiled kernels ({self._kernels.instructions(self._dtype)}){inputs}"
 
     def attention(self, scores: Scores, cache: KvFormat = AS_COMPUTED) -> Attention:
         return KernelAttention(self._kernels, scores, cache)
