@@ -46,8 +46,6 @@ def _numbers(folder: Path) -> dict[str, Any]:
                 with safe_open(path, framework="np") as file:
                     for name in NUMBERS.keys() & set(file.keys()):
                         found[NUMBERS[name]] = _number(file, name, path)
-    except FormatError:
-        raise
     except (HubError, SafetensorError, OSError):
         return {}  # whoever reads the weights says what is wrong with them
     return {"quant_method": "gptq", **found} if "bits" in found else {}
