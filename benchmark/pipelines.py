@@ -19,7 +19,7 @@ from benchmark import options
 from benchmark.report import BenchError
 from benchmark.roofline import ServedModel
 from benchmark.shapes import DTYPE_BYTES
-from router.pipeline_settings import MOST_MICRO_BATCHES
+from router.config import MOST_MICRO_BATCHES
 
 TOKEN_BYTES = 8  # of a token that goes back to the first stage
 

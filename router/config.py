@@ -13,17 +13,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from router.chat_settings import ChatSettings
-from router.connection_settings import ConnectionSettings
-from router.operation_settings import OperationSettings
-from router.pipeline_settings import PipelineSettings
-
 DEFAULT_MAX_INPUT_LENGTH = 1024
 DEFAULT_MAX_TOTAL_TOKENS = 2048
+# The names in the tables of `chat/formats.py`, which a test compares.
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "deepseek", "pythonic", "json")
+REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "thought", "granite")
+LOG_LEVELS = ("debug", "info", "warn", "error")
+MOST_MICRO_BATCHES = 16  # with one more step under way than that, the shards' queues hold as many
 
 
-@dataclass(frozen=True)
-class RouterConfig(ConnectionSettings, ChatSettings, OperationSettings, PipelineSettings):
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
     """One router's settings, frozen after start-up. Raises ValueError that lists every problem."""
 
     # What the launcher tells the router about this launch.
@@ -292,6 +292,229 @@ class RouterConfig(ConnectionSettings, ChatSettings, OperationSettings, Pipeline
             "when": "Set it when browsers call the server directly.",
         },
     )
+
+    # How long a connection may last in which state, and what it may take. Times are in seconds.
+    send_buffer_bytes: int = 256 * 1024  # of the kernel, for each connection; Linux grants the double, and 4 MB unasked
+    header_timeout: float = field(
+        default=10.0,
+        metadata={
+            "help": "How long a client has to send its headers, from connecting or from the first byte of a later "
+            "request.",
+            "unit": "seconds",
+            "min": 0.05,
+            "when": "Hardly ever: headers are a few packets.",
+        },
+    )
+    body_timeout: float = field(
+        default=30.0,
+        metadata={
+            "help": "How long a client has to send a body. As long, at most, is what is left of a refused request "
+            "thrown away, so that the client can read the refusal.",
+            "unit": "seconds",
+            "min": 0.05,
+            "when": "Raise it with payload_limit for clients on slow lines: 2 MB in 30 s is 70 KB/s.",
+        },
+    )
+    keep_alive_timeout: float = field(
+        default=75.0,
+        metadata={
+            "help": "How long a connection may wait for its next request.",
+            "unit": "seconds",
+            "min": 0.05,
+            "when": "Keep it above the idle limit of a proxy in front (60 s is common): the proxy then closes first.",
+        },
+    )
+    unread_timeout: float = field(
+        default=60.0,
+        metadata={
+            "help": "How long a byte of an answer may wait for the client to read it; then the connection is reset.",
+            "unit": "seconds",
+            "min": 0.05,
+            "when": "Lower it where many clients stall. What the kernel holds for a client is not counted.",
+        },
+    )
+    max_header_bytes: int = field(
+        default=32 * 1024,
+        metadata={
+            "help": "Largest request line, headers and trailers together; more is refused with 431.",
+            "unit": "bytes",
+            "min": 1024,
+            "when": "A proxy in front adds large headers. Browsers and proxies stay under 16 KiB.",
+        },
+    )
+    max_header_lines: int = field(
+        default=100,
+        metadata={
+            "help": "Most headers and trailers of one request; more are refused with 431.",
+            "unit": "lines",
+            "min": 1,
+            "when": "A proxy in front adds very many.",
+        },
+    )
+    max_unfinished_bytes: int = field(
+        default=64 * 1024 * 1024,
+        metadata={
+            "help": "Bytes of unfinished request bodies, of all connections together. Beyond it, the API key or else "
+            "the peer that holds the most has one refused with 429. Never less than payload_limit.",
+            "unit": "bytes",
+            "min": 1,
+            "when": "Raise it for many large prompts at once over slow lines.",
+        },
+    )
+    max_unread_bytes: int = field(
+        default=64 * 1024 * 1024,
+        metadata={
+            "help": "Bytes of answers that wait in the router for their clients, of all connections together. Beyond "
+            "it, the connection that has taken nothing for the longest is reset. A single answer may be larger.",
+            "unit": "bytes",
+            "min": 1,
+            "when": "Raise it for many large answers at once over slow lines. What the kernel holds is not counted.",
+        },
+    )
+    max_discarded_bytes: int = field(
+        default=64 * 1024 * 1024,
+        metadata={
+            "help": "How much of a refused request is thrown away, so that the client can read the refusal; more than "
+            "that resets the connection.",
+            "unit": "bytes",
+            "min": 0,
+            "when": "Lower it where traffic is paid for.",
+        },
+    )
+
+    # What clients ask in the words of chats and of OpenAI's API.
+    tokenizer_config_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "A tokenizer_config.json to use in place of the model's: chat template and special tokens.",
+            "default": "the model's",
+            "when": "The model comes without one, or with a wrong one.",
+        },
+    )
+    chat_template: str | None = field(
+        default=None,
+        metadata={
+            "help": "File of the template that makes a prompt of a chat's messages: Jinja2, or JSON with a "
+            "`chat_template`.",
+            "default": "the model's",
+            "when": "The model comes without a template, or you want another format.",
+        },
+    )
+    tool_call_parser: str = field(
+        default="auto",
+        metadata={
+            "help": "How the model writes calls of tools (docs/chat.md). auto: as its chat template says.",
+            "choices": TOOL_CALL_PARSERS,
+            "when": "The template says nothing or the wrong thing. none: tools are refused.",
+        },
+    )
+    reasoning_parser: str = field(
+        default="auto",
+        metadata={
+            "help": "Between which marks the model writes what it thinks; chats get that as `reasoning_content`. "
+            "auto: as its chat template says.",
+            "choices": REASONING_PARSERS,
+            "when": "The template says nothing or the wrong thing. none: it stays in the text.",
+        },
+    )
+    reasoning_field: str = field(
+        default="reasoning_content",
+        metadata={
+            "help": "What that is called in the messages of chats; both names are taken in requests.",
+            "choices": ("reasoning_content", "reasoning"),
+            "when": "Your clients were written for a server that calls it `reasoning`.",
+        },
+    )
+    max_n: int = field(
+        default=16,
+        metadata={
+            "help": "Largest `n` and `best_of` on `/v1`: answers that are generated to one prompt.",
+            "unit": "answers",
+            "min": 1,
+            "when": "Each answer costs a whole generation and one place of `max_concurrent_requests`.",
+        },
+    )
+
+    # What a server tells its operators, and how it ends.
+    otlp_endpoint: str | None = field(
+        default=None,
+        metadata={
+            "help": "OpenTelemetry collector (OTLP over gRPC) that gets a trace of every request.",
+            "default": "none",
+            "when": "You run a collector; needs the extra `otel`.",
+        },
+    )
+    otlp_service_name: str = field(
+        default="text-generation-inference.router",
+        metadata={
+            "help": "Name under which the traces of otlp_endpoint appear; the default is TGI's, for its dashboards.",
+            "when": "Several servers send traces to one collector.",
+        },
+    )
+    log_level: str = field(
+        default="info",
+        metadata={
+            "help": "Least important log records of the router and the shards that are written: info has one for each "
+            "request, debug one for each step too. The launcher's own few lines are always written.",
+            "choices": LOG_LEVELS,
+            "environment": "LOCKSTEP_LOG_LEVEL",  # LOG_LEVEL is common in containers, and TGI's has a form of its own
+            "when": "warn keeps the log of a busy server small; debug shows what each step is made of.",
+        },
+    )
+    json_output: bool = field(
+        default=False,
+        metadata={"help": "Write logs as JSON, one object a line.", "when": "A log collector reads them."},
+    )
+    continuation_key: str | None = field(
+        default=None,
+        metadata={
+            "help": "Key with which a balancer of several servers asks to be told the tokens of streams, so that "
+            "another server can go on with those of one that is lost. Clients must not know it.",
+            "default": "none",
+            "secret": True,
+            "when": "Several servers of one model run behind a balancer of ours; `deploy/ray` sets it itself.",
+        },
+    )
+    shutdown_delay: int = field(
+        default=0,
+        metadata={
+            "help": "How long after SIGTERM new requests are still accepted, while /health says 503 already.",
+            "unit": "seconds",
+            "min": 0,
+            "when": "Behind a load balancer: longer than it takes to notice, so that a rolling restart loses nothing.",
+        },
+    )
+    graceful_termination_timeout: int = field(
+        default=90,
+        metadata={
+            "help": "How long running requests may go on after SIGTERM before they are ended with an error.",
+            "unit": "seconds",
+            "min": 0,
+            "when": "Match it to the grace period of the platform that sends the signal.",
+        },
+    )
+
+    # Models that are cut into pipeline stages.
+    num_stages: int = 1  # what the launcher tells the router: pipeline_parallel
+    micro_batches: int | None = field(
+        default=None,
+        metadata={
+            "help": "Parts that the batch is divided into where there are pipeline stages, so that each stage computes "
+            "one part while the next stage computes another. Every part reads all weights.",
+            "unit": "parts",
+            "min": 1,
+            "max": MOST_MICRO_BATCHES,
+            "default": "the number of stages (pipeline_parallel)",
+            "when": "Raise it where stages idle because what they send each other takes long, as over slow links.",
+        },
+    )
+
+    @property
+    def num_lanes(self) -> int:
+        """Micro-batches that take turns; 1 where the model is not cut."""
+        if self.num_stages == 1:
+            return 1
+        return self.micro_batches or min(self.num_stages, MOST_MICRO_BATCHES)
 
     def __post_init__(self) -> None:
         if problems := relation_problems(

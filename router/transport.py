@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from router.connection_settings import ConnectionSettings
+from router.config import RouterConfig
 from router.unread import Unread
 
 RESET = struct.pack("ii", 1, 0)  # SO_LINGER: on, for no time
@@ -187,7 +187,7 @@ class ClientTransport(asyncio.Transport):
 class Connections:
     """What all connections of one listener share: their limits, what they leave unread, and who could make room."""
 
-    limits: ConnectionSettings
+    limits: RouterConfig
     max_connections: int
     is_leaving: bool = False  # the server will stop: each answer is the last of its connection, and says so
     unread: Unread = field(init=False)

@@ -9,7 +9,7 @@ from router.chat.formats import AUTO, NONE, REASONING, SIGNS, TOOLS, reasoning_f
 from router.chat.reading import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
-from router.chat_settings import REASONING_PARSERS, TOOL_CALL_PARSERS
+from router.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from router.text import Ends, GeneratedText, ModelTokenizer
 from tests.router.chat.templates import TEMPLATES, TOOL_TEMPLATES
 from tests.router.doubles import EOS, byte_tokenizer
