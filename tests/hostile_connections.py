@@ -5,7 +5,7 @@ measures the gaps between the tokens of its streams: alone, with a crowd once al
 crowd is a process at nice 19: keep-alive connections that send one /health a minute, and hostile ones that come back
 whenever the server has ended them. At last it waits until all hostile ones are ended. One line of JSON; exit code 1 if
 a connection outlived its clock or a probe failed.
-Figures are in docs/results/2026-11-22-hostile-connections.md.
+Figures are in docs/results/router.md.
 """
 
 from __future__ import annotations

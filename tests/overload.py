@@ -5,7 +5,7 @@ capacity in a closed loop of `--streams` streams, and then sends requests at ran
 connection of its own, whatever becomes of the others: in turns at the capacity and at `--times` as many a second. It
 reports the tokens a second of requests that were answered to their end, at both rates; how long refused ones waited for
 their 429; all other outcomes; and the router's memory. The last line is JSON. Figures are in
-docs/results/2026-11-22-overload.md.
+docs/results/router.md.
 
 The peak is that of an open loop, because there requests come one by one; a closed loop's come together, and so do their
 prompts, which is cheaper.

@@ -2,7 +2,7 @@
 
     python -m tests.quantise_peers --llmcompressor PYTHON --gptqmodel PYTHON --bits 2
 
-PYTHON is the interpreter of an environment that has the library (docs/results/2026-11-22-quantize.md says how to make
+PYTHON is the interpreter of an environment that has the library (docs/results/quantised.md says how to make
 one). All results are then measured by one piece of code: the perplexity of held-out text of the embedded model, in its
 own sequences of documents, and the square error of each matrix's outputs on the inputs that it has in the dense model.
 """

@@ -5,7 +5,7 @@ this one. `--paths /generate_stream /v1/chat/completions --tokens 1500` compares
 be long, since the prompts of chats are made one after another, and steps with few streams cost more for each token. The
 router has a core of its own, and its shards share the others with this program: what eight ranks on two cores do to the
 caches is not the router's cost. One line of JSON a run, then medians. Figures are in
-docs/results/2026-11-22-steps-through-rank-0.md.
+docs/results/router.md.
 """
 
 from __future__ import annotations

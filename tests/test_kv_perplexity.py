@@ -1,7 +1,7 @@
 """What a KV cache in fewer bytes costs the embedded model: perplexity of its held-out text, else in float32.
 
 Every token's keys and values are read back from the cache, its own included. Measured in full in
-docs/results/2026-11-22-kv-cache.md: `python -m tests.test_kv_perplexity`.
+docs/results/quantised.md: `python -m tests.test_kv_perplexity`.
 """
 
 from __future__ import annotations

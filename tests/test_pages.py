@@ -35,3 +35,22 @@ def test_the_readme_says_what_runs_that_does_not_fit_into_memory() -> None:
     page, heading = "docs/operating.md", "The prefix cache on the host and on disk"
     assert f"]({page}#{heading.lower().replace(' ', '-')})" in README
     assert f"\n## {heading}\n" in (ROOT / page).read_text()
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name behind `#`: the headings of a page, as GitHub spells them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    "page",
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))],
+    ids=lambda page: page.stem,
+)
+def test_links_lead_to_pages_and_headings_that_are_there(page: Path) -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)", page.read_text())
+    found = [((page.parent / path).resolve() if path else page, anchor) for path, anchor in links]
+    assert [] == [
+        (str(path), anchor) for path, anchor in found if not path.exists() or (anchor and anchor not in anchors(path))
+    ]

@@ -4,7 +4,7 @@
 at temperature 1 with `ignore_eos`, half of them with `watermark`. `--model DIR` serves another model, and any further
 flags go to the launcher. It prints one JSON object and ends with 1 unless the mean z is above 6 with the watermark and
 below 2 without: 10.7 is expected where all tokens are equally likely, and gamma is 0.5 and delta 2. Figures are in
-docs/results/2026-11-22-watermark.md.
+docs/results/router.md.
 """
 
 from __future__ import annotations

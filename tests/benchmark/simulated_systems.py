@@ -1,6 +1,6 @@
 """Systems whose true ratio is known, measured again and again: how often `compare` errs, and what it finds.
 
-`python -m tests.benchmark.simulated_systems` prints the tables of docs/results/2026-11-24-compare.md. A start is 3 %
+`python -m tests.benchmark.simulated_systems` prints the tables of docs/results/benchmarks.md. A start is 3 %
 faster or slower than its system, in deviations, and every request 10 % than its start. What is compared goes through
 the rows of `serving`; no server, no clock.
 """
