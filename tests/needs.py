@@ -64,14 +64,12 @@ GPU = command("nvidia-smi", "nvidia-driver, for an NVIDIA GPU")
 INDEX = "what pip reads from (PyPI or a mirror of it)"
 COMPILER = command("g++", "g++", is_optional=True)  # without it what compiles kernels is skipped
 TUN = file("/dev/net/tun", "modprobe tun", is_optional=True)
-NPM = command("npm", "npm")
 
 # What each target says, and what is looked up.
 NEEDS: dict[str, tuple[str, Sequence[Need]]] = {
     "install": (f"some minutes, once, and {INDEX}", [PYTHON, disk(3)]),
     "serve": ("nothing more for the embedded model", []),
     "test": ("some 25 minutes of two cores", [memory(8), COMPILER]),
-    "schemas": ("the npm registry", [NPM, command("node", "nodejs")]),
     "test-formats": (f"hours, and {INDEX}", [disk(10), memory(8), COMPILER]),
     "test-offload": ("a temporary folder on a disk (TMPDIR)", [COMPILER]),
     "test-kernels": ("nothing more", []),
