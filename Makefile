@@ -13,7 +13,7 @@ ON_GPU = -m "gpu and not kernels" -o faulthandler_timeout=60
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
 .PHONY: needs install serve test test-formats test-offload test-kernels \
-	test-clients test-suites test-nodes test-docker test-ray soak test-gpu bench-check bench-gpu pack compile-kernels gpu-first check proto docs
+	test-clients test-suites test-nodes test-ray soak test-gpu bench-check bench-gpu pack compile-kernels gpu-first check proto docs
 
 install: needs .venv/installed
 
@@ -61,10 +61,6 @@ test-kernels: needs install
 # Servers on several nodes, each a network namespace of this machine, whose cables are pulled and lose packets. As root.
 test-nodes: needs install
 	$(RUN) -m pytest -m nodes tests/nodes $(ARGS)
-
-# The steps of the CPU image without Docker, and the server that they give; needs root, debootstrap and 12 GB of disk.
-test-docker: needs install
-	$(RUN) -m tests.deploy.image $(ARGS)
 
 # Replicas on Ray Serve and jobs on Ray Data: a cluster of three nodes on this machine, in an environment of its own, which
 # takes 600 MB beside what .venv has; prints what it found as two tables. ARGS="--lines 20000" is for the second.

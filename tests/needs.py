@@ -32,10 +32,10 @@ def command(name: str, package: str, is_optional: bool = False) -> Need:
     return Need(name, lambda: shutil.which(name) is not None, f"apt-get install {package}", is_optional)
 
 
-def disk(gigabytes: float, folder: Path = ROOT) -> Need:
+def disk(gigabytes: float) -> Need:
     """Free space."""
-    remedy = f"make room in {folder}"
-    return Need(f"{gigabytes:g} GB of disk", lambda: shutil.disk_usage(folder).free >= gigabytes * 1e9, remedy)
+    remedy = f"make room in {ROOT}"
+    return Need(f"{gigabytes:g} GB of disk", lambda: shutil.disk_usage(ROOT).free >= gigabytes * 1e9, remedy)
 
 
 def memory(gigabytes: float) -> Need:
@@ -75,10 +75,6 @@ NEEDS: dict[str, tuple[str, Sequence[Need]]] = {
     "test-kernels": ("nothing more", []),
     "test-clients": (f"{INDEX}", [disk(3), command("chromium", "chromium", is_optional=True)]),
     "test-nodes": ("nothing more", [root(), command("ip", "iproute2", is_optional=True), TUN]),
-    "test-docker": (
-        f"a mirror of Debian, and {INDEX}",
-        [root(), command("debootstrap", "debootstrap", is_optional=True), disk(12, Path("/var/tmp"))],
-    ),
     "test-ray": (f"{INDEX}", [disk(1), memory(8)]),
     "soak": ("an hour and a half", []),
     "test-gpu": ("a GPU", [GPU]),
