@@ -12,8 +12,8 @@ PACKED = annotated-doc annotated-types anyio click execnet fastapi grpcio h11 ht
 ON_GPU = -m "gpu and not kernels" -o faulthandler_timeout=60
 PLATFORMS = $(foreach glibc,2_31 2_28 2_27 2_17,--platform manylinux_$(glibc)_x86_64) --platform manylinux2014_x86_64
 
-.PHONY: needs install serve test schemas test-formats test-offload test-kernels \
-	test-clients test-suites test-nodes test-docker test-ray soak test-gpu bench-check bench-gpu pack compile-kernels gpu-first check proto docs
+.PHONY: needs install serve test test-formats test-offload test-kernels \
+	test-clients test-suites test-nodes test-ray soak test-gpu bench-check bench-gpu pack compile-kernels gpu-first check proto docs
 
 install: needs .venv/installed
 
@@ -34,13 +34,6 @@ serve: needs install
 # A worker for each core and one more, four at most; `make test ARGS=-n0` runs all in one process, as a debugger wants it.
 test: needs install
 	$(RUN) -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal $(ARGS)
-
-# Schemas of kinds that Kubernetes itself does not have, for tests/deploy: packages of the npm registry (MIT; what they need
-# is MIT, BSD, Apache-2.0 or CC0), and the compiler that reads their types (Apache-2.0). The suite skips one test without.
-schemas: needs .schemas/node_modules
-.schemas/node_modules:
-	npm install --silent --no-save --ignore-scripts --prefix .schemas typescript@7 \
-		@kubernetes-models/keda@2.0.0 @kubernetes-models/prometheus-operator@6.0.0
 
 # Clients whose pins conflict with ours, each in an environment of its own below .venv-clients.
 test-clients: needs install
@@ -68,10 +61,6 @@ test-kernels: needs install
 # Servers on several nodes, each a network namespace of this machine, whose cables are pulled and lose packets. As root.
 test-nodes: needs install
 	$(RUN) -m pytest -m nodes tests/nodes $(ARGS)
-
-# The steps of the CPU image without Docker, and the server that they give; needs root, debootstrap and 12 GB of disk.
-test-docker: needs install
-	$(RUN) -m tests.deploy.image $(ARGS)
 
 # Replicas on Ray Serve and jobs on Ray Data: a cluster of three nodes on this machine, in an environment of its own, which
 # takes 600 MB beside what .venv has; prints what it found as two tables. ARGS="--lines 20000" is for the second.

@@ -32,10 +32,10 @@ def command(name: str, package: str, is_optional: bool = False) -> Need:
     return Need(name, lambda: shutil.which(name) is not None, f"apt-get install {package}", is_optional)
 
 
-def disk(gigabytes: float, folder: Path = ROOT) -> Need:
+def disk(gigabytes: float) -> Need:
     """Free space."""
-    remedy = f"make room in {folder}"
-    return Need(f"{gigabytes:g} GB of disk", lambda: shutil.disk_usage(folder).free >= gigabytes * 1e9, remedy)
+    remedy = f"make room in {ROOT}"
+    return Need(f"{gigabytes:g} GB of disk", lambda: shutil.disk_usage(ROOT).free >= gigabytes * 1e9, remedy)
 
 
 def memory(gigabytes: float) -> Need:
@@ -64,23 +64,17 @@ GPU = command("nvidia-smi", "nvidia-driver, for an NVIDIA GPU")
 INDEX = "what pip reads from (PyPI or a mirror of it)"
 COMPILER = command("g++", "g++", is_optional=True)  # without it what compiles kernels is skipped
 TUN = file("/dev/net/tun", "modprobe tun", is_optional=True)
-NPM = command("npm", "npm")
 
 # What each target says, and what is looked up.
 NEEDS: dict[str, tuple[str, Sequence[Need]]] = {
     "install": (f"some minutes, once, and {INDEX}", [PYTHON, disk(3)]),
     "serve": ("nothing more for the embedded model", []),
     "test": ("some 25 minutes of two cores", [memory(8), COMPILER]),
-    "schemas": ("the npm registry", [NPM, command("node", "nodejs")]),
     "test-formats": (f"hours, and {INDEX}", [disk(10), memory(8), COMPILER]),
     "test-offload": ("a temporary folder on a disk (TMPDIR)", [COMPILER]),
     "test-kernels": ("nothing more", []),
     "test-clients": (f"{INDEX}", [disk(3), command("chromium", "chromium", is_optional=True)]),
     "test-nodes": ("nothing more", [root(), command("ip", "iproute2", is_optional=True), TUN]),
-    "test-docker": (
-        f"a mirror of Debian, and {INDEX}",
-        [root(), command("debootstrap", "debootstrap", is_optional=True), disk(12, Path("/var/tmp"))],
-    ),
     "test-ray": (f"{INDEX}", [disk(1), memory(8)]),
     "soak": ("an hour and a half", []),
     "test-gpu": ("a GPU", [GPU]),

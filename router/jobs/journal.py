@@ -288,11 +288,16 @@ def replace_durably(path: Path, content: bytes) -> None:
         with suppress(OSError):
             new.unlink()
         raise
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    make_names_durable(path.parent)
+
+
+def make_names_durable(folder: Path) -> None:
+    """Have the disk know which files a folder has. Raises OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)
 
 
 def _write_durably(path: Path, content: bytes) -> None:

@@ -35,11 +35,10 @@ async def engine(
     say: takes the lines of its log.
     """
     key = secrets.token_urlsafe(24)
-    path = pathsep.join(part for part in (str(ROOT), environ.get("PYTHONPATH", "")) if part)
-    quiet = () if any(one.partition("=")[0] == "--log-level" for one in flags) else ("--log-level", "warn")
+    argv, env = command(flags, environ, key)
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-P", "-m", "launcher", *quiet, *flags, "--hostname", "127.0.0.1", "--port", "0"),
-        env={**environ, "API_KEY": key, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"},
+        *argv,
+        env=env,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -56,6 +55,14 @@ async def engine(
         yield url.result(), key, reading
     finally:
         await _end(process, reading)
+
+
+def command(flags: Sequence[str], environ: Mapping[str, str], key: str) -> tuple[list[str], dict[str, str]]:
+    """What starts such a server: its command and its environment."""
+    path = pathsep.join(part for part in (str(ROOT), environ.get("PYTHONPATH", "")) if part)
+    quiet = () if any(one.partition("=")[0] == "--log-level" for one in flags) else ("--log-level", "warn")
+    argv = [sys.executable, "-P", "-m", "launcher", *quiet, *flags, "--hostname", "127.0.0.1", "--port", "0"]
+    return argv, {**environ, "API_KEY": key, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
 
 
 async def _read(process: asyncio.subprocess.Process, url: asyncio.Future[str], say: Callable[[str], None]) -> int:

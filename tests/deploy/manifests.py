@@ -1,4 +1,4 @@
-"""What deploy/kubernetes and the chart say, as documents for the tests that hold them to the server and to schemas."""
+"""What the chart and deploy/kubernetes say, as documents for the tests that hold them to the server and to schemas."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.running import ROOT
 Document = dict[str, Any]
 
 FOLDER = ROOT / "deploy" / "kubernetes"
-FILES = ("lockstep", "hpa", "keda", "monitoring", "inference-pool", "nodes")
+FILES = ("inference-pool", "nodes")
 PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
 
 # Values with which the chart is rendered, each as release `lockstep` and under another name.
 VALUES: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "hpa": {"autoscaling": {"hpa": True}, "monitoring": True},
+    "all": {"autoscaling": {"hpa": True, "keda": True}, "monitoring": True},
     "keda": {"autoscaling": {"keda": True, "minReplicas": 2, "maxReplicas": 3}, "monitoring": True},
     "open": {"apiKey": False, "monitoring": True, "clientNamespaces": ["monitoring", "gateways"]},
     "patient": {"shutdownDelay": 30, "gracefulTerminationTimeout": 900, "secret": "other"},

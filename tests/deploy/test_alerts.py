@@ -10,13 +10,15 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.deploy.manifests import one, plain
+from tests.deploy.chart import rendered
+from tests.deploy.manifests import one
 
 POD = {"job": "lockstep", "namespace": "models", "pod": "lockstep-1"}
 FLEET = {"job": "lockstep", "namespace": "models"}
 STEP = "15s"
 FOR_AN_HOUR = 240  # steps
-RULES = {rule["alert"]: rule for rule in one(plain("monitoring"), "PrometheusRule")["spec"]["groups"][0]["rules"]}
+RULE = one(rendered({"monitoring": True}), "PrometheusRule")["spec"]
+RULES = {rule["alert"]: rule for rule in RULE["groups"][0]["rules"]}
 
 Series = dict[str, str]  # of one pod: values in promtool's words, by name and further labels
 
@@ -105,7 +107,7 @@ def test_an_alert_fires_when_it_should_and_only_then(alert: str, tmp_path: Path)
     case, rule = CASES[alert], RULES[alert]
     expected = {"exp_labels": case.labels | rule["labels"], "exp_annotations": rule["annotations"]}
     tests = [at_the_end(alert, case.firing, [expected]), *(at_the_end(alert, quiet, []) for quiet in case.quiet)]
-    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(one(plain("monitoring"), "PrometheusRule")["spec"]))
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump(RULE))
     (tmp_path / "tests.yaml").write_text(
         yaml.safe_dump({"rule_files": ["rules.yaml"], "evaluation_interval": STEP, "tests": tests})
     )

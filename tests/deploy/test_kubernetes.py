@@ -1,10 +1,10 @@
-"""The manifests and the chart for Kubernetes: valid, alike, and true of the server. No cluster is asked."""
+"""The chart and the manifests for Kubernetes: valid, and true of the server. No cluster is asked."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +18,7 @@ import yaml
 
 from launcher import prepare
 from tests.deploy.chart import CHART, defaults, render, rendered
-from tests.deploy.dockerfile import image_of, parse
-from tests.deploy.manifests import FILES, FOLDER, PAGE, VALUES, Document, everything, one, plain, pods, settings_of
-from tests.deploy.schemas import MODULES, PACKAGES, complaints
+from tests.deploy.manifests import FOLDER, PAGE, VALUES, Document, everything, one, plain, pods, settings_of
 from tests.router.test_metrics import page_with_keys, series_in
 from tests.running import PATIENCE_S, ROOT, Server, body
 
@@ -31,7 +29,7 @@ VERSIONS = sorted(
     {version.split("-")[0] for version in all_versions()},
     key=lambda version: [int(part) for part in version.split(".")],
 )[-3:]
-UNVALIDATED = {"LeaderWorkerSet", "InferencePool", "HTTPRoute"}
+UNVALIDATED = {"LeaderWorkerSet", "InferencePool", "HTTPRoute", "ScaledObject", "ServiceMonitor", "PrometheusRule"}
 ENDING_S = 10  # the shards', after the router's
 KEY = "a-key"
 
@@ -42,70 +40,32 @@ KEY = "a-key"
 @pytest.mark.parametrize("version", VERSIONS)
 def test_every_document_is_valid_and_has_no_field_too_much(version: str) -> None:
     for document in everything():
-        if document["kind"] not in UNVALIDATED | PACKAGES.keys():
+        if document["kind"] not in UNVALIDATED:
             assert kubernetes_validate.validate(document, version, strict=True) == version.rpartition(".")[0]
 
 
 def test_a_wrong_document_is_not_valid() -> None:
-    deployment = one(plain("lockstep"), "Deployment")
+    deployment = one(rendered(), "Deployment")
     deployment["spec"]["template"]["spec"]["containers"][0]["livenesProbe"] = {}
     with pytest.raises(kubernetes_validate.ValidationError, match="livenesProbe"):
         kubernetes_validate.validate(deployment, VERSIONS[-1], strict=True)
-
-
-@pytest.mark.skipif(
-    not MODULES.is_dir() or shutil.which("node") is None, reason="`make schemas` was not run, or no node"
-)
-def test_kinds_of_keda_and_of_the_prometheus_operator_are_valid(tmp_path: Path) -> None:
-    documents = [document for document in everything() if document["kind"] in PACKAGES]
-    assert PACKAGES.keys() == {document["kind"] for document in documents}
-    (tmp_path / "right").mkdir()
-    assert "" == complaints(documents, tmp_path / "right")
-    scaled, monitor = one(plain("keda"), "ScaledObject"), one(plain("monitoring"), "ServiceMonitor")
-    scaled["spec"]["maxReplicas"] = 8
-    monitor["spec"]["endpoints"][0]["interval"] = "often"
-    (tmp_path / "wrong").mkdir()
-    found = complaints([scaled, monitor], tmp_path / "wrong")
-    assert "maxReplicas" in found and "interval" in found
 
 
 def test_the_page_says_of_every_kind_what_validates_it() -> None:
     table = dict(re.findall(r"^\| ([\w, ]+) \| (.*) \|$", PAGE.split("## What was tried")[1], re.MULTILINE))
     said = {kind: how for kinds, how in table.items() for kind in kinds.split(", ")}
     for kind in {document["kind"] for document in everything()}:
-        by = "not by the tests" if kind in UNVALIDATED else "npm" if kind in PACKAGES else "kubernetes-validate"
+        by = "not by the tests" if kind in UNVALIDATED else "kubernetes-validate"
         assert by in said[kind], kind
 
 
 # ---------------------------------------------------------------------------------------------------------- chart
 
 
-@pytest.mark.parametrize(
-    ("values", "files"),
-    [
-        ("defaults", ["lockstep"]),
-        ("hpa", ["lockstep", "hpa", "monitoring"]),
-        ("keda", ["lockstep", "keda", "monitoring"]),
-    ],
-)
-@pytest.mark.parametrize("release", ["lockstep", "other"])
-def test_the_chart_is_the_manifests_but_for_names(values: str, files: list[str], release: str) -> None:
-    chosen = VALUES[values] | {"autoscaling": {values: True}} if values in ("hpa", "keda") else {}
-    made = by_name(rename(rendered(chosen, release), release))
-    assert by_name(plain(*files)) == made
-
-
-def by_name(documents: list[Document]) -> dict[tuple[str, str], Document]:
-    return {(document["kind"], document["metadata"]["name"]): document for document in documents}
-
-
-def rename(node: Any, release: str) -> Any:
-    """With the release's name as it is in the manifests."""
-    if isinstance(node, dict):
-        return {key: rename(value, release) for key, value in node.items()}
-    if isinstance(node, list):
-        return [rename(value, release) for value in node]
-    return re.sub(rf"\b{release}\b", "lockstep", node) if isinstance(node, str) else node
+@pytest.mark.parametrize("values", VALUES)
+def test_a_release_of_another_name_differs_in_it_alone(values: str) -> None:
+    other = json.dumps(rendered(VALUES[values], "release-x"))
+    assert rendered(VALUES[values]) == json.loads(other.replace("release-x", "lockstep")) != json.loads(other)
 
 
 def test_every_value_is_used_and_changes_what_it_says() -> None:
@@ -145,12 +105,14 @@ def test_a_pod_is_killed_later_than_its_server_needs_to_drain() -> None:
 
 
 def test_a_pod_may_do_what_the_image_needs_and_no_more() -> None:
-    image = image_of(parse((ROOT / "deploy/docker/Dockerfile").read_text()), "cpu")
+    image = (ROOT / "deploy/docker/Dockerfile").read_text()
+    [user] = set(re.findall(r"^USER (.*)$", image, re.MULTILINE))
+    [volumes] = set(re.findall(r"^VOLUME (.*)$", image, re.MULTILINE))
     for pod in pods(everything()):
         spec, (container,) = pod["spec"], pod["spec"]["containers"]
-        user = spec["securityContext"]
-        assert user["runAsNonRoot"] and f"{user['runAsUser']}:{user['runAsGroup']}" == image.user
-        assert user["fsGroup"] == user["runAsGroup"] and user["seccompProfile"] == {"type": "RuntimeDefault"}
+        rights = spec["securityContext"]
+        assert rights["runAsNonRoot"] and f"{rights['runAsUser']}:{rights['runAsGroup']}" == user
+        assert rights["fsGroup"] == rights["runAsGroup"] and rights["seccompProfile"] == {"type": "RuntimeDefault"}
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -158,15 +120,14 @@ def test_a_pod_may_do_what_the_image_needs_and_no_more() -> None:
         }
         assert not spec["automountServiceAccountToken"] and not spec["enableServiceLinks"]
         mounted = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-        volumes = {volume["name"]: volume for volume in spec["volumes"]}
-        assert set(image.volumes) <= mounted.keys() and set(mounted.values()) == volumes.keys()
-        assert "emptyDir" in volumes[mounted["/tmp"]] and "persistentVolumeClaim" in volumes[mounted["/cache"]]
-        assert volumes[mounted["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
+        there = {volume["name"]: volume for volume in spec["volumes"]}
+        assert set(json.loads(volumes)) <= mounted.keys() and set(mounted.values()) == there.keys()
+        assert "emptyDir" in there[mounted["/tmp"]] and "persistentVolumeClaim" in there[mounted["/cache"]]
+        assert there[mounted["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
 
 
-@pytest.mark.parametrize("files", [["lockstep", "hpa", "keda", "monitoring", "inference-pool"], ["nodes"]])
-def test_what_selects_names_or_mounts_finds(files: list[str]) -> None:
-    documents = plain(*files)
+@pytest.mark.parametrize("documents", [rendered(VALUES["all"]) + plain("inference-pool"), plain("nodes")])
+def test_what_selects_names_or_mounts_finds(documents: list[Document]) -> None:
     ours = list(pods(documents))
     labels = ours[-1]["metadata"]["labels"]
     ports = {port["name"]: port["containerPort"] for pod in ours for port in pod["spec"]["containers"][0]["ports"]}
@@ -185,9 +146,8 @@ def test_what_selects_names_or_mounts_finds(files: list[str]) -> None:
 
 
 def test_both_autoscalers_scale_alike() -> None:
-    hpa, keda = (
-        one(plain(name), kind)["spec"] for name, kind in (("hpa", "HorizontalPodAutoscaler"), ("keda", "ScaledObject"))
-    )
+    documents = rendered(VALUES["all"])
+    hpa, keda = (one(documents, kind)["spec"] for kind in ("HorizontalPodAutoscaler", "ScaledObject"))
     assert (hpa["minReplicas"], hpa["maxReplicas"]) == (keda["minReplicaCount"], keda["maxReplicaCount"])
     assert hpa["behavior"] == keda["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]
     wanted = {m["pods"]["metric"]["name"]: m["pods"]["target"]["averageValue"] for m in hpa["metrics"]}
@@ -197,7 +157,7 @@ def test_both_autoscalers_scale_alike() -> None:
     assert (
         hpa["scaleTargetRef"]["name"]
         == keda["scaleTargetRef"]["name"]
-        == one(plain("lockstep"), "Deployment")["metadata"]["name"]
+        == one(documents, "Deployment")["metadata"]["name"]
     )
     adapter = yaml.safe_load((FOLDER / "prometheus-adapter.yaml").read_text())
     found = re.search(r'__name__=~"(.*?)"', adapter["rules"]["custom"][0]["seriesQuery"])
@@ -207,13 +167,15 @@ def test_both_autoscalers_scale_alike() -> None:
 def test_every_metric_and_label_is_one_of_the_servers(tmp_path: Path) -> None:
     series = series_in(page_with_keys(tmp_path)).keys()
     names = {name.partition("{")[0] for name in series}
-    text = {path.name: path.read_text() for path in FOLDER.glob("*.yaml")}
-    named = {(file, name) for file, said in text.items() for name in re.findall(r"\btgi_\w+", said)}
-    assert {"hpa.yaml", "keda.yaml", "prometheus-adapter.yaml", "monitoring.yaml", "inference-pool.yaml"} == dict(
-        named
-    ).keys()
-    assert set() == {(file, name) for file, name in named if name not in names}
-    for name, label, _, values in re.findall(r'(tgi_\w+)\{job="lockstep",(\w+)(=~?)"([^"]*)"', text["monitoring.yaml"]):
+    adapter = (FOLDER / "prometheus-adapter.yaml").read_text()
+    for said in (adapter, *map(str, everything())):
+        assert set(re.findall(r"\btgi_\w+", said)) <= names, said
+    rules = " ".join(
+        rule["expr"] for rule in one(rendered(VALUES["all"]), "PrometheusRule")["spec"]["groups"][0]["rules"]
+    )
+    chosen = re.findall(r'(tgi_\w+)\{job="lockstep",(\w+)=~?"([^"]*)"', rules)
+    assert chosen
+    for name, label, values in chosen:
         assert {f'{name}{{{label}="{value}"}}' for value in values.split("|")} <= series
 
 
@@ -244,14 +206,14 @@ def test_the_launchers_of_a_leader_worker_set_know_their_places() -> None:
 @pytest.fixture(scope="module")
 def served() -> Iterator[Server]:
     """A server with the flags of the Deployment, which computes nothing."""
-    flags = next(pods(plain("lockstep")))["spec"]["containers"][0]["args"]
+    flags = next(pods(rendered()))["spec"]["containers"][0]["args"]
     with Server(*flags, "--model-id=null", "--null-step-ms=50", env={**os.environ, "API_KEY": KEY}) as server:
         yield server
 
 
 def test_probes_tell_what_has_to_be_done(served: Server) -> None:
     """Ready while requests can be answered; alive also while shards are started again, and while the server drains."""
-    container = next(pods(plain("lockstep")))["spec"]["containers"][0]
+    container = next(pods(rendered()))["spec"]["containers"][0]
     ready, alive = (container[probe]["httpGet"]["path"] for probe in ("readinessProbe", "livenessProbe"))
     assert ready == container["startupProbe"]["httpGet"]["path"] != alive
 
@@ -310,18 +272,10 @@ def test_what_the_page_says_to_type_is_there() -> None:
     typed = "".join(block for language, block in blocks if not language)
     files = set(re.findall(r"deploy/[\w./-]+", typed))
     assert files and all((ROOT / name).exists() for name in files)
-    assert {f"{name}.yaml" for name in FILES} < {path.name for path in FOLDER.iterdir()}
-    assert all(f"{path.name}" in PAGE for path in FOLDER.iterdir())
+    assert all(path.name in PAGE for path in FOLDER.iterdir())
     for name in re.findall(r"--set (\w+(?:\.\w+)*)=", typed):
         value: Any = defaults()
         for part in name.split("."):
             value = value[part]
     secret = set(re.findall(r"--from-(?:literal|file)=([\w.-]+)=", typed))
     assert {"api-key", "ca.pem", "cert.pem", "key.pem"} <= secret
-
-
-def test_apply_k_takes_what_needs_nothing_else() -> None:
-    chosen = yaml.safe_load((FOLDER / "kustomization.yaml").read_text())["resources"]
-    assert ["lockstep.yaml"] == chosen
-    kinds = {document["kind"] for document in plain("lockstep")}
-    assert not kinds & (UNVALIDATED | PACKAGES.keys())

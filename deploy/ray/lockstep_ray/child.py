@@ -11,13 +11,11 @@ import re
 import secrets
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from router.launch.batch_engine import OURS, READY, STOP_S
-from router.launch.config import ROOT
+from router.launch.batch_engine import OURS, READY, STOP_S, command
 from server.process import end_with_parent
 
 MOST_LINES = 20  # of its log that are told when it does not start
@@ -48,10 +46,7 @@ class Child:
         self._lines: list[str] = []
         self._is_settled = threading.Event()
         kept = {name: value for name, value in os.environ.items() if KEPT.fullmatch(name)}
-        path = os.pathsep.join(part for part in (str(ROOT), kept.get("PYTHONPATH", "")) if part)
-        quiet = () if any(one.partition("=")[0] == "--log-level" for one in flags) else ("--log-level", "warn")
-        self._argv = [sys.executable, "-P", "-m", "launcher", *quiet, *flags, "--hostname", "127.0.0.1", "--port", "0"]
-        self._environ = {**kept, **environment, "API_KEY": self.api_key, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        self._argv, self._environ = command(flags, {**kept, **environment}, self.api_key)
         self._process: subprocess.Popen[bytes] | None = None
         self._has_begun = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()

@@ -6,6 +6,8 @@ from typing import Any
 
 import orjson
 
+from router.anthropic.answers import error_of
+
 ANTHROPIC, OPENAI = "/v1/messages", "/v1/"
 TYPES = {
     401: "unauthorized",
@@ -15,12 +17,6 @@ TYPES = {
     422: "validation",
     421: "wrong_host",
 }
-ANTHROPIC_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    422: "invalid_request_error",
-}
 INVALID_KEY, NO_SUCH_MODEL = "invalid_api_key", "model_not_found"  # codes of OpenAI's API
 
 
@@ -28,8 +24,7 @@ def error_body(path: str, status: int, sentence: str, code: str | None = None) -
     """An error as clients of this path read it. code: for OpenAI's clients, where they look at one."""
     error_type = TYPES.get(status, "unavailable" if status == 503 else "incomplete_generation")
     if path.startswith(ANTHROPIC):
-        kind = ANTHROPIC_TYPES.get(status, "api_error")
-        return {"type": "error", "error": {"type": kind, "message": sentence}, "error_type": error_type}
+        return error_of(status, sentence, error_type)
     if path.startswith(OPENAI):
         kind = "server_error" if status >= 500 else "invalid_request_error"
         told = {"message": sentence, "type": kind, "param": None, "code": code}

@@ -22,7 +22,7 @@ from ray.util import metrics
 from lockstep_ray.asking import Ask
 from lockstep_ray.child import Child
 from lockstep_ray.relay import Head, Lost
-from lockstep_ray.scaling import KV, QUEUE, RUNNING
+from lockstep_ray.scaling import KV, QUEUE
 from lockstep_ray.settings import Model, deployment_name
 from router.continuing import KEY_HEADER, LENGTH_HEADER
 
@@ -82,9 +82,7 @@ class Replica:
         found = await self.counters(_NOBODY)
         for name, gauge in self._gauges.items():
             gauge.set(found.get(name, 0.0))
-        total = found.get("tgi_kv_blocks_total", 0.0)
-        held = 1 - found.get("tgi_kv_blocks_free", 0.0) / total if total else 0.0
-        return {QUEUE: found.get("tgi_queue_size", 0.0), KV: held, RUNNING: found.get("tgi_batch_current_size", 0.0)}
+        return {QUEUE: found.get("tgi_queue_size", 0.0), KV: found.get("tgi_kv_used_ratio", 0.0)}
 
     async def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
         """The head of an answer, then its body as it comes. Raises Lost where the server is gone."""

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-QUEUE, KV, RUNNING = "lockstep_waiting", "lockstep_kv_share", "lockstep_running"
+QUEUE, KV = "lockstep_waiting", "lockstep_kv_share"
 
 
 def wanted(loads: Mapping[str, Mapping[Any, float]], num_replicas: int, queued: float, queue: float, kv: float) -> int:

@@ -22,7 +22,7 @@ import orjson
 
 from router.jobs.census import Census, take_census
 from router.jobs.errors import InputChanged, JobError
-from router.jobs.journal import replace_durably
+from router.jobs.journal import make_names_durable, replace_durably
 from router.jobs.lines import Line, LineFile, custom_id_of
 from router.jobs.results import read_again
 from router.jobs.runner import Plan, Runner, Sender
@@ -213,7 +213,7 @@ def write_part(job: Job, shard: Shard, journal: ShardJournal) -> None:
         with suppress(OSError):
             new.unlink()
         raise
-    _make_durable(job.folder)
+    make_names_durable(job.folder)
 
 
 def finish(job: Job) -> int:
@@ -237,17 +237,9 @@ def finish(job: Job) -> int:
         file.flush()
         os.fsync(file.fileno())
     new.replace(job.output)
-    _make_durable(job.output.parent)
+    make_names_durable(job.output.parent)
     shutil.rmtree(job.folder)
     return num_failed
-
-
-def _make_durable(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 async def or_gone(work: Awaitable[None], is_gone: Callable[[], bool], period_s: float = 0.5) -> bool:
