@@ -82,7 +82,7 @@ READ: Mapping[str, Sequence[str]] = {
               "exclude", "algo_config", "export"),
 }  # fmt: skip
 READ_OF_QUARK: Mapping[str, Sequence[str]] = {
-    "export": ("pack_method",),
+    "export": ("pack_method", "kv_cache_group"),
     "entry": ("weight", "input_tensors", "output_tensors"),
     "weight": ("dtype", "qscheme", "ch_axis", "group_size", "scale_format"),
     "input_tensors": ("dtype", "qscheme", "ch_axis"),
@@ -112,7 +112,7 @@ WITHOUT_MEANING: Mapping[str, Sequence[str]] = {
 ROUNDED = ("round_method", "scale_type", "scale_calculation_mode", "observer_cls", "enable_buffer_reuse",
            "max_input_numel", "block_size")  # fmt: skip
 WITHOUT_MEANING_OF_QUARK: Mapping[str, Sequence[str]] = {
-    "export": ("weight_merge_groups", "kv_cache_group", "min_kv_scale"),
+    "export": ("weight_merge_groups", "min_kv_scale"),
     "entry": ("target_device",),
     "weight": ROUNDED,
     "input_tensors": (*ROUNDED, "group_size", "scale_format"),

@@ -84,7 +84,8 @@ class Layers:
         of_all = _part(config, "global_quant_config")
         if other := next((name for name in classes if name != "Linear"), None):
             raise _unserved("layer_type_quant_config", other, "Linear is")
-        outside = [*(entry for name, entry in named.items() if name not in cached), *classes.values(), of_all]
+        of_cache = {*cached, *strings(_part(config, "export"), "kv_cache_group")}  # the latter is older
+        outside = [*(entry for name, entry in named.items() if name not in of_cache), *classes.values(), of_all]
         if any(entry.get("output_tensors") is not None for entry in outside):
             raise FormatError(
                 "`output_tensors` of a quark checkpoint are served where `kv_cache_quant_config` has them too, and "
@@ -185,10 +186,10 @@ def _entries(config: Mapping[str, Any], key: str) -> Mapping[str, Entry]:
 
 
 def _named(schemes: Mapping[str, Scheme | None]) -> Named:
-    globs = [name for name in schemes if re.search(r"[*?\[]", name)]
-    patterns = compiled([_expression(glob) for glob in globs])
-    exact = {name: scheme for name, scheme in schemes.items() if name not in {*globs}}
-    return exact, [(pattern, schemes[glob]) for pattern, glob in zip(patterns, globs, strict=True)]
+    globs = {name: scheme for name, scheme in schemes.items() if re.search(r"[*?\[]", name)}
+    patterns = compiled(list(map(_expression, globs)))
+    exact = {name: scheme for name, scheme in schemes.items() if name not in globs}
+    return exact, list(zip(patterns, globs.values(), strict=True))
 
 
 def _expression(glob: str) -> str:
