@@ -131,7 +131,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.checkpoint": {
         "server.arch.names", "server.blocks", "server.checkpoint", "server.distributed", "server.folders",
         "server.quant.configs", "server.quant.dialects", "server.quant.left_out", "server.quant.meanings",
-        "server.quant.packing", "server.quant.sizes", "server.quant.stored",
+        "server.quant.packing", "server.quant.quark", "server.quant.sizes", "server.quant.stored",
     },
     "server.checkpoint.download": {"server.checkpoint.files", "server.folders"},
     "server.checkpoint.files": set(),
@@ -197,11 +197,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.quant": {"server.quant"},
     "server.quant.configs": {"server.quant.expressions"},
     "server.quant.expressions": set(),
-    "server.quant.left_out": {"server.quant.configs", "server.quant.expressions"},
+    "server.quant.left_out": {"server.quant.configs", "server.quant.expressions", "server.quant.quark"},
     "server.quant.packing": set(),
     "server.quant.dialects": {"server.quant.configs", "server.quant.left_out"},
-    "server.quant.meanings": {"server.quant.configs"},
-    "server.quant.sizes": {"server.quant.configs", "server.quant.dialects", "server.quant.left_out"},
+    "server.quant.meanings": {"server.quant.configs", "server.quant.quark"},
+    "server.quant.quark": {"server.quant.configs", "server.quant.expressions"},
+    "server.quant.sizes": {
+        "server.quant.configs", "server.quant.dialects", "server.quant.left_out", "server.quant.quark",
+    },
     "server.quantisation": {"server.checkpoint.formats", "server.checkpoint.quantize_config", "server.quant"},
     "server.quantising": {
         "server.arch", "server.backends.device", "server.backends.protocol", "server.checkpoint",

@@ -12,6 +12,7 @@ from typing import Any
 
 from server.quant.configs import AGAIN, FormatError, compiled, shown, strings
 from server.quant.expressions import Expression
+from server.quant.quark import Layers
 
 HEADS = ("lm_head", "embed_out", "output_layer")
 HEADS_AND_ROUTERS = (*HEADS, "gate")  # what tools leave dense unless they are told otherwise
@@ -82,16 +83,22 @@ class Rule:
 
 @dataclass(frozen=True)
 class LeftOut:
-    """named: dense ones; rules: the first that fits decides; only: where there are any, all others are dense."""
+    """named: dense ones; rules: the first that fits decides; only: where there are any, all others are dense.
+
+    of_quark: the schemes of all others.
+    """
 
     named: Names = field(default_factory=Names)
     rules: tuple[Rule, ...] = ()
     only: Ends = field(default_factory=Ends)
+    of_quark: Layers | None = None
 
     def hold(self, name: str) -> bool:
         """Whether the layer of this name is dense."""
         if self.named.hold(name) or (self.only.entries and not self.only.hold(name)):
             return True
+        if self.of_quark is not None:
+            return self.of_quark.of(name) is None
         rule = next((rule for rule in self.rules if rule.pattern.match(name)), None)
         return rule is not None and rule.is_dense
 
@@ -103,6 +110,8 @@ class LeftOut:
 
 def of_config(config: Mapping[str, Any], method: str) -> LeftOut:
     """What a config of this `quant_method` leaves dense. Raises FormatError."""
+    if method == "quark":
+        return LeftOut(Names(strings(config, "exclude")), of_quark=Layers(config))
     named = [entry for key in NAMED for entry in strings(config, key)]
     if method == "compressed-tensors":
         targets = _targets(config)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from server.quant.configs import FormatError, shown
+from server.quant.quark import parts_of
 
 Values = Sequence[object]
 TRUTH: Values = (False, True)
@@ -28,7 +29,14 @@ SERVED: Mapping[str, Mapping[str, Values]] = {
         "rotation": NOTHING,  # what inputs are multiplied with
         "adapter": NOTHING,  # what is added to a layer's output
     },
-    "awq": {"sym": OFF, "desc_act": OFF, "lm_head": TRUTH, "pack_dtype": ("int32",), "method": ("awq",)},
+    "awq": {
+        "sym": OFF,
+        "desc_act": OFF,
+        "lm_head": TRUTH,
+        "pack_dtype": ("int32",),
+        "method": ("awq",),
+        "pack_method": ("reorder",),
+    },
     "compressed-tensors": {},
     "fp8": {"scale_fmt": ("float", "ue8m0"), "expert_dtype": ("fp8",)},
     "fbgemm_fp8": {},
@@ -39,6 +47,7 @@ SERVED: Mapping[str, Mapping[str, Values]] = {
         "_load_in_8bit": TRUTH,
         "llm_int8_has_fp16_weight": OFF,
     },
+    "quark": {"quant_mode": ("eager_mode",), "softmax_quant_spec": NOTHING, "kv_cache_post_rope": TRUTH},
 }
 # Of `weights` and `input_activations` in the groups of compressed-tensors.
 SERVED_OF_WEIGHTS: Mapping[str, Values] = {
@@ -47,6 +56,16 @@ SERVED_OF_WEIGHTS: Mapping[str, Values] = {
     "actorder": (False, True, "group", "weight", "static", "dynamic"),  # tensors tell the order
 }
 SERVED_OF_INPUTS: Mapping[str, Values] = {"dynamic": (False, True, "local"), "symmetric": TRUTH, "actorder": NOTHING}
+# Of the parts of Quark's config, which names everything that its tensors have. `output_tensors` are keys and values.
+OF_QUARK: dict[str, Values] = {"is_scale_quant": OFF, "mx_element_dtype": NOTHING, "zero_point_type": ("int32",)}
+SERVED_OF_QUARK: Mapping[str, Mapping[str, Values]] = {
+    "export": {"weight_format": ("real_quantized",)},
+    "entry": {"bias": NOTHING},
+    "weight": OF_QUARK | {"is_dynamic": OFF, "symmetric": TRUTH},
+    "input_tensors": OF_QUARK | {"is_dynamic": TRUTH, "symmetric": TRUTH},
+    "output_tensors": OF_QUARK | {"is_dynamic": OFF, "symmetric": (True,), "dtype": ("fp8_e4m3",),
+                                  "qscheme": ("per_tensor",), "scale_format": ("float32",)},
+}  # fmt: skip
 
 # Keys that readers look at themselves.
 READ: Mapping[str, Sequence[str]] = {
@@ -59,7 +78,16 @@ READ: Mapping[str, Sequence[str]] = {
     "fp8": ("activation_scheme", "weight_block_size", "fmt", "activation_scale_ub"),
     "fbgemm_fp8": ("activation_scale_ub", "activation_scheme", "weight_block_size", "fmt"),
     "bitsandbytes": ("bnb_4bit_quant_type", "bnb_4bit_quant_storage"),
+    "quark": ("global_quant_config", "layer_type_quant_config", "layer_quant_config", "kv_cache_quant_config",
+              "exclude", "algo_config", "export"),
 }  # fmt: skip
+READ_OF_QUARK: Mapping[str, Sequence[str]] = {
+    "export": ("pack_method", "kv_cache_group"),
+    "entry": ("weight", "input_tensors", "output_tensors"),
+    "weight": ("dtype", "qscheme", "ch_axis", "group_size", "scale_format"),
+    "input_tensors": ("dtype", "qscheme", "ch_axis"),
+    "output_tensors": (),
+}
 # What the rules of GPTQModel's `dynamic` may not change: it is read for all layers alike.
 THE_SAME_FOR_ALL = ("format", "checkpoint_format", "method", "quant_method", "adapter", "rotation")
 READ_OF_WEIGHTS = ("num_bits", "type", "strategy", "group_size", "block_structure")
@@ -79,7 +107,17 @@ WITHOUT_MEANING: Mapping[str, Sequence[str]] = {
     "fbgemm_fp8": (),
     "bitsandbytes": ("llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload", "bnb_4bit_compute_dtype",
                      "bnb_4bit_use_double_quant"),
+    "quark": ("version",),
 }  # fmt: skip
+ROUNDED = ("round_method", "scale_type", "scale_calculation_mode", "observer_cls", "enable_buffer_reuse",
+           "max_input_numel", "block_size")  # fmt: skip
+WITHOUT_MEANING_OF_QUARK: Mapping[str, Sequence[str]] = {
+    "export": ("weight_merge_groups", "min_kv_scale"),
+    "entry": ("target_device",),
+    "weight": ROUNDED,
+    "input_tensors": (*ROUNDED, "group_size", "scale_format"),
+    "output_tensors": (*ROUNDED, "group_size", "ch_axis"),
+}
 WITHOUT_MEANING_OF_WEIGHTS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
 
@@ -91,6 +129,8 @@ def refuse_other_meanings(config: Mapping[str, Any], method: str) -> None:
         for group in (config.get("config_groups") or {}).values():
             _check(group.get("weights") or {}, SERVED_OF_WEIGHTS, "`weights`")
             _check(group.get("input_activations") or {}, SERVED_OF_INPUTS, "`input_activations`")
+    if method == "quark":
+        _refuse_others_of_quark(config)
     for pattern, change in (config.get("dynamic") or {}).items() if method == "gptq" else ():
         if other := next((key for key in THE_SAME_FOR_ALL if key in change and change[key] != config.get(key)), None):
             raise FormatError(
@@ -100,6 +140,25 @@ def refuse_other_meanings(config: Mapping[str, Any], method: str) -> None:
     in_8_bits, in_4_bits = (any(config.get(f"{start}load_in_{bits}bit") for start in ("", "_")) for bits in (8, 4))
     if method == "bitsandbytes" and in_8_bits and in_4_bits:
         raise FormatError("`load_in_8bit` and `load_in_4bit` of a bitsandbytes checkpoint exclude each other: give one")
+
+
+def _refuse_others_of_quark(config: Mapping[str, Any]) -> None:
+    """Likewise for the parts of its config, and for every key that nobody knows: its config says all of its tensors."""
+    known = [*SERVED["quark"], *READ["quark"], *WITHOUT_MEANING["quark"], "quant_method"]
+    _refuse_unknown(config, known, "a quark checkpoint")
+    for kind, part in parts_of(config):
+        of = "a quark checkpoint" if kind == "entry" else f"`{kind}` of a quark checkpoint"
+        _refuse_unknown(part, [*SERVED_OF_QUARK[kind], *READ_OF_QUARK[kind], *WITHOUT_MEANING_OF_QUARK[kind]], of)
+        _check(part, SERVED_OF_QUARK[kind], of)
+
+
+def _refuse_unknown(config: Mapping[str, Any], known: Sequence[str], of: str) -> None:
+    for key in config:
+        if key not in known:
+            raise FormatError(
+                f"`{key}` {shown(config[key])} of {of} is not known, and might change what codes mean: take another "
+                "checkpoint of this model"
+            )
 
 
 def _check(config: Mapping[str, Any], served: Mapping[str, Values], of: str) -> None:

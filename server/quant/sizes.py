@@ -18,6 +18,7 @@ from server.quant import left_out
 from server.quant.configs import FormatError, block_size, group_size, read_config, shown, strategy_of
 from server.quant.dialects import translated
 from server.quant.left_out import LeftOut
+from server.quant.quark import Layers
 
 # Inputs of a block, which share a scale in memory, where products are of integers. Groups are filled up to whole ones.
 BLOCKS = (128, 64, 32)
@@ -258,6 +259,24 @@ def _bitsandbytes(config: Mapping[str, Any]) -> Storage:
     return Storage("bitsandbytes", 4, group=64, has_levels=True, kind=kind)
 
 
+def _quark(config: Mapping[str, Any]) -> Storage:
+    if (first := Layers(config).first) is None:  # only the cache of keys and values is in fewer bits
+        return Storage("quark")
+    inputs = "" if first.inputs is None else "fp8" if first.is_float else "int8"
+    return Storage(
+        "quark",
+        first.bits,
+        first.group,
+        scale_bytes=2 if first.group and not first.is_float else 4,
+        zero_bytes=int(first.has_zero),
+        rounds_inputs=first.inputs is not None,
+        has_levels=first.bits == 4 and first.is_float,
+        kind=inputs,
+        is_float=first.bits == 8 and first.is_float,
+        has_float_inputs=inputs == "fp8",
+    )
+
+
 # By `quant_method`.
 READERS: Mapping[str, Callable[[Mapping[str, Any]], Storage]] = {
     "gptq": _gptq,
@@ -266,4 +285,5 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], Storage]] = {
     "fp8": _float8,
     "fbgemm_fp8": _float8,
     "bitsandbytes": _bitsandbytes,
+    "quark": _quark,
 }

@@ -37,11 +37,20 @@ WEIGHT_ONLY = {
         *("W4A16", "W4A16_ASYM", "W8A16", "NVFP4A16", "MXFP4A16"),
         *("mixtral-W4A16", "mixtral-NVFP4A16", "phi3-W8A16"),
     ],
+    "quark": [
+        *("uint4-groups", "uint4-groups-in-order", "int4-groups", "int4-groups-in-order"),
+        *("int4-rows", "uint4-rows-in-order", "uint4-of-all", "int8-groups", "uint8-groups", "int8-rows", "uint8-rows"),
+        *("fp8-of-all", "fp8-rows", "mxfp4", "mxfp4-inputs", "mixed"),
+    ],
     "gptqmodel": ["gptq-4", "gptq-4-act", "gptq-8", "gptq-3", "mixtral-4", "phi3-4", "awq-4", "starcoder2-4"],
 }
 # Layers in fewer bits: seven in each of two layers of a Llama. GPTQModel writes Phi-3's gates and ups apart.
-LAYERS = {"mixtral": 32, "phi3-W8A16": 8, "phi3-4": 10, "starcoder2": 12}
-ROUNDED = {"modelopt": ["fp8", "fp8-rows"], "llmcompressor": ["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"]}
+LAYERS = {"mixtral": 32, "phi3-W8A16": 8, "phi3-4": 10, "starcoder2": 12, "mixed": 10}
+ROUNDED = {
+    "modelopt": ["fp8", "fp8-rows"],
+    "quark": ["fp8-fixed", "fp8-tokens", "int8-fixed"],
+    "llmcompressor": ["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"],
+}
 Made = Callable[[str], Path]
 
 pytestmark = pytest.mark.formats

@@ -12,6 +12,7 @@ from server.checkpoint.formats.compressed import CompressedFormat
 from server.checkpoint.formats.float8 import Float8Format
 from server.checkpoint.formats.gptq import GptqFormat
 from server.checkpoint.formats.protocol import Format, FormatError
+from server.checkpoint.formats.quark import QuarkFormat
 from server.checkpoint.quantize_config import with_file
 from server.quant import configs, sizes
 from server.quant.dialects import translated
@@ -25,6 +26,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "fp8": Float8Format,
     "fbgemm_fp8": Float8Format,
     "bitsandbytes": BitsAndBytesFormat,
+    "quark": QuarkFormat,
 }
 
 
@@ -44,7 +46,6 @@ REFUSED: Mapping[str, str] = {
     "spqr": USE_GPTQ,
     "squeezellm": USE_GPTQ,
     "bitnet": USE_GPTQ,
-    "quark": USE_GPTQ,
     "qqq": USE_GPTQ,
     "paroquant": USE_GPTQ,
     "quanto": f"{IN_FLIGHT} int8 or int4",

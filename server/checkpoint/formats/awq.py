@@ -66,6 +66,11 @@ class AwqFormat(Format):
             raise FormatError(
                 f"`zero_point` of an awq checkpoint must be true or false. Given: {shown(has_zeros)}; {AGAIN}"
             )
+        if not has_zeros and config.get("pack_method") is not None:
+            raise FormatError(
+                "`zero_point` false of an awq checkpoint that Quark wrote is not served, since its codes are signed: "
+                "export it as quark and not as awq"
+            )
         self._group_size = group_size(_either(config, ("group_size", "q_group_size"), 128), "an awq checkpoint")
         self.left_out = left_out.of_config(config, self.name)
 
@@ -84,8 +89,8 @@ class AwqFormat(Format):
         kept, of_input = torch.unique(groups[slice(*part.columns)], return_inverse=True)
         first, last = int(kept[0]), int(kept[-1]) + 1
         scale = tensors.read_box("scales", (num_groups, outputs), FLOATS, [(first, last)], part.rows)
-        codes = _codes(tensors, "qweight", (inputs, outputs // PACKED), part.columns, part.rows)
-        zeros = _codes(tensors, "qzeros", (num_groups, outputs // PACKED), (first, last), part.rows)
+        codes = packed_outputs(tensors, "qweight", (inputs, outputs), part.columns, part.rows)
+        zeros = packed_outputs(tensors, "qzeros", (num_groups, outputs), (first, last), part.rows)
         return QuantisedWeight(
             codes,
             BITS,
@@ -110,14 +115,24 @@ def _either(config: Mapping[str, Any], keys: Sequence[str], usual: object) -> An
     return found[first] if found else usual
 
 
-def _codes(tensors: Tensors, suffix: str, shape: tuple[int, int], part: tuple[int, int], rows: Ranges) -> Codes:
-    """Codes [outputs, part] of a packed tensor: those of the layer's `rows`."""
+def packed_outputs(
+    tensors: Tensors,
+    suffix: str,
+    shape: tuple[int, int],
+    part: tuple[int, int],
+    rows: Ranges,
+    places: tuple[int, ...] = PLACES,
+) -> Codes:
+    """Codes [outputs, part] of a tensor of (inputs or groups, outputs) codes of 4 bits: those of the layer's `rows`.
+
+    places: where in its word each of 8 neighbouring outputs lies.
+    """
     found: list[Codes] = []
     for bounds in rows:
-        (first, last), inside = covering(bounds, PACKED, shape[1] * PACKED)
+        (first, last), inside = covering(bounds, PACKED, shape[1])
         words = replace(tensors, mapped=True).read_box(
-            suffix, shape, (torch.int32,), [part], [(first // PACKED, last // PACKED)]
+            suffix, (shape[0], shape[1] // PACKED), (torch.int32,), [part], [(first // PACKED, last // PACKED)]
         )
-        whole = PackedCodes((words,), BITS, PLACES)
+        whole = PackedCodes((words,), BITS, places)
         found.append(whole if (first, last) == bounds else whole.unpacked()[inside])
     return joined_outputs(found)

@@ -118,6 +118,24 @@ def float8_blocks(codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
     return {"weight": codes, "weight_scale_inv": scale}
 
 
+def quark_words(codes: Tensor, order: str) -> Tensor:
+    """codes [R, n] of 4 bits → int32 [R, n / 8]: eight neighbours in AWQ's order (reorder), or in theirs (order)."""
+    places = [0, 2, 4, 6, 1, 3, 5, 7] if order == "reorder" else [*range(8)]
+    return packed_rows(codes.int().unflatten(1, (-1, 8))[..., places].flatten(1), 4)
+
+
+def quark(codes: Tensor, scale: Tensor, zero: Tensor, dtype: str, order: str, *, in_groups: bool) -> dict[str, Tensor]:
+    """Integers [F, D], scale and zero [F, G] or, where a row has one, [F, 1]; in groups all are turned."""
+    number = getattr(torch, dtype, torch.int32)
+    if dtype in ("int4", "uint4"):
+        turned = codes.t() if in_groups else codes
+        packed, zeros = quark_words(turned, order), quark_words(zero.t(), order)
+    else:
+        packed, zeros = (codes.t() if in_groups else codes).to(number).contiguous(), zero.t().to(number)
+    kept = (lambda tensor: tensor.contiguous()) if in_groups else (lambda tensor: tensor[0].contiguous())
+    return {"weight": packed, "weight_scale": kept(scale.t()), "weight_zero_point": kept(zeros)}
+
+
 # The 16 numbers of float4 (E2M1), by code: a sign, two bits of exponent, one of fraction.
 FLOAT4 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -281,6 +281,68 @@ def mxfp8() -> How:
         return Layer({"weight": codes, "weight_scale": packers.exponents(scale)}, codes, scale, groups)
 
     return How(config, pack)
+
+
+QUARK = {"is_dynamic": False, "block_size": None, "symmetric": True, "round_method": "half_even", "scale_type": "float",
+         "zero_point_type": "int32", "scale_format": None, "mx_element_dtype": None, "is_scale_quant": False,
+         "observer_cls": "PerGroupMinMaxObserver", "ch_axis": None, "group_size": None}  # fmt: skip
+
+
+def _quark(weight: dict[str, Any], order: str = "reorder", inputs: dict[str, Any] | None = None) -> dict[str, Any]:
+    entry = {"weight": QUARK | weight, "input_tensors": inputs and QUARK | inputs, "output_tensors": None, "bias": None}
+    return {
+        "quant_method": "quark", "global_quant_config": entry, "layer_quant_config": {}, "layer_type_quant_config": {},
+        "kv_cache_quant_config": {}, "exclude": ["lm_head", "*.gate"], "algo_config": None, "quant_mode": "eager_mode",
+        "export": {"weight_format": "real_quantized", "pack_method": order, "kv_cache_group": []}, "version": "0.13",
+    }  # fmt: skip
+
+
+def quark(dtype: str, group_size: int, order: str = "reorder", *, is_symmetric: bool = False) -> How:
+    """Integers in groups, or of rows."""
+    shared = {"qscheme": "per_group", "ch_axis": 1, "group_size": group_size}
+    weight = {"dtype": dtype, "symmetric": is_symmetric, **shared}
+    if group_size < 0:
+        weight |= {"qscheme": "per_channel", "ch_axis": 0, "group_size": None}
+    bits = 4 if dtype.endswith("4") else 8
+    lower = 0 if dtype.startswith("u") else 1 << (bits - 1)
+
+    def pack(weight: Tensor) -> Layer:
+        groups = groups_of(group_size, weight.shape[1])
+        codes, scale, zero = to_levels(weight, groups, bits, is_symmetric=is_symmetric)
+        codes, zero = codes - lower, zero - lower
+        tensors = packers.quark(codes, scale, zero, dtype, order, in_groups=group_size > 0)
+        return Layer(tensors, codes, scale, groups, zero)
+
+    return How(_quark(weight, order), pack)
+
+
+def quark_float8(scheme: str, *, is_rounded: bool) -> How:
+    """scheme: of the weights' scales, per_tensor or per_channel; is_rounded: by one scale, or by those of tokens."""
+    of_all = scheme == "per_tensor"
+    inputs = {"dtype": "fp8_e4m3", "qscheme": scheme, "ch_axis": None if of_all else 1, "is_dynamic": not of_all}
+    weight = {"dtype": "fp8_e4m3", "qscheme": scheme, "ch_axis": None if of_all else 0}
+    packed = float8("fp8", "tensor" if of_all else "channel", is_fixed=of_all).pack
+
+    def pack(weight: Tensor) -> Layer:
+        layer = packed(weight)
+        tensors = dict(layer.tensors) | {"weight_scale": layer.tensors["weight_scale"].squeeze()}
+        if not is_rounded:
+            tensors.pop("input_scale", None)
+        return replace(layer, tensors=tensors, inputs=layer.inputs if is_rounded else None)
+
+    return How(_quark(weight, inputs=inputs if is_rounded else None), pack)
+
+
+def quark_mxfp4() -> How:
+    mxfp4_pack = mxfp4().pack
+    spec = {"dtype": "fp4", "qscheme": "per_group", "ch_axis": -1, "group_size": 32, "scale_format": "e8m0"}
+
+    def pack(weight: Tensor) -> Layer:
+        layer = mxfp4_pack(weight)
+        tensors = {"weight": layer.tensors["weight_packed"], "weight_scale": layer.tensors["weight_scale"]}
+        return replace(layer, tensors=tensors)
+
+    return How(_quark(spec, inputs=spec | {"is_dynamic": True}), pack)
 
 
 def auto_round(packing: str) -> How:

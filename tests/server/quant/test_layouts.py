@@ -58,6 +58,22 @@ def as_modelopt(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path
                     for name in ("k_proj.k_scale", "v_proj.v_scale")}  # fmt: skip
 
 
+def with_keys_and_values(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+    """As Quark scales them."""
+    given = config["quantization_config"]
+    entry = given["global_quant_config"]
+    cached = entry | {"output_tensors": entry["weight"]}
+    given["layer_quant_config"] = given["kv_cache_quant_config"] = {"*k_proj": cached, "*v_proj": cached}
+    for layer in range(2):
+        tensors |= {f"model.layers.{layer}.self_attn.{name}_proj.output_scale": torch.tensor(0.5) for name in "kv"}
+
+
+def with_older_keys_and_values(config: dict[str, Any], tensors: dict[str, Tensor], folder: Path) -> None:
+    with_keys_and_values(config, tensors, folder)
+    given = config["quantization_config"]
+    given["export"]["kv_cache_group"] = list(given.pop("kv_cache_quant_config"))
+
+
 def rotated(*locations: str) -> Change:
     """Quantised with rotations of these places."""
 
@@ -80,10 +96,23 @@ def without_method(config: dict[str, Any], tensors: dict[str, Tensor], folder: P
         ("mistral-awq", as_autoawq_01),
         ("llama-float8", as_modelopt),
         ("bloom-int8", rotated("weight_input", "weight_output")),
+        ("llama-quark-float8", with_keys_and_values),
+        ("llama-quark-float8", with_older_keys_and_values),
+        ("llama-quark", without_method),
         ("bloom-nf4", without_method),
         ("t5-eight-bits", without_method),
     ],
-    ids=["settings of TGI", "AutoAWQ 0.1", "ModelOpt", "merged rotations", "4 bits", "8 bits"],
+    ids=[
+        "settings of TGI",
+        "AutoAWQ 0.1",
+        "ModelOpt",
+        "merged rotations",
+        "keys of Quark",
+        "older keys of Quark",
+        "Quark",
+        "4 bits",
+        "8 bits",
+    ],
 )
 def test_the_same_codes_are_read_alike(quantised_models: Quantised, name: str, change: Change, tmp_path: Path) -> None:
     folder, _ = quantised_models(name)

@@ -16,6 +16,7 @@ from transformers.utils import quantization_config as of_transformers
 from server.checkpoint import formats
 from server.quant import meanings, sizes
 from server.quant.configs import FormatError, read_config
+from tests.server.quant import quantised
 
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
 INPUTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
@@ -29,6 +30,7 @@ GOOD: Mapping[str, Mapping[str, Any]] = {
     "fp8": {},
     "fbgemm_fp8": {},
     "bitsandbytes": {"load_in_4bit": True},
+    "quark": quantised.quark("uint4", 32).config,
 }
 CLASSES = {
     "gptq": "GPTQConfig",
@@ -45,6 +47,7 @@ RIGHT = {
     ("compressed-tensors", "config_groups"): [{"a": {"b": []}}],  # a group that leaves its layers alone
     ("fp8", "activation_scale_ub"): [1.5, 10**30],
     ("fbgemm_fp8", "activation_scale_ub"): [1.5, 10**30],
+    ("quark", "global_quant_config"): [{}],  # layers are in fewer bits where they are named
 }
 
 
@@ -113,3 +116,26 @@ def test_so_it_is_in_groups_of_compressed_tensors(part: str) -> None:
             assert found == "refused" or value in ("", [], {}) or value is True, (key, value)
     for key in meanings.WITHOUT_MEANING_OF_WEIGHTS:
         assert all(read(with_value(key, value)) != "refused" for value in WRONG)
+
+
+def of_quark(part: str, key: str, value: object) -> dict[str, Any]:
+    """A config of every part, with another value in one."""
+    entry = quantised.quark_float8("per_tensor", is_rounded=True).config["global_quant_config"]
+    parts = {kind: {**entry["weight"], "is_dynamic": False} for kind in ("weight", "input_tensors", "output_tensors")}
+    if part in parts:
+        parts[part] |= {key: value}
+    cached = {**entry, **parts} | ({key: value} if part == "entry" else {})
+    config = {**GOOD["quark"], "kv_cache_quant_config": {"*k_proj": cached}}
+    return config | ({"export": {**config["export"], key: value}} if part == "export" else {})
+
+
+@pytest.mark.parametrize("part", meanings.SERVED_OF_QUARK)
+def test_so_it_is_in_every_part_of_quarks_config(part: str) -> None:
+    assert read(of_quark(part, "unknown", None)) == "refused"
+    assert read(GOOD["quark"] | of_quark("none", "", None)) == read(GOOD["quark"])
+    for key in {*meanings.SERVED_OF_QUARK[part], *meanings.READ_OF_QUARK[part]} - {"group_size", "ch_axis"}:
+        for value in WRONG:
+            found = read(of_quark(part, key, value))
+            assert found == "refused" or value in ("", [], {}) or value is True, (key, value)
+    for key in meanings.WITHOUT_MEANING_OF_QUARK[part]:
+        assert all(read(of_quark(part, key, value)) != "refused" for value in WRONG), key

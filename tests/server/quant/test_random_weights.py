@@ -16,6 +16,7 @@ from server.config import ShardConfig
 from server.loading import ChooseBackend, load
 from server.model.transformer import Transformer
 from tests.server.driver import Prompt, all_logits, generate
+from tests.server.quant import quantised
 from tests.server.quant.test_quantisation import AWQ, FP8, GPTQ, LLM_INT8, NF4, W4A16, W8A8
 
 STATIC_FP8 = {
@@ -37,6 +38,10 @@ STORED: dict[str, dict[str, Any]] = {
     "w8a8": W8A8,
     "w4a16": W4A16,
     "static-fp8": STATIC_FP8,
+    "quark-uint4": {**quantised.quark("uint4", 128).config},
+    "quark-int8": {**quantised.quark("int8", 32).config},
+    "quark-fp8": {**quantised.quark_float8("per_tensor", is_rounded=True).config},
+    "quark-mxfp4": {**quantised.quark_mxfp4().config},
 }
 COMMON = {"vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32"}
 LLAMA = COMMON | {

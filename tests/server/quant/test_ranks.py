@@ -26,10 +26,21 @@ IN_SUITE = {
         "llama-gptq-3",
         "llama-int8-fixed",
         "llama-nvfp4",
+        "llama-quark",
+        "llama-quark-rows",
         "mixtral-int8",
         "t5-float8",
     ],
-    4: ["baichuan-packed", "llama-packed-table", "llama-packed-tied", "bloom-int8", "mistral-float8-blocks", "t5-gptq"],
+    4: [
+        "baichuan-packed",
+        "llama-packed-table",
+        "llama-packed-tied",
+        "bloom-int8",
+        "mistral-float8-blocks",
+        "t5-gptq",
+        "llama-quark-mixed",
+        "bloom-quark-eight-bits",
+    ],
     8: ["baichuan-gptq", "bloom-mxfp4", "llama-gptq-head", "llama-packed", "mixtral-awq", "llama-float8-rows"],
 }
 RUNS = [

@@ -42,6 +42,17 @@ def compressed(format: str = "int-quantized", *, inputs: object = None, **weight
     return {"quant_method": "compressed-tensors", "format": format, "config_groups": {"group_0": group}}
 
 
+QUARK = quantised.quark("int8", -1, is_symmetric=True).config
+
+
+def of_quark(**changes: object) -> dict[str, Any]:
+    return {**QUARK, "global_quant_config": QUARK["global_quant_config"] | changes}
+
+
+def quark(**changes: object) -> dict[str, Any]:
+    return of_quark(weight=QUARK["global_quant_config"]["weight"] | changes)
+
+
 BY_CONFIG = {
     "exl2": ({"quant_method": "exl2", "bits": 4.25}, r"'exl2'.*not served.*take a gptq, awq or compressed"),
     "marlin": ({"quant_method": "marlin"}, r"'marlin'.*not served.*take a gptq, awq or"),
@@ -95,7 +106,82 @@ BY_CONFIG = {
         r"'quanto'.*not served.*--quantize int8 or int4",
     ),
     "hqq without its name": ({"weight_quant_params": {"nbits": 4}}, r"'hqq'.*not served.*--quantize int4"),
-    "quark without its name": ({"global_quant_config": {"weight": {}}}, r"'quark'.*not served.*take a gptq, awq or"),
+    "quark without its name": (
+        {"global_quant_config": {"weight": {}}},
+        r"`pack_method` in `export` of a quark checkpoint must be reorder or order\. Given: None; take a checkp",
+    ),
+    "quark in float6": (quark(dtype="fp6_e2m3"), r"`dtype` 'fp6_e2m3' .*: for weights int4, .*, fp4 are; take another"),
+    "quark in blocks": (
+        quark(dtype="fp8_e4m3", qscheme="per_block"),
+        r"'per_block'.*fp8_e4m3 per_tensor, per_channel is",
+    ),
+    "quark of inputs": (quark(ch_axis=1), r"`ch_axis` 1 of a quark checkpoint is not served: .*per_channel 0 is; take"),
+    "quark with other exponents": (quark(scale_format="e5m3"), r"`scale_format` 'e5m3' .*weights in int8 float32 is"),
+    "quark with zeros of floats": (
+        quark(zero_point_type="float32"),
+        r"`zero_point_type` 'float32' of `weight` .*int32 is",
+    ),
+    "quark in several steps": (
+        of_quark(weight=[{}, {}]),
+        r"`weight` \[{}, {}\] .*an object is, of a single step of round",
+    ),
+    "quark with inputs of another kind": (
+        of_quark(input_tensors={"dtype": "fp8_e4m3"}),
+        r"`dtype` 'fp8_e4m3' .*for `input_tensors` beside weights of rows in int8 or fp8_e4m3 the same is, or inputs",
+    ),
+    "quark with scales of features": (
+        of_quark(input_tensors={"dtype": "int8", "qscheme": "per_channel", "ch_axis": -1, "is_dynamic": True}),
+        r"`qscheme` 'per_channel' .*for `input_tensors` per_tensor is, and where they are dynamic per_channel along 1",
+    ),
+    "quark with zeros of tokens": (
+        of_quark(input_tensors={"dtype": "int8", "qscheme": "per_tensor", "is_dynamic": True, "symmetric": False}),
+        r"`symmetric` False of a quark checkpoint is not served: for `input_tensors` that are dynamic true is; take",
+    ),
+    "quark with inputs alone": (
+        of_quark(weight=None, input_tensors={"dtype": "int8"}),
+        r"`input_tensors` .*is a `weight`",
+    ),
+    "quark with biases": (of_quark(bias={"dtype": "int8"}), r"`bias` .* of a quark checkpoint is not served: null is"),
+    "quark with outputs": (
+        of_quark(output_tensors={"dtype": "int8"}),
+        r"`output_tensors` .*served where `kv_cache_quant_config` has them too, and other layers have some: take",
+    ),
+    "quark with keys in int8": (
+        QUARK
+        | {"kv_cache_quant_config": {"*k_proj": of_quark(output_tensors={"dtype": "int8"})["global_quant_config"]}},
+        r"`dtype` 'int8' of `output_tensors` of a quark checkpoint is not served: fp8_e4m3 is; take another",
+    ),
+    "quark that is dense": (
+        QUARK | {"export": {"pack_method": "order", "weight_format": "fake_quantized"}},
+        r"`weight_format` 'fake_quantized' of `export` of a quark checkpoint is not served: real_quantized is",
+    ),
+    "quark in another order": (
+        QUARK | {"export": {"pack_method": "best"}},
+        r"must be reorder or order\. Given: 'best'",
+    ),
+    "quark rotated": (
+        QUARK | {"algo_config": [{"name": "awq"}, {"name": "rotation", "r1": True, "r4": True}]},
+        r"`algo_config` 'rotation' .*: smooth, .* are, and rotation without r3, r4, online_r1_rotation, since they",
+    ),
+    "quark of low rank": (QUARK | {"algo_config": {"name": "svdquant"}}, r"`algo_config` 'svdquant' .* is not served"),
+    "quark with attention": (
+        QUARK | {"softmax_quant_spec": {"dtype": "fp8_e4m3"}},
+        r"`softmax_quant_spec` .*null is; take",
+    ),
+    "quark with tables": (
+        QUARK | {"layer_type_quant_config": {"Embedding": {}}},
+        r"`layer_type_quant_config` 'Embedding' of a quark checkpoint is not served: Linear is; take another",
+    ),
+    "quark by letters": (QUARK | {"exclude": ["*.[01].*"]}, r"`exclude` .*: for patterns of names \* and \? are; take"),
+    "quark with more": (
+        QUARK | {"best": 1},
+        r"`best` 1 of a quark checkpoint is not known, and might change what codes",
+    ),
+    "quark as awq with signs": (
+        AWQ | {"zero_point": False, "pack_method": "reorder"},
+        r"`zero_point` false of an awq checkpoint that Quark wrote is not served, since its codes are signed: export",
+    ),
+    "quark as awq in order": (AWQ | {"pack_method": "order"}, r"`pack_method` 'order' of an awq .*: reorder is; take"),
     "torchao without its name": ({"quant_type": {"default": {}}}, r"'torchao'.*not served.*--quantize int8 or int4"),
     "sparse without a method": (
         {"sparsity_config": {"format": "sparse-24-bitmask"}},
@@ -379,6 +465,15 @@ BY_TENSORS = {
     "levels without numbers": ("mistral-fp4", in_place("weight.quant_map", NAN), r"weight\.quant_map has nan among"),
     "inputs without numbers": ("llama-float8", in_place("input_scale", NAN), r"input_scale has nan among"),
     "inputs without end": ("llama-int8-fixed", in_place("input_scale", INF), r"input_scale has inf among"),
+    "quark without numbers": ("llama-quark", in_place("weight_scale", NAN), r"weight_scale has nan among"),
+    "quark that is dense by its config": (
+        "llama-quark-mixed",
+        lambda tensors: tensors.update({"model.layers.0.mlp.up_proj.weight_scale": torch.ones(2, 96)}),
+        r"up_proj has a `weight_scale`, and config\.json leaves it dense: they do not belong together, download both",
+    ),
+    "quark in another shape": (
+        "llama-quark", with_tensor("weight_scale", torch.ones(64, 3)), r"weight_scale in .* has shape \[64, 3\], but",
+    ),
     "inputs by 0": ("llama-float8", in_place("input_scale", 0.0), r"input_scale is 0\.0, and .*above 0.*download"),
     "inputs below 0": ("llama-int8-fixed", in_place("input_scale", -0.5), r"input_scale is -0\.5, and .*above 0"),
     "biases that nobody adds": (

@@ -73,7 +73,11 @@ def of_model(folder: Path, config: Mapping[str, object] | None = None) -> dict[s
 def test_random_weights_have_the_format_of_the_config(quantised_models: Quantised, name: str) -> None:
     found = of_model(quantised_models(name)[0] / "quantised")
     dense = {role for role, kind in found.items() if kind is Tensor}
-    named = {"llama-awq-mixed": {"mlp_up"}, "llama-gptq-mixed": {"mlp_down"}}.get(name, set())
+    named = {
+        "llama-awq-mixed": {"mlp_up"},
+        "llama-gptq-mixed": {"mlp_down"},
+        "llama-quark-mixed": {"mlp_up", "v"},
+    }.get(name, set())
     head = set() if "head" in name else {"head"}
     assert dense == (named | head | {"router"}) & set(found)
 
