@@ -1,5 +1,7 @@
 """The OpenAPI document: what FastAPI would find out if the routes let it parse bodies and write answers.
 
+Answers are TypedDicts: mypy holds what builds them to their shapes, which are here made schemas of.
+
 `documented` is what a route says of itself; `api_document` adds what holds for all: keys, ids, and errors from around
 the routes. It is made once, at start.
 """
@@ -12,13 +14,14 @@ from typing import Any, Literal
 
 import orjson
 from fastapi import FastAPI
-from pydantic import BaseModel
+from pydantic import TypeAdapter
 
 from router import deadline, schemas
-from router.anthropic.documents import MessageError
+from router.anthropic.answers import MessageError
 from router.error_shapes import ANTHROPIC
+from router.errors import ErrorResponse
 from router.middleware import OPEN_PATHS, PATHS_OF_ANTHROPIC
-from router.openai.documents import ErrorAnswer
+from router.openai.answers import ErrorAnswer
 
 Json = dict[str, Any]
 SECURITY, OF_ANTHROPIC = "ApiKey", "AnthropicApiKey"
@@ -50,7 +53,7 @@ def documented(
     *,
     events: Any = None,
     last_data: str = "",
-    errors: Any = schemas.ErrorResponse,
+    errors: Any = ErrorResponse,
     statuses: Sequence[int] = ERROR_STATUSES,
 ) -> Json:
     """What a route that takes JSON says of itself, as arguments of `app.post`.
@@ -77,8 +80,8 @@ def documented(
 
 
 @cache
-def _inlined(model: type[BaseModel], mode: Literal["validation", "serialization"]) -> Json:
-    return inlined(model.model_json_schema(mode=mode))
+def _inlined(shape: Any, mode: Literal["validation", "serialization"]) -> Json:
+    return inlined(TypeAdapter(shape).json_schema(mode=mode))
 
 
 def inlined(schema: Json) -> Json:
@@ -102,7 +105,7 @@ def api_document(app: FastAPI, *, has_keys: bool, is_on_loopback: bool) -> bytes
     """The whole document, of the routes that the application has now."""
     document = app.openapi()
     components = document.setdefault("components", {})
-    components.setdefault("schemas", {}).update(_schemas_of(schemas.ErrorResponse, ErrorAnswer, MessageError))
+    components.setdefault("schemas", {}).update(_schemas_of(ErrorResponse, ErrorAnswer, MessageError))
     if has_keys:
         components["securitySchemes"] = SECURITY_SCHEMES
     for name in ("HTTPValidationError", "ValidationError"):  # the framework's, which no route of ours answers with
@@ -123,14 +126,14 @@ def api_document(app: FastAPI, *, has_keys: bool, is_on_loopback: bool) -> bytes
     return orjson.dumps(document)
 
 
-def _schemas_of(*models: type[BaseModel]) -> Json:
-    return {model.__name__: inlined(model.model_json_schema(mode="serialization")) for model in models}
+def _schemas_of(*shapes: type) -> Json:
+    return {shape.__name__: _inlined(shape, "serialization") for shape in shapes}
 
 
 def _error(path: str) -> Json:
     """What the layers around the routes answer, in the shape of the path's API."""
-    model: type[BaseModel] = ErrorAnswer if path.startswith("/v1/") else schemas.ErrorResponse
+    shape: type = ErrorAnswer if path.startswith("/v1/") else ErrorResponse
     if path.startswith(ANTHROPIC):
-        model = MessageError
-    schema = {"$ref": f"#/components/schemas/{model.__name__}"}
+        shape = MessageError
+    schema = {"$ref": f"#/components/schemas/{shape.__name__}"}
     return {"description": "Refused before a route has seen it", "content": {"application/json": {"schema": schema}}}

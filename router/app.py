@@ -12,18 +12,20 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.routing import APIRoute
+from pydantic import Field
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Match
+from typing_extensions import TypedDict
 
-from router import deadline, schemas
+from router import deadline
 from router.accounts import AccountMetrics, Accounts
 from router.anthropic.routes import add_anthropic_routes
 from router.api_document import api_document
@@ -35,7 +37,7 @@ from router.chat.template import ChatTemplate
 from router.client import KvCache, ModelInfo, ShardError, Shards
 from router.config import RouterConfig
 from router.error_shapes import error_response, status_response
-from router.errors import RouterError, Unavailable, Unhealthy, for_clients
+from router.errors import ErrorResponse, RouterError, Unavailable, Unhealthy, for_clients
 from router.generation import Generator
 from router.grammars.compiler import Compiler
 from router.grammars.grammar import Matching
@@ -223,10 +225,10 @@ def _add_status_routes(app: FastAPI, services: Services) -> None:
 
     add_playground_routes(app, services, health)
     app.head("/", include_in_schema=False)(health)  # a probe, whatever it accepts
-    alive: dict[str, Any] = {"response_class": Response, "responses": {503: {"model": schemas.ErrorResponse}}}
+    alive: dict[str, Any] = {"response_class": Response, "responses": {503: {"model": ErrorResponse}}}
     for path in ("/health", "/ping"):
         app.get(path, summary="200 with an empty body while requests can be answered", **alive)(health)
-    of_info: dict[str, Any] = {"response_class": Response, "responses": {200: {"model": schemas.InfoBody}}}
+    of_info: dict[str, Any] = {"response_class": Response, "responses": {200: {"model": InfoBody}}}
     app.get("/info", summary="The model and the limits", **of_info)(info)
     app.get("/metrics", summary="Prometheus metrics", response_class=PlainTextResponse)(metrics)
 
@@ -248,8 +250,50 @@ async def check_health(services: Services) -> None:
         raise Unhealthy(f"unhealthy: a step has been running for {health.oldest_step_ms} ms on shard {health.rank}")
 
 
-def info_body(services: Services) -> dict[str, Any]:
-    """The fields of all TGI versions, and our own."""
+class InfoBody(TypedDict):
+    """The answer of `/info`: the fields of all TGI versions, and our own."""
+
+    model_id: str
+    model_sha: str | None
+    model_dtype: str
+    model_device_type: Literal["cpu", "cuda"]
+    model_pipeline_tag: str | None
+    max_concurrent_requests: int
+    max_best_of: int
+    max_stop_sequences: int
+    max_top_n_tokens: int
+    max_input_length: int
+    max_input_tokens: int
+    max_total_tokens: int
+    waiting_served_ratio: float
+    max_batch_prefill_tokens: int
+    max_batch_total_tokens: int
+    max_waiting_tokens: int
+    max_batch_size: int | None
+    max_client_batch_size: int
+    validation_workers: int
+    num_shard: int
+    quantize: str | None
+    eos_token_ids: list[int]
+    generation_defaults: Annotated[
+        dict[str, Any], Field(description="What the model's publisher says; it is not applied.")
+    ]
+    decode_graphs: Annotated[
+        str, Field(description="Which steps are captured, and how long that took when shards started.")
+    ]
+    decode_graph_bytes: Annotated[int, Field(description="Of the device's memory, of each shard; 0: not known.")]
+    measured_products: Annotated[
+        list[str], Field(description="How each product is computed that was measured, by memory's GB/s.")
+    ]
+    clocks: Annotated[str | None, Field(description="Of a GPU while it decoded before the first request.")]
+    router: str
+    version: str
+    sha: str | None
+    docker_label: str | None
+
+
+def info_body(services: Services) -> InfoBody:
+    """What they are."""
     config, limits, model, cache = services.config, services.limits, services.model, services.cache
     return {
         "model_id": config.model_id,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from starlette.responses import Response
 
@@ -33,7 +33,7 @@ def error_response(error: RouterError, path: str) -> Response:
     """The whole HTTP response for an error."""
     if not path.startswith(OPENAI):
         return errors.error_response(error)
-    body_of = openai.error_body
+    body_of: Callable[[RouterError], object] = openai.error_body
     if path.startswith(ANTHROPIC):
         body_of = anthropic.error_body
     elif path.startswith(RESPONSES):

@@ -30,6 +30,7 @@ from typing import ClassVar
 
 import orjson
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 MOST_CHARACTERS_OF_A_CAUSE = 300
 # Addresses of memory and sockets, paths, stacks, and gRPC's words about its connections.
@@ -38,6 +39,13 @@ INTERNALS = re.compile(
     r"|connection (reset|refused|closed)|broken pipe",
     re.IGNORECASE,
 )
+
+
+class ErrorResponse(TypedDict):
+    """Every answer that is not a success."""
+
+    error: str
+    error_type: str
 
 
 class RouterError(Exception):
@@ -52,7 +60,7 @@ class RouterError(Exception):
         """Label of `tgi_request_failure`."""
         return self.error_type
 
-    def body(self) -> dict[str, str]:
+    def body(self) -> ErrorResponse:
         """What the client reads, as a whole response or as the last event of a stream."""
         return {"error": str(self), "error_type": self.error_type}
 
@@ -235,7 +243,7 @@ def headers_of(error: RouterError) -> Mapping[str, str]:
 
 def status_response(status: int, headers: Mapping[str, str] | None = None) -> Response:
     """The response for an error that HTTP itself defines, such as 404 or 405."""
-    told = {"error": status_sentence(status, headers), "error_type": status_type(status)}
+    told: ErrorResponse = {"error": status_sentence(status, headers), "error_type": status_type(status)}
     return json_error(told, status, headers or {})
 
 

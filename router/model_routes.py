@@ -9,11 +9,11 @@ import orjson
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from router.anthropic.documents import MessageError, MessageModel, MessageModels
+from router.anthropic.answers import MessageError, MessageModel, MessageModels
 from router.error_shapes import ANTHROPIC, error_response
 from router.errors import NotFound
 from router.openai import answers
-from router.openai.documents import ErrorAnswer, ServedModel, ServedModels
+from router.openai.answers import ErrorAnswer, ServedModel, ServedModels
 from router.serving import Services
 from router.version import version
 
@@ -24,7 +24,7 @@ Json = dict[str, Any]
 def add_model_routes(app: FastAPI, services: Services) -> None:
     """Serve what clients ask before they choose a model. There is one, and any name of it is taken elsewhere."""
     name, created = services.config.model_id, answers.now()
-    of_openai = {
+    of_openai: ServedModel = {
         "id": name,
         "object": "model",
         "created": created,
@@ -32,7 +32,7 @@ def add_model_routes(app: FastAPI, services: Services) -> None:
         "root": name,
         "max_model_len": services.limits.max_total_tokens,
     }
-    of_anthropic = {
+    of_anthropic: MessageModel = {
         "type": "model",
         "id": name,
         "display_name": name,
@@ -41,10 +41,11 @@ def add_model_routes(app: FastAPI, services: Services) -> None:
         "max_input_tokens": services.limits.max_input_length,
         "max_tokens": services.limits.max_total_tokens - 1,
     }
-    page = {"data": [of_anthropic], "has_more": False, "first_id": name, "last_id": name}
+    listed: ServedModels = {"object": "list", "data": [of_openai]}
+    page: MessageModels = {"data": [of_anthropic], "has_more": False, "first_id": name, "last_id": name}
 
     async def models(request: Request) -> Response:
-        return _in_shape(request, {"object": "list", "data": [of_openai]}, page)
+        return _in_shape(request, listed, page)
 
     async def one_model(request: Request, name: str) -> Response:
         if name != services.config.model_id:
@@ -62,6 +63,8 @@ def add_model_routes(app: FastAPI, services: Services) -> None:
     app.get("/v1/models/{name:path}", summary="The same by its name", **found)(one_model)
 
 
-def _in_shape(request: Request, of_openai: Json, of_anthropic: Json) -> Response:
+def _in_shape(
+    request: Request, of_openai: ServedModel | ServedModels, of_anthropic: MessageModel | MessageModels
+) -> Response:
     body = of_anthropic if VERSION in request.headers else of_openai
     return Response(orjson.dumps(body), media_type="application/json", headers={"vary": VERSION})

@@ -10,18 +10,19 @@ from typing import Annotated, Any
 
 import orjson
 from fastapi import FastAPI, Request
-from pydantic import BaseModel, Discriminator, Field, RootModel, Tag
+from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from router import schemas, tgi
 from router.api_document import documented
 from router.asked import Asked
 from router.errors import ValidationError
-from router.openai.answers import DONE_DATA
+from router.openai.answers import ChatCompletion, ErrorAnswer, TextCompletion
 from router.openai.asked import of_chat
-from router.openai.documents import ChatChunk, ChatCompletion, ErrorAnswer, TextChunk, TextCompletion
 from router.openai.routes import rendering_of
 from router.openai.schemas import ChatRequest, CompletionRequest
+from router.openai.streams import DONE_DATA, ChatChunk, TextChunk
 from router.samples import Answer, likeliest_first
 from router.schemas import GenerateRequest, Strict
 from router.serving import Handler, Services, collect, json_response, read, read_bytes
@@ -44,14 +45,14 @@ class VertexRequest(Strict):
     )
 
 
-class VertexResponse(BaseModel):
+class VertexResponse(TypedDict):
     """The answer of `/vertex`."""
 
-    predictions: list[str] = Field(description="A text for each instance.")
+    predictions: Annotated[list[str], Field(description="A text for each instance.")]
 
 
-class Event(RootModel[schemas.StreamResponse | ChatChunk | TextChunk | ErrorAnswer]):
-    """One event of a stream of `/invocations`."""
+# One event of a stream of `/invocations`.
+InvocationEvent = tgi.StreamResponse | ChatChunk | TextChunk | ErrorAnswer
 
 
 def add_platform_routes(app: FastAPI, services: Services, generate: Handler, chat: Handler, complete: Handler) -> None:
@@ -85,12 +86,13 @@ def add_platform_routes(app: FastAPI, services: Services, generate: Handler, cha
         num_characters = sum(len(one.prompt) for one in asked if isinstance(one.prompt, str))
         headers = tgi.response_headers(num_characters, opened, best, services.compute_type)
         texts = [_before(one) + finished.generated_text for one, finished in zip(body.instances, best, strict=True)]
-        return json_response({"predictions": texts}, headers)
+        told: VertexResponse = {"predictions": texts}
+        return json_response(told, headers)
 
     summary = "SageMaker's: a body of `/`, `/v1/chat/completions` or `/v1/completions`, answered as there"
     bodies = (GenerateRequest, ChatRequest, CompletionRequest)
-    answer = list[schemas.GenerateResponse] | ChatCompletion | TextCompletion
-    said = documented(bodies, answer, events=Event, last_data=DONE_DATA)
+    answer = list[tgi.GenerateResponse] | ChatCompletion | TextCompletion
+    said = documented(bodies, answer, events=InvocationEvent, last_data=DONE_DATA)
     app.post("/invocations", summary=summary, response_class=Response, **said)(invocations)
     of_vertex = documented(VertexRequest, VertexResponse)
     app.post("/vertex", summary="Vertex AI's: several prompts at once", response_class=Response, **of_vertex)(vertex)

@@ -1,21 +1,24 @@
 """The shapes of TGI's own routes: JSON bodies, server-sent events, response headers.
 
-Pure functions from answers and events to bytes and dicts. Frames are written by hand, because they are made for every
-token of every stream.
+The API's document is generated from the same shapes; nothing checks answers while the server runs. Of a frame all but
+what a token changes is written once, because there is one for every token of every stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, NotRequired
 
 from orjson import dumps
+from pydantic import Field
+from typing_extensions import TypedDict
 
 from router.asked import Asked
 from router.entry import Event, Failed, Finished, Token
 from router.generation import OpenRequest
 from router.samples import Answer, likeliest_first, one_per_prompt
 from router.schemas import GenerateParameters, GenerateRequest
+from router.text import FinishReason
 
 # A token of a stream but for the last, without candidates: index, token id, text, log-probability, special.
 TOKEN_FRAME = (
@@ -27,7 +30,98 @@ COUNT_HEADERS = (
     "x-compute-type", "x-compute-characters", "x-prompt-tokens", "x-generated-tokens", "x-compute-time", "x-total-time",
     "x-validation-time", "x-queue-time", "x-inference-time", "x-time-per-token",
 )  # fmt: skip
-Json = dict[str, Any]
+
+
+class TokenBody(TypedDict):
+    """One generated token."""
+
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+
+
+class PromptTokenBody(TypedDict):
+    """One token of the prompt; the first has no log-probability."""
+
+    id: int
+    text: str
+    logprob: float | None
+
+
+class Details(TypedDict):
+    """What `details` asks for, of each sample."""
+
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    prefill: list[PromptTokenBody]
+    tokens: list[TokenBody]
+    top_tokens: NotRequired[list[list[TokenBody]]]
+
+
+class SequenceBody(Details):
+    """A sample of `best_of` that is not the best."""
+
+    generated_text: str
+
+
+class Others(TypedDict, total=False):
+    """The samples that are not the best, where there is more than one."""
+
+    best_of_sequences: list[SequenceBody]
+
+
+class DetailsBody(Details, Others):
+    """What `details` asks for."""
+
+
+class GenerateResponse(TypedDict):
+    """The whole answer."""
+
+    generated_text: str
+    details: NotRequired[DetailsBody]
+
+
+class StreamDetailsBody(TypedDict):
+    """What `details` asks for, with the last token of a stream."""
+
+    finish_reason: FinishReason
+    generated_tokens: int
+    seed: int | None
+    input_length: int
+
+
+class StreamResponse(TypedDict):
+    """One server-sent event."""
+
+    index: int
+    token: TokenBody
+    top_tokens: NotRequired[list[TokenBody]]
+    generated_text: str | None
+    details: StreamDetailsBody | None
+
+
+class TokenizedBody(TypedDict):
+    """One token of a text, with its place in bytes."""
+
+    id: int
+    text: str
+    start: Annotated[int, Field(description="First byte in `inputs`.")]
+    stop: Annotated[int, Field(description="The byte after the last.")]
+
+
+class ChatTokenizedBody(TypedDict):
+    """A chat's prompt and its tokens."""
+
+    tokenize_response: list[TokenizedBody]
+    templated_text: str
+
+
+class DetokenizedBody(TypedDict):
+    """The text of token ids."""
+
+    text: str
 
 
 def asked(request: GenerateRequest) -> Asked:
@@ -35,27 +129,30 @@ def asked(request: GenerateRequest) -> Asked:
     return Asked(request.inputs, request.given)
 
 
-def response_body(request: GenerateRequest, answers: list[Answer]) -> Json:
+def response_body(request: GenerateRequest, answers: list[Answer]) -> GenerateResponse:
     """The answer of `/generate`."""
     given = request.given
     best, *others = likeliest_first(answers)
-    body: Json = {"generated_text": _visible_text(request, best.finished.generated_text)}
+    body: GenerateResponse = {"generated_text": _visible_text(request, best.finished.generated_text)}
     if given.details or given.decoder_input_details:
-        body["details"] = _details(best, given)
-        if len(answers) > 1:
-            body["details"]["best_of_sequences"] = [
-                {"generated_text": _visible_text(request, answer.finished.generated_text), **_details(answer, given)}
-                for answer in others
-            ]
+        body["details"] = {**_details(best, given), **_others(request, others)}
     return body
+
+
+def _others(request: GenerateRequest, answers: Sequence[Answer]) -> Others:
+    told: list[SequenceBody] = [
+        {"generated_text": _visible_text(request, answer.finished.generated_text), **_details(answer, request.given)}
+        for answer in answers
+    ]
+    return {"best_of_sequences": told} if told else {}
 
 
 def _visible_text(request: GenerateRequest, generated: str) -> str:
     return request.inputs + generated if request.given.return_full_text else generated
 
 
-def _details(answer: Answer, given: GenerateParameters) -> Json:
-    details: Json = {
+def _details(answer: Answer, given: GenerateParameters) -> Details:
+    details: Details = {
         "finish_reason": answer.finished.reason,
         "generated_tokens": answer.finished.generated_tokens,
         "seed": answer.seed,
@@ -67,7 +164,7 @@ def _details(answer: Answer, given: GenerateParameters) -> Json:
     return details
 
 
-def _token(token: Token) -> Json:
+def _token(token: Token) -> TokenBody:
     return {"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.special}
 
 
@@ -100,14 +197,17 @@ class EventFrames:
 
     def _frame(self, token: Token, finished: Finished | None) -> bytes:
         self._index += 1
-        event: Json = {"index": self._index, "token": _token(token)}
+        event: StreamResponse = {
+            "index": self._index,
+            "token": _token(token),
+            "generated_text": None if finished is None else _visible_text(self._request, finished.generated_text),
+            "details": self._details(finished) if finished and self._request.given.details else None,
+        }
         if token.top_tokens:
             event["top_tokens"] = [_token(top) for top in token.top_tokens]
-        event["generated_text"] = finished and _visible_text(self._request, finished.generated_text)
-        event["details"] = self._details(finished) if finished and self._request.given.details else None
         return frame(event)
 
-    def _details(self, finished: Finished) -> Json:
+    def _details(self, finished: Finished) -> StreamDetailsBody:
         return {
             "finish_reason": finished.reason,
             "generated_tokens": finished.generated_tokens,
@@ -116,7 +216,7 @@ class EventFrames:
         }
 
 
-def frame(event: Json) -> bytes:
+def frame(event: Mapping[str, object]) -> bytes:
     """One server-sent event. JSON has no raw newline, so one event is always one line."""
     return b"data: " + dumps(event) + b"\n\n"
 
@@ -165,10 +265,11 @@ def tokenized_body(text: str, tokens: Sequence[tuple[int, tuple[int, int]]]) -> 
 
 def chat_tokenized_body(text: str, tokens: Sequence[tuple[int, tuple[int, int]]]) -> bytes:
     """The answer of `/chat_tokenize`."""
-    return dumps({"tokenize_response": _tokens_in(text, tokens), "templated_text": text})
+    told: ChatTokenizedBody = {"tokenize_response": _tokens_in(text, tokens), "templated_text": text}
+    return dumps(told)
 
 
-def _tokens_in(text: str, tokens: Sequence[tuple[int, tuple[int, int]]]) -> list[Json]:
+def _tokens_in(text: str, tokens: Sequence[tuple[int, tuple[int, int]]]) -> list[TokenizedBody]:
     """Character offsets become byte offsets, as TGI's are."""
     byte_at = _byte_offsets(text, {offset for _, span in tokens for offset in span})
     return [

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from router import schemas, tgi
+from router import tgi
 from router.api_document import documented
 from router.samples import likeliest_first
 from router.schemas import GenerateRequest
@@ -32,8 +32,8 @@ def add_tgi_routes(app: FastAPI, services: Services) -> Handler:
         answer, headers = await _generate(request, body, services)
         return json_response([answer], headers)
 
-    events, answer = schemas.StreamResponse, schemas.GenerateResponse
-    listed = list[schemas.GenerateResponse]
+    events, answer = tgi.StreamResponse, tgi.GenerateResponse
+    listed = list[tgi.GenerateResponse]
     routes: list[tuple[str, Handler, dict[str, Any], str]] = [
         (
             "/",
@@ -51,7 +51,7 @@ def add_tgi_routes(app: FastAPI, services: Services) -> Handler:
 
 async def _generate(
     request: Request, body: GenerateRequest, services: Services
-) -> tuple[dict[str, Any], dict[str, str]]:
+) -> tuple[tgi.GenerateResponse, dict[str, str]]:
     """Body and headers of a plain answer."""
     opened, answers = await collect(request, [tgi.asked(body)], services)
     best = likeliest_first(answers)[0].finished

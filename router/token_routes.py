@@ -76,11 +76,12 @@ def add_token_routes(app: FastAPI, services: Services) -> None:
             ids, skips = body.tokens, body.skip_special_tokens
         with ClientConnection.of(request.scope).needed():
             text = await services.generator.detokenise(ids, skips is not False, **asked_by(request, services))
-        return json_response({"text": text} if is_tgi_s else named_text(text))
+        told: tgi.DetokenizedBody = {"text": text}
+        return json_response(told if is_tgi_s else named_text(text))
 
-    tokens = documented(GenerateRequest, list[schemas.TokenizedBody])
+    tokens = documented(GenerateRequest, list[tgi.TokenizedBody])
     app.post("/tokenize", summary="The tokens of a prompt", response_class=Response, **tokens)(tokenize)
-    chat = documented(ChatRequest, schemas.ChatTokenizedBody)
+    chat = documented(ChatRequest, tgi.ChatTokenizedBody)
     app.post("/chat_tokenize", summary="A chat's prompt and its tokens", response_class=Response, **chat)(chat_tokenize)
-    text = documented(DetokenizeRequest, schemas.DetokenizedBody)
+    text = documented(DetokenizeRequest, tgi.DetokenizedBody)
     app.post("/detokenize", summary="The text of token ids", response_class=Response, **text)(detokenize)

@@ -8,8 +8,9 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from router.anthropic import answers, asked, documents
+from router.anthropic import answers, asked
 from router.anthropic.schemas import CountRequest, MessagesRequest
+from router.anthropic.streams import PING, MessageEvent, MessageFrames
 from router.api_document import ERROR_STATUSES, documented
 from router.conversing import Turn, turn_of
 from router.generation import OpenRequest
@@ -26,12 +27,12 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         turn, given = turn_in(body, services), asked.parameters_of(body)
         head = answers.Head(f"msg_{request.state.request_id}", body.model or services.config.model_id)
 
-        def frames(opened: OpenRequest) -> answers.MessageFrames:
-            return answers.MessageFrames(head, turn.reader(services, opened.entries[0]), opened)
+        def frames(opened: OpenRequest) -> MessageFrames:
+            return MessageFrames(head, turn.reader(services, opened.entries[0]), opened)
 
         if body.stream:
             headers = {**STREAM_HEADERS, "x-compute-type": services.compute_type}
-            return await stream(request, [turn.asked(given)], services, frames, headers, ping=answers.PING)
+            return await stream(request, [turn.asked(given)], services, frames, headers, ping=PING)
         opened, [answer] = await collect(request, [turn.asked(given)], services)
         [entry] = opened.entries
         reader = turn.reader(services, entry)
@@ -41,14 +42,15 @@ def add_anthropic_routes(app: FastAPI, services: Services) -> None:
         turn = turn_in(await read(request, services, CountRequest), services)
         with ClientConnection.of(request.scope).needed():
             count = await services.generator.count(turn.render, **asked_by(request, services))
-        return json_response({"input_tokens": count})
+        told: answers.TokenCount = {"input_tokens": count}
+        return json_response(told)
 
     statuses = [status for status in ERROR_STATUSES if status != 422]  # answers.py makes it a 400
-    common: dict[str, Any] = {"errors": documents.MessageError, "statuses": statuses}
-    said = documented(MessagesRequest, documents.MessageAnswer, events=documents.MessageEvent, **common)
+    common: dict[str, Any] = {"errors": answers.MessageError, "statuses": statuses}
+    said = documented(MessagesRequest, answers.MessageAnswer, events=MessageEvent, **common)
     summary = "Anthropic's messages; server-sent events if `stream` is true"
     app.post("/v1/messages", summary=summary, response_class=Response, **said)(messages)
-    said = documented(CountRequest, documents.TokenCount, **common)
+    said = documented(CountRequest, answers.TokenCount, **common)
     summary = "How many tokens the prompt of such a message has"
     app.post("/v1/messages/count_tokens", summary=summary, response_class=Response, **said)(count_tokens)
 

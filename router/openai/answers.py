@@ -1,7 +1,7 @@
-"""The shapes of OpenAI's completions: whole answers, and chunks of streams.
+"""The shapes of OpenAI's completions and their errors, and whole answers in them.
 
-Pure functions from answers and events to bytes and dicts. Chunks are written by hand, because there is one for every
-token of every stream.
+The API's document is generated from the same shapes; nothing checks answers while the server runs. Left out: chunks of
+streams (`streams.py`), log-probabilities (`logprobs.py`).
 """
 
 from __future__ import annotations
@@ -10,22 +10,28 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Literal, NotRequired
 
-from orjson import dumps
+from typing_extensions import TypedDict
 
-from router.entry import Entry, Event, Failed, Finished, Token
+from router.chat.parts import CountingReader
+from router.chat.pieces import AnswerReader, Content, whole
+from router.entry import Entry, Finished, PromptScores
 from router.errors import RouterError, TooLong
-from router.generation import OpenRequest
+from router.openai.logprobs import ChatLogprobs, CompletionLogprobs, Scoring, TextLogprobs, shown_tokens, text_of
 from router.samples import Answer, one_per_prompt
 from router.text import FinishReason
-from router.tgi import frame
 from router.version import version
 
-DONE_DATA = "[DONE]"
-DONE = f"data: {DONE_DATA}\n\n".encode()
 FINGERPRINT = f"lockstep-{version()}"
-REASONS = {FinishReason.LENGTH: "length", FinishReason.EOS_TOKEN: "stop", FinishReason.STOP_SEQUENCE: "stop"}
+Reason = Literal["stop", "length"]
+ChatReason = Literal["stop", "length", "tool_calls"]
+ReasoningName = Literal["reasoning_content", "reasoning"]
+REASONS: dict[FinishReason, Reason] = {
+    FinishReason.LENGTH: "length",
+    FinishReason.EOS_TOKEN: "stop",
+    FinishReason.STOP_SEQUENCE: "stop",
+}
 ERROR_TYPES = {
     400: "invalid_request_error",
     401: "invalid_request_error",
@@ -44,14 +50,141 @@ NAMES = {
 }
 NOT_HERE = re.compile(r", or set `truncate`( to \d+)?")  # a remedy that `/v1` does not have
 CODES = {401: "invalid_api_key", 429: "rate_limit_exceeded"}
-Json = dict[str, Any]
 
 
-class UsageWanted(NamedTuple):
-    """Which chunks of a stream have counts of tokens: one more at its end, and each, as far as it has come."""
+class CachedTokens(TypedDict):
+    """Of the prompt."""
 
-    at_end: bool = False
-    in_every_chunk: bool = False
+    cached_tokens: int
+
+
+class ReasoningTokens(TypedDict):
+    """Of a chat's answers."""
+
+    reasoning_tokens: int
+
+
+class Usage(TypedDict):
+    """Counts of tokens, of all answers together."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: CachedTokens
+    completion_tokens_details: NotRequired[ReasoningTokens]
+
+
+class Answered(TypedDict):
+    """What whole answers and chunks begin with."""
+
+    id: str
+    created: int
+    model: str
+    system_fingerprint: str
+
+
+class CalledFunction(TypedDict):
+    """A function that the model calls. arguments: JSON, as far as the model keeps to it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(TypedDict):
+    """One call of an answer."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class ReasoningField(TypedDict, total=False):
+    """What the model thought before, by one of the names that clients know; null where it thought nothing."""
+
+    reasoning_content: str | None
+    reasoning: str | None
+
+
+class ChatMessage(ReasoningField):
+    """What the model says. Without text beside its calls, its content is null."""
+
+    role: Literal["assistant"]
+    content: str | None
+    tool_calls: NotRequired[list[ToolCall]]
+
+
+class StopReason(TypedDict, total=False):
+    """Which of the request's stop sequences and tokens ended an answer, as vLLM calls it; absent where none did."""
+
+    stop_reason: str | int
+
+
+class ChatChoice(StopReason):
+    """One answer of a chat."""
+
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: ChatReason
+
+
+class ChatCompletion(Answered):
+    """The whole answer of `/v1/chat/completions`."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class TextChoice(StopReason):
+    """One answer of a completion."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None
+    finish_reason: Reason
+
+
+class TextCompletion(Answered):
+    """The whole answer of `/v1/completions`."""
+
+    object: Literal["text_completion"]
+    choices: list[TextChoice]
+    usage: Usage
+
+
+class ServedModel(TypedDict):
+    """The model."""
+
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    root: str
+    max_model_len: int
+
+
+class ServedModels(TypedDict):
+    """The answer of `/v1/models`."""
+
+    object: Literal["list"]
+    data: list[ServedModel]
+
+
+class ErrorDetail(TypedDict):
+    """What is wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(TypedDict):
+    """Every answer of `/v1` that is not a success, and the last event of a stream that fails."""
+
+    error: ErrorDetail
+    error_type: str
 
 
 def now() -> int:
@@ -67,11 +200,10 @@ class Head:
     model: str
     created: int = field(default_factory=now)
 
-    def fields(self, object: str) -> Json:
-        """The fields before `choices`."""
+    def fields(self) -> Answered:
+        """What it says."""
         return {
             "id": self.id,
-            "object": object,
             "created": self.created,
             "model": self.model,
             "system_fingerprint": FINGERPRINT,
@@ -96,23 +228,25 @@ def context_sentence(error: TooLong) -> str:
     return f"{known}, of which a prompt may have {error.most_prompt}. However, your prompt has {has}."
 
 
-def usage(entries: Sequence[Entry], num_reasoning: int | None = None) -> Json:
+def usage(entries: Sequence[Entry], num_reasoning: int | None = None) -> Usage:
     """Counts of tokens; the prompt of several answers counts once for each. num_reasoning: of a chat's answers."""
     prompts = one_per_prompt(entries)
     prompt = sum(entry.request.input_length for entry in prompts)
     generated = sum(entry.generated.num_tokens for entry in entries)
-    return {
+    told: Usage = {
         "prompt_tokens": prompt,
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(entry.num_cached for entry in prompts)},
-        **({} if num_reasoning is None else {"completion_tokens_details": {"reasoning_tokens": num_reasoning}}),
     }
+    if num_reasoning is not None:
+        told["completion_tokens_details"] = {"reasoning_tokens": num_reasoning}
+    return told
 
 
-def chat_completion(head: Head, answers: Sequence[Answer], entries: Sequence[Entry]) -> Json:
-    """The whole answer of `/v1/chat/completions`."""
-    choices = [
+def chat_completion(head: Head, answers: Sequence[Answer], entries: Sequence[Entry]) -> ChatCompletion:
+    """The whole answer of `/v1/chat/completions`, of text alone."""
+    choices: list[ChatChoice] = [
         {
             "index": index,
             "message": {"role": "assistant", "content": answer.finished.generated_text},
@@ -122,12 +256,14 @@ def chat_completion(head: Head, answers: Sequence[Answer], entries: Sequence[Ent
         }
         for index, answer in enumerate(answers)
     ]
-    return head.fields("chat.completion") | {"choices": choices, "usage": usage(entries, 0)}
+    return {"object": "chat.completion", **head.fields(), "choices": choices, "usage": usage(entries, 0)}
 
 
-def completion(head: Head, answers: Sequence[Answer], entries: Sequence[Entry], echoed: Sequence[str]) -> Json:
+def completion(
+    head: Head, answers: Sequence[Answer], entries: Sequence[Entry], echoed: Sequence[str]
+) -> TextCompletion:
     """The whole answer of `/v1/completions`; each text begins with what is echoed of its prompt."""
-    choices = [
+    choices: list[TextChoice] = [
         {
             "index": index,
             "text": echo + answer.finished.generated_text,
@@ -137,12 +273,88 @@ def completion(head: Head, answers: Sequence[Answer], entries: Sequence[Entry], 
         }
         for index, (answer, echo) in enumerate(zip(answers, echoed, strict=True))
     ]
-    return head.fields("text_completion") | {"choices": choices, "usage": usage(entries)}
+    return {"object": "text_completion", **head.fields(), "choices": choices, "usage": usage(entries)}
 
 
-def stop_reason(finished: Finished) -> Json:
-    """Which of the request's stop sequences and tokens ended it, as vLLM calls it; nothing where none did."""
+def add_to_chat(body: ChatCompletion, answers: Sequence[Answer], scoring: Scoring) -> ChatCompletion:
+    """The same with the log-probabilities of its choices."""
+    for choice, answer in zip(body["choices"], answers, strict=True):
+        choice["logprobs"] = scoring.of_chat(shown_tokens(answer, scoring.tokenizer))
+    return body
+
+
+def add_to_completion(
+    body: TextCompletion, answers: Sequence[Answer], token_ids: Sequence[Sequence[int]], scoring: Scoring
+) -> TextCompletion:
+    """The same with the log-probabilities of its choices. token_ids: of each answer's prompt."""
+    for number, (choice, answer) in enumerate(zip(body["choices"], answers, strict=True)):
+        tokens = shown_tokens(answer, scoring.tokenizer)
+        if scoring.prompts:
+            tokens = scoring.prompt(number, token_ids[number], answer.prompt_scores or PromptScores()) + tokens
+            choice["text"] = text_of(tokens)
+        choice["logprobs"] = CompletionLogprobs(scoring).of(tokens)
+    return body
+
+
+def stop_reason(finished: Finished) -> StopReason:
+    """What of the request ended an answer."""
     return {} if finished.stopped_by is None else {"stop_reason": finished.stopped_by}
+
+
+def add_reasoning(told: ReasoningField, name: ReasoningName | None, text: str) -> None:
+    """Tell reasoning in a message or in a piece of one: null where there is none, nothing where no name is given."""
+    if name is not None:
+        told[name] = text or None
+
+
+def read_chat_completion(
+    head: Head,
+    answers: Sequence[Answer],
+    entries: Sequence[Entry],
+    readers: Sequence[CountingReader],
+    reasoning: ReasoningName | None,
+) -> ChatCompletion:
+    """The whole answer of `/v1/chat/completions`, with reasoning and calls of tools as its readers find them.
+
+    reasoning: what it is called; None: it is not shown.
+    """
+    each = enumerate(zip(answers, readers, strict=True))
+    choices = [_choice(index, answer, reader, reasoning) for index, (answer, reader) in each]
+    counts = usage(entries, sum(reader.num_reasoning for reader in readers))
+    return {"object": "chat.completion", **head.fields(), "choices": choices, "usage": counts}
+
+
+def _choice(index: int, answer: Answer, reader: CountingReader, reasoning: ReasoningName | None) -> ChatChoice:
+    pieces = [piece for token in answer.tokens for piece in reader.feed(token.text)]
+    content, finished = whole([*pieces, *reader.end()]), answer.finished
+    return {
+        "index": index,
+        "message": _message(content, reasoning),
+        "logprobs": None,
+        "finish_reason": chat_reason(finished.reason, reader, has_calls=bool(content.calls)),
+        **stop_reason(finished),
+    }
+
+
+def _message(content: Content, reasoning: ReasoningName | None) -> ChatMessage:
+    """Without text beside its calls, its content is null; calls are left out where there are none."""
+    told: ChatMessage = {
+        "role": "assistant",
+        "content": content.text or (None if content.calls else ""),
+    }
+    add_reasoning(told, reasoning, content.reasoning)
+    if content.calls:
+        told["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in content.calls
+        ]
+    return told
+
+
+def chat_reason(reason: FinishReason, reader: AnswerReader, *, has_calls: bool) -> ChatReason:
+    """In OpenAI's words: `tool_calls` only where all calls are complete and nothing was cut."""
+    calls = has_calls and not reader.is_in_call and reason is not FinishReason.LENGTH
+    return "tool_calls" if calls else REASONS[reason]
 
 
 def status_of(error: RouterError) -> int:
@@ -150,90 +362,14 @@ def status_of(error: RouterError) -> int:
     return 400 if error.status == 422 else error.status
 
 
-def error_body(error: RouterError) -> Json:
+def error_body(error: RouterError) -> ErrorAnswer:
     """OpenAI's shape, and beside it the `error_type` by which Hugging Face's client chooses its exception."""
     status = status_of(error)
     words = f"{context_sentence(error)} " if isinstance(error, TooLong) else ""
-    told = {
+    told: ErrorDetail = {
         "message": words + renamed(str(error)),
         "type": ERROR_TYPES.get(status, "server_error"),
         "param": None,
         "code": "context_length_exceeded" if isinstance(error, TooLong) else CODES.get(status),
     }
     return {"error": told, "error_type": error.error_type}
-
-
-class ChunkFrames:
-    """Turns the events of one stream into OpenAI's chunks.
-
-    echoed: what comes before each answer of a completion; None for a chat.
-    """
-
-    def __init__(
-        self, head: Head, opened: OpenRequest, *, includes_usage: UsageWanted, echoed: Sequence[str] | None
-    ) -> None:
-        self._entries = entries = opened.entries
-        self._echoed = echoed
-        self._includes_usage = includes_usage.at_end
-        self._is_counting = includes_usage.in_every_chunk
-        self._is_chat = is_chat = echoed is None
-        self._fields = head.fields("chat.completion.chunk" if is_chat else "text_completion")
-        self._tail: Json = {"usage": None} if includes_usage.at_end else {}
-        self._begun = [False for _ in entries]
-        self._num_left = len(entries)
-        # A piece of text of sequence 0, which is nearly every chunk: all but the text.
-        whole = frame({**self._fields, "choices": [self._choice(0, "\0", None)], **self._tail})
-        self._before, self._after = whole.split(dumps("\0"))
-
-    def write(self, index: int, events: Sequence[Event]) -> bytes:
-        """All frames for these events of one sequence."""
-        frames = [] if self._begun[index] else self._first(index)
-        frames += self._content(index, events)
-        last = events[-1]
-        if isinstance(last, Finished):
-            frames.append(frame(self._ended(self._chunk(index, "", REASONS[last.reason]), last)))
-            self._num_left -= 1
-        elif isinstance(last, Failed):
-            return b"".join(frames) + frame(error_body(last.error)) + DONE
-        return b"".join(frames) + (self._end() if not self._num_left else b"")
-
-    def _content(self, index: int, events: Sequence[Event]) -> list[bytes]:
-        """The text that came with them."""
-        return [self._text_frame(index, event.text) for event in events if isinstance(event, Token) and event.text]
-
-    def _first(self, index: int) -> list[bytes]:
-        """What comes before any token: who speaks, or the prompt."""
-        self._begun[index] = True
-        if self._echoed is None:
-            return [frame(self._chunk(index, "", None, role="assistant"))]
-        return [self._text_frame(index, self._echoed[index])] if self._echoed[index] else []
-
-    def _ended(self, chunk: Json, last: Finished) -> Json:
-        """The last chunk of an answer."""
-        chunk["choices"][0] |= stop_reason(last)
-        return chunk
-
-    def _usage(self) -> Json:
-        return usage(self._entries, 0 if self._is_chat else None)
-
-    def _text_frame(self, index: int, text: str) -> bytes:
-        if index == 0 and not self._is_counting:
-            return self._before + dumps(text) + self._after
-        return frame(self._chunk(index, text, None))
-
-    def _chunk(self, index: int, text: str, reason: str | None, **delta: str) -> Json:
-        return self._with([self._choice(index, text, reason, **delta)])
-
-    def _choice(self, index: int, text: str, reason: str | None, **delta: str) -> Json:
-        content: Json = {"delta": {**delta, "content": text}} if self._is_chat else {"text": text}
-        return {"index": index, **content, "logprobs": None, "finish_reason": reason}
-
-    def _with(self, choices: Sequence[Json]) -> Json:
-        """A chunk of these choices, with what every chunk says."""
-        tail = {"usage": self._usage()} if self._is_counting else self._tail
-        return {**self._fields, "choices": choices, **tail}
-
-    def _end(self) -> bytes:
-        if not self._includes_usage:
-            return DONE
-        return frame({**self._fields, "choices": [], "usage": self._usage()}) + DONE

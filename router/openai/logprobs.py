@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from router.entry import PromptScores, ScoredToken, Token
+from typing_extensions import TypedDict
+
+from router.entry import Event, Finished, PromptScores, ScoredToken, Token
 from router.errors import ValidationError
 from router.samples import Answer
 from router.text import Detokeniser, ModelTokenizer
 from router.token_bytes import TokenShare, TokenShares
 
-Json = dict[str, Any]
+Prompt = str | Sequence[int]
 OF_RESPONSE = "message.output_text.logprobs"  # in `include`
 LEAST = -9999.0  # stands for minus infinity, as in OpenAI's answers: JSON has no such number
 
@@ -49,6 +52,39 @@ def _checked(name: str, count: int, most: int) -> int:
     if not 0 <= count <= most:
         raise ValidationError(f"`{name}` must be >= 0 and <= {most} (max_top_n_tokens). Given: {count}: ask for fewer")
     return count
+
+
+class TokenLogprob(TypedDict):
+    """A token and what the model itself thought of it; `token` names the bytes of a part of a character.
+
+    Its log-probability is null where the model gives none.
+    """
+
+    token: str
+    logprob: float | None
+    bytes: list[int]
+
+
+class ShownTokenLogprob(TokenLogprob):
+    """A token of the text, and its candidates."""
+
+    top_logprobs: list[TokenLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """What `logprobs` of a chat asks for."""
+
+    content: list[ShownTokenLogprob]
+    refusal: None
+
+
+class TextLogprobs(TypedDict):
+    """What `logprobs` of a completion asks for. The first token of a prompt has none: nothing predicted it."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float | None] | None]
+    text_offset: list[int]
 
 
 class ShownToken(NamedTuple):
@@ -90,6 +126,11 @@ class ShownTokens:
         place, text, _ = next(share for share in self._ready if share.text)
         text = text[: self._num_shown]
         return [*whole, self._shown(TokenShare(place, text, text.encode()))]
+
+    def of(self, events: Sequence[Event]) -> list[ShownToken]:
+        """Those of a stream's next events."""
+        tokens = [one for event in events if isinstance(event, Token) for one in self.push(event)]
+        return tokens + self.end() if isinstance(events[-1], Finished) else tokens
 
     def _released(self) -> list[ShownToken]:
         released, kept = [], 0
@@ -150,37 +191,50 @@ def _pieces(token_ids: Sequence[int], tokenizer: ModelTokenizer) -> list[str]:
     return pieces
 
 
-def chat_logprobs(tokens: Iterable[ShownToken], count: int, tokenizer: ModelTokenizer) -> Json:
-    """`logprobs` of a chat's choice, or of a chunk of one; with `count` candidates for each token."""
-    return {"content": entries(tokens, count, tokenizer), "refusal": None}
+@dataclass(frozen=True)
+class Scoring:
+    """What an answer tells of its tokens."""
+
+    count: int  # candidates of each token
+    tokenizer: ModelTokenizer
+    prompts: Sequence[Prompt] = ()  # what is echoed before each answer, with log-probabilities; none of a chat
+
+    def of_chat(self, tokens: Iterable[ShownToken]) -> ChatLogprobs:
+        """`logprobs` of a chat's choice, or of a chunk of one."""
+        return {"content": self.entries(tokens), "refusal": None}
+
+    def entries(self, tokens: Iterable[ShownToken]) -> list[ShownTokenLogprob]:
+        """An entry for each token, as chats and responses have them."""
+        return [self._entry(token) for token in tokens]
+
+    def _entry(self, token: ShownToken) -> ShownTokenLogprob:
+        top = [_told("", data, logprob) for _, data, logprob in self.candidates(token)]
+        return {**_told(token.text, token.data, token.logprob), "top_logprobs": top}
+
+    def candidates(self, token: ShownToken) -> Iterator[tuple[int, bytes, float]]:
+        """Id, bytes and log-probability of each."""
+        for id, logprob in token.candidates[: self.count]:
+            yield id, token.data if id == token.id else self.tokenizer.token_bytes[id], logprob
+
+    def prompt(self, number: int, token_ids: Sequence[int], scores: PromptScores) -> list[ShownToken]:
+        """The tokens of what is echoed before the answer of this number."""
+        return prompt_tokens(self.prompts[number], token_ids, scores, self.tokenizer)
 
 
-def entries(tokens: Iterable[ShownToken], count: int, tokenizer: ModelTokenizer) -> list[Json]:
-    """An entry for each token, as chats and responses have them."""
-    return [
-        {
-            **_told(token.text, token.data, token.logprob),
-            "top_logprobs": [_told("", data, logprob) for _, data, logprob in _candidates(token, count, tokenizer)],
-        }
-        for token in tokens
-    ]
-
-
-def _told(text: str, data: bytes, logprob: float | None) -> Json:
+def _told(text: str, data: bytes, logprob: float | None) -> TokenLogprob:
     return {"token": _name(text, data, ""), "logprob": _number(logprob), "bytes": list(data)}
 
 
 class CompletionLogprobs:
     """`logprobs` of a completion's choice, or of its chunks one after another; offsets count characters of its text."""
 
-    def __init__(self, count: int, tokenizer: ModelTokenizer) -> None:
-        self._count = count
-        self._tokenizer = tokenizer
+    def __init__(self, scoring: Scoring) -> None:
+        self._scoring = scoring
         self._offset = 0
 
-    def of(self, tokens: Iterable[ShownToken]) -> Json:
+    def of(self, tokens: Iterable[ShownToken]) -> TextLogprobs:
         """Those of the next tokens of its text."""
-        told: Json = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        told: TextLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for token in tokens:
             name = _name(token.text, token.data, "bytes:")
             logprob = _number(token.logprob)
@@ -191,18 +245,13 @@ class CompletionLogprobs:
             told["top_logprobs"].append(None if logprob is None else self._top(token, name, logprob))
         return told
 
-    def _top(self, token: ShownToken, name: str, logprob: float) -> dict[str, float]:
+    def _top(self, token: ShownToken, name: str, logprob: float) -> dict[str, float | None]:
         """The candidates by their names, the likelier one where two have the same, and the token itself."""
-        top: dict[str, float] = {}
-        for id, data, value in _candidates(token, self._count, self._tokenizer):
+        top: dict[str, float | None] = {}
+        for id, data, value in self._scoring.candidates(token):
             top.setdefault(name if id == token.id else _name("", data, "bytes:"), _number(value))
         top.setdefault(name, logprob)
         return top
-
-
-def _candidates(token: ShownToken, count: int, tokenizer: ModelTokenizer) -> Iterator[tuple[int, bytes, float]]:
-    for id, logprob in token.candidates[:count]:
-        yield id, token.data if id == token.id else tokenizer.token_bytes[id], logprob
 
 
 def _name(text: str, data: bytes, prefix: str) -> str:
@@ -215,5 +264,10 @@ def _name(text: str, data: bytes, prefix: str) -> str:
         return prefix + data.decode(errors="backslashreplace")
 
 
-def _number(logprob: float | None) -> Any:
+def _number(logprob: float | None) -> float | None:
     return max(logprob, LEAST) if logprob is not None and not math.isnan(logprob) else None
+
+
+def text_of(tokens: Iterable[ShownToken]) -> str:
+    """What they are the tokens of."""
+    return "".join(token.text for token in tokens)

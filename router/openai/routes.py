@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 from fastapi import FastAPI, Request
-from pydantic import BaseModel
 from starlette.responses import Response
 
 from router import tgi
@@ -21,11 +20,11 @@ from router.continuing import created_of
 from router.errors import ValidationError
 from router.event_stream import Frames
 from router.generation import OpenRequest
-from router.openai import answers, asked, logprobs, read_answers, tgi_client, tools
-from router.openai.answers import DONE_DATA
-from router.openai.documents import ChatChunk, ChatCompletion, ErrorAnswer, TextChunk, TextCompletion
+from router.openai import answers, asked, logprobs, streams, tools
+from router.openai.answers import ChatCompletion, ErrorAnswer, TextCompletion, add_to_chat, add_to_completion
+from router.openai.logprobs import Scoring
 from router.openai.schemas import ChatRequest, CompletionRequest, Generation
-from router.openai.scored import ScoredFrames, Scoring, add_to_chat, add_to_completion
+from router.openai.streams import DONE_DATA, ChatChunk, TextChunk, UsageWanted
 from router.samples import Answer, likeliest
 from router.schemas import MOST_VALUES
 from router.serving import Handler, Services, collect, json_response, read, shaped, stream
@@ -56,7 +55,13 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
         if reading is not None:
             return await _read_chat(request, body, wanted, services, head, reading, scoring)
         if body.stream:
-            return await _stream(request, body, wanted, services, head, lambda: None, scoring)
+
+            def frames(opened: OpenRequest) -> Frames:
+                if scoring is None:
+                    return streams.ChatFrames(head, opened, _usage_of(body))
+                return streams.ScoredChatFrames(head, opened, _usage_of(body), scoring)
+
+            return await _stream_chat(request, body, wanted, services, frames)
         opened, found = await collect(request, wanted, services)
         whole = answers.chat_completion(head, found, opened.entries)
         if scoring is not None:
@@ -70,14 +75,19 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
         scoring = None if candidates is None else Scoring(candidates, services.tokenizer, _scored_prompts(body, wanted))
         wanted = _with_special_tokens(body, wanted, services)
         head = _head(request, body, services, "cmpl")
-        echoed = partial(_echoed, body, wanted, services)
         if body.stream:
-            return await _stream(request, body, wanted, services, head, echoed, scoring)
+
+            def frames(opened: OpenRequest) -> Frames:
+                if scoring is None:
+                    return streams.TextFrames(head, opened, _usage_of(body), _echoed(body, wanted, services))
+                return streams.ScoredTextFrames(head, opened, _usage_of(body), scoring, services.workers)
+
+            return await stream(request, wanted, services, frames, _stream_headers(services))
         opened, found = await collect(request, wanted, services)
         chosen = likeliest(found, len(wanted), body.n or 1)
         token_ids = [opened.entries[i].request.token_ids for i in chosen]
         given = [found[i] for i in chosen]
-        whole = answers.completion(head, given, opened.entries, echoed())
+        whole = answers.completion(head, given, opened.entries, _echoed(body, wanted, services))
         if scoring is not None:
             whole = await shaped(request, services, partial(add_to_completion, whole, given, token_ids, scoring))
         return json_response(whole, _counts(opened, given, services))
@@ -93,8 +103,8 @@ def _add(
     path: str,
     summary: str,
     body: type[Generation],
-    answer: type[BaseModel],
-    event: type[BaseModel],
+    answer: object,
+    event: object,
     handler: Handler,
 ) -> None:
     statuses = [status for status in ERROR_STATUSES if status != 422]  # answers.py makes it a 400
@@ -165,64 +175,48 @@ async def _read_chat(
     """A chat whose answers may have reasoning or calls of tools."""
     begun = asked.begun(body)
     wanted = [reading.asked(one, begun) for one in wanted]
-    name = None if reading.manner.reasoning is None else services.config.reasoning_field
-    shown = read_answers.Shown(name, body.include_reasoning is not False)
+    name: answers.ReasoningName | None = None
+    if reading.manner.reasoning is not None and body.include_reasoning is not False:
+        name = "reasoning" if services.config.reasoning_field == "reasoning" else "reasoning_content"
 
     def readers(opened: OpenRequest) -> list[CountingReader]:
         ends = [services.tokenizer.end_of(entry.request.prompt_ids) for entry in opened.entries]
         return [CountingReader(reading.reader(end, begun)) for end in ends]
 
     def frames(opened: OpenRequest) -> Frames:
-        usage = _usage_of(body)
-        return _for_client(
-            body, read_answers.ReadChunkFrames(head, opened, readers(opened), scoring, shown, includes_usage=usage)
-        )
+        return streams.ReadChatFrames(head, opened, _usage_of(body), readers(opened), name, scoring)
 
     if body.stream:
-        return await stream(request, wanted, services, frames, _stream_headers(services))
+        return await _stream_chat(request, body, wanted, services, frames)
     opened, found = await collect(request, wanted, services)
 
-    def shape() -> answers.Json:
-        whole = read_answers.chat_completion(head, found, opened.entries, readers(opened), shown)
+    def shape() -> ChatCompletion:
+        whole = answers.read_chat_completion(head, found, opened.entries, readers(opened), name)
         return whole if scoring is None else add_to_chat(whole, found, scoring)
 
     return json_response(await shaped(request, services, shape), _counts(opened, found, services))
 
 
-def _for_client(body: Generation, frames: Frames) -> Frames:
-    is_tgi_s = isinstance(body, ChatRequest) and tgi_client.asks(body)
-    return tgi_client.TgiClientFrames(frames) if is_tgi_s else frames
+async def _stream_chat(
+    request: Request,
+    body: ChatRequest,
+    wanted: list[Asked],
+    services: Services,
+    frames_of: Callable[[OpenRequest], Frames],
+) -> Response:
+    def frames(opened: OpenRequest) -> Frames:
+        written = frames_of(opened)
+        return streams.TgiClientFrames(written) if streams.is_of_tgi_client(body) else written
+
+    return await stream(request, wanted, services, frames, _stream_headers(services))
 
 
-def _usage_of(body: Generation) -> answers.UsageWanted:
+def _usage_of(body: Generation) -> UsageWanted:
     options = body.stream_options
     if options is None or options.include_usage is not True:
-        return answers.UsageWanted()
-    return answers.UsageWanted(at_end=True, in_every_chunk=options.continuous_usage_stats is True)
+        return UsageWanted()
+    return UsageWanted(at_end=True, in_every_chunk=options.continuous_usage_stats is True)
 
 
 def _stream_headers(services: Services) -> dict[str, str]:
     return {**STREAM_HEADERS, "x-compute-type": services.compute_type}
-
-
-async def _stream(
-    request: Request,
-    body: Generation,
-    wanted: list[Asked],
-    services: Services,
-    head: answers.Head,
-    echoed: Callable[[], list[str] | None],
-    scoring: Scoring | None,
-) -> Response:
-    """echoed: what comes before each answer of a completion; of a chat, nothing. Called once the prompts are valid."""
-
-    def frames(opened: OpenRequest) -> Frames:
-        includes_usage = _usage_of(body)
-        if scoring is not None:
-            is_chat = isinstance(body, ChatRequest)
-            workers = services.workers
-            scored = ScoredFrames(head, opened, scoring, workers, includes_usage=includes_usage, is_chat=is_chat)
-            return _for_client(body, scored)
-        return _for_client(body, answers.ChunkFrames(head, opened, includes_usage=includes_usage, echoed=echoed()))
-
-    return await stream(request, wanted, services, frames, _stream_headers(services))

@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
+from router.errors import ErrorResponse
 from router.playground.files import NAMES, PAGE, LoadedFile, wants_page
-from router.schemas import ErrorResponse
 from router.serving import Services, account_of, json_response
 
 Health = Callable[[], Awaitable[Response]]

@@ -14,13 +14,13 @@ from router.continuing import created_of
 from router.conversing import Turn, turn_of
 from router.generation import OpenRequest
 from router.guard import ClientConnection
+from router.openai.answers import ErrorAnswer
 from router.openai.asked import scored
-from router.openai.documents import ErrorAnswer
-from router.openai.responses import answers, asked, documents
-from router.openai.responses.frames import ResponseFrames
+from router.openai.logprobs import Scoring
+from router.openai.responses import answers, asked
 from router.openai.responses.schemas import InputRequest, ResponsesRequest
+from router.openai.responses.streams import ResponseEvent, ResponseFrames
 from router.openai.routes import STREAM_HEADERS
-from router.openai.scored import Scoring
 from router.serving import Services, asked_by, collect, json_response, read, shaped, stream
 
 URL = "/v1/responses"
@@ -56,14 +56,15 @@ def add_responses_routes(app: FastAPI, services: Services) -> None:
         turn = turn_in(await read(request, services, InputRequest), services)
         with ClientConnection.of(request.scope).needed():
             count = await services.generator.count(turn.render, **asked_by(request, services))
-        return json_response({"object": "response.input_tokens", "input_tokens": count})
+        told: answers.InputTokens = {"object": "response.input_tokens", "input_tokens": count}
+        return json_response(told)
 
     statuses = [status for status in ERROR_STATUSES if status != 422]  # answers.py makes it a 400
     common: dict[str, Any] = {"errors": ErrorAnswer, "statuses": statuses}
-    said = documented(ResponsesRequest, documents.ResponseAnswer, events=documents.ResponseEvent, **common)
+    said = documented(ResponsesRequest, answers.ResponseAnswer, events=ResponseEvent, **common)
     summary = "OpenAI's responses; server-sent events if `stream` is true"
     app.post(URL, summary=summary, response_class=Response, **said)(responses)
-    said = documented(InputRequest, documents.InputTokens, **common)
+    said = documented(InputRequest, answers.InputTokens, **common)
     summary = "How many tokens the prompt of a response has"
     app.post(f"{URL}/input_tokens", summary=summary, response_class=Response, **said)(input_tokens)
 
