@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from router.asked import Asked
+from router.apis.openai.logprobs import CompletionLogprobs, Scoring, ShownTokens, prompt_tokens
 from router.entry import Finished, PromptScores, ScoredToken, Timings
 from router.errors import ValidationError
-from router.openai.logprobs import CompletionLogprobs, Scoring, ShownTokens, prompt_tokens
-from router.samples import Answer, likeliest
-from router.schemas import GenerateParameters
+from router.requests.asked import Asked
+from router.requests.samples import Answer, likeliest
+from router.requests.schemas import GenerateParameters
+from router.requests.validation import Validator
 from router.text import Ends, FinishReason, GeneratedText, ModelTokenizer
-from router.validation import Validator
 from router.workers import Workers
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.fake_shards import fake_raw_logprob

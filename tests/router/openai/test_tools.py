@@ -13,8 +13,8 @@ import pytest
 from pydantic import TypeAdapter
 from tokenizers import AddedToken
 
-from router.openai.answers import ChatCompletion
-from router.openai.streams import ChatChunk
+from router.apis.openai.answers import ChatCompletion
+from router.apis.openai.streams import ChatChunk
 from router.text import ModelTokenizer
 from tests.router.chat.templates import TOOL
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
