@@ -8,7 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 
-from router.apis.tgi import streams
+from router.apis.tgi import routes, streams
 from router.batcher import Batcher
 from router.errors import Unavailable
 from router.requests.validation import Validator
@@ -106,7 +106,7 @@ def test_second_sample_that_is_refused_frees_the_first(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     "where",
-    [("router.apis.tgi.routes", "stream_headers"), (streams.EventFrames, "__init__"), (streams.EventFrames, "write")],
+    [(routes, "stream_headers"), (streams.EventFrames, "__init__"), (streams.EventFrames, "write")],
 )
 def test_stream_that_cannot_be_written_holds_nothing(
     where: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
