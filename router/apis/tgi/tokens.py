@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from orjson import dumps
 from pydantic import Field
 from starlette.responses import Response
+from typing_extensions import TypedDict
 
 from router.apis.document import documented
 from router.apis.openai.requests import ChatRequest
@@ -34,7 +35,6 @@ from router.requests.asked import Asked
 from router.requests.schemas import GenerateParameters, Lenient, Strict
 
 Tokens = Sequence[tuple[int, tuple[int, int]]]
-Json = dict[str, Any]
 
 
 class Keys(Strict):
@@ -77,21 +77,53 @@ class TokensToText(Lenient):
     skip_special_tokens: bool | None = Field(default=None, description="Leave special tokens out. Absent: true.")
 
 
+class CountedTokens(TypedDict):
+    """What vLLM and SGLang answer."""
+
+    count: int
+    max_model_len: Annotated[int, Field(description="Tokens of a whole sequence.")]
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class TokenPiece(TypedDict):
+    """A token and its text."""
+
+    id: int
+    piece: str
+
+
+class TokenPieces(TypedDict):
+    """What llama.cpp answers."""
+
+    tokens: list[int] | list[TokenPiece]
+
+
+class NamedText(TypedDict):
+    """The text of tokens as SGLang, vLLM and llama.cpp call it."""
+
+    text: str
+    prompt: str
+    content: str
+
+
 def counted_tokens(text: str, tokens: Tokens, *, most: int, has_texts: bool) -> bytes:
-    """What vLLM and SGLang answer. most: tokens of a whole sequence."""
+    """The answer of `/tokenize` to vLLM's and SGLang's clients. most: tokens of a whole sequence."""
     texts = [text[start:stop] for _, (start, stop) in tokens] if has_texts else None
     ids = [id for id, _ in tokens]
-    return dumps({"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts})
+    told: CountedTokens = {"count": len(ids), "max_model_len": most, "tokens": ids, "token_strs": texts}
+    return dumps(told)
 
 
 def pieces(text: str, tokens: Tokens, *, has_texts: bool) -> bytes:
-    """What llama.cpp answers."""
-    told: list[Any] = [{"id": id, "piece": text[start:stop]} if has_texts else id for id, (start, stop) in tokens]
-    return dumps({"tokens": told})
+    """The answer of `/tokenize` to llama.cpp's clients."""
+    named: list[TokenPiece] = [{"id": id, "piece": text[start:stop]} for id, (start, stop) in tokens]
+    told: TokenPieces = {"tokens": named if has_texts else [id for id, _ in tokens]}
+    return dumps(told)
 
 
-def named_text(text: str) -> Json:
-    """The text of tokens as SGLang, vLLM and llama.cpp call it."""
+def named_text(text: str) -> NamedText:
+    """The answer of `/detokenize` to other clients than TGI's."""
     return {"text": text, "prompt": text, "content": text}
 
 
@@ -142,9 +174,12 @@ def add_token_routes(app: FastAPI, services: Services) -> None:
         told: DetokenizedBody = {"text": text}
         return json_response(told if is_tgi_s else named_text(text))
 
-    tokens = documented(GenerateRequest, list[TokenizedBody])
+    tokens = documented(
+        (GenerateRequest, PromptToTokenize, ContentToTokenize, ChatRequest),
+        list[TokenizedBody] | CountedTokens | TokenPieces,
+    )
     app.post("/tokenize", summary="The tokens of a prompt", response_class=Response, **tokens)(tokenize)
     chat = documented(ChatRequest, ChatTokenizedBody)
     app.post("/chat_tokenize", summary="A chat's prompt and its tokens", response_class=Response, **chat)(chat_tokenize)
-    text = documented(DetokenizeRequest, DetokenizedBody)
+    text = documented((DetokenizeRequest, TokensToText), DetokenizedBody | NamedText)
     app.post("/detokenize", summary="The text of token ids", response_class=Response, **text)(detokenize)
