@@ -27,20 +27,20 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from router.app import accounts_of, chat_template_of, create_app, matchers_of
 from router.batcher import Batcher
 from router.client import ShardError
 from router.config import RouterConfig
 from router.grammars.follower import Follower
 from router.group import NextGroup, ShardGroup
-from router.guard import GuardedHttpProtocol
+from router.http.app import accounts_of, chat_template_of, create_app, matchers_of
+from router.http.guard import GuardedHttpProtocol
+from router.http.transport import Connections
 from router.metrics import Metrics
 from router.startup import Started, has_tiers, start, table
 from router.text import ModelTokenizer
 from router.tiers.metrics import COUNTERS, TierMetrics
 from router.tiers.mover import Mover
 from router.tracing import make_tracer
-from router.transport import Connections
 from server.logs import BEAT, configure_logging
 
 FLUSH_S = 3.0  # for what the prefix cache still has to write to disk when the server stops

@@ -17,9 +17,9 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from router.accounts import Account
 from router.entry import Entry
 from router.metrics import Metrics, StepTrace
+from router.requests.accounts import Account
 from router.scheduler import Scheduler
 
 MOST_REQUESTS = 64  # of those that run, and of those that wait; the others are counted

@@ -25,11 +25,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from http import HTTPStatus
 from typing import ClassVar
 
-import orjson
-from starlette.responses import Response
+from typing_extensions import TypedDict
 
 MOST_CHARACTERS_OF_A_CAUSE = 300
 # Addresses of memory and sockets, paths, stacks, and gRPC's words about its connections.
@@ -38,6 +36,13 @@ INTERNALS = re.compile(
     r"|connection (reset|refused|closed)|broken pipe",
     re.IGNORECASE,
 )
+
+
+class ErrorResponse(TypedDict):
+    """Every answer that is not a success."""
+
+    error: str
+    error_type: str
 
 
 class RouterError(Exception):
@@ -52,7 +57,7 @@ class RouterError(Exception):
         """Label of `tgi_request_failure`."""
         return self.error_type
 
-    def body(self) -> dict[str, str]:
+    def body(self) -> ErrorResponse:
         """What the client reads, as a whole response or as the last event of a stream."""
         return {"error": str(self), "error_type": self.error_type}
 
@@ -221,39 +226,3 @@ def for_clients(cause: str) -> str:
     if INTERNALS.search(cause):
         return "a model shard failed, and the server's log says why"
     return line if len(line) <= MOST_CHARACTERS_OF_A_CAUSE else f"{line[:MOST_CHARACTERS_OF_A_CAUSE]}…"
-
-
-def error_response(error: RouterError) -> Response:
-    """The whole HTTP response for an error."""
-    return json_error(error.body(), error.status, headers_of(error))
-
-
-def headers_of(error: RouterError) -> Mapping[str, str]:
-    """What an error says beside its body."""
-    return {"Retry-After": str(error.retry_after_s)} if isinstance(error, RetryLater) else error.headers
-
-
-def status_response(status: int, headers: Mapping[str, str] | None = None) -> Response:
-    """The response for an error that HTTP itself defines, such as 404 or 405."""
-    told = {"error": status_sentence(status, headers), "error_type": status_type(status)}
-    return json_error(told, status, headers or {})
-
-
-def status_type(status: int) -> str:
-    """The name of such an error for programs."""
-    return HTTPStatus(status).phrase.lower().replace(" ", "_")
-
-
-def status_sentence(status: int, headers: Mapping[str, str] | None = None) -> str:
-    """What people read of such an error. headers: those of the response."""
-    phrase = HTTPStatus(status).phrase
-    if status == HTTPStatus.NOT_FOUND:
-        return f"{phrase}: GET /openapi.json lists all routes"
-    if allowed := (headers or {}).get("Allow"):
-        return f"{phrase}: send {allowed.replace(', ', ' or ')}"
-    return phrase
-
-
-def json_error(body: object, status: int, headers: Mapping[str, str]) -> Response:
-    """A response of any shape."""
-    return Response(orjson.dumps(body), status, headers=dict(headers), media_type="application/json")

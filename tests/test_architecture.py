@@ -86,8 +86,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.blocks": set(),
     "router.plan": {"router.entry", "router.fairness", "router.tiers.moving"},
     "router.grammars": {"router.aside", "router.errors", "router.grammars", "server.process"},
-    "router.grammars.asked": {
-        "router.errors", "router.grammars.grammar", "router.grammars.json_schema", "router.schemas",
+    "router.grammars.requested": {
+        "router.errors", "router.grammars.grammar", "router.grammars.json_schema", "router.requests.schemas",
     },
     "router.grammars.grammar": {"router.errors"},
     "router.grammars.json_schema": set(),
@@ -248,6 +248,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.stepping.vocabulary": {"server.backends.device", "server.backends.protocol", "server.distributed"},
 }  # fmt: skip
 
+# What clients speak, and how.
+APIS = {"router.apis", "router.http"}
+
 # The two loops that must outlive a request may catch everything; `tokenizers` raises nothing finer than Exception.
 MAY_CATCH_EVERYTHING = {
     "router.batcher",
@@ -297,6 +300,12 @@ def test_nobody_but_the_launcher_needs_its_rooms() -> None:
     users = {module for module, tree in sources() for name in imports(module, tree) if name.startswith("router.launch")}
     outside = {module for module in users if not module.startswith("router.launch")}
     assert {"launcher"} == outside
+
+
+def test_a_request_knows_no_api() -> None:
+    """Whatever the API, what is checked and generated is one kind of request."""
+    users = {module for module, tree in sources() for name in imports(module, tree) if longest_match(name, APIS)}
+    assert {module for module in users if not longest_match(module, APIS)} == {"router.__main__"}
 
 
 def test_only_the_config_files_and_the_launcher_read_the_environment() -> None:
@@ -399,7 +408,7 @@ def test_every_module_says_why_it_exists() -> None:
 
 
 def test_the_router_imports_neither_torch_nor_transformers() -> None:
-    code = "import sys, router.app, router.__main__; print({'torch', 'transformers'} & set(sys.modules))"
+    code = "import sys, router.http.app, router.__main__; print({'torch', 'transformers'} & set(sys.modules))"
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "set()" == result.stdout.strip()
 

@@ -21,7 +21,7 @@ import pytest
 from pydantic import BaseModel
 
 from lockstep_ray.streams import Stream
-from router.continuing import KEY_HEADER, LENGTH_HEADER
+from router.requests.continuing import KEY_HEADER, LENGTH_HEADER
 from tests.running import Server, body, children_of, events_of, generate_all, tokens_of
 from tests.schemas import draw, random_schema
 from tests.test_end_to_end import eventually

@@ -25,12 +25,12 @@ OPENERS = {"connect", "connect_ex", "create_connection", "open_connection", "soc
 WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.datetime.now"}
 # Log lines and traces carry the time of day. How old a file is, only its file system's clock can say.
 MAY_READ_WALL_CLOCKS = {
-    "router.continuing",  # when a stream began, as its answers say
+    "router.requests.continuing",  # when a stream began, as its answers say
     "router.launch.agent",  # says what its clock shows, and …
     "router.launch.others",  # … node 0 compares, for a sentence on logs that do not line up
     "router.launch.logs",
     "router.launch.tls",
-    "router.openai.answers",
+    "router.apis.openai.answers",
     "router.tracing",
     "server.checkpoint.download",
 }
@@ -132,11 +132,11 @@ def test_deadlines_know_no_time_of_day() -> None:
 
 def test_keys_are_compared_in_constant_time() -> None:
     """As digests, by hmac; nowhere else does the router look at what a client gave as its key."""
-    tree = ast.parse((ROOT / "router" / "accounts.py").read_text())
+    tree = ast.parse((ROOT / "router" / "requests" / "accounts.py").read_text())
     [find] = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "find"]
     assert "hmac.compare_digest" in ast.unparse(find)
     readers = {module for module, tree in shipped() if "b'authorization'" in ast.unparse(tree)}
-    assert readers == {"router.middleware"}
+    assert readers == {"router.http.middleware"}
 
 
 # What a user asked for by its path, and what others than its maker run.

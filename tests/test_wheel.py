@@ -65,7 +65,11 @@ def test_it_holds_what_serves_and_nothing_else(wheel: Path) -> None:
     expected |= {f"lockstep_ray/{path.name}" for path in (ROOT / "deploy/ray/lockstep_ray").glob("*.py")}
     assert expected == {name for name in names if ".dist-info/" not in name}
     assert {"launcher.py", "server/demo/model.safetensors", "server/demo/tokenizer.json"} <= names
-    assert {"router/playground/page.html", "router/playground/app.js", "router/playground/app.css"} <= names
+    assert {
+        "router/apis/playground/page.html",
+        "router/apis/playground/app.js",
+        "router/apis/playground/app.css",
+    } <= names
     assert {"server/pb/generate_pb2.py", "benchmark/shapes/bloom-560m.json"} <= names
     assert any(name.endswith(".cpp") for name in names) and any(name.endswith(".css") for name in names)
 

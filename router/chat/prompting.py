@@ -15,11 +15,11 @@ from functools import partial
 from typing import Any
 
 from router.aside.pool import Aside
-from router.asked import Rendering
 from router.chat.formats import ToolFormat
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
 from router.errors import ValidationError
+from router.requests.asked import Rendering
 
 Message = dict[str, Any]
 KNOWS_TOOLS = re.compile(r"\btools\b")

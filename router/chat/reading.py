@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
-from router.asked import Asked
 from router.chat.answer_grammar import AnswerGrammar
 from router.chat.formats import (
     AUTO,
@@ -27,8 +26,9 @@ from router.chat.reader import Manner, Reader
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
 from router.errors import ValidationError
-from router.grammars.asked import grammar_of
 from router.grammars.grammar import Grammar
+from router.grammars.requested import grammar_of
+from router.requests.asked import Asked
 from router.text import ModelTokenizer
 
 

@@ -16,16 +16,16 @@ import httpx2
 import uvicorn
 from fastapi import FastAPI
 
-from router.api_document import api_document
-from router.app import create_app
+from router.apis.document import api_document
 from router.batcher import Batcher
 from router.config import RouterConfig
 from router.grammars.grammar import Matching
-from router.guard import GuardedHttpProtocol
+from router.http.app import create_app
+from router.http.guard import GuardedHttpProtocol
+from router.http.transport import Connections
 from router.metrics import Metrics
 from router.text import ModelTokenizer
 from router.tracing import NoTracer, Tracer
-from router.transport import Connections
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.fake_shards import FakeShardedClient
 
@@ -95,7 +95,7 @@ async def unserved(
     settings = RouterConfig(**given)
     metrics = Metrics(wanted)
     batcher = Batcher(shards, tokenizer, wanted, metrics, matching=matching)
-    with patch("router.app.api_document", document_once):
+    with patch("router.http.app.api_document", document_once):
         app = create_app(
             settings,
             limits=wanted,

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from fastapi.routing import APIRoute
 
-from router.middleware import OPEN_PATHS
+from router.http.middleware import OPEN_PATHS
 from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, told
 from tests.router.site import PROMPT, Site, assert_is_error, events_in, site
 
@@ -153,9 +153,17 @@ def test_answers_and_events_are_as_it_says(template: str) -> None:
         await check("/v1/responses", told)
         await check("/v1/responses", {**told, "stream": True})
         await check(of_text, {**COMPLETION, "logprobs": 2, "echo": True, "max_tokens": 0, "best_of": 2})
-        await check("/tokenize", {"inputs": PROMPT})
+        for text in (
+            {"inputs": PROMPT},
+            {"prompt": PROMPT},
+            {"content": PROMPT},
+            {"content": PROMPT, "with_pieces": True},
+        ):
+            await check("/tokenize", text)
+        await check("/tokenize", {"messages": CHAT["messages"], "return_token_strs": True})
         await check("/chat_tokenize", CHAT)
         await check("/detokenize", {"ids": [97]})
+        await check("/detokenize", {"tokens": [97]})
         await check("/vertex", {"instances": [native, CHAT]})
         for path in ("/info", "/v1/models", "/v1/models/a/model"):
             await check(path, None)

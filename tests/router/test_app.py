@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import model_files, tgi
+from router import model_files
+from router.apis.tgi.requests import GenerateRequest
+from router.apis.tgi.streams import EventFrames
 from router.entry import Token
-from router.generation import OpenRequest
-from router.schemas import GenerateRequest
+from router.http.event_stream import frame
+from router.requests.generation import OpenRequest
 from tests.router.doubles import EOS, fake_shards, make_limits
 from tests.router.site import answering, assert_is_error, events_in, site
 
@@ -188,8 +190,8 @@ def test_info_health_metrics_and_docs() -> None:
 def test_frames_of_all_tokens_have_one_form(text: str, logprob: float | None, special: bool) -> None:
     token = Token(7, text, logprob, special)
     event = {"index": 1, "token": {"id": 7, "text": text, "logprob": logprob, "special": special}}
-    expected = tgi.frame({**event, "generated_text": None, "details": None})
-    assert expected == tgi.EventFrames(GenerateRequest(inputs="x"), cast(OpenRequest, None)).write(0, [token])
+    expected = frame({**event, "generated_text": None, "details": None})
+    assert expected == EventFrames(GenerateRequest(inputs="x"), cast(OpenRequest, None)).write(0, [token])
 
 
 # -------------------------------------------------------------------------------------------------- errors

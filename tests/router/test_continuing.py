@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lockstep_ray.streams import Stream
-from router.continuing import KEY_HEADER, LENGTH_HEADER, MARK
+from router.requests.continuing import KEY_HEADER, LENGTH_HEADER, MARK
 from tests.router.doubles import (
     FakeMatching,
     constrained,

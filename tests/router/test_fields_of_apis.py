@@ -19,10 +19,10 @@ from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 from openai.types.responses import response_create_params
 
-from router.anthropic.schemas import MessagesRequest
-from router.openai.responses.schemas import ResponsesRequest
-from router.openai.schemas import ChatRequest, CompletionRequest
-from router.schemas import Lenient
+from router.apis.anthropic.requests import MessagesRequest
+from router.apis.openai.requests import ChatRequest, CompletionRequest
+from router.apis.openai.responses.requests import ResponsesRequest
+from router.requests.schemas import Lenient
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.served import LIMITS, replying
 from tests.router.site import PROMPT, Site, site

@@ -10,15 +10,15 @@ from typing import Any
 import orjson
 from hypothesis import settings
 
-from router import schemas
-from router.anthropic import asked as anthropic
-from router.anthropic.schemas import MessagesRequest
+from router.apis.anthropic import requests as anthropic
+from router.apis.anthropic.requests import MessagesRequest
+from router.apis.openai.responses import requests as responses
+from router.apis.openai.responses.answers import echo_of
+from router.apis.openai.responses.requests import ResponsesRequest
 from router.chat.tools import Offer
 from router.chat.transcript import Transcript
 from router.errors import RouterError
-from router.openai.responses import asked as responses
-from router.openai.responses.answers import echo_of
-from router.openai.responses.schemas import ResponsesRequest
+from router.requests import schemas
 from tests.router.anthropic.test_tools import TIME, WEATHER
 from tests.router.error_bodies import INTERNALS
 from tests.router.openai.responses.test_tools import TIME as TIME_FUNCTION

@@ -23,8 +23,8 @@ from hypothesis import settings as hypothesis_settings
 from uvicorn.server import ServerState
 
 from router.config import RouterConfig
-from router.guard import GuardedHttpProtocol
-from router.transport import Connections
+from router.http.guard import GuardedHttpProtocol
+from router.http.transport import Connections
 from tests.router.site import unserved
 
 NUM_STREAMS = 2_000 if hypothesis_settings().max_examples <= 100 else 10_000

@@ -8,11 +8,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from router import tgi
+from router.apis.tgi import routes, streams
 from router.batcher import Batcher
 from router.errors import Unavailable
+from router.requests.validation import Validator
 from router.text import Detokeniser, ModelTokenizer
-from router.validation import Validator
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.site import Site, assert_is_error, site
 
@@ -104,7 +104,10 @@ def test_second_sample_that_is_refused_frees_the_first(monkeypatch: pytest.Monke
     asyncio.run(story())
 
 
-@pytest.mark.parametrize("where", [(tgi, "stream_headers"), (tgi.EventFrames, "__init__"), (tgi.EventFrames, "write")])
+@pytest.mark.parametrize(
+    "where",
+    [(routes, "stream_headers"), (streams.EventFrames, "__init__"), (streams.EventFrames, "write")],
+)
 def test_stream_that_cannot_be_written_holds_nothing(
     where: tuple[Any, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

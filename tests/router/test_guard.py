@@ -1,4 +1,4 @@
-"""What `router/guard.py` and `router/__main__.py` use of uvicorn's internals, which no version promises to keep.
+"""What `router/http/guard.py` and `router/__main__.py` use of uvicorn's internals, which no version promises to keep.
 
 uvicorn's minor version is pinned for this reason. Who moves the pin learns here, by name, what is gone.
 """
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-REMEDY = "adapt router/guard.py and router/__main__.py, then move the pin of uvicorn in pyproject.toml"
+REMEDY = "adapt router/http/guard.py and router/__main__.py, then move the pin of uvicorn in pyproject.toml"
 
 # What is extended or called -> its parameters.
 METHODS = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from router.guard import ClientConnection
+from router.http.guard import ClientConnection
 from tests.router.anthropic.test_routes import template_in
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.site import PROMPT, Site, site
@@ -76,7 +76,7 @@ def test_streams_that_are_not_read_are_cut(tmp_path: Path, monkeypatch: pytest.M
         unread.append(write_chunk(connection, data))
         return unread[-1]
 
-    monkeypatch.setattr("router.event_stream.MAX_UNREAD_BYTES", 8192)
+    monkeypatch.setattr("router.http.event_stream.MAX_UNREAD_BYTES", 8192)
     monkeypatch.setattr(ClientConnection, "write_chunk", noting)
 
     async def story() -> None:
@@ -101,7 +101,7 @@ def test_streams_that_are_not_read_are_cut(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_silence_and_deadlines_are_told_in_each_api_s_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.event_stream.KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr("router.http.event_stream.KEEP_ALIVE_S", 0.1)
 
     async def story() -> None:
         shards = fake_shards(make_limits(**LIMITS), step_delay_s=0.4)

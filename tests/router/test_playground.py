@@ -15,8 +15,8 @@ import httpx2
 import pytest
 
 from router import batch_view
+from router.apis.playground import files
 from router.client import ShardError
-from router.playground import files
 from tests.router.doubles import fake_shards, make_limits, request_of
 from tests.router.site import Site, site
 from tests.router.test_accounts import ALICE, BOB

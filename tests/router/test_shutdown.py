@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 import uvloop
 
 from router.__main__ import HttpServer, doors
-from router.transport import Connections
+from router.http.transport import Connections
 from tests.router.raw_clients import BODY, PATIENCE_S, POST, PROBE
 from tests.router.site import Site, unserved
 

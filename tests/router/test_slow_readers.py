@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from router.guard import ClientConnection
+from router.http.guard import ClientConnection
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.site import PROMPT, Site, site
 
@@ -40,7 +40,7 @@ def small_buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         unread.append(write_chunk(connection, data))
         return unread[-1]
 
-    monkeypatch.setattr("router.event_stream.MAX_UNREAD_BYTES", 8192)
+    monkeypatch.setattr("router.http.event_stream.MAX_UNREAD_BYTES", 8192)
     monkeypatch.setattr(ClientConnection, "write_chunk", noting)
     return unread
 
@@ -104,7 +104,7 @@ def test_rest_of_an_answer_is_not_kept_for_ever(
     path: str, small_buffers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does not fit into the kernel's buffers: its place becomes free, and so do its bytes, complete or not."""
-    monkeypatch.setattr("router.event_stream.MAX_UNREAD_BYTES", 2**20)
+    monkeypatch.setattr("router.http.event_stream.MAX_UNREAD_BYTES", 2**20)
 
     async def story() -> None:
         async with site(config={**SMALL, "unread_timeout": 0.2}, **LONG) as it:

@@ -138,7 +138,7 @@ def test_silent_stream_shows_signs_of_life(monkeypatch: pytest.MonkeyPatch) -> N
             assert answer.text.count(": ping\n\n") >= 2
             assert len(events_in(answer.text)) == 2
 
-    monkeypatch.setattr("router.event_stream.KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr("router.http.event_stream.KEEP_ALIVE_S", 0.05)
     asyncio.run(story())
 
 

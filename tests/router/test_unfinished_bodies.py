@@ -10,8 +10,8 @@ from typing import Any
 from starlette.requests import Request
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
-from router.bodies import Bodies
 from router.errors import Overloaded
+from router.http.bodies import Bodies
 from tests.router.raw_clients import (
     BODY,
     POST,

@@ -9,8 +9,7 @@ from typing import Any
 
 import orjson
 
-from router.plain_answer import PlainAnswer
-from router.static_file import StaticFile
+from router.http.whole_answers import PlainAnswer, StaticFile
 from tests.router.raw_clients import (
     POST,
     SCRIPT,

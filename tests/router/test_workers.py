@@ -19,10 +19,13 @@ from tests.router.site import answering, site
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 20}
 # What writes a whole answer, and a body that it answers.
 SHAPES = {
-    "/v1/messages": ("router.anthropic.answers.message", CHAT),
-    "/v1/responses": ("router.openai.responses.answers.response", {"input": "hello"}),
-    "/v1/chat/completions": ("router.openai.routes.add_to_chat", {**CHAT, "logprobs": True}),
-    "/v1/completions": ("router.openai.routes.add_to_completion", {"prompt": "hello", "logprobs": 1, "max_tokens": 3}),
+    "/v1/messages": ("router.apis.anthropic.answers.message", CHAT),
+    "/v1/responses": ("router.apis.openai.responses.answers.response", {"input": "hello"}),
+    "/v1/chat/completions": ("router.apis.openai.routes.add_to_chat", {**CHAT, "logprobs": True}),
+    "/v1/completions": (
+        "router.apis.openai.routes.add_to_completion",
+        {"prompt": "hello", "logprobs": 1, "max_tokens": 3},
+    ),
 }
 
 

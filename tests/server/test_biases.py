@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from router import token_rules
+from router.requests import token_rules
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference.logits import StockLogits
 from server.distributed import Shard

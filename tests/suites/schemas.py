@@ -20,10 +20,10 @@ import jsonschema
 from jsonschema.protocols import Validator
 
 from router.errors import ValidationError
-from router.grammars.asked import grammar_of
 from router.grammars.grammar import Grammar
 from router.grammars.matcher import GrammarError, Matchers
-from router.schemas import GenerateParameters, GrammarParameters
+from router.grammars.requested import grammar_of
+from router.requests.schemas import GenerateParameters, GrammarParameters
 from router.text import ModelTokenizer
 from tests.router.grammars.test_matcher import DEMO, drawn
 from tests.suites.archives import LLAMA_CPP, archive, members

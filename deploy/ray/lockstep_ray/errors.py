@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
-from router.anthropic.answers import error_of
+from router.apis.anthropic.answers import error_of
 
 ANTHROPIC, OPENAI = "/v1/messages", "/v1/"
 TYPES = {
@@ -20,7 +21,7 @@ TYPES = {
 INVALID_KEY, NO_SUCH_MODEL = "invalid_api_key", "model_not_found"  # codes of OpenAI's API
 
 
-def error_body(path: str, status: int, sentence: str, code: str | None = None) -> dict[str, Any]:
+def error_body(path: str, status: int, sentence: str, code: str | None = None) -> Mapping[str, Any]:
     """An error as clients of this path read it. code: for OpenAI's clients, where they look at one."""
     error_type = TYPES.get(status, "unavailable" if status == 503 else "incomplete_generation")
     if path.startswith(ANTHROPIC):

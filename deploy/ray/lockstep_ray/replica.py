@@ -24,7 +24,7 @@ from lockstep_ray.child import Child
 from lockstep_ray.relay import Head, Lost
 from lockstep_ray.scaling import KV, QUEUE
 from lockstep_ray.settings import Model, deployment_name
-from router.continuing import KEY_HEADER, LENGTH_HEADER
+from router.requests.continuing import KEY_HEADER, LENGTH_HEADER
 
 CONNECT_S = 10.0
 HEALTH_S = 10.0

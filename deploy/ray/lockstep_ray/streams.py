@@ -1,7 +1,8 @@
 """What an ingress knows of a stream that it passes on, so that another replica can go on with it.
 
-Replicas write a comment behind the frames of every write (`router/continuing.py`). What has none yet is kept back and,
-when the replica is lost, thrown away: the client has whole writes alone, and the next replica goes on behind the last.
+Replicas write a comment behind the frames of every write (`router/requests/continuing.py`). What has none yet is kept
+back and, when the replica is lost, thrown away: the client has whole writes alone, and the next replica goes on behind
+the last.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from tokenizers import AddedToken, Tokenizer
 
-from router.asked import Asked
 from router.chat.answer_grammar import schema_of
 from router.chat.formats import REASONING
 from router.chat.pieces import whole
@@ -18,9 +17,10 @@ from router.chat.reading import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.errors import ValidationError
-from router.grammars.asked import held_by, renaming_errors
 from router.grammars.grammar import Grammar, GrammarKind
-from router.schemas import GenerateParameters, GrammarParameters
+from router.grammars.requested import held_by, renaming_errors
+from router.requests.asked import Asked
+from router.requests.schemas import GenerateParameters, GrammarParameters
 from router.text import ModelTokenizer
 from tests.router.doubles import EOS, byte_tokenizer
 

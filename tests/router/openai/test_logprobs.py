@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from router.asked import Asked
+from router.apis.openai.logprobs import CompletionLogprobs, Scoring, ShownTokens, prompt_tokens
 from router.entry import Finished, PromptScores, ScoredToken, Timings
 from router.errors import ValidationError
-from router.openai.logprobs import CompletionLogprobs, ShownTokens, chat_logprobs, prompt_tokens
-from router.samples import Answer, likeliest
-from router.schemas import GenerateParameters
+from router.requests.asked import Asked
+from router.requests.samples import Answer, likeliest
+from router.requests.schemas import GenerateParameters
+from router.requests.validation import Validator
 from router.text import Ends, FinishReason, GeneratedText, ModelTokenizer
-from router.validation import Validator
 from router.workers import Workers
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.fake_shards import fake_raw_logprob
@@ -96,9 +96,9 @@ def test_parts_of_a_character_are_named_by_their_bytes() -> None:
         ScoredToken(byte, piece, -1.0, False, (), piece) for byte, piece in zip("é".encode(), ["", "é"], strict=True)
     ]
     [lead, last] = [one for token in tokens for one in shown.push(token)]
-    content = chat_logprobs([lead, last], 0, byte_tokenizer())["content"]
+    content = Scoring(0, byte_tokenizer()).of_chat([lead, last])["content"]
     assert [("\\xc3", [0xC3]), ("\\xa9", [0xA9])] == [(entry["token"], entry["bytes"]) for entry in content]
-    told = CompletionLogprobs(0, byte_tokenizer()).of([lead, last])
+    told = CompletionLogprobs(Scoring(0, byte_tokenizer())).of([lead, last])
     assert (["bytes:\\xc3", "bytes:\\xa9"], [0, 0]) == (told["tokens"], told["text_offset"])
 
 

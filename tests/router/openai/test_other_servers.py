@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from router.apis.openai.constraints import constraint_of
+from router.apis.openai.requests import ChatRequest, CompletionRequest, messages_of, of_completion, variables_of
 from router.errors import ValidationError
-from router.openai.asked import messages_of, of_completion, variables_of
-from router.openai.constraints import constraint_of
-from router.openai.schemas import ChatRequest, CompletionRequest
-from router.schemas import GrammarParameters
+from router.requests.schemas import GrammarParameters
 from router.text import ModelTokenizer
 from router.version import version
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits

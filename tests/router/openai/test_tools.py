@@ -10,9 +10,11 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import TypeAdapter
 from tokenizers import AddedToken
 
-from router.openai.documents import ChatChunk, ChatCompletion
+from router.apis.openai.answers import ChatCompletion
+from router.apis.openai.streams import ChatChunk
 from router.text import ModelTokenizer
 from tests.router.chat.templates import TOOL
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
@@ -92,12 +94,12 @@ async def both(it: Site, **changes: Any) -> tuple[dict[str, Any], str]:
     """The message of the answer and why it ended; whole and streamed must say the same."""
     answer = await it.http.post(PATH, json={**ASKED, **changes})
     assert 200 == answer.status_code, answer.text
-    ChatCompletion.model_validate_json(answer.text)
+    TypeAdapter(ChatCompletion).validate_json(answer.text)
     [choice] = answer.json()["choices"]
     whole, reason = choice["message"], choice["finish_reason"]
     chunks = chunks_of((await it.http.post(PATH, json={**ASKED, **changes, "stream": True})).text)
     for chunk in chunks:
-        ChatChunk.model_validate(chunk)
+        TypeAdapter(ChatChunk).validate_python(chunk)
     streamed = gathered(chunks)
     assert ((whole["content"] or ""), reason) == (streamed[0]["content"], streamed[1])
     assert whole.get("reasoning_content") == streamed[0].get("reasoning_content")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from router.openai.responses.answers import TOOL
+from router.apis.openai.responses.answers import TOOL
 from tests.router.anthropic.test_tools import reply
 from tests.router.openai.responses.test_routes import URL, events_of, message, without_id
 from tests.router.served import Served, served

@@ -1,0 +1,198 @@
+"""What the routes of every API are made of: a body is read, a request opened, its answer collected or streamed.
+
+A client that goes away frees its place whether it streamed or not, which no framework does for a plain response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+import orjson
+from fastapi import Request
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from router.aside.pool import Aside
+from router.batcher import Batcher
+from router.chat.reading import AnswerFormats
+from router.chat.template import ChatTemplate
+from router.client import KvCache, ModelInfo, Shards
+from router.config import RouterConfig
+from router.entry import Failed
+from router.errors import UnsupportedMedia
+from router.http import deadline
+from router.http.bodies import Bodies
+from router.http.event_stream import PING, EventStream, Frames, first_events
+from router.http.guard import ClientConnection
+from router.http.request_log import harmless, harmless_names
+from router.http.whole_answers import PlainAnswer
+from router.limits import Limits
+from router.metrics import Metrics
+from router.probing import SharedHealth
+from router.requests import continuing, schemas
+from router.requests.accounts import Account
+from router.requests.asked import Asked
+from router.requests.generation import Generator, OpenRequest
+from router.requests.permits import Permits
+from router.requests.samples import Answer
+from router.requests.validation import Validator
+from router.text import ModelTokenizer
+from router.workers import Workers
+
+Handler = Callable[[Request], Awaitable[Response]]
+Shaped = TypeVar("Shaped")
+
+
+@dataclass(frozen=True)
+class Services:
+    """What the routes work with."""
+
+    config: RouterConfig
+    limits: Limits
+    model: ModelInfo
+    cache: KvCache
+    tokenizer: ModelTokenizer
+    chat_template: ChatTemplate
+    aside: Aside
+    shards: Shards
+    batcher: Batcher
+    metrics: Metrics
+    workers: Workers
+    validator: Validator
+    permits: Permits
+    bodies: Bodies
+    shared_health: SharedHealth
+    generator: Generator
+    generation_defaults: dict[str, Any]
+
+    @cached_property
+    def answer_formats(self) -> AnswerFormats:
+        """How the model writes calls of tools and reasoning."""
+        config = self.config
+        return AnswerFormats.of(config.tool_call_parser, config.reasoning_parser, self.chat_template, self.tokenizer)
+
+    @property
+    def compute_type(self) -> str:
+        """Number and kind of the shards' devices, for TGI's header `x-compute-type`."""
+        return f"{self.model.world_size}-{self.model.device}"
+
+
+async def read(
+    request: Request, services: Services, schema: type[schemas.Body], most_values: int = schemas.MOST_VALUES
+) -> schemas.Body:
+    """The body. Raises RouterError."""
+    return parsed(request, schema, await read_bytes(request, services), most_values)
+
+
+def parsed(
+    request: Request, schema: type[schemas.Body], raw: bytes, most_values: int = schemas.MOST_VALUES
+) -> schemas.Body:
+    """The body of what `read_bytes` gave. Raises RouterError."""
+    body = schemas.parse(schema, raw, most_values)
+    _note_names(request, body)
+    return body
+
+
+async def read_bytes(request: Request, services: Services) -> bytes:
+    """The body as it came, or as a route has put it back for another. Raises RouterError.
+
+    A key's request is counted first: to refuse one must cost next to nothing.
+    """
+    known: bytes | None = request.scope["state"].pop("body", None)
+    if known is not None:
+        return known
+    if (account := account_of(request)) is not None:
+        account.count_request()
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if not (media_type == "application/json" or media_type.endswith("+json")):
+        raise UnsupportedMedia("the body must be JSON: send the header `Content-Type: application/json`")
+    raw = await services.bodies.read(request, account or peer_of(request))
+    return continuing.without_known(request, raw, services.config.continuation_key)
+
+
+def _note_names(request: Request, body: BaseModel) -> None:
+    """For the log line: the model that the client names, and fields that nobody looks at."""
+    if isinstance(model := getattr(body, "model", None), str):
+        request.state.log["model"] = harmless(model)
+    if isinstance(body, schemas.Lenient) and (ignored := body.ignored()):
+        request.state.log["ignored_fields"] = harmless_names(ignored)
+
+
+async def collect(request: Request, asked: Sequence[Asked], services: Services) -> tuple[OpenRequest, list[Answer]]:
+    """All samples of a plain answer, and the request, which is closed. Raises RouterError."""
+    with ClientConnection.of(request.scope).needed():
+        with closing(await _open(request, asked, services, is_stream=False)) as opened:
+            return opened, await opened.answers()
+
+
+async def shaped(request: Request, services: Services, shape: Callable[[], Shaped]) -> Shaped:
+    """What `shape` makes of a whole answer, in a thread: a long one takes long, and streams go on meanwhile."""
+    account = account_of(request)
+    with ClientConnection.of(request.scope).needed():
+        return await services.workers.do(shape, account.owner if account is not None else peer_of(request))
+
+
+async def stream(
+    request: Request,
+    asked: Sequence[Asked],
+    services: Services,
+    frames_of: Callable[[OpenRequest], Frames],
+    headers: dict[str, str],
+    ping: bytes = PING,
+) -> Response:
+    """A stream whose first events are there already. Raises RouterError if they are a failure.
+
+    ping: the API's sign of life.
+    """
+    is_told = continuing.is_trusted(request, services.config.continuation_key)
+    with ExitStack() as undo:
+        with ClientConnection.of(request.scope).needed():
+            opened = undo.enter_context(closing(await _open(request, asked, services, is_stream=True)))
+            first = await first_events(opened)
+        for _, events in first:
+            if isinstance(events[0], Failed):
+                raise events[0].error
+        journal = opened.journal(continuing.created_of(request), continuing.known_of(request)) if is_told else None
+        if journal is not None:
+            headers = {**headers, continuing.TOLD_HEADER: "1"}
+        answer = EventStream(opened, frames_of(opened), first, headers, ping, journal)
+        undo.pop_all()  # from here on the response closes the request
+    return answer
+
+
+async def _open(request: Request, asked: Sequence[Asked], services: Services, *, is_stream: bool) -> OpenRequest:
+    return await services.generator.open(
+        asked,
+        headers=request.headers,
+        is_stream=is_stream,
+        request_id=request.state.request_id,
+        log=request.state.log,
+        known=continuing.known_of(request) if is_stream else None,
+        **asked_by(request, services),
+    )
+
+
+def asked_by(request: Request, services: Services) -> dict[str, Any]:
+    """Whose request it is, and how long it may take from now on. Raises ValidationError."""
+    timeout_s = deadline.timeout_of(request.headers.get(deadline.HEADER), services.config.request_timeout)
+    return {"account": account_of(request), "peer": peer_of(request), "timeout_s": timeout_s}
+
+
+def account_of(request: Request) -> Account | None:
+    """Whose key the request came with; None where the server has no keys."""
+    account: Account | None = getattr(request.state, "account", None)
+    return account
+
+
+def json_response(body: Any, headers: dict[str, str] | None = None) -> Response:
+    """A JSON response; several times faster than the framework's own."""
+    return PlainAnswer(orjson.dumps(body), headers)
+
+
+def peer_of(request: Request) -> str:
+    """The address that a request came from."""
+    return request.client.host if request.client is not None else ""

@@ -1,0 +1,1 @@
+"""HTTP around the routes: connections, bodies, streams of events, errors, and the application."""

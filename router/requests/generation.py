@@ -1,0 +1,402 @@
+"""One request's way through the router: permit, validation, queue, answer.
+
+`Generator.open` does everything that can refuse a request and returns an `OpenRequest`. Its owner reads the answer from
+it and must close it, whatever happens. Closing gives the permits back, tells the batching loop if nobody wants the
+answer any more, and notes what its log line says. Nothing here knows HTTP shapes, so that several APIs can share it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from router.batcher import Batcher
+from router.entry import Entry, Event, Failed, Finished, MergedEvents, PromptScores, PromptTokens, Token, ValidRequest
+from router.errors import DeadlinePassed, RouterError
+from router.metrics import Metrics
+from router.requests.accounts import Account
+from router.requests.asked import Asked, Rendering
+from router.requests.continuing import Journal, Known
+from router.requests.permits import Permits
+from router.requests.samples import Answer, likeliest_first, one_per_prompt
+from router.requests.validation import Tokens, Validator, check_streamable
+from router.tracing import Ended, Tracer
+
+Result = TypeVar("Result")
+Shaped = TypeVar("Shaped")
+
+
+async def _drained(queue: asyncio.Queue[Result]) -> list[Result]:
+    """All that is in a queue, once there is something."""
+    arrived = [await queue.get()]
+    while not queue.empty():
+        arrived.append(queue.get_nowait())
+    return arrived
+
+
+class OpenRequest:
+    """A request under way, from its permit to what its log line says."""
+
+    def __init__(
+        self,
+        log: dict[str, Any],
+        clock: Callable[[], float],
+        permits: Permits,
+        metrics: Metrics,
+        tracer: Tracer,
+        headers: Mapping[str, str],
+        account: Account | None = None,
+        *,
+        is_chat: bool = False,
+    ) -> None:
+        self.received_at = clock()
+        self.entries: list[Entry] = []
+        self._log = log
+        self._clock = clock
+        self._is_chat = is_chat
+        self._permits = permits
+        self._num_permits = 0
+        self._account = account
+        self._num_charged = 0
+        self._timer: asyncio.TimerHandle | None = None
+        self._metrics = metrics
+        self._span = tracer.start("generate_stream" if log["stream"] else "generate", headers, self.received_at)
+        self._merged: asyncio.Queue[tuple[int, Event]] | None = None
+        self._num_over = 0  # samples of a stream whose last event was taken
+        self._finished: Finished | None = None
+        self._error: RouterError | None = None
+        self._is_closed = False
+
+    @property
+    def input_length(self) -> int:
+        """Tokens of the prompt."""
+        return self.entries[0].request.input_length
+
+    @property
+    def seed(self) -> int | None:
+        """The seed to show to the client; None where nothing was drawn at random."""
+        return _visible_seed(self.entries[0])
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens of all samples so far."""
+        return sum(entry.generated.num_tokens for entry in self.entries)
+
+    def take_permits(self, count: int) -> None:
+        """Take more permits, which `close` gives back. Raises Overloaded."""
+        self._permits.take(count, self._account)
+        self._num_permits += count
+
+    def charge(self, tokens: int) -> None:
+        """Take tokens of the key's limit; `close` gives those back that were not used. Raises Overloaded."""
+        if self._account is not None:
+            self._account.charge(tokens)
+            self._num_charged = tokens
+
+    def end_at(self, when: float, end: Callable[[Entry], None]) -> None:
+        """Call `end` for each sample that is not over at `when`, a time of the event loop. `close` forgets it."""
+        self._timer = asyncio.get_running_loop().call_at(when, self._end_entries, end)
+
+    def _end_entries(self, end: Callable[[Entry], None]) -> None:
+        unfinished = [entry for entry in self.entries if not entry.is_over]
+        if unfinished:
+            self._metrics.timeouts.labels("running" if unfinished[0].admitted_at else "queued").inc()
+        for entry in unfinished:
+            end(entry)
+
+    async def answers(self) -> list[Answer]:
+        """All samples in order. Raises the error of the first that fails.
+
+        They are generated together, whatever the order in which they are collected here: events wait in their queues.
+        """
+        answers = [await self._collect(entry) for entry in self.entries]
+        self._finished = likeliest_first(answers)[0].finished
+        return answers
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last event has been taken."""
+        return self._finished is not None or self._error is not None
+
+    def merge_events(self) -> None:
+        """Let the events of all samples come in one queue; for streams of several. Before any is generated."""
+        self._merged = asyncio.Queue()
+        for index, entry in enumerate(self.entries):
+            known, entry.events = entry.events, MergedEvents(self._merged, index)
+            while not known.empty():
+                entry.events.put_nowait(known.get_nowait())
+
+    def journal(self, created: int, known: Known | None) -> Journal | None:
+        """What tells a balancer of this stream; None where it tells of its prompt, which is not told again."""
+        valid = [entry.request for entry in self.entries]
+        return None if any(one.prompt_logprobs for one in valid) else Journal(created, valid, known)
+
+    async def next_events(self) -> list[tuple[int, list[Event]]]:
+        """What has come since the last call, at least one event, with the number of its sample; for streams.
+
+        The last token of a sample and the event that ends it always come together.
+        """
+        if self._merged is not None:
+            return self._noted(await _drained(self._merged))
+        arrived = await _drained(self.entries[0].events)
+        self._note(arrived)
+        return [(0, arrived)]
+
+    def _noted(self, arrived: list[tuple[int, Event]]) -> list[tuple[int, list[Event]]]:
+        by_sample: dict[int, list[Event]] = {}
+        for index, event in arrived:
+            by_sample.setdefault(index, []).append(event)
+        for events in by_sample.values():
+            self._note(events)
+        return list(by_sample.items())
+
+    def fail(self, error: RouterError) -> None:
+        """Note why there will be no answer. The first reason counts."""
+        self._error = self._error or error
+
+    @contextmanager
+    def noting_failure(self) -> Iterator[None]:
+        """Note why the block failed. What is not ours is a bug, not a client that left."""
+        try:
+            yield
+        except RouterError as error:
+            self.fail(error)
+            raise
+        except Exception:
+            self.fail(RouterError("Internal Server Error"))
+            raise
+
+    def close(self) -> None:
+        """Give everything back. May be called twice."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._permits.give_back(self._num_permits, self._account)
+        if self._account is not None:
+            prompt = sum(entry.request.input_length for entry in self.entries)
+            cached = sum(entry.num_cached for entry in self.entries)
+            self._account.settle(self._num_charged, prompt, self.num_generated, cached)
+        for entry in self.entries:
+            entry.cancelled = not entry.is_over
+        if self._finished is not None:
+            self._metrics.succeeded(self.received_at, self._finished, self.num_generated)
+        else:
+            self._metrics.failed(self._error.failure_label if self._error else "dropped")
+        self._note_end()
+
+    async def _collect(self, entry: Entry) -> Answer:
+        prompt: tuple[Token, ...] = ()
+        scores: PromptScores | None = None
+        tokens: list[Token] = []
+        while True:
+            event = await entry.events.get()
+            if isinstance(event, Token):
+                tokens.append(event)
+            elif isinstance(event, PromptTokens):
+                prompt = event.tokens
+            elif isinstance(event, PromptScores):
+                scores = event
+            elif isinstance(event, Finished):
+                return Answer(prompt, tokens, event, _visible_seed(entry), scores)
+            else:
+                self.fail(event.error)
+                raise event.error
+
+    def _note(self, events: list[Event]) -> None:
+        last = events[-1]
+        if isinstance(last, Finished):
+            self._num_over += 1
+            if self._num_over == len(self.entries):
+                self._finished = last
+        elif isinstance(last, Failed):
+            self.fail(last.error)
+
+    def _note_end(self) -> None:
+        """Counts and times, for the log and for traces."""
+        error_type = self._error.error_type if self._error else "cancelled"
+        reason = str(self._finished.reason) if self._finished else error_type
+        fields: dict[str, int] = {}
+        if self.entries:
+            prompts = one_per_prompt(self.entries)
+            fields["prompt_tokens"] = sum(entry.request.input_length for entry in prompts)
+            fields["cached_tokens"] = sum(entry.num_cached for entry in prompts)
+            fields["generated_tokens"] = self.num_generated
+        if len(self.entries) > 1:
+            fields["answers"] = len(self.entries)
+        if self._finished is not None:
+            times = self._finished.timings
+            fields |= {
+                "validation_ms": _ms(times.queued - self.received_at),
+                "queue_ms": _ms(times.admitted - times.queued),
+                "first_token_ms": _ms(times.first_token - self.received_at),
+                "total_ms": _ms(times.finished - self.received_at),
+            }
+        now, is_failure = self._clock(), self._finished is None
+        self._span.end(Ended(now, reason, is_failure, self._is_chat, self.entries, fields, self._log))
+        self._log |= {"reason": reason, **fields}
+
+
+def _visible_seed(entry: Entry) -> int | None:
+    sampling = entry.request.sampling
+    return sampling.seed if sampling.do_sample else None
+
+
+def _owner(account: Account | None) -> str:
+    return account.owner if account is not None else ""
+
+
+def _turn(account: Account | None, peer: str) -> str:
+    """Among whose requests one waits for what is prepared before the queue."""
+    return account.owner if account is not None else peer
+
+
+def _ms(seconds: float) -> int:
+    return round(seconds * 1000)
+
+
+class Generator:
+    """Opens requests: the one door to the batching loop."""
+
+    def __init__(
+        self,
+        validator: Validator,
+        batcher: Batcher,
+        metrics: Metrics,
+        tracer: Tracer,
+        permits: Permits,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._validator = validator
+        self._batcher = batcher
+        self._metrics = metrics
+        self._tracer = tracer
+        self._permits = permits
+        self._clock = clock
+
+    async def open(
+        self,
+        asked: Sequence[Asked],
+        *,
+        headers: Mapping[str, str],
+        is_stream: bool,
+        request_id: str = "",
+        log: dict[str, Any] | None = None,
+        account: Account | None = None,
+        peer: str = "",
+        timeout_s: float | None = None,
+        known: Known | None = None,
+    ) -> OpenRequest:
+        """Validate and queue all prompts of one request. Raises the RouterError that refuses it.
+
+        Whatever it raises, it has given everything back then. account: of the key that it came with. peer: the address
+        that it came from, by which clients without a key take turns. timeout_s: from now on; the request ends with
+        DeadlinePassed after it. log: gets what the request's log line says, at its end. known: what another server has
+        generated of it, which comes again first.
+        """
+        self._metrics.request_count.inc()
+        log = {} if log is None else log
+        log["stream"] = is_stream
+        is_chat = any(callable(one.prompt) for one in asked)
+        parts = (self._clock, self._permits, self._metrics, self._tracer)
+        opened = OpenRequest(log, *parts, headers, account, is_chat=is_chat)
+        with ExitStack() as undo:
+            undo.callback(opened.close)
+            with opened.noting_failure():
+                if is_stream:
+                    for one in asked:
+                        check_streamable(one.given)
+                opened.take_permits(1)
+                began = asyncio.get_running_loop().time()
+                valid = await self._in_time(self._validate(asked, _turn(account, peer)), timeout_s)
+                if timeout_s is not None:
+                    late = DeadlinePassed(timeout_s)
+                    opened.end_at(began + timeout_s, lambda entry: self._batcher.end(entry, late))
+                if known is not None:
+                    valid = known.checked(valid, self._batcher.limits.vocab_size)
+                opened.take_permits(len(valid) - 1)
+                opened.charge(sum(one.size().tokens for one in valid))
+                self._submit(opened, valid, account, request_id, known)
+                if is_stream and len(valid) > 1:
+                    opened.merge_events()
+                for entry in one_per_prompt(opened.entries):
+                    self._metrics.input_length.observe(entry.request.input_length)
+                    self._metrics.max_new_tokens.observe(entry.request.wanted_tokens)
+            undo.pop_all()  # from here on the request's owner closes it
+        return opened
+
+    async def _validate(self, asked: Sequence[Asked], owner: str) -> list[ValidRequest]:
+        return [valid for one in asked for valid in await self._validator.validate(one, owner)]
+
+    async def tokenise(
+        self,
+        asked: Asked,
+        shape: Callable[[str, Tokens], Shaped],
+        *,
+        account: Account | None = None,
+        peer: str = "",
+        timeout_s: float | None = None,
+    ) -> Shaped:
+        """What `shape` makes of a prompt's text and its tokens; a long one takes a thread as any request does.
+
+        Raises RouterError. The others as for `open`.
+        """
+        with self._permits.hold(account):
+            return await self._in_time(self._validator.tokenise(asked, shape, _turn(account, peer)), timeout_s)
+
+    async def detokenise(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool,
+        *,
+        account: Account | None = None,
+        peer: str = "",
+        timeout_s: float | None = None,
+    ) -> str:
+        """The text of token ids. Raises RouterError. The others as for `open`."""
+        with self._permits.hold(account):
+            work = self._validator.detokenise(token_ids, skip_special_tokens, _turn(account, peer))
+            return await self._in_time(work, timeout_s)
+
+    async def count(
+        self, prompt: Rendering, *, account: Account | None = None, peer: str = "", timeout_s: float | None = None
+    ) -> int:
+        """How many tokens a chat's prompt has. Raises RouterError. The others as for `open`."""
+        with self._permits.hold(account):
+            return await self._in_time(self._validator.count(prompt, _turn(account, peer)), timeout_s)
+
+    async def _in_time(self, work: Awaitable[Result], timeout_s: float | None) -> Result:
+        """What comes of `work`. Raises DeadlinePassed."""
+        if timeout_s is None:
+            return await work
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await work
+        except TimeoutError:
+            self._metrics.timeouts.labels("validation").inc()
+            raise DeadlinePassed(timeout_s) from None
+
+    def _submit(
+        self,
+        opened: OpenRequest,
+        valid: Sequence[ValidRequest],
+        account: Account | None,
+        request_id: str,
+        known: Known | None,
+    ) -> None:
+        """Queue the samples of one request. Raises Overloaded and Unavailable; `opened` then knows those queued."""
+        owner, weight = _owner(account), account.share if account is not None else 1.0
+        self._batcher.check_room(valid, owner, weight)
+        for number, one in enumerate(valid):
+            tokens = known.samples[number].tokens if known is not None else ()
+            if not owner and one.priority < 0:  # nobody may pass others where anybody may send
+                one = replace(one, priority=0)
+            entry = self._batcher.submit(one, owner=owner, weight=weight, known=tokens)
+            entry.request_id = request_id
+            opened.entries.append(entry)

@@ -1,0 +1,190 @@
+"""HTTP bodies: how they are read, and the parameters of generation by TGI's names, which all APIs' become.
+
+Strict where a mistake would change the answer (no `true` for 1, no "5" for 5, no NaN), lenient where clients differ:
+every field may be null, which means absent, and unknown keys are ignored. Ranges are not here but in `validation.py`,
+whose sentences and order are TGI's.
+
+Bodies are parsed on the event loop, because a good one takes microseconds. A bad one must not take much longer: values
+are counted before any is built (`refuse_excess`), and a list ends at its first error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import ValidationError as SchemaError
+from pydantic_core import PydanticCustomError
+
+from router.errors import MalformedBody, ValidationError
+from router.json_values import is_nested_deeper, num_values
+
+# Of a 64-bit seed. What lies outside is no number that any field could mean.
+Integer = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]
+# Valid JSON by its grammar, but nothing that Python text or numbers can hold: a wrong value, not a broken body.
+UNREPRESENTABLE = ("number out of range", "hex escape", "surrogate")
+# Of a body. A million of them, each named in an error or kept in a dictionary, would stop the event loop for seconds.
+MOST_VALUES = 10_000
+# Of lists and objects within each other: far fewer than Python's stack bears, far more than schemas need.
+MOST_NESTING = 128
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+class Strict(BaseModel):
+    """A body or a part of one: no value is taken for another, and unknown keys are ignored."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="ignore", frozen=True)
+
+
+def _refuse_unless_absent(value: Any) -> None:
+    if value is not None:
+        raise PydanticCustomError("not_served", "is not served: leave it out")
+
+
+# A field whose meaning would be lost, where unknown ones are ignored.
+Unserved = Annotated[None, BeforeValidator(_refuse_unless_absent), Field(description="Not served: must be absent.")]
+
+
+class NotServed(NamedTuple):
+    """What is said of a field with a meaning that is not served. neutral: its values that mean nothing."""
+
+    neutral: Sequence[Any] = (None,)
+    sentence: str = "is not served: leave it out"
+
+
+class Lenient(Strict):
+    """A body, or a part of one, whose unknown fields are kept, to be looked through and named in the log."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="allow", frozen=True)
+
+    not_served: ClassVar[Mapping[str, NotServed]] = {}
+    known: ClassVar[frozenset[str]] = frozenset()  # of other fields: those that are looked at all the same
+
+    def refuse_what_is_not_served(self) -> None:
+        """Raises ValidationError for a field whose meaning would be lost."""
+        for name, its in self.not_served.items():
+            if getattr(self, name, None) not in its.neutral:
+                raise ValidationError(f"`{name}` {its.sentence}")
+
+    def ignored(self) -> list[str]:
+        """Names of the fields that nobody looks at, also those within other objects, each once."""
+        extra = self.model_extra or {}
+        looked_at = self.known.union(self.not_served)
+        found = [name for name, value in extra.items() if value is not None and name not in looked_at]
+        for name in type(self).model_fields:
+            value = getattr(self, name)
+            for one in value if isinstance(value, list) else (value,):
+                found += [f"{name}.{inner}" for inner in one.ignored()] if isinstance(one, Lenient) else ()
+        return list(dict.fromkeys(found))
+
+
+class GrammarParameters(Strict):
+    """What a text must be: JSON by a schema, or what a regular expression or a Lark grammar matches."""
+
+    type: Literal["json", "json_object", "json_schema", "regex", "lark"] = Field(
+        description="`json_object` is another name of `json`; `lark` is not TGI's."
+    )
+    value: str | dict[str, Any] = Field(
+        description="For `json` a JSON schema, also as a string; for `json_schema` {name, schema}; else the expression."
+    )
+
+
+class GenerateParameters(Strict):
+    """How to generate. An absent field means that its default holds."""
+
+    best_of: Integer | None = Field(default=None, description="Samples to draw; the likeliest is returned.")
+    temperature: float | None = Field(default=None, description="> 0. Divides the scores before sampling.")
+    repetition_penalty: float | None = Field(default=None, description="> 0. 1.0 means no penalty.")
+    frequency_penalty: float | None = Field(default=None, description="-2.0 to 2.0. 0 means no penalty.")
+    presence_penalty: float | None = Field(
+        default=None, description="-2.0 to 2.0. Taken once from the score of every token that was generated."
+    )
+    top_k: Integer | None = Field(default=None, description="> 0. Keep the k likeliest tokens.")
+    top_p: float | None = Field(
+        default=None, description="> 0 and <= 1. Keep the likeliest tokens of this total probability."
+    )
+    typical_p: float | None = Field(
+        default=None, description="> 0 and <= 1. Keep the most typical tokens of this total."
+    )
+    min_p: float | None = Field(
+        default=None, description="0 to 1. Keep the tokens of at least this share of the likeliest one's probability."
+    )
+    do_sample: bool | None = Field(default=None, description="Draw tokens at random instead of taking the likeliest.")
+    max_new_tokens: Integer | None = Field(default=None, description="Absent: as many as `max_total_tokens` leaves.")
+    return_full_text: bool | None = Field(default=None, description="Put the prompt in front of the generated text.")
+    stop: list[str] | None = Field(
+        default=None, description="End after the first of these; it is kept in the text.", fail_fast=True
+    )
+    stop_token_ids: list[Integer] | None = Field(
+        default=None, description="End after any of these tokens too. At most 64.", fail_fast=True
+    )
+    ignore_eos: bool | None = Field(default=None, description="Do not end at the model's end tokens.")
+    min_tokens: Integer | None = Field(
+        default=None, description="Before so many tokens no end token comes, and nothing ends the text."
+    )
+    truncate: Integer | None = Field(default=None, description="Keep only the last so many tokens of the prompt.")
+    watermark: bool | None = Field(default=None, description="Watermark the text (arXiv 2301.10226).")
+    details: bool | None = Field(default=None, description="Return tokens, log-probabilities and the finish reason.")
+    decoder_input_details: bool | None = Field(default=None, description="Return log-probabilities of the prompt.")
+    logit_bias: dict[str, float] | None = Field(
+        default=None, description="Token id -> -100 to 100, added to its score first of all. At most 300 tokens."
+    )
+    bad_words: list[str] | None = Field(
+        default=None,
+        description="Texts whose tokens are never generated one after another. At most 64.",
+        fail_fast=True,
+    )
+    seed: Integer | None = Field(default=None, description="0 to 2^64 - 1. The same seed gives the same text.")
+    top_n_tokens: Integer | None = Field(default=None, description="Candidates to return with each token.")
+    grammar: GrammarParameters | None = Field(default=None, description="What the text is held to.")
+    adapter_id: str | None = Field(default=None, description="Not supported: must be absent.")
+    prompt_embeds: Unserved = None
+    input_embeds: Unserved = None
+
+
+def parse(schema: type[Body], body: bytes, most_values: int = MOST_VALUES) -> Body:
+    """Read a body. Raises MalformedBody or ValidationError; neither repeats what was sent."""
+    refuse_excess(body, most_values)
+    try:
+        return schema.model_validate_json(body)
+    except SchemaError as error:
+        first = error.errors(include_input=False, include_url=False, include_context=False)[0]
+        message = f"{first['msg'][:1].lower()}{first['msg'][1:]}"
+        if first["type"] == "json_invalid":
+            kind = ValidationError if any(word in message for word in UNREPRESENTABLE) else MalformedBody
+            raise kind(message) from None
+        where = ".".join(_within(body, first["loc"], is_missing=first["type"] == "missing"))
+        raise ValidationError(f"`{where}`: {message}" if where else message) from None
+
+
+def _within(body: bytes, place: Sequence[int | str], *, is_missing: bool) -> Iterator[str]:
+    """Where in a body: a schema's place goes on with the types that a field may have, which are nobody's business."""
+    try:
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError:  # which the schema takes, as it does a number of a hundred digits
+        value = None
+    for part in place:
+        known = (isinstance(value, dict) and part in value) or (isinstance(value, list) and part in range(len(value)))
+        if not known and not (is_missing and isinstance(value, dict)):
+            return
+        yield str(part)
+        value = value[part] if known else None
+
+
+def refuse_excess(body: bytes, most: int, what: str = "the body") -> None:
+    """Raises ValidationError for JSON of more than so many values, or nested too deep, before any of them is built."""
+    refuse_excess_within((body,), most, what)
+
+
+def refuse_excess_within(texts: Iterable[bytes], most: int, what: str = "the body") -> None:
+    """The same for several texts of JSON together. Each is counted by itself: none may hide what another has."""
+    left = most
+    for text in texts:
+        left -= num_values(text, left)
+        if left < 0:
+            raise ValidationError(f"{what} has more than {most} values: leave out what is no field of a request")
+        if is_nested_deeper(text, MOST_NESTING):
+            raise ValidationError(f"{what} is nested more than {MOST_NESTING} levels deep: flatten it")
