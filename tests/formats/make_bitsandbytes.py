@@ -1,45 +1,37 @@
-"""Checkpoints that bitsandbytes writes: `python make_bitsandbytes.py FOLDER` in its environment.
-
-Of each kind FOLDER/KIND is the checkpoint, and FOLDER/KIND.dense.safetensors what the library itself makes of it.
-"""
+"""Checkpoints that bitsandbytes writes: `python make_bitsandbytes.py FOLDER` in its environment."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import tiny_model
 import torch
-from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from bitsandbytes.functional import QuantState, dequantize_4bit, int8_vectorwise_dequant
+from safetensors.torch import load_file
+from transformers import BitsAndBytesConfig
 
 FOUR = {"load_in_4bit": True, "bnb_4bit_compute_dtype": torch.float32}
-KINDS = {
+SCHEMES = {
     "nf4": FOUR | {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
     "fp4": FOUR | {"bnb_4bit_quant_type": "fp4"},
     "int8": {"load_in_8bit": True},
 }
 
 
-def main(folder: Path) -> None:
-    tiny_model.save(folder / "source" / "llama")
-    for kind, settings in KINDS.items():
-        model = AutoModelForCausalLM.from_pretrained(
-            folder / "source" / "llama",
-            quantization_config=BitsAndBytesConfig(**settings),
-            device_map="cpu",
-            dtype=torch.float32,
-        )
-        model.save_pretrained(folder / kind)
-        dense = {}
-        for name, module in model.named_modules():
-            if (state := getattr(getattr(module, "weight", None), "quant_state", None)) is not None:
-                dense[f"{name}.weight"] = dequantize_4bit(module.weight.data, state).float().contiguous()
-            elif (scale := getattr(getattr(module, "weight", None), "SCB", None)) is not None:
-                dense[f"{name}.weight"] = int8_vectorwise_dequant(module.weight.data, scale).float().contiguous()
-        save_file(dense, folder / f"{kind}.dense.safetensors")
+def quantise(source: Path, to: Path, settings: dict) -> dict[str, torch.Tensor]:
+    tiny_model.load(source, quantization_config=BitsAndBytesConfig(**settings), device_map="cpu").save_pretrained(to)
+    tensors = load_file(to / "model.safetensors")
+    eight = tiny_model.layers_of(tensors, "SCB")
+    four = tiny_model.layers_of(tensors, f"weight.quant_state.bitsandbytes__{settings.get('bnb_4bit_quant_type')}")
+    return {name: int8_vectorwise_dequant(parts["weight"], parts["SCB"]) for name, parts in eight} | {
+        name: of_four_bits({part.removeprefix("weight."): tensor for part, tensor in parts.items() if part != "bias"})
+        for name, parts in four
+    }
+
+
+def of_four_bits(parts: dict[str, torch.Tensor]) -> torch.Tensor:
+    return dequantize_4bit(parts.pop("weight"), QuantState.from_dict(parts, torch.device("cpu")))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    tiny_model.make(quantise, SCHEMES, SCHEMES["nf4"])

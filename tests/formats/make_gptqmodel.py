@@ -1,7 +1,4 @@
-"""Checkpoints that GPTQModel writes: `python make_gptqmodel.py FOLDER` in its environment.
-
-Of each kind FOLDER/KIND is the checkpoint, and FOLDER/KIND.dense.safetensors what the library itself makes of it.
-"""
+"""Checkpoints that GPTQModel writes: `python make_gptqmodel.py FOLDER` in its environment."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from types import ModuleType
 
 import tiny_model
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file
 
 
 def without_torchvision() -> None:
@@ -34,44 +31,37 @@ from gptqmodel import BACKEND, GPTQModel, QuantizeConfig  # noqa: E402
 from gptqmodel.nn_modules.qlinear import BaseQuantLinear  # noqa: E402
 from gptqmodel.quantization.awq.utils.packing_utils import dequantize_gemm  # noqa: E402
 
-KINDS = {
-    "gptq-4": {"bits": 4, "group_size": 128, "desc_act": False},
-    "gptq-4-act": {"bits": 4, "group_size": 32, "desc_act": True, "sym": False},
-    "gptq-8": {"bits": 8, "group_size": -1, "desc_act": False, "act_group_aware": False},
-    "gptq-3": {"bits": 3, "group_size": 64, "desc_act": False, "format": "gptq_v2"},
-    "mixtral-4": {"bits": 4, "group_size": 128, "desc_act": False},
+FOUR = {"bits": 4, "group_size": 128, "desc_act": False}
+SCHEMES = {
+    "gptq-4": FOUR,
+    "gptq-4-act": FOUR | {"group_size": 32, "desc_act": True, "sym": False},
+    "gptq-8": FOUR | {"bits": 8, "group_size": -1, "act_group_aware": False},
+    "gptq-3": FOUR | {"bits": 3, "group_size": 64, "format": "gptq_v2"},
     "awq-4": {"method": "awq", "format": "gemm", "bits": 4, "group_size": 128},
-    "starcoder2-4": {"method": "awq", "format": "gemm", "bits": 4, "group_size": 128},
-    "phi3-4": {"bits": 4, "group_size": 64, "desc_act": False},
-}  # of a Llama, or of the family before the hyphen
+}
 
 
-def main(folder: Path) -> None:
-    for kind, settings in KINDS.items():
-        family = kind.split("-")[0]
-        family = family if family in tiny_model.FAMILIES else "llama"
-        backend = BACKEND.AWQ_TORCH if settings.get("method") == "awq" else BACKEND.TORCH
-        if not (source := folder / "source" / family).exists():
-            tiny_model.save(source, family)
-        model = GPTQModel.load(str(source), QuantizeConfig(**settings, device="cpu"))
-        model.quantize(tiny_model.TEXTS, batch_size=4, backend=backend if backend == BACKEND.AWQ_TORCH else None)
-        model.save(str(folder / kind))
-        served = GPTQModel.load(str(folder / kind), backend=backend, device="cpu", dtype=torch.float16)
-        dense = {}
-        for name, module in served.named_modules():
-            if isinstance(module, BaseQuantLinear):
-                module.scales = module.scales.float()  # so that it dequantises without another rounding
-                stem = name[name.rindex("model.layers.") :]
-                dense[f"{stem}.weight"] = dequantised(module).t().float().contiguous()
-        save_file(dense, folder / f"{kind}.dense.safetensors")
+def quantise(source: Path, to: Path, settings: dict) -> dict[str, torch.Tensor]:
+    backend = BACKEND.AWQ_TORCH if settings.get("method") == "awq" else BACKEND.TORCH
+    model = GPTQModel.load(str(source), QuantizeConfig(**settings, device="cpu", offload_to_disk=False))
+    rows = [{"input_ids": tokens, "attention_mask": [1] * len(tokens)} for tokens in tiny_model.TOKENS]
+    model.quantize(rows, batch_size=4, backend=backend if backend == BACKEND.AWQ_TORCH else None)
+    model.save(str(to))
+    served = GPTQModel.load(str(to), backend=backend, device="cpu", dtype=torch.float16)
+    modules = {name: module for name, module in served.named_modules() if isinstance(module, BaseQuantLinear)}
+    stored = [name for name, _ in tiny_model.layers_of(load_file(to / "model.safetensors"), "qweight")]
+    assert len(stored) == len(modules)
+    return {name: dequantised(modules, name.removesuffix(".weight")).t() for name in stored}
 
 
-def dequantised(module: BaseQuantLinear) -> torch.Tensor:
-    """[inputs, outputs]."""
+def dequantised(modules: dict[str, BaseQuantLinear], name: str) -> torch.Tensor:
+    """[inputs, outputs] of the layer, before whose name the library has some of its own."""
+    (module,) = (module for its_name, module in modules.items() if f".{its_name}".endswith(f".{name}"))
+    module.scales = module.scales.float()  # so that it dequantises without another rounding
     if hasattr(module, "dequantize_weight"):
         return module.dequantize_weight()
     return dequantize_gemm(module.qweight, module.qzeros, module.scales, module.bits, module.group_size)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    tiny_model.make(quantise, SCHEMES, FOUR | {"group_size": 32})

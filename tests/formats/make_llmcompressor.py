@@ -1,11 +1,7 @@
-"""Checkpoints that llm-compressor writes: `python make_llmcompressor.py FOLDER` in its environment.
-
-Of each kind FOLDER/KIND is the checkpoint, and FOLDER/KIND.dense.safetensors what compressed-tensors makes of it.
-"""
+"""Checkpoints that llm-compressor writes: `python make_llmcompressor.py FOLDER` in its environment."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import tiny_model
@@ -16,12 +12,13 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 from datasets import Dataset
 from llmcompressor import oneshot
+from llmcompressor.modifiers import Modifier
 from llmcompressor.modifiers.gptq import GPTQModifier
 from llmcompressor.modifiers.quantization import QuantizationModifier
-from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoTokenizer
 
-KINDS = {
+SCHEMES = {
     "W8A8": QuantizationModifier,
     "W4A16": QuantizationModifier,
     "W4A16_ASYM": GPTQModifier,
@@ -31,43 +28,33 @@ KINDS = {
     "FP8_BLOCK": QuantizationModifier,
     "NVFP4A16": QuantizationModifier,
     "MXFP4A16": QuantizationModifier,
-    "mixtral-W4A16": QuantizationModifier,
-    "mixtral-NVFP4A16": QuantizationModifier,
-    "phi3-W8A16": QuantizationModifier,
-}  # of a Llama, or of the family before the hyphen
+}
+# As W4A16, whose groups are 128.
+IN_GROUPS = {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32},
+}
+DENSE = ["lm_head", "re:.*gate$"]
 
 
-def main(folder: Path) -> None:
-    for family in ("llama", "mixtral", "phi3"):
-        tiny_model.save(folder / "source" / family, family)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "source" / "llama")
+def quantise(source: Path, to: Path, recipe: Modifier) -> dict[str, torch.Tensor]:
+    model = tiny_model.load(source)
     texts = Dataset.from_dict({"text": tiny_model.TEXTS})
-    for kind, modifier in KINDS.items():
-        family, scheme = ("llama", kind) if "-" not in kind else kind.split("-")
-        model = AutoModelForCausalLM.from_pretrained(folder / "source" / family, dtype=torch.float32)
-        is_calibrated = kind in ("FP8", "W4A16_ASYM")
-        given = {"dataset": texts, "num_calibration_samples": 16, "max_seq_length": 64} if is_calibrated else {}
-        recipe = modifier(targets="Linear", scheme=scheme, ignore=["lm_head", "re:.*gate$"])
-        oneshot(model=model, processor=tokenizer, recipe=recipe, **given)
-        model.save_pretrained(folder / kind, save_compressed=True)
-        save_file(decompressed(folder / kind), folder / f"{kind}.dense.safetensors")
-
-
-def decompressed(folder: Path) -> dict:
-    """Every quantised layer's weight."""
-    config = QuantizationConfig.model_validate(AutoConfig.from_pretrained(folder).quantization_config)
+    is_calibrated = to.name in ("FP8", "W4A16_ASYM")
+    given = {"dataset": texts, "num_calibration_samples": 16, "max_seq_length": 64} if is_calibrated else {}
+    oneshot(model=model, processor=AutoTokenizer.from_pretrained(source), recipe=recipe.model_copy(deep=True), **given)
+    model.save_pretrained(to, save_compressed=True)
+    config = QuantizationConfig.model_validate(AutoConfig.from_pretrained(to).quantization_config)
     (scheme,) = config.config_groups.values()
-    tensors = load_file(folder / "model.safetensors")
     compressor = BaseCompressor.get_value_from_registry(scheme.format or config.format)
-    dense = {}
-    for name in [key.removesuffix("_scale") for key in tensors if key.endswith(".weight_scale")]:
-        stem = name.removesuffix("weight")
-        state = {key.removeprefix(stem): tensor for key, tensor in tensors.items() if key.startswith(stem)}
-        if "weight_global_scale" in state:
-            dense[name] = in_float32(state, scheme.weights)
-        else:
-            dense[name] = compressor.decompress(state, scheme)["weight"].float().contiguous()
-    return dense
+    layers = dict(tiny_model.layers_of(load_file(to / "model.safetensors"), "weight_scale"))
+    assert not any("weight" in parts and parts["weight"].itemsize > 1 for parts in layers.values()), "not compressed"
+    return {
+        name: in_float32(parts, scheme.weights)
+        if "weight_global_scale" in parts
+        else compressor.decompress(parts, scheme)["weight"]
+        for name, parts in layers.items()
+    }
 
 
 def in_float32(state: dict, weights: QuantizationArgs) -> torch.Tensor:
@@ -79,4 +66,8 @@ def in_float32(state: dict, weights: QuantizationArgs) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    tiny_model.make(
+        quantise,
+        {scheme: modifier(targets="Linear", scheme=scheme, ignore=DENSE) for scheme, modifier in SCHEMES.items()},
+        QuantizationModifier(config_groups={"group_0": IN_GROUPS}, ignore=DENSE),
+    )

@@ -17,7 +17,7 @@ NAMES = NameMap(
         "mlp_down": "layers.{i}.mlp.dense_4h_to_h",
         "activation": "layers.{i}.mlp.act",
         "final_norm": "final_layer_norm",
-        "head": "embed_out",
+        "head": ("embed_out", "lm_head"),
     },
     qkv_layout=QkvLayout.GROUPED,
     prefixes=("gpt_neox.", ""),

@@ -97,10 +97,11 @@ def _four_bits(tensors: Tensors, part: Part) -> QuantisedWeight:
     outputs, inputs = part.size
     state = next((_state(tensors, name) for name in STATES.values() if tensors.has(name)), {})
     block = _block(tensors, state, "blocksize", 64)
-    if inputs % block or inputs % 2:
+    group = math.gcd(block, inputs)  # a block may go on in the next row
+    if group < LEAST_GROUP or inputs % 2:
         raise FormatError(
-            f"{tensors.name} has {inputs} inputs, and its blocks of {block} do not end with rows: such a layer must be "
-            "left as it is"
+            f"{tensors.name} has {inputs} inputs, an odd number or one that shares no factor of {LEAST_GROUP} or more "
+            f"with its blocks of {block}: such a layer must be left as it is"
         )
     if state.get("shape", list(part.size)) != list(part.size):
         raise FormatError(
@@ -110,9 +111,10 @@ def _four_bits(tensors: Tensors, part: Part) -> QuantisedWeight:
     row_bytes = inputs // 2
     data = _bytes(tensors, outputs * row_bytes, [(start * row_bytes, stop * row_bytes) for start, stop in part.rows])
     codes = torch.stack([data >> 4, data & 15], dim=-1).reshape(-1, inputs)[:, slice(*part.columns)].contiguous()
-    groups = contiguous_groups(block, inputs)[slice(*part.columns)]
+    groups = contiguous_groups(group, inputs)[slice(*part.columns)]
     kept, of_input = torch.unique(groups, return_inverse=True)
-    largest = _largest(tensors, state, outputs * inputs // block).reshape(outputs, -1)
+    largest = _largest(tensors, state, -(-outputs * inputs // block)).repeat_interleave(block // group)
+    largest = largest[: outputs * inputs // group].reshape(outputs, -1)
     return QuantisedWeight(
         codes,
         4,

@@ -19,7 +19,7 @@ from server.checkpoint.formats.bitsandbytes import BitsAndBytesFormat
 from server.checkpoint.formats.compressed import CompressedFormat
 from server.checkpoint.formats.float8 import Float8Format
 from server.checkpoint.formats.gptq import GptqFormat
-from server.checkpoint.formats.protocol import Format, Part, Tensors
+from server.checkpoint.formats.protocol import Format, FormatError, Part, Tensors
 from server.checkpoint.weights import Checkpoint
 from server.quant.stored import RoundedInputs
 from tests.server.quant import packers
@@ -244,19 +244,28 @@ def test_float8_under_the_names_of_newer_tools(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("is_nested", [True, False])
-def test_bitsandbytes(tmp_path: Path, kind: str, is_nested: bool) -> None:
+@pytest.mark.parametrize("block", [32, 64, 4096])  # which end with rows, or go on in the next, the last one cut short
+def test_bitsandbytes(tmp_path: Path, kind: str, is_nested: bool, block: int) -> None:
     codes, _, _ = drawn(4, 1)
-    count = F * D // 32
+    count = -(-F * D // block)
     levels = torch.tensor(packers.NF4 if kind == "nf4" else packers.FP4)
     largest = torch.rand(count) + 0.5
-    tensors = packers.bitsandbytes(codes, largest, kind, block=32)
+    tensors = packers.bitsandbytes(codes, largest, kind, block=block)
     if is_nested:
         of_codes, magnitudes = torch.linspace(-1, 1, 256), torch.rand(-(-count // 256))
         coarse = torch.randint(0, 256, (count,), dtype=torch.uint8)
         largest = of_codes[coarse.long()] * magnitudes[torch.arange(count) // 256] + 0.75
-        tensors = packers.bitsandbytes(codes, coarse, kind, block=32, nested=(of_codes, magnitudes, 0.75))
-    expected = levels[codes] * largest.reshape(F, -1).repeat_interleave(32, 1)
+        tensors = packers.bitsandbytes(codes, coarse, kind, block=block, nested=(of_codes, magnitudes, 0.75))
+    expected = levels[codes] * largest.repeat_interleave(block)[: F * D].reshape(F, D)
     check(BitsAndBytesFormat({"load_in_4bit": True}), tmp_path, tensors, expected)
+
+
+def test_bitsandbytes_with_blocks_that_share_few_inputs_with_rows(tmp_path: Path) -> None:
+    tensors = packers.bitsandbytes(torch.zeros(64, 100, dtype=torch.int64), torch.ones(100), "nf4")
+    save_file({f"layer.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(FormatError, match="layer has 100 inputs, an odd number or one that shares no factor of 8"):
+        whole = Part((64, 100), [(0, 64)], (0, 100))
+        BitsAndBytesFormat({"load_in_4bit": True}).read(Tensors(Checkpoint(tmp_path), "layer"), whole)
 
 
 def test_bitsandbytes_int8(tmp_path: Path) -> None:

@@ -60,6 +60,11 @@ def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+def as_llama(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """GPT-NeoX's head as GPTQModel names it."""
+    return {name.replace("embed_out", "lm_head"): tensor for name, tensor in tensors.items()}
+
+
 def logits(folder: Path) -> Tensor:
     return all_logits(load_engine(folder, warms_up=False), prompt_of(1), prompt_of(2, 4))
 
@@ -79,8 +84,9 @@ def renamed(folder: Path, to: Path, rename: Rename) -> Path:
         ("mixtral", fused),
         ("qwen3_moe", fused),
         ("phi3", apart),
+        ("gpt_neox", as_llama),
     ],
-    ids=["packers", "packers, mlp", "fused", "fused, Qwen", "gate and up"],
+    ids=["packers", "packers, mlp", "fused", "fused, Qwen", "gate and up", "head"],
 )
 def test_other_names_give_the_same_logits(family: str, rename: Rename, tmp_path: Path) -> None:
     (tmp_path / "published").mkdir()
