@@ -22,7 +22,7 @@ LOG_LEVELS = ("debug", "info", "warn", "error")
 MOST_MICRO_BATCHES = 16  # with one more step under way than that, the shards' queues hold as many
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class RouterConfig:
     """One router's settings, frozen after start-up. Raises ValueError that lists every problem."""
 
