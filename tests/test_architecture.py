@@ -26,15 +26,15 @@ MAY_IMPORT: dict[str, set[str]] = {
         "benchmark", "router.client", "router.entry", "router.queue", "router.version", "router.wire",
         "server.arch.families", "server.arch.names", "server.arch.spec", "server.pb", "server.process",
         "server.checkpoint.quantize_config",
-        "server.offload.cost", "server.offload.footprint", "server.offload.policy", "server.offload.times",
+        "server.offload.cost", "server.offload.footprint", "server.offload.share", "server.offload.times",
         "server.pipeline.stage", "server.quant.sizes",
     },
     "benchmark.ceilings": {"benchmark", "server.backends"},
     "benchmark.generating": {
         "benchmark", "router.batcher", "router.entry", "router.limits", "router.metrics", "router.text",
     },
-    "benchmark.rates": {"benchmark", "server.backends", "server.offload"},
-    "benchmark.scheduled": {"benchmark", "router.client", "router.limits", "router.text", "server.offload.policy"},
+    "benchmark.rates": {"benchmark", "server.backends", "server.disk.direct", "server.offload"},
+    "benchmark.scheduled": {"benchmark", "router.client", "router.limits", "router.text", "server.offload.share"},
     "benchmark.schedules": {
         "benchmark", "router.entry", "router.limits", "router.queue", "server.offload.cost",
     },
@@ -58,8 +58,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router": {"router", "server.pb"},
     "router.__main__": {"router", "server.logs"},
     "router.launch": {
-        "router.config", "router.launch", "router.version", "server.config", "server.folders", "server.link.config",
-        "server.output", "server.process", "server.storage_settings",
+        "router.config", "router.launch", "router.version", "server.config", "server.disk.folders",
+        "server.link.config",        "server.output", "server.process", "server.storage_settings",
     },
     "router.jobs": {"router.jobs", "router.json_values"},
     "router.json_values": set(),
@@ -117,7 +117,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.backends.cpu": {
         "server.arch", "server.backends.cpu", "server.backends.device", "server.backends.host_copies",
         "server.backends.pages", "server.backends.protocol", "server.backends.reference", "server.cpu_kinds",
-        "server.folders",
+        "server.disk.folders",
         "server.quant",
     },
     "server.backends.cuda": {
@@ -136,23 +136,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "server.blocks": set(),
     "server.checkpoint": {
-        "server.arch.names", "server.blocks", "server.checkpoint", "server.distributed", "server.folders",
+        "server.arch.names", "server.blocks", "server.checkpoint", "server.distributed", "server.disk.folders",
         "server.quant.configs", "server.quant.dialects", "server.quant.left_out", "server.quant.meanings",
         "server.quant.packing", "server.quant.sizes", "server.quant.stored",
     },
-    "server.checkpoint.download": {"server.checkpoint.files", "server.folders"},
+    "server.checkpoint.download": {"server.checkpoint.files", "server.disk.folders"},
     "server.checkpoint.files": set(),
     "server.checkpoint.quantize_config": {
         "server.checkpoint.files", "server.quant.configs", "server.quant.sizes",
     },
-    "server.checkpoint.hub": {"server.checkpoint.download", "server.checkpoint.files", "server.folders"},
+    "server.checkpoint.hub": {"server.checkpoint.download", "server.checkpoint.files", "server.disk.folders"},
     "server.checkpoint.spm": {"server.checkpoint.spm_model", "server.checkpoint.spm_normalizer"},
     "server.checkpoint.spm_model": set(),
     "server.checkpoint.spm_normalizer": {"server.checkpoint.spm_model"},
-    "server.config": {"server.cpu_kinds", "server.offload.policy"},
+    "server.config": {"server.cpu_kinds", "server.offload.share"},
     "server.cpu_kinds": set(),
-    "server.folders": set(),
-    "server.storage_settings": {"server.config", "server.folders", "server.offload.policy"},
+    "server.disk": {"server.disk"},
+    "server.storage_settings": {"server.config", "server.disk.folders", "server.offload.share"},
     "server.distributed": {"server.host_sums", "server.process", "server.store", "server.symmetric"},
     "server.host_sums": set(),
     "server.layers": {
@@ -166,9 +166,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.loading": {
         "server.arch", "server.backends", "server.blocks", "server.checkpoint.random_weights",
         "server.checkpoint.weights", "server.config", "server.cpu_kinds", "server.distributed", "server.model",
-        "server.offload.footprint", "server.offload.policy", "server.offload.times", "server.offloading", "server.pb",
+        "server.offload.footprint", "server.offload.share", "server.offload.times", "server.pb",
         "server.pipeline", "server.quant.kv",
-        "server.quant.sizes", "server.quantisation", "server.stepping", "server.tiers",
+        "server.quant.sizes", "server.quantisation", "server.stepping", "server.prefix",
     },
     "server.logs": {"server.output"},
     "server.model": {
@@ -178,21 +178,22 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.blocks", "server.stepping.batch", "server.stepping.cache", "server.stepping.kv_placement",
         "server.stepping.sequences",
     },
+    "server.model.placement": {
+        "server.arch.spec", "server.backends", "server.blocks", "server.config", "server.disk.direct",
+        "server.distributed", "server.model", "server.offload", "server.quant.sizes", "server.stepping.kv_placement",
+        "server.storage_settings",
+    },
     "server.nursery": {"server.__main__", "server.process"},  # and by name, ahead of time, what `run` there imports
     "server.null": {"server.blocks", "server.config", "server.pb", "server.relay"},
     "server.pb": {"server.pb"},
     "server.offload": {
-        "server.backends.device", "server.backends.pages", "server.backends.protocol", "server.folders",
+        "server.backends.device", "server.backends.pages", "server.backends.protocol", "server.disk",
         "server.offload", "server.quant",
     },
     "server.offload.cost": set(),
     "server.offload.footprint": {"server.arch.spec"},
-    "server.offload.policy": set(),
+    "server.offload.share": set(),
     "server.offload.times": set(),
-    "server.offloading": {
-        "server.arch.spec", "server.backends", "server.blocks", "server.config", "server.distributed", "server.model",
-        "server.offload", "server.quant.sizes", "server.stepping.kv_placement", "server.storage_settings",
-    },
     "server.output": set(),
     "server.pipeline": {
         "server.backends.device", "server.distributed", "server.pipeline", "server.stepping.batch",
@@ -226,10 +227,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.relay": {"server.pb"},
     "server.service": {
         "server.backends.failures", "server.blocks", "server.distributed", "server.offload.times", "server.pb",
-        "server.profiling", "server.relay", "server.stepping", "server.tiers",
+        "server.profiling", "server.relay", "server.stepping", "server.prefix",
     },
-    "server.tiers": {"server.folders", "server.tiers"},
-    "server.tiers.identity": {"server.checkpoint.files"},
+    "server.prefix": {"server.disk", "server.prefix"},
+    "server.prefix.identity": {"server.checkpoint.files"},
     "server.stepping": {
         "server.backends.failures", "server.backends.device", "server.backends.host_copies",
         "server.backends.protocol", "server.blocks", "server.distributed", "server.offload.times", "server.pb",

@@ -1,4 +1,4 @@
-"""From one rank's settings to where its layers' weights are kept: on the device, in the host's memory, on a disk."""
+"""From one rank's settings to where its weights and KV blocks are: on the device, in the host's memory, on a disk."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.device import Link
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.config import AUTO, ShardConfig
+from server.disk.direct import PAGE
 from server.distributed import Shard
+from server.model.offloaded_kv import OffloadedKv
 from server.model.streamed import OnDevice, Placement, Streaming
-from server.model.tiered import TieredKv
 from server.offload.auto import Auto, Wanted
 from server.offload.cost import Rates
-from server.offload.disk import ImageFile
+from server.offload.disk_store import DiskStore
 from server.offload.footprint import expert_sizes, layer_sizes, step_bytes, window_shares
-from server.offload.policy import Share
+from server.offload.kv_blocks import KvOnDisk, KvOnHost, KvPlace
 from server.offload.probes import link_rate, rates_of
-from server.offload.ring import Store
-from server.offload.stores import DiskStore, HostStore, StagedStore
-from server.offload.tiers import BlockTier, DiskTier, HostTier
+from server.offload.ring import PAGES
+from server.offload.share import Share
+from server.offload.stores import HostStore, StagedStore, Store
 from server.quant.sizes import Storage
 from server.stepping.kv_placement import KvOnDevice
 from server.storage_settings import NO_FOLDER, NO_HOST, NO_KV_FOLDER
@@ -122,13 +123,13 @@ def _stores(config: ShardConfig, device: Device) -> list[tuple[Share, Store]]:
     if link is None:
         if config.weights_on_host is not None:
             raise ValueError(NO_HOST.format("weights"))
-        return [(NOTHING, DiskStore(_file(config)))]
+        return [(NOTHING, _file(config))]
     on_host = Share.parse(config.weights_on_host or "100%")
-    host = (on_host, HostStore(device, link))
-    return [host] if on_host.is_all else [host, (NOTHING, StagedStore(_file(config), device, link))]
+    host = (on_host, HostStore(link, PAGES))
+    return [host] if on_host.is_all else [host, (NOTHING, StagedStore(_file(config), device, link, PAGES))]
 
 
-def choose_kv_placement(config: ShardConfig, spec: ArchSpec, device: Device) -> KvOnDevice | TieredKv:
+def choose_kv_placement(config: ShardConfig, spec: ArchSpec, device: Device) -> KvOnDevice | OffloadedKv:
     """Where the settings want KV blocks. Raises ValueError for what this device or this machine does not have."""
     on_device = Share.parse(config.kv_on_device)
     if on_device.is_all:
@@ -138,13 +139,13 @@ def choose_kv_placement(config: ShardConfig, spec: ArchSpec, device: Device) -> 
             f"--kv-on-device {config.kv_on_device} has no prefix cache on host or disk: leave out "
             "--prefix-cache-host-gb and --prefix-cache-disk-gb, or keep the KV cache on the device"
         )
-    tiers = _kv_tiers(config, device)
+    places = _kv_places(config, device)
     windows = [layer.window for layer in spec.layers]
     encoder_layers = spec.encoder.num_layers if spec.encoder else 0
-    return TieredKv(on_device, tiers, windows, encoder_layers)
+    return OffloadedKv(on_device, places, windows, encoder_layers)
 
 
-def _kv_tiers(config: ShardConfig, device: Device) -> list[BlockTier]:
+def _kv_places(config: ShardConfig, device: Device) -> list[KvPlace]:
     """Where blocks go that are not on the device, the last one taking what is left."""
     link = device.link()
     if link is None:
@@ -152,20 +153,20 @@ def _kv_tiers(config: ShardConfig, device: Device) -> list[BlockTier]:
             raise ValueError(NO_HOST.format("kv"))
         return [_kv_file(config, None)]
     on_host = Share.parse(config.kv_on_host or "100%")
-    host = HostTier(link, on_host, lambda: CpuDevice().free_bytes(fraction=1.0, world_size=config.world_size))
+    host = KvOnHost(link, on_host, lambda: CpuDevice().free_bytes(fraction=1.0, world_size=config.world_size))
     return [host] if on_host.is_all else [host, _kv_file(config, link)]
 
 
-def _kv_file(config: ShardConfig, link: Link | None) -> DiskTier:
+def _kv_file(config: ShardConfig, link: Link | None) -> KvOnDisk:
     if config.offload_dir is None:
         raise ValueError(NO_KV_FOLDER.format(config.kv_on_device))
-    return DiskTier(Path(config.offload_dir), "--offload-dir", config.world_size, link)
+    return KvOnDisk(Path(config.offload_dir), "--offload-dir", config.world_size, link)
 
 
-def _file(config: ShardConfig) -> ImageFile:
+def _file(config: ShardConfig) -> DiskStore:
     if config.offload_dir is None:
         raise ValueError(NO_FOLDER.format(config.weights_on_device))
-    return ImageFile(Path(config.offload_dir), "--offload-dir")
+    return DiskStore(Path(config.offload_dir), "--offload-dir", "weights", PAGE)
 
 
 def described(placement: Placement) -> str:
