@@ -18,11 +18,11 @@ from benchmark.shapes import ModelShape
 from benchmark.streaming import Measured, sizes_of
 from server import backends
 from server.backends import Device
-from server.disk.direct import PAGE
-from server.offload.disk_store import DiskError, DiskStore
+from server.offload.disk_store import DiskError
+from server.offload.places import OnDisk
 from server.offload.probes import link_rate, rates_of
 from server.offload.ring import PAGES
-from server.offload.stores import HostStore, StagedStore, Store
+from server.offload.stores import HostStore, Store
 
 
 def measure(args: argparse.Namespace, shape: ModelShape) -> Measured:
@@ -62,7 +62,6 @@ def _link(args: argparse.Namespace, device: Device, layer_bytes: int) -> float:
 def _store(args: argparse.Namespace, device: Device) -> Store | None:
     """The slowest place where layers would wait."""
     link, folder = device.link(), args.offload_dir
-    if folder is None or (link is not None and args.weights_on_host is None):
-        return None if link is None else HostStore(link, PAGES)
-    file = DiskStore(Path(folder), "--offload-dir", "weights", PAGE)
-    return file if link is None else StagedStore(file, device, link, PAGES)
+    if folder is not None and (link is None or args.weights_on_host is not None):
+        return OnDisk(Path(folder), "--offload-dir", 1, link).open(device, PAGES, "weights")
+    return None if link is None else HostStore(link, PAGES)

@@ -29,10 +29,11 @@ from torch import Tensor
 from server.backends.device import Device
 from server.backends.protocol import Attention, Backend, Rotation, StepMeta
 from server.model.parts import Part, Reach, parts_of
-from server.offload.kv_blocks import KvBlocks, KvPlace
+from server.offload.kv_blocks import KvBlocks
+from server.offload.places import Place
 from server.offload.share import Share
 from server.offload.staging import AREAS, Staging, Visit
-from server.offload.stores import Memory, Store
+from server.offload.stores import Memory
 from server.stepping import cache
 from server.stepping.batch import Forward
 from server.stepping.cache import KVShape
@@ -67,7 +68,7 @@ class OffloadedKv:
     def __init__(
         self,
         share: Share,
-        places: Sequence[KvPlace],
+        places: Sequence[Place],
         windows: Sequence[int],
         encoder_layers: int,
         stage_bytes: int = STAGE_BYTES,
@@ -142,7 +143,9 @@ class OffloadedKv:
         size = shape.size_of(first + AREAS * division.area)
         pool = device.empty_kv(size, shape.format.stored(shape.dtype))
         parts = backend.block_parts(pool, shape.format, shape.head_dim)
-        self._store = self._open(Memory([part.view(torch.uint8) for part in parts]), shape.num_layers, division, device)
+        planes = Memory([part.view(torch.uint8) for part in parts])
+        used = [(count, place) for count, place in zip(division.stored, self._places, strict=True) if count]
+        self._store = KvBlocks.open(device, planes, shape.num_layers, used)
         self._staging = Staging(device, self._store, first, division.area)
         self._division, self._shape, self._device = division, shape, device
         return [pool] * shape.num_layers
@@ -222,17 +225,6 @@ class OffloadedKv:
         stored.append(left)
         area = max(longest, self._stage_bytes // shape.layer_block_bytes)
         return Division(resident, tuple(stored), min(area, sum(stored)))
-
-    def _open(self, pool: Memory, layers: int, division: Division, device: Device) -> KvBlocks:
-        stores: list[tuple[int, Store]] = []
-        try:
-            for count, place in zip(division.stored, self._places, strict=True):
-                if count:
-                    stores.append((count, place.open(device, pool, layers * count)))
-        except ValueError:
-            KvBlocks(pool, stores).close()
-            raise
-        return KvBlocks(pool, stores)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class DiskStore:
         self.moved_bytes = 0
 
     def reserve(self, blocks: int) -> None:
-        """Take the disk's space for so many blocks at once. Raises ValueError where there is too little of it."""
+        """Add the first blocks, and take the disk's space for them. Raises ValueError where there is too little."""
         try:
             os.posix_fallocate(self.descriptor, 0, max(blocks, 1) * self._slot_bytes)
         except OSError as error:
@@ -62,6 +62,7 @@ class DiskStore:
                 f"{self.name}: {blocks * self._slot_bytes / 1e9:.2f} GB of {self._holds} do not fit there "
                 f"({error.strerror}): free space there, or use a smaller --max-batch-total-tokens"
             ) from None
+        self.add(blocks)
 
     def add(self, blocks: int) -> int:
         """See `Store`."""

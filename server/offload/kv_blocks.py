@@ -1,103 +1,12 @@
-"""KV blocks that are not on the device: what may take them, how many, and which store has which.
-
-Each layer has the same number of blocks, of which some are in the host's memory and the rest on a disk.
-"""
+"""KV blocks of all layers that are not on the device, and which store has which."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from collections.abc import Iterable, Sequence
 
-from server.backends.device import Device, Event, Link
-from server.disk.direct import page_aligned
-from server.disk.folders import free_bytes
-from server.offload.disk_store import DiskStore
-from server.offload.share import ALL, Share
-from server.offload.stores import HostStore, Memory, Run, StagedStore, Store, Wait, wait_for_all
-
-DISK_HEADROOM = 0.05  # of a disk's free space stays free: others write there too
-
-
-class KvPlace(Protocol):
-    """Something that may take blocks."""
-
-    @property
-    def name(self) -> str:
-        """For people."""
-
-    @property
-    def share(self) -> Share:
-        """How many of all blocks it takes at most."""
-
-    def room(self) -> int:
-        """Bytes that this rank may take of it."""
-
-    def slot_bytes(self, block_bytes: int) -> int:
-        """Bytes that a layer's part of a block takes, which holds block_bytes."""
-
-    def open(self, device: Device, pool: Memory, blocks: int) -> Store:
-        """A store of so many blocks, of all layers. pool: of the device's blocks. Raises ValueError without room."""
-
-
-@dataclass(frozen=True)
-class KvOnDisk:
-    """A file. link: of a device with memory of its own; flag: the setting that names the folder."""
-
-    folder: Path
-    flag: str
-    world_size: int
-    link: Link | None
-    share: Share = ALL
-
-    @property
-    def name(self) -> str:
-        """See `KvPlace`."""
-        return self.flag
-
-    def room(self) -> int:
-        """See `KvPlace`. Raises ValueError for a folder that is none."""
-        try:
-            return int(free_bytes(self.folder) * (1 - DISK_HEADROOM)) // self.world_size
-        except OSError as error:
-            raise ValueError(f"{self.flag} {self.folder}: {error.strerror}: name a folder on a disk") from None
-
-    def slot_bytes(self, block_bytes: int) -> int:
-        """See `KvPlace`."""
-        return page_aligned(block_bytes)
-
-    def open(self, device: Device, pool: Memory, blocks: int) -> Store:
-        """See `KvPlace`. The disk's space is taken at once: where it has too little, no request is served first."""
-        file = DiskStore(self.folder, self.flag, "KV blocks", pool.block_bytes)
-        file.reserve(blocks)
-        store = file if self.link is None else StagedStore(file, device, self.link, pool.plane_bytes)
-        store.add(blocks)
-        return store
-
-
-@dataclass(frozen=True)
-class KvOnHost:
-    """The host's pinned memory. free_bytes: what of it this rank may take, when it is asked."""
-
-    link: Link
-    share: Share
-    free_bytes: Callable[[], int]
-    name: str = "the host's memory"
-
-    def room(self) -> int:
-        """See `KvPlace`."""
-        return self.free_bytes()
-
-    def slot_bytes(self, block_bytes: int) -> int:
-        """See `KvPlace`."""
-        return block_bytes
-
-    def open(self, device: Device, pool: Memory, blocks: int) -> Store:
-        """See `KvPlace`."""
-        store = HostStore(self.link, pool.plane_bytes)
-        store.add(blocks)
-        return store
+from server.backends.device import Device, Event
+from server.offload.places import Place
+from server.offload.stores import Memory, Run, Store, Wait, wait_for_all
 
 
 class KvBlocks:
@@ -108,6 +17,18 @@ class KvBlocks:
 
     def __init__(self, pool: Memory, stores: Sequence[tuple[int, Store]]):
         self._pool, self._stores = pool, stores
+
+    @classmethod
+    def open(cls, device: Device, pool: Memory, layers: int, places: Iterable[tuple[int, Place]]) -> KvBlocks:
+        """In stores of places, each with how many blocks of every layer it takes. Raises ValueError without room."""
+        blocks = cls(pool, stores := [])
+        try:
+            for count, place in places:
+                stores.append((count, place.open(device, pool.plane_bytes, "KV blocks", layers * count)))
+        except ValueError:
+            blocks.close()
+            raise
+        return blocks
 
     @property
     def moved_bytes(self) -> int:

@@ -20,7 +20,7 @@ from server.disk.direct import PAGE
 from server.model.offloaded_kv import STAGE_BYTES, OffloadedKv
 from server.model.streamed import Streaming
 from server.offload.disk_store import DiskStore
-from server.offload.kv_blocks import KvOnDisk, KvPlace
+from server.offload.places import OnDisk, Place
 from server.offload.share import Share
 
 
@@ -53,13 +53,13 @@ def offloaded(
     folder: Path,
     *,
     stage_bytes: int = STAGE_BYTES,
-    places: list[KvPlace] | None = None,
+    places: list[Place] | None = None,
 ) -> Iterator[OffloadedKv]:
     """Where the KV blocks of the model in a folder are kept, while it is served. places: by default a file."""
     spec = spec_of(model)
     encoder_layers = spec.encoder.num_layers if spec.encoder else 0
     windows = [layer.window for layer in spec.layers]
-    places = places or [KvOnDisk(folder, "--offload-dir", 1, None)]
+    places = places or [OnDisk(folder, "--offload-dir", 1, None)]
     placement = OffloadedKv(Share.parse(on_device), places, windows, encoder_layers, stage_bytes)
     try:
         yield placement

@@ -17,7 +17,8 @@ from server.backends.reference import ReferenceBackend
 from server.model.offloaded_kv import OffloadedKv
 from server.offload import disk_store, stores
 from server.offload.disk_store import DiskError
-from server.offload.kv_blocks import KvBlocks, KvOnDisk, KvOnHost, KvPlace
+from server.offload.kv_blocks import KvBlocks
+from server.offload.places import OnDisk, OnHost, Place
 from server.offload.share import ALL, Share
 from server.offload.staging import AREAS, Moved, Staging, Visit
 from server.offload.stores import Memory, Run
@@ -34,24 +35,20 @@ Make = Callable[[Path, Device, Link, Memory], KvBlocks]
 
 
 def on_disk(folder: Path, device: Device, link: Link, pool: Memory) -> KvBlocks:
-    return opened([(BLOCKS, KvOnDisk(folder, "--offload-dir", 1, None))], device, pool)
+    return KvBlocks.open(device, pool, LAYERS, [(BLOCKS, OnDisk(folder, "--offload-dir", 1, None))])
 
 
 def on_host(folder: Path, device: Device, link: Link, pool: Memory) -> KvBlocks:
-    return opened([(BLOCKS, KvOnHost(link, ALL, lambda: 0))], device, pool)
+    return KvBlocks.open(device, pool, LAYERS, [(BLOCKS, OnHost(link, ALL, lambda: 0))])
 
 
 def staged(folder: Path, device: Device, link: Link, pool: Memory) -> KvBlocks:
-    return opened([(BLOCKS, KvOnDisk(folder, "--offload-dir", 1, link))], device, pool)
+    return KvBlocks.open(device, pool, LAYERS, [(BLOCKS, OnDisk(folder, "--offload-dir", 1, link))])
 
 
 def divided(folder: Path, device: Device, link: Link, pool: Memory) -> KvBlocks:
-    places = [(5, KvOnHost(link, ALL, lambda: 0)), (BLOCKS - 5, KvOnDisk(folder, "--offload-dir", 1, link))]
-    return opened(places, device, pool)
-
-
-def opened(places: Sequence[tuple[int, KvPlace]], device: Device, pool: Memory) -> KvBlocks:
-    return KvBlocks(pool, [(count, place.open(device, pool, LAYERS * count)) for count, place in places])
+    places = [(5, OnHost(link, ALL, lambda: 0)), (BLOCKS - 5, OnDisk(folder, "--offload-dir", 1, link))]
+    return KvBlocks.open(device, pool, LAYERS, places)
 
 
 def make_pool(blocks: int, sizes: Sequence[int]) -> list[Tensor]:
@@ -195,9 +192,9 @@ def test_blocks_reach_a_device_with_memory_of_its_own(
     """By way of the host's memory, and of stages where it has too little."""
     folder, _ = checkpoints(case)
     device, link = LinkedDevice(), LateLink()
-    places: list[KvPlace] = [KvOnHost(link, Share.parse(shares[1]), lambda: 2**30)]
+    places: list[Place] = [OnHost(link, Share.parse(shares[1]), lambda: 2**30)]
     if shares[1] != "100%":
-        places.append(KvOnDisk(tmp_path, "--offload-dir", 1, link))
+        places.append(OnDisk(tmp_path, "--offload-dir", 1, link))
     with offloaded(folder, shares[0], tmp_path, stage_bytes=1, places=places) as placement:
         engine = load_engine(folder, backend=ReferenceBackend(device), kv_placement=placement, **sizes(folder))
         assert resident_tokens(folder) == tokens(engine)
@@ -216,7 +213,7 @@ def test_no_step_waits_for_a_device_whose_blocks_are_on_its_host(checkpoints: Ch
     expected = [p.tokens for p in generate(load_engine(folder, **sizes(folder)), prompts())]
     backend = stand_in.StandInBackend()
     link = backend.device.link()
-    places = [KvOnHost(link, Share.parse("100%"), lambda: 2**30)]
+    places = [OnHost(link, Share.parse("100%"), lambda: 2**30)]
     placement = OffloadedKv(Share.parse("10%"), places, [0] * 3, 0, stage_bytes=1)
     engine = load_engine(folder, backend=backend, kv_placement=placement, **sizes(folder))
     with backend.device.forbidding():

@@ -23,7 +23,7 @@ from server.model.offloaded_kv import OffloadedKv
 from server.model.parts import Reach
 from server.offload import disk_store
 from server.offload.disk_store import DiskError
-from server.offload.kv_blocks import KvOnDisk
+from server.offload.places import OnDisk
 from server.offload.share import Share
 from server.pb import generate_pb2 as pb
 from server.stepping.cache import KVShape
@@ -274,7 +274,7 @@ def test_a_disk_without_room_is_known_at_once(
 
 
 @dataclass(frozen=True)
-class SmallDisk(KvOnDisk):
+class SmallDisk(OnDisk):
     num_bytes: int = 0
 
     def room(self) -> int:
