@@ -35,10 +35,10 @@ from server.distributed import Shard
 from server.layers.embedding import load_embedding, load_head
 from server.model.load import StackLoader
 from server.quant.stored import QuantisedWeight
+from server.quantising.calibration import Inputs, Streams, Texts, watched
 from server.quantising.job import run
+from server.quantising.plan import sites_of
 from server.quantising.recipe import Job, Recipe
-from server.quantising.sites import Inputs, sites_of, watched
-from server.quantising.streams import Streams, Texts
 from tests.running import ROOT
 
 DEMO = ROOT / "server" / "demo"

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmark.generating": {
         "benchmark", "router.batcher", "router.entry", "router.limits", "router.metrics", "router.text",
     },
-    "benchmark.rates": {"benchmark", "server.backends", "server.disk.direct", "server.offload"},
+    "benchmark.rates": {"benchmark", "server.backends", "server.offload"},
     "benchmark.scheduled": {"benchmark", "router.client", "router.limits", "router.text", "server.offload.share"},
     "benchmark.schedules": {
         "benchmark", "router.entry", "router.limits", "router.queue", "server.offload.cost",
@@ -179,7 +179,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.stepping.sequences",
     },
     "server.model.placement": {
-        "server.arch.spec", "server.backends", "server.blocks", "server.config", "server.disk.direct",
+        "server.arch.spec", "server.backends", "server.blocks", "server.config",
         "server.distributed", "server.model", "server.offload", "server.quant.sizes", "server.stepping.kv_placement",
         "server.storage_settings",
     },
@@ -217,7 +217,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.model", "server.quant", "server.quantising", "server.stepping.batch", "server.blocks",
     },
     "server.quantising.__main__": {"server.quantising"},
-    "server.quantising.process": {"server.backends", "server.quantising"},
+    "server.quantising.command": {"server.backends", "server.quantising"},
     "server.quantising.job": {
         "server.arch", "server.backends.device", "server.backends.protocol", "server.backends.reference",
         "server.checkpoint.weights",
