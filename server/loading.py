@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from server import backends, distributed, quantisation
+from server import backends
 from server.arch import families
 from server.arch.spec import validate, with_rope_scaling
 from server.backends import Backend, Device
@@ -23,11 +23,12 @@ from server.backends.cpu.heap import freed_at_once
 from server.backends.cpu.threads import plan_threads
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE
+from server.checkpoint import quantisation
+from server.checkpoint.quantisation import Quantisation
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import AUTO, DTYPES, THROUGH_HOST, ShardConfig, parse_graph_sizes
 from server.cpu_kinds import EXACT
-from server.distributed import Shard
 from server.model import load as model_loading
 from server.model import placement as placing
 from server.model.streamed import Streaming
@@ -42,7 +43,8 @@ from server.prefix.identity import identity as identify
 from server.prefix.mover import TierConfig, Tiers
 from server.quant.kv import AS_COMPUTED, KV_FORMATS
 from server.quant.sizes import Storage
-from server.quantisation import Quantisation
+from server.ranks import distributed
+from server.ranks.distributed import Shard
 from server.stepping.cache import KVShape
 from server.stepping.engine import Engine, Model
 from server.stepping.sampling import Watermark

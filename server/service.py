@@ -20,15 +20,15 @@ import grpc
 import torch
 
 from server.backends.failures import lost_device
+from server.backends.profiling import StepProfiler
 from server.blocks import BLOCK_SIZE, num_blocks
-from server.distributed import PeerLost
 from server.offload.times import Times
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
 from server.prefix.mover import Move, Tiers
 from server.prefix.prefix_file import KEY_BYTES
-from server.profiling import StepProfiler
-from server.relay import MAX_MESSAGE_BYTES, Ranks, StepStream
+from server.ranks.distributed import PeerLost
+from server.ranks.relay import MAX_MESSAGE_BYTES, Ranks, StepStream
 from server.stepping.engine import Engine
 from server.stepping.launched import Launched, StepResult
 from server.stepping.sequences import StepError

@@ -12,7 +12,6 @@ from server.backends import Backend, Device
 from server.backends.cpu.device import CpuDevice
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.config import AUTO, ShardConfig
-from server.distributed import Shard
 from server.model.offloaded_kv import OffloadedKv
 from server.model.streamed import OnDevice, Placement, Streaming
 from server.offload.auto import Auto, Wanted
@@ -22,10 +21,11 @@ from server.offload.places import OnDisk, OnHost, Place
 from server.offload.probes import link_rate, rates_of
 from server.offload.ring import PAGES
 from server.offload.share import Share
+from server.offload.storage_settings import NO_FOLDER, NO_HOST, NO_KV_FOLDER
 from server.offload.stores import Store
 from server.quant.sizes import Storage
+from server.ranks.distributed import Shard
 from server.stepping.kv_placement import KvOnDevice
-from server.storage_settings import NO_FOLDER, NO_HOST, NO_KV_FOLDER
 
 DEFAULT_TOTAL_TOKENS = 2048  # of the longest sequence, where neither the settings nor the model say
 

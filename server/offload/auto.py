@@ -24,7 +24,7 @@ PICO = 10**12  # seconds are exchanged as whole numbers of its square
 
 
 class Ranks(Protocol):
-    """What the ranks exchange: `server.distributed.Shard`."""
+    """What the ranks exchange: `server.ranks.distributed.Shard`."""
 
     @property
     def world_size(self) -> int:

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from server.backends.protocol import Backend
 from server.blocks import num_blocks
-from server.distributed import Shard
 from server.offload.times import Times
 from server.pb import generate_pb2 as pb
 from server.pipeline.neighbours import Neighbours, Nobody
+from server.ranks.distributed import Shard
 from server.stepping.agreed_capture import AgreedCapture
 from server.stepping.batch import Carried, Forward, StepInput, Tables
 from server.stepping.cache import KVShape

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from server.checkpoint import formats
 from server.checkpoint.formats.protocol import Part, Tensors
 from server.checkpoint.weights import Checkpoint
-from server.distributed import Shard
+from server.ranks.distributed import Shard
 from tests.environments import NoEnvironment, environment
 from tests.running import ROOT
 from tests.server import ranks

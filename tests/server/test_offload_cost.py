@@ -16,6 +16,7 @@ from transformers import AutoConfig
 from server.arch import families
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
+from server.checkpoint.quantisation import IN_FLIGHT as IN_FLIGHT_QUANTISERS
 from server.offload.auto import Auto, Wanted
 from server.offload.cost import Rates, Room, Sizes, StepCost, choose
 from server.offload.footprint import expert_sizes, layer_sizes, window_shares
@@ -26,7 +27,6 @@ from server.offload.times import MOST_SPANS, Span, Times, busy_seconds
 from server.quant.noise import Kind, noise
 from server.quant.sizes import IN_FLIGHT
 from server.quant.stored import Stored
-from server.quantisation import IN_FLIGHT as IN_FLIGHT_QUANTISERS
 from tests.server.streaming import weight_file
 
 MB = 10**6

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from server import storage_settings
 from server.disk import folders
+from server.offload import storage_settings
+from server.offload.storage_settings import folder_problems, idle_settings, offload_problems, room_problem
 from server.prefix.prefix_file import DiskTrouble, PrefixFile
-from server.storage_settings import folder_problems, idle_settings, offload_problems, room_problem
 from tests.server.streaming import weight_file
 
 STAYS: dict[str, Any] = {

@@ -21,7 +21,6 @@ from server.backends.protocol import LinearFormat
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import DenseFormat
 from server.config import ShardConfig
-from server.distributed import Shard
 from server.model.placement import automatic, choose_placement, described
 from server.model.streamed import Streaming
 from server.offload import disk_store
@@ -31,6 +30,7 @@ from server.offload.disk_store import DiskError, DiskStore
 from server.offload.ring import Image, Ring, Stored, keep
 from server.offload.share import Share
 from server.offload.stores import HostStore, StagedStore
+from server.ranks.distributed import Shard
 from tests.server import ranks
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.driver import generate, load_engine

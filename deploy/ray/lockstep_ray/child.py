@@ -18,7 +18,7 @@ from contextlib import suppress
 
 from router.launch.batch_engine import OURS, READY, STOP_S
 from router.launch.config import ROOT
-from server.process import end_with_parent
+from server.processes.linux import end_with_parent
 
 MOST_LINES = 20  # of its log that are told when it does not start
 # Settings of the launcher may come from the environment: those of whoever started Ray are not meant.
