@@ -41,8 +41,8 @@ from router.launch.storage import storage_problems, storage_warnings
 from router.launch.supervisor import Supervisor
 from router.launch.terminal import open_standard_streams
 from router.version import version
-from server.output import Output
-from server.process import adopt_orphans
+from server.processes.linux import adopt_orphans
+from server.processes.output import Output
 
 
 def main(argv: Sequence[str] | None = None) -> int:

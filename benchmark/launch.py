@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmark import options, shapes
 from benchmark.report import ROOT, BenchError
-from server.process import end_with_parent
+from server.processes.linux import end_with_parent
 
 LAUNCHER = ROOT / "launcher.py"  # beside this package, in a checkout and where it is installed
 DEMO = ROOT / "server" / "demo"

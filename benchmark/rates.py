@@ -18,10 +18,11 @@ from benchmark.shapes import ModelShape
 from benchmark.streaming import Measured, sizes_of
 from server import backends
 from server.backends import Device
-from server.offload.disk import DiskError, ImageFile
+from server.offload.disk_store import DiskError
+from server.offload.places import OnDisk
 from server.offload.probes import link_rate, rates_of
-from server.offload.ring import Store
-from server.offload.stores import DiskStore, HostStore, StagedStore
+from server.offload.ring import PAGES
+from server.offload.stores import HostStore, Store
 
 
 def measure(args: argparse.Namespace, shape: ModelShape) -> Measured:
@@ -61,8 +62,6 @@ def _link(args: argparse.Namespace, device: Device, layer_bytes: int) -> float:
 def _store(args: argparse.Namespace, device: Device) -> Store | None:
     """The slowest place where layers would wait."""
     link, folder = device.link(), args.offload_dir
-    if link is None:
-        return None if folder is None else DiskStore(ImageFile(Path(folder), "--offload-dir"))
-    if folder is not None and args.weights_on_host is not None:
-        return StagedStore(ImageFile(Path(folder), "--offload-dir"), device, link)
-    return HostStore(device, link)
+    if folder is not None and (link is None or args.weights_on_host is not None):
+        return OnDisk(Path(folder), "--offload-dir", 1, link).open(device, PAGES, "weights")
+    return None if link is None else HostStore(link, PAGES)

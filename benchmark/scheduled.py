@@ -54,7 +54,7 @@ from benchmark.timed_shards import StepRecord, TimedShards
 from router.client import ModelInfo, ShardedClient
 from router.limits import Limits
 from router.text import ModelTokenizer
-from server.offload.policy import Share
+from server.offload.share import Share
 
 AUTO = "auto"
 DEFAULT_BATCHES, DEFAULT_BATCH_SIZE = 4, 4  # FlexGen's default batch, and the first row of its table

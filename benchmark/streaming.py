@@ -16,7 +16,7 @@ from benchmark.shapes import DTYPE_BYTES
 from router.client import StreamedReply
 from server.offload.cost import Rates, Sizes, StepCost
 from server.offload.footprint import step_bytes, window_shares
-from server.offload.policy import Share
+from server.offload.share import Share
 from server.offload.times import MOST_SPANS, Span, busy_seconds
 
 WORDS = ("auto",)

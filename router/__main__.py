@@ -41,7 +41,7 @@ from router.text import ModelTokenizer
 from router.tiers.metrics import COUNTERS, TierMetrics
 from router.tiers.mover import Mover
 from router.tracing import make_tracer
-from server.logs import BEAT, configure_logging
+from server.processes.logs import BEAT, configure_logging
 
 FLUSH_S = 3.0  # for what the prefix cache still has to write to disk when the server stops
 LAST_BYTES_S = 5  # for answers that are complete when the server stops

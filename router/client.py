@@ -3,7 +3,7 @@
 `ShardedClient` sends each StepRequest to rank 0, which passes it on to the others, and answers with one StepReply a
 step, in order: a step costs the router the same however many ranks there are. Any rank that is lost, or that alone
 reports an error, ends the stream with a ShardError naming the rank: the ranks no longer agree on which sequences exist,
-and nothing can mend that while they run. Rank 0 says which rank that is (`server/relay.py`). The double of
+and nothing can mend that while they run. Rank 0 says which rank that is (`server/ranks/relay.py`). The double of
 `ShardedClient` for tests is `tests/router/fake_shards.py`; one contract test runs over both. What goes over the wire is
 built in `wire.py`; on the router's side only these two modules know protobuf classes.
 """

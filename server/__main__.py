@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import uvloop
 
 from server.config import ShardConfig
-from server.logs import configure_logging
-from server.process import name_process
+from server.processes.linux import name_process
+from server.processes.logs import configure_logging
 
 log = logging.getLogger("server")
 
@@ -52,9 +52,9 @@ async def run_null(config: ShardConfig) -> int:
 
 async def run(config: ShardConfig) -> int:
     """Load, serve until a signal, stop. Returns the exit code."""
-    from server.distributed import PeerLost, disconnect  # after logging is set up: torch takes seconds to import
     from server.loading import load, tiers
-    from server.relay import Ranks
+    from server.ranks.distributed import PeerLost, disconnect  # after logging is set up: torch takes seconds to import
+    from server.ranks.relay import Ranks
     from server.service import ShardService, serve
 
     try:

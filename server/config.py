@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from server import cpu_kinds
-from server.offload.policy import Share
+from server.offload.share import Share
 
 AUTO = "auto"
 DTYPES = ("float32", "float16", "bfloat16")

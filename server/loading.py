@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from server import backends, distributed, offloading, quantisation
+from server import backends
 from server.arch import families
 from server.arch.spec import validate, with_rope_scaling
 from server.backends import Backend, Device
@@ -23,28 +23,31 @@ from server.backends.cpu.heap import freed_at_once
 from server.backends.cpu.threads import plan_threads
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE
+from server.checkpoint import quantisation
+from server.checkpoint.quantisation import Quantisation
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import AUTO, DTYPES, THROUGH_HOST, ShardConfig, parse_graph_sizes
 from server.cpu_kinds import EXACT
-from server.distributed import Shard
 from server.model import load as model_loading
+from server.model import placement as placing
 from server.model.streamed import Streaming
 from server.model.transformer import local_kv_heads
-from server.offload.policy import Share
+from server.offload.share import Share
 from server.offload.times import Times
 from server.pb import generate_pb2 as pb
 from server.pipeline.neighbours import Neighbours, Nobody, Stages
 from server.pipeline.ring import join
 from server.pipeline.stage import Stage, stages_of
+from server.prefix.identity import identity as identify
+from server.prefix.mover import TierConfig, Tiers
 from server.quant.kv import AS_COMPUTED, KV_FORMATS
 from server.quant.sizes import Storage
-from server.quantisation import Quantisation
+from server.ranks import distributed
+from server.ranks.distributed import Shard
 from server.stepping.cache import KVShape
 from server.stepping.engine import Engine, Model
 from server.stepping.sampling import Watermark
-from server.tiers.identity import identity as identify
-from server.tiers.mover import TierConfig, Tiers
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ class Loaded:
     why_not_captured: str | None
     quantised: str = "dense"  # how its linear layers are stored, for people
     offloaded: str = ""  # where weights are that are not on the device, for people
-    read_bytes: Callable[[], int] = lambda: 0  # of them, from a disk, so far
+    moved_bytes: Callable[[], int] = lambda: 0  # of them, from and to a disk, so far
     times: Times | None = None  # what streaming has cost, where weights stream
     neighbours: Neighbours = field(default_factory=Nobody)  # of a pipeline stage
 
@@ -124,7 +127,7 @@ def load(config: ShardConfig, choose: ChooseBackend = backends.choose) -> tuple[
     why_not = loaded.why_not_captured or ("--cuda-graphs is 0" if sizes == () else None)
     engine = Engine(
         *(model, loaded.shard, loaded.backend, loaded.dtype, watermark, why_not, sizes),
-        read_bytes=loaded.read_bytes,
+        moved_bytes=loaded.moved_bytes,
         neighbours=loaded.neighbours,
     )
     engine.times = loaded.times
@@ -192,14 +195,14 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
     dtype, reason = choose_dtype(config.dtype, stored, device)
     backend = _backend(config, device, dtype, choose)
     part = replace(spec, layers=tuple(spec.layers[layer] for layer in stage.layers))
-    kv_placement = offloading.choose_kv_placement(config, part, device)
+    kv_placement = placing.choose_kv_placement(config, part, device)
     shard = _connect(config, device)
     neighbours = _neighbours(config, stage, shard, device, dtype, spec.hidden_size)
     cache = KV_FORMATS[config.kv_cache_dtype]
     kv_heads = len(local_kv_heads(spec, shard))
     kv_bytes = KVShape(part.num_layers, kv_heads, spec.head_dim, dtype, format=cache).bytes_per_token
-    auto = offloading.automatic(config, part, backend, dtype, shard, kv_bytes, _kept(quantised, config, device, dtype))
-    placement = offloading.choose_placement(config, part, device, auto)
+    auto = placing.automatic(config, part, backend, dtype, shard, kv_bytes, _kept(quantised, config, device, dtype))
+    placement = placing.choose_placement(config, part, device, auto)
     weights = Weights.open(
         checkpoint,
         family.names,
@@ -216,7 +219,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         report if shard.rank == 0 else lambda: None,  # the ranks of a stage load alike
         stage,
     )
-    offloaded = offloading.described(placement)
+    offloaded = placing.described(placement)
     streams = isinstance(placement, Streaming) and bool(placement.stored)
     why_not = "weights stream" if streams else backend.why_not_captured(spec, quantised.name, config.stage_size)
     return Loaded(
@@ -229,7 +232,7 @@ def _load_family(config: ShardConfig, hf_config: dict[str, Any], choose: ChooseB
         why_not,
         quantised.description,
         offloaded,
-        placement.read_bytes,
+        placement.moved_bytes,
         placement.times if isinstance(placement, Streaming) else None,
         neighbours,
     )

@@ -28,7 +28,7 @@ from server.blocks import BLOCK_SIZE, num_blocks
 from server.config import ShardConfig
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
-from server.relay import MAX_MESSAGE_BYTES, StepStream
+from server.ranks.relay import MAX_MESSAGE_BYTES, StepStream
 
 # " The little fox walked along the river in the morning sun and found a red ball under the old tree." as the embedded
 # model's tokenizer writes it, one word each: no end token, so that only length and stop sequences end a request.

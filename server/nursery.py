@@ -20,9 +20,9 @@ import sys
 from collections.abc import Sequence
 
 from server import __main__ as shard
-from server.process import become_child_of, name_process
+from server.processes.linux import become_child_of, name_process
 
-IMPORTED = ("server.distributed", "server.loading", "server.service")
+IMPORTED = ("server.ranks.distributed", "server.loading", "server.service")
 ORDER_BYTES = 1 << 16
 OUTPUTS = (1, 2)  # a shard's standard output and standard error
 

@@ -20,19 +20,19 @@ import grpc
 import torch
 
 from server.backends.failures import lost_device
+from server.backends.profiling import StepProfiler
 from server.blocks import BLOCK_SIZE, num_blocks
-from server.distributed import PeerLost
 from server.offload.times import Times
 from server.pb import generate_pb2 as pb
 from server.pb import generate_pb2_grpc as pb_grpc
-from server.profiling import StepProfiler
-from server.relay import MAX_MESSAGE_BYTES, Ranks, StepStream
+from server.prefix.mover import Move, Tiers
+from server.prefix.prefix_file import KEY_BYTES
+from server.ranks.distributed import PeerLost
+from server.ranks.relay import MAX_MESSAGE_BYTES, Ranks, StepStream
 from server.stepping.engine import Engine
 from server.stepping.launched import Launched, StepResult
 from server.stepping.sequences import StepError
 from server.stepping.warmup import warm_up
-from server.tiers.disk import KEY_BYTES
-from server.tiers.mover import Move, Tiers
 
 log = logging.getLogger(__name__)
 
@@ -87,7 +87,7 @@ class ShardService(pb_grpc.ShardServicer):
             steps_finished=self._received - len(self._arrivals),
             oldest_step_ms=int(age * 1000),
             collectives=self._engine.shard.progress.begun,
-            read_bytes=self._engine.read_bytes() + self._engine.kv_placement.moved_bytes,
+            read_bytes=self._engine.moved_bytes() + self._engine.kv_placement.moved_bytes,
         )
 
     async def Warmup(self, request: pb.WarmupRequest, context: grpc.aio.ServicerContext) -> pb.WarmupReply:

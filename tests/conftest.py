@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from server import cpu_kinds
-from server.folders import refuse_memory
+from server.disk.folders import refuse_memory
 
 with suppress(ImportError):  # tests on a GPU do without it, and so does what travels there
     from hypothesis import settings

@@ -26,19 +26,19 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from server import quantisation
 from server.arch import families
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
+from server.checkpoint import quantisation
 from server.checkpoint.weights import Checkpoint, Weights
-from server.distributed import Shard
 from server.layers.embedding import load_embedding, load_head
 from server.model.load import StackLoader
 from server.quant.stored import QuantisedWeight
+from server.quantising.calibration import Inputs, Streams, Texts, watched
 from server.quantising.job import run
+from server.quantising.plan import sites_of
 from server.quantising.recipe import Job, Recipe
-from server.quantising.sites import Inputs, sites_of, watched
-from server.quantising.streams import Streams, Texts
+from server.ranks.distributed import Shard
 from tests.running import ROOT
 
 DEMO = ROOT / "server" / "demo"

@@ -20,13 +20,13 @@ PACKAGES = ("router", "server", "benchmark")
 # Module or package -> the first-party modules and packages that it may import. The longest matching name counts.
 MAY_IMPORT: dict[str, set[str]] = {
     "launcher": {
-        "router.config", "router.launch", "router.version", "server.config", "server.output", "server.process",
+        "router.config", "router.launch", "router.version", "server.config", "server.processes",
     },
     "benchmark": {
         "benchmark", "router.client", "router.entry", "router.queue", "router.version", "router.wire",
-        "server.arch.families", "server.arch.names", "server.arch.spec", "server.pb", "server.process",
+        "server.arch.families", "server.arch.names", "server.arch.spec", "server.pb", "server.processes.linux",
         "server.checkpoint.quantize_config",
-        "server.offload.cost", "server.offload.footprint", "server.offload.policy", "server.offload.times",
+        "server.offload.cost", "server.offload.footprint", "server.offload.share", "server.offload.times",
         "server.pipeline.stage", "server.quant.sizes",
     },
     "benchmark.ceilings": {"benchmark", "server.backends"},
@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "benchmark", "router.batcher", "router.entry", "router.limits", "router.metrics", "router.text",
     },
     "benchmark.rates": {"benchmark", "server.backends", "server.offload"},
-    "benchmark.scheduled": {"benchmark", "router.client", "router.limits", "router.text", "server.offload.policy"},
+    "benchmark.scheduled": {"benchmark", "router.client", "router.limits", "router.text", "server.offload.share"},
     "benchmark.schedules": {
         "benchmark", "router.entry", "router.limits", "router.queue", "server.offload.cost",
     },
@@ -56,17 +56,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "benchmark.subject": {"benchmark", "router.config", "router.limits"},
     "benchmark.offline": {"benchmark", "router.client", "router.limits", "router.text"},
     "router": {"router", "server.pb"},
-    "router.__main__": {"router", "server.logs"},
+    "router.__main__": {"router", "server.processes.logs"},
     "router.launch": {
-        "router.config", "router.launch", "router.version", "server.config", "server.folders", "server.link.config",
-        "server.output", "server.process", "server.storage_settings",
+        "router.config", "router.launch", "router.version", "server.config", "server.disk.folders",
+        "server.link.config", "server.offload.storage_settings", "server.processes",
     },
     "router.jobs": {"router.jobs", "router.json_values"},
     "router.json_values": set(),
     "router.launch.batch": {"router.jobs", "router.launch"},
     "router.launch.batch_http": {"router.jobs"},
     "router.launch.models": {
-        "router.launch", "server.checkpoint.files", "server.checkpoint.hub", "server.process",
+        "router.launch", "server.checkpoint.files", "server.checkpoint.hub", "server.processes.linux",
     },
     "router.launch.quantize": {"router.launch", "router.text", "server.quantising.recipe"},
     "router.launch.watermark": {"router.launch", "router.text", "router.watermark"},
@@ -85,14 +85,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "router.blocks": set(),
     "router.plan": {"router.entry", "router.fairness", "router.tiers.moving"},
-    "router.grammars": {"router.aside", "router.errors", "router.grammars", "server.process"},
+    "router.grammars": {"router.aside", "router.errors", "router.grammars", "server.processes.linux"},
     "router.grammars.requested": {
         "router.errors", "router.grammars.grammar", "router.grammars.json_schema", "router.requests.schemas",
     },
     "router.grammars.grammar": {"router.errors"},
     "router.grammars.json_schema": set(),
     "router.grammars.matcher": {"router.grammars.grammar"},
-    "router.aside": {"router.aside", "router.errors", "router.turns", "server.process"},
+    "router.aside": {"router.aside", "router.errors", "router.turns", "server.processes.linux"},
     "router.config": set(),
     "router.errors": set(),
     "router.lanes": {"router.plan"},
@@ -102,15 +102,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "router.version": set(),
     "router.watermark": set(),
     "server.__main__": {
-        "server.config", "server.distributed", "server.loading", "server.logs", "server.null", "server.process",
-        "server.relay", "server.service",
+        "server.config", "server.ranks.distributed", "server.loading", "server.null", "server.processes",
+        "server.ranks.relay", "server.service",
     },
     "server.arch": {"server.arch"},
     "server.backends": {"server.arch", "server.backends", "server.blocks", "server.cpu_kinds", "server.quant"},
     "server.backends.cpu": {
         "server.arch", "server.backends.cpu", "server.backends.device", "server.backends.host_copies",
         "server.backends.pages", "server.backends.protocol", "server.backends.reference", "server.cpu_kinds",
-        "server.folders",
+        "server.disk.folders",
         "server.quant",
     },
     "server.backends.cuda": {
@@ -118,7 +118,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.backends.host_copies", "server.backends.pages", "server.backends.protocol",
         "server.backends.reference", "server.quant",
     },
-    "server.backends.device": {"server.backends.host_copies", "server.host_sums"},
+    "server.backends.device": {"server.backends.host_copies", "server.ranks.host_sums"},
     "server.backends.failures": set(),
     "server.backends.host_copies": set(),
     "server.backends.pages": set(),
@@ -129,71 +129,70 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "server.blocks": set(),
     "server.checkpoint": {
-        "server.arch.names", "server.blocks", "server.checkpoint", "server.distributed", "server.folders",
+        "server.arch.names", "server.blocks", "server.checkpoint", "server.ranks.distributed", "server.disk.folders",
         "server.quant.configs", "server.quant.dialects", "server.quant.left_out", "server.quant.meanings",
         "server.quant.packing", "server.quant.quark", "server.quant.sizes", "server.quant.stored",
     },
-    "server.checkpoint.download": {"server.checkpoint.files", "server.folders"},
+    "server.checkpoint.download": {"server.checkpoint.files", "server.disk.folders"},
     "server.checkpoint.files": set(),
     "server.checkpoint.quantize_config": {
         "server.checkpoint.files", "server.quant.configs", "server.quant.sizes",
     },
-    "server.checkpoint.hub": {"server.checkpoint.download", "server.checkpoint.files", "server.folders"},
+    "server.checkpoint.hub": {"server.checkpoint.download", "server.checkpoint.files", "server.disk.folders"},
     "server.checkpoint.spm": {"server.checkpoint.spm_model", "server.checkpoint.spm_normalizer"},
     "server.checkpoint.spm_model": set(),
     "server.checkpoint.spm_normalizer": {"server.checkpoint.spm_model"},
-    "server.config": {"server.cpu_kinds", "server.offload.policy"},
+    "server.config": {"server.cpu_kinds", "server.offload.share"},
     "server.cpu_kinds": set(),
-    "server.folders": set(),
-    "server.storage_settings": {"server.config", "server.folders", "server.offload.policy"},
-    "server.distributed": {"server.host_sums", "server.process", "server.store", "server.symmetric"},
-    "server.host_sums": set(),
+    "server.disk": {"server.disk"},
+    "server.offload.storage_settings": {"server.config", "server.disk.folders", "server.offload.share"},
+    "server.ranks": {"server.ranks"},
+    "server.ranks.distributed": {"server.processes.linux", "server.ranks"},
+    "server.ranks.host_sums": set(),
     "server.layers": {
         "server.arch.spec", "server.backends.protocol", "server.backends.reference.linear", "server.blocks",
-        "server.checkpoint.formats.protocol", "server.checkpoint.weights", "server.distributed", "server.layers",
+        "server.checkpoint.formats.protocol", "server.checkpoint.weights", "server.ranks.distributed", "server.layers",
         "server.quant.stored",
     },
     "server.link": {"server.link"},
-    "server.link.__main__": {"server.link", "server.logs", "server.process"},
+    "server.link.__main__": {"server.link", "server.processes.logs", "server.processes.linux"},
     "server.link.config": set(),
     "server.loading": {
         "server.arch", "server.backends", "server.blocks", "server.checkpoint.random_weights",
-        "server.checkpoint.weights", "server.config", "server.cpu_kinds", "server.distributed", "server.model",
-        "server.offload.footprint", "server.offload.policy", "server.offload.times", "server.offloading", "server.pb",
+        "server.checkpoint.weights", "server.config", "server.cpu_kinds", "server.ranks.distributed", "server.model",
+        "server.offload.footprint", "server.offload.share", "server.offload.times", "server.pb",
         "server.pipeline", "server.quant.kv",
-        "server.quant.sizes", "server.quantisation", "server.stepping", "server.tiers",
+        "server.quant.sizes", "server.checkpoint.quantisation", "server.stepping", "server.prefix",
     },
-    "server.logs": {"server.output"},
     "server.model": {
-        "server.arch.spec", "server.backends.protocol", "server.checkpoint.weights", "server.distributed",
+        "server.arch.spec", "server.backends.protocol", "server.checkpoint.weights", "server.ranks.distributed",
         "server.backends.device", "server.layers", "server.model", "server.offload", "server.pipeline.stage",
         "server.quant.kv",
         "server.blocks", "server.stepping.batch", "server.stepping.cache", "server.stepping.kv_placement",
         "server.stepping.sequences",
     },
-    "server.nursery": {"server.__main__", "server.process"},  # and by name, ahead of time, what `run` there imports
-    "server.null": {"server.blocks", "server.config", "server.pb", "server.relay"},
+    "server.model.placement": {
+        "server.arch.spec", "server.backends", "server.blocks", "server.config", "server.model",
+        "server.offload", "server.quant.sizes", "server.ranks.distributed", "server.stepping.kv_placement",
+    },
+    "server.nursery": {"server.__main__", "server.processes.linux"},  # and by name what `run` there imports
+    "server.null": {"server.blocks", "server.config", "server.pb", "server.ranks.relay"},
     "server.pb": {"server.pb"},
     "server.offload": {
-        "server.backends.device", "server.backends.pages", "server.backends.protocol", "server.folders",
+        "server.backends.device", "server.backends.pages", "server.backends.protocol", "server.disk",
         "server.offload", "server.quant",
     },
     "server.offload.cost": set(),
     "server.offload.footprint": {"server.arch.spec"},
-    "server.offload.policy": set(),
+    "server.offload.share": set(),
     "server.offload.times": set(),
-    "server.offloading": {
-        "server.arch.spec", "server.backends", "server.blocks", "server.config", "server.distributed", "server.model",
-        "server.offload", "server.quant.sizes", "server.stepping.kv_placement", "server.storage_settings",
-    },
-    "server.output": set(),
     "server.pipeline": {
-        "server.backends.device", "server.distributed", "server.pipeline", "server.stepping.batch",
+        "server.backends.device", "server.ranks.distributed", "server.pipeline", "server.stepping.batch",
         "server.stepping.sequences",
     },
     "server.pipeline.stage": {"server.arch.spec", "server.offload.footprint"},
-    "server.process": set(),
-    "server.profiling": {"server.backends.device"},
+    "server.backends.profiling": {"server.backends.device"},
+    "server.processes": {"server.processes"},
     "server.quant": {"server.quant"},
     "server.quant.configs": {"server.quant.expressions"},
     "server.quant.expressions": set(),
@@ -205,30 +204,32 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.quant.sizes": {
         "server.quant.configs", "server.quant.dialects", "server.quant.left_out", "server.quant.quark",
     },
-    "server.quantisation": {"server.checkpoint.formats", "server.checkpoint.quantize_config", "server.quant"},
+    "server.checkpoint.quantisation": {
+        "server.checkpoint.formats", "server.checkpoint.quantize_config", "server.quant",
+    },
     "server.quantising": {
         "server.arch", "server.backends.device", "server.backends.protocol", "server.checkpoint",
-        "server.distributed", "server.layers",
+        "server.ranks.distributed", "server.layers",
         "server.model", "server.quant", "server.quantising", "server.stepping.batch", "server.blocks",
     },
     "server.quantising.__main__": {"server.quantising"},
-    "server.quantising.process": {"server.backends", "server.quantising"},
+    "server.quantising.command": {"server.backends", "server.quantising"},
     "server.quantising.job": {
         "server.arch", "server.backends.device", "server.backends.protocol", "server.backends.reference",
         "server.checkpoint.weights",
-        "server.distributed", "server.quantisation", "server.quantising",
+        "server.ranks.distributed", "server.checkpoint.quantisation", "server.quantising",
     },
     "server.quantising.recipe": set(),
-    "server.relay": {"server.pb"},
+    "server.ranks.relay": {"server.pb"},
     "server.service": {
-        "server.backends.failures", "server.blocks", "server.distributed", "server.offload.times", "server.pb",
-        "server.profiling", "server.relay", "server.stepping", "server.tiers",
+        "server.backends.failures", "server.blocks", "server.ranks.distributed", "server.offload.times", "server.pb",
+        "server.backends.profiling", "server.ranks.relay", "server.stepping", "server.prefix",
     },
-    "server.tiers": {"server.folders", "server.tiers"},
-    "server.tiers.identity": {"server.checkpoint.files"},
+    "server.prefix": {"server.disk", "server.prefix"},
+    "server.prefix.identity": {"server.checkpoint.files"},
     "server.stepping": {
         "server.backends.failures", "server.backends.device", "server.backends.host_copies",
-        "server.backends.protocol", "server.blocks", "server.distributed", "server.offload.times", "server.pb",
+        "server.backends.protocol", "server.blocks", "server.ranks.distributed", "server.offload.times", "server.pb",
         "server.pipeline", "server.stepping",
     },
     "server.stepping.biases": {"server.backends.device", "server.backends.protocol", "server.stepping.vocabulary"},
@@ -236,8 +237,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.stepping.captured_sampling": {
         "server.backends.reference.logits", "server.stepping.sampling", "server.stepping.vocabulary",
     },
-    "server.store": set(),
-    "server.symmetric": set(),
     "server.stepping.history": {"server.backends.device", "server.backends.protocol", "server.stepping.vocabulary"},
     "server.stepping.masks": {"server.backends.device", "server.backends.protocol", "server.stepping.vocabulary"},
     "server.stepping.sampling": {
@@ -245,7 +244,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.stepping.biases",
         "server.stepping.history", "server.stepping.masks", "server.stepping.vocabulary",
     },
-    "server.stepping.vocabulary": {"server.backends.device", "server.backends.protocol", "server.distributed"},
+    "server.stepping.vocabulary": {"server.backends.device", "server.backends.protocol", "server.ranks.distributed"},
 }  # fmt: skip
 
 # What clients speak, and how.
@@ -257,7 +256,7 @@ MAY_CATCH_EVERYTHING = {
     "router.grammars.follower",
     "router.jobs.runner",
     "router.text",
-    "server.host_sums",  # on a thread of CUDA's: whoever waits for the step raises it
+    "server.ranks.host_sums",  # on a thread of CUDA's: whoever waits for the step raises it
     "server.service",
 }
 
@@ -353,7 +352,7 @@ def test_a_broad_except_is_recognised(handler: str, expected: bool) -> None:
 
 def test_only_distributed_talks_to_torch_distributed() -> None:
     users = {module for module, tree in sources() if "torch.distributed" in ast.unparse(tree)}
-    assert {"server.distributed", "server.store"} == users
+    assert {"server.ranks.distributed", "server.ranks.rendezvous"} == users
 
 
 def test_only_the_kernels_import_triton() -> None:
@@ -375,7 +374,7 @@ def test_only_the_backends_loading_and_distributed_name_a_device() -> None:
     # that reads pickled files and computes nothing.
     beside = {"server.config", "server.null", "server.checkpoint.convert"}
     beside |= {"server.quantising.recipe"}  # likewise the choices of its --device
-    allowed = {"server.backends", "server.loading", "server.distributed", *beside}
+    allowed = {"server.backends", "server.loading", "server.ranks.distributed", *beside}
     assert [] == [module for module in sorted(told_apart) if not longest_match(module, allowed)]
 
 

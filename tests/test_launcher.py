@@ -22,7 +22,7 @@ from router.launch.settings_page import render_settings
 from router.version import version
 from server.checkpoint.hub import ResolvedModel
 from server.config import ShardConfig
-from server.output import Output
+from server.processes.output import Output
 from tests.router.launch.test_settings import read
 from tests.running import ROOT
 

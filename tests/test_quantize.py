@@ -22,8 +22,8 @@ import launcher
 from router.launch import quantize
 from router.launch.config import DEMO
 from router.launch.errors import Refusal
-from server.quantising.folder import partial_of
-from server.quantising.process import failure
+from server.quantising.command import failure
+from server.quantising.output_folder import partial_of
 from server.quantising.recipe import Job
 from tests.running import ROOT
 from tests.server.quant.making import Served
@@ -201,7 +201,7 @@ def test_memory_is_bounded_by_a_layer_and_not_by_the_model(tmp_path: Path) -> No
         nbytes[layers] = (tmp_path / str(layers) / "model.safetensors").stat().st_size
     layer = (nbytes[LAYERS] - nbytes[1]) // (LAYERS - 1)
     script = PEAK.replace(
-        "import sys,", "import server.quantising.folder as folder; folder.SHARD_BYTES = 1 << 20\nimport sys,"
+        "import sys,", "import server.quantising.output_folder as folder; folder.SHARD_BYTES = 1 << 20\nimport sys,"
     )
     command = [sys.executable, "-c", script, *(str(tmp_path / name) for name in ("1", str(LAYERS), "a", "b"))]
     # With an arena of the heap for each thread, a busy machine decides how much is kept for later.

@@ -24,7 +24,7 @@ from contextlib import suppress
 from typing import Any
 
 from router.aside import MOST_ANSWER_BYTES, STACK_BYTES, Task, TaskError
-from server.process import end_with_parent, lower_priority
+from server.processes.linux import end_with_parent, lower_priority
 
 MEGABYTE = 2**20
 

@@ -31,7 +31,7 @@ from typing import Any
 from router.aside import MOST_ANSWER_BYTES, TaskError
 from router.errors import Unavailable
 from router.turns import Turns
-from server.process import end_with_parent
+from server.processes.linux import end_with_parent
 
 ROOT = Path(__file__).parents[2]  # where our packages are
 NICENESS = 19  # the lowest priority: at that of the shards it would make their steps twice as long

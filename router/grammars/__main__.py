@@ -30,7 +30,7 @@ from typing import Any
 from router.aside import STACK_BYTES
 from router.grammars.grammar import Grammar, GrammarKind
 from router.grammars.matcher import GrammarError, Matchers, TextMatcher
-from server.process import lower_priority
+from server.processes.linux import lower_priority
 
 MEGABYTE = 2**20
 THREADS = 2

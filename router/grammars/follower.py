@@ -25,7 +25,7 @@ from router.aside import MOST_ANSWER_BYTES, pool
 from router.aside.pool import PATIENCE, ROOT
 from router.errors import GenerationError
 from router.grammars.grammar import CompiledGrammar, Continuation, Match, OnAnswer
-from server.process import end_with_parent
+from server.processes.linux import end_with_parent
 
 MEMORY_MB = 4096
 SECONDS = 2.0  # of work, for a grammar to be compiled or for what comes behind one token

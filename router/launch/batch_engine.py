@@ -18,7 +18,7 @@ from os import killpg, pathsep
 
 from router.launch.config import ROOT
 from router.launch.errors import Refusal
-from server.process import end_with_parent
+from server.processes.linux import end_with_parent
 
 READY = re.compile(r"Lockstep is ready at (http://[^\s\"]+)")
 STOP_S = 60.0  # for its processes to leave in order; nothing runs in them then

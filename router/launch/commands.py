@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from router.launch.logs import Log
 from router.launch.models import resolve_model
 from router.launch.processes import child_environment
-from server.output import Output
-from server.process import end_with_parent
+from server.processes.linux import end_with_parent
+from server.processes.output import Output
 
 
 def detect_watermark(argv: Sequence[str], environ: Mapping[str, str]) -> int:

@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from router.launch.terminal import printable
-from server.output import Output
+from server.processes.output import Output
 
 LEVELS = {"WARNING": "WARN", "CRITICAL": "ERROR", "FATAL": "ERROR"}
 COLOURS = {"DEBUG": "\x1b[2m", "INFO": "\x1b[32m", "WARN": "\x1b[33m", "ERROR": "\x1b[31m"}

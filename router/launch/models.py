@@ -14,7 +14,7 @@ from router.launch.processes import child_environment
 from router.launch.settings import Settings
 from server.checkpoint import hub
 from server.checkpoint.files import HubError
-from server.process import end_with_parent
+from server.processes.linux import end_with_parent
 
 
 def resolve_model(

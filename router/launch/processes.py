@@ -18,7 +18,7 @@ from typing import IO, Any, Protocol
 from router.launch.config import ROOT, TOKEN_VARIABLES
 from router.launch.files import nameless_file
 from router.launch.logs import Log
-from server.process import end_with_parent
+from server.processes.linux import end_with_parent
 
 SECRET_VARIABLES = ("API_KEY", "CONTINUATION_KEY")  # which the router is told in a file without a name
 # How torch's allocator is configured; the first is the name of all devices, from torch 2.9 on.

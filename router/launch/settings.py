@@ -19,7 +19,7 @@ from router.config import RouterConfig, relation_problems
 from router.launch.config import GROUPS, NULL_MODEL, REMOVED, LauncherConfig
 from router.launch.terminal import printable
 from server.config import ShardConfig
-from server.storage_settings import tier_problems
+from server.offload.storage_settings import tier_problems
 
 # The settings with rules between them: what `relation_problems` asks for.
 RELATED = (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from router.launch.settings import Settings, flag
-from server.storage_settings import folder_problems, idle_settings, offload_problems, room_problem
+from server.offload.storage_settings import folder_problems, idle_settings, offload_problems, room_problem
 
 OFFLOADING = ("weights_on_device", "weights_on_host", "kv_on_device", "kv_on_host", "offload_dir")
 

@@ -19,7 +19,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from router.launch.errors import Refusal
 from router.launch.flags import Parser, unknown_arguments
-from server.folders import make_private
+from server.disk.folders import make_private
 
 FILES = ("ca.pem", "cert.pem", "key.pem")  # as `server/link/tls.py` reads them
 MOST_DAYS = 36_500

@@ -5,7 +5,7 @@ each, so that a request that waits gets what has come, and what nobody waits for
 request waits for the disk as long as computing the same would take, by the steps before, and then it is computed. A
 disk that does not answer is not asked again.
 
-Left out: what is worth keeping (`index.py`), and how blocks come to the disk (`server/tiers/`).
+Left out: what is worth keeping (`index.py`), and how blocks come to the disk (`server/prefix/`).
 """
 
 from __future__ import annotations

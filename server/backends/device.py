@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from server.backends.host_copies import HostCopies
-from server.host_sums import HostQueue
+from server.ranks.host_sums import HostQueue
 
 
 class Event(Protocol):

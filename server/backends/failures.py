@@ -1,6 +1,6 @@
 """What an exception of a device means for the process: a graph less, or a device that is lost.
 
-Left out: running out of memory, which torch names itself, and peers that went away (`server/distributed.py`).
+Left out: running out of memory, which torch names itself, and peers that went away (`server/ranks/distributed.py`).
 """
 
 from __future__ import annotations

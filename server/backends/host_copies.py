@@ -3,7 +3,7 @@
 A slot holds one block: the keys and values of its tokens in all layers, in the very bytes in which the cache stores
 them, one part behind the other. Where in a layer's cache a block's bytes lie the backend says (`Backend.block_parts`):
 its kernels may keep an order of their own. Here is the copying alone. Which block goes where the router decides, and
-the disk behind the host is `server/tiers/`.
+the disk behind the host is `server/prefix/`.
 
 Shapes: B blocks, E elements of a block in all parts, of which part i has E_i.
 """

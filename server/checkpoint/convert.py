@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 
 from server.checkpoint import spm
 from server.checkpoint.files import HubError, checked_file, read_json, weight_files
-from server.folders import make_private
+from server.disk.folders import make_private
 
 # What torch.load raises for a file that is damaged, hostile, or no checkpoint at all.
 LOAD_ERRORS = (RuntimeError, ValueError, EOFError, KeyError, IndexError, AttributeError, TypeError, OSError)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from server.checkpoint.files import PLAIN_NAME, HubError, choose_weights, indexed_names, need_space, readable
-from server.folders import make_private
+from server.disk.folders import make_private
 
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,199}")
 TEXT_FILES = re.compile(r"[\w.-]+\.(json|model|jinja)|vocab\.txt|merges\.txt")  # configs, tokenizers, indexes

@@ -25,7 +25,7 @@ from server.checkpoint.files import (
     refuse_placeholder,
     weight_files,
 )
-from server.folders import make_private
+from server.disk.folders import make_private
 
 TOKENIZER_SOURCES = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt")
 

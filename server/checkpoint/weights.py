@@ -28,8 +28,8 @@ from server.checkpoint.files import weight_files
 from server.checkpoint.formats.protocol import Format, Part, Ranges, Tensors, refuse_overflow
 from server.checkpoint.kv_scales import kv_scales
 from server.checkpoint.random_weights import RandomCheckpoint
-from server.distributed import Shard
 from server.quant.stored import QuantisedWeight, Stored
+from server.ranks.distributed import Shard
 
 # Bytes read before the files are opened anew: what was touched of a mapped file counts as memory of this process until
 # it is closed. More holds more memory, less opens more often, which takes about a millisecond.

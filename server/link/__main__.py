@@ -19,8 +19,8 @@ import uvloop
 from server.link.config import LinkConfig, Order
 from server.link.link import Link
 from server.link.tls import TlsError
-from server.logs import configure_logging
-from server.process import name_process
+from server.processes.linux import name_process
+from server.processes.logs import configure_logging
 
 log = logging.getLogger("server")
 events = logging.getLogger("server.link.events")  # what the launcher acts on, whatever the log's level

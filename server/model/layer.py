@@ -16,9 +16,9 @@ from torch import Tensor
 
 from server.arch.spec import ArchSpec, LayerSpec, Residual, Rope
 from server.backends.protocol import Attention, Norm, Rotation, StepMeta, Summand
-from server.distributed import Shard
 from server.layers.linear import Branch, ColumnLinear, Matrix, RowLinear
 from server.layers.mlp import DenseMlp, MoeMlp
+from server.ranks.distributed import Shard
 
 
 @dataclass(frozen=True)

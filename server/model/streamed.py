@@ -21,10 +21,10 @@ from server.backends.device import Device
 from server.backends.protocol import StepMeta
 from server.model.layer import Layer, LayerStep, Stream
 from server.offload.cost import SLOTS
-from server.offload.disk import DiskError
-from server.offload.image import Image
-from server.offload.policy import Share
-from server.offload.ring import Ring, Store, Stored
+from server.offload.disk_store import DiskError
+from server.offload.ring import Image, Ring, Stored, keep
+from server.offload.share import Share
+from server.offload.stores import Store
 from server.offload.times import Span, Times
 
 
@@ -51,8 +51,8 @@ class Placement(Protocol):
     def finish(self) -> None:
         """All stacks are loaded, in the order in which they are computed."""
 
-    def read_bytes(self) -> int:
-        """What has been read from a disk so far."""
+    def moved_bytes(self) -> int:
+        """What has been read from a disk and written to it so far."""
 
 
 class OnDevice:
@@ -65,7 +65,7 @@ class OnDevice:
     def finish(self) -> None:
         """Nothing is left to do."""
 
-    def read_bytes(self) -> int:
+    def moved_bytes(self) -> int:
         """See `Placement`."""
         return 0
 
@@ -172,12 +172,12 @@ class Streaming:
             return
         size = max(stored.image.nbytes for stored in self.stored)
         slots = [self._slot_of(size), *(self.device.slot(size) for _ in range(SLOTS - 1))]
-        self._ring = Ring(self.stored, self._following(), slots)
+        self._ring = Ring(self.device, self.stored, self._following(), slots)
         self._computes_at_once = self.device.event() is None
 
-    def read_bytes(self) -> int:
+    def moved_bytes(self) -> int:
         """See `Placement`."""
-        return sum(store.read_bytes for _, store in self.stores)
+        return sum(store.moved_bytes for _, store in self.stores)
 
     def _place(self, layer: Layer) -> AnyLayer:
         image = Image(layer.matrices)
@@ -198,7 +198,7 @@ class Streaming:
         image.write(slot)
         store = self._store_for(image.nbytes, expected)
         try:
-            kept = store.keep(slot, image.nbytes)
+            kept = keep(self.device, store, slot, image.nbytes)
         except DiskError as error:
             raise DiskError(f"{error}; about {self._last_bytes(expected) / 1e9:.2f} GB go there") from None
         self.stored.append(Stored(image, store, kept))

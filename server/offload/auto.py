@@ -18,14 +18,13 @@ import torch
 
 from server.backends.device import Device
 from server.offload.cost import Choice, Rates, Room, Sizes, choose
-from server.offload.policy import Share
+from server.offload.share import ALL, Share
 
-ALL = Share(fraction=1.0)
 PICO = 10**12  # seconds are exchanged as whole numbers of its square
 
 
 class Ranks(Protocol):
-    """What the ranks exchange: `server.distributed.Shard`."""
+    """What the ranks exchange: `server.ranks.distributed.Shard`."""
 
     @property
     def world_size(self) -> int:

@@ -16,7 +16,8 @@ import torch
 from server.backends.device import Device
 from server.backends.protocol import Backend
 from server.offload.cost import Rates
-from server.offload.ring import Store
+from server.offload.ring import keep, pages
+from server.offload.stores import Store, Wait
 from server.quant.noise import Kind, noise
 from server.quant.sizes import Storage
 from server.quant.stored import Stored
@@ -37,13 +38,14 @@ def link_rate(store: Store, device: Device, image_bytes: int, seconds: float = L
     The store is of no use afterwards but to be closed. Raises DiskError where its disk is full or broken.
     """
     images = max(2, min(MOST_IMAGES, READ_BYTES // image_bytes))
-    slots = [device.slot(image_bytes) for _ in range(2)]
-    numbers = [store.keep(slots[0], image_bytes) for _ in range(images)]
-    waiting: deque[Callable[[], float | None]] = deque()
+    memory = [device.slot(image_bytes) for _ in range(2)]
+    kept = [keep(device, store, memory[0], image_bytes) for _ in range(images)]
+    slots = [pages(slot) for slot in memory]
+    waiting: deque[Wait] = deque()
     _wait(device)
     began, first, count = time.perf_counter(), 0, 0
     while count < first + images or time.perf_counter() < began + seconds:
-        waiting.append(store.fill(slots[count % 2], numbers[count % images], image_bytes))
+        waiting.append(store.load(slots[count % 2], [kept[count % images]], device.event()))
         count += 1
         if len(waiting) == len(slots):
             waiting.popleft()()

@@ -14,13 +14,12 @@ The caller is one thread, which computes; stores move blocks behind its back.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from server.backends.device import Device, Event
-from server.offload.block_file import Run
-from server.offload.block_stores import BlockStore
-from server.offload.disk import DiskError
+from server.offload.kv_blocks import KvBlocks
+from server.offload.stores import Run, Wait, wait_for_all
 
 AREAS = 3  # one is computed with, one is filled, one is emptied
 
@@ -65,18 +64,18 @@ class _Area:
     def __init__(self, base: int):
         self.base = base
         self.left: Event | None = None  # the end of what was computed with it
-        self._loading: Callable[[], None] | None = None
-        self._saving: Callable[[], None] | None = None
+        self._loading: Wait | None = None
+        self._saving: Wait | None = None
         self._saved: tuple[int, frozenset[int]] = (0, frozenset())  # the layer and the blocks
 
     def is_saving(self, layer: int, blocks: frozenset[int]) -> bool:
         return self._saving is not None and self._saved[0] == layer and not blocks.isdisjoint(self._saved[1])
 
-    def load(self, store: BlockStore, visit: Visit, now: Event | None) -> None:
+    def load(self, store: KvBlocks, visit: Visit, now: Event | None) -> None:
         if visit.reads.runs:
             self._loading = store.load(visit.layer, visit.reads.at(self.base), self.left or now)
 
-    def save(self, store: BlockStore, visit: Visit, after: Event | None) -> None:
+    def save(self, store: KvBlocks, visit: Visit, after: Event | None) -> None:
         self._saved = visit.layer, visit.writes.blocks
         self._saving = store.save(visit.layer, visit.writes.at(self.base), after)
 
@@ -105,7 +104,7 @@ class Times:
 class Staging:
     """Areas of `size` blocks each, the first of which begins at `first` of the pool."""
 
-    def __init__(self, device: Device, store: BlockStore, first: int, size: int):
+    def __init__(self, device: Device, store: KvBlocks, first: int, size: int):
         self._device, self._store = device, store
         self._areas = [_Area(first + number * size) for number in range(AREAS)]
         self._visits: Sequence[Visit] = ()
@@ -143,18 +142,12 @@ class Staging:
 
     def end(self) -> None:
         """Wait until nothing moves any more, whatever failed. Raises the first DiskError."""
-        errors = []
         began = time.perf_counter()
-        for area in self._areas:
-            for wait in (area.loaded, area.saved):
-                try:
-                    wait()
-                except DiskError as error:  # the others are waited for, too
-                    errors.append(error)
-        self.times.waited_s += time.perf_counter() - began
-        self._visits = ()
-        if errors:
-            raise errors[0]
+        try:
+            wait_for_all([wait for area in self._areas for wait in (area.loaded, area.saved)])
+        finally:
+            self.times.waited_s += time.perf_counter() - began
+            self._visits = ()
 
     def _load_up_to(self, number: int) -> None:
         while self._begun <= min(number, len(self._visits) - 1):

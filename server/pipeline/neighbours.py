@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from server.backends.device import Device
-from server.distributed import Shard
 from server.pipeline.ring import Ring
 from server.pipeline.stage import Stage
+from server.ranks.distributed import Shard
 from server.stepping.batch import Carried, Tables
 from server.stepping.sequences import SequenceState, TokenRun
 

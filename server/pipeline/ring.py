@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from server.backends.device import Event
-from server.distributed import COLLECTIVE_TIMEOUT, PeerLost
+from server.ranks.distributed import COLLECTIVE_TIMEOUT, PeerLost
 
 HEADER = struct.Struct("<QQ")  # the message's number, and its bytes
 HELLO = struct.Struct("<8sII")  # who dials: `MAGIC`, its stage, and how many there are

@@ -20,9 +20,9 @@ def main(argv: list[str]) -> int:
         return 2
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, _leave)
-    from server.quantising import process
+    from server.quantising import command
 
-    return process.main(argv[0])
+    return command.main(argv[0])
 
 
 def _leave(signum: int, frame: FrameType | None) -> NoReturn:

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from server.quant.stored import QuantisedWeight
+from server.quantising.calibration import Inputs
 from server.quantising.grids import plain, search
 from server.quantising.recipe import Recipe
-from server.quantising.sites import Inputs
 
 STEPS = 20  # of the power, from 0 to 1
 LEAST_SCALE = 1e-4

@@ -9,20 +9,19 @@ from pathlib import Path
 
 import torch
 
-from server import quantisation
 from server.arch import families
 from server.backends.device import Device
 from server.backends.reference import ReferenceBackend
+from server.checkpoint import quantisation
 from server.checkpoint.weights import FLOATS, Weights
-from server.distributed import Shard
-from server.quantising.folder import OutputFolder, output_folder
+from server.quantising.calibration import Texts
+from server.quantising.edited_checkpoint import EditedCheckpoint, MadeFormat
 from server.quantising.layerwise import Perplexity, Quantiser, Report
-from server.quantising.made import EditedCheckpoint, MadeFormat
-from server.quantising.plan import Plan, make_plan
+from server.quantising.layouts import config_of, scale_dtype, tensors_of
+from server.quantising.output_folder import OutputFolder, output_folder
+from server.quantising.plan import Plan, Site, make_plan
 from server.quantising.recipe import Job, Recipe
-from server.quantising.sites import Site
-from server.quantising.streams import Texts
-from server.quantising.tensors import config_of, scale_dtype, tensors_of
+from server.ranks.distributed import Shard
 
 
 @dataclass(frozen=True)

@@ -27,12 +27,11 @@ from server.model.layer import Layer
 from server.model.load import StackLoader
 from server.quant.rounding import int8_rows
 from server.quant.stored import QuantisedWeight
-from server.quantising import awq, folding, gptq, smoothing
-from server.quantising.made import EditedCheckpoint, MadeFormat
-from server.quantising.plan import Plan
+from server.quantising import awq, channel_scales, gptq
+from server.quantising.calibration import Inputs, Streams, Texts, watched
+from server.quantising.edited_checkpoint import EditedCheckpoint, MadeFormat
+from server.quantising.plan import Plan, Site
 from server.quantising.recipe import Recipe
-from server.quantising.sites import Inputs, Site, watched
-from server.quantising.streams import Streams, Texts
 
 FEW = 4  # a matrix of D inputs that saw fewer than D / FEW of them is rounded, for they say little of those to come
 
@@ -192,7 +191,7 @@ class Quantiser:
             return {}
         scales: dict[int, Tensor] = {}
         for site in sites:
-            origin = folding.origin_of(self.weights, self.spec, index, site)
+            origin = channel_scales.origin_of(self.weights, self.spec, index, site)
             if origin is None:
                 continue
             if origin.matrix is not None:
@@ -205,7 +204,7 @@ class Quantiser:
             return {site.expert: scale for site in sites}
         return scales
 
-    def _move(self, origin: folding.Origin, readers: Sequence[Site], inputs: Mapping[int, Inputs]) -> Tensor:
+    def _move(self, origin: channel_scales.Origin, readers: Sequence[Site], inputs: Mapping[int, Inputs]) -> Tensor:
         """Find the scale [D] for what `readers` read, and move it."""
         seen = [
             (name, inputs[site.expert]) for site in readers if site.expert in inputs for name in site.names.values()
@@ -214,9 +213,9 @@ class Quantiser:
         if self.recipe.method == "awq":
             scale = awq.best_scale(matrices, self.recipe, self.made.scale_dtype)
         else:
-            scale = smoothing.scale_of(matrices, self.recipe.smooth)
-        scale = folding.within(origin, scale, self.checkpoint, self.made)
-        folding.divide(origin, scale, self.checkpoint, self.made)
+            scale = channel_scales.smoothing(matrices, self.recipe.smooth)
+        scale = channel_scales.within(origin, scale, self.checkpoint, self.made)
+        channel_scales.divide(origin, scale, self.checkpoint, self.made)
         for name in (name for site in readers for name in site.names.values()):
             scaled = self._matrix(name) * scale
             self.checkpoint.changed[f"{name}.weight"] = scaled.t() if self.weights.names.transposed else scaled

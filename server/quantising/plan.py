@@ -1,22 +1,59 @@
 """What of a model is quantised, and whether it can be: known from the names and shapes of its tensors.
 
+Matrices of a layer that read the same inputs are a site: they are quantised together.
+
 Shapes: F output features, D input features.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from server.arch.spec import ArchSpec
+from server.arch.spec import ArchSpec, LayerSpec, Moe
 from server.checkpoint.weights import Checkpoint, Weights
 from server.quant.packing import unit_of
 from server.quantising.recipe import Recipe
-from server.quantising.sites import Site, sites_of
 
+# Place -> the field of a layer, the field of that, and the roles that may stand there, of which a family has the first
+# that it names.
+PLACES: Mapping[str, tuple[str, str, Sequence[tuple[str, ...]]]] = {
+    "qkv": ("attention", "qkv", (("qkv",), ("q", "k", "v"))),
+    "attention_out": ("attention", "out", (("attention_out",),)),
+    "up": ("mlp", "up", (("mlp_gate_up",), ("mlp_gate", "mlp_up"), ("mlp_up",))),
+    "down": ("mlp", "down", (("mlp_down",),)),
+}
+EXPERT_ROLES = {"up": ("expert_gate", "expert_up"), "down": ("expert_down",)}
 # Roles of matrices that stay as they are.
 KEPT = ("head", "router", "project_in", "project_out")
+
+
+@dataclass(frozen=True)
+class Site:
+    """Matrices of one layer that read the same inputs, by what the checkpoint calls them. expert: 0 without experts."""
+
+    place: str
+    expert: int
+    names: Mapping[str, str]  # by role
+
+
+def sites_of(weights: Weights, spec: ArchSpec, index: int) -> Iterator[Site]:
+    """All of one layer, in the order in which a step comes through them."""
+    of_layer = weights.of_layer(index)
+    mlp = spec.layers[index].mlp
+    for place, (_, _, alternatives) in PLACES.items():
+        if isinstance(mlp, Moe) and place in EXPERT_ROLES:
+            for expert in range(mlp.num_experts):
+                yield Site(place, expert, {role: of_layer.name_of(role, expert) for role in EXPERT_ROLES[place]})
+            continue
+        roles = next(roles for roles in alternatives if all(_has(of_layer, role, spec.layers[index]) for role in roles))
+        yield Site(place, 0, {role: of_layer.name_of(role) for role in roles})
+
+
+def _has(weights: Weights, role: str, layer: LayerSpec) -> bool:
+    """Whether the family names this role and the checkpoint has it: T5's gate is named for all."""
+    return weights.has(role) and f"{weights.name_of(role)}.weight" in weights.checkpoint
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch
 
 from server.backends.failures import CaptureFailed
 from server.backends.protocol import Computation, GraphCapture
-from server.distributed import Shard
+from server.ranks.distributed import Shard
 
 log = logging.getLogger(__name__)
 

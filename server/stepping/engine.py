@@ -18,10 +18,10 @@ from torch import Tensor
 
 from server.backends.protocol import Backend
 from server.blocks import num_blocks
-from server.distributed import Shard
 from server.offload.times import Times
 from server.pb import generate_pb2 as pb
 from server.pipeline.neighbours import Neighbours, Nobody
+from server.ranks.distributed import Shard
 from server.stepping.agreed_capture import AgreedCapture
 from server.stepping.batch import Carried, Forward, StepInput, Tables
 from server.stepping.cache import KVShape
@@ -98,7 +98,7 @@ class Engine:
     """The model on one rank, and the sequences that it is generating.
 
     why_not_captured: why decode steps are not captured in graphs; None: they are. graph_sizes: batch sizes to capture
-    beforehand; None for the backend's choice. read_bytes: of weights that stream from a disk, so far. neighbours: of a
+    beforehand; None for the backend's choice. moved_bytes: of weights, from and to a disk, so far. neighbours: of a
     pipeline stage; None: the model is whole.
     """
 
@@ -111,12 +111,12 @@ class Engine:
         watermark: Watermark,
         why_not_captured: str | None = None,
         graph_sizes: Sequence[int] | None = None,
-        read_bytes: Callable[[], int] = lambda: 0,
+        moved_bytes: Callable[[], int] = lambda: 0,
         neighbours: Neighbours | None = None,
     ):
         self.model = model
         self.neighbours = neighbours or Nobody()
-        self.read_bytes = read_bytes
+        self.moved_bytes = moved_bytes
         self.shard = shard
         self.backend = backend
         self.device = backend.device

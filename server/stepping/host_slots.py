@@ -2,7 +2,7 @@
 
 Steps alone move blocks between device and host, so that a copy has its place among the computations that write and read
 the same blocks. Saves come first, of what the steps before have computed, then restores, then the step's computation.
-Left out: the disk (`server/tiers/`), and which slot holds what (the router knows).
+Left out: the disk (`server/prefix/`), and which slot holds what (the router knows).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Where KV blocks are kept, as an engine sees it: all of them on the device, unless a model was loaded otherwise.
 
-Left out: keeping some elsewhere (`server/model/tiered.py`).
+Left out: keeping some elsewhere (`server/model/offloaded_kv.py`).
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from functools import partial
 import torch
 
 from server.blocks import BLOCK_SIZE, num_blocks
-from server.distributed import COLLECTIVE_TIMEOUT
 from server.pb import generate_pb2 as pb
+from server.ranks.distributed import COLLECTIVE_TIMEOUT
 from server.stepping import cache
 from server.stepping.choosing import LOGIT_ROWS
 from server.stepping.engine import LEAST_SEQUENCES, Engine

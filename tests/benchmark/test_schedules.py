@@ -37,7 +37,7 @@ from benchmark.shapes import from_config
 from benchmark.streaming import Streamed, cost_of, percent, shares_of, sheet_rates, sizes_of
 from benchmark.timed_shards import StepRecord, TimedShards
 from server.offload.cost import Rates, Sizes
-from server.offload.policy import Share
+from server.offload.share import Share
 from server.offload.times import Span
 from tests.benchmark.mixtral import MIXTRAL
 from tests.benchmark.test_offline import WORK, words

@@ -26,9 +26,9 @@ from server.backends.reference import ReferenceBackend
 from server.checkpoint import formats
 from server.checkpoint.formats.protocol import Part, Tensors
 from server.checkpoint.weights import Checkpoint
-from server.distributed import Shard
 from server.layers.linear import LinearFormat
 from server.quant.stored import QuantisedWeight
+from server.ranks.distributed import Shard
 from tests.environments import NoEnvironment, environment
 from tests.running import ROOT
 from tests.server import ranks

@@ -18,8 +18,8 @@ import torch.multiprocessing as mp
 
 from server import backends
 from server.__main__ import TEARDOWN_SECONDS
-from server.distributed import connect, disconnect
 from server.pb import generate_pb2 as pb
+from server.ranks.distributed import connect, disconnect
 from server.service import ShardService
 from server.stepping.engine import Engine
 from server.stepping.launched import Launched, StepResult

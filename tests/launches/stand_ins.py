@@ -40,8 +40,8 @@ from router.launch import supervisor
 from router.launch.logs import Log
 from router.launch.processes import ChildCommand
 from router.launch.signals import signals_to_pipe
-from server.output import Output
-from server.process import adopt_orphans
+from server.processes.output import Output
+from server.processes.linux import adopt_orphans
 options = json.loads(sys.argv[1])
 commands = [ChildCommand(name, (sys.executable, "-S", "-c", code)) for name, code in options["scripts"].items()]
 if "nursery" in options:

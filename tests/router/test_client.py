@@ -17,7 +17,7 @@ from router.entry import ValidRequest
 from router.wire import new_sequence, step_request
 from server.pb import generate_pb2 as pb
 from server.pb.generate_pb2_grpc import ShardServicer, add_ShardServicer_to_server
-from server.relay import StepStream
+from server.ranks.relay import StepStream
 from tests.router.fake_shards import FakeShardedClient, ProtocolViolation, fake_next_token
 
 

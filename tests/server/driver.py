@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from server import quantisation
 from server.arch import families
 from server.backends import Backend
 from server.backends.cpu import CpuBackend, Kernels
@@ -21,8 +20,8 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.onednn import can_pack
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE, num_blocks
+from server.checkpoint import quantisation
 from server.checkpoint.weights import Checkpoint, Weights
-from server.distributed import Shard
 from server.model.load import ON_DEVICE
 from server.model.load import load as load_model
 from server.model.streamed import Placement, Streaming
@@ -31,6 +30,7 @@ from server.pipeline.neighbours import Stages
 from server.pipeline.ring import Ring
 from server.pipeline.stage import stages_of
 from server.quant.kv import KV_FORMATS
+from server.ranks.distributed import Shard
 from server.stepping.engine import Engine
 from server.stepping.kv_placement import KvPlacement
 from server.stepping.sampling import Watermark

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from server.backends.cuda.kernels import search
 from server.backends.reference.logits import StockLogits
-from server.distributed import Shard
+from server.ranks.distributed import Shard
 from tests.server import logit_ranks
 from tests.server.interpreted_cases import quick_calls
 from tests.server.logit_cases import (

@@ -28,9 +28,9 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.backend import CudaBackend
 from server.backends.protocol import Computation
 from server.checkpoint.weights import Weights
-from server.distributed import Shard
 from server.model.layer import Layer
 from server.model.load import load
+from server.ranks.distributed import Shard
 from server.stepping.decode_graphs import Form
 from server.stepping.engine import Engine
 from server.stepping.sampling import Watermark

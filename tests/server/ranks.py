@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from server.distributed import Shard, connect, disconnect
+from server.ranks.distributed import Shard, connect, disconnect
 from tests.server.driver import CPU, GREEDY, Prompt, generate, greedy, load_engine, sampled
-from tests.server.streaming import streaming, tiered
+from tests.server.streaming import offloaded, streaming
 
 SAMPLINGS = [
     sampled(0, temperature=0.8, top_p=0.95),
@@ -70,7 +70,7 @@ def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
             weights, kv, stage_bytes = shares.split(",")
             files = Path(stack.enter_context(TemporaryDirectory()))
             settings["placement"] = stack.enter_context(streaming(Path(folder), weights, files))
-            kv_placement = tiered(Path(folder), kv, files, stage_bytes=int(stage_bytes))
+            kv_placement = offloaded(Path(folder), kv, files, stage_bytes=int(stage_bytes))
             settings["kv_placement"] = stack.enter_context(kv_placement)
         engine = load_engine(
             Path(folder),

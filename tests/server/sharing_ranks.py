@@ -25,8 +25,8 @@ from server import backends
 from server.backends import Backend
 from server.backends.cpu.device import CpuDevice
 from server.backends.protocol import Computation, GraphCapture
-from server.distributed import Shard, connect, disconnect
-from server.host_sums import HostCollectives
+from server.ranks.distributed import Shard, connect, disconnect
+from server.ranks.host_sums import HostCollectives
 from tests.server.driver import CPU, Prompt, generate, load_engine
 from tests.server.ranks import prompts
 

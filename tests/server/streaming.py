@@ -16,12 +16,12 @@ from server.arch import families
 from server.arch.spec import ArchSpec
 from server.backends.cpu.device import CpuDevice
 from server.backends.pages import map_pages
+from server.disk.direct import PAGE
+from server.model.offloaded_kv import STAGE_BYTES, OffloadedKv
 from server.model.streamed import Streaming
-from server.model.tiered import STAGE_BYTES, TieredKv
-from server.offload.disk import ImageFile
-from server.offload.policy import Share
-from server.offload.stores import DiskStore
-from server.offload.tiers import BlockTier, DiskTier
+from server.offload.disk_store import DiskStore
+from server.offload.places import OnDisk, Place
+from server.offload.share import Share
 
 
 def spec_of(model: Path) -> ArchSpec:
@@ -29,33 +29,38 @@ def spec_of(model: Path) -> ArchSpec:
     return families.find(json.loads((model / "config.json").read_text()))[1]
 
 
+def weight_file(folder: Path) -> DiskStore:
+    """A file for weights."""
+    return DiskStore(folder, "--offload-dir", "weights", PAGE)
+
+
 @contextmanager
 def streaming(model: Path, on_device: str, folder: Path) -> Iterator[Streaming]:
     """Where the layers of the model in a folder are kept, while it is served."""
     spec = spec_of(model)
     total = spec.num_layers + (spec.encoder.num_layers if spec.encoder else 0)
-    file = ImageFile(folder, "--offload-dir")
+    file = weight_file(folder)
     try:
-        yield Streaming(CpuDevice(), Share.parse(on_device), total, [(Share(num_bytes=0), DiskStore(file))])
+        yield Streaming(CpuDevice(), Share.parse(on_device), total, [(Share(num_bytes=0), file)])
     finally:
         file.close()
 
 
 @contextmanager
-def tiered(
+def offloaded(
     model: Path,
     on_device: str,
     folder: Path,
     *,
     stage_bytes: int = STAGE_BYTES,
-    tiers: list[BlockTier] | None = None,
-) -> Iterator[TieredKv]:
-    """Where the KV blocks of the model in a folder are kept, while it is served. tiers: by default a file."""
+    places: list[Place] | None = None,
+) -> Iterator[OffloadedKv]:
+    """Where the KV blocks of the model in a folder are kept, while it is served. places: by default a file."""
     spec = spec_of(model)
     encoder_layers = spec.encoder.num_layers if spec.encoder else 0
     windows = [layer.window for layer in spec.layers]
-    tiers = tiers or [DiskTier(folder, "--offload-dir", 1, None)]
-    placement = TieredKv(Share.parse(on_device), tiers, windows, encoder_layers, stage_bytes)
+    places = places or [OnDisk(folder, "--offload-dir", 1, None)]
+    placement = OffloadedKv(Share.parse(on_device), places, windows, encoder_layers, stage_bytes)
     try:
         yield placement
     finally:

@@ -10,7 +10,7 @@ import torch
 from router.requests import token_rules
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference.logits import StockLogits
-from server.distributed import Shard
+from server.ranks.distributed import Shard
 from server.stepping.biases import MOST_WORD_TOKENS, RecentTokens, TokenBiases
 from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from server.backends.cpu import Kernels
 from server.backends.failures import CaptureFailed
 from server.backends.protocol import Computation
-from server.distributed import PeerLost, Shard
+from server.ranks.distributed import PeerLost, Shard
 from server.stepping.agreed_capture import AgreedCapture
 from tests.running import ROOT, kill_group
 from tests.server import ranks
@@ -133,7 +133,7 @@ SLOW_TO_LOAD = """
 import os, sys, time
 from datetime import timedelta
 import torch
-from server import distributed
+from server.ranks import distributed
 rank, rendezvous = int(sys.argv[1]), sys.argv[2]
 shard = distributed.connect(rank, 2, rendezvous, torch.device("cpu"))
 short = timedelta(seconds=1)

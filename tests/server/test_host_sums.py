@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.distributed import PeerLost, Shard
-from server.host_sums import HostCollectives, Operation
+from server.ranks.distributed import PeerLost, Shard
+from server.ranks.host_sums import HostCollectives, Operation
 from tests.server.driver import generate, load_engine
 from tests.server.sharing_ranks import prompts_on, tokens_of_ranks
 from tests.server.test_triton import needs_triton

@@ -30,10 +30,10 @@ from server.backends.reference.linear import DenseFormat
 from server.checkpoint import weights
 from server.checkpoint.files import HubError
 from server.checkpoint.weights import Checkpoint, CheckpointError, Weights
-from server.distributed import Shard
 from server.loading import LayerCount
 from server.model.load import load as load_model
 from server.model.transformer import Transformer
+from server.ranks.distributed import Shard
 from tests.server.checkpoints import Checkpoints
 from tests.server.driver import CPU, all_logits, load_engine
 

@@ -13,8 +13,8 @@ import torch
 from server.backends.cpu import Kernels
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference.logits import StockLogits
-from server.distributed import Shard
 from server.pb import generate_pb2 as pb
+from server.ranks.distributed import Shard
 from server.stepping.biases import TokenBiases
 from server.stepping.engine import Engine
 from server.stepping.masks import Allowed, Masks

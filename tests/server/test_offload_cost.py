@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,18 +16,18 @@ from transformers import AutoConfig
 from server.arch import families
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
-from server.offload.auto import ALL, Auto, Wanted
+from server.checkpoint.quantisation import IN_FLIGHT as IN_FLIGHT_QUANTISERS
+from server.offload.auto import Auto, Wanted
 from server.offload.cost import Rates, Room, Sizes, StepCost, choose
-from server.offload.disk import ImageFile
 from server.offload.footprint import expert_sizes, layer_sizes, window_shares
-from server.offload.policy import Share
 from server.offload.probes import link_rate, product_rates, rates_of
-from server.offload.stores import DiskStore
+from server.offload.share import ALL, Share
+from server.offload.stores import Memory, Run
 from server.offload.times import MOST_SPANS, Span, Times, busy_seconds
 from server.quant.noise import Kind, noise
 from server.quant.sizes import IN_FLIGHT
 from server.quant.stored import Stored
-from server.quantisation import IN_FLIGHT as IN_FLIGHT_QUANTISERS
+from tests.server.streaming import weight_file
 
 MB = 10**6
 GB = 10**9
@@ -233,16 +233,19 @@ def test_without_a_folder_all_stay_while_anything_fits_beside_them() -> None:
 class TimedStore:
     """Brings one image after the other, each in 0.01 s of a clock of its own, but the first ones at once."""
 
-    read_bytes, is_direct = 0, True
+    moved_bytes, is_direct = 0, True
 
     def __init__(self, fast: int) -> None:
         self.now, self.brought, self._fast = 0.0, 0, fast
         self._free_at = 0.0
 
-    def keep(self, slot: torch.Tensor, num_bytes: int) -> int:
+    def add(self, blocks: int) -> int:
         return 0
 
-    def fill(self, slot: torch.Tensor, number: int, num_bytes: int) -> Callable[[], float]:
+    def save(self, memory: Memory, runs: Sequence[Run], after: object) -> Callable[[], None]:
+        return lambda: None
+
+    def load(self, memory: Memory, runs: Sequence[Run], after: object) -> Callable[[], float]:
         self.brought += 1
         self._free_at = there_at = max(self.now, self._free_at) + (0.01 if self.brought > self._fast else 0.0)
 
@@ -264,10 +267,10 @@ def test_a_link_is_as_fast_as_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_rates_are_measured(tmp_path: Path) -> None:
-    store = DiskStore(ImageFile(tmp_path, "--offload-dir"))
+    store = weight_file(tmp_path)
     try:
         assert link_rate(store, CpuDevice(), 1 << 20, seconds=0.01) > 0
-        assert store.read_bytes >= 2 << 20
+        assert store.moved_bytes >= 2 << 20
     finally:
         store.close()
     backend = ReferenceBackend(CpuDevice())

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from server.output import Output
+from server.processes.output import Output
 
 
 @contextmanager

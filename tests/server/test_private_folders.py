@@ -12,7 +12,7 @@ import pytest
 from server.backends.cpu.build import build
 from server.checkpoint import convert
 from server.checkpoint.hub import _converted
-from server.tiers.disk import PrefixFile
+from server.prefix.prefix_file import PrefixFile
 
 
 @pytest.fixture

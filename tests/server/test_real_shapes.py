@@ -45,9 +45,9 @@ from server.backends.reference import ReferenceBackend
 from server.checkpoint.ahead import ReadAhead
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, CheckpointError, Weights
-from server.distributed import Shard
 from server.layers.position import Rotary
 from server.model.load import load as load_model
+from server.ranks.distributed import Shard
 
 FOLDER = Path(__file__).parent / "real_shapes"
 BENCHMARKED = Path(__file__).parents[2] / "benchmark" / "shapes"

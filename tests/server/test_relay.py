@@ -15,7 +15,7 @@ import pytest
 import uvloop
 
 from server.pb import generate_pb2 as pb
-from server.relay import LENGTH_BYTES, MAX_UNANSWERED, Deadlines, StepStream
+from server.ranks.relay import LENGTH_BYTES, MAX_UNANSWERED, Deadlines, StepStream
 
 HOLD = "hold"  # a step that is never done
 ENDED = "its connection ended"

@@ -18,7 +18,7 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.logits import KernelLogits
 from server.backends.protocol import Logits
 from server.backends.reference.logits import StockLogits, exponential_noise
-from server.distributed import Shard
+from server.ranks.distributed import Shard
 from server.stepping.biases import RecentTokens, TokenBiases
 from server.stepping.captured_sampling import choose as captured_choose
 from server.stepping.captured_sampling import settings_of

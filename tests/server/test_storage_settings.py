@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from server import folders, storage_settings
-from server.offload.disk import ImageFile
-from server.storage_settings import folder_problems, idle_settings, offload_problems, room_problem
-from server.tiers.disk import DiskTrouble, PrefixFile
+from server.disk import folders
+from server.offload import storage_settings
+from server.offload.storage_settings import folder_problems, idle_settings, offload_problems, room_problem
+from server.prefix.prefix_file import DiskTrouble, PrefixFile
+from tests.server.streaming import weight_file
 
 STAYS: dict[str, Any] = {
     "weights_on_device": "100%",
@@ -46,7 +47,7 @@ def test_the_file_system_of_a_folder_is_found_by_its_device(tmp_path: Path, monk
 
 def test_memory_is_no_disk_for_anything(tmp_path: Path, in_memory: str) -> None:
     with pytest.raises(ValueError, match=f"--offload-dir .* is in memory .{in_memory}."):
-        ImageFile(tmp_path, "--offload-dir")
+        weight_file(tmp_path)
     with pytest.raises(DiskTrouble, match=f"--prefix-cache-dir .* is in memory .{in_memory}."):
         PrefixFile(tmp_path, "a", b"w" * 16, 4096, 1 << 20)
     for found in (

@@ -21,21 +21,20 @@ from server.backends.protocol import LinearFormat
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import DenseFormat
 from server.config import ShardConfig
-from server.distributed import Shard
+from server.model.placement import automatic, choose_placement, described
 from server.model.streamed import Streaming
-from server.offload import disk
+from server.offload import disk_store
 from server.offload.auto import Auto, Wanted
 from server.offload.cost import Rates
-from server.offload.disk import DiskError, ImageFile
-from server.offload.image import Image
-from server.offload.policy import Share
-from server.offload.ring import Ring, Stored
-from server.offload.stores import DiskStore, HostStore, StagedStore
-from server.offloading import automatic, choose_placement, described
+from server.offload.disk_store import DiskError, DiskStore
+from server.offload.ring import Image, Ring, Stored, keep
+from server.offload.share import Share
+from server.offload.stores import HostStore, StagedStore
+from server.ranks.distributed import Shard
 from tests.server import ranks
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.driver import generate, load_engine
-from tests.server.streaming import LinkedDevice, streaming
+from tests.server.streaming import LinkedDevice, streaming, weight_file
 from tests.server.test_offload_cost import SmallDevice
 
 # Formats of weights that move: dense, of integers, of levels, and with inputs that are rounded.
@@ -218,23 +217,23 @@ class _Weights:
         """Nobody else knows where it is."""
 
 
-def _stored(file: ImageFile, count: int) -> list[Stored]:
+def _stored(file: DiskStore, count: int) -> list[Stored]:
     """Images whose number fills their weights."""
-    store, found = DiskStore(file), []
+    found = []
     slot = map_pages(1 << 16)
     for number in range(count):
         image = Image([_Weights(torch.full((5000,), float(number)))])
         image.write(slot)
-        found.append(Stored(image, store, store.keep(slot, image.nbytes)))
+        found.append(Stored(image, file, keep(CpuDevice(), file, slot, image.nbytes)))
     return found
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4] * 3, [0, 1, 4, 4, 2, 0, 3, 3, 1], [2], [4, 3, 2, 1, 0]])
 @pytest.mark.parametrize("slots", [2, 3])
 def test_a_ring_brings_what_is_asked_for(tmp_path: Path, order: list[int], slots: int) -> None:
-    file = ImageFile(tmp_path, "--offload-dir")
+    file = weight_file(tmp_path)
     stored = _stored(file, 5)
-    ring = Ring(stored, [1, 2, 3, 4, 0], [map_pages(1 << 16) for _ in range(slots)])
+    ring = Ring(CpuDevice(), stored, [1, 2, 3, 4, 0], [map_pages(1 << 16) for _ in range(slots)])
     for number in order:
         ring.bring(number)
         (tensor,) = stored[number].image._formats[0].memory
@@ -243,24 +242,24 @@ def test_a_ring_brings_what_is_asked_for(tmp_path: Path, order: list[int], slots
 
 
 def test_a_file_that_shrinks_is_an_error_and_no_end(tmp_path: Path) -> None:
-    file = ImageFile(tmp_path, "--offload-dir")
+    file = weight_file(tmp_path)
     stored = _stored(file, 3)
-    ring = Ring(stored, [1, 2, 0], [map_pages(1 << 16) for _ in range(2)])
+    ring = Ring(CpuDevice(), stored, [1, 2, 0], [map_pages(1 << 16) for _ in range(2)])
     ring.bring(0)
-    whole = os.fstat(file._file.descriptor).st_size
-    os.ftruncate(file._file.descriptor, 4096)
+    whole = os.fstat(file.descriptor).st_size
+    os.ftruncate(file.descriptor, 4096)
     for _ in range(2):
         with pytest.raises(DiskError, match=r"--offload-dir .*: the file of weights ends at byte"):
             ring.bring(2)
-    os.ftruncate(file._file.descriptor, whole)  # holes read as zeros: nothing but the ring is looked at here
+    os.ftruncate(file.descriptor, whole)  # holes read as zeros: nothing but the ring is looked at here
     ring.bring(2)
     file.close()
 
 
 def test_a_file_that_is_closed_twice_closes_nobody_elses(tmp_path: Path) -> None:
     """Its number may be a socket's by then."""
-    file = ImageFile(tmp_path, "--offload-dir")
-    number = file._file.descriptor
+    file = weight_file(tmp_path)
+    number = file.descriptor
     file.close()
     other, unused = os.pipe()
     try:
@@ -276,8 +275,8 @@ def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(disk.os, "pwritev", full)
-    file = ImageFile(tmp_path, "--offload-dir")
+    monkeypatch.setattr(disk_store.os, "pwritev", full)
+    file = weight_file(tmp_path)
     with pytest.raises(
         DiskError,
         match=r"weights cannot be written .No space left on device. behind the first 0\.00 GB: free space there",
@@ -293,7 +292,7 @@ def test_a_full_disk_says_how_much_goes_there(
         raise OSError(28, "No space left on device")
 
     folder, _ = checkpoints("llama")
-    monkeypatch.setattr(disk.os, "pwritev", full)
+    monkeypatch.setattr(disk_store.os, "pwritev", full)
     with streaming(folder, "0%", tmp_path) as placement, pytest.raises(DiskError, match=r"; about 0\.00 GB go there"):
         load_engine(folder, placement=placement, warms_up=False)
     placement.stores = [(Share(num_bytes=6), placement.stores[0][1]), *placement.stores]
@@ -302,9 +301,9 @@ def test_a_full_disk_says_how_much_goes_there(
 
 
 def test_the_file_has_no_name_and_no_other_reader(tmp_path: Path) -> None:
-    file = ImageFile(tmp_path, "--offload-dir")
+    file = weight_file(tmp_path)
     assert [] == list(tmp_path.iterdir())
-    assert 0o600 == os.fstat(file._file.descriptor).st_mode & 0o777
+    assert 0o600 == os.fstat(file.descriptor).st_mode & 0o777
     file.close()
 
 
@@ -312,4 +311,4 @@ def test_the_file_has_no_name_and_no_other_reader(tmp_path: Path) -> None:
 def test_a_folder_that_is_none_is_refused(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"--offload-dir .*: no file can be made there"):
-        ImageFile(tmp_path / folder, "--offload-dir")
+        weight_file(tmp_path / folder)

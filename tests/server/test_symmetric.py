@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from server import distributed
-from server.distributed import Shard, TorchMemory, connect
-from server.symmetric import MOST_BYTES, SymmetricSum, join
+from server.ranks import distributed
+from server.ranks.distributed import Shard, TorchMemory, connect
+from server.ranks.symmetric import MOST_BYTES, SymmetricSum, join
 from tests.server.driver import CPU
 
 GPU = torch.device("cuda", 0)

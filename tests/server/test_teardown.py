@@ -12,10 +12,11 @@ import pytest
 import torch
 
 import server.__main__ as shard
-from server import distributed, loading
+from server import loading
 from server.backends.cpu.device import CpuDevice
 from server.config import ShardConfig
 from server.pb import generate_pb2 as pb
+from server.ranks import distributed
 from server.stepping.engine import Engine
 from tests.server.test_service import config_of
 
@@ -23,7 +24,7 @@ ROOT = Path(__file__).parents[2]
 HANGS = """
 import asyncio, sys, time
 import server.__main__ as shard
-from server import distributed
+from server.ranks import distributed
 from server.config import ShardConfig
 
 async def now():

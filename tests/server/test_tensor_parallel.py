@@ -18,7 +18,7 @@ import torch
 
 from server.arch import families
 from server.arch.spec import validate
-from server.distributed import Shard
+from server.ranks.distributed import Shard
 from tests.running import kill_group
 from tests.server import ranks
 from tests.server.checkpoints import CASES, Checkpoints

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from server import backends
-from server.distributed import Shard
 from server.pb import generate_pb2 as pb
+from server.ranks.distributed import Shard
 from server.service import ShardService
 from server.stepping.launched import StepResult
 

@@ -19,8 +19,8 @@ from server.backends.protocol import Logits
 from server.backends.reference.linear import DenseFormat
 from server.backends.reference.logits import NUCLEUS_CANDIDATES, StockLogits
 from server.blocks import ceil_divide
-from server.distributed import Shard
 from server.layers.embedding import Head
+from server.ranks.distributed import Shard
 from server.stepping.biases import RecentTokens, TokenBiases
 from server.stepping.history import History
 from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark

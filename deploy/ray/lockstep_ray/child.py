@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from router.launch.batch_engine import OURS, READY, STOP_S, command
-from server.process import end_with_parent
+from server.processes.linux import end_with_parent
 
 MOST_LINES = 20  # of its log that are told when it does not start
 # Settings of the launcher may come from the environment: those of whoever started Ray are not meant.

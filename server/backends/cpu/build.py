@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from server.cpu_kinds import NATIVE, Kind, cpu_flags
-from server.folders import make_private
+from server.disk.folders import make_private
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++")

@@ -10,6 +10,7 @@ launching a step while another one is running; from pinned memory it takes its p
 from __future__ import annotations
 
 import ctypes
+import mmap
 import subprocess
 import threading
 from collections.abc import Callable, Sequence
@@ -73,7 +74,8 @@ class CudaDevice:
         return torch.zeros(size, dtype=dtype, device=self.torch_device)
 
     def slot(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+        whole = -(-num_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        return torch.empty(whole, dtype=torch.uint8, device=self.torch_device)
 
     def link(self) -> CudaLink:
         return CudaLink(self.torch_device)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.distributed import Shard
+from server.ranks.distributed import Shard
 from tests.gpu.nccl_rank import TIMEOUT
 from tests.server.conftest import save_tiny_bloom
 from tests.server.ranks import tokens

@@ -13,7 +13,7 @@ from router.launch.incumbent import Incumbent
 from router.launch.logs import Log
 from router.launch.processes import Child, OwnProcess
 from router.launch.timers import Timers
-from server.output import Output
+from server.processes.output import Output
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from router.launch.logs import Log
-from server.output import Output
+from server.processes.output import Output
 
 TIME = "2026-11-20T11:00:00.123456+01:00"
 

@@ -32,7 +32,7 @@ from router.launch.others import Node, Others, RemoteShard
 from router.launch.settings import Settings, read_settings
 from router.launch.talk import Talk, TalkEnded
 from router.launch.tls import read_command, write
-from server.output import Output
+from server.processes.output import Output
 
 
 def read(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:

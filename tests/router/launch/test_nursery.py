@@ -11,7 +11,7 @@ import pytest
 from router.launch.logs import Log
 from router.launch.nursery import Fork, Nursery
 from router.launch.processes import ChildCommand, OwnProcess
-from server.output import Output
+from server.processes.output import Output
 
 LIVES = "import time; time.sleep(600)"
 ENDS = "raise SystemExit(7)"

@@ -8,7 +8,7 @@ import pytest
 
 from router.launch.logs import Log
 from router.launch.supervisor import Supervisor
-from server.output import Output
+from server.processes.output import Output
 
 
 @pytest.mark.parametrize("end", [lambda s: s._stop_all(1.0), lambda s: s._kill()], ids=["stop", "kill"])

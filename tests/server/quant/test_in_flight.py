@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from server.distributed import Shard
+from server.checkpoint.quantisation import IN_FLIGHT
 from server.quant.levels import fp4_levels, nf4_levels
 from server.quant.rounding import int8_rows
 from server.quant.stored import padded
 from server.quant.uniform import int4_groups
-from server.quantisation import IN_FLIGHT
+from server.ranks.distributed import Shard
 from tests.server import ranks
 from tests.server.checkpoints import Checkpoints
 from tests.server.driver import Prompt, all_logits, generate, load_engine

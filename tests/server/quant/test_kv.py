@@ -20,8 +20,8 @@ from server.backends.reference.attention import ReferenceAttention
 from server.backends.reference.batched_attention import BatchedAttention
 from server.blocks import BLOCK_SIZE
 from server.config import KV_CACHE_DTYPES
-from server.distributed import Shard
 from server.quant.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Int8, KvFormat
+from server.ranks.distributed import Shard
 from server.stepping.cache import KVShape
 from tests.server.driver import Prompt, all_logits, generate, load_engine
 from tests.server.ranks import tokens

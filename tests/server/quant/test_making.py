@@ -15,14 +15,15 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from server.quant.stored import QuantisedWeight
-from server.quantising import process
-from server.quantising.folder import MARKER, output_folder, partial_of
-from server.quantising.folding import Origin, divide, within
+from server.quantising import command
+from server.quantising.calibration import Inputs
+from server.quantising.channel_scales import Origin, divide, within
+from server.quantising.command import Bar
+from server.quantising.edited_checkpoint import EditedCheckpoint, MadeFormat
 from server.quantising.layerwise import Progress, Quantiser
-from server.quantising.made import EditedCheckpoint, MadeFormat
-from server.quantising.progress import Bar
+from server.quantising.output_folder import MARKER, output_folder, partial_of
+from server.quantising.plan import PLACES
 from server.quantising.recipe import Recipe, output_problem
-from server.quantising.sites import PLACES, Inputs
 from tests.server.quant.making import Made, Served, drawn, make
 from tests.server.tiny import save_tiny
 
@@ -177,7 +178,7 @@ def test_a_run_that_fails_leaves_nothing(
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("server.quantising.folder.save_file", full)
+    monkeypatch.setattr("server.quantising.output_folder.save_file", full)
     with pytest.raises(OSError, match="No space left"):
         make(Recipe("gptq", 4, 32), tiny("llama"), tmp_path / "made")
     assert [] == list(tmp_path.iterdir())
@@ -186,7 +187,7 @@ def test_a_run_that_fails_leaves_nothing(
 def test_weights_in_several_files_have_an_index(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.quantising.folder.SHARD_BYTES", 20_000)
+    monkeypatch.setattr("server.quantising.output_folder.SHARD_BYTES", 20_000)
     made = make(Recipe("gptq", 4, 32), tiny("llama"), tmp_path / "made", held_out=HELD_OUT)
     index = json.loads((made.folder / "model.safetensors.index.json").read_text())
     files = sorted(path.name for path in made.folder.glob("*.safetensors"))
@@ -313,7 +314,7 @@ def test_a_line_is_cut_where_the_terminal_ends(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_perplexity_has_the_decimals_that_say_something() -> None:
-    assert ["12.3457", "49021", "inf"] == [process._figure(number) for number in (12.345678, 49021.3445, float("inf"))]
+    assert ["12.3457", "49021", "inf"] == [command._figure(number) for number in (12.345678, 49021.3445, float("inf"))]
 
 
 def damaged(model: Path, folder: Path, name: str, number: float) -> Path:
@@ -361,7 +362,7 @@ def test_room_for_what_is_made_is_foreseen(
     tiny: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     needed: list[int] = []
-    monkeypatch.setattr("server.quantising.folder.need_space", lambda _, count, __: needed.append(count))
+    monkeypatch.setattr("server.quantising.output_folder.need_space", lambda _, count, __: needed.append(count))
     made = make(Recipe("gptq", 8, -1), tiny("llama"), tmp_path / "made")
     assert 0.75 * made.outcome.bytes_after < needed[0] < made.outcome.bytes_after
 

@@ -27,9 +27,9 @@ from server.backends.protocol import LinearFormat, Maximum
 from server.backends.reference import ReferenceBackend
 from server.checkpoint import formats
 from server.checkpoint.weights import CheckpointError, Weights
-from server.distributed import Shard
 from server.model.load import load as load_model
 from server.quant.stored import QuantisedWeight
+from server.ranks.distributed import Shard
 from tests.server.test_real_shapes import EXPECTED, META, FakeCheckpoint, Published, Region, Shape, ShapeTensor
 
 Tensors = dict[str, tuple[Shape, torch.dtype]]  # of a layer, by suffix

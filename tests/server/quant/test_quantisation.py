@@ -10,9 +10,9 @@ import pytest
 
 from benchmark import shapes
 from server import config
+from server.checkpoint.quantisation import IN_FLIGHT, choose
 from server.quant import sizes
 from server.quant.left_out import NAMED
-from server.quantisation import IN_FLIGHT, choose
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "quantized-models.md"

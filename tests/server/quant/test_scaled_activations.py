@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from server.checkpoint.weights import CheckpointError
-from server.distributed import Shard
+from server.ranks.distributed import Shard
 from tests.server import ranks
 from tests.server.driver import all_logits, load_engine
 from tests.server.quant import quantised

@@ -20,11 +20,11 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
 from server.checkpoint import formats
 from server.checkpoint.weights import RandomCheckpoint, Weights
-from server.distributed import Shard
 from server.model.load import load as load_model
 from server.quant import sizes
 from server.quant.packing import PackedCodes, joined_outputs, packed_inputs, unpack, unpacked
 from server.quant.stored import QuantisedWeight, padded, with_unit_rows
+from server.ranks.distributed import Shard
 from tests.server.driver import CPU, all_logits, load_engine
 from tests.server.quant.cases import PAIRS, Quantised, prompt_of
 

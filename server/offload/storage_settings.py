@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from server.config import AUTO
-from server.folders import free_bytes, nearest_folder, open_unnamed, refuse_memory
-from server.offload.policy import Share
+from server.disk.folders import free_bytes, nearest_folder, open_unnamed, refuse_memory
+from server.offload.share import Share
 
 NO_FOLDER = "--weights-on-device {} leaves weights to a disk: name a folder on one with --offload-dir"
 NO_KV_FOLDER = "--kv-on-device {} leaves KV blocks to a disk: name a folder on one with --offload-dir"

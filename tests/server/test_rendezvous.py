@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from server.store import SocketStore, StoreServer
+from server.ranks.rendezvous import SocketStore, StoreServer
 
 
 @pytest.fixture

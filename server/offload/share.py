@@ -59,3 +59,6 @@ class Share:
             return taken + size <= self.fraction * seen * (1 + 1e-9)
         most = self.num_bytes or 0
         return taken + size <= most and taken + size <= most / max(total, 1) * seen * (1 + 1e-9)
+
+
+ALL = Share(fraction=1.0)

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from server.tiers.disk import Damaged, DiskTrouble, PrefixFile
-from server.tiers.identity import identity
-from server.tiers.mover import Move, TierConfig, Tiers
+from server.prefix.identity import identity
+from server.prefix.mover import Move, TierConfig, Tiers
+from server.prefix.prefix_file import Damaged, DiskTrouble, PrefixFile
 
 BLOCK = 5000  # no multiple of a page
 KEYS = [bytes([n + 1]) * 16 for n in range(4)]
@@ -81,7 +81,7 @@ def test_another_key_another_model_and_a_cut_file_are_not_there(tmp_path: Path) 
 def test_a_file_in_use_removed_or_impossible_is_said_in_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.tiers.disk.LOCK_SECONDS", 0.0)
+    monkeypatch.setattr("server.prefix.prefix_file.LOCK_SECONDS", 0.0)
     file = opened(tmp_path)
     with pytest.raises(DiskTrouble, match="in use by another server"):
         opened(tmp_path)
@@ -177,8 +177,8 @@ def test_whatever_changes_keys_and_values_changes_the_name(tiny_bloom: Path) -> 
 def test_a_file_that_may_be_larger_than_it_can_be_is_said_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("server.tiers.disk.MOST_PLACES", 2)
-    monkeypatch.setattr("server.tiers.mover.MOST_PLACES", 2)
+    monkeypatch.setattr("server.prefix.prefix_file.MOST_PLACES", 2)
+    monkeypatch.setattr("server.prefix.mover.MOST_PLACES", 2)
     for rank, places in ((0, 2), (0, 4), (1, 4)):
         tiers = Tiers(TierConfig(0, places * 8192, tmp_path / str(places), f"{rank}-of-2", b"i" * 16))
         tiers.open(Memory(), 1)

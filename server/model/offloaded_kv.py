@@ -29,10 +29,11 @@ from torch import Tensor
 from server.backends.device import Device
 from server.backends.protocol import Attention, Backend, Rotation, StepMeta
 from server.model.parts import Part, Reach, parts_of
-from server.offload.block_stores import BlockStore, DividedBlocks
-from server.offload.policy import Share
+from server.offload.kv_blocks import KvBlocks
+from server.offload.places import Place
+from server.offload.share import Share
 from server.offload.staging import AREAS, Staging, Visit
-from server.offload.tiers import BlockTier
+from server.offload.stores import Memory
 from server.stepping import cache
 from server.stepping.batch import Forward
 from server.stepping.cache import KVShape
@@ -57,8 +58,8 @@ class Division:
     area: int  # blocks of each area
 
 
-class TieredKv:
-    """See `KvPlacement`. share: of the blocks on the device; tiers: where the others go, the last all that is left.
+class OffloadedKv:
+    """See `KvPlacement`. share: of the blocks on the device; places: where the others go, the last all that is left.
 
     windows: of each layer of the decoder, 0 for none; encoder_layers: 0 where there is no encoder; stage_bytes: of an
     area, where one sequence does not need more.
@@ -67,19 +68,19 @@ class TieredKv:
     def __init__(
         self,
         share: Share,
-        tiers: Sequence[BlockTier],
+        places: Sequence[Place],
         windows: Sequence[int],
         encoder_layers: int,
         stage_bytes: int = STAGE_BYTES,
     ):
-        self.where = "free memory with " + " and ".join(tier.name for tier in tiers)
+        self.where = "free memory with " + " and ".join(place.name for place in places)
         self._stage_bytes = stage_bytes
-        self._share, self._tiers = share, tiers
+        self._share, self._places = share, places
         self._windows, self._encoder_layers = windows, encoder_layers
         self._division = Division(0, (), 0)
         self._shape: KVShape | None = None
         self._device: Device | None = None
-        self._store: BlockStore | None = None
+        self._store: KvBlocks | None = None
         self._staging: Staging | None = None
         self._calls: Iterator[Call] = iter(())
 
@@ -100,8 +101,8 @@ class TieredKv:
         if shape is None or not sum(division.stored):
             return ""
         kept = [
-            f"{count} in {tier.name} ({count * shape.bytes_per_block / 1e9:.2f} GB)"
-            for count, tier in zip(division.stored, self._tiers, strict=True)
+            f"{count} in {place.name} ({count * shape.bytes_per_block / 1e9:.2f} GB)"
+            for count, place in zip(division.stored, self._places, strict=True)
             if count
         ]
         areas = AREAS * division.area * shape.layer_block_bytes / 1e9
@@ -115,11 +116,11 @@ class TieredKv:
 
     def room(self, shape: KVShape, free_bytes: int, longest: int) -> int:
         """See `KvPlacement`."""
-        rooms = [tier.room() for tier in self._tiers]
+        rooms = [place.room() for place in self._places]
 
         def fits(blocks: int) -> bool:
             division = self._divide(shape, blocks, longest)
-            slot_bytes = [tier.slot_bytes(shape.layer_block_bytes) * shape.num_layers for tier in self._tiers]
+            slot_bytes = [place.slot_bytes(shape.layer_block_bytes) * shape.num_layers for place in self._places]
             stored = zip(division.stored, slot_bytes, rooms, strict=True)
             return _device_bytes(division, shape) <= free_bytes and all(n * size <= room for n, size, room in stored)
 
@@ -142,8 +143,9 @@ class TieredKv:
         size = shape.size_of(first + AREAS * division.area)
         pool = device.empty_kv(size, shape.format.stored(shape.dtype))
         parts = backend.block_parts(pool, shape.format, shape.head_dim)
-        planes = [part.view(torch.uint8) for part in parts]
-        self._store = self._open_stores(planes, shape, division, device)
+        planes = Memory([part.view(torch.uint8) for part in parts])
+        used = [(count, place) for count, place in zip(division.stored, self._places, strict=True) if count]
+        self._store = KvBlocks.open(device, planes, shape.num_layers, used)
         self._staging = Staging(device, self._store, first, division.area)
         self._division, self._shape, self._device = division, shape, device
         return [pool] * shape.num_layers
@@ -157,7 +159,7 @@ class TieredKv:
 
     def attention(self, attention: Attention) -> Attention:
         """See `KvPlacement`."""
-        return TieredAttention(attention, self)
+        return OffloadedAttention(attention, self)
 
     @contextmanager
     def step(self, forward: Forward) -> Iterator[None]:
@@ -216,41 +218,30 @@ class TieredKv:
     def _divide(self, shape: KVShape, blocks: int, longest: int) -> Division:
         left = blocks - self._share.of(blocks, shape.bytes_per_block)
         resident, stored = blocks - left, []
-        for tier in self._tiers[:-1]:
-            taken = min(left, tier.share.of(blocks, shape.bytes_per_block))
+        for place in self._places[:-1]:
+            taken = min(left, place.share.of(blocks, shape.bytes_per_block))
             stored.append(taken)
             left -= taken
         stored.append(left)
         area = max(longest, self._stage_bytes // shape.layer_block_bytes)
         return Division(resident, tuple(stored), min(area, sum(stored)))
 
-    def _open_stores(self, planes: Sequence[Tensor], shape: KVShape, division: Division, device: Device) -> BlockStore:
-        stores: list[tuple[int, BlockStore]] = []
-        try:
-            for count, tier in zip(division.stored, self._tiers, strict=True):
-                if count:
-                    stores.append((count, tier.open(device, planes, shape.num_layers, count)))
-        except ValueError:
-            DividedBlocks(stores).close()
-            raise
-        return stores[0][1] if len(stores) == 1 else DividedBlocks(stores)
-
 
 @dataclass(frozen=True)
-class TieredAttention:
+class OffloadedAttention:
     """See `Attention`: that of `inner`, over the parts of a step for whose blocks there is room."""
 
     inner: Attention
-    tiers: TieredKv = field(repr=False)
+    kv: OffloadedKv = field(repr=False)
 
     def write(self, kv: Tensor, k: Tensor, v: Tensor, meta: StepMeta) -> None:
         """See `Attention`. Raises DiskError for blocks that cannot be moved, as the others do."""
-        for tokens, placed in self.tiers.visits(meta):
+        for tokens, placed in self.kv.visits(meta):
             self.inner.write(kv, k[tokens], v[tokens], placed)
 
     def attend(self, q: Tensor, kv: Tensor, meta: StepMeta, window: int) -> Tensor:
         """See `Attention`."""
-        visits = self.tiers.visits(meta)
+        visits = self.kv.visits(meta)
         return _joined([self.inner.attend(q[tokens], kv, placed, window) for tokens, placed in visits])
 
     def self_attend(self, heads: Tensor, kv: Tensor, rotation: Rotation | None, meta: StepMeta, window: int) -> Tensor:
@@ -258,7 +249,7 @@ class TieredAttention:
         return _joined(
             [
                 self.inner.self_attend(heads[tokens], kv, _of(rotation, tokens), placed, window)
-                for tokens, placed in self.tiers.visits(meta)
+                for tokens, placed in self.kv.visits(meta)
             ]
         )
 

@@ -11,6 +11,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from server.disk.direct import open_direct
+
 MOUNTS = Path("/proc/self/mountinfo")
 # File systems; that a file can be opened with O_DIRECT does not tell them, for since Linux 6.6 theirs can.
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
@@ -52,12 +54,7 @@ def open_unnamed(folder: Path, flag: str) -> tuple[int, bool]:
     """
     refuse_memory(folder, flag)
     try:
-        try:
-            return _unnamed_file(folder, os.O_DIRECT), True
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            return _unnamed_file(folder, 0), False  # a file system that knows no direct reads
+        return open_direct(lambda flags: _unnamed_file(folder, flags))
     except OSError as error:
         raise ValueError(
             f"{flag} {folder}: no file can be made there ({error.strerror}): name a folder on a disk that this user "

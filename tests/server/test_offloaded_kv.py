@@ -18,12 +18,13 @@ from server.backends.cpu import Kernels
 from server.backends.cpu.device import CpuDevice
 from server.blocks import BLOCK_SIZE
 from server.config import ShardConfig
+from server.disk.direct import PAGE
+from server.model.offloaded_kv import OffloadedKv
 from server.model.parts import Reach
-from server.model.tiered import TieredKv
-from server.offload import block_file
-from server.offload.disk import DiskError
-from server.offload.policy import Share
-from server.offload.tiers import DiskTier
+from server.offload import disk_store
+from server.offload.disk_store import DiskError
+from server.offload.places import OnDisk
+from server.offload.share import Share
 from server.pb import generate_pb2 as pb
 from server.stepping.cache import KVShape
 from server.stepping.engine import Engine
@@ -32,7 +33,7 @@ from tests.server import ranks
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
 from tests.server.driver import GREEDY, Prompt, generate, load_engine
-from tests.server.streaming import spec_of, streaming, tiered
+from tests.server.streaming import offloaded, spec_of, streaming
 from tests.server.test_tensor_parallel import run_ranks
 
 SIZES = {"total_tokens": 64, "warms_up": False}
@@ -56,14 +57,14 @@ def resident_tokens(folder: Path, **settings: Any) -> list[list[int]]:
 
 
 @contextmanager
-def tiered_engine(
+def offloaded_engine(
     folder: Path, tmp_path: Path, on_device: str = "0%", stage_bytes: int = 1, **settings: Any
-) -> Iterator[tuple[Engine, TieredKv]]:
-    with tiered(folder, on_device, tmp_path, stage_bytes=stage_bytes) as placement:
+) -> Iterator[tuple[Engine, OffloadedKv]]:
+    with offloaded(folder, on_device, tmp_path, stage_bytes=stage_bytes) as placement:
         yield load_engine(folder, kv_placement=placement, **(sizes(folder) | settings)), placement
 
 
-def moved(placement: TieredKv) -> bool:
+def moved(placement: OffloadedKv) -> bool:
     """Whether blocks left the device and came back."""
     assert placement.staging is not None
     return placement.staging.times.read_blocks > 0 and placement.staging.times.written_blocks > 0
@@ -73,7 +74,7 @@ def check_family(checkpoints: Checkpoints, tmp_path: Path, case: str, shares: Se
     folder, _ = checkpoints(case)
     expected = resident_tokens(folder)
     for on_device, stage_bytes in shares:
-        with tiered_engine(folder, tmp_path, on_device, stage_bytes) as (engine, placement):
+        with offloaded_engine(folder, tmp_path, on_device, stage_bytes) as (engine, placement):
             assert expected == tokens(engine), on_device
             assert moved(placement)
 
@@ -99,7 +100,7 @@ def test_kernels_and_formats_of_the_cache(
     folder, _ = checkpoints(case)
     settings = {"kernels": kernels, "dtype": dtype, "kv_cache": cache}
     expected = resident_tokens(folder, captured=False, **settings)
-    with tiered_engine(folder, tmp_path, "20%", **settings) as (engine, placement):
+    with offloaded_engine(folder, tmp_path, "20%", **settings) as (engine, placement):
         assert expected == tokens(engine)
         assert moved(placement)
 
@@ -114,14 +115,20 @@ def test_every_format_of_the_cache(
     test_kernels_and_formats_of_the_cache(checkpoints, tmp_path, kernels, case, dtype, cache)
 
 
-def test_pages_are_read_to_where_they_are_used(checkpoints: Checkpoints, tmp_path: Path, kernels: Kernels) -> None:
+def test_pages_are_read_to_where_they_are_used(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: Kernels
+) -> None:
+    def no_buffer(num_bytes: int) -> None:
+        raise AssertionError("pages take no way round")
+
     folder, _ = checkpoints(
         "bloom"
     )  # 8 heads of 8 numbers in float32: a block's keys are a page, and so are its values
-    with tiered_engine(folder, tmp_path, kernels=kernels) as (engine, placement):
-        assert engine.kv_shape.layer_block_bytes == 2 * block_file.PAGE
-        assert placement._store._file._memory.is_paged  # type: ignore[union-attr]
+    with offloaded_engine(folder, tmp_path, kernels=kernels) as (engine, placement):
+        assert engine.kv_shape.layer_block_bytes == 2 * PAGE
+        monkeypatch.setattr(disk_store, "map_pages", no_buffer)
         found = tokens(engine)
+        assert moved(placement)
     assert resident_tokens(folder, kernels=kernels, captured=False) == found
 
 
@@ -129,7 +136,7 @@ def test_weights_stream_beside_blocks(checkpoints: Checkpoints, tmp_path: Path) 
     folder, _ = checkpoints("llama")
     with (
         streaming(folder, "0%", tmp_path) as weights,
-        tiered_engine(folder, tmp_path, placement=weights) as (engine, placement),
+        offloaded_engine(folder, tmp_path, placement=weights) as (engine, placement),
     ):
         assert resident_tokens(folder) == tokens(engine)
         assert moved(placement) and weights.streamed_bytes
@@ -139,7 +146,7 @@ def test_blocks_are_used_again(checkpoints: Checkpoints, tmp_path: Path) -> None
     """What the last sequences wrote late would be found in the next ones' blocks, which have the same ids."""
     folder, _ = checkpoints("llama")
     expected = resident_tokens(folder)
-    with tiered_engine(folder, tmp_path) as (engine, _):
+    with offloaded_engine(folder, tmp_path) as (engine, _):
         for _ in range(3):
             assert expected == tokens(engine)
 
@@ -152,7 +159,7 @@ def test_prefixes_are_shared(checkpoints: Checkpoints, tmp_path: Path) -> None:
         return [Prompt([*prefix, 5, 6, 7]), *(Prompt([*prefix, 8, n], cached=(0, 48), joins_at=3) for n in (9, 10))]
 
     expected = [p.tokens for p in generate(load_engine(folder, **sizes(folder)), prompts())]
-    with tiered_engine(folder, tmp_path, "10%") as (engine, placement):
+    with offloaded_engine(folder, tmp_path, "10%") as (engine, placement):
         assert expected == [p.tokens for p in generate(engine, prompts())]
         assert moved(placement)
 
@@ -182,11 +189,11 @@ def test_ranks_with_every_family(checkpoints: Checkpoints, tmp_path: Path) -> No
         assert {model: expected[case] for model, case in models.items()} == found
 
 
-def test_all_on_the_device_is_as_without_tiers(checkpoints: Checkpoints, tmp_path: Path, kernels: Kernels) -> None:
+def test_all_on_the_device_is_as_without_offloading(checkpoints: Checkpoints, tmp_path: Path, kernels: Kernels) -> None:
     """A size that holds all: layers have tensors of their own, steps are captured, no file is made."""
     folder, _ = checkpoints("llama")
     before = len(os.listdir("/proc/self/fd"))
-    with tiered_engine(folder, tmp_path, "1GB", kernels=kernels) as (engine, placement):
+    with offloaded_engine(folder, tmp_path, "1GB", kernels=kernels) as (engine, placement):
         assert engine.why_not_captured is None and engine.graphs is not None
         assert placement.staging is None and not placement.offloaded
         assert engine.num_blocks == engine._kv_caches[0].shape[1]
@@ -198,14 +205,14 @@ def test_all_on_the_device_is_as_without_tiers(checkpoints: Checkpoints, tmp_pat
 def test_what_is_released_is_given_back(checkpoints: Checkpoints, tmp_path: Path, kernels: Kernels) -> None:
     folder, _ = checkpoints("llama")
     before = len(os.listdir("/proc/self/fd"))
-    with tiered_engine(folder, tmp_path, kernels=kernels) as (engine, _):
+    with offloaded_engine(folder, tmp_path, kernels=kernels) as (engine, _):
         assert "KV blocks stream" == engine.why_not_captured
         engine.allocate(640, total_tokens=64)  # what was there before goes
         tokens(engine)
         assert before + 1 == len(os.listdir("/proc/self/fd"))
         engine.release()
         assert before == len(os.listdir("/proc/self/fd"))
-        assert not [t for t in threading.enumerate() if t.name.startswith("kv-blocks")]
+        assert not [t for t in threading.enumerate() if t.name.startswith("offload")]
 
 
 def fail_once(call: Callable[..., int], number: int) -> Callable[..., int]:
@@ -228,8 +235,8 @@ def test_a_disk_that_fails_fails_a_step(
     """The sequences of that step are gone, and those that come next are computed as ever."""
     folder, _ = checkpoints("llama")
     expected = resident_tokens(folder)
-    with tiered_engine(folder, tmp_path) as (engine, _):
-        monkeypatch.setattr(block_file.os, name, fail_once(getattr(os, name), number))
+    with offloaded_engine(folder, tmp_path) as (engine, _):
+        monkeypatch.setattr(disk_store.os, name, fail_once(getattr(os, name), number))
         with pytest.raises(DiskError, match=rf"--offload-dir .*: KV blocks {sentence} \(Input/output error\)"):
             tokens(engine)
         engine.launch(pb.StepRequest(retire=range(5)))  # those that were not in that step
@@ -238,8 +245,8 @@ def test_a_disk_that_fails_fails_a_step(
 
 def test_a_file_that_shrinks_is_an_error_and_no_end(checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder, _ = checkpoints("llama")
-    with tiered_engine(folder, tmp_path) as (engine, placement):
-        descriptor = placement._store._file._file.descriptor  # type: ignore[union-attr]
+    with offloaded_engine(folder, tmp_path) as (engine, placement):
+        descriptor = placement._store._stores[0][1].descriptor  # type: ignore[union-attr]
         add = pb.StepRequest(chunk_ids=[0], chunk_tokens=[20])
         add.add.add(id=0, token_ids=range(4, 24), blocks=[8, 9], sampling=GREEDY)
         engine.launch(add)
@@ -257,17 +264,17 @@ def test_a_disk_without_room_is_known_at_once(
 
     folder, _ = checkpoints("llama")
     before = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(block_file.os, "posix_fallocate", full)
+    monkeypatch.setattr(disk_store.os, "posix_fallocate", full)
     with (
         pytest.raises(ValueError, match=r"--offload-dir .*: 0.00 GB of KV blocks do not fit there .No space left"),
-        tiered_engine(folder, tmp_path),
+        offloaded_engine(folder, tmp_path),
     ):
         pass
     assert before == len(os.listdir("/proc/self/fd"))
 
 
 @dataclass(frozen=True)
-class SmallDisk(DiskTier):
+class SmallDisk(OnDisk):
     num_bytes: int = 0
 
     def room(self) -> int:
@@ -275,7 +282,7 @@ class SmallDisk(DiskTier):
 
 
 class Bounded:
-    """A tier with room for so many bytes, of slots that are as large as what they hold."""
+    """A place with room for so many bytes, of slots that are as large as what they hold."""
 
     name = "elsewhere"
 
@@ -293,7 +300,7 @@ class Bounded:
 
 
 @pytest.mark.parametrize(
-    ("on_device", "tiers", "blocks", "stored"),
+    ("on_device", "places", "blocks", "stored"),
     [
         ("0%", [("100%", 1000)], 1000, (1000,)),
         ("50%", [("100%", 1000)], 191, (96,)),  # the device has 100, of which three areas of 5 in one layer take 5
@@ -303,12 +310,14 @@ class Bounded:
         ("0%", [("40%", 100), ("100%", 1000)], 252, (100, 152)),  # host and disk, the host is the bound
     ],
 )
-def test_the_tiers_bound_the_cache(
-    on_device: str, tiers: list[tuple[str, int]], blocks: int, stored: tuple[int, ...]
+def test_the_places_bound_the_cache(
+    on_device: str, places: list[tuple[str, int]], blocks: int, stored: tuple[int, ...]
 ) -> None:
     shape = KVShape(num_layers=3, num_kv_heads=4, head_dim=8, dtype=torch.float32)
     size = shape.bytes_per_block
-    placement = TieredKv(Share.parse(on_device), [Bounded(s, n * size) for s, n in tiers], [0] * 3, 0, stage_bytes=1)
+    placement = OffloadedKv(
+        Share.parse(on_device), [Bounded(s, n * size) for s, n in places], [0] * 3, 0, stage_bytes=1
+    )
     room = placement.room(shape, 100 * size, longest=5)
     assert blocks * size == room
     assert stored == placement._divide(shape, blocks, 5).stored
@@ -316,13 +325,13 @@ def test_the_tiers_bound_the_cache(
 
 def test_a_server_warms_up_with_what_device_and_disk_hold(checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder, _ = checkpoints("bloom")
-    with tiered_engine(folder, tmp_path, "25%", tokens=4096, total_tokens=128, warms_up=True) as (engine, placement):
+    with offloaded_engine(folder, tmp_path, "25%", tokens=4096, total_tokens=128, warms_up=True) as (engine, placement):
         assert 256 == engine.num_blocks
         assert placement.offloaded.startswith("64 on the device, 192 in --offload-dir (0.00 GB), through 0.00 GB")
         assert resident_tokens(folder) == tokens(engine)
     small = SmallDisk(tmp_path, "--offload-dir", 1, None, num_bytes=48 * engine.kv_shape.bytes_per_block)
     with (
-        tiered(folder, "0%", tmp_path, tiers=[small]) as placement,
+        offloaded(folder, "0%", tmp_path, places=[small]) as placement,
         pytest.raises(ValueError, match=r"4096, but free memory with --offload-dir holds a KV cache of 768 tokens"),
     ):
         load_engine(folder, kv_placement=placement, tokens=4096, total_tokens=128)
@@ -358,7 +367,7 @@ def test_a_folder_that_is_none_is_refused(checkpoints: Checkpoints, tmp_path: Pa
     folder, _ = checkpoints("llama")
     with (
         pytest.raises(ValueError, match=r"--offload-dir .*nothing: no file can be made there"),
-        tiered_engine(folder, tmp_path / "nothing", warms_up=True),
+        offloaded_engine(folder, tmp_path / "nothing", warms_up=True),
     ):
         pass
 

@@ -19,7 +19,7 @@ import time
 from datetime import UTC, datetime
 from typing import Any
 
-from server.output import Output
+from server.processes.output import Output
 
 # Attributes of every LogRecord: what is left was given as `extra`.
 STANDARD_FIELDS = frozenset(logging.LogRecord("", 0, "", 0, "", None, None).__dict__) | {"message", "taskName"}

@@ -1,4 +1,4 @@
-"""From one rank's settings to where its layers' weights are kept: on the device, in the host's memory, on a disk."""
+"""From one rank's settings to where its weights and KV blocks are: on the device, in the host's memory, on a disk."""
 
 from __future__ import annotations
 
@@ -10,26 +10,23 @@ import torch
 from server.arch.spec import ArchSpec
 from server.backends import Backend, Device
 from server.backends.cpu.device import CpuDevice
-from server.backends.device import Link
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.config import AUTO, ShardConfig
-from server.distributed import Shard
+from server.model.offloaded_kv import OffloadedKv
 from server.model.streamed import OnDevice, Placement, Streaming
-from server.model.tiered import TieredKv
 from server.offload.auto import Auto, Wanted
 from server.offload.cost import Rates
-from server.offload.disk import ImageFile
 from server.offload.footprint import expert_sizes, layer_sizes, step_bytes, window_shares
-from server.offload.policy import Share
+from server.offload.places import OnDisk, OnHost, Place
 from server.offload.probes import link_rate, rates_of
-from server.offload.ring import Store
-from server.offload.stores import DiskStore, HostStore, StagedStore
-from server.offload.tiers import BlockTier, DiskTier, HostTier
+from server.offload.ring import PAGES
+from server.offload.share import Share
+from server.offload.storage_settings import NO_FOLDER, NO_HOST, NO_KV_FOLDER
+from server.offload.stores import Store
 from server.quant.sizes import Storage
+from server.ranks.distributed import Shard
 from server.stepping.kv_placement import KvOnDevice
-from server.storage_settings import NO_FOLDER, NO_HOST, NO_KV_FOLDER
 
-NOTHING = Share(num_bytes=0)
 DEFAULT_TOTAL_TOKENS = 2048  # of the longest sequence, where neither the settings nor the model say
 
 
@@ -118,17 +115,13 @@ def _rates(
 
 def _stores(config: ShardConfig, device: Device) -> list[tuple[Share, Store]]:
     """Where weights go that leave the device, each store with its share."""
-    link = device.link()
-    if link is None:
-        if config.weights_on_host is not None:
-            raise ValueError(NO_HOST.format("weights"))
-        return [(NOTHING, DiskStore(_file(config)))]
-    on_host = Share.parse(config.weights_on_host or "100%")
-    host = (on_host, HostStore(device, link))
-    return [host] if on_host.is_all else [host, (NOTHING, StagedStore(_file(config), device, link))]
+    return [
+        (place.share, place.open(device, PAGES, "weights"))
+        for place in _places(config, device, "weights", config.weights_on_device, config.weights_on_host, NO_FOLDER)
+    ]
 
 
-def choose_kv_placement(config: ShardConfig, spec: ArchSpec, device: Device) -> KvOnDevice | TieredKv:
+def choose_kv_placement(config: ShardConfig, spec: ArchSpec, device: Device) -> KvOnDevice | OffloadedKv:
     """Where the settings want KV blocks. Raises ValueError for what this device or this machine does not have."""
     on_device = Share.parse(config.kv_on_device)
     if on_device.is_all:
@@ -138,34 +131,29 @@ def choose_kv_placement(config: ShardConfig, spec: ArchSpec, device: Device) -> 
             f"--kv-on-device {config.kv_on_device} has no prefix cache on host or disk: leave out "
             "--prefix-cache-host-gb and --prefix-cache-disk-gb, or keep the KV cache on the device"
         )
-    tiers = _kv_tiers(config, device)
+    places = _places(config, device, "kv", config.kv_on_device, config.kv_on_host, NO_KV_FOLDER)
     windows = [layer.window for layer in spec.layers]
     encoder_layers = spec.encoder.num_layers if spec.encoder else 0
-    return TieredKv(on_device, tiers, windows, encoder_layers)
+    return OffloadedKv(on_device, places, windows, encoder_layers)
 
 
-def _kv_tiers(config: ShardConfig, device: Device) -> list[BlockTier]:
-    """Where blocks go that are not on the device, the last one taking what is left."""
+def _places(
+    config: ShardConfig, device: Device, name: str, on_device: str, on_host: str | None, no_folder: str
+) -> list[Place]:
+    """Where something goes that is not on the device, the last place taking what is left. name: of its settings."""
     link = device.link()
-    if link is None:
-        if config.kv_on_host is not None:
-            raise ValueError(NO_HOST.format("kv"))
-        return [_kv_file(config, None)]
-    on_host = Share.parse(config.kv_on_host or "100%")
-    host = HostTier(link, on_host, lambda: CpuDevice().free_bytes(fraction=1.0, world_size=config.world_size))
-    return [host] if on_host.is_all else [host, _kv_file(config, link)]
-
-
-def _kv_file(config: ShardConfig, link: Link | None) -> DiskTier:
+    if link is None and on_host is not None:
+        raise ValueError(NO_HOST.format(name))
+    places: list[Place] = []
+    if link is not None:
+        share = Share.parse(on_host or "100%")
+        room = partial(CpuDevice().free_bytes, fraction=1.0, world_size=config.world_size)
+        places.append(OnHost(link, share, room))
+        if share.is_all:
+            return places
     if config.offload_dir is None:
-        raise ValueError(NO_KV_FOLDER.format(config.kv_on_device))
-    return DiskTier(Path(config.offload_dir), "--offload-dir", config.world_size, link)
-
-
-def _file(config: ShardConfig) -> ImageFile:
-    if config.offload_dir is None:
-        raise ValueError(NO_FOLDER.format(config.weights_on_device))
-    return ImageFile(Path(config.offload_dir), "--offload-dir")
+        raise ValueError(no_folder.format(on_device))
+    return [*places, OnDisk(Path(config.offload_dir), "--offload-dir", config.world_size, link)]
 
 
 def described(placement: Placement) -> str:

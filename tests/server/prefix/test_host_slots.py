@@ -11,10 +11,10 @@ from server.backends import choose
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
 from server.pb import generate_pb2 as pb
+from server.prefix.mover import Session
 from server.stepping.engine import Engine
 from server.stepping.launched import StepResult
 from server.stepping.sequences import StepError
-from server.tiers.mover import Session
 from tests.server.driver import GREEDY, load_engine
 
 PROMPT = [5 + 7 * n % 90 for n in range(40)]  # two full blocks, and a part of the third

@@ -3,8 +3,11 @@
 Inputs that matter are made larger before the matrix is rounded, and what stands before it is divided by as much: a
 norm, or the rows of a matrix whose outputs reach the inputs linearly (values through attention, and what a gate
 multiplies). Where a norm's output is the residual stream too, or an activation stands between that is not linear,
-nothing can move; nor where several heads share their values. AWQ (`awq.py`) and SmoothQuant (`smoothing.py`) choose
-the scales.
+nothing can move; nor where several heads share their values.
+
+AWQ chooses scales that lessen the error (`awq.py`), SmoothQuant (Xiao et al. 2022, arXiv 2211.10438) those that move a
+part of the inputs' range into the weights: where inputs are rounded to 8 bits too, one channel that is much larger than
+the others takes the codes of all. As in the paper, only norms are divided by them.
 
 Shapes: D input features of the matrices.
 """
@@ -12,7 +15,7 @@ Shapes: D input features of the matrices.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -20,8 +23,11 @@ from torch import Tensor
 
 from server.arch.spec import ArchSpec, Gated, LayerNormSpec, Moe, Residual, RmsNormSpec
 from server.checkpoint.weights import Weights, head_ranges
-from server.quantising.made import EditedCheckpoint, MadeFormat
-from server.quantising.sites import Site
+from server.quantising.calibration import Inputs
+from server.quantising.edited_checkpoint import EditedCheckpoint, MadeFormat
+from server.quantising.plan import Site
+
+LEAST_SCALE = 1e-5
 
 # Wiring -> norms whose output goes into matrices alone -> the places of these.
 NORMS: Mapping[Residual, Mapping[str, tuple[str, ...]]] = {
@@ -94,6 +100,17 @@ def _gated(weights: Weights, spec: ArchSpec, index: int, expert: int) -> Origin 
     name = weights.name_of("mlp_gate_up" if is_fused else "mlp_up")
     rows = torch.arange(mlp.width) + (mlp.width if is_fused else 0)
     return Origin(("down",), (f"{name}.bias",) if spec.mlp_bias else (), matrix=name, rows=rows)
+
+
+def smoothing(matrices: Sequence[tuple[Tensor, Inputs]], alpha: float) -> Tensor:
+    """SmoothQuant's scales [D], which the inputs of all matrices [F, D] are divided by, and these multiplied.
+
+    They are max|x|^alpha / max|w|^(1 - alpha), over all of these.
+    """
+    largest_input = torch.stack([inputs.largest for _, inputs in matrices]).amax(0)
+    largest_weight = torch.stack([weight.abs().amax(0) for weight, _ in matrices]).amax(0)
+    scale = largest_input.clamp(min=LEAST_SCALE) ** alpha / largest_weight.clamp(min=LEAST_SCALE) ** (1 - alpha)
+    return scale.clamp(min=LEAST_SCALE)
 
 
 def within(origin: Origin, scale: Tensor, checkpoint: EditedCheckpoint, made: MadeFormat) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,41 +14,41 @@ from torch import Tensor
 from server.backends.cpu.device import CpuDevice
 from server.backends.device import Device, Link
 from server.backends.reference import ReferenceBackend
-from server.model.tiered import TieredKv
-from server.offload import block_stores
-from server.offload.block_file import Run
-from server.offload.block_stores import BlockStore, DiskBlocks, DividedBlocks, HostBlocks, StagedBlocks
-from server.offload.disk import DiskError
-from server.offload.policy import Share
+from server.model.offloaded_kv import OffloadedKv
+from server.offload import disk_store, stores
+from server.offload.disk_store import DiskError
+from server.offload.kv_blocks import KvBlocks
+from server.offload.places import OnDisk, OnHost, Place
+from server.offload.share import ALL, Share
 from server.offload.staging import AREAS, Moved, Staging, Visit
-from server.offload.tiers import BlockTier, DiskTier, HostTier
+from server.offload.stores import Memory, Run
 from tests.server import stand_in
 from tests.server.checkpoints import Checkpoints
 from tests.server.driver import Prompt, generate, load_engine
-from tests.server.streaming import LateLink, LinkedDevice, tiered
-from tests.server.test_tiered import moved, resident_tokens, sizes, tokens
+from tests.server.streaming import LateLink, LinkedDevice, offloaded
+from tests.server.test_offloaded_kv import fail_once, moved, resident_tokens, sizes, tokens
 
 LAYERS, BLOCKS = 3, 12
 # Of planes with the bytes that a block has in each: odd sizes, whole pages, and those of codes and scales.
 PLANES = [(96, 96), (4096, 8192), (640, 64, 640, 64)]
-Make = Callable[[Path, Device, Link, Sequence[Tensor]], BlockStore]
+Make = Callable[[Path, Device, Link, Memory], KvBlocks]
 
 
-def on_disk(folder: Path, device: Device, link: Link, pool: Sequence[Tensor]) -> BlockStore:
-    return DiskBlocks(folder, "--offload-dir", pool, LAYERS, BLOCKS)
+def on_disk(folder: Path, device: Device, link: Link, pool: Memory) -> KvBlocks:
+    return KvBlocks.open(device, pool, LAYERS, [(BLOCKS, OnDisk(folder, "--offload-dir", 1, None))])
 
 
-def on_host(folder: Path, device: Device, link: Link, pool: Sequence[Tensor]) -> BlockStore:
-    return HostBlocks(device, link, pool, LAYERS, BLOCKS)
+def on_host(folder: Path, device: Device, link: Link, pool: Memory) -> KvBlocks:
+    return KvBlocks.open(device, pool, LAYERS, [(BLOCKS, OnHost(link, ALL, lambda: 0))])
 
 
-def staged(folder: Path, device: Device, link: Link, pool: Sequence[Tensor]) -> BlockStore:
-    return StagedBlocks(folder, "--offload-dir", device, link, pool, LAYERS, BLOCKS)
+def staged(folder: Path, device: Device, link: Link, pool: Memory) -> KvBlocks:
+    return KvBlocks.open(device, pool, LAYERS, [(BLOCKS, OnDisk(folder, "--offload-dir", 1, link))])
 
 
-def divided(folder: Path, device: Device, link: Link, pool: Sequence[Tensor]) -> BlockStore:
-    host = HostBlocks(device, link, pool, LAYERS, 5)
-    return DividedBlocks([(5, host), (BLOCKS - 5, StagedBlocks(folder, "--d", device, link, pool, LAYERS, BLOCKS - 5))])
+def divided(folder: Path, device: Device, link: Link, pool: Memory) -> KvBlocks:
+    places = [(5, OnHost(link, ALL, lambda: 0)), (BLOCKS - 5, OnDisk(folder, "--offload-dir", 1, link))]
+    return KvBlocks.open(device, pool, LAYERS, places)
 
 
 def make_pool(blocks: int, sizes: Sequence[int]) -> list[Tensor]:
@@ -65,10 +66,10 @@ def test_visits_find_what_was_written_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Make, sizes: Sequence[int]
 ) -> None:
     """Any order of visits: a row of steps, of which some read the same blocks and some write those just read."""
-    monkeypatch.setattr(block_stores, "STAGE_BYTES", 3 * sum(sizes))  # a few blocks, so that they take turns
+    monkeypatch.setattr(stores, "STAGE_BYTES", 3 * sum(sizes))  # a few blocks, so that they take turns
     rng, size, device, link = random.Random(3), 8, LinkedDevice(), LateLink()
     pool = make_pool(2 + AREAS * size, sizes)
-    store = make(tmp_path, device, link, pool)
+    store = make(tmp_path, device, link, Memory(pool))
     staging = Staging(device, store, first=2, size=size)
     held: dict[tuple[int, int], int] = {}  # what each layer's blocks hold
     try:
@@ -113,6 +114,25 @@ def test_blocks_that_follow_each_other_move_together() -> None:
     runs = Moved.of([(7, 3), (4, 0), (5, 1), (6, 2), (9, 4)]).runs
     assert (Run(4, 0, 4), Run(9, 4, 1)) == runs
     assert [Run(4, 0, 3), Run(7, 3, 1)] == list(runs[0].cut(3))
+
+
+def test_a_read_that_fails_leaves_no_stage_to_be_written_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was under way beside it has ended, so that the next blocks find their stages as they were."""
+    monkeypatch.setattr(stores, "STAGE_BYTES", 4096)
+    pool, device, link = make_pool(BLOCKS, [4096]), LinkedDevice(), LateLink()
+    store = staged(tmp_path, device, link, Memory(pool))
+    try:
+        for block in range(BLOCKS):
+            fill(pool, block, block)
+        store.save(0, [Run(0, 0, BLOCKS)], device.event())()
+        with monkeypatch.context() as broken:
+            broken.setattr(disk_store.os, "preadv", fail_once(os.preadv, 1))
+            with pytest.raises(DiskError, match="cannot be read back"):
+                store.load(0, [Run(0, 0, BLOCKS)], device.event())()
+        store.load(0, [Run(0, BLOCKS - 6, 6), Run(6, 0, 6)], device.event())()
+        assert [*range(6, BLOCKS), *range(6)] == [int(row[0]) for row in pool[0]]
+    finally:
+        store.close()
 
 
 class BrokenStore:
@@ -172,14 +192,14 @@ def test_blocks_reach_a_device_with_memory_of_its_own(
     """By way of the host's memory, and of stages where it has too little."""
     folder, _ = checkpoints(case)
     device, link = LinkedDevice(), LateLink()
-    tiers: list[BlockTier] = [HostTier(link, Share.parse(shares[1]), lambda: 2**30)]
+    places: list[Place] = [OnHost(link, Share.parse(shares[1]), lambda: 2**30)]
     if shares[1] != "100%":
-        tiers.append(DiskTier(tmp_path, "--offload-dir", 1, link))
-    with tiered(folder, shares[0], tmp_path, stage_bytes=1, tiers=tiers) as placement:
+        places.append(OnDisk(tmp_path, "--offload-dir", 1, link))
+    with offloaded(folder, shares[0], tmp_path, stage_bytes=1, places=places) as placement:
         engine = load_engine(folder, backend=ReferenceBackend(device), kv_placement=placement, **sizes(folder))
         assert resident_tokens(folder) == tokens(engine)
         assert moved(placement)
-        assert 1 + (len(tiers) > 1) == len(link.pins)
+        assert 1 + (len(places) > 1) == len(link.pins)
     assert not link.pins
 
 
@@ -193,8 +213,8 @@ def test_no_step_waits_for_a_device_whose_blocks_are_on_its_host(checkpoints: Ch
     expected = [p.tokens for p in generate(load_engine(folder, **sizes(folder)), prompts())]
     backend = stand_in.StandInBackend()
     link = backend.device.link()
-    tiers = [HostTier(link, Share.parse("100%"), lambda: 2**30)]
-    placement = TieredKv(Share.parse("10%"), tiers, [0] * 3, 0, stage_bytes=1)
+    places = [OnHost(link, Share.parse("100%"), lambda: 2**30)]
+    placement = OffloadedKv(Share.parse("10%"), places, [0] * 3, 0, stage_bytes=1)
     engine = load_engine(folder, backend=backend, kv_placement=placement, **sizes(folder))
     with backend.device.forbidding():
         assert expected == [p.tokens for p in generate(engine, prompts())]

@@ -1,6 +1,6 @@
 """This process's place among the ranks, and the collectives that tie them together.
 
-With its store (`store.py`), all that imports `torch.distributed`. A `Shard` of one rank does nothing and needs no
+With `rendezvous.py`, all that imports `torch.distributed`. A `Shard` of one rank does nothing and needs no
 process group, so a model on one device runs the same code without paying for it. Ranks are matched by the order of
 their calls: everything that reaches a collective must come from the one ordered stream of steps.
 """
@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout  # the one way there is, in torch 2.11 and 2.13
 
-from server import symmetric
-from server.host_sums import Collectives, HostCollectives, HostQueue, Operation
-from server.process import let_nobody_in
-from server.store import SCHEME, SocketStore, StoreServer
-from server.symmetric import SymmetricSum
+from server.processes.linux import let_nobody_in
+from server.ranks import symmetric
+from server.ranks.host_sums import Collectives, HostCollectives, HostQueue, Operation
+from server.ranks.rendezvous import SCHEME, SocketStore, StoreServer
+from server.ranks.symmetric import SymmetricSum
 
 log = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.folders import make_private, refuse_memory
+from server.disk.direct import ALIGNMENT, Call, open_direct, transfer
+from server.disk.folders import make_private, refuse_memory
 
-ALIGNMENT = 4096  # of places and of memory that goes to them or comes from there, as reads past the page cache need it
 KEY_BYTES = 16
 MOST_PLACES = 2**20  # what a place holds is told to the router at its start, in 28 bytes
 HEADER = struct.Struct("<8s16sQ32x")  # what it is, whose blocks these are, bytes of a block
@@ -74,7 +74,7 @@ class PrefixFile:
             refuse_memory(folder, "--prefix-cache-dir")
             self._index = self._open(folder / f"{name}.index", 0)
             self._lock()
-            self._file, self._is_cached = self._open_past_cache()
+            self._file, self._is_direct = open_direct(lambda flags: self._open(self._path, flags))
             self._read_index(HEADER.pack(MAGIC, identity, block_bytes))
         except OSError as error:
             self.close()
@@ -90,15 +90,6 @@ class PrefixFile:
         self._descriptors.append(descriptor)
         os.fchmod(descriptor, 0o600)  # one that was there may have had another mode
         return descriptor
-
-    def _open_past_cache(self) -> tuple[int, bool]:
-        """The descriptor of the places, and whether the file system cannot do without the page cache."""
-        try:
-            return self._open(self._path, os.O_DIRECT), False
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        return self._open(self._path, 0), True
 
     def _lock(self) -> None:
         until = time.monotonic() + LOCK_SECONDS
@@ -134,24 +125,15 @@ class PrefixFile:
         if entry is None or entry.key != key:
             raise Damaged
         try:
-            self._read(place * self.place_bytes, buffer)
+            count = self._transfer(os.preadv, place, buffer)
         except OSError as error:
             self.forget(place)
             raise DiskTrouble(f"{self._path} cannot be read: {error.strerror}") from None
+        # What is missing, where the file has been cut, shows in the checksum.
+        buffer[count : self.place_bytes] = bytes(self.place_bytes - count)
         if _checksum(key, buffer[: self.block_bytes]) != entry.checksum:
             self.forget(place)
             raise Damaged
-
-    def _read(self, offset: int, buffer: memoryview) -> None:
-        done = 0
-        while done < self.place_bytes:
-            count = os.preadv(self._file, [buffer[done : self.place_bytes]], offset + done)
-            if not count or count % ALIGNMENT:
-                break  # the file has been cut: what is missing shows in the checksum
-            done += count
-        buffer[done : self.place_bytes] = bytes(self.place_bytes - done)
-        if self._is_cached:
-            os.posix_fadvise(self._file, offset, self.place_bytes, os.POSIX_FADV_DONTNEED)
 
     def write(self, place: int, key: bytes, stamp: int, buffer: memoryview) -> None:
         """Write what `read` will find. Raises DiskTrouble; then the place holds nothing."""
@@ -159,7 +141,11 @@ class PrefixFile:
         try:
             if not os.fstat(self._file).st_nlink:
                 raise DiskTrouble(f"{self._path} was removed")
-            self._write(place * self.place_bytes, buffer)
+            if self._transfer(os.pwritev, place, buffer) < self.place_bytes:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # part of a block is what fits
+            if not self._is_direct:
+                os.fdatasync(self._file)  # the kernel keeps what is not on disk yet
+                os.posix_fadvise(self._file, place * self.place_bytes, self.place_bytes, os.POSIX_FADV_DONTNEED)
             entry = Entry(key, stamp, _checksum(key, buffer[: self.block_bytes]))
             row = ENTRY.pack(key, stamp, entry.checksum, 0)[:-4]
             os.pwrite(self._index, row + zlib.crc32(row).to_bytes(4, "little"), HEADER.size + place * ENTRY.size)
@@ -168,16 +154,10 @@ class PrefixFile:
             raise DiskTrouble(sentence, is_full=error.errno in NO_ROOM) from None
         self.entries[place] = entry
 
-    def _write(self, offset: int, buffer: memoryview) -> None:
-        done = 0
-        while done < self.place_bytes:
-            count = os.pwritev(self._file, [buffer[done : self.place_bytes]], offset + done)
-            if not count or count % ALIGNMENT:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # part of a block is what fits
-            done += count
-        if self._is_cached:
-            os.fdatasync(self._file)  # the kernel keeps what is not on disk yet
-            os.posix_fadvise(self._file, offset, self.place_bytes, os.POSIX_FADV_DONTNEED)
+    def _transfer(self, call: Call, place: int, buffer: memoryview) -> int:
+        """Move a place from or to the buffer. Returns how many bytes were."""
+        pieces = [buffer[: self.place_bytes]]
+        return transfer(call, self._file, pieces, place * self.place_bytes, is_direct=self._is_direct)
 
     def forget(self, place: int) -> None:
         """The place holds nothing any more, for later servers too where the disk takes that."""

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from server.tiers.disk import KEY_BYTES, MOST_PLACES, Damaged, DiskTrouble, Entry, PrefixFile
+from server.prefix.prefix_file import KEY_BYTES, MOST_PLACES, Damaged, DiskTrouble, Entry, PrefixFile
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""What every process of a server does with Linux and with its log."""
