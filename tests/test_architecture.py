@@ -137,8 +137,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.blocks": set(),
     "server.checkpoint": {
         "server.arch.names", "server.blocks", "server.checkpoint", "server.distributed", "server.folders",
-        "server.quant.configs", "server.quant.dialects", "server.quant.left_out", "server.quant.meanings",
-        "server.quant.packing", "server.quant.sizes", "server.quant.stored",
+        "server.quant.configs", "server.quant.dialects", "server.quant.expressions", "server.quant.left_out",
+        "server.quant.meanings", "server.quant.packing", "server.quant.sizes", "server.quant.stored",
     },
     "server.checkpoint.download": {"server.checkpoint.files", "server.folders"},
     "server.checkpoint.files": set(),
@@ -208,7 +208,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.quant.packing": set(),
     "server.quant.dialects": {"server.quant.configs", "server.quant.left_out"},
     "server.quant.meanings": {"server.quant.configs"},
-    "server.quant.sizes": {"server.quant.configs", "server.quant.dialects", "server.quant.left_out"},
+    "server.quant.sizes": {
+        "server.quant.configs", "server.quant.dialects", "server.quant.expressions", "server.quant.left_out",
+    },
     "server.quantisation": {"server.checkpoint.formats", "server.checkpoint.quantize_config", "server.quant"},
     "server.quantising": {
         "server.arch", "server.backends.device", "server.backends.protocol", "server.checkpoint",

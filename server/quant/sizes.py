@@ -17,6 +17,7 @@ from typing import Any
 from server.quant import left_out
 from server.quant.configs import FormatError, block_size, group_size, read_config, shown, strategy_of
 from server.quant.dialects import translated
+from server.quant.expressions import Budget
 from server.quant.left_out import LeftOut
 
 # Inputs of a block, which share a scale in memory, where products are of integers. Groups are filled up to whole ones.
@@ -163,7 +164,7 @@ def _read(config: Mapping[str, Any]) -> Storage:
     method = str(method_of(config))
     if method not in READERS:
         raise FormatError(f"`quant_method` {shown(method)} is not served: {', '.join(READERS)} are")
-    dense = left_out.of_config(config, method)
+    dense = left_out.of_config(config, method, Budget())
     return replace(READERS[method](config), left_out=dense, includes_head=not dense.holds_head)
 
 

@@ -15,10 +15,11 @@ from server.checkpoint.formats.protocol import Format, FormatError
 from server.checkpoint.quantize_config import with_file
 from server.quant import configs, sizes
 from server.quant.dialects import translated
+from server.quant.expressions import Budget
 from server.quant.meanings import refuse_other_meanings
 
 # By `quant_method`.
-FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
+FORMATS: Mapping[str, Callable[[Mapping[str, Any], Budget], Format]] = {
     "gptq": GptqFormat,
     "awq": AwqFormat,
     "compressed-tensors": CompressedFormat,
@@ -70,7 +71,7 @@ def find(folder: Path, hf_config: Mapping[str, Any]) -> Format | None:
     return configs.read_config(_make, config)
 
 
-def _make(config: Mapping[str, Any]) -> Format:
+def _make(config: Mapping[str, Any], budget: Budget | None = None) -> Format:
     config = translated(config)
     method = sizes.method_of(config)
     make = FORMATS.get(str(method))
@@ -80,6 +81,6 @@ def _make(config: Mapping[str, Any]) -> Format:
             f"`quant_method` {configs.shown(method)} of the checkpoint is not served: {', '.join(FORMATS)} are; take "
             f"{instead}"
         )
-    format = make(config)
+    format = make(config, budget or Budget())
     refuse_other_meanings(config, str(method))
     return format

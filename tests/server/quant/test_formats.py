@@ -21,6 +21,7 @@ from server.checkpoint.formats.float8 import Float8Format
 from server.checkpoint.formats.gptq import GptqFormat
 from server.checkpoint.formats.protocol import Format, Part, Tensors
 from server.checkpoint.weights import Checkpoint
+from server.quant.expressions import Budget
 from server.quant.stored import RoundedInputs
 from tests.server.quant import packers
 from tests.server.quant.packers import FLOAT8
@@ -82,14 +83,14 @@ def test_gptq(tmp_path: Path, bits: int, group_size: int, version: int, is_order
     config["checkpoint_format"] = "gptq" if version == 1 else "gptq_v2"
     expected = (codes - zero[:, groups]) * scale[:, groups]
     tensors = packers.gptq(codes, scale, zero, groups, bits, version=version)
-    check(GptqFormat(config), tmp_path, tensors, expected, ignored=("g_idx",) if group_size == -1 else ())
+    check(GptqFormat(config, Budget()), tmp_path, tensors, expected, ignored=("g_idx",) if group_size == -1 else ())
 
 
 def test_gptq_with_settings_of_its_own_for_some_layers(tmp_path: Path) -> None:
     groups = groups_of(-1)
     codes, scale, zero = drawn(8, 1)
     dynamic = {"-:.*gate": {}, "+:lay.*": {"bits": 8, "group_size": -1}, "layer": {"bits": 2}}
-    format = GptqFormat({"bits": 4, "group_size": 32, "desc_act": False, "dynamic": dynamic})
+    format = GptqFormat({"bits": 4, "group_size": 32, "desc_act": False, "dynamic": dynamic}, Budget())
     tensors = packers.gptq(codes, scale, zero, groups, 8)
     check(format, tmp_path, tensors, (codes - zero) * scale, ignored=("g_idx",))
 
@@ -99,13 +100,15 @@ def test_awq(tmp_path: Path, group_size: int) -> None:
     groups = groups_of(group_size)
     codes, scale, zero = drawn(4, int(groups.max()) + 1)
     expected = (codes - zero[:, groups]) * scale[:, groups]
-    check(AwqFormat({"bits": 4, "group_size": group_size}), tmp_path, packers.awq(codes, scale, zero), expected)
+    check(
+        AwqFormat({"bits": 4, "group_size": group_size}, Budget()), tmp_path, packers.awq(codes, scale, zero), expected
+    )
 
 
 def compressed(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> CompressedFormat:
     """With one group for all linear layers."""
     group = {"targets": ["Linear"], "weights": {"type": "int"} | weights, "input_activations": inputs}
-    return CompressedFormat({"format": format, "config_groups": {"group_0": group}, "ignore": ["lm_head"]})
+    return CompressedFormat({"format": format, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}, Budget())
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -203,7 +206,7 @@ def test_compressed_layers_have_the_scheme_that_names_them_best(tmp_path: Path) 
     }
     codes, scale, _ = drawn(4, 1)
     tensors = packers.compressed_packed(codes - 8, scale, 4)
-    format = CompressedFormat({"format": "pack-quantized", "config_groups": groups})
+    format = CompressedFormat({"format": "pack-quantized", "config_groups": groups}, Budget())
     check(format, tmp_path, tensors, (codes - 8) * scale, ignored=("weight_shape",))
 
 
@@ -218,7 +221,7 @@ def test_float8(tmp_path: Path, strategy: str, is_fixed: bool) -> None:
     if strategy == "block":
         config["weight_block_size"] = [48, 32]
         tensors = packers.float8_blocks(codes, scale) | ({} if given is None else {"input_scale": given})
-    format = Float8Format(config)
+    format = Float8Format(config, Budget())
     found = inputs_of(format, check(format, tmp_path, tensors, expected))
     assert (FLOAT8, 32 if strategy == "block" and not is_fixed else 0) == (found.dtype, found.group)
     assert is_fixed == (found.scale is not None)
@@ -227,7 +230,7 @@ def test_float8(tmp_path: Path, strategy: str, is_fixed: bool) -> None:
 def test_float8_with_a_bound_of_the_scales_of_inputs(tmp_path: Path) -> None:
     codes = torch.randn(F, D, generator=torch.Generator().manual_seed(1)).to(FLOAT8)
     scale, expected = scaled(codes, "channel", block=(1, 1))
-    format = Float8Format({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})
+    format = Float8Format({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, Budget())
     tensors = packers.float8(codes, scale) | {"input_scale_ub": torch.tensor([1200.0])}
     found = inputs_of(format, check(format, tmp_path, tensors, expected, ignored=("input_scale_ub",)))
     assert found.most is not None
@@ -238,7 +241,7 @@ def test_float8_under_the_names_of_newer_tools(tmp_path: Path) -> None:
     codes = torch.randn(F, D, generator=torch.Generator().manual_seed(1)).to(FLOAT8)
     scale, expected = scaled(codes, "tensor", block=(1, 1))
     tensors = {"weight": codes, "weight_scale_inv": scale.squeeze(), "activation_scale": torch.tensor(0.5)}
-    format = Float8Format({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None})
+    format = Float8Format({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, Budget())
     assert inputs_of(format, check(format, tmp_path, tensors, expected)).scale == 0.5
 
 
@@ -256,11 +259,11 @@ def test_bitsandbytes(tmp_path: Path, kind: str, is_nested: bool) -> None:
         largest = of_codes[coarse.long()] * magnitudes[torch.arange(count) // 256] + 0.75
         tensors = packers.bitsandbytes(codes, coarse, kind, block=32, nested=(of_codes, magnitudes, 0.75))
     expected = levels[codes] * largest.reshape(F, -1).repeat_interleave(32, 1)
-    check(BitsAndBytesFormat({"load_in_4bit": True}), tmp_path, tensors, expected)
+    check(BitsAndBytesFormat({"load_in_4bit": True}, Budget()), tmp_path, tensors, expected)
 
 
 def test_bitsandbytes_int8(tmp_path: Path) -> None:
     codes, scale, _ = drawn(8, 1)
     codes, largest = (codes - 128).to(torch.int8), scale[:, 0]
     tensors = packers.bitsandbytes_int8(codes, largest)
-    check(BitsAndBytesFormat({"load_in_8bit": True}), tmp_path, tensors, codes * (scale / 127))
+    check(BitsAndBytesFormat({"load_in_8bit": True}, Budget()), tmp_path, tensors, codes * (scale / 127))

@@ -25,6 +25,7 @@ from server.checkpoint.formats.bitsandbytes import BitsAndBytesFormat
 from server.checkpoint.formats.protocol import FormatError, Part, Tensors
 from server.checkpoint.weights import Checkpoint
 from server.quant import sizes
+from server.quant.expressions import Budget
 from server.quant.left_out import Names
 from server.quant.stored import QuantisedWeight
 from tests.server.quant import packers, quantised
@@ -428,7 +429,7 @@ def four_bits(folder: Path, **changes: object) -> QuantisedWeight:
     text = json.dumps(json.loads(bytes(tensors[state].tolist())) | changes).encode()
     tensors[state] = torch.tensor(list(text), dtype=torch.uint8)
     save_file({f"layer.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
-    format = BitsAndBytesFormat({"load_in_4bit": True})
+    format = BitsAndBytesFormat({"load_in_4bit": True}, Budget())
     return format.read(Tensors(Checkpoint(folder), "layer"), Part((64, 128), [(0, 64)], (0, 128)))
 
 
@@ -457,7 +458,7 @@ def test_a_state_of_bitsandbytes_is_small_and_not_deep(tmp_path: Path) -> None:
         state = torch.full((60_000,), ord("["), dtype=torch.uint8)
         save_file({"layer.weight.quant_state.bitsandbytes__nf4": state}, tmp_path / "model.safetensors")
         tensors = Tensors(Checkpoint(tmp_path), "layer")
-        BitsAndBytesFormat({"load_in_4bit": True}).read(tensors, Part((64, 128), [(0, 64)], (0, 128)))
+        BitsAndBytesFormat({"load_in_4bit": True}, Budget()).read(tensors, Part((64, 128), [(0, 64)], (0, 128)))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])
