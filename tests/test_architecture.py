@@ -139,6 +139,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.arch.names", "server.blocks", "server.checkpoint", "server.distributed", "server.folders",
         "server.quant.configs", "server.quant.dialects", "server.quant.expressions", "server.quant.left_out",
         "server.quant.meanings", "server.quant.packing", "server.quant.sizes", "server.quant.stored",
+        "server.quant.torchao",
     },
     "server.checkpoint.download": {"server.checkpoint.files", "server.folders"},
     "server.checkpoint.files": set(),
@@ -207,10 +208,12 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.quant.left_out": {"server.quant.configs", "server.quant.expressions"},
     "server.quant.packing": set(),
     "server.quant.dialects": {"server.quant.configs", "server.quant.left_out"},
-    "server.quant.meanings": {"server.quant.configs"},
+    "server.quant.meanings": {"server.quant.configs", "server.quant.torchao"},
     "server.quant.sizes": {
         "server.quant.configs", "server.quant.dialects", "server.quant.expressions", "server.quant.left_out",
+        "server.quant.torchao",
     },
+    "server.quant.torchao": {"server.quant.configs"},
     "server.quantisation": {"server.checkpoint.formats", "server.checkpoint.quantize_config", "server.quant"},
     "server.quantising": {
         "server.arch", "server.backends.device", "server.backends.protocol", "server.checkpoint",

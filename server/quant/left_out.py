@@ -17,6 +17,7 @@ from server.quant.expressions import Budget, Expression
 HEADS = ("lm_head", "embed_out", "output_layer")
 HEADS_AND_ROUTERS = (*HEADS, "gate")  # what tools leave dense unless they are told otherwise
 NAMED = ("modules_to_not_convert", "ignore", "ignored_layers", "llm_int8_skip_modules")  # lists of what is dense
+KEYS_OF_HEADS = {"gptq": "lm_head", "torchao": "include_input_output_embeddings"}  # by `quant_method`
 CLASSES = ("Linear", "Conv1D")  # of modules, which targets of compressed-tensors may be
 # Expressions that stand for one name, of which auto-round's config has one for each layer.
 LITERAL = re.compile(r"(?:\w|\\\W)+\$", re.ASCII)
@@ -155,7 +156,7 @@ def of_config(config: Mapping[str, Any], method: str, budget: Budget) -> LeftOut
             return LeftOut(Names(("re:",)))
         only = () if any(target in CLASSES for target in targets) else targets
         return LeftOut(Names(tuple(named), budget=budget), only=Names(only, only_ends=True, budget=budget))
-    has_head = method == "gptq" and bool(config.get("lm_head"))
+    has_head = bool(config.get(KEYS_OF_HEADS.get(method, "")))
     named += [name for name in HEADS_AND_ROUTERS if not (has_head and name in HEADS)]
     dense = Names(tuple(named), budget=budget)
     if method != "gptq":

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from server.quant.configs import FormatError, shown
+from server.quant.torchao import class_of
 
 Values = Sequence[object]
 TRUTH: Values = (False, True)
@@ -39,6 +40,8 @@ SERVED: Mapping[str, Mapping[str, Values]] = {
         "_load_in_8bit": TRUTH,
         "llm_int8_has_fp16_weight": OFF,
     },
+    # Tensors tell which tables and heads are in fewer bits.
+    "torchao": {"include_input_output_embeddings": TRUTH, "untie_embedding_weights": TRUTH},
 }
 # Of `weights` and `input_activations` in the groups of compressed-tensors.
 SERVED_OF_WEIGHTS: Mapping[str, Values] = {
@@ -47,6 +50,14 @@ SERVED_OF_WEIGHTS: Mapping[str, Values] = {
     "actorder": (False, True, "group", "weight", "static", "dynamic"),  # tensors tell the order
 }
 SERVED_OF_INPUTS: Mapping[str, Values] = {"dynamic": (False, True, "local"), "symmetric": TRUTH, "actorder": NOTHING}
+
+# Of the classes in torchao's `quant_type`, as `torchao.py` gives their values.
+SERVED_OF_TORCHAO: Mapping[str, Mapping[str, Values]] = {
+    "Int4WeightOnlyConfig": {},
+    "Int8WeightOnlyConfig": {"group_size": NOTHING},  # of older versions
+    "Float8WeightOnlyConfig": {"weight_dtype": ("float8_e4m3fn",)},
+    "IntxWeightOnlyConfig": {"intx_packing_format": ("UNPACKED_TO_INT8",)},
+}
 
 # Keys that readers look at themselves.
 READ: Mapping[str, Sequence[str]] = {
@@ -59,10 +70,17 @@ READ: Mapping[str, Sequence[str]] = {
     "fp8": ("activation_scheme", "weight_block_size", "fmt", "activation_scale_ub"),
     "fbgemm_fp8": ("activation_scale_ub", "activation_scheme", "weight_block_size", "fmt"),
     "bitsandbytes": ("bnb_4bit_quant_type", "bnb_4bit_quant_storage"),
+    "torchao": ("quant_type",),
 }  # fmt: skip
 # What the rules of GPTQModel's `dynamic` may not change: it is read for all layers alike.
 THE_SAME_FOR_ALL = ("format", "checkpoint_format", "method", "quant_method", "adapter", "rotation")
 READ_OF_WEIGHTS = ("num_bits", "type", "strategy", "group_size", "block_structure")
+READ_OF_TORCHAO: Mapping[str, Sequence[str]] = {
+    "Int4WeightOnlyConfig": ("group_size", "int4_packing_format"),
+    "Int8WeightOnlyConfig": ("granularity",),
+    "Float8WeightOnlyConfig": ("granularity",),
+    "IntxWeightOnlyConfig": ("weight_dtype", "granularity", "mapping_type"),
+}
 READ_OF_ALL = ("quant_method", "modules_to_not_convert", "ignore", "ignored_layers", "llm_int8_skip_modules")
 
 # What says how codes were found, or how a server should compute, and nothing of what they mean.
@@ -79,7 +97,10 @@ WITHOUT_MEANING: Mapping[str, Sequence[str]] = {
     "fbgemm_fp8": (),
     "bitsandbytes": ("llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload", "bnb_4bit_compute_dtype",
                      "bnb_4bit_use_double_quant"),
+    "torchao": (),
 }  # fmt: skip
+WITHOUT_MEANING_OF_TORCHAO = ("set_inductor_config", "scale_dtype", "int4_choose_qparams_algorithm",
+                              "int4_tile_packed_ntile", "intx_choose_qparams_algorithm")  # fmt: skip
 WITHOUT_MEANING_OF_WEIGHTS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
 
@@ -91,6 +112,15 @@ def refuse_other_meanings(config: Mapping[str, Any], method: str) -> None:
         for group in (config.get("config_groups") or {}).values():
             _check(group.get("weights") or {}, SERVED_OF_WEIGHTS, "`weights`")
             _check(group.get("input_activations") or {}, SERVED_OF_INPUTS, "`input_activations`")
+    if method == "torchao":
+        name, data = class_of(config)
+        _check(data, SERVED_OF_TORCHAO[name], f"{name} of a torchao checkpoint")
+        known = (*SERVED_OF_TORCHAO[name], *READ_OF_TORCHAO[name], *WITHOUT_MEANING_OF_TORCHAO)
+        if (other := next((key for key in data if key not in known and data[key] is not None), None)) is not None:
+            raise FormatError(
+                f"{shown(other)} of {name} of a torchao checkpoint is not known, and may change what codes mean: save "
+                "the model anew without it"
+            )
     for pattern, change in (config.get("dynamic") or {}).items() if method == "gptq" else ():
         if other := next((key for key in THE_SAME_FOR_ALL if key in change and change[key] != config.get(key)), None):
             raise FormatError(

@@ -19,6 +19,7 @@ from server.quant.configs import FormatError, block_size, group_size, read_confi
 from server.quant.dialects import translated
 from server.quant.expressions import Budget
 from server.quant.left_out import LeftOut
+from server.quant.torchao import layout_of
 
 # Inputs of a block, which share a scale in memory, where products are of integers. Groups are filled up to whole ones.
 BLOCKS = (128, 64, 32)
@@ -259,6 +260,21 @@ def _bitsandbytes(config: Mapping[str, Any]) -> Storage:
     return Storage("bitsandbytes", 4, group=64, has_levels=True, kind=kind)
 
 
+def _torchao(config: Mapping[str, Any]) -> Storage:
+    layout = layout_of(config)
+    if layout.tensor == "Int4Tensor":  # whose zeros are no codes
+        return Storage("torchao", 4, layout.group, zero_bytes=4, has_exact_inputs=True)
+    is_packed = layout.bits <= 4
+    return Storage(
+        "torchao",
+        4 if is_packed else 8,
+        layout.group,
+        scale_bytes=2 if is_packed else 4,
+        zero_bytes=int(layout.has_zeros),
+        is_float=layout.tensor == "Float8Tensor",
+    )
+
+
 # By `quant_method`.
 READERS: Mapping[str, Callable[[Mapping[str, Any]], Storage]] = {
     "gptq": _gptq,
@@ -267,4 +283,5 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], Storage]] = {
     "fp8": _float8,
     "fbgemm_fp8": _float8,
     "bitsandbytes": _bitsandbytes,
+    "torchao": _torchao,
 }

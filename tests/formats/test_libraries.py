@@ -21,6 +21,7 @@ from server.checkpoint import formats
 from server.checkpoint.formats.protocol import Part, Tensors
 from server.checkpoint.weights import Checkpoint
 from server.distributed import Shard
+from server.quant import meanings
 from tests.environments import NoEnvironment, environment
 from tests.running import ROOT
 from tests.server import ranks
@@ -33,6 +34,11 @@ WEIGHT_ONLY = {
     "modelopt": ["nvfp4"],
     "autoround": ["symmetric", "asymmetric", "as-gptq", "two-bits"],
     "bitsandbytes": ["nf4", "fp4", "int8"],
+    "torchao": [
+        *("int8", "int8-groups", "int8-all", "float8", "float8-groups", "float8-all", "four-bits"),
+        *("four-bits-asymmetric", "three-bits", "six-bits", "int4", "int4-words", "head-float8", "phi3-int8"),
+        "mixtral-float8",
+    ],
     "llmcompressor": [
         *("W4A16", "W4A16_ASYM", "W8A16", "NVFP4A16", "MXFP4A16"),
         *("mixtral-W4A16", "mixtral-NVFP4A16", "phi3-W8A16"),
@@ -40,7 +46,15 @@ WEIGHT_ONLY = {
     "gptqmodel": ["gptq-4", "gptq-4-act", "gptq-8", "gptq-3", "mixtral-4", "phi3-4", "awq-4", "starcoder2-4"],
 }
 # Layers in fewer bits: seven in each of two layers of a Llama. GPTQModel writes Phi-3's gates and ups apart.
-LAYERS = {"mixtral": 32, "phi3-W8A16": 8, "phi3-4": 10, "starcoder2": 12}
+LAYERS = {
+    "mixtral-float8": 8,
+    "head-float8": 15,
+    "mixtral": 32,
+    "phi3-W8A16": 8,
+    "phi3-int8": 8,
+    "phi3-4": 10,
+    "starcoder2": 12,
+}
 ROUNDED = {"modelopt": ["fp8", "fp8-rows"], "llmcompressor": ["W8A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"]}
 Made = Callable[[str], Path]
 
@@ -87,6 +101,12 @@ def test_every_layer_is_what_the_library_makes_of_it(made: Made, library: str, k
         stored = format.read(Tensors(checkpoint, name.removesuffix(".weight")), Part(size, [(0, rows)], (0, inputs)))
         assert (kind in ROUNDED.get(library, [])) == (stored.inputs is not None)
         torch.testing.assert_close(stored.dequantised(), weight, rtol=1e-5, atol=1e-6)
+
+
+def test_every_setting_of_torchao_is_known(made: Made) -> None:
+    for name, settings in json.loads((made("torchao") / "settings.json").read_text()).items():
+        known = (*meanings.SERVED_OF_TORCHAO[name], *meanings.READ_OF_TORCHAO[name])
+        assert set(settings) - {"version"} <= {*known, *meanings.WITHOUT_MEANING_OF_TORCHAO}
 
 
 def dense_of(folder: Path, kind: str, to: Path) -> Path:

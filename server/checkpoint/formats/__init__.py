@@ -12,6 +12,7 @@ from server.checkpoint.formats.compressed import CompressedFormat
 from server.checkpoint.formats.float8 import Float8Format
 from server.checkpoint.formats.gptq import GptqFormat
 from server.checkpoint.formats.protocol import Format, FormatError
+from server.checkpoint.formats.torchao import TorchaoFormat
 from server.checkpoint.quantize_config import with_file
 from server.quant import configs, sizes
 from server.quant.dialects import translated
@@ -26,6 +27,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any], Budget], Format]] = {
     "fp8": Float8Format,
     "fbgemm_fp8": Float8Format,
     "bitsandbytes": BitsAndBytesFormat,
+    "torchao": TorchaoFormat,
 }
 
 
@@ -50,7 +52,6 @@ REFUSED: Mapping[str, str] = {
     "paroquant": USE_GPTQ,
     "quanto": f"{IN_FLIGHT} int8 or int4",
     "hqq": f"{IN_FLIGHT} int4",
-    "torchao": f"{IN_FLIGHT} int8 or int4",
     "eetq": f"{IN_FLIGHT} eetq",
     "deepspeedfp": f"{IN_FLIGHT} fp8",
     "fp_quant": USE_FP8,

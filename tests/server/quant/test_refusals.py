@@ -56,7 +56,10 @@ BY_CONFIG = {
     "aqlm": ({"quant_method": "aqlm"}, r"'aqlm'.*not served.*take a gptq, awq or"),
     "hqq": ({"quant_method": "hqq"}, r"'hqq'.*not served.*in 16 bits, with --quantize int4"),
     "eetq": ({"quant_method": "eetq"}, r"'eetq'.*not served.*in 16 bits, with --quantize eetq"),
-    "torchao": ({"quant_method": "torchao"}, r"'torchao'.*not served.*in 16 bits, with --quantize int8 or int4"),
+    "torchao": (
+        {"quant_method": "torchao"},
+        r"`quant_type` of a torchao.*must be an object.*transformers.*anew with 5",
+    ),
     "mxfp4": ({"quant_method": "mxfp4"}, r"'mxfp4'.*not served.*take an fp8 or compressed-tensors"),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
@@ -97,7 +100,7 @@ BY_CONFIG = {
     ),
     "hqq without its name": ({"weight_quant_params": {"nbits": 4}}, r"'hqq'.*not served.*--quantize int4"),
     "quark without its name": ({"global_quant_config": {"weight": {}}}, r"'quark'.*not served.*take a gptq, awq or"),
-    "torchao without its name": ({"quant_type": {"default": {}}}, r"'torchao'.*not served.*--quantize int8 or int4"),
+    "torchao without its name": ({"quant_type": {"default": {}}}, r"`quant_type` of a torchao.*must be an object"),
     "sparse without a method": (
         {"sparsity_config": {"format": "sparse-24-bitmask"}},
         r"'sparse-24-bitmask', and only dense is served: write it dense",
