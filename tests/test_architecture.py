@@ -130,8 +130,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.blocks": set(),
     "server.checkpoint": {
         "server.arch.names", "server.blocks", "server.checkpoint", "server.ranks.distributed", "server.disk.folders",
-        "server.quant.configs", "server.quant.dialects", "server.quant.left_out", "server.quant.meanings",
-        "server.quant.packing", "server.quant.quark", "server.quant.sizes", "server.quant.stored",
+        "server.quant",
     },
     "server.checkpoint.download": {"server.checkpoint.files", "server.disk.folders"},
     "server.checkpoint.files": set(),
@@ -196,14 +195,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "server.quant": {"server.quant"},
     "server.quant.configs": {"server.quant.expressions"},
     "server.quant.expressions": set(),
-    "server.quant.left_out": {"server.quant.configs", "server.quant.expressions", "server.quant.quark"},
     "server.quant.packing": set(),
-    "server.quant.dialects": {"server.quant.configs", "server.quant.left_out"},
-    "server.quant.meanings": {"server.quant.configs", "server.quant.quark"},
-    "server.quant.quark": {"server.quant.configs", "server.quant.expressions"},
-    "server.quant.sizes": {
-        "server.quant.configs", "server.quant.dialects", "server.quant.left_out", "server.quant.quark",
-    },
     "server.checkpoint.quantisation": {
         "server.checkpoint.formats", "server.checkpoint.quantize_config", "server.quant",
     },

@@ -31,6 +31,9 @@ LACKED = (
     ".input_zero_point",
     ".nested_absmax",
     ".weight_format",
+    "._weight_act_pre_scale",
+    "._weight_act_quant_scale",
+    "._weight_act_quant_zero_point",
 )
 # What 8-bit inputs are multiplied by where that is fixed: numbers up to 6, which is what norms let through.
 INPUT_SCALE = 6 / 127
@@ -113,6 +116,10 @@ class RandomLayer:
             return outputs, self.storage.num_groups(inputs)
         return ()
 
+    def note_of(self, name: str) -> str:
+        """That all is as usual."""
+        return ""
+
     def read(
         self,
         name: str,
@@ -139,9 +146,27 @@ def _scales(drawn: Tensor, storage: Storage) -> Tensor:
     return (drawn.float() / (2 * LARGEST) + 1).mul_(LARGEST / most).half().to(drawn.dtype)
 
 
+def _scales_of_bytes(drawn: Tensor, storage: Storage) -> Tensor:
+    """The same, in as many bits as plans count."""
+    scales = (drawn.float() / (2 * LARGEST) + 1).mul_(
+        LARGEST / (2.0 if storage.is_float else 2.0 ** (storage.bits - 1))
+    )
+    return scales.half().float() if storage.scale_bytes == 2 else scales
+
+
+def _codes(drawn: Tensor, storage: Storage) -> Tensor:
+    """Signed codes of so few bits as they have, in bytes."""
+    return drawn >> 4 if storage.bits == 4 and drawn.dtype == torch.int8 else drawn
+
+
 def _largest(drawn: Tensor, storage: Storage) -> Tensor:
     """From 1/2 to 3/2 of the largest weight."""
     return (drawn.float() / (2 * LARGEST) + 1).mul_(LARGEST).to(drawn.dtype)
+
+
+def _zeros(drawn: Tensor, storage: Storage) -> Tensor:
+    """Symmetric codes; or what weights are raised by, where inputs stay as they are for that."""
+    return drawn if storage.has_exact_inputs else torch.zeros_like(drawn)
 
 
 def _one(drawn: Tensor, storage: Storage) -> Tensor:
@@ -160,6 +185,9 @@ def _input_scale(drawn: Tensor, storage: Storage) -> Tensor:
 NUMBERS: Mapping[str, Callable[[Tensor, Storage], Tensor]] = {
     ".scales": _scales,
     ".weight_scale": _scales,
+    "._weight_scale": _scales_of_bytes,
+    "._weight_qdata": _codes,
+    "._weight_zero_point": _zeros,
     ".weight_scale_2": _one,
     ".weight_global_scale": _one,
     ".weight_scale_inv": _scales,

@@ -53,6 +53,7 @@ class Checkpoint:
         self.folder = Path(folder)
         self._paths: dict[str, Path] = {}  # tensor name -> its file
         self._shared: dict[str, str] = {}  # name that a file notes as another one's -> that one
+        self._notes: dict[str, str] = {}  # metadata of the files
         self._files: dict[Path, Any] = {}  # open safetensors files
         self._mapped = 0  # bytes of them that were touched since they were opened
         self._read: set[str] = set()
@@ -60,8 +61,10 @@ class Checkpoint:
         self.bytes_read = 0
         for path in weight_files(self.folder):
             file = self._open(path)
-            self._shared |= {name: kept for name, kept in (file.metadata() or {}).items() if kept in file.keys()}
-            for name in file.keys():
+            notes, names = file.metadata() or {}, set(file.keys())
+            self._notes |= notes
+            self._shared |= {name: kept for name, kept in notes.items() if kept in names}
+            for name in names:
                 if name in self._paths:
                     raise CheckpointError(f"tensor {name} is in {path} and in another file: {self._paths[name]}")
                 self._paths[name] = path
@@ -101,6 +104,10 @@ class Checkpoint:
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of `name`, without reading it."""
         return tuple(self._slice(name).get_shape())
+
+    def note_of(self, name: str) -> str | None:
+        """What the metadata of the files says under this name; None: nothing."""
+        return self._notes.get(name)
 
     def read(
         self,
@@ -205,7 +212,7 @@ def _pieces(start: int, stop: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 Quantise = Callable[[Tensor], QuantisedWeight]  # of a dense weight, whole rows of it
-WEIGHTS = ("weight", "qweight", "weight_packed")  # what a linear layer's weight may be called
+WEIGHTS = ("weight", "qweight", "weight_packed", "_weight_qdata")  # what a linear layer's weight may be called
 
 
 BESIDE_FUSED = ("_scale", "_scales", "_blocks", "_packed", "_scale_inv", "_weight_scale")  # of experts in fewer bits

@@ -54,14 +54,17 @@ def strings(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
     return tuple(found)
 
 
-def compiled(expressions: Sequence[str]) -> list[Expression]:
-    """The expressions of a config. Raises FormatError for one that is none, and for too many or too long."""
-    if len(expressions) > MOST_EXPRESSIONS:
+def compiled(expressions: Sequence[str], budget: Budget) -> list[Expression]:
+    """Expressions of the config that this budget is for. Raises FormatError for one that is none or too long.
+
+    Likewise if the config has too many of them.
+    """
+    budget.num_expressions += len(expressions)
+    if budget.num_expressions > MOST_EXPRESSIONS:
         raise FormatError(
-            f"`quantization_config` has {len(expressions)} expressions for names of layers, and {MOST_EXPRESSIONS} at "
-            "most are served: take another checkpoint of this model"
+            f"`quantization_config` has {budget.num_expressions} expressions for names of layers, and "
+            f"{MOST_EXPRESSIONS} at most are served: take another checkpoint of this model"
         )
-    budget = Budget()
     return [_compiled(expression, budget) for expression in expressions]
 
 

@@ -37,6 +37,7 @@ class Budget:
     def __init__(self, most_s: float = MOST_S) -> None:
         self.left_s = most_s
         self.left_written = MOST_WRITTEN
+        self.num_expressions = 0
 
     def spend(self, since: float) -> None:
         """Count what has been computed since `time.thread_time()` was `since`. Raises ExpressionError."""

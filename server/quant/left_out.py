@@ -5,34 +5,44 @@ Where weights are read, their tensors tell. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from server.quant.configs import AGAIN, FormatError, compiled, shown, strings
-from server.quant.expressions import Expression
+from server.quant.expressions import Budget, Expression
 from server.quant.quark import Layers
 
 HEADS = ("lm_head", "embed_out", "output_layer")
 HEADS_AND_ROUTERS = (*HEADS, "gate")  # what tools leave dense unless they are told otherwise
 NAMED = ("modules_to_not_convert", "ignore", "ignored_layers", "llm_int8_skip_modules")  # lists of what is dense
+KEYS_OF_HEADS = {"gptq": "lm_head", "torchao": "include_input_output_embeddings"}  # by `quant_method`
 CLASSES = ("Linear", "Conv1D")  # of modules, which targets of compressed-tensors may be
+# Expressions that stand for one name, of which auto-round's config has one for each layer.
+LITERAL = re.compile(r"(?:\w|\\\W)+\$", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Names:
-    """Layers by name: whole ones, parts between dots, or `re:` and an expression. Raises FormatError."""
+    """Layers by name: whole ones, parts between dots, or `re:` and an expression. Raises FormatError.
+
+    only_ends: of parts, those that end a name alone. budget: of the config that the entries are of.
+    """
 
     entries: tuple[str, ...] = ()
+    only_ends: bool = False
+    budget: Budget = field(default_factory=Budget, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         assert self._patterns is not None, "compiled at once, so that a bad one is refused here"
 
     def hold(self, name: str) -> bool:
-        """Whether an entry names this layer."""
+        """Whether an entry names this layer. Takes as long for many plain names as for one."""
         if name not in self._known:
-            self._known[name] = any(f".{part}." in f".{name}." for part in self._parts) or any(
+            parts = ends(name) if self.only_ends else _parts(name)
+            self._known[name] = any(part in self._plain for part in parts) or any(
                 pattern.match(name) for pattern in self._patterns
             )
         return self._known[name]
@@ -42,55 +52,91 @@ class Names:
         return {}
 
     @cached_property
-    def _parts(self) -> list[str]:
-        return [entry for entry in self.entries if not entry.startswith("re:")]
+    def _plain(self) -> frozenset[str]:
+        return frozenset(entry for entry in self.entries if not entry.startswith("re:"))
 
     @cached_property
     def _patterns(self) -> list[Expression]:
-        return compiled([entry.removeprefix("re:") for entry in self.entries if entry.startswith("re:")])
+        return compiled([entry.removeprefix("re:") for entry in self.entries if entry.startswith("re:")], self.budget)
 
 
-@dataclass(frozen=True)
-class Ends:
-    """Layers by the ends of their names, or `re:` and an expression. Raises FormatError."""
+def ends(name: str) -> Iterator[str]:
+    """A name, and what follows each of its dots."""
+    yield name
+    for place, letter in enumerate(name):
+        if letter == ".":
+            yield name[place + 1 :]
 
-    entries: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        assert self._patterns is not None, "compiled at once, so that a bad one is refused here"
-
-    def hold(self, name: str) -> bool:
-        """Whether an entry names this layer."""
-        return any(f".{name}".endswith(f".{end}") for end in self._ends) or any(p.match(name) for p in self._patterns)
-
-    @cached_property
-    def _ends(self) -> list[str]:
-        return [entry for entry in self.entries if not entry.startswith("re:")]
-
-    @cached_property
-    def _patterns(self) -> list[Expression]:
-        return compiled([entry.removeprefix("re:") for entry in self.entries if entry.startswith("re:")])
+def _parts(name: str) -> Iterator[str]:
+    """Whatever lies between two dots of a name, or its beginning and its end."""
+    for end in ends(name):
+        yield end
+        yield from (end[:place] for place, letter in enumerate(end) if letter == ".")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """What GPTQModel's `dynamic` says of the layers that an expression begins. change: in place of the usual values."""
+    """What GPTQModel's `dynamic` says of some layers. change: in place of the usual values."""
 
-    pattern: Expression
     is_dense: bool
     change: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
+class Rules:
+    """GPTQModel's `dynamic`: the first expression that begins a layer's name decides. Raises FormatError."""
+
+    dynamic: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    budget: Budget = field(default_factory=Budget, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        found = self.dynamic
+        if not isinstance(found, Mapping) or not all(isinstance(change, Mapping) for change in found.values()):
+            raise FormatError(
+                "`dynamic` of a gptq checkpoint must be an object of objects, by expressions for names of layers. "
+                f"Given: {shown(found)}; {AGAIN}"
+            )
+        assert self._patterns is not None, "compiled at once, so that a bad one is refused here"
+
+    @cached_property
+    def all(self) -> list[Rule]:
+        """In their order."""
+        return [Rule(entry.startswith("-:"), change) for entry, change in self.dynamic.items()]
+
+    def place_of(self, name: str) -> int | None:
+        """Which of all decides on the layer of this name; None: none does."""
+        literal = self._names.get(name, len(self.dynamic))
+        earlier = (place for place, pattern in self._patterns if place < literal and pattern.match(name))
+        found = next(earlier, literal)
+        return found if found < len(self.dynamic) else None
+
+    @cached_property
+    def _texts(self) -> list[str]:
+        return [entry.removeprefix("+:").removeprefix("-:") for entry in self.dynamic]
+
+    @cached_property
+    def _names(self) -> dict[str, int]:
+        """The places of those that stand for one name, by it."""
+        literal = [(place, text) for place, text in enumerate(self._texts) if LITERAL.fullmatch(text)]
+        return {re.sub(r"\\(.)", r"\1", text[:-1], flags=re.DOTALL): place for place, text in reversed(literal)}
+
+    @cached_property
+    def _patterns(self) -> list[tuple[int, Expression]]:
+        others = [place for place, text in enumerate(self._texts) if not LITERAL.fullmatch(text)]
+        return list(zip(others, compiled([self._texts[place] for place in others], self.budget), strict=True))
+
+
+@dataclass(frozen=True)
 class LeftOut:
-    """named: dense ones; rules: the first that fits decides; only: where there are any, all others are dense.
+    """named: dense ones; rules: what they call so; only: where there are any, all others are dense.
 
     of_quark: the schemes of all others.
     """
 
     named: Names = field(default_factory=Names)
-    rules: tuple[Rule, ...] = ()
-    only: Ends = field(default_factory=Ends)
+    rules: Rules = field(default_factory=Rules)
+    only: Names = field(default_factory=Names)
     of_quark: Layers | None = None
 
     def hold(self, name: str) -> bool:
@@ -99,8 +145,8 @@ class LeftOut:
             return True
         if self.of_quark is not None:
             return self.of_quark.of(name) is None
-        rule = next((rule for rule in self.rules if rule.pattern.match(name)), None)
-        return rule is not None and rule.is_dense
+        place = self.rules.place_of(name)
+        return place is not None and self.rules.all[place].is_dense
 
     @property
     def holds_head(self) -> bool:
@@ -108,39 +154,26 @@ class LeftOut:
         return any(self.hold(head) for head in HEADS)
 
 
-def of_config(config: Mapping[str, Any], method: str) -> LeftOut:
+def of_config(config: Mapping[str, Any], method: str, budget: Budget) -> LeftOut:
     """What a config of this `quant_method` leaves dense. Raises FormatError."""
     if method == "quark":
-        return LeftOut(Names(strings(config, "exclude")), of_quark=Layers(config))
+        return LeftOut(Names(strings(config, "exclude"), budget=budget), of_quark=Layers(config, budget))
     named = [entry for key in NAMED for entry in strings(config, key)]
     if method == "compressed-tensors":
         targets = _targets(config)
         if not targets:  # only the cache of keys and values is in fewer bits
             return LeftOut(Names(("re:",)))
         only = () if any(target in CLASSES for target in targets) else targets
-        return LeftOut(Names(tuple(named)), only=Ends(only))
-    has_head = method == "gptq" and bool(config.get("lm_head"))
+        return LeftOut(Names(tuple(named), budget=budget), only=Names(only, only_ends=True, budget=budget))
+    has_head = bool(config.get(KEYS_OF_HEADS.get(method, "")))
     named += [name for name in HEADS_AND_ROUTERS if not (has_head and name in HEADS)]
+    dense = Names(tuple(named), budget=budget)
     if method != "gptq":
-        return LeftOut(Names(tuple(named)))
+        return LeftOut(dense)
     blocks = _in_blocks(config)
     only = (*blocks, *HEADS) if blocks and has_head else blocks
-    return LeftOut(Names(tuple(named)), tuple(rules(config)), Ends(only))
-
-
-def rules(config: Mapping[str, Any]) -> list[Rule]:
-    """Those of GPTQModel's `dynamic`, in their order. Raises FormatError."""
-    found = config.get("dynamic") or {}
-    if not isinstance(found, Mapping) or not all(isinstance(change, Mapping) for change in found.values()):
-        raise FormatError(
-            "`dynamic` of a gptq checkpoint must be an object of objects, by expressions for names of layers. Given: "
-            f"{shown(found)}; {AGAIN}"
-        )
-    patterns = compiled([entry.removeprefix("+:").removeprefix("-:") for entry in found])
-    return [
-        Rule(pattern, entry.startswith("-:"), change)
-        for pattern, (entry, change) in zip(patterns, found.items(), strict=True)
-    ]
+    rules = Rules(config.get("dynamic") or {}, budget)
+    return LeftOut(dense, rules, Names(only, only_ends=True, budget=budget))
 
 
 def _in_blocks(config: Mapping[str, Any]) -> tuple[str, ...]:

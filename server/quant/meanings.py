@@ -13,6 +13,7 @@ from typing import Any
 
 from server.quant.configs import FormatError, shown
 from server.quant.quark import parts_of
+from server.quant.torchao import class_of
 
 Values = Sequence[object]
 TRUTH: Values = (False, True)
@@ -48,6 +49,8 @@ SERVED: Mapping[str, Mapping[str, Values]] = {
         "llm_int8_has_fp16_weight": OFF,
     },
     "quark": {"quant_mode": ("eager_mode",), "softmax_quant_spec": NOTHING, "kv_cache_post_rope": TRUTH},
+    # Tensors tell which tables and heads are in fewer bits.
+    "torchao": {"include_input_output_embeddings": TRUTH, "untie_embedding_weights": TRUTH},
 }
 # Of `weights` and `input_activations` in the groups of compressed-tensors.
 SERVED_OF_WEIGHTS: Mapping[str, Values] = {
@@ -67,6 +70,14 @@ SERVED_OF_QUARK: Mapping[str, Mapping[str, Values]] = {
                                   "qscheme": ("per_tensor",), "scale_format": ("float32",)},
 }  # fmt: skip
 
+# Of the classes in torchao's `quant_type`, as `torchao.py` gives their values.
+SERVED_OF_TORCHAO: Mapping[str, Mapping[str, Values]] = {
+    "Int4WeightOnlyConfig": {},
+    "Int8WeightOnlyConfig": {"group_size": NOTHING},  # of older versions
+    "Float8WeightOnlyConfig": {"weight_dtype": ("float8_e4m3fn",)},
+    "IntxWeightOnlyConfig": {"intx_packing_format": ("UNPACKED_TO_INT8",)},
+}
+
 # Keys that readers look at themselves.
 READ: Mapping[str, Sequence[str]] = {
     "gptq": ("bits", "group_size", "checkpoint_format", "format", "pack_dtype", "dynamic", "is_marlin_format",
@@ -80,6 +91,7 @@ READ: Mapping[str, Sequence[str]] = {
     "bitsandbytes": ("bnb_4bit_quant_type", "bnb_4bit_quant_storage"),
     "quark": ("global_quant_config", "layer_type_quant_config", "layer_quant_config", "kv_cache_quant_config",
               "exclude", "algo_config", "export"),
+    "torchao": ("quant_type",),
 }  # fmt: skip
 READ_OF_QUARK: Mapping[str, Sequence[str]] = {
     "export": ("pack_method", "kv_cache_group"),
@@ -91,6 +103,12 @@ READ_OF_QUARK: Mapping[str, Sequence[str]] = {
 # What the rules of GPTQModel's `dynamic` may not change: it is read for all layers alike.
 THE_SAME_FOR_ALL = ("format", "checkpoint_format", "method", "quant_method", "adapter", "rotation")
 READ_OF_WEIGHTS = ("num_bits", "type", "strategy", "group_size", "block_structure")
+READ_OF_TORCHAO: Mapping[str, Sequence[str]] = {
+    "Int4WeightOnlyConfig": ("group_size", "int4_packing_format"),
+    "Int8WeightOnlyConfig": ("granularity",),
+    "Float8WeightOnlyConfig": ("granularity",),
+    "IntxWeightOnlyConfig": ("weight_dtype", "granularity", "mapping_type"),
+}
 READ_OF_ALL = ("quant_method", "modules_to_not_convert", "ignore", "ignored_layers", "llm_int8_skip_modules")
 
 # What says how codes were found, or how a server should compute, and nothing of what they mean.
@@ -108,6 +126,7 @@ WITHOUT_MEANING: Mapping[str, Sequence[str]] = {
     "bitsandbytes": ("llm_int8_threshold", "llm_int8_enable_fp32_cpu_offload", "bnb_4bit_compute_dtype",
                      "bnb_4bit_use_double_quant"),
     "quark": ("version",),
+    "torchao": (),
 }  # fmt: skip
 ROUNDED = ("round_method", "scale_type", "scale_calculation_mode", "observer_cls", "enable_buffer_reuse",
            "max_input_numel", "block_size")  # fmt: skip
@@ -118,6 +137,8 @@ WITHOUT_MEANING_OF_QUARK: Mapping[str, Sequence[str]] = {
     "input_tensors": (*ROUNDED, "group_size", "scale_format"),
     "output_tensors": (*ROUNDED, "group_size", "ch_axis"),
 }
+WITHOUT_MEANING_OF_TORCHAO = ("set_inductor_config", "scale_dtype", "int4_choose_qparams_algorithm",
+                              "int4_tile_packed_ntile", "intx_choose_qparams_algorithm")  # fmt: skip
 WITHOUT_MEANING_OF_WEIGHTS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype")
 
 
@@ -131,6 +152,15 @@ def refuse_other_meanings(config: Mapping[str, Any], method: str) -> None:
             _check(group.get("input_activations") or {}, SERVED_OF_INPUTS, "`input_activations`")
     if method == "quark":
         _refuse_others_of_quark(config)
+    if method == "torchao":
+        name, data = class_of(config)
+        _check(data, SERVED_OF_TORCHAO[name], f"{name} of a torchao checkpoint")
+        known = (*SERVED_OF_TORCHAO[name], *READ_OF_TORCHAO[name], *WITHOUT_MEANING_OF_TORCHAO)
+        if (other := next((key for key in data if key not in known and data[key] is not None), None)) is not None:
+            raise FormatError(
+                f"{shown(other)} of {name} of a torchao checkpoint is not known, and may change what codes mean: save "
+                "the model anew without it"
+            )
     for pattern, change in (config.get("dynamic") or {}).items() if method == "gptq" else ():
         if other := next((key for key in THE_SAME_FOR_ALL if key in change and change[key] != config.get(key)), None):
             raise FormatError(

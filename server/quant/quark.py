@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from server.quant.configs import FormatError, compiled, group_size, shown, strings
-from server.quant.expressions import Expression
+from server.quant.expressions import Budget, Expression
 
 Entry = Mapping[str, Any]
 
@@ -78,7 +78,7 @@ Named = tuple[Mapping[str, Scheme | None], Sequence[tuple[Expression, Scheme | N
 class Layers:
     """The schemes of a model's layers. config: `quantization_config`. Raises FormatError for what is not served."""
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Mapping[str, Any], budget: Budget):
         _refuse_algorithms(config.get("algo_config"))
         cached, named, classes = (_entries(config, key) for key in KEYS_OF_ENTRIES)
         of_all = _part(config, "global_quant_config")
@@ -93,8 +93,8 @@ class Layers:
             )
         # What comes first counts.
         self._named: list[Named] = [
-            _named(dict.fromkeys(strings(config, "exclude"))),
-            *(_named({name: scheme_of(entry) for name, entry in entries.items()}) for entries in (cached, named)),
+            _named(dict.fromkeys(strings(config, "exclude")), budget),
+            *(_named({name: scheme_of(one) for name, one in entries.items()}, budget) for entries in (cached, named)),
         ]
         self._others = scheme_of(classes.get("Linear") or of_all)
         of_names = [scheme for exact, globs in self._named for scheme in (*exact.values(), *(one for _, one in globs))]
@@ -185,9 +185,9 @@ def _entries(config: Mapping[str, Any], key: str) -> Mapping[str, Entry]:
     return {name: _part(found, name) for name in found}
 
 
-def _named(schemes: Mapping[str, Scheme | None]) -> Named:
+def _named(schemes: Mapping[str, Scheme | None], budget: Budget) -> Named:
     globs = {name: scheme for name, scheme in schemes.items() if re.search(r"[*?\[]", name)}
-    patterns = compiled(list(map(_expression, globs)))
+    patterns = compiled(list(map(_expression, globs)), budget)
     exact = {name: scheme for name, scheme in schemes.items() if name not in globs}
     return exact, list(zip(patterns, globs.values(), strict=True))
 

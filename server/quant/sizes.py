@@ -17,8 +17,10 @@ from typing import Any
 from server.quant import left_out
 from server.quant.configs import FormatError, block_size, group_size, read_config, shown, strategy_of
 from server.quant.dialects import translated
+from server.quant.expressions import Budget
 from server.quant.left_out import LeftOut
 from server.quant.quark import Layers
+from server.quant.torchao import layout_of
 
 # Inputs of a block, which share a scale in memory, where products are of integers. Groups are filled up to whole ones.
 BLOCKS = (128, 64, 32)
@@ -164,7 +166,7 @@ def _read(config: Mapping[str, Any]) -> Storage:
     method = str(method_of(config))
     if method not in READERS:
         raise FormatError(f"`quant_method` {shown(method)} is not served: {', '.join(READERS)} are")
-    dense = left_out.of_config(config, method)
+    dense = left_out.of_config(config, method, Budget())
     return replace(READERS[method](config), left_out=dense, includes_head=not dense.holds_head)
 
 
@@ -260,7 +262,7 @@ def _bitsandbytes(config: Mapping[str, Any]) -> Storage:
 
 
 def _quark(config: Mapping[str, Any]) -> Storage:
-    if (first := Layers(config).first) is None:  # only the cache of keys and values is in fewer bits
+    if (first := Layers(config, Budget()).first) is None:  # only the cache of keys and values is in fewer bits
         return Storage("quark")
     inputs = "" if first.inputs is None else "fp8" if first.is_float else "int8"
     return Storage(
@@ -277,6 +279,21 @@ def _quark(config: Mapping[str, Any]) -> Storage:
     )
 
 
+def _torchao(config: Mapping[str, Any]) -> Storage:
+    layout = layout_of(config)
+    if layout.tensor == "Int4Tensor":  # whose zeros are no codes
+        return Storage("torchao", 4, layout.group, zero_bytes=4, has_exact_inputs=True)
+    is_packed = layout.bits <= 4
+    return Storage(
+        "torchao",
+        4 if is_packed else 8,
+        layout.group,
+        scale_bytes=2 if is_packed else 4,
+        zero_bytes=int(layout.has_zeros),
+        is_float=layout.tensor == "Float8Tensor",
+    )
+
+
 # By `quant_method`.
 READERS: Mapping[str, Callable[[Mapping[str, Any]], Storage]] = {
     "gptq": _gptq,
@@ -286,4 +303,5 @@ READERS: Mapping[str, Callable[[Mapping[str, Any]], Storage]] = {
     "fbgemm_fp8": _float8,
     "bitsandbytes": _bitsandbytes,
     "quark": _quark,
+    "torchao": _torchao,
 }

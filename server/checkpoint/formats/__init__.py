@@ -13,13 +13,15 @@ from server.checkpoint.formats.float8 import Float8Format
 from server.checkpoint.formats.gptq import GptqFormat
 from server.checkpoint.formats.protocol import Format, FormatError
 from server.checkpoint.formats.quark import QuarkFormat
+from server.checkpoint.formats.torchao import TorchaoFormat
 from server.checkpoint.quantize_config import with_file
 from server.quant import configs, sizes
 from server.quant.dialects import translated
+from server.quant.expressions import Budget
 from server.quant.meanings import refuse_other_meanings
 
 # By `quant_method`.
-FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
+FORMATS: Mapping[str, Callable[[Mapping[str, Any], Budget], Format]] = {
     "gptq": GptqFormat,
     "awq": AwqFormat,
     "compressed-tensors": CompressedFormat,
@@ -27,6 +29,7 @@ FORMATS: Mapping[str, Callable[[Mapping[str, Any]], Format]] = {
     "fbgemm_fp8": Float8Format,
     "bitsandbytes": BitsAndBytesFormat,
     "quark": QuarkFormat,
+    "torchao": TorchaoFormat,
 }
 
 
@@ -50,7 +53,6 @@ REFUSED: Mapping[str, str] = {
     "paroquant": USE_GPTQ,
     "quanto": f"{IN_FLIGHT} int8 or int4",
     "hqq": f"{IN_FLIGHT} int4",
-    "torchao": f"{IN_FLIGHT} int8 or int4",
     "eetq": f"{IN_FLIGHT} eetq",
     "deepspeedfp": f"{IN_FLIGHT} fp8",
     "fp_quant": USE_FP8,
@@ -71,7 +73,7 @@ def find(folder: Path, hf_config: Mapping[str, Any]) -> Format | None:
     return configs.read_config(_make, config)
 
 
-def _make(config: Mapping[str, Any]) -> Format:
+def _make(config: Mapping[str, Any], budget: Budget | None = None) -> Format:
     config = translated(config)
     method = sizes.method_of(config)
     make = FORMATS.get(str(method))
@@ -81,6 +83,6 @@ def _make(config: Mapping[str, Any]) -> Format:
             f"`quant_method` {configs.shown(method)} of the checkpoint is not served: {', '.join(FORMATS)} are; take "
             f"{instead}"
         )
-    format = make(config)
+    format = make(config, budget or Budget())
     refuse_other_meanings(config, str(method))
     return format

@@ -29,6 +29,7 @@ from server.checkpoint.formats.protocol import (
 )
 from server.quant import left_out
 from server.quant.configs import AGAIN, group_size, shown
+from server.quant.expressions import Budget
 from server.quant.packing import Codes, PackedCodes, joined_outputs, unpacked
 from server.quant.stored import QuantisedWeight, contiguous_groups
 
@@ -44,7 +45,7 @@ class AwqFormat(Format):
     name = "awq"
     ignored = SCALES_OF_KV
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Mapping[str, Any], budget: Budget):
         bits = _either(config, ("bits", "w_bit"), BITS)
         if bits != BITS:
             raise FormatError(
@@ -72,7 +73,7 @@ class AwqFormat(Format):
                 "export it as quark and not as awq"
             )
         self._group_size = group_size(_either(config, ("group_size", "q_group_size"), 128), "an awq checkpoint")
-        self.left_out = left_out.of_config(config, self.name)
+        self.left_out = left_out.of_config(config, self.name, budget)
 
     def has(self, tensors: Tensors) -> bool:
         return tensors.has("qweight")

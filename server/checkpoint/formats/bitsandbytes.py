@@ -25,6 +25,7 @@ from torch import Tensor
 from server.checkpoint.formats.protocol import Format, FormatError, Part, Ranges, Tensors, covering, finite
 from server.quant import left_out
 from server.quant.configs import LEAST_GROUP, MOST_GROUP, shown, whole_number
+from server.quant.expressions import Budget
 from server.quant.stored import QuantisedWeight, contiguous_groups
 
 MOST_STATE = 1 << 16  # bytes of a state, which has a few hundred
@@ -40,7 +41,7 @@ class BitsAndBytesFormat(Format):
 
     name = "bitsandbytes"
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Mapping[str, Any], budget: Budget):
         self._is_int8 = bool(config.get("load_in_8bit") or config.get("_load_in_8bit"))
         storage = str(config.get("bnb_4bit_quant_storage") or "uint8")
         if storage.removeprefix("torch.") not in STORED and not self._is_int8:
@@ -54,7 +55,7 @@ class BitsAndBytesFormat(Format):
                 f"`bnb_4bit_quant_type` {shown(self._kind)} of a bitsandbytes checkpoint is not served: "
                 f"{' and '.join(KINDS)} are, take another checkpoint of this model"
             )
-        self.left_out = left_out.of_config(config, self.name)
+        self.left_out = left_out.of_config(config, self.name, budget)
 
     def has(self, tensors: Tensors) -> bool:
         return tensors.has("SCB") if self._is_int8 else any(map(tensors.has, STATES.values()))

@@ -43,6 +43,7 @@ from server.checkpoint.formats.protocol import (
 )
 from server.quant import left_out
 from server.quant.configs import AGAIN, shown, strings
+from server.quant.expressions import Budget
 from server.quant.packing import Codes, packed_inputs, unit_of, unpack, words_of
 from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 
@@ -56,7 +57,7 @@ class CompressedFormat(Format):
     ignored: tuple[str, ...] = (r"\.weight_shape$", r"\.(weight|input)_zero_point$", r"\.weight_g_idx$",
                r"\.input_global_scale$", *SCALES_OF_KV)  # fmt: skip
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Mapping[str, Any], budget: Budget):
         sparsity = config.get("sparsity_config") or {}
         if sparsity and sparsity.get("format") != "dense":
             raise FormatError(
@@ -71,16 +72,17 @@ class CompressedFormat(Format):
                 f"{AGAIN}"
             )
         format = str(config.get("format"))
-        self._targets = Targets(
+        schemes = (
             (target, scheme)
             for group in groups.values()
             if (scheme := scheme_of(group, format)) is not None
             for target in strings(group, "targets") or ("Linear",)
         )
+        self._targets = Targets(schemes, budget)
         if any(scheme.is_float4 for scheme in self._targets.schemes):
             self.ignored += (r"\.input_scale$",)
         self._known: dict[str, Scheme | None] = {}  # name of a layer -> its scheme
-        self.left_out = left_out.of_config(config, self.name)
+        self.left_out = left_out.of_config(config, self.name, budget)
 
     def has(self, tensors: Tensors) -> bool:
         return tensors.has("weight_scale")

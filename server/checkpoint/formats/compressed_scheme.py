@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
 from server.checkpoint.formats.protocol import FormatError
 from server.quant.configs import block_size, compiled, group_size, shown, strategy_of
-from server.quant.left_out import CLASSES
+from server.quant.expressions import Budget
+from server.quant.left_out import CLASSES, ends
 
 FLOAT8 = torch.float8_e4m3fn
 PACKED = "pack-quantized"
@@ -149,25 +149,25 @@ class Targets:
     is that of a table is told by its end, since every other one could be a linear layer's.
     """
 
-    def __init__(self, schemes: Iterable[tuple[str, Scheme]]):
+    def __init__(self, schemes: Iterable[tuple[str, Scheme]], budget: Budget):
         pairs = list(schemes)
-        texts = [target.removeprefix("re:") for target, _ in pairs if _rank(target) == 1]
-        patterns = iter(compiled(texts))
-        self._entries = [
-            (_rank(target), next(patterns).match if _rank(target) == 1 else partial(_matches, target), target, scheme)
-            for target, scheme in pairs
-        ]
-
-    @property
-    def schemes(self) -> list[Scheme]:
-        """Of all targets."""
-        return [scheme for *_, scheme in self._entries]
+        self.schemes = [scheme for _, scheme in pairs]
+        self._plain: dict[str, list[Scheme]] = {}
+        for target, scheme in pairs:
+            self._plain.setdefault(target, []).append(scheme)
+        expressions = [(target, scheme) for target, scheme in pairs if target.startswith("re:")]
+        patterns = compiled([target.removeprefix("re:") for target, _ in expressions], budget)
+        self._patterns = list(zip(patterns, expressions, strict=True))
 
     def of(self, name: str) -> Scheme | None:
         """The scheme of the layer of this name; None: nobody names it. Raises FormatError."""
-        fitting = [(rank, target, scheme) for rank, matches, target, scheme in self._entries if matches(name)]
-        best = min((rank for rank, *_ in fitting), default=0)
-        found = [(target, scheme) for rank, target, scheme in fitting if rank == best]
+        tables = (TABLES,) if name.endswith(NAMES_OF_TABLES) else ()
+        found = (
+            self._named(end for end in ends(name) if end not in (*CLASSES, TABLES))
+            or [entry for pattern, entry in self._patterns if pattern.match(name)]
+            or self._named(tables)
+            or self._named(CLASSES)
+        )
         for target, scheme in found[1:]:
             if scheme != found[0][1]:
                 raise FormatError(
@@ -177,13 +177,5 @@ class Targets:
                 )
         return found[0][1] if found else None
 
-
-def _rank(target: str) -> int:
-    return 3 if target in CLASSES else 2 if target == TABLES else 1 if target.startswith("re:") else 0
-
-
-def _matches(target: str, name: str) -> bool:
-    """As compressed-tensors matches: a class of modules, or a name or its end."""
-    if target == TABLES:
-        return name.endswith(NAMES_OF_TABLES)
-    return target in CLASSES or name == target or name.endswith(f".{target}")
+    def _named(self, targets: Iterable[str]) -> list[tuple[str, Scheme]]:
+        return [(target, scheme) for target in targets for scheme in self._plain.get(target, ())]

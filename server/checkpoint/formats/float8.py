@@ -30,6 +30,7 @@ from server.checkpoint.formats.protocol import (
 )
 from server.quant import left_out
 from server.quant.configs import AGAIN, block_size, shown
+from server.quant.expressions import Budget
 from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 
 FLOAT8 = torch.float8_e4m3fn
@@ -45,7 +46,7 @@ class Float8Format(Format):
     name = "fp8"
     ignored: tuple[str, ...] = (r"\.input_scale_ub$", *SCALES_OF_KV)
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Mapping[str, Any], budget: Budget):
         block = config.get("weight_block_size")
         self._block = None if block is None else block_size(block, "weight_block_size")
         self._scheme = config.get("activation_scheme", "dynamic")
@@ -59,7 +60,7 @@ class Float8Format(Format):
             )
         if self._scheme == "dynamic":  # calibrated before somebody decided otherwise
             self.ignored += (r"\.(input|activation)_scale$",)
-        self.left_out = left_out.of_config(config, self.name)
+        self.left_out = left_out.of_config(config, self.name, budget)
         self._most = _bound(config.get("activation_scale_ub"))
 
     def has(self, tensors: Tensors) -> bool:

@@ -31,6 +31,7 @@ from server.checkpoint.formats.protocol import (
 )
 from server.quant import left_out
 from server.quant.configs import group_size, shown
+from server.quant.expressions import Budget
 from server.quant.packing import WORD_BITS, packed_inputs, unit_of, unpack, words_of
 from server.quant.stored import QuantisedWeight, contiguous_groups
 
@@ -45,7 +46,7 @@ class GptqFormat(Format):
     ignored = (r"\.g_idx$", r"^gptq_(bits|groupsize)$", *SCALES_OF_KV)
     zeros = (r"\.bias$",)  # some tools write one for every layer that they pack
 
-    def __init__(self, config: Mapping[str, Any]):
+    def __init__(self, config: Mapping[str, Any], budget: Budget):
         named = (config.get(key) for key in ("checkpoint_format", "format"))
         version = next((name for name in named if name not in (None, "")), "gptq")
         if config.get("is_marlin_format"):
@@ -57,12 +58,11 @@ class GptqFormat(Format):
             )
         self._zero_offset = VERSIONS[version]
         self._usual = settings_of(config)
-        self._rules = [
-            (rule.pattern, None if rule.is_dense else settings_of({**config, **rule.change}))
-            for rule in left_out.rules(config)
+        self.left_out = left_out.of_config(config, self.name, budget)
+        self._of_rules = [
+            None if rule.is_dense else settings_of({**config, **rule.change}) for rule in self.left_out.rules.all
         ]
         self._known: dict[str, Settings | None] = {}  # name of a layer -> its settings
-        self.left_out = left_out.of_config(config, self.name)
 
     def has(self, tensors: Tensors) -> bool:
         return tensors.has("qweight")
@@ -70,7 +70,8 @@ class GptqFormat(Format):
     def _settings(self, name: str) -> Settings | None:
         """Those of a layer: of the first pattern of `dynamic` that names it, or the usual ones; None: it is dense."""
         if name not in self._known:
-            self._known[name] = next((found for pattern, found in self._rules if pattern.match(name)), self._usual)
+            place = self.left_out.rules.place_of(name)
+            self._known[name] = self._usual if place is None else self._of_rules[place]
         return self._known[name]
 
     def read(self, tensors: Tensors, part: Part) -> QuantisedWeight:

@@ -29,6 +29,8 @@ class Source(Protocol):
 
     def shape_of(self, name: str) -> tuple[int, ...]: ...
 
+    def note_of(self, name: str) -> str | None: ...
+
     def read(
         self,
         name: str,
@@ -68,6 +70,10 @@ class Tensors:
     def shape(self, suffix: str) -> tuple[int, ...]:
         """Of the tensor, which there must be. Raises CheckpointError."""
         return self.source.shape_of(f"{self.name}.{suffix}")
+
+    def note(self, suffix: str) -> str | None:
+        """What the metadata of the files says under this name; None: nothing; empty: that all is as usual."""
+        return self.source.note_of(f"{self.name}.{suffix}")
 
     def read(
         self,

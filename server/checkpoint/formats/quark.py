@@ -41,6 +41,7 @@ from server.checkpoint.formats.protocol import (
 )
 from server.quant import left_out
 from server.quant.configs import shown
+from server.quant.expressions import Budget
 from server.quant.packing import Codes, PackedCodes, unpack_rows, unpacked
 from server.quant.quark import Layers, Scheme
 from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
@@ -57,8 +58,8 @@ class QuarkFormat(Format):
     name = "quark"
     ignored = (r"\.(weight|input)_zero_point$", r"\.input_scale$", *SCALES_OF_KV)
 
-    def __init__(self, config: Mapping[str, Any]):
-        self._layers = Layers(config)
+    def __init__(self, config: Mapping[str, Any], budget: Budget):
+        self._layers = Layers(config, budget)
         order = (config.get("export") or {}).get("pack_method")
         if order not in ORDERS:
             raise FormatError(
@@ -66,7 +67,7 @@ class QuarkFormat(Format):
                 f"{shown(order)}; take a checkpoint that Quark 1.0 or newer exported"
             )
         self._places = ORDERS[order]
-        self.left_out = left_out.of_config(config, self.name)
+        self.left_out = left_out.of_config(config, self.name, budget)
 
     def has(self, tensors: Tensors) -> bool:
         return tensors.has("weight_scale")

@@ -200,6 +200,32 @@ def bitsandbytes(
     return tensors | {f"weight.quant_state.bitsandbytes__{kind}": torch.tensor(list(text), dtype=torch.uint8)}
 
 
+def torchao(
+    kind: str, codes: Tensor, scale: Tensor, zero: Tensor | None = None, raised_by: Tensor | None = None
+) -> dict[str, Tensor]:
+    """Codes [F, D] of torchao's class `kind`, scale and zero [F, G], or what weights are raised by [F, G]."""
+    if kind == "Int4PlainInt32Tensor":
+        assert zero is not None
+        tensors = {"qdata": packed_rows(codes, 4), "scale": scale.t(), "zero_point": zero.t().to(torch.int8)}
+    elif kind == "Int4Tensor":
+        assert raised_by is not None
+        bytes_ = [
+            [low & 15 | (high & 15) << 4 for low, high in zip(r[::2], r[1::2], strict=True)] for r in codes.tolist()
+        ]
+        packed = torch.tensor(bytes_, dtype=torch.uint8).view(torch.int8)
+        tensors = {"qdata": packed, "scale": scale.t(), "zero_point": raised_by.t()}
+    else:
+        kept = codes if kind == "Float8Tensor" else codes.to(torch.int8)
+        zeros = {} if zero is None else {"zero_point": zero.to(torch.int8)}
+        tensors = {"qdata": kept, "scale": scale, **zeros}
+    return {f"_weight_{name}": tensor.contiguous() for name, tensor in tensors.items()}
+
+
+def torchao_note(kind: str) -> str:
+    """What the metadata of a file says of a weight of this class."""
+    return json.dumps({"_type": kind, "_data": {"block_size": [1, 32], "act_quant_kwargs": None}})
+
+
 def bitsandbytes_int8(codes: Tensor, largest: Tensor) -> dict[str, Tensor]:
     """int8 codes [F, D], of which 127 stands for a row's largest magnitude [F]."""
     return {"weight": codes, "SCB": largest, "weight_format": torch.tensor(0, dtype=torch.uint8)}

@@ -5,13 +5,16 @@ from __future__ import annotations
 import random
 import re
 import time
+from typing import Any
 
 import pytest
 
+from server.checkpoint import formats
+from server.checkpoint.formats.compressed import CompressedFormat
 from server.quant import sizes
 from server.quant.configs import FormatError, compiled
 from server.quant.expressions import Budget, Expression, ExpressionError
-from server.quant.left_out import Names
+from server.quant.left_out import Names, Rules
 
 ATOMS = ["a", "b", ".", r"\d", r"\.", "[ab]", "[^a]", r"[\w.-]", r"\w", "1", "[]a]", r"\{", r"[\[:]", "(?#a)"]
 REPEATS = ["*", "+", "?", "{1,2}", "{2}", "{,2}", "{1,}", "*?", "{0}", "{0,3}?", "++", "?+"]
@@ -60,7 +63,7 @@ def test_whatever_is_written_matches_as_re_does() -> None:
 def test_what_tools_write_is_understood(text: str) -> None:
     places = ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj", "mlp.experts.3.gate_proj", "mlp.gate")
     names = [f"model.layers.{layer}.{place}" for layer in (0, 1, 15, 40) for place in places] + ["lm_head"]
-    found = compiled([text])[0]
+    found = compiled([text], Budget())[0]
     assert [bool(re.match(text, name)) for name in names] == [found.match(name) for name in names]
 
 
@@ -99,7 +102,68 @@ def test_all_names_of_a_config_have_a_bound_together() -> None:
 
 def test_all_expressions_of_a_config_have_a_bound_together() -> None:
     with pytest.raises(FormatError, match="more than 1000000 characters, with what is repeated written out"):
-        compiled([f"(?:layers{number}){{1,50}}" for number in range(2000)])
+        compiled([f"(?:layers{number}){{1,50}}" for number in range(2000)], Budget())
+
+
+SLOW = ".*" * 12 + "[xX]"  # some 10 ms for the names below
+
+
+def with_expressions(expression: str, count: int = 1) -> dict[str, Any]:
+    """A config with so many expressions in each of its lists."""
+    listed = [f"re:{expression}{number}" for number in range(count)]
+    dynamic = {entry.replace("re:", "-:"): {} for entry in listed}
+    lists = {"modules_to_not_convert": listed, "ignore": listed, "modules_in_block_to_quantize": listed}
+    return {"quant_method": "gptq", "bits": 4, "dynamic": dynamic, **lists}
+
+
+def test_all_lists_of_a_config_have_a_bound_together() -> None:
+    budget = Budget(most_s=0.3)
+    format = formats._make(with_expressions(SLOW), budget)
+    of_lists = (format.left_out.named.hold, format.left_out.only.hold, format.left_out.rules.place_of)
+    started = time.thread_time()
+    with pytest.raises(ExpressionError, match="take too long"):
+        for number in range(100_000):
+            of_lists[number % 3](f"layers.{number}.self_attn.q_proj")
+    assert number >= 3 and time.thread_time() - started < 0.6
+
+
+def test_all_lists_of_a_config_have_their_expressions_counted_together() -> None:
+    formats._make(with_expressions("a", 1024))
+    with pytest.raises(FormatError, match="has 4100 expressions for names of layers, and 4096 at most are served"):
+        formats._make(with_expressions("a", 1025))
+
+
+def test_each_layer_of_a_large_mixture_may_be_named() -> None:
+    names = [
+        f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj"
+        for layer in range(61) for expert in range(256) for part in ("gate", "up", "down")
+    ]  # fmt: skip
+    even, weights = names[::2], {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+    groups = {"group_0": {"targets": names, "weights": weights}}
+    dense = {name: {"bits": 16} for name in even}
+    packed = {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": groups, "ignore": even}
+    started = time.thread_time()
+    for config in (
+        {"quant_method": "awq", "bits": 4, "modules_to_not_convert": even},
+        {"quant_method": "gptq", "bits": 4, "modules_in_block_to_quantize": [even[:9], names[1::2]], "ignore": even},
+        {"quant_method": "auto-round", "bits": 4, "extra_config": dense | {".*shared.*": {"bits": 8}}},
+        packed,
+    ):
+        format = formats._make(config)
+        storage = sizes.of_config({"quantization_config": config})
+        assert storage is not None
+        for reader in (format, storage):
+            assert [True, False] * 2000 == [reader.leaves_out(name) for name in names[-4000:]]
+    assert isinstance(format, CompressedFormat)
+    assert all(format._targets.of(name) is not None for name in names[-4000:])
+    assert format._targets.of("model.layers.61.mlp.experts.0.up_proj") is None
+    assert time.thread_time() - started < 60  # each of 4,000 names against 46,848 takes minutes
+
+
+def test_a_rule_for_one_name_keeps_its_place_among_expressions() -> None:
+    rules = Rules({"-:a\\.b$": {}, "+:a.*": {}, "-:a\\.c$": {}, "+:a\\.b$": {}, "+:d\\\\e$": {}, "-:a.d$": {}})
+    names = ("a.b", "a.c", "a.bb", "d\\e", "d", "a-d")
+    assert [0, 1, 1, 4, None, 1] == [rules.place_of(name) for name in names]
 
 
 REFUSED = {

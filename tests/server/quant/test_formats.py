@@ -6,6 +6,7 @@ packed words. Left out: whole models (`test_checkpoints.py`) and what is refused
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from server.checkpoint.formats.bitsandbytes import BitsAndBytesFormat
 from server.checkpoint.formats.compressed import CompressedFormat
 from server.checkpoint.formats.float8 import Float8Format
 from server.checkpoint.formats.gptq import GptqFormat
-from server.checkpoint.formats.protocol import Format, FormatError, Part, Tensors
+from server.checkpoint.formats.protocol import Format, Part, Tensors
+from server.checkpoint.formats.torchao import TorchaoFormat
 from server.checkpoint.weights import Checkpoint
+from server.quant.configs import FormatError
+from server.quant.expressions import Budget
 from server.quant.stored import RoundedInputs
 from tests.server.quant import packers
 from tests.server.quant.packers import FLOAT8
@@ -47,10 +51,17 @@ def groups_of(size: int, *, is_ordered: bool = True) -> Tensor:
 
 
 def check(
-    format: Format, folder: Path, tensors: dict[str, Tensor], expected: Tensor, *, ignored: tuple[str, ...] = ()
+    format: Format,
+    folder: Path,
+    tensors: dict[str, Tensor],
+    expected: Tensor,
+    *,
+    ignored: tuple[str, ...] = (),
+    note: str | None = None,
 ) -> Tensors:
     """The whole and all parts, and that no tensor is left over but those of suffixes `ignored`."""
-    save_file({f"layer.{name}": tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    packed = {f"layer.{name}": tensor.contiguous() for name, tensor in tensors.items()}
+    save_file(packed, folder / "model.safetensors", None if note is None else {"layer.weight": note})
     checkpoint = Checkpoint(folder)
     opened = Tensors(checkpoint, "layer")
     assert format.has(opened)
@@ -82,14 +93,14 @@ def test_gptq(tmp_path: Path, bits: int, group_size: int, version: int, is_order
     config["checkpoint_format"] = "gptq" if version == 1 else "gptq_v2"
     expected = (codes - zero[:, groups]) * scale[:, groups]
     tensors = packers.gptq(codes, scale, zero, groups, bits, version=version)
-    check(GptqFormat(config), tmp_path, tensors, expected, ignored=("g_idx",) if group_size == -1 else ())
+    check(GptqFormat(config, Budget()), tmp_path, tensors, expected, ignored=("g_idx",) if group_size == -1 else ())
 
 
 def test_gptq_with_settings_of_its_own_for_some_layers(tmp_path: Path) -> None:
     groups = groups_of(-1)
     codes, scale, zero = drawn(8, 1)
     dynamic = {"-:.*gate": {}, "+:lay.*": {"bits": 8, "group_size": -1}, "layer": {"bits": 2}}
-    format = GptqFormat({"bits": 4, "group_size": 32, "desc_act": False, "dynamic": dynamic})
+    format = GptqFormat({"bits": 4, "group_size": 32, "desc_act": False, "dynamic": dynamic}, Budget())
     tensors = packers.gptq(codes, scale, zero, groups, 8)
     check(format, tmp_path, tensors, (codes - zero) * scale, ignored=("g_idx",))
 
@@ -99,13 +110,15 @@ def test_awq(tmp_path: Path, group_size: int) -> None:
     groups = groups_of(group_size)
     codes, scale, zero = drawn(4, int(groups.max()) + 1)
     expected = (codes - zero[:, groups]) * scale[:, groups]
-    check(AwqFormat({"bits": 4, "group_size": group_size}), tmp_path, packers.awq(codes, scale, zero), expected)
+    check(
+        AwqFormat({"bits": 4, "group_size": group_size}, Budget()), tmp_path, packers.awq(codes, scale, zero), expected
+    )
 
 
 def compressed(format: str, weights: dict[str, Any], inputs: dict[str, Any] | None = None) -> CompressedFormat:
     """With one group for all linear layers."""
     group = {"targets": ["Linear"], "weights": {"type": "int"} | weights, "input_activations": inputs}
-    return CompressedFormat({"format": format, "config_groups": {"group_0": group}, "ignore": ["lm_head"]})
+    return CompressedFormat({"format": format, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}, Budget())
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
@@ -203,7 +216,7 @@ def test_compressed_layers_have_the_scheme_that_names_them_best(tmp_path: Path) 
     }
     codes, scale, _ = drawn(4, 1)
     tensors = packers.compressed_packed(codes - 8, scale, 4)
-    format = CompressedFormat({"format": "pack-quantized", "config_groups": groups})
+    format = CompressedFormat({"format": "pack-quantized", "config_groups": groups}, Budget())
     check(format, tmp_path, tensors, (codes - 8) * scale, ignored=("weight_shape",))
 
 
@@ -218,7 +231,7 @@ def test_float8(tmp_path: Path, strategy: str, is_fixed: bool) -> None:
     if strategy == "block":
         config["weight_block_size"] = [48, 32]
         tensors = packers.float8_blocks(codes, scale) | ({} if given is None else {"input_scale": given})
-    format = Float8Format(config)
+    format = Float8Format(config, Budget())
     found = inputs_of(format, check(format, tmp_path, tensors, expected))
     assert (FLOAT8, 32 if strategy == "block" and not is_fixed else 0) == (found.dtype, found.group)
     assert is_fixed == (found.scale is not None)
@@ -227,7 +240,7 @@ def test_float8(tmp_path: Path, strategy: str, is_fixed: bool) -> None:
 def test_float8_with_a_bound_of_the_scales_of_inputs(tmp_path: Path) -> None:
     codes = torch.randn(F, D, generator=torch.Generator().manual_seed(1)).to(FLOAT8)
     scale, expected = scaled(codes, "channel", block=(1, 1))
-    format = Float8Format({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0})
+    format = Float8Format({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0}, Budget())
     tensors = packers.float8(codes, scale) | {"input_scale_ub": torch.tensor([1200.0])}
     found = inputs_of(format, check(format, tmp_path, tensors, expected, ignored=("input_scale_ub",)))
     assert found.most is not None
@@ -238,7 +251,7 @@ def test_float8_under_the_names_of_newer_tools(tmp_path: Path) -> None:
     codes = torch.randn(F, D, generator=torch.Generator().manual_seed(1)).to(FLOAT8)
     scale, expected = scaled(codes, "tensor", block=(1, 1))
     tensors = {"weight": codes, "weight_scale_inv": scale.squeeze(), "activation_scale": torch.tensor(0.5)}
-    format = Float8Format({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None})
+    format = Float8Format({"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}, Budget())
     assert inputs_of(format, check(format, tmp_path, tensors, expected)).scale == 0.5
 
 
@@ -257,7 +270,7 @@ def test_bitsandbytes(tmp_path: Path, kind: str, is_nested: bool, block: int) ->
         largest = of_codes[coarse.long()] * magnitudes[torch.arange(count) // 256] + 0.75
         tensors = packers.bitsandbytes(codes, coarse, kind, block=block, nested=(of_codes, magnitudes, 0.75))
     expected = levels[codes] * largest.repeat_interleave(block)[: F * D].reshape(F, D)
-    check(BitsAndBytesFormat({"load_in_4bit": True}), tmp_path, tensors, expected)
+    check(BitsAndBytesFormat({"load_in_4bit": True}, Budget()), tmp_path, tensors, expected)
 
 
 def test_bitsandbytes_with_blocks_that_share_few_inputs_with_rows(tmp_path: Path) -> None:
@@ -265,11 +278,93 @@ def test_bitsandbytes_with_blocks_that_share_few_inputs_with_rows(tmp_path: Path
     save_file({f"layer.{name}": tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
     with pytest.raises(FormatError, match="layer has 100 inputs, an odd number or one that shares no factor of 8"):
         whole = Part((64, 100), [(0, 64)], (0, 100))
-        BitsAndBytesFormat({"load_in_4bit": True}).read(Tensors(Checkpoint(tmp_path), "layer"), whole)
+        BitsAndBytesFormat({"load_in_4bit": True}, Budget()).read(Tensors(Checkpoint(tmp_path), "layer"), whole)
 
 
 def test_bitsandbytes_int8(tmp_path: Path) -> None:
     codes, scale, _ = drawn(8, 1)
     codes, largest = (codes - 128).to(torch.int8), scale[:, 0]
     tensors = packers.bitsandbytes_int8(codes, largest)
-    check(BitsAndBytesFormat({"load_in_8bit": True}), tmp_path, tensors, codes * (scale / 127))
+    check(BitsAndBytesFormat({"load_in_8bit": True}, Budget()), tmp_path, tensors, codes * (scale / 127))
+
+
+def of_torchao(name: str, version: int = 2, **data: object) -> dict[str, Any]:
+    """A config of torchao as transformers 5 writes it."""
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": name, "_version": version, "_data": data}}}
+
+
+def named(kind: str, value: str) -> dict[str, str]:
+    return {"_type": kind, "_data": value}
+
+
+PER_GROUP = {"_type": "PerGroup", "_version": 1, "_data": {"group_size": 32}}
+ROWS = {"_type": "PerRow", "_version": 1, "_data": {"dim": -1}}
+
+
+@pytest.mark.parametrize("granularity", [PER_GROUP, ROWS, {"_type": "PerTensor", "_data": {}}, None])
+@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Float8WeightOnlyConfig"])
+def test_torchao_of_bytes(tmp_path: Path, name: str, granularity: dict[str, Any] | None) -> None:
+    groups = groups_of(32 if granularity is PER_GROUP else -1)
+    codes, scale, _ = drawn(8, int(groups.max()) + 1)
+    is_of_all = granularity is not None and granularity["_type"] == "PerTensor"
+    scale = scale[:1] if is_of_all else scale
+    codes = codes - 128 if name.startswith("Int8") else ((codes - 128) / 16).to(FLOAT8)
+    kind = "Int8Tensor" if name.startswith("Int8") else "Float8Tensor"
+    zero = torch.zeros_like(scale) if kind == "Int8Tensor" else None
+    format = TorchaoFormat(of_torchao(name, granularity=granularity), Budget())
+    expected = codes.float() * scale[:, groups]
+    opened = check(
+        format, tmp_path, packers.torchao(kind, codes, scale, zero), expected, note=packers.torchao_note(kind)
+    )
+    assert format.read(opened, Part((F, D), [(0, F)], (0, D))).zero is None
+
+
+@pytest.mark.parametrize("bits", [1, 3, 4, 6, 8])
+@pytest.mark.parametrize("mapping", ["SYMMETRIC", "SYMMETRIC_NO_CLIPPING_ERR", "ASYMMETRIC"])
+def test_torchao_of_fewer_bits_in_bytes(tmp_path: Path, bits: int, mapping: str) -> None:
+    codes, scale, zero = drawn(bits, 3)
+    half = 1 << (bits - 1)
+    zero = zero - half if mapping == "ASYMMETRIC" else torch.zeros_like(zero)
+    data = {"weight_dtype": named("torch.dtype", f"int{bits}"), "mapping_type": named("MappingType", mapping)}
+    format = TorchaoFormat(of_torchao("IntxWeightOnlyConfig", granularity=PER_GROUP, **data), Budget())
+    kind, groups = "IntxUnpackedToInt8Tensor", groups_of(32)
+    tensors = packers.torchao(kind, codes - half, scale, zero)
+    expected = (codes - half - zero[:, groups]) * scale[:, groups]
+    opened = check(format, tmp_path, tensors, expected, note=packers.torchao_note(kind))
+    assert (4 if bits <= 4 else 8) == format.read(opened, Part((F, D), [(0, F)], (0, D))).bits
+
+
+@pytest.mark.parametrize("kind", ["Int4Tensor", "Int4PlainInt32Tensor"])
+def test_torchao_of_packed_codes(tmp_path: Path, kind: str) -> None:
+    (codes, scale, zero), groups = drawn(4, 3), groups_of(32)
+    packing = named("Int4PackingFormat", "PLAIN" if kind == "Int4Tensor" else "PLAIN_INT32")
+    format = TorchaoFormat(of_torchao("Int4WeightOnlyConfig", group_size=32, int4_packing_format=packing), Budget())
+    if kind == "Int4Tensor":
+        scale = torch.exp2(torch.randint(-4, 4, scale.shape))  # by which what weights are raised by can be divided
+        raised_by = (zero - 7.5) * scale
+        tensors = packers.torchao(kind, codes - 8, scale, raised_by=raised_by)
+        expected = (codes - 8) * scale[:, groups] + raised_by[:, groups]
+    else:
+        tensors = packers.torchao(kind, codes, scale, zero)
+        expected = (codes - zero[:, groups]) * scale[:, groups]
+    check(format, tmp_path, tensors, expected, note=packers.torchao_note(kind))
+
+
+def test_torchao_whose_tensors_are_not_what_its_config_says(tmp_path: Path) -> None:
+    codes, scale, zero = drawn(4, 1)
+    config = of_torchao("IntxWeightOnlyConfig", weight_dtype=named("torch.dtype", "int4"))
+    kind, format = "IntxUnpackedToInt8Tensor", TorchaoFormat(config, Budget())
+    good, note = packers.torchao(kind, codes - 8, scale, torch.zeros_like(zero)), json.loads(packers.torchao_note(kind))
+    rounded = {"_type": kind, "_data": {"activation_quantization": "int8_asym_per_token"}}
+    for tensors, text, told in (
+        (good, None, "is None, and config.json says IntxUnpackedToInt8Tensor: save the model anew"),
+        (good, "[" * 100_000, "is None, and config.json says"),
+        (good, packers.torchao_note("Int8Tensor"), "is 'Int8Tensor', and config.json says"),
+        (good, json.dumps({"_type": kind}), "no settings of layer"),
+        (good, json.dumps(rounded), "`activation_quantization` 'int8_asym_per_token' of layer.*weights only"),
+        (good | {"_weight_act_pre_scale": scale.clone()}, json.dumps(note), "_weight_act_pre_scale scales inputs"),
+        (good | {"_weight_zero_point": zero.to(torch.int8)}, json.dumps(note), "is not 0.*symmetric"),
+        (good | {"_weight_qdata": codes.to(torch.int8)}, json.dumps(note), "codes beyond 4 bits"),
+    ):
+        with pytest.raises(FormatError, match=told):
+            check(format, tmp_path, tensors, torch.empty(F, D), note=text)

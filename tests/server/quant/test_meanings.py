@@ -31,6 +31,7 @@ GOOD: Mapping[str, Mapping[str, Any]] = {
     "fbgemm_fp8": {},
     "bitsandbytes": {"load_in_4bit": True},
     "quark": quantised.quark("uint4", 32).config,
+    "torchao": {"quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}},
 }
 CLASSES = {
     "gptq": "GPTQConfig",
@@ -39,6 +40,7 @@ CLASSES = {
     "fp8": "FineGrainedFP8Config",
     "fbgemm_fp8": "FbgemmFp8Config",
     "bitsandbytes": "BitsAndBytesConfig",
+    "torchao": "TorchAoConfig",
 }
 WRONG: list[Any] = ["", "wrong", -7, 1.5, 10**30, True, [], ["a", 1], {}, {"a": {"b": []}}, float("nan")]
 # Values of WRONG that a key may have, and what they then mean, where that is not what its absence means.
@@ -139,3 +141,37 @@ def test_so_it_is_in_every_part_of_quarks_config(part: str) -> None:
             assert found == "refused" or value in ("", [], {}) or value is True, (key, value)
     for key in meanings.WITHOUT_MEANING_OF_QUARK[part]:
         assert all(read(of_quark(part, key, value)) != "refused" for value in WRONG), key
+
+
+@pytest.mark.parametrize("name", meanings.SERVED_OF_TORCHAO)
+def test_so_it_is_in_classes_of_torchao(name: str) -> None:
+    def with_value(key: str, value: object) -> dict[str, Any]:
+        default = {"_type": name, "_version": 2, "_data": {key: value}}
+        return {"quant_method": "torchao", "quant_type": {"default": default}}
+
+    for key in {*meanings.SERVED_OF_TORCHAO[name], *meanings.READ_OF_TORCHAO[name], "of_another_version"}:
+        for value in WRONG:
+            found = read(with_value(key, value))
+            assert found == "refused" or (value in ("", [], {}) and key != "of_another_version"), (key, value)
+    for key in meanings.WITHOUT_MEANING_OF_TORCHAO:
+        assert all(read(with_value(key, value)) != "refused" for value in WRONG)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "told"),
+    [
+        ("Int8DynamicActivationInt8WeightConfig", {}, "Int8DynamicActivationInt8.*not served: Int4Weight.*--quantize"),
+        ("FqnToConfig", {"fqn_to_config": {}}, "'FqnToConfig' .*not served"),
+        ("Int4WeightOnlyConfig", {"int4_packing_format": {"_type": "Int4PackingFormat", "_data": "TILE_PACKED_TO_4D"}},
+         "'TILE_PACKED_TO_4D' .*in tiles: PLAIN and PLAIN_INT32 are; save"),
+        ("Float8WeightOnlyConfig", {"weight_dtype": {"_type": "torch.dtype", "_data": "float8_e5m2"}}, "'float8_e5m2'"),
+        ("Float8WeightOnlyConfig", {"granularity": {"_type": "PerBlock", "_data": {}}}, "PerBlock.*PerRow, PerTensor"),
+        ("Int8WeightOnlyConfig", {"granularity": {"_type": "PerRow", "_data": {"dim": 0}}}, "`dim` 0 of PerRow.*-1 is"),
+    ],
+)  # fmt: skip
+def test_other_classes_and_layouts_of_torchao_are_refused_by_name(name: str, data: dict[str, Any], told: str) -> None:
+    default = {"_type": name, "_version": 2, "_data": data}
+    for version, sentence in ((2, told), (1, "`_version` 1 of .* 2 is, save the model anew|" + told)):
+        config = {"quant_method": "torchao", "quant_type": {"default": default | {"_version": version}}}
+        with pytest.raises(FormatError, match=sentence):
+            read_config(formats._make, config)

@@ -26,6 +26,12 @@ STATIC_FP8 = {
         "input_activations": {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False},
     }},
 }  # fmt: skip
+
+
+def torchao(name: str, **data: object) -> dict[str, Any]:
+    return {"quant_method": "torchao", "quant_type": {"default": {"_type": name, "_version": 2, "_data": data}}}
+
+
 STORED: dict[str, dict[str, Any]] = {
     "gptq": GPTQ,
     "gptq-3": GPTQ | {"bits": 3, "group_size": -1, "desc_act": True},
@@ -42,6 +48,10 @@ STORED: dict[str, dict[str, Any]] = {
     "quark-int8": {**quantised.quark("int8", 32).config},
     "quark-fp8": {**quantised.quark_float8("per_tensor", is_rounded=True).config},
     "quark-mxfp4": {**quantised.quark_mxfp4().config},
+    "torchao-int4": torchao("Int4WeightOnlyConfig"),
+    "torchao-int8": torchao("Int8WeightOnlyConfig"),
+    "torchao-float8": torchao("Float8WeightOnlyConfig"),
+    "torchao-int3": torchao("IntxWeightOnlyConfig", weight_dtype={"_type": "torch.dtype", "_data": "int3"}),
 }
 COMMON = {"vocab_size": 1024, "bos_token_id": 1, "eos_token_id": 2, "dtype": "float32"}
 LLAMA = COMMON | {

@@ -25,6 +25,7 @@ from server.checkpoint.formats.bitsandbytes import BitsAndBytesFormat
 from server.checkpoint.formats.protocol import FormatError, Part, Tensors
 from server.checkpoint.weights import Checkpoint
 from server.quant import sizes
+from server.quant.expressions import Budget
 from server.quant.left_out import Names
 from server.quant.stored import QuantisedWeight
 from tests.server.quant import packers, quantised
@@ -66,7 +67,10 @@ BY_CONFIG = {
     "aqlm": ({"quant_method": "aqlm"}, r"'aqlm'.*not served.*take a gptq, awq or"),
     "hqq": ({"quant_method": "hqq"}, r"'hqq'.*not served.*in 16 bits, with --quantize int4"),
     "eetq": ({"quant_method": "eetq"}, r"'eetq'.*not served.*in 16 bits, with --quantize eetq"),
-    "torchao": ({"quant_method": "torchao"}, r"'torchao'.*not served.*in 16 bits, with --quantize int8 or int4"),
+    "torchao": (
+        {"quant_method": "torchao"},
+        r"`quant_type` of a torchao.*must be an object.*transformers.*anew with 5",
+    ),
     "mxfp4": ({"quant_method": "mxfp4"}, r"'mxfp4'.*not served.*take an fp8 or compressed-tensors"),
     "modelopt": (
         {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"},
@@ -182,7 +186,7 @@ BY_CONFIG = {
         r"`zero_point` false of an awq checkpoint that Quark wrote is not served, since its codes are signed: export",
     ),
     "quark as awq in order": (AWQ | {"pack_method": "order"}, r"`pack_method` 'order' of an awq .*: reorder is; take"),
-    "torchao without its name": ({"quant_type": {"default": {}}}, r"'torchao'.*not served.*--quantize int8 or int4"),
+    "torchao without its name": ({"quant_type": {"default": {}}}, r"`quant_type` of a torchao.*must be an object"),
     "sparse without a method": (
         {"sparsity_config": {"format": "sparse-24-bitmask"}},
         r"'sparse-24-bitmask', and only dense is served: write it dense",
@@ -523,7 +527,7 @@ def four_bits(folder: Path, **changes: object) -> QuantisedWeight:
     text = json.dumps(json.loads(bytes(tensors[state].tolist())) | changes).encode()
     tensors[state] = torch.tensor(list(text), dtype=torch.uint8)
     save_file({f"layer.{name}": tensor for name, tensor in tensors.items()}, folder / "model.safetensors")
-    format = BitsAndBytesFormat({"load_in_4bit": True})
+    format = BitsAndBytesFormat({"load_in_4bit": True}, Budget())
     return format.read(Tensors(Checkpoint(folder), "layer"), Part((64, 128), [(0, 64)], (0, 128)))
 
 
@@ -552,7 +556,7 @@ def test_a_state_of_bitsandbytes_is_small_and_not_deep(tmp_path: Path) -> None:
         state = torch.full((60_000,), ord("["), dtype=torch.uint8)
         save_file({"layer.weight.quant_state.bitsandbytes__nf4": state}, tmp_path / "model.safetensors")
         tensors = Tensors(Checkpoint(tmp_path), "layer")
-        BitsAndBytesFormat({"load_in_4bit": True}).read(tensors, Part((64, 128), [(0, 64)], (0, 128)))
+        BitsAndBytesFormat({"load_in_4bit": True}, Budget()).read(tensors, Part((64, 128), [(0, 64)], (0, 128)))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 8])
