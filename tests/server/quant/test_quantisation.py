@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmark import shapes
+from benchmark.cost import shapes
 from server import config
 from server.quant import sizes
 from server.quant.left_out import NAMED
