@@ -1,7 +1,7 @@
 """`lockstep-bench simulate`: what a fleet would do under a load, in virtual time, on hardware that one may not have.
 
-Requests (`traffic.py`) go through the router's own scheduler (`fleet.py`) onto shards (`subject.py`) whose steps take
-as long as a cost model says (`cost.py`); what comes of it is in `prediction.py`. Loads, lengths, figures and their
+Requests (`traffic.py`) go through the router's own scheduler (`replica.py`) onto shards whose steps take as long as a
+cost model says (`step_times.py`); what comes of it is in `prediction.py`. Loads, lengths, figures and their
 names are those of `serving`, so that a prediction can be held against a measurement (`--compare`); limits are the
 server's, with its defaults, and any of them can be swept. Nothing is loaded, started or measured, and torch is not
 imported. docs/simulation.md says what a prediction is worth.
@@ -27,13 +27,13 @@ from benchmark.fleet import traffic
 from benchmark.fleet.capacity import REPLICAS, REQUESTS_PER_REPLICA, Run, Setting
 from benchmark.fleet.pools import (
     Pool,
-    Subject,
+    ReplicaModel,
     add_fleet_arguments,
     complete_fleet,
     has_prefixes,
     least_replicas,
     pools_of,
-    subject_of,
+    replica_model,
 )
 from benchmark.fleet.prediction import comparison, markdown, read_serving, remarks, sentence
 from benchmark.fleet.traffic import Case, Request
@@ -200,25 +200,25 @@ def run(args: argparse.Namespace) -> int:
     measured = None if args.compare is None else read_serving(args.compare)
     trace = traffic.read_trace(args.trace) if args.trace else None
     told = _settle_limits(args, (measured or {}).get("server") or {})
-    subject = subject_of(args)
+    replica = replica_model(args)
     settings = list(_settings(args))
     cases = traffic.cases(args, trace) if measured is None else traffic.cases_of(measured)
     is_prefixed = has_prefixes(args, trace)
-    subject.check(cases, has_prefixes=is_prefixed)
+    replica.check(cases, has_prefixes=is_prefixed)
 
-    def limits_of(values: Mapping[str, Any], subject: Subject) -> Limits:
-        return _limits(args, values, cases, subject, trace, has_prefixes=is_prefixed)
+    def limits_of(values: Mapping[str, Any], replica: ReplicaModel) -> Limits:
+        return _limits(args, values, cases, replica, trace, has_prefixes=is_prefixed)
 
     def pools(values: Mapping[str, Any], count: int) -> Sequence[Pool]:
-        return pools_of(args, subject, {**values, REPLICAS: count}, partial(limits_of, values), trace)
+        return pools_of(args, replica, {**values, REPLICAS: count}, partial(limits_of, values), trace)
 
     plans = [(Setting(values, partial(pools, values)), Run(args, case, trace)) for values in settings for case in cases]
-    result = Result(_context(args, subject, cases), notes=[*_notes(args, subject), *_told(told), *remarks(measured)])
-    result.extra = {"cost": asdict(subject.cost)}
+    result = Result(_context(args, replica, cases), notes=[*_notes(args, replica), *_told(told), *remarks(measured)])
+    result.extra = {"cost": asdict(replica.cost)}
     swept = [name for name, _ in args.sweep] + [REPLICAS] * bool(args.fewest_replicas)
     render, draw = partial(markdown, swept=swept), None if args.sweep else pictures.draw_load
     stages = [Stage(str(run.case.load or "a trace"), _num_requests(setting, run)) for setting, run in plans]
-    with published(result, render, args.output, draw) as keep, shown(f"simulating {subject.model}", stages) as view:
+    with published(result, render, args.output, draw) as keep, shown(f"simulating {replica.model}", stages) as view:
         for setting, run in view.each(plans):
             result.rows.append(run.row(setting, view))
             if measured is not None:
@@ -297,7 +297,7 @@ def _limits(
     args: argparse.Namespace,
     values: Mapping[str, Any],
     cases: Sequence[Case],
-    subject: Subject,
+    replica: ReplicaModel,
     trace: Sequence[Request] | None,
     *,
     has_prefixes: bool,
@@ -306,14 +306,14 @@ def _limits(
     longest_input, longest_output = traffic.longest(cases, trace)
     try:
         config = RouterConfig(
-            model_id=subject.model,
+            model_id=replica.model,
             model_path="",
             shard_sockets=(),
             max_input_length=longest_input,
             max_total_tokens=longest_input + max(longest_output, args.max_new_tokens or 0),
             **{name: values[name] for name in LIMITS},
         )
-        tokens = config.max_batch_total_tokens or subject.kv_tokens(config)
+        tokens = config.max_batch_total_tokens or replica.kv_tokens(config)
         return resolve(
             config,
             max_positions=0,
@@ -323,7 +323,7 @@ def _limits(
             block_size=shapes.BLOCK_SIZE,
             num_blocks=blocks_for(tokens, shapes.BLOCK_SIZE),
             shares_prefixes=has_prefixes,
-            pads_chunks=subject.device != "cpu",
+            pads_chunks=replica.device != "cpu",
         )
     except ValueError as error:
         raise BenchError(str(error)) from None
@@ -337,25 +337,25 @@ def _num_requests(setting: Setting, run: Run) -> int:
 # --------------------------------------------------------------------------------------------------------------- report
 
 
-def _context(args: argparse.Namespace, subject: Subject, cases: Sequence[Case]) -> RunContext:
+def _context(args: argparse.Namespace, replica: ReplicaModel, cases: Sequence[Case]) -> RunContext:
     arguments = arguments_of(args) | {"cost": [str(path) for path in args.cost or ()]}
     return RunContext.gather(
         "simulate",
-        model=subject.model,
-        device=subject.device,
-        dtype=subject.dtype,
-        num_shard=subject.num_shard,
+        model=replica.model,
+        device=replica.device,
+        dtype=replica.dtype,
+        num_shard=replica.num_shard,
         threads=0,
-        quantize=subject.quantize,
+        quantize=replica.quantize,
         arguments=arguments,
-        work={"model": subject.model, "seed": args.seed, "cases": [asdict(case) for case in cases]},
+        work={"model": replica.model, "seed": args.seed, "cases": [asdict(case) for case in cases]},
     )
 
 
-def _notes(args: argparse.Namespace, subject: Subject) -> list[str]:
+def _notes(args: argparse.Namespace, replica: ReplicaModel) -> list[str]:
     return [
-        f"Simulated, in virtual time: {subject.model}, {subject.dtype}. docs/simulation.md says what is left out.",
-        subject.note,
+        f"Simulated, in virtual time: {replica.model}, {replica.dtype}. docs/simulation.md says what is left out.",
+        replica.note,
         f"Limits are the server's defaults unless given or swept. Requests go to replicas by {args.dispatch}.",
         "Times count from a request's arrival; throughput until the last request has ended, and, without the end in "
         "which replicas run empty, while requests came. A refused stream sends again after a round trip. Goodput: "

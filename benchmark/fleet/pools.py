@@ -96,7 +96,7 @@ def check_pools(pools: list[Pool]) -> None:
 
 
 @dataclass(frozen=True)
-class Subject:
+class ReplicaModel:
     """What is simulated: its step times, and how it is named in the report."""
 
     cost: Roofline | Fitted | Fixed
@@ -127,16 +127,16 @@ class Subject:
                 )
 
 
-def subject_of(args: argparse.Namespace) -> Subject:
+def replica_model(args: argparse.Namespace) -> ReplicaModel:
     """What the arguments describe by either a shape or latency results. Raises BenchError."""
     if args.step_ms is not None:
         return _paced(args)
     return _fitted(args) if args.shape is None else _on_device(args)
 
 
-def _paced(args: argparse.Namespace) -> Subject:
+def _paced(args: argparse.Namespace) -> ReplicaModel:
     """The null model with these flags."""
-    return Subject(
+    return ReplicaModel(
         cost=Fixed((args.step_ms + args.overhead_ms) / 1000, args.token_us / 1e6),
         model="null",
         device="cpu",
@@ -148,7 +148,7 @@ def _paced(args: argparse.Namespace) -> Subject:
     )
 
 
-def _on_device(args: argparse.Namespace) -> Subject:
+def _on_device(args: argparse.Namespace) -> ReplicaModel:
     named, device = shapes.find(args.shape), DEVICES[args.device]
     if named.shape.spec.encoder is not None:
         raise BenchError(f"{named.name} is an encoder-decoder, which the simulator does not know: take a decoder")
@@ -172,7 +172,7 @@ def _on_device(args: argparse.Namespace) -> Subject:
             raise BenchError(f"{named.name} on {args.device}: {found.problem}")
         return found.max_batch_total_tokens
 
-    return Subject(
+    return ReplicaModel(
         cost=cost,
         model=named.name,
         device=args.device,
@@ -185,13 +185,13 @@ def _on_device(args: argparse.Namespace) -> Subject:
     )
 
 
-def _fitted(args: argparse.Namespace) -> Subject:
+def _fitted(args: argparse.Namespace) -> ReplicaModel:
     results = [read_latency(path) for path in args.cost]
     first = results[0]
     if len(models := {result["model"] for result in results}) > 1:
         raise BenchError(f"--cost has results of {len(models)} models, {', '.join(sorted(models))}: give those of one")
     cost = fit(results, args.overhead_ms / 1000)
-    return Subject(
+    return ReplicaModel(
         cost=cost,
         model=first["model"],
         device=first["device"],
@@ -231,7 +231,7 @@ LEAST_REQUESTS = 2000  # of which a p99 leaves 20
 
 
 TYPICAL = StepWork(prompt_tokens=256, prompt_pairs=256**2 / 2, decoding=32, context=32 * 512, sampled=32)
-LimitsOf = Callable[[Subject], Limits]
+LimitsOf = Callable[[ReplicaModel], Limits]
 
 _positive = options.number(above=0)
 _not_negative = options.number(at_least=0)
@@ -339,16 +339,16 @@ def conditions_of(args: argparse.Namespace) -> Conditions:
 
 def pools_of(
     args: argparse.Namespace,
-    subject: Subject,
+    replica: ReplicaModel,
     values: Mapping[str, Any],
     limits_of: LimitsOf,
     trace: Sequence[Request] | None,
 ) -> list[Pool]:
     """The pools that the options ask for. Raises BenchError, also for a model in the trace that no pool has."""
     if args.pools is not None:
-        found = _read(args, subject, limits_of)
+        found = _read(args, replica, limits_of)
     else:
-        found = _split(args, _pool("all", subject, subject, limits_of, values["replicas"], args.price_per_hour))
+        found = _split(args, _pool("all", replica, replica, limits_of, values["replicas"], args.price_per_hour))
     try:
         check_pools(found)
     except ValueError as error:
@@ -363,8 +363,8 @@ def pools_of(
 
 def _pool(
     name: str,
-    subject: Subject,
-    standard: Subject,
+    replica: ReplicaModel,
+    standard: ReplicaModel,
     limits_of: LimitsOf,
     count: int,
     price: float,
@@ -373,14 +373,14 @@ def _pool(
 ) -> Pool:
     return Pool(
         name=name,
-        limits=limits_of(subject),
-        cost=subject.cost,
+        limits=limits_of(replica),
+        cost=replica.cost,
         num_replicas=count,
         role=role,
         model=model,
-        share=standard.cost.seconds(TYPICAL) / subject.cost.seconds(TYPICAL),
+        share=standard.cost.seconds(TYPICAL) / replica.cost.seconds(TYPICAL),
         price=price,
-        kv_bytes=subject.cost.kv_bytes_per_token if isinstance(subject.cost, Roofline) else 0.0,
+        kv_bytes=replica.cost.kv_bytes_per_token if isinstance(replica.cost, Roofline) else 0.0,
     )
 
 
@@ -408,7 +408,7 @@ def _split(args: argparse.Namespace, pool: Pool) -> list[Pool]:
     ]
 
 
-def _read(args: argparse.Namespace, standard: Subject, limits_of: LimitsOf) -> list[Pool]:
+def _read(args: argparse.Namespace, standard: ReplicaModel, limits_of: LimitsOf) -> list[Pool]:
     try:
         records = json.loads(args.pools.read_text())
     except (OSError, ValueError) as error:
@@ -421,7 +421,7 @@ def _read(args: argparse.Namespace, standard: Subject, limits_of: LimitsOf) -> l
 
 
 def _of_record(
-    args: argparse.Namespace, record: Mapping[str, Any], where: str, standard: Subject, limits_of: LimitsOf
+    args: argparse.Namespace, record: Mapping[str, Any], where: str, standard: ReplicaModel, limits_of: LimitsOf
 ) -> Pool:
     if unknown := sorted(set(record) - {*OF_COST, *OWN}):
         raise BenchError(f"{where}: {', '.join(unknown)} is not known; it may have {', '.join((*OWN, *OF_COST))}")
@@ -442,9 +442,9 @@ def _of_record(
             f"{where}: {', '.join(differing)} needs a shape: give one there, or --shape in place of --cost"
         )
     own = argparse.Namespace(**vars(args) | differing | ({"step_ms": None, "cost": None} if differing else {}))
-    subject = subject_of(own) if differing else standard
+    replica = replica_model(own) if differing else standard
     name = str(record.get("name", where))
-    return _pool(name, subject, standard, limits_of, count, price, record.get("role", "both"), record.get("model"))
+    return _pool(name, replica, standard, limits_of, count, price, record.get("role", "both"), record.get("model"))
 
 
 # ------------------------------------------------------------------------------------------------------------- prefixes
