@@ -33,7 +33,7 @@ from benchmark.cost.ceilings import Ceilings
 from benchmark.cost.devices import known
 from benchmark.cost.roofline import ServedModel, ceiling_of
 from benchmark.engine import launch
-from benchmark.engine.launch import stop_command
+from benchmark.engine.launch import started_command, stop_command
 from benchmark.report.result import ROOT, BenchError, commit, prepare_output, table, versions, write_atomically
 from benchmark.report.terminal import Stage, shown
 
@@ -203,14 +203,7 @@ def take(step: Measurement, report: Report, limit_s: float) -> None:
 
 def run_command(arguments: Sequence[str], limit_s: float) -> str | None:
     """Run a command of this benchmark in a process of its own; why it failed, or None."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "benchmark", *arguments],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
-    )
+    process = started_command(arguments)
     try:
         _, errors = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:

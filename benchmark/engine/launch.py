@@ -334,6 +334,16 @@ def peak_gpu_memory(pids: Sequence[int]) -> int | None:
     return sum(used[pid] for pid in pids) if used.keys() >= set(pids) else None
 
 
+# ------------------------------------------------------------------------------------------------------------- commands
+
+
+def started_command(arguments: Sequence[str]) -> subprocess.Popen[str]:
+    """A command of this benchmark in a process of its own, of which standard error is read."""
+    command = [sys.executable, "-m", "benchmark", *arguments]
+    nowhere = subprocess.DEVNULL
+    return subprocess.Popen(command, cwd=ROOT, stdout=nowhere, stderr=subprocess.PIPE, text=True, errors="replace")
+
+
 def stop_command(process: subprocess.Popen[str]) -> None:
     """End a command that still runs, and with it the server that it started."""
     process.terminate()

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmark.cost.roofline import ServedModel
-from benchmark.engine.launch import flags_of, stop_command
+from benchmark.engine.launch import flags_of, started_command, stop_command
 from benchmark.engine.schedules import DIAGONAL, SCHEDULES
 from benchmark.options import option
-from benchmark.report.result import ROOT, BenchError
+from benchmark.report.result import BenchError
 from benchmark.seeds import limits as machines
 from benchmark.seeds.documents import BLOCKS, REQUESTS_PER_STREAM, Scale, Seed, Table, concurrency
 from benchmark.seeds.limits import Limit, Machine, document_percents, of_document, percent
@@ -77,10 +77,7 @@ def run_command(arguments: Sequence[str]) -> Mapping[str, Any]:
     """Run a command of this benchmark; its result. Raises BenchError with its own sentence where it fails."""
     print(f"lockstep-bench {' '.join(arguments)}", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory(prefix="lockstep-reproduce-") as folder:
-        command = [sys.executable, "-m", "benchmark", *arguments, "--output", folder]
-        process = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace"
-        )
+        process = started_command([*arguments, "--output", folder])
         try:
             reasons = list(_passed_on(process))
             process.wait()
