@@ -24,7 +24,7 @@ from benchmark.engine.launch import flags_of, started_command, stop_command
 from benchmark.engine.schedules import DIAGONAL, SCHEDULES
 from benchmark.options import option
 from benchmark.report.result import BenchError
-from benchmark.seeds import limits as machines
+from benchmark.seeds import limits
 from benchmark.seeds.documents import BLOCKS, REQUESTS_PER_STREAM, Scale, Seed, Table, concurrency
 from benchmark.seeds.limits import Limit, Machine, document_percents, of_document, percent
 
@@ -65,7 +65,7 @@ class Job:
 
     def limit(self, num_shard: int) -> Limit:
         """The best of this machine, measured now. Asked before and after what is held against it."""
-        ceilings = machines.ceilings_of(self.machine, self.served, num_shard)
+        ceilings = limits.ceilings_of(self.machine, self.served, num_shard)
         devices = 1 if self.machine.is_cpu else num_shard
         return Limit(replace(self.served, ranks=num_shard), ceilings, self.machine.free_bytes * devices)
 

@@ -169,7 +169,7 @@ def test_every_command_of_a_part_is_understood(run: str, tmp_path: Path) -> None
     for part in runs(tmp_path, tmp_path)[run]:
         if "benchmark" in part.command:
             arguments = list(part.command[part.command.index("benchmark") + 1 :])
-            command = __import__(f"benchmark.{arguments[0]}", fromlist=["run"])
+            command = __import__(f"benchmark.commands.{arguments[0]}", fromlist=["run"])
             assert arguments[0] in COMMANDS
             _parser(arguments[0], command).parse_args(arguments)
         for argument in part.command:
