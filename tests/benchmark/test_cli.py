@@ -22,7 +22,7 @@ def test_help_names_every_command_and_imports_none() -> None:
     code = (
         "import sys; from benchmark.__main__ import main\n"
         "try: main(['--help'])\n"
-        "finally: print(sorted(set(sys.modules) & {'torch', 'grpc', 'rich', 'matplotlib', 'benchmark.latency'}))"
+        "finally: print(sorted(set(sys.modules) & {'torch', 'grpc', 'rich', 'matplotlib', 'benchmark.commands.latency'}))"
     )
     shown = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True).stdout
     assert set(COMMANDS) <= {line.split()[0] for line in shown.splitlines() if line.startswith("    ")}

@@ -112,10 +112,10 @@ def test_a_part_leaves_no_process(tmp_path: Path, impatient: None) -> None:
 WHOLE = """
 import sys
 from pathlib import Path
-from benchmark import gpu_first
+from benchmark.commands import gpu_first
 from benchmark.__main__ import main
 from tests.benchmark.commands.test_gpu_first import HANGS, SAYS, code
-from benchmark.gpu_first import Part
+from benchmark.commands.gpu_first import Part
 parts = [Part("says", 60, code(SAYS)), Part("hangs", 600, code(HANGS)), Part("behind", 60, code(SAYS))]
 gpu_first.runs = lambda output, site: {"right": parts}
 gpu_first.check_gpu = lambda run: None
