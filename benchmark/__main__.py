@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol, cast
 
-from benchmark.report import BenchError, forget_reader
+from benchmark.report.result import BenchError, forget_reader
 
 COMMANDS: Mapping[str, str] = {
     "latency": "prefill and decode times by batch size, straight at the shards",
@@ -73,7 +73,11 @@ def _run(argv: Sequence[str] | None) -> int:
         sys.stderr = open(os.devnull, "w")
     arguments = list(sys.argv[1:] if argv is None else argv)
     name = next((argument for argument in arguments[:1] if argument in COMMANDS), None)
-    command = None if name is None else cast(Subcommand, importlib.import_module(f"benchmark.{name.replace('-', '_')}"))
+    command = (
+        None
+        if name is None
+        else cast(Subcommand, importlib.import_module(f"benchmark.commands.{name.replace('-', '_')}"))
+    )
     args = _parser(name, command).parse_args(arguments)
     assert command is not None, "the parser asks for a command"
     os.putenv("GRPC_ENABLE_FORK_SUPPORT", "0")  # servers that are started run another program: no warning at each

@@ -26,7 +26,7 @@ from typing import Any
 import httpx2
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from benchmark import shapes
+from benchmark.cost import shapes
 from tests.running import Server, body
 from tests.test_grammars import GRAMMARS
 

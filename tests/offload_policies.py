@@ -20,11 +20,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark import shapes
-from benchmark.roofline import ServedModel
-from benchmark.schedules import SCHEDULES
-from benchmark.shapes import BLOCK_SIZE
-from benchmark.streaming import percent, shares_of, sizes_of
+from benchmark.cost import shapes
+from benchmark.cost.offloading import percent, shares_of, sizes_of
+from benchmark.cost.roofline import ServedModel
+from benchmark.cost.shapes import BLOCK_SIZE
+from benchmark.engine.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[1]
 WITHIN = 0.9  # of the best policy's rate

@@ -27,7 +27,7 @@ from statistics import mean, median
 
 import uvloop
 
-from benchmark.http_client import HttpClient, Reply, TgiApi
+from benchmark.serving.http_client import HttpClient, Reply, TgiApi
 from tests.router_cost import cpu_seconds
 from tests.running import Server
 

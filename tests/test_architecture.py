@@ -29,32 +29,31 @@ MAY_IMPORT: dict[str, set[str]] = {
         "server.offload.cost", "server.offload.footprint", "server.offload.share", "server.offload.times",
         "server.pipeline.stage", "server.quant.sizes",
     },
-    "benchmark.ceilings": {"benchmark", "server.backends"},
-    "benchmark.generating": {
-        "benchmark", "router.batcher", "router.entry", "router.limits", "router.metrics", "router.text",
+    "benchmark.commands.kernels": {"benchmark", "server.arch.spec", "server.backends", "server.quant.noise"},
+    "benchmark.commands.offline": {
+        "benchmark", "router.client", "router.limits", "router.text", "server.offload.share", "server.offload.times",
     },
-    "benchmark.rates": {"benchmark", "server.backends", "server.offload"},
-    "benchmark.scheduled": {"benchmark", "router.client", "router.limits", "router.text", "server.offload.share"},
-    "benchmark.schedules": {
-        "benchmark", "router.entry", "router.limits", "router.queue", "server.offload.cost",
-    },
-    "benchmark.pipelines": {"benchmark", "router.config"},
-    "benchmark.prediction": {"benchmark", "router.limits"},
-    "benchmark.probes": {"benchmark", "server.backends"},
-    "benchmark.kernels": {"benchmark", "server.arch.spec", "server.backends", "server.quant.noise"},
-    "benchmark.products": {"benchmark", "server.arch.spec", "server.backends", "server.quant.noise"},
-    "benchmark.quantised": {"server.quant.noise"},
-    "benchmark.fleet": {
-        "benchmark", "router.batcher", "router.entry", "router.lanes", "router.limits", "router.plan", "router.prefix",
-        "router.scheduler", "router.tiers",
-    },
-    "benchmark.fleets": {"benchmark", "router.balancing", "router.entry", "router.limits"},
-    "benchmark.simulate": {
+    "benchmark.commands.probes": {"benchmark", "server.backends"},
+    "benchmark.commands.products": {"benchmark", "server.arch.spec", "server.backends", "server.quant.noise"},
+    "benchmark.commands.simulate": {
         "benchmark", "router.balancing", "router.config", "router.limits", "router.queue", "server.quant.sizes",
     },
-    "benchmark.prompts": {"benchmark", "router.text"},
-    "benchmark.subject": {"benchmark", "router.config", "router.limits"},
-    "benchmark.offline": {"benchmark", "router.client", "router.limits", "router.text"},
+    "benchmark.cost.ceilings": {"benchmark", "server.backends"},
+    "benchmark.cost.offloading": {"benchmark", "router.client", "server.backends", "server.offload"},
+    "benchmark.cost.roofline": {"benchmark", "router.config", "server.arch.spec", "server.pipeline.stage"},
+    "benchmark.engine.generation": {
+        "benchmark", "router.batcher", "router.client", "router.entry", "router.limits", "router.metrics",
+        "router.text",
+    },
+    "benchmark.engine.jobs": {"benchmark", "router.limits", "router.text", "server.offload.share"},
+    "benchmark.engine.schedules": {
+        "benchmark", "router.client", "router.entry", "router.limits", "router.queue", "router.wire",
+        "server.offload.cost",
+    },
+    "benchmark.fleet": {
+        "benchmark", "router.balancing", "router.batcher", "router.config", "router.entry", "router.lanes",
+        "router.limits", "router.plan", "router.prefix", "router.scheduler", "router.tiers",
+    },
     "router": {"router", "server.pb"},
     "router.__main__": {"router", "server.processes.logs"},
     "router.launch": {

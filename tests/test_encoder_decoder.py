@@ -11,7 +11,7 @@ import httpx2
 import pytest
 import torch
 
-from benchmark.shapes import write_word_tokenizer
+from benchmark.cost.shapes import write_word_tokenizer
 from tests.running import Server, body, generate_all, tokens_of
 from tests.server.tiny import COMMON, save_tiny
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from tests.test_architecture import ROOT, sources
 
-MOST_LINES_OF_A_MODULE = 600  # its length follows from its subject: a longer one has two
+MOST_LINES_OF_A_MODULE = 700  # its length follows from its subject: a longer one has two
 MOST_LINES_OF_A_FUNCTION = 40  # of 99 in 100
 LEAST_WITH_DOCSTRINGS = 0.9
 # Kernels in a language of their own, inside Python: they are as long as their hardware wants, and Triton takes no

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import httpx2
 import pytest
-
 from benchmark.shapes import write_word_tokenizer
+
 from tests.running import ROOT, Server, body, events_of
 from tests.server.tiny import COMMON, save_tiny
 from tests.survival import (

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmark.shapes import find, make_model_folder
+from benchmark.cost.shapes import find, make_model_folder
 from router.watermark import detect
 from tests.running import Server, body, generate_all, tokens_of
 

@@ -2,18 +2,29 @@
 
 A file says where in its document each table is. `sweep` is what the document ran, `quick` what is changed of it for a
 run of seconds. Figures are the document's as they stand, but for units, which the columns' names say.
+
+What the cost model of `offline --schedule auto` says of a document's blocks on the document's own device stands beside
+them, measured by nobody: the device at hand may have nothing to gain where the document's has. It takes the data
+sheet's rates: bytes at the whole bandwidth, products at the whole arithmetic, nothing streams, no time between steps.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from benchmark import shapes
-from benchmark.report import BenchError
+from benchmark import options
+from benchmark.cost import offloading, shapes
+from benchmark.cost.devices import DEVICES
+from benchmark.cost.roofline import ServedModel
+from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES
+from benchmark.engine.generation import Prompt
+from benchmark.engine.schedules import DIAGONAL, ZIG_ZAG, Policy, StreamedCost, planned, predicted
+from benchmark.report.result import BenchError
 
 FOLDER = Path(__file__).parent
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # what configs call their number of layers
@@ -113,3 +124,191 @@ def _table(content: dict[str, Any]) -> Table:
     columns, rows = content.pop("columns"), content.pop("rows")
     table = Table(rows=(), **content)
     return replace(table, rows=[dict(zip(columns, row, strict=True)) for row in rows])
+
+
+# ---------------------------------------------------------------------------------------------------- on its own device
+
+
+BLOCKS = 4  # of a diagonal run, so that most of its steps are level
+
+
+def block_figures(seed: Seed) -> list[dict[str, Any]]:
+    """For each number of batches, figures of both schedules: sequences, bytes of memory, and tokens a second.
+
+    Those of zig-zag are a whole block's, as the document's; those of the diagonal order are of its level steps.
+    """
+    served = ServedModel(seed.model(None).shape, seed.dtype)
+    sizes = offloading.sizes_of(served)
+    ceilings = DEVICES[seed.device].dense_ceilings(seed.dtype, 1)
+    rates = offloading.sheet_rates(ceilings.bytes_per_second, ceilings.flops_per_second, seed.dtype)
+    cost = StreamedCost(offloading.cost_of(sizes, rates, 0.0))
+    found = []
+    for count in _several(seed.sweep, "num_gpu_batches"):
+        zig_zag, level = (Policy(name, count, _one(seed.sweep, "gpu_batch_size")) for name in (ZIG_ZAG, DIAGONAL))
+        prompt = Prompt(range(_one(seed.sweep, "input_length")), _one(seed.sweep, "output_length"))
+        block, several = [prompt] * zig_zag.block, [prompt] * zig_zag.block * BLOCKS
+        limits = zig_zag.limits(
+            block, block_size=BLOCK_SIZE, vocab_size=2, prefill_tokens=len(prompt.token_ids) * len(block)
+        )
+        works, plan = planned(zig_zag, block, limits), level.plan(several, BLOCK_SIZE)
+        phases = predicted(works, cost)
+        reached = {
+            ZIG_ZAG: phases.total_tokens / phases.total_s,
+            DIAGONAL: plan.level_rate([cost.seconds(step.work) for step in plan.steps]),
+        }
+        row: dict[str, Any] = {"num_gpu_batches": count}
+        for policy, prompts, steps in ((zig_zag, block, works), (level, several, plan.works)):
+            cache = policy.kv_blocks(prompts, BLOCK_SIZE) * BLOCK_SIZE * served.kv_bytes_per_token
+            widest = max(work.prompt_tokens + work.decoding for work in steps)
+            hidden = widest * served.shape.spec.hidden_size * DTYPE_BYTES[seed.dtype]
+            weights = served.shape.weight_bytes(served.dtype, None)
+            row[policy.schedule] = {
+                "sequences": policy.at_once(prompts, BLOCK_SIZE),
+                "cache_size_bytes": cache,
+                "peak_bytes": weights + cache + hidden,
+                "tokens_per_second": reached[policy.schedule],
+            }
+        found.append(row)
+    return found
+
+
+def _one(sizes: Mapping[str, int | list[int]], name: str) -> int:
+    value = sizes[name]
+    assert isinstance(value, int)
+    return value
+
+
+def _several(sizes: Mapping[str, int | list[int]], name: str) -> list[int]:
+    value = sizes[name]
+    assert isinstance(value, list)
+    return value
+
+
+# ---------------------------------------------------------------------------------------------------------------- scale
+
+
+STREAMS = 256  # of the load that a document does not name
+
+
+QUICK_LAYERS = 2
+
+
+REQUESTS_PER_STREAM = 4
+
+
+WORDS: Mapping[str, str] = {
+    "batch_size": "batch sizes",
+    "sequence_length": "sequence length",
+    "decode_length": "decode length",
+    "runs": "runs",
+    "input_length": "input lengths",
+    "output_length": "output lengths",
+    "num_requests": "requests a row",
+    "num_gpu_batches": "batches of a block",
+    "gpu_batch_size": "sequences of a batch",
+}
+
+
+LISTS = ("batch_size", "input_length", "output_length", "num_gpu_batches")
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What is run. layers: None for all of them."""
+
+    layers: int | None
+    sizes: Mapping[str, int | list[int]]
+    reductions: tuple[str, ...]  # in words; (): the whole sweep
+    streams: int = 1
+
+    def one(self, name: str) -> int:
+        """A size that is one number."""
+        value = self.sizes[name]
+        assert isinstance(value, int)
+        return value
+
+    def several(self, name: str) -> list[int]:
+        """A size that is a list."""
+        value = self.sizes[name]
+        assert isinstance(value, list)
+        return value
+
+
+def add_scale_arguments(group: argparse._ArgumentGroup) -> None:
+    """Declare the options that reduce a run."""
+    group.add_argument("--layers", type=options.positive, metavar="N", help="of the model's (all)")
+    group.add_argument(
+        "--quick", action="store_true", help=f"{QUICK_LAYERS} layers and small sizes, where nothing else is given"
+    )
+    for name, words in WORDS.items():
+        nargs = "+" if name in LISTS else None
+        group.add_argument(options.option(name), type=options.positive, nargs=nargs, metavar="N", help=words)
+    group.add_argument(
+        "--concurrency", type=options.positive, metavar="N", help=f"streams of a load that is not named ({STREAMS})"
+    )
+
+
+def scale_of(seed: Seed, args: argparse.Namespace) -> Scale:
+    """What the options leave of the document's sweep. Raises BenchError for what is no part of it."""
+    full = dict(seed.sweep)
+    quick = dict(seed.quick) if args.quick else {}
+    streams = args.concurrency or _number(quick.pop("concurrency", STREAMS))
+    if "num_requests" in full:
+        full["num_requests"] = REQUESTS_PER_STREAM * streams
+    _refuse_foreign(seed, args, full)
+    layers = _layers(seed, args)
+    given = {name: value for name in WORDS if (value := getattr(args, name)) is not None}
+    wanted = {name: _checked(seed, name, value, full[name]) for name, value in (quick | given).items()}
+    if "num_requests" in wanted and "num_single_requests" in full:
+        wanted.setdefault(
+            "num_single_requests", min(_number(wanted["num_requests"]), _number(full["num_single_requests"]))
+        )
+    reductions = [f"{layers} of {seed.num_layers} layers"] if layers else []
+    for name, words in WORDS.items():
+        if name in wanted and wanted[name] != full[name]:
+            reductions.append(f"{words} {_text(wanted[name])} of {_text(full[name])}")
+    return Scale(layers, full | wanted, tuple(reductions), streams)
+
+
+def _number(value: int | list[int]) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def _refuse_foreign(seed: Seed, args: argparse.Namespace, full: Mapping[str, int | list[int]]) -> None:
+    own = [options.option(name) for name in WORDS if name in full]
+    for name in WORDS:
+        if getattr(args, name) is not None and name not in full:
+            raise BenchError(
+                f"{options.option(name)} is no size of {seed.name}: leave it out, or give one of {', '.join(own)}"
+            )
+    if args.concurrency is not None and seed.kind != "serving":
+        raise BenchError(f"--concurrency is for documents of servers, and {seed.name} is none: leave it out")
+
+
+def _layers(seed: Seed, args: argparse.Namespace) -> int | None:
+    layers = args.layers or (QUICK_LAYERS if args.quick else None)
+    if layers is not None and layers > seed.num_layers:
+        raise BenchError(f"--layers is {layers}, and {seed.title} has {seed.num_layers}: give at most so many")
+    return None if layers == seed.num_layers else layers
+
+
+def _checked(seed: Seed, name: str, value: int | list[int], full: int | list[int]) -> int | list[int]:
+    """The value as the sweep has such a size, a number or a list. Raises BenchError for more than the document has."""
+    values = options.distinct(value) if isinstance(value, list) else [value]
+    most = max(full) if isinstance(full, list) else full
+    if max(values) > most:
+        raise BenchError(
+            f"{options.option(name)} is {max(values)}, and {seed.name} goes up to {most}: give at most that"
+        )
+    if isinstance(full, list):
+        return sorted(values)
+    if len(values) > 1:
+        raise BenchError(
+            f"{options.option(name)} is {_text(values)}, and {seed.name} has one such size: give one number"
+        )
+    return int(values[0])
+
+
+def _text(value: int | list[int]) -> str:
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value)

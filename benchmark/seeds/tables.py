@@ -8,13 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmark import flexgen
-from benchmark.ceilings import DATA_SHEET, MEASURED
-from benchmark.latency_figures import STEPS, THROUGHPUT_STEPS, throughputs_of
-from benchmark.report import GIB, Result, footer, table
-from benchmark.seeds.documents import Seed, concurrency
-from benchmark.seeds.modelled import block_figures
-from benchmark.seeds.runs import Job
+from benchmark.cost.ceilings import DATA_SHEET, MEASURED
+from benchmark.engine.generation import KINDS
+from benchmark.engine.shards import STEPS, THROUGHPUT_STEPS, throughputs_of
+from benchmark.report.result import GIB, Result, footer, table
+from benchmark.seeds.documents import Seed, block_figures, concurrency
+from benchmark.seeds.measurements import Job
 
 Row = Mapping[str, Any]
 LOAD_NOTE = (
@@ -114,7 +113,7 @@ def _number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:.{digits}f}"
 
 
-# --------------------------------------------------------------------------------------------------------- latency
+# -------------------------------------------------------------------------------------------------------------- latency
 
 
 def _latency(result: Result, job: Job) -> Iterator[str]:
@@ -174,7 +173,7 @@ def _rates(rows: Sequence[Row], job: Job) -> str:
     return table(("Step", "Batch Size", "Average", "Lowest", "Highest"), cells)
 
 
-# --------------------------------------------------------------------------------------------------------- serving
+# -------------------------------------------------------------------------------------------------------------- serving
 
 
 SERVING_COLUMNS: Mapping[str, str] = {
@@ -237,7 +236,30 @@ def _cells(row: Row, system: str | None) -> list[object]:
     return [row["input_length"], row["output_length"], *values, *shares]
 
 
-# --------------------------------------------------------------------------------------------------------- flexgen
+# -------------------------------------------------------------------------------------------------------------- flexgen
+
+
+def size_lines(sizes: Mapping[str, Any], device: str, *, is_projected: bool) -> Iterator[str]:
+    """The sizes as FlexGen prints them."""
+    names = ("model_size", "cache_size", "hidden_size", "peak_gpu_memory", "peak_host_memory")
+    model, cache, hidden, gpu, host = (_gib(sizes[f"{name}_bytes"]) for name in names)
+    yield f"model size: {model}\tcache size: {cache}\thidden size (p): {hidden}"
+    of_gpu = "" if device == "cpu" else f"peak gpu mem: {gpu}\t"
+    yield f"{of_gpu}peak host mem: {host}\tprojected: {is_projected}"
+
+
+def phase_line(kind: str, seconds: float, tokens_per_second: float | None) -> str:
+    """One phase as FlexGen prints it."""
+    return f"{kind} latency: {seconds:.3f} s\t{kind} throughput: {rate(tokens_per_second)} token/s"
+
+
+def rate(value: float | None) -> str:
+    """Tokens a second."""
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _gib(num_bytes: int | None) -> str:
+    return "not measured" if num_bytes is None else f"{num_bytes / GIB:.3f} GB"
 
 
 def _flexgen(result: Result, job: Job) -> Iterator[str]:
@@ -255,14 +277,14 @@ def _flexgen(result: Result, job: Job) -> Iterator[str]:
         theirs = row["document"] or {}
         rates = [
             _pair(row[f"{kind}_tokens_per_second"], theirs.get(f"{kind}_tokens_per_second"), "", 1, is_full=is_full)
-            for kind in flexgen.KINDS
+            for kind in KINDS
         ]
         shares = _shares(row, theirs, "percent_of_limit", is_full=is_full)
         level = _number(row["level_tokens_per_second"], 1)
         peak = _pair(_peak_gib(row), theirs.get("peak_gpu_memory_gb"), "", 3, is_full=is_full)
         sizes = [row["sequences_at_once"], _number(_computed_gib(row), 3), peak]
         cells.append([row["schedule"], row["num_gpu_batches"], row["num_blocks"], *sizes, *rates, level, *shares])
-    rates = [f"{kind} token/s".capitalize() for kind in flexgen.KINDS]
+    rates = [f"{kind} token/s".capitalize() for kind in KINDS]
     headings = ["Schedule", "n", "Blocks", "Sequences", "Computed GB", "Peak GB", *rates, "Level"]
     yield table([*headings, *_share_headings(result.rows, ", total", is_full=is_full)], cells)
     yield from _modelled(job)
@@ -303,11 +325,11 @@ def _engines(job: Job) -> str:
 
 def _block(row: Row, device: str) -> Iterator[str]:
     yield f"--num-gpu-batches {row['num_gpu_batches']}"
-    yield from flexgen.size_lines(row, device, is_projected=row["projected"])
-    for kind in flexgen.KINDS:
-        yield flexgen.phase_line(kind, row[f"{kind}_latency_s"], row[f"{kind}_tokens_per_second"])
+    yield from size_lines(row, device, is_projected=row["projected"])
+    for kind in KINDS:
+        yield phase_line(kind, row[f"{kind}_latency_s"], row[f"{kind}_tokens_per_second"])
     if row["level_tokens_per_second"] is not None:
-        level = flexgen.rate(row["level_tokens_per_second"])
+        level = rate(row["level_tokens_per_second"])
         yield f"{row['num_blocks']} blocks, level throughput: {level} token/s"
     theirs = row["document"]
     if theirs is None:
@@ -316,5 +338,5 @@ def _block(row: Row, device: str) -> Iterator[str]:
     names = {"model size": "model_size_gb", "cache size": "cache_size_gb", "hidden size (p)": "hidden_size_gb"}
     sizes = [f"{words}: {theirs[name]:.3f} GB" for words, name in names.items() if theirs[name] is not None]
     yield "\t".join([*sizes, f"peak gpu mem: {theirs['peak_gpu_memory_gb']:.3f} GB\tprojected: True"])
-    for kind in flexgen.KINDS:
-        yield flexgen.phase_line(kind, theirs[f"{kind}_latency_s"], theirs[f"{kind}_tokens_per_second"])
+    for kind in KINDS:
+        yield phase_line(kind, theirs[f"{kind}_latency_s"], theirs[f"{kind}_tokens_per_second"])

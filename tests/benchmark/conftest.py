@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmark import ceilings
+from benchmark.cost import ceilings
 
 
 @pytest.fixture(autouse=True)

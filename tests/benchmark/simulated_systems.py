@@ -16,13 +16,11 @@ from typing import Any
 
 import numpy as np
 
-from benchmark.compare import DIFFERS, Figure, figure_of
-from benchmark.http_client import Reply
-from benchmark.intervals import between_starts
-from benchmark.outcomes import Load, Objectives, Outcome, row_of
-from benchmark.report import table
-from benchmark.systems import RESULT_COLUMNS, Row
-from benchmark.workload import Lengths
+from benchmark.commands.compare import DIFFERS, RESULT_COLUMNS, Figure, Row, between_starts, figure_of
+from benchmark.report.result import table
+from benchmark.serving.datasets import Lengths
+from benchmark.serving.http_client import Reply
+from benchmark.serving.outcomes import Load, Objectives, Outcome, row_of
 
 METRICS = {metric.key: metric for metric in RESULT_COLUMNS["serving"].metrics}
 STARTS = 5  # what docs/serving-benchmark.md recommends: starts of either system,

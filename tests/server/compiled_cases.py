@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from benchmark.kernels import complaints
+from benchmark.commands.kernels import complaints
 from server.backends.cuda.machine_code import MachineCode, compiled_for
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from itertools import product
 import pytest
 import torch
 
-from benchmark.kernels import HEAD_CASES, HeadCase, launch_attention
+from benchmark.commands.kernels import HEAD_CASES, HeadCase, launch_attention
 from server.arch.spec import Activation
 from server.backends.cuda.attention import PagedAttention
 from server.backends.cuda.fused import FusedNorm, fused_gate

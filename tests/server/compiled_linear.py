@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmark.kernels import launch_product
+from benchmark.commands.kernels import launch_product
 from server.arch.spec import Activation
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.backend import CudaBackend

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmark.kernels import launch_quantised
-from benchmark.quantised import KINDS
+from benchmark.commands.kernels import QUANTISED_KINDS, launch_quantised
 from server.arch.spec import Activation
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.backend import CudaBackend
@@ -37,7 +36,7 @@ ZEROS, PLAIN = "int4, groups of 128, zero points", "int4, groups of 128"
 SHAPES = [(8, False), (8, True), (16, False), (64, True), (128, False)]
 CASES = [
     *((ZEROS, *shape) for shape in SHAPES),
-    *((kind, 8, False) for kind in KINDS if kind != ZEROS),
+    *((kind, 8, False) for kind in QUANTISED_KINDS if kind != ZEROS),
     *((kind, 128, False) for kind in (PLAIN, "int8, whole rows", "W8A8", "fp8", "fp8, blocks of 128")),
 ]
 # Every kind once, rows and gates by turns.
@@ -45,7 +44,7 @@ IN_SUITE = [
     *((ZEROS, *shape) for shape in SHAPES if shape != (16, False)),
     *((kind, 128, False) for kind in ("int8, whole rows", "W8A8", "fp8, blocks of 128")),
 ]
-IN_SUITE += [(kind, 8, False) for kind in KINDS if kind not in {kind for kind, *_ in IN_SUITE}]
+IN_SUITE += [(kind, 8, False) for kind in QUANTISED_KINDS if kind not in {kind for kind, *_ in IN_SUITE}]
 # What products in each dtype are made of.
 MATRIX = {"W8A8": ("IMMA", "IGMMA"), "fp8": ("HMMA", "QGMMA"), "fp8, blocks of 128": ("HMMA", "QGMMA")}
 
@@ -72,7 +71,7 @@ def test_four_bits_are_unpacked_without_conversions(kind: str, found: list[Machi
 def test_rounded_inputs_are_one_launch_more(found: list[MachineCode]) -> None:
     for kind in ("W8A8", "fp8, blocks of 128"):
         before = len(found)
-        made, x = layer(noise(KINDS[kind], 1024, 1024, CPU)), torch.zeros(8, 1024, dtype=torch.bfloat16)
+        made, x = layer(noise(QUANTISED_KINDS[kind], 1024, 1024, CPU)), torch.zeros(8, 1024, dtype=torch.bfloat16)
         with Operators() as operators:
             made(x, None)
         assert [] == operators.names  # that compute something, or ask the host

@@ -18,9 +18,9 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
-from benchmark import products as products_command
-from benchmark.ceilings import Ceilings
-from benchmark.quantised import KINDS, LayerShape
+from benchmark.commands import products as products_command
+from benchmark.commands.kernels import QUANTISED_KINDS, LayerShape
+from benchmark.cost.ceilings import Ceilings
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.backend import CudaBackend
 from server.backends.cuda.packing import pack, why_not_packed
@@ -223,7 +223,7 @@ def test_memory_is_that_of_the_codes() -> None:
 def test_torchs_operator_is_the_usual_way_where_it_was_measured_to_be_good(shares: Shares) -> None:
     shared = products(CPU, ONE_SPLIT)
     shared.shares = shares
-    weight = noise(KINDS["W8A8"], 64, 128, CPU)
+    weight = noise(QUANTISED_KINDS["W8A8"], 64, 128, CPU)
     layer = CudaQuantised(weight, torch.float32, gate=stock_gate, products=shared)
     assert (layer.by_torch == layer.ways(32)[0]) == bool(shares.measured)
     assert layer.by_torch not in layer.ways(16)  # which refuses so few rows

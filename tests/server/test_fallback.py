@@ -14,7 +14,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from benchmark.shapes import write_word_tokenizer
+from benchmark.cost.shapes import write_word_tokenizer
 from server.arch.families import FAMILIES
 from server.config import ShardConfig
 from server.loading import load

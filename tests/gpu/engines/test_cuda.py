@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmark import shapes
 from benchmark.__main__ import main
+from benchmark.cost import shapes
 from server.backends.cuda.device import CudaDevice
 from server.backends.reference import ReferenceBackend
 from server.config import ShardConfig

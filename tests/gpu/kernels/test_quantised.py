@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmark.quantised import KINDS, LayerShape
+from benchmark.commands.kernels import QUANTISED_KINDS, LayerShape
 from server.arch.spec import Activation
 from server.backends.reference.activation import stock_gate
 from server.quant.noise import noise
@@ -71,7 +71,7 @@ def test_experts_in_one_launch_equal_one_after_the_other(name: str, rows: int, p
 def layer_of(kind: str, shape: LayerShape) -> Any:
     from server.backends.cuda.quantised import CudaQuantised
 
-    weight = noise(KINDS[kind], shape.features, shape.inputs, GPU)
+    weight = noise(QUANTISED_KINDS[kind], shape.features, shape.inputs, GPU)
     shared = products(GPU, torch.cuda.get_device_properties(GPU).multi_processor_count)
     return CudaQuantised(weight, torch.bfloat16, is_gated=shape.is_gated, gate=stock_gate, products=shared)
 
@@ -92,7 +92,7 @@ def test_torchs_operator_equals_the_kernel(kind: str, rows: int) -> None:
             assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("kind", list(QUANTISED_KINDS))
 def test_products_are_captured_and_replayed(kind: str) -> None:
     """Nothing asks the host: a capture would break."""
     layer = layer_of(kind, LayerShape(4096, 4096))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmark import shapes
+from benchmark.cost import shapes
 from server import config
 from server.checkpoint.quantisation import IN_FLIGHT, choose
 from server.quant import sizes

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmark import shapes
+from benchmark.cost import shapes
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.reference.quantised import QuantisedFormat
 from server.config import ShardConfig

@@ -1,0 +1,1 @@
+"""The commands of `lockstep-bench`, a module each, with `add_arguments` and `run`."""

@@ -1,0 +1,1 @@
+"""The engine without HTTP: servers that are started for a measurement, and shards that are driven directly."""

@@ -1,0 +1,1 @@
+"""What every measurement ends in: results, pictures, pages, and what a terminal shows meanwhile."""

@@ -1,0 +1,227 @@
+"""`gpu` and `probes`: targets and verdicts in one file, whatever fails; the commands themselves run on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmark.__main__ import main
+from benchmark.commands import gpu, probes
+from benchmark.commands.gpu import Report
+from benchmark.cost import shapes
+from benchmark.cost.ceilings import Ceilings
+from benchmark.cost.devices import DEVICES
+from benchmark.cost.roofline import Piece, ServedModel, ceiling_of
+from benchmark.engine import launch
+from server.backends.cpu.device import CpuDevice
+from server.backends.protocol import Scores
+from server.backends.reference import ReferenceBackend
+
+H200 = DEVICES["h200"].dense_ceilings("bfloat16", 1)
+TINY = ["--latency-shape", str(launch.DEMO), "--serving-shape", str(launch.DEMO), "--offline-shape", str(launch.DEMO)]
+LENGTHS = ["--latency-lengths", "8", "4", "--serving-lengths", "8", "4", "--offline-lengths", "8", "4"]
+FEW = ["-b", "2", "--runs", "1", "--concurrency", "2", "--num-prompts", "4"]
+
+# What each command finds of a model that is as fast as it should be.
+STARTUP = {"startup": {"table": "weights  14.14 GB per shard", "ready_s": 21.5}}
+DECODE = {"step": "decode_token", "batch_size": 1, "p50_ms": 3.8, "computed_p50_ms": 3.7}
+FOUND: dict[str, dict[str, Any]] = {
+    "probes": {
+        "device": "NVIDIA H200",
+        "rows": [{"probe": "pinned host memory is copied to the device at", "value": 55.5, "unit": "GB/s"}],
+    },
+    "latency": STARTUP | {"rows": [{"step": "prefill", "batch_size": 32, "p50_ms": 60.0}, DECODE]},
+    "serving": STARTUP | {"rows": [{"output_tokens_per_second": 14100.0, "errors": 0, "requests": 1024}]},
+    "offline": STARTUP | {"rows": [{"step": "total", "tokens_per_second": 7000.0}]},
+}
+
+
+def report_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: dict[str, dict[str, Any]]
+) -> tuple[int, dict[str, list[str]], str]:
+    """Exit code, verdicts by row and the file, where each command finds what is given, and others fail."""
+
+    def run_command(arguments: Sequence[str], limit_s: float) -> str | None:
+        if (result := found.get(arguments[0])) is None:
+            return "the server did not start: no memory"
+        folder = Path(arguments[-1])
+        (folder / "result.json").write_text(json.dumps(result))
+        (folder / "result.md").write_text(f"tables of {arguments[0]}")
+        return result.get("failure")
+
+    monkeypatch.setattr(gpu, "run_command", run_command)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    path = tmp_path / "report.md"
+    code = main(["gpu", "--output", str(path)])
+    text = path.read_text()
+    lines = [[cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines() if line.startswith("| ")]
+    return code, {cells[0]: cells[1:] for cells in lines[1:]}, text
+
+
+def test_every_target_has_a_verdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, rows, text = report_of(monkeypatch, tmp_path, FOUND)
+    assert 0 == code
+    # 14.14 GB and 150 x 0.49 MB at 4.8 TB/s are 2.96 ms; 38.8 TFLOP at 989 a second 39.2.
+    decode = ["76 % of limit (data sheet), 3.90 ms", "77.9 %, 3.80 ms", "met"]
+    assert decode == rows["bloomz-7b1-mt: decode step, batch 1"]
+    prefill = ["63 % of limit (data sheet), 62.29 ms", "65.4 %, 60.00 ms", "met"]
+    assert prefill == rows["bloomz-7b1-mt: prefill, 32 x 100"]
+    assert ["1.027 times 3.70 ms", "met"] == rows["bloomz-7b1-mt: the same, from reply to reply"][1:]
+    assert "met" == rows["mistral-7b: 256 concurrent, 128 in, 128 out"][-1]
+    assert "missed" == rows["chatglm3-6b: 256 concurrent, 128 in, 128 out"][-1]
+    assert ["at most 60 s", "21.5 s", "met"] == rows["opt-1.3b: launch to ready"]
+    assert "met" == rows["opt-1.3b: 256 sequences offline, 512 in, 32 out"][-1]
+    assert "55.5 GB/s" == rows["pinned host memory is copied to the device at"][1]
+    assert text.startswith("# NVIDIA H200\n")
+    assert 4 == text.count(STARTUP["startup"]["table"])
+    assert all(f"tables of {command}" in text for command in FOUND)
+
+
+def test_a_command_that_fails_is_a_row_and_the_others_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    incomplete = FOUND["latency"] | {"rows": [DECODE], "failure": "the server ended: out of memory"}
+    found = {name: FOUND[name] for name in ("probes", "offline")} | {"latency": incomplete}
+    code, rows, _ = report_of(monkeypatch, tmp_path, found)
+    assert 1 == code
+    assert ["", "the server ended: out of memory", "failed"] == rows["bloomz-7b1-mt"]
+    assert "met" == rows["bloomz-7b1-mt: decode step, batch 1"][-1]
+    assert ["", "the server did not start: no memory", "failed"] == rows["mistral-7b"] == rows["chatglm3-6b"]
+    assert "met" == rows["opt-1.3b: 256 sequences offline, 512 in, 32 out"][-1]
+
+
+def test_without_a_device_there_are_no_ceilings_and_it_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    code, rows, _ = report_of(monkeypatch, tmp_path, {"offline": FOUND["offline"]})
+    assert (1, "the probes found no ceilings to compare it with") == (code, rows["opt-1.3b"][1])
+
+
+def test_ceilings_are_those_worked_out_by_hand() -> None:
+    """Parameters in billions, GB over 4.8 TB/s, TFLOP over 989 a second: those of all steps together."""
+    opt, mistral = (ServedModel(shapes.shape(name), "bfloat16") for name in ("opt-1.3b", "mistral-7b"))
+    moved = 32 * 2 * (1.2086 + 0.103) + (256 * 512 + 31 * 256 * (512 + 16)) * 196_608 / 1e9
+    prefill = 2 * 1.2086 * 256 * 512 + 2 * 24 * 2048 * 256 * 512**2 / 1e9
+    decodes = 31 * 256 * (2 * 1.2086 + 4 * 24 * 2048 * (512 + 16) / 1e9)
+    operations = (prefill + decodes + 32 * 256 * 2 * 0.103) / 1000
+    assert moved / 4800 < operations / 989  # the prompts' products hide what decoding reads
+    assert 256 * 32 / (operations / 989) == pytest.approx(ceiling_of(opt, 256, 512, 32, H200), rel=0.005)
+    tokens = 256 * 128 + 127 * 256
+    attention = (2 * 32 * 4096 * 256 * 128**2 + 4 * 32 * 4096 * 127 * 256 * (128 + 64)) / 1e12
+    operations = (2 * 6.979 * tokens + 2 * 0.131 * 256 * 128) / 1000 + attention
+    assert 256 * 128 / (operations / 989) == pytest.approx(ceiling_of(mistral, 256, 128, 128, H200), rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "sequences", "lengths", "rate"),
+    [
+        ("chatglm3-6b", "a100-40g", 8, (2048, 128), 1000),
+        ("bloomz-7b1-mt", "h200", 32, (512, 128), 6624),
+        ("opt-1.3b", "h200", 256, (512, 32), 23_476),
+        ("mistral-7b", "h200", 256, (128, 128), 35_065),
+    ],
+)
+def test_no_steps_of_prompts_and_decodes_beat_a_ceiling(
+    shape: str, device: str, sequences: int, lengths: tuple[int, int], rate: int
+) -> None:
+    """Level steps, into which sequences enter evenly: a step has one of every age, some in their prompt."""
+    served, ceilings = ServedModel(shapes.shape(shape), "bfloat16"), DEVICES[device].dense_ceilings("bfloat16", 1)
+    given, generated = lengths
+    of_each_age = sequences / generated
+    ages = [Piece(given + age - 1, 1, of_each_age) for age in range(1, generated)]
+    level = served.step([Piece(0, given, of_each_age), *ages], sampled=sequences)
+    ceiling = ceiling_of(served, sequences, given, generated, ceilings)
+    assert rate == pytest.approx(ceiling, abs=0.5)
+    assert 1000 * sequences / level.floor_ms(ceilings) <= ceiling * 1.005
+
+
+def test_what_is_promised_of_one_gpu_in_tokens_and_milliseconds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A decode of BLOOMZ-7B at batch 1 and 32, and its prefill; then rates, which a higher ceiling did not change."""
+    decodes = [DECODE, DECODE | {"batch_size": 32}]
+    latency = FOUND["latency"] | {"rows": [*FOUND["latency"]["rows"][:1], *decodes]}
+    _, rows, _ = report_of(monkeypatch, tmp_path, FOUND | {"latency": latency})
+    bloomz, offline = "bloomz-7b1-mt: {}", "opt-1.3b: 256 sequences offline, 512 in, 32 out"
+    served = [f"{model}: 256 concurrent, 128 in, 128 out" for model in ("mistral-7b", "chatglm3-6b")]
+    names = [*map(bloomz.format, ("decode step, batch 1", "decode step, batch 32", "prefill, 32 x 100"))]
+    targets = [rows[name][0].rpartition(", ")[2] for name in names]
+    assert ["3.9 ms", "4.6 ms", "62 ms"] == [f"{float(target.split()[0]):.2g} ms" for target in targets]
+    rates = [int(re.sub(r".* limit \(data sheet\), | tokens/s|,", "", rows[name][0])) for name in [*served, offline]]
+    assert [14_026, 16_903, 6_808] == rates
+    page = (gpu.RESULTS / "gpu-not-measured-yet.md").read_text()
+    assert [] == [line for line in (
+        "at most 3.9 and 4.6 ms |",
+        "at most 62 ms |",
+        f"at most {gpu.MOST_STEP_RATIO:g} × what the device computes |",
+        f"at least 14,026 and 16,903 tokens/s, {gpu.SERVING_PERCENT:g} % of the limit |",
+        f"at least 6,808 tokens/s, {gpu.OFFLINE_PERCENT:g} % of the limit |",
+        f"at most {gpu.MOST_READY_SECONDS:g} s |",
+    ) if line not in page]  # fmt: skip
+
+
+def test_a_device_without_a_data_sheet_has_the_ceilings_of_its_probes() -> None:
+    probed = Ceilings(1e12, 2e14)
+    args = argparse.Namespace(dtype="bfloat16", output=None)
+    assert H200 == Report(args, "NVIDIA H200", probed).ceilings
+    assert probed == Report(args, "NVIDIA L40S", probed).ceilings
+    assert "nvidia-l40s.md" == Report(args, "NVIDIA L40S").path.name[-14:]
+
+
+def test_a_machine_without_a_gpu_is_measured_only_if_its_cpu_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert 1 == main(["gpu", "--output", str(tmp_path / "report.md")])
+    assert "this machine shows no GPU: give --device cpu" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_command_past_its_limit_is_ended() -> None:
+    assert "it took longer than 0.01 s: raise --limit" == gpu.run_command(["probes", "--device", "cpu"], 0.01)
+
+
+def test_the_whole_on_a_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "new" / "report.md"
+    flags = ["--device", "cpu", "--dtype", "float32", "--output", str(path)]
+    assert 0 == main(["gpu", *TINY, *LENGTHS, *FEW, *flags])
+    text, shown = path.read_text(), capfd.readouterr().out
+    assert text.startswith("# cpu\n")
+    for line in ("demo: decode step, batch 2", "demo: 2 concurrent, 8 in, 4 out", "demo: 4 sequences offline"):
+        assert f"| {line}" in text and f"| {line}" in shown
+    assert 3 == text.count("demo: launch to ready") == text.count("\nmemory left ")
+    assert "| failed" not in text
+
+
+def test_probes_of_a_cpu(tmp_path: Path) -> None:
+    assert 0 == main(["probes", "--device", "cpu", "--dtype", "float32", "--output", str(tmp_path)])
+    assert (tmp_path / "report.html").is_file()
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert 4 == len(rows) and all(row["value"] > 0 for row in rows)
+    assert probes.ceilings(rows) is not None
+    assert probes.ceilings(rows[1:]) is None
+
+
+@torch.inference_mode()
+def test_probed_decodes_see_their_whole_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CONTEXT", 48)
+    cpu = torch.device("cpu")
+    meta = probes._decode_meta(2, cpu)
+    kv = torch.zeros(2, 6, 2, probes.BLOCK_SIZE, 4)
+    kv[1] = torch.arange(6.0).view(6, 1, 1, 1)  # values: the number of the block
+    attention = ReferenceBackend(CpuDevice()).attention(Scores(1.0))
+    out = attention.attend(torch.zeros(2, 2, 4), kv, meta, window=0)
+    assert [1.0, 4.0] == pytest.approx(out[:, 0, 0].tolist(), rel=1e-4)
+
+
+def test_the_attention_probe_reads_values_that_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: dict[str, torch.Tensor] = {}
+    changes = {"DECODES": (1,), "CONTEXT": 32, "MOST_LAYERS": 1, "_captured": lambda run: run}
+    for name, value in changes.items():
+        monkeypatch.setattr(probes, name, value)
+    monkeypatch.setattr(probes, "_attend", lambda attention, q, kv, meta: read.update(q=q, kv=kv))
+    assert 1 == len(list(probes._decode_attention(torch.device("cpu"), torch.float32)))
+    assert 2 == len(read) and all(tensor.unique().numel() > 100 for tensor in read.values())
