@@ -403,7 +403,7 @@ class RouterConfig:
     tool_call_parser: str = field(
         default="auto",
         metadata={
-            "help": "How the model writes calls of tools (docs/chat.md). auto: as its chat template says.",
+            "help": "How the model writes calls of tools (docs/apis.md). auto: as its chat template says.",
             "choices": TOOL_CALL_PARSERS,
             "when": "The template says nothing or the wrong thing. none: tools are refused.",
         },
