@@ -39,17 +39,23 @@ SERVER_REQUESTS = 128  # the launcher's own default of --max-concurrent-requests
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
     target = parser.add_argument_group("server to measure")
-    target.add_argument("--url", help="of a running server; without it one is started. --model-id then only names it")
+    target.add_argument(
+        "--url", help="URL of a running server (default: start one); --model-id then only names the model"
+    )
     target.add_argument(
         "--api", choices=("tgi", "openai", "chat"), default="tgi",
         help="/generate_stream, /v1/completions or /v1/chat/completions (tgi)",
     )  # fmt: skip
     target.add_argument("--api-key-file", type=Path, metavar="FILE", help="the server's key")
-    target.add_argument("--no-ignore-eos", action="store_true", help="let models end their answers")
-    target.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer.json's folder, without /tokenize")
-    target.add_argument("--timeout", type=arguments.ABOVE_ZERO, default=600.0, metavar="S", help="of a request (600)")
-    arguments.add_work_arguments(parser.add_argument_group("what is sent"))
-    arguments.add_load_arguments(parser.add_argument_group("when"))
+    target.add_argument("--no-ignore-eos", action="store_true", help="let end tokens end answers")
+    target.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="folder of tokenizer.json, for servers without /tokenize"
+    )
+    target.add_argument(
+        "--timeout", type=arguments.ABOVE_ZERO, default=600.0, metavar="S", help="time limit of a request (600)"
+    )
+    arguments.add_work_arguments(parser.add_argument_group("requests"))
+    arguments.add_load_arguments(parser.add_argument_group("load"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report, plots and requests.jsonl")
     launch.add_server_arguments(parser)
     parser.add_argument("launcher_flags", nargs="*", metavar="-- FLAG", help="further flags of the launcher")

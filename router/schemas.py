@@ -124,9 +124,9 @@ class GenerateParameters(Strict):
     )
     ignore_eos: bool | None = Field(default=None, description="Do not end at the model's end tokens.")
     min_tokens: Integer | None = Field(
-        default=None, description="Before so many tokens no end token comes, and nothing ends the text."
+        default=None, description="Least number of generated tokens: nothing ends the text before."
     )
-    truncate: Integer | None = Field(default=None, description="Keep only the last so many tokens of the prompt.")
+    truncate: Integer | None = Field(default=None, description="Keep only this many tokens at the end of the prompt.")
     watermark: bool | None = Field(default=None, description="Watermark the text (arXiv 2301.10226).")
     details: bool | None = Field(default=None, description="Return tokens, log-probabilities and the finish reason.")
     decoder_input_details: bool | None = Field(default=None, description="Return log-probabilities of the prompt.")
@@ -140,7 +140,7 @@ class GenerateParameters(Strict):
     )
     seed: Integer | None = Field(default=None, description="0 to 2^64 - 1. The same seed gives the same text.")
     top_n_tokens: Integer | None = Field(default=None, description="Candidates to return with each token.")
-    grammar: GrammarParameters | None = Field(default=None, description="What the text is held to.")
+    grammar: GrammarParameters | None = Field(default=None, description="Constraint on the text.")
     adapter_id: str | None = Field(default=None, description="Not supported: must be absent.")
     prompt_embeds: Unserved = None
     input_embeds: Unserved = None
@@ -290,9 +290,7 @@ class InfoBody(BaseModel):
     generation_defaults: dict[str, Any] = Field(description="What the model's publisher says; it is not applied.")
     decode_graphs: str = Field(description="Which steps are captured, and how long that took when shards started.")
     decode_graph_bytes: int = Field(description="Of the device's memory, of each shard; 0: not known.")
-    measured_products: list[str] = Field(
-        description="How each product is computed that was measured, by memory's GB/s."
-    )
+    measured_products: list[str] = Field(description="Kernel of each measured product, with its GB/s.")
     clocks: str | None = Field(description="Of a GPU while it decoded before the first request.")
     router: str
     version: str

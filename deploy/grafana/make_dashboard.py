@@ -261,7 +261,7 @@ PANELS: dict[str, list[Panel]] = {
         Panel(
             "Tokens in vain", "cps",
             [rate("tgi_request_surplus_tokens", "computed and dropped")],
-            "After an end, or of a request that had just made room.",
+            "After an end, or of a preempted request.",
         ),
         Panel(
             "Lengths", "short",
@@ -291,9 +291,9 @@ PANELS: dict[str, list[Panel]] = {
                 gauge("tgi_batch_current_size", "running"), gauge("tgi_batch_held_size", "held by grammars"),
                 gauge("tgi_queue_size", "waiting"),
             ],
-            "Held ones run, and no step computes them until it is known what their grammars allow next.",
+            "Held requests run, but wait until their grammar allows the next token.",
         ),
-        Panel("Tokens that waiting requests may reach", "short", [gauge("tgi_queue_tokens", "waiting")]),
+        Panel("Prompt and new tokens of waiting requests, at most", "short", [gauge("tgi_queue_tokens", "waiting")]),
         Panel(
             "Tokens reserved", "short",
             [
@@ -306,7 +306,7 @@ PANELS: dict[str, list[Panel]] = {
             "Joining a running batch", "cps", [rate("tgi_batch_concat", "{{reason}}", "reason")],
             "backpressure: enough were waiting; wait_exceeded: they had waited for enough steps.",
         ),
-        Panel("Made room for another key", "cps", [rate("tgi_request_preempted", "requests")]),
+        Panel("Preempted for another key", "cps", [rate("tgi_request_preempted", "requests")]),
         Panel(
             "Largest since the start", "short",
             [

@@ -46,7 +46,7 @@ def parameters_of(body: MessagesRequest) -> GenerateParameters:
 
 
 def _grammar(given: Mapping[str, Any] | None) -> GrammarParameters | None:
-    """What the text is held to. Raises ValidationError."""
+    """Constraint on the text. Raises ValidationError."""
     if given is None:
         return None
     if given.get("type") != "json_schema":

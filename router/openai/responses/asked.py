@@ -52,7 +52,7 @@ def candidates_of(body: ResponsesRequest, *, is_read: bool, most: int) -> int | 
 
 
 def _grammar(given: Mapping[str, Any] | None) -> GrammarParameters | None:
-    """What the text is held to. Raises ValidationError."""
+    """Constraint on the text. Raises ValidationError."""
     if given is None:
         return None
     kind, schema = given.get("type"), given.get("schema")

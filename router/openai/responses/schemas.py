@@ -50,8 +50,8 @@ class InputRequest(Lenient):
     }
 
     input: str | Objects | None = Field(default=None, description="A text of the user, or items of a conversation.")
-    instructions: str | None = Field(default=None, description="What comes before all items.")
-    model: ModelName | None = Field(default=None, description="Any name; the answer has it.")
+    instructions: str | None = Field(default=None, description="The system prompt.")
+    model: ModelName | None = Field(default=None, description="Any name; repeated in the answer.")
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     tools: Objects | None = Field(default=None, description="Functions that the model may call.")
@@ -71,12 +71,14 @@ class ResponsesRequest(InputRequest):
     store: bool | None = Field(default=None, description="Nothing is stored, and the answer says so.")
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    max_tool_calls: Integer | None = Field(default=None, description="The answer has it: no tools are called here.")
+    max_tool_calls: Integer | None = Field(
+        default=None, description="Repeated in the answer: the server calls no tools."
+    )
     safety_identifier: str | None = Field(default=None, description="The answer has it.")
     prompt_cache_key: str | None = Field(default=None, description="The answer has it.")
     stream: bool | None = Field(default=None, description="Answer with server-sent events.")
     temperature: float | None = Field(default=None, description="0: the most likely tokens. Absent: 1.")
-    top_logprobs: Integer | None = Field(default=None, description="Likeliest tokens told beside each of them.")
+    top_logprobs: Integer | None = Field(default=None, description="Likeliest alternatives reported with each token.")
     top_p: float | None = None
 
     def ignored(self) -> list[str]:
