@@ -76,6 +76,15 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
         "--delay-ms", type=_not_negative, default=0.0, metavar="MS",
         help="round trip between clients and steps (network, HTTP, balancer), part of every TTFT (0)",
     )  # fmt: skip
+    group.add_argument("--price-per-hour", type=_not_negative, default=0.0, metavar="P", help="price of a replica (0)")
+    group.add_argument(
+        "--fewest-replicas", type=options.positive, metavar="MAX",
+        help="find the fewest replicas, at most MAX, that keep up, meet both objectives at p99 and refuse nothing",
+    )  # fmt: skip
+    _add_faults(group)
+
+
+def _add_faults(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--retries",
         type=options.not_negative,
@@ -110,11 +119,6 @@ def add_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--slow", metavar="SHARE:FACTOR", help="share of slow replicas, and the factor of their step times"
     )
-    group.add_argument("--price-per-hour", type=_not_negative, default=0.0, metavar="P", help="price of a replica (0)")
-    group.add_argument(
-        "--fewest-replicas", type=options.positive, metavar="MAX",
-        help="find the fewest replicas, at most MAX, that keep up, meet both objectives at p99 and refuse nothing",
-    )  # fmt: skip
 
 
 def complete(args: argparse.Namespace) -> None:
