@@ -314,7 +314,7 @@ def test_where_too_many_are_here_the_latest_of_the_largest_crowd_goes() -> None:
 @pytest.mark.parametrize(
     ("theirs", "why"),
     [
-        (None, "it speaks no TLS"),
+        (None, "it does not use TLS"),
         ("other", "its certificate and ours are not of one authority"),
         ("expired", "a certificate has expired"),
     ],
@@ -353,7 +353,7 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", [b"", b"no JSON", b"[]", b'{"connected": true}', json.dumps([1]).encode()])
 def test_answers_of_others_are_refusals(line: bytes) -> None:
-    with pytest.raises(Refused, match="no link of Lockstep's"):
+    with pytest.raises(Refused, match="not from a Lockstep link"):
         read_answer(line)
 
 
