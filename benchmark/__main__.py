@@ -17,19 +17,19 @@ from typing import NoReturn, Protocol, cast
 from benchmark.report.result import BenchError, forget_reader
 
 COMMANDS: Mapping[str, str] = {
-    "latency": "prefill and decode times by batch size, straight at the shards",
-    "serving": "requests per second and latencies over HTTP, of any compatible server",
+    "latency": "prefill and decode times by batch size, measured at the shards",
+    "serving": "requests per second and latencies over HTTP, for any compatible server",
     "offline": "a file of prompts through the engine, without HTTP",
-    "reproduce": "a published benchmark document's sweep on this machine, its figures beside ours",
-    "plan": "what a model needs and could do at best on a device; loads nothing",
-    "simulate": "what a fleet would do under a load and its limits, in virtual time; loads nothing",
-    "probes": "what a GPU, or the CPU, does at best, operator by operator; loads no model",
-    "kernels": "what every Triton kernel compiles to, for GPUs that need not be there; runs nothing",
-    "products": "what multiplying with quantised weights takes on a GPU, each way against its limit",
-    "promises": "what is promised of time and memory, measured several times, with a verdict",
-    "gpu-first": "what the first minutes on a GPU can tell, part by part, whatever happens to them",
-    "gpu": "every figure that is promised of one GPU, by these commands, in one Markdown file",
-    "compare": "result files side by side",
+    "reproduce": "rerun a published benchmark on this machine and compare its figures",
+    "plan": "memory and lower bounds of step times of a model on a device; loads nothing",
+    "simulate": "simulate a fleet under load in virtual time; loads nothing",
+    "probes": "best rates of the GPU or CPU, by operator; loads no model",
+    "kernels": "compile every Triton kernel and report its resources; needs no GPU",
+    "products": "times of quantised matrix products on a GPU, against their limits",
+    "promises": "targets for time and memory, measured several times, with verdicts",
+    "gpu-first": "the most important GPU checks first, in independent parts, for a short session",
+    "gpu": "all targets for one GPU, measured by these commands, in one Markdown file",
+    "compare": "compare result files",
 }
 
 
@@ -101,7 +101,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser(chosen: str | None, command: Subcommand | None) -> argparse.ArgumentParser:
     parser = _Parser(
-        prog="lockstep-bench", description="Measures Lockstep and its peers, and what the machine could do at best."
+        prog="lockstep-bench", description="Measures Lockstep and other servers, and the limits of the machine."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, about in COMMANDS.items():

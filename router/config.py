@@ -43,11 +43,11 @@ class RouterConfig:
     hostname: str = field(
         default="127.0.0.1",
         metadata={
-            "help": "Address to listen on. On a loopback address, requests must name this machine in their Host header "
-            "(localhost, a loopback address, or this setting), so that no web page reaches the server by a name of its "
-            "own. TGI's default is 0.0.0.0.",
+            "help": "Address to listen on. On a loopback address, the Host header of requests must name this machine "
+            "(localhost, a loopback address, or this setting), which stops DNS rebinding by web pages. TGI's default "
+            "is 0.0.0.0.",
             "environment": "LOCKSTEP_HOSTNAME",  # HOSTNAME is the machine's name in shells and containers
-            "when": "0.0.0.0 lets other machines in, as a container must; :: also over IPv6. Set an api_key with it.",
+            "when": "0.0.0.0 accepts other machines, as a container must; :: also IPv6. Set an api_key with it.",
         },
     )
     port: int = field(
@@ -62,22 +62,22 @@ class RouterConfig:
     max_concurrent_requests: int = field(
         default=128,
         metadata={
-            "help": "Requests in the server at once, waiting or running. One more is refused with 429 `overloaded`.",
+            "help": "Requests in the server at once, waiting or running. More are refused with 429 `overloaded`.",
             "unit": "requests",
             "min": 1,
-            "when": "Raise it if clients would rather wait than be refused; too high and they wait for minutes.",
+            "when": "Raise it if clients prefer waiting to a refusal; too high, and they wait for minutes.",
         },
     )
     max_queue_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "Tokens (prompt plus `max_new_tokens`) that waiting requests may reach together. A request beyond "
-            "that is refused with 429 `overloaded`. Without it, max_concurrent_requests alone bounds the queue.",
+            "help": "Tokens (prompt plus `max_new_tokens`) of all waiting requests together. A request beyond it is "
+            "refused with 429 `overloaded`. Without it, only max_concurrent_requests bounds the queue.",
             "unit": "tokens",
             "min": 1,
             "default": "no limit",
-            "when": "Requests are of very unlike length. Set it to the tokens a second of this server times the "
-            "seconds that clients will wait.",
+            "when": "Request lengths differ widely. Set it to this server's tokens a second times the seconds that "
+            "clients will wait.",
         },
     )
     max_best_of: int = field(
@@ -95,7 +95,7 @@ class RouterConfig:
             "help": "Largest number of stop sequences in one request.",
             "unit": "sequences",
             "min": 0,
-            "when": "Raise it for prompts with many end markers; each is searched for after every token.",
+            "when": "Raise it for prompts with many end markers; every one is searched for after each token.",
         },
     )
     max_top_n_tokens: int = field(
@@ -105,16 +105,15 @@ class RouterConfig:
             "default is 5, OpenAI's 20.",
             "unit": "tokens",
             "min": 0,
-            "when": "Raise it for evaluation; replies grow by as much.",
+            "when": "Raise it for evaluation; replies grow with it.",
         },
     )
     enable_prefill_logprobs: bool = field(
         default=True,
         metadata={
-            "help": "Whether requests may ask for the log-probabilities of their prompt (`decoder_input_details`); if "
-            "not, such a request is refused. TGI's default is false.",
-            "when": "false keeps clients from asking for it: it makes a prompt's step larger, and keeps the prompt out "
-            "of the prefix cache.",
+            "help": "Whether requests may ask for log-probabilities of their prompt (`decoder_input_details`); "
+            "otherwise they are refused. TGI's default is false.",
+            "when": "false, because such requests have larger steps and are not cached as prefixes.",
         },
     )
     max_input_length: int | None = field(
@@ -142,11 +141,11 @@ class RouterConfig:
     waiting_served_ratio: float = field(
         default=0.0,
         metadata={
-            "help": "Waiting requests join the running batch once so many of them fit that they are this share of it.",
+            "help": "Waiting requests join the running batch once those that fit make up this share of it.",
             "unit": "ratio",
             "min": 0.0,
-            "when": "Hardly ever: `prefill_chunk` protects running streams, and a ratio keeps the batch small beside "
-            "it (docs/simulation.md). TGI's default is 0.3.",
+            "when": "Rarely: `prefill_chunk` already protects running streams, and a ratio keeps the batch small "
+            "(docs/simulation.md). TGI's default is 0.3.",
         },
     )
     max_batch_prefill_tokens: int = field(
@@ -161,40 +160,40 @@ class RouterConfig:
     prefill_chunk: int | Literal["auto"] = field(
         default="auto",
         metadata={
-            "help": "Prompt tokens computed in a step in which other requests decode: a long prompt joins in chunks of "
-            "this size. auto chooses each step's, 64 or more, from measured times, so that such a step takes at most "
-            "twice what it would take without prompts.",
+            "help": "Prompt tokens computed in a step in which other requests decode: long prompts are computed in "
+            "chunks of this size. auto chooses 64 or more for each step, from measured times, so that the step takes "
+            "at most twice as long as without prompts.",
             "unit": "tokens",
             "words": ("auto",),
             "min": 1,
-            "when": "A number makes steps alike: a lower one for shorter pauses in running streams, a higher one for "
-            "quicker first tokens.",
+            "when": "A number gives steps of equal length: lower for shorter pauses in running streams, higher for "
+            "earlier first tokens.",
         },
     )
     max_inter_token_ms: int | None = field(
         default=None,
         metadata={
-            "help": "What a step may take, as far as `prefill_chunk` auto can help it, in which prompts are computed "
-            "beside requests that decode: the longest time between two tokens of a stream.",
+            "help": "Target for the longest time between two tokens of a stream: how long a step may take that "
+            "computes prompts beside decoding requests, as far as `prefill_chunk` auto can achieve it.",
             "unit": "milliseconds",
             "min": 1,
             "default": "twice what the step would take without prompts",
-            "when": "You know what readers notice: more than the default gives quicker first tokens and more "
+            "when": "You know the acceptable pause: more than the default gives earlier first tokens and more "
             "throughput, less gives smoother streams.",
         },
     )
     disable_prefix_caching: bool = field(
         default=False,
         metadata={
-            "help": "Compute every prompt anew, even if one that began with the same tokens is still in the KV cache.",
-            "when": "To measure prefill, or if whoever times answers must not learn which prompts others sent.",
+            "help": "Compute every prompt from its start, even if the KV cache still has its prefix.",
+            "when": "To measure prefill, or to stop clients from learning others' prompts by timing.",
         },
     )
     disable_grammar_support: bool = field(
         default=False,
         metadata={
-            "help": "Refuse requests with a grammar, and never start the two processes that grammars need.",
-            "when": "Where nobody needs them and memory is short: each process has a table of the whole vocabulary.",
+            "help": "Refuse requests with a grammar, and never start the two processes that compute grammars.",
+            "when": "Grammars are not needed and memory is short: each process holds a table of the whole vocabulary.",
         },
     )
     max_batch_total_tokens: int | None = field(
@@ -204,16 +203,17 @@ class RouterConfig:
             "unit": "tokens",
             "min": 2,
             "default": "inferred at start from free memory",
-            "when": "Lower it to leave memory for others; more than fits is refused with the number that fits.",
+            "when": "Lower it to leave memory for other programs; a value that does not fit is refused with the one "
+            "that does.",
         },
     )
     max_waiting_tokens: int = field(
         default=20,
         metadata={
-            "help": "Decode steps after which a waiting request joins whatever waiting_served_ratio says.",
+            "help": "Decode steps after which a waiting request joins regardless of waiting_served_ratio.",
             "unit": "steps",
             "min": 0,
-            "when": "Lower it to bound the wait for a first token; 0 lets requests in at every step.",
+            "when": "Lower it to bound the wait for a first token; 0 admits requests at every step.",
         },
     )
     max_batch_size: int | None = field(
@@ -223,7 +223,7 @@ class RouterConfig:
             "unit": "requests",
             "min": 1,
             "default": "no limit",
-            "when": "Set it where the time of one step matters more than throughput.",
+            "when": "The time of one step matters more than throughput.",
         },
     )
     max_client_batch_size: int = field(
@@ -247,10 +247,10 @@ class RouterConfig:
     validation_workers: int = field(
         default=2,
         metadata={
-            "help": "Threads that tokenise prompts, and write what long answers say.",
+            "help": "Threads that tokenise prompts and serialise long answers.",
             "unit": "threads",
             "min": 1,
-            "when": "Raise it for many long prompts a second on a machine with cores to spare.",
+            "when": "Raise it for many long prompts a second on a machine with spare cores.",
         },
     )
     api_key: str | None = field(
@@ -259,37 +259,37 @@ class RouterConfig:
             "help": "Key that clients must send as `Authorization: Bearer KEY`; without it the server is open.",
             "secret": True,
             "default": "none",
-            "when": "Always on an address that others can reach; a warning says so at start. "
-            "Prefer the environment variable: flags show in `ps`.",
+            "when": "Always on an address that others can reach; a warning says so at the start. Prefer the "
+            "environment variable: flags show in `ps`.",
         },
     )
     api_keys_file: str | None = field(
         default=None,
         metadata={
-            "help": "JSON or TOML file of further API keys, each with a name and limits of its own; read again when it "
-            "changes. No key can take more than its share while others wait (docs/operating.md).",
+            "help": "JSON or TOML file of further API keys, each with a name and limits; read again when it changes. "
+            "Keys share the server fairly (docs/operating.md).",
             "default": "none",
-            "when": "Several people or programs share the server.",
+            "when": "Several users or programs share the server.",
         },
     )
     request_timeout: float | None = field(
         default=None,
         metadata={
-            "help": "Longest time for one request, waiting included. What is not finished by then ends with `timeout`: "
-            "504, or an error event in a stream. A client may ask for less with `x-request-timeout-ms`.",
+            "help": "Longest time for one request, queueing included. A request that exceeds it ends with `timeout`: "
+            "504, or an error event in a stream. Clients may ask for less with `x-request-timeout-ms`.",
             "unit": "seconds",
             "min": 0.001,
             "default": "no limit",
-            "when": "Clients give up after a known time: what they no longer wait for is then not computed.",
+            "when": "Clients give up after a known time: their requests are then not computed further.",
         },
     )
     cors_allow_origin: tuple[str, ...] = field(
         default=(),
         metadata={
-            "help": "Origin whose web pages may call this server, or * for any; repeat the flag or separate by commas. "
-            "TGI's default is any.",
+            "help": "Origin whose web pages may call this server, or * for any; repeat the flag or separate by "
+            "commas. TGI's default is any.",
             "default": "none",
-            "when": "Set it when browsers call the server directly.",
+            "when": "Browsers call the server directly.",
         },
     )
 
@@ -298,18 +298,18 @@ class RouterConfig:
     header_timeout: float = field(
         default=10.0,
         metadata={
-            "help": "How long a client has to send its headers, from connecting or from the first byte of a later "
-            "request.",
+            "help": "How long a client may take to send its headers, from connecting or from the first byte of a "
+            "later request.",
             "unit": "seconds",
             "min": 0.05,
-            "when": "Hardly ever: headers are a few packets.",
+            "when": "Rarely: headers are a few packets.",
         },
     )
     body_timeout: float = field(
         default=30.0,
         metadata={
-            "help": "How long a client has to send a body. As long, at most, is what is left of a refused request "
-            "thrown away, so that the client can read the refusal.",
+            "help": "How long a client may take to send a body, and how long the rest of a refused request is read "
+            "and discarded so that the client can read the refusal.",
             "unit": "seconds",
             "min": 0.05,
             "when": "Raise it with payload_limit for clients on slow lines: 2 MB in 30 s is 70 KB/s.",
@@ -327,10 +327,10 @@ class RouterConfig:
     unread_timeout: float = field(
         default=60.0,
         metadata={
-            "help": "How long a byte of an answer may wait for the client to read it; then the connection is reset.",
+            "help": "How long a byte of an answer may wait for the client to read it before the connection is reset.",
             "unit": "seconds",
             "min": 0.05,
-            "when": "Lower it where many clients stall. What the kernel holds for a client is not counted.",
+            "when": "Lower it where many clients stall. Bytes in the kernel's buffers do not count.",
         },
     )
     max_header_bytes: int = field(
@@ -345,7 +345,7 @@ class RouterConfig:
     max_header_lines: int = field(
         default=100,
         metadata={
-            "help": "Most headers and trailers of one request; more are refused with 431.",
+            "help": "Largest number of headers and trailers of one request; more are refused with 431.",
             "unit": "lines",
             "min": 1,
             "when": "A proxy in front adds very many.",
@@ -354,8 +354,8 @@ class RouterConfig:
     max_unfinished_bytes: int = field(
         default=64 * 1024 * 1024,
         metadata={
-            "help": "Bytes of unfinished request bodies, of all connections together. Beyond it, the API key or else "
-            "the peer that holds the most has one refused with 429. Never less than payload_limit.",
+            "help": "Bytes of unfinished request bodies over all connections. Beyond it, the API key (or else the "
+            "peer) that holds the most has one request refused with 429. Never less than payload_limit.",
             "unit": "bytes",
             "min": 1,
             "when": "Raise it for many large prompts at once over slow lines.",
@@ -364,18 +364,19 @@ class RouterConfig:
     max_unread_bytes: int = field(
         default=64 * 1024 * 1024,
         metadata={
-            "help": "Bytes of answers that wait in the router for their clients, of all connections together. Beyond "
-            "it, the connection that has taken nothing for the longest is reset. A single answer may be larger.",
+            "help": "Bytes of answers that wait in the router for clients, over all connections. Beyond it, the "
+            "connection that was read longest ago is reset. A single answer may be larger.",
             "unit": "bytes",
             "min": 1,
-            "when": "Raise it for many large answers at once over slow lines. What the kernel holds is not counted.",
+            "when": "Raise it for many large answers at once over slow lines. Bytes in the kernel's buffers do not "
+            "count.",
         },
     )
     max_discarded_bytes: int = field(
         default=64 * 1024 * 1024,
         metadata={
-            "help": "How much of a refused request is thrown away, so that the client can read the refusal; more than "
-            "that resets the connection.",
+            "help": "Bytes of a refused request that are read and discarded so that the client can read the refusal; "
+            "beyond that the connection is reset.",
             "unit": "bytes",
             "min": 0,
             "when": "Lower it where traffic is paid for.",
@@ -386,49 +387,48 @@ class RouterConfig:
     tokenizer_config_path: str | None = field(
         default=None,
         metadata={
-            "help": "A tokenizer_config.json to use in place of the model's: chat template and special tokens.",
+            "help": "A tokenizer_config.json to use instead of the model's, for chat template and special tokens.",
             "default": "the model's",
-            "when": "The model comes without one, or with a wrong one.",
+            "when": "The model has none, or a wrong one.",
         },
     )
     chat_template: str | None = field(
         default=None,
         metadata={
-            "help": "File of the template that makes a prompt of a chat's messages: Jinja2, or JSON with a "
-            "`chat_template`.",
+            "help": "File of the chat template: Jinja2, or JSON with a `chat_template`.",
             "default": "the model's",
-            "when": "The model comes without a template, or you want another format.",
+            "when": "The model has none, or you want another format.",
         },
     )
     tool_call_parser: str = field(
         default="auto",
         metadata={
-            "help": "How the model writes calls of tools (docs/chat.md). auto: as its chat template says.",
+            "help": "Format of the model's tool calls (docs/apis.md). auto: recognised from its chat template.",
             "choices": TOOL_CALL_PARSERS,
-            "when": "The template says nothing or the wrong thing. none: tools are refused.",
+            "when": "The template does not show the format, or the wrong one. none: tools are refused.",
         },
     )
     reasoning_parser: str = field(
         default="auto",
         metadata={
-            "help": "Between which marks the model writes what it thinks; chats get that as `reasoning_content`. "
-            "auto: as its chat template says.",
+            "help": "Marks around the model's reasoning, which chats return as `reasoning_content`. auto: recognised "
+            "from its chat template.",
             "choices": REASONING_PARSERS,
-            "when": "The template says nothing or the wrong thing. none: it stays in the text.",
+            "when": "The template does not show the marks, or the wrong ones. none: reasoning stays in the text.",
         },
     )
     reasoning_field: str = field(
         default="reasoning_content",
         metadata={
-            "help": "What that is called in the messages of chats; both names are taken in requests.",
+            "help": "Name of the reasoning field in chat messages; requests may use either name.",
             "choices": ("reasoning_content", "reasoning"),
-            "when": "Your clients were written for a server that calls it `reasoning`.",
+            "when": "Your clients expect `reasoning`.",
         },
     )
     max_n: int = field(
         default=16,
         metadata={
-            "help": "Largest `n` and `best_of` on `/v1`: answers that are generated to one prompt.",
+            "help": "Largest `n` and `best_of` on `/v1`: answers generated for one prompt.",
             "unit": "answers",
             "min": 1,
             "when": "Each answer costs a whole generation and one place of `max_concurrent_requests`.",
@@ -439,7 +439,7 @@ class RouterConfig:
     otlp_endpoint: str | None = field(
         default=None,
         metadata={
-            "help": "OpenTelemetry collector (OTLP over gRPC) that gets a trace of every request.",
+            "help": "OpenTelemetry collector (OTLP over gRPC) that receives a trace of every request.",
             "default": "none",
             "when": "You run a collector; needs the extra `otel`.",
         },
@@ -447,41 +447,43 @@ class RouterConfig:
     otlp_service_name: str = field(
         default="text-generation-inference.router",
         metadata={
-            "help": "Name under which the traces of otlp_endpoint appear; the default is TGI's, for its dashboards.",
+            "help": "Service name of the traces; the default is TGI's, for its dashboards.",
             "when": "Several servers send traces to one collector.",
         },
     )
     log_level: str = field(
         default="info",
         metadata={
-            "help": "Least important log records of the router and the shards that are written: info has one for each "
-            "request, debug one for each step too. The launcher's own few lines are always written.",
+            "help": "Lowest level of log records of router and shards: info has one line per request, debug also one "
+            "per step. The launcher's own few lines are always written.",
             "choices": LOG_LEVELS,
             "environment": "LOCKSTEP_LOG_LEVEL",  # LOG_LEVEL is common in containers, and TGI's has a form of its own
-            "when": "warn keeps the log of a busy server small; debug shows what each step is made of.",
+            "when": "warn for a small log on a busy server; debug to see what each step contains.",
         },
     )
     json_output: bool = field(
         default=False,
-        metadata={"help": "Write logs as JSON, one object a line.", "when": "A log collector reads them."},
+        metadata={"help": "Write logs as JSON, one object per line.", "when": "A log collector reads them."},
     )
     continuation_key: str | None = field(
         default=None,
         metadata={
-            "help": "Key with which a balancer of several servers asks to be told the tokens of streams, so that "
-            "another server can go on with those of one that is lost. Clients must not know it.",
+            "help": "Key with which a load balancer requests the tokens of streams, so that another server can "
+            "continue those of a lost one. Clients must not know it.",
             "default": "none",
             "secret": True,
-            "when": "Several servers of one model run behind a balancer of ours; `deploy/ray` sets it itself.",
+            "when": "Several servers of one model run behind a balancer that migrates streams; `deploy/ray` sets it "
+            "itself.",
         },
     )
     shutdown_delay: int = field(
         default=0,
         metadata={
-            "help": "How long after SIGTERM new requests are still accepted, while /health says 503 already.",
+            "help": "How long after SIGTERM new requests are still accepted while /health already answers 503.",
             "unit": "seconds",
             "min": 0,
-            "when": "Behind a load balancer: longer than it takes to notice, so that a rolling restart loses nothing.",
+            "when": "Behind a load balancer: longer than it takes to notice, so that a rolling restart loses no "
+            "request.",
         },
     )
     graceful_termination_timeout: int = field(
@@ -499,13 +501,13 @@ class RouterConfig:
     micro_batches: int | None = field(
         default=None,
         metadata={
-            "help": "Parts that the batch is divided into where there are pipeline stages, so that each stage computes "
-            "one part while the next stage computes another. Every part reads all weights.",
+            "help": "Parts that the batch is divided into with pipeline stages, so that one stage computes one part "
+            "while the next stage computes another. Every part reads all weights.",
             "unit": "parts",
             "min": 1,
             "max": MOST_MICRO_BATCHES,
             "default": "the number of stages (pipeline_parallel)",
-            "when": "Raise it where stages idle because what they send each other takes long, as over slow links.",
+            "when": "Raise it if stages idle because transfers between them are slow.",
         },
     )
 

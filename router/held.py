@@ -32,7 +32,7 @@ class Held:
     def begin(self, entry: Entry) -> None:
         """Have a matcher for it, if it has a grammar."""
         if entry.request.grammar is not None:
-            assert self._matching is not None, "who has no matchers refuses grammars"
+            assert self._matching is not None, "without matchers, grammars are refused"
             known = entry.generated_ids
             entry.match = self._matching.begin(entry.request.grammar, partial(self._note, entry), known)
             if known:

@@ -180,23 +180,19 @@ class Metrics:
             "tgi_request_generated_tokens", "Tokens generated", limits.max_total_tokens
         )
         self.prefix_hit_tokens = self._counter(
-            "tgi_request_prefix_hit_tokens", "Tokens of new and rebuilt sequences that were in the KV cache already"
+            "tgi_request_prefix_hit_tokens", "Tokens of new and resumed sequences found in the KV cache"
         )
-        self.preempted = self._counter(
-            "tgi_request_preempted", "Times that a running request made room for another API key's, to be rebuilt later"
-        )
+        self.preempted = self._counter("tgi_request_preempted", "Preemptions of running requests for another API key's")
         self.timeouts = self._counter("tgi_request_timeout", "Requests whose deadline passed", stage=STAGES)
         self.surplus_tokens = self._counter(
-            "tgi_request_surplus_tokens", "Tokens computed and dropped: after an end, or of a sequence that made room"
+            "tgi_request_surplus_tokens", "Tokens computed and dropped: after an end, or of a preempted sequence"
         )
 
     def _define_batch_metrics(self, limits: Limits) -> None:
         self.queue_size = self._gauge("tgi_queue_size", "Requests waiting for admission")
-        self.queue_tokens = self._gauge("tgi_queue_tokens", "Tokens that waiting requests may reach")
+        self.queue_tokens = self._gauge("tgi_queue_tokens", "Prompt and new tokens of waiting requests, at most")
         self.batch_size = self._gauge("tgi_batch_current_size", "Requests running")
-        self.held_size = self._gauge(
-            "tgi_batch_held_size", "Running requests that wait to be told what their grammars allow next"
-        )
+        self.held_size = self._gauge("tgi_batch_held_size", "Running requests that wait for their grammar")
         self.batch_tokens = self._gauge("tgi_batch_current_max_tokens", "Tokens reserved by running requests")
         self.most_tokens = self._gauge("tgi_batch_max_total_tokens", "Tokens that may be reserved")
         self.most_blocks = self._gauge("tgi_kv_blocks_total", "KV blocks")
@@ -210,7 +206,7 @@ class Metrics:
             registry=self._registry,
         )
         self.prefill_tokens = self._counter(
-            "tgi_batch_prefill_tokens", "Tokens of new and rebuilt sequences that had to be computed"
+            "tgi_batch_prefill_tokens", "Tokens of new and resumed sequences that had to be computed"
         )
         self.batch_concat = self._counter(
             "tgi_batch_concat", "Times that requests joined a running batch", reason=JOIN_REASONS
@@ -218,7 +214,7 @@ class Metrics:
         self.step_count = self._counter("tgi_batch_inference_count", "Steps computed", method=METHODS)
         self.step_success = self._counter("tgi_batch_inference_success", "Steps computed without error", method=METHODS)
         self.recoveries = self._counter("tgi_shards_recovery_count", "Times that lost shards were replaced")
-        self.recovery_seconds = self._counter("tgi_shards_recovery_seconds", "Seconds without shards, all together")
+        self.recovery_seconds = self._counter("tgi_shards_recovery_seconds", "Total seconds without shards")
         self.step_failures = self._counter("tgi_batch_inference_failure", "Steps that failed", method=METHODS)
         self.step_duration = self._durations(
             "tgi_batch_inference_duration", "From sending a step to its reply", method=METHODS

@@ -74,7 +74,7 @@ class ShardConfig:
     dtype: str | None = field(
         default=None,
         metadata={
-            "help": "What the model computes in.",
+            "help": "Data type of the computation.",
             "choices": DTYPES,
             "default": "the checkpoint's where the device computes it well, else the nearest that it does",
             "when": "float32 on a CPU to compare with another implementation, bfloat16 for speed.",
@@ -83,16 +83,16 @@ class ShardConfig:
     random_weights: bool = field(
         default=False,
         metadata={
-            "help": "Make up random weights of the shape that config.json describes, and read none.",
-            "when": "To measure how fast a model would be before downloading it. The text is nonsense.",
+            "help": "Use random weights of the shape that config.json describes; no weights are read.",
+            "when": "To measure a model's speed before downloading it. The text is nonsense.",
         },
     )
     device: str = field(
         default="auto",
         metadata={
-            "help": "Where the model runs; auto takes GPUs if there are any.",
+            "help": "Device of the model; auto uses GPUs if there are any.",
             "choices": DEVICES,
-            "when": "cpu keeps the GPUs of the machine free.",
+            "when": "cpu keeps the machine's GPUs free.",
         },
     )
     threads: int | None = field(
@@ -104,46 +104,45 @@ class ShardConfig:
             "max": 1024,
             "environment": "OMP_NUM_THREADS",
             "default": "the cores divided by the shards; one beside a GPU or for a model below 64 MB",
-            "when": "Lower it where other programs need the cores. More than there are cores makes every step slower.",
+            "when": "Lower it where other programs need the cores. More threads than cores make every step slower.",
         },
     )
     quantize: str | None = field(
         default=None,
         metadata={
-            "help": "Store the weights of linear layers in this format. int8, fp8, int4, eetq and those of "
-            "bitsandbytes are made while loading; a checkpoint that is quantised says itself how.",
+            "help": "Format of the linear layers' weights. int8, fp8, int4, eetq and those of bitsandbytes are made "
+            "while loading; a quantised checkpoint declares its own.",
             "choices": QUANTIZE,
             "refused": QUANTIZE_REFUSED,
             "default": "as in the checkpoint",
-            "when": "int8 halves the memory of 16-bit weights, int4 leaves little more than a quarter; small "
-            "differences in the text are to be expected (docs/quantized-models.md).",
+            "when": "int8 halves the memory of 16-bit weights, int4 needs little more than a quarter; texts change "
+            "slightly (docs/quantized-models.md).",
         },
     )
     quantize_head: str = field(
         default="int8",
         metadata={
-            "help": "How quantize int8 and int4 store the output head, and an embedding table that is tied to it.",
+            "help": "Format of the output head, and of an embedding table tied to it, with quantize int8 or int4.",
             "choices": QUANTIZE_HEADS,
-            "when": "none keeps them as they are in the checkpoint: more memory, and logits that are a little nearer "
-            "to the model's.",
+            "when": "none keeps them as in the checkpoint: more memory, slightly more exact logits.",
         },
     )
     kv_cache_dtype: str = field(
         default="auto",
         metadata={
-            "help": "What the KV cache stores keys and values in; auto: what the model computes in. int8 has a scale "
-            "for each token and head, fp8 those of the checkpoint, if any.",
+            "help": "Data type of the KV cache; auto: that of the computation. int8 has a scale per token and head, "
+            "fp8 uses those of the checkpoint, if any.",
             "choices": KV_CACHE_DTYPES,
-            "when": "int8 holds about twice the tokens of 16 bits in the same memory, and texts hardly differ; "
-            "fp8_e4m3 is coarser, fp8_e5m2 coarser still.",
+            "when": "int8 holds about twice the tokens of 16 bits, and texts hardly differ; fp8_e4m3 is less exact, "
+            "fp8_e5m2 still less.",
         },
     )
     weights_on_device: str = field(
         default="100%",
         metadata={
-            "help": "How much of the layers' weights stays where they are computed with, as a share (40%) or in each "
-            "shard a size (6GB); the rest streams to it in every step. auto: as much as decodes fastest beside the KV "
-            "cache that the limits want, by measured speeds. Embedding and head always stay.",
+            "help": "How much of the layers' weights stays on the device, as a share (40%) or a size per shard (6GB); "
+            "the rest streams to it in every step. auto: the fastest choice beside the KV cache that the limits want, "
+            "by measured speeds. Embedding and head always stay.",
             "unit": "share or size",
             "check": Share.parse,
             "words": (AUTO,),
@@ -153,8 +152,8 @@ class ShardConfig:
     weights_on_host: str | None = field(
         default=None,
         metadata={
-            "help": "How much of the layers' weights the host's memory keeps for a GPU, as a share of all or in each "
-            "shard a size; what is neither there nor on the GPU is read from offload_dir.",
+            "help": "How much of the layers' weights the host's memory holds for a GPU, as a share of all or a size "
+            "per shard; the rest is read from offload_dir.",
             "check": Share.parse,
             "default": "all that is not on the GPU",
             "when": "The host's memory is too small for the rest of the weights.",
@@ -163,17 +162,17 @@ class ShardConfig:
     kv_on_device: str = field(
         default="100%",
         metadata={
-            "help": "How much of the KV cache stays where it is computed with, as a share (40%) or in each shard a "
-            "size (6GB); the other blocks of a sequence come and go in every step, layer by layer.",
+            "help": "How much of the KV cache stays on the device, as a share (40%) or a size per shard (6GB); the "
+            "other blocks are read and written in every step, layer by layer.",
             "check": Share.parse,
-            "when": "More or longer sequences are to run than memory holds: each then waits for its blocks to be read.",
+            "when": "More or longer sequences than memory holds; each then waits for its blocks to be read.",
         },
     )
     kv_on_host: str | None = field(
         default=None,
         metadata={
-            "help": "How much of the KV cache the host's memory keeps for a GPU, as a share of all or in each shard a "
-            "size; what is neither there nor on the GPU is in offload_dir.",
+            "help": "How much of the KV cache the host's memory holds for a GPU, as a share of all or a size per "
+            "shard; the rest is in offload_dir.",
             "check": Share.parse,
             "default": "all that is not on the GPU",
             "when": "The host's memory is too small for the rest of the KV cache.",
@@ -182,27 +181,25 @@ class ShardConfig:
     offload_dir: str | None = field(
         default=None,
         metadata={
-            "help": "Folder for weights and KV blocks that stream from a disk: files that no other process can open, "
-            "and that are gone with the shard.",
+            "help": "Folder for weights and KV blocks that stream from a disk. Its files cannot be opened by other "
+            "processes and are removed when the shard ends.",
             "default": "none",
-            "when": "With weights_on_device or kv_on_device below 100%. On the fastest disk there is; one in "
-            "memory (tmpfs) is refused.",
+            "when": "With weights_on_device or kv_on_device below 100%. Use the fastest disk; tmpfs is refused.",
         },
     )
     rope_scaling: str | None = field(
         default=None,
         metadata={
-            "help": "Stretch the positions of a model with rotary embeddings, in place of what its config.json says.",
+            "help": "Scale the positions of a model with rotary embeddings, instead of as its config.json says.",
             "choices": ROPE_SCALINGS,
             "default": "the model's; linear if rope_factor is given",
-            "when": "Prompts are longer than those that the model was trained on; answers get worse where it was not "
-            "tuned for it.",
+            "when": "Prompts are longer than in training; answers get worse unless the model was tuned for it.",
         },
     )
     rope_factor: float | None = field(
         default=None,
         metadata={
-            "help": "By how much rope_scaling stretches; the longest sequence grows by as much.",
+            "help": "Factor of rope_scaling; the longest sequence grows by it.",
             "unit": "ratio",
             "min": 1.0,
             "max": 1024.0,
@@ -214,13 +211,13 @@ class ShardConfig:
         default=None,
         metadata={
             "help": "Batch sizes whose decode steps are captured as CUDA graphs, separated by commas; 0: none. Steps "
-            "with up to 512 prompt tokens beside no larger batches are captured too. On a CPU each batch size is "
+            "with up to 512 prompt tokens and batches of these sizes are captured too. On a CPU each batch size is "
             "captured at its first use, and 0 turns that off.",
             "unit": "requests",
             "check": parse_graph_sizes,
             "default": "23 sizes up to 256",
-            "when": "Fewer sizes leave memory for the KV cache and start sooner; a batch is filled up to the next "
-            "size. 0 to find out whether a graph is at fault.",
+            "when": "Fewer sizes leave memory for the KV cache and start sooner; a batch is padded to the next size. "
+            "0 to find out whether a graph causes a fault.",
         },
     )
     cuda_memory_fraction: float = field(
@@ -236,43 +233,43 @@ class ShardConfig:
     all_reduce: str = field(
         default="auto",
         metadata={
-            "help": "How the shards on GPUs add up their parts. symmetric: small sums in one kernel that reads the "
-            "memory of every GPU; nccl: all through NCCL; auto: symmetric where all GPUs can read each other's memory; "
-            "host: through the memory of the host, over gloo, so that shards may share a GPU: right, and slow.",
+            "help": "How shards on GPUs sum partial results. symmetric: small sums in one kernel that reads every "
+            "GPU's memory; nccl: all through NCCL; auto: symmetric where all GPUs can read each other's memory; host: "
+            "through the host's memory with gloo, which is slow but lets shards share a GPU.",
             "choices": ALL_REDUCES,
-            "when": "nccl to find out whether symmetric memory is at fault; symmetric to be told why it is not used; "
+            "when": "nccl to find out whether symmetric memory causes a fault; symmetric to see why it is not used; "
             "host to try several shards on one GPU.",
         },
     )
     prefix_cache_host_gb: float = field(
         default=0.0,
         metadata={
-            "help": "Memory of the host for the prefix cache, of all shards together: what the KV cache has no room "
-            "for any more is copied back from there instead of computed.",
+            "help": "Host memory for the prefix cache, over all shards: prefixes that no longer fit into the KV cache "
+            "are copied back from there instead of being computed.",
             "unit": "GB",
             "min": 0.0,
             "max": 100_000.0,
             "default": "0; with prefix_cache_disk_gb what the longest sequence takes, at most 1 GB",
-            "when": "On a GPU, requests begin with the same long texts, more of them than the KV cache holds. On a CPU "
-            "the KV cache lies in the same memory: raise max_batch_total_tokens instead.",
+            "when": "On a GPU, if requests share more long prefixes than the KV cache holds. On a CPU raise "
+            "max_batch_total_tokens instead: it is the same memory.",
         },
     )
     prefix_cache_disk_gb: float = field(
         default=0.0,
         metadata={
-            "help": "Room on disk for the prefix cache, of all shards together, in prefix_cache_dir. What it holds "
-            "outlives the server: keys and values of all prompts and answers (docs/operating.md).",
+            "help": "Disk space for the prefix cache in prefix_cache_dir, over all shards. It outlives the server and "
+            "holds keys and values of all prompts and answers (docs/operating.md).",
             "unit": "GB",
             "min": 0.0,
             "max": 100_000.0,
-            "when": "Long texts come again after hours or restarts, and the disk is faster than computing them.",
+            "when": "Long prefixes return after hours or restarts, and the disk is faster than computing them.",
         },
     )
     prefix_cache_dir: str | None = field(
         default=None,
         metadata={
-            "help": "Folder for the prefix cache on disk; it is made if it is not there. Several models share one, "
-            "each with files of its own.",
+            "help": "Folder of the prefix cache on disk, created if missing. Models can share it; each has its own "
+            "files.",
             "default": "none",
             "when": "Together with prefix_cache_disk_gb, on a local disk that only you can read.",
         },
@@ -280,50 +277,48 @@ class ShardConfig:
     null_step_ms: float = field(
         default=0.0,
         metadata={
-            "help": "How long each step of the null model takes, as if something were computed.",
+            "help": "Duration of each step of the null model.",
             "unit": "milliseconds",
             "min": 0.0,
             "max": 60_000.0,
-            "when": "With model_id null: a server of known speed, to check clients, balancers and benchmarks against.",
+            "when": "With model_id null: a server of known speed to check clients, load balancers and benchmarks.",
         },
     )
     null_token_us: float = field(
         default=0.0,
         metadata={
-            "help": "How much longer each prompt token makes a step of the null model that computes it. "
-            "Above 0, the prefix cache is on.",
+            "help": "Extra time per prompt token in a step of the null model. Above 0, the prefix cache is on.",
             "unit": "microseconds",
             "min": 0.0,
             "max": 1_000_000.0,
-            "when": "With null_step_ms, where long prompts or the prefix cache matter to what is checked.",
+            "when": "With null_step_ms, if long prompts or the prefix cache matter.",
         },
     )
     disable_custom_kernels: bool = field(
         default=False,
         metadata={
             "help": "Compute everything with stock torch operators: the reference backend.",
-            "when": "To find out whether a fast kernel is at fault; slower.",
+            "when": "To find out whether a fast kernel causes a fault; slower.",
         },
     )
     cpu_kernels: str = field(
         default=cpu_kinds.AUTO,
         metadata={
-            "help": "Which compiled kernels compute on a CPU. auto: with all instructions that it has; avx512, avx2: "
-            "with those of x86-64-v4 or x86-64-v3 alone; none: stock torch operators, as without a compiler.",
+            "help": "Compiled CPU kernels. auto: all instructions of the processor; avx512, avx2: those of x86-64-v4 "
+            "or x86-64-v3; none: stock torch operators, as without a compiler.",
             "choices": cpu_kinds.CHOICES,
             "check": cpu_kinds.check,
-            "when": "To try what a lesser processor will do, or whether a kernel is at fault. Each kind is compiled at "
-            "its first use.",
+            "when": "To try a lesser processor, or to find out whether a kernel causes a fault. Each kind is compiled "
+            "at its first use.",
         },
     )
     cpu_inputs: str = field(
         default=cpu_kinds.ROUNDED,
         metadata={
-            "help": "What a CPU does in bfloat16 with inputs of layers whose weights are integers and whose format "
-            "leaves inputs as they are (gptq, awq, int4, eetq). rounded: to 8 bits, a scale for each 128; exact: "
-            "nothing.",
+            "help": "On CPUs in bfloat16, inputs of layers with integer weights whose format leaves inputs "
+            "unquantised (gptq, awq, int4, eetq). rounded: to 8 bits with a scale per 128; exact: unchanged.",
             "choices": cpu_kinds.INPUTS,
-            "when": "exact is nearer to what the weights say, and reads them up to ten times as slowly "
+            "when": "exact gives more exact results, and reads weights up to ten times as slowly "
             "(docs/quantized-models.md).",
         },
     )
@@ -334,14 +329,14 @@ class ShardConfig:
             "unit": "ratio",
             "min": 0.01,
             "max": 0.99,
-            "when": "Less is found in shorter texts where delta is large. Must be known to whoever detects the "
-            "watermark (`lockstep watermark`).",
+            "when": "With a large delta, a lower gamma is detected in shorter texts. `lockstep watermark` needs the "
+            "same value.",
         },
     )
     watermark_delta: float = field(
         default=2.0,
         metadata={
-            "help": "How much a watermark adds to the logits of the favoured tokens.",
+            "help": "Added to the logits of the favoured tokens.",
             "unit": "logits",
             "min": 0.0,
             "max": 100.0,

@@ -233,11 +233,9 @@ def test_an_output_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     assert "precious" == output.read_text()
 
 
-def test_the_readme_says_how_to_call_it() -> None:
-    readme, page = ((ROOT / name).read_text() for name in ("README.md", "docs/batch-jobs.md"))
-    command = "lockstep batch --input prompts.jsonl --output out.jsonl"
-    assert command in readme and command in page and "docs/batch-jobs.md" in readme
-    assert "make test-offload" in readme and "\ntest-offload: needs install\n" in (ROOT / "Makefile").read_text()
+def test_the_page_says_how_to_call_it() -> None:
+    page = (ROOT / "docs/operating.md").read_text()
+    assert "lockstep batch --input prompts.jsonl --output out.jsonl" in page
     for option in ("--errors", "--url", "--model-id", "--concurrency", "--timeout", "--max-tries", "--give-up-after"):
         assert f"`{option}" in page
     example = re.findall(r"^\{.*\}$", page, re.MULTILINE)

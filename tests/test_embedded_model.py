@@ -191,5 +191,5 @@ def test_the_trainer_takes_a_step_that_changes_every_weight(tokenizer: Any) -> N
 
 def test_the_readme_is_what_the_trainer_writes(evaluation: dict[str, Any]) -> None:
     facts = train.readme_facts(evaluation)
-    written = (NOTES / "README.md").read_text().split("## Three outputs")[0]
-    assert train.README.split("## Three outputs")[0].format(**facts) == written
+    written = (NOTES / "README.md").read_text().split("## Two outputs")[0]
+    assert train.README.split("## Two outputs")[0].format(**facts) == written

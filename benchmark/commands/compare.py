@@ -55,9 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument(
         "results", type=Path, nargs="+", metavar="PATH",
-        help="a result.json, or a folder with one of each of a system's starts below it; the first is the base",
+        help="a result.json, or a folder with the result.json of each start of a system; the first is the baseline",
     )  # fmt: skip
-    parser.add_argument("--name", nargs="+", default=[], help="what to call them (default: from their paths)")
+    parser.add_argument("--name", nargs="+", default=[], help="names of the systems (default: from their paths)")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for compare.md, compare.json and plots")
 
 

@@ -143,7 +143,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=list(shapes.DTYPE_BYTES), help="(bfloat16)")
     parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"), help="(auto)")
     launch.add_kernels_argument(parser)
-    parser.add_argument("--limit", type=options.positive, default=150, metavar="S", help="of one command (150)")
+    parser.add_argument(
+        "--limit", type=options.positive, default=150, metavar="S", help="time limit of one command (150)"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="(docs/results/DATE-DEVICE.md)")
 
 
@@ -154,7 +156,7 @@ def _add_sizes(group: argparse._ArgumentGroup) -> None:
             metavar=("IN", "OUT"), help=f"prompt and generated tokens ({given} {generated})",
         )  # fmt: skip
     group.add_argument("-b", "--batch-size", type=options.positive, nargs="+", default=[1, 32], help="latency (1 32)")
-    group.add_argument("--runs", type=options.positive, default=5, help="latency, recorded runs a batch size (5)")
+    group.add_argument("--runs", type=options.positive, default=5, help="latency, recorded runs per batch size (5)")
     group.add_argument("--concurrency", type=options.positive, default=256, help="serving, streams (256)")
     group.add_argument("--num-prompts", type=options.positive, default=256, help="offline, sequences (256)")
 

@@ -174,7 +174,7 @@ def planned() -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
     parser.add_argument("--run", default="right", choices=list(runs(Path(), Path())), help="which parts (right)")
-    parser.add_argument("--minutes", type=float, default=9.5, help="all parts together take at most (9.5)")
+    parser.add_argument("--minutes", type=float, default=9.5, help="time limit of all parts together (9.5)")
     parser.add_argument("--output", type=Path, required=True, metavar="DIR", help="folder for log.txt and summary.md")
 
 

@@ -1,4 +1,4 @@
-"""`lockstep-bench kernels`: what every Triton kernel compiles to, for GPUs that need not be there; runs nothing.
+"""`lockstep-bench kernels`: compile every Triton kernel and report its resources; needs no GPU.
 
 A kernel that spills registers, that finds no room in a multiprocessor's shared memory, or whose loads are not pipelined
 is slow in a way that is seen here before it is measured. The cases are attention for each head size of the models that

@@ -68,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("-s", "--sequence-length", type=options.positive, default=100, help="prompt tokens (100)")
     parser.add_argument("-d", "--decode-length", type=options.at_least_two, default=100, help="generated tokens (100)")
-    parser.add_argument("-r", "--runs", type=options.positive, default=10, help="recorded runs a batch size (10)")
-    parser.add_argument("-w", "--warmups", type=options.not_negative, default=1, help="runs before those (1)")
+    parser.add_argument("-r", "--runs", type=options.positive, default=10, help="recorded runs per batch size (10)")
+    parser.add_argument("-w", "--warmups", type=options.not_negative, default=1, help="unrecorded runs before them (1)")
     sampling = parser.add_argument_group("sampling (default: the most likely token)")
     sampling.add_argument("--temperature", type=options.number(above=0))
     sampling.add_argument("--top-k", type=options.positive)
@@ -79,12 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--watermark", action="store_true")
     sampling.add_argument("--do-sample", action="store_true", help="implied by the four options above")
     sampling.add_argument("--top-n-tokens", type=options.positive, help="candidates to report with each token")
-    sampling.add_argument("--seed", type=options.not_negative, default=0, help="of the prompts and of sampling (0)")
+    sampling.add_argument(
+        "--seed", type=options.not_negative, default=0, help="random seed of prompts and sampling (0)"
+    )
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")
     parser.add_argument(
         "--like-tgi",
         action="store_true",
-        help="as TGI's tool measures: one step at a time, whose tokens are made text before the next one is sent",
+        help="measure like TGI's tool: one step at a time, detokenised before the next one is sent",
     )
     parser.add_argument(
         "--profile",
@@ -95,7 +97,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--beside-transformers",
         action="store_true",
-        help="after each batch size, the same prompts by transformers' own `generate` in this process, greedy",
+        help="after each batch size, run the same prompts with transformers' `generate` in this process, greedily",
     )
     launch.add_server_arguments(parser, several_splits=True)
 

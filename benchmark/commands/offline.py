@@ -97,21 +97,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--num-prompts", type=options.positive, nargs="+", default=[32], metavar="N",
-        help="synthetic prompts (32); several numbers are run one after the other on one server, in one report",
+        help="synthetic prompts (32); several numbers run one after the other on one server, in one report",
     )  # fmt: skip
     parser.add_argument("--input-length", type=options.positive, default=100, help="tokens of a synthetic prompt (100)")
     parser.add_argument("--output-length", type=options.positive, default=100, help="generated tokens (100)")
-    parser.add_argument("--stop-at-eos", action="store_true", help="let an end token end a sequence")
+    parser.add_argument("--stop-at-eos", action="store_true", help="end sequences at end tokens")
     parser.add_argument("--max-batch-size", type=options.positive, help="sequences at once (default: what fits)")
     parser.add_argument(
         "--max-batch-prefill-tokens", type=options.positive, metavar="N",
         help=f"prompt tokens in one step ({PREFILL_TOKENS}; with schedules those of a whole block)",
     )  # fmt: skip
     parser.add_argument("--max-batch-total-tokens", type=options.positive, help="size of the KV cache")
-    parser.add_argument("--seed", type=options.not_negative, default=0, help="of the synthetic prompts (0)")
+    parser.add_argument("--seed", type=options.not_negative, default=0, help="random seed of the synthetic prompts (0)")
     parser.add_argument(
         "--output", type=Path, metavar="DIR",
-        help="folder for result.md and result.json, and with --schedule timeline.png, what link and layers did when; "
+        help="folder for result.md, result.json and, with --schedule, timeline.png, the activity of link and layers; "
         "with several --num-prompts throughput.png",
     )  # fmt: skip
     _add_schedules(parser.add_argument_group("schedules, compared on one server"))
@@ -121,8 +121,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_schedules(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--schedule", nargs="+", choices=(*SCHEDULES, AUTO), metavar="NAME",
-        help="row, zig-zag, diagonal, continuous, or auto: what a model of the costs finds best; results of before "
-        "2026-11-24 call continuous diagonal",
+        help="row, zig-zag, diagonal, continuous, or auto: the best by a cost model; results before "
+        "2026-11-24 say diagonal for continuous",
     )  # fmt: skip
     group.add_argument(
         "--num-gpu-batches", type=options.positive, nargs="+", metavar="N",
@@ -135,11 +135,11 @@ def _add_schedules(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--shortest-output-length", type=options.positive, metavar="N",
-        help="synthetic prompts with outputs of any length from this one to --output-length",
+        help="draw output lengths of synthetic prompts between this and --output-length",
     )  # fmt: skip
     group.add_argument(
         "--cut-output-length", type=options.at_least_two, metavar="N",
-        help="generate no more than this and extrapolate the rest, which the report calls projected",
+        help="generate this many tokens and extrapolate the rest, reported as projected",
     )  # fmt: skip
     group.add_argument(
         "--offload-memory", metavar="SIZE",

@@ -50,18 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-d", "--decode-length", type=options.at_least_two, default=100, help="generated tokens (100)")
     parser.add_argument("--max-concurrent-requests", type=options.positive, default=128, help="as in the server (128)")
     parser.add_argument("--max-total-tokens", type=options.positive, default=2048, help="as in the server (2048)")
-    parser.add_argument("--max-batch-prefill-tokens", type=options.positive, default=4096, help="likewise (4096)")
+    parser.add_argument(
+        "--max-batch-prefill-tokens", type=options.positive, default=4096, help="as in the server (4096)"
+    )
     parser.add_argument(
         "--efficiency", type=options.number(above=0, at_most=1), metavar="E",
         help=f"share of the limits that steps are expected to reach, as in simulate ({EFFICIENCY:g}, an assumption)",
     )  # fmt: skip
     parser.add_argument(
         "--overhead-ms", type=options.number(at_least=0), default=0.0, metavar="MS",
-        help="that every expected step takes besides, as in simulate (0)",
+        help="added to every expected step, as in simulate (0)",
     )  # fmt: skip
     parser.add_argument(
         "--cost", type=Path, nargs="+", metavar="FILE",
-        help="result.json of latency runs of this model on one such device: steps are expected to take as long",
+        help="result.json of latency runs of this model on this device, for expected step times",
     )  # fmt: skip
     roofline.add_pipeline_arguments(parser)
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md and result.json")

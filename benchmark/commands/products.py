@@ -81,7 +81,7 @@ class Timed:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of the command."""
     parser.add_argument("--rows", nargs="+", type=int, default=list(ROWS), help="(default: 1 8 32 128 2048)")
-    parser.add_argument("--write", action="store_true", help="keep what torch's operators reach in shares.json")
+    parser.add_argument("--write", action="store_true", help="write the rates of torch's operators into shares.json")
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for products.md")
 
 

@@ -1,4 +1,4 @@
-"""`lockstep-bench reproduce SEED`: a published benchmark document's sweep on this machine, its figures beside ours.
+"""`lockstep-bench reproduce SEED`: rerun a published benchmark on this machine and compare its figures.
 
 The documents are data (`benchmark/seeds/`); their sweeps are run by the other commands, each in a process of its own,
 on random weights of the model's shape and format. The report has the document's headings, both figures in each cell,
@@ -42,12 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--num-shard", type=options.positive, nargs="+", metavar="N",
-        help="splits of a document that has some (those of it that this machine has GPUs, or cores, for; else 1)",
+        help="shards, for documents that vary them (default: those that fit this machine's GPUs or cores; else 1)",
     )  # fmt: skip
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for result.md, result.json and plots")
-    documents.add_scale_arguments(
-        parser.add_argument_group("a reduced run, beside which no figure of the document stands")
-    )
+    documents.add_scale_arguments(parser.add_argument_group("reduced run, without the document's figures"))
 
 
 def run(args: argparse.Namespace) -> int:

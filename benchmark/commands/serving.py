@@ -41,7 +41,9 @@ SERVER_REQUESTS = 128  # the launcher's own default of --max-concurrent-requests
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of this command."""
     target = parser.add_argument_group("server to measure")
-    target.add_argument("--url", help="of a running server; without it one is started. --model-id then only names it")
+    target.add_argument(
+        "--url", help="URL of a running server (default: start one); --model-id then only names the model"
+    )
     target.add_argument(
         "--api", choices=("tgi", "openai", "chat"), default="tgi",
         help="/generate_stream, /v1/completions or /v1/chat/completions (tgi)",
@@ -267,24 +269,32 @@ def add_work_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--dataset", type=Path, metavar="PATH", help="prompts of a file or folder: ShareGPT JSON, JSONL, CSV"
     )
-    group.add_argument("--split", metavar="NAME", help="of a folder, the files with this in their names (train)")
-    group.add_argument("--prompt-column", metavar="NAME", help="of the data set, where it is not found by itself")
-    group.add_argument("--most-tokens", type=options.positive, metavar="N", help="leave out requests of more, in + out")
-    group.add_argument("--prefixes", type=options.positive, metavar="N", help="so many beginnings that prompts share")
-    group.add_argument("--prefix-length", type=options.positive, metavar="N", help="of each, in tokens")
-    group.add_argument("--prefix-choice", choices=CHOICES, help="how requests choose among them (uniform)")
-    group.add_argument("--turns", type=options.positive, metavar="N", help="of a conversation; of a data set, at most")
+    group.add_argument("--split", metavar="NAME", help="files of a folder whose names contain this (train)")
+    group.add_argument("--prompt-column", metavar="NAME", help="prompt column of the data set, if it is not recognised")
+    group.add_argument(
+        "--most-tokens", type=options.positive, metavar="N", help="skip requests with more tokens, input plus output"
+    )
+    group.add_argument("--prefixes", type=options.positive, metavar="N", help="number of shared prefixes")
+    group.add_argument("--prefix-length", type=options.positive, metavar="N", help="tokens of a shared prefix")
+    group.add_argument("--prefix-choice", choices=CHOICES, help="how requests choose a prefix (uniform)")
+    group.add_argument(
+        "--turns", type=options.positive, metavar="N", help="turns of a conversation; with a data set, at most"
+    )
     group.add_argument("--think-time", type=ABOVE_ZERO, metavar="S", help="mean pause before a later turn (0)")
-    group.add_argument("--seed", type=int, default=0, help="of prompts, lengths and arrivals (0)")
+    group.add_argument("--seed", type=int, default=0, help="random seed of prompts, lengths and arrivals (0)")
     group.add_argument("--slo", nargs="*", help=argparse.SUPPRESS)  # of an earlier release: refused by name in this one
-    group.add_argument("--ttft-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
-    group.add_argument("--tpot-objective", type=ABOVE_ZERO, metavar="MS", help="for goodput")
+    group.add_argument("--ttft-objective", type=ABOVE_ZERO, metavar="MS", help="objective for goodput")
+    group.add_argument("--tpot-objective", type=ABOVE_ZERO, metavar="MS", help="objective for goodput")
 
 
 def add_load_arguments(group: argparse._ArgumentGroup) -> None:
     """Declare when it is sent, and how much of it."""
-    group.add_argument("--concurrency", type=options.positive, metavar="N", help="closed loops (16)", **REPEATABLE)
-    group.add_argument("--request-rate", type=ABOVE_ZERO, metavar="R", help="open loops, per second", **REPEATABLE)
+    group.add_argument(
+        "--concurrency", type=options.positive, metavar="N", help="clients of a closed loop (16)", **REPEATABLE
+    )
+    group.add_argument(
+        "--request-rate", type=ABOVE_ZERO, metavar="R", help="requests per second of an open loop", **REPEATABLE
+    )
     group.add_argument(
         "--ramp", type=ABOVE_ZERO, nargs=2, metavar=("A", "B"), help="an open loop whose rate goes from A to B"
     )
@@ -293,13 +303,15 @@ def add_load_arguments(group: argparse._ArgumentGroup) -> None:
         help="standard deviation / mean of the gaps: 0 is constant, 1 Poisson, else gamma (1)",
     )  # fmt: skip
     group.add_argument("--trace", type=Path, metavar="FILE", help="replay Mooncake's JSONL or an Azure CSV")
-    group.add_argument("--speed", type=ABOVE_ZERO, metavar="F", help="replay so many times as fast (1)")
-    group.add_argument("--max-concurrency", type=options.positive, metavar="N", help="of open loops; others wait here")
+    group.add_argument("--speed", type=ABOVE_ZERO, metavar="F", help="replay this many times as fast (1)")
+    group.add_argument(
+        "--max-concurrency", type=options.positive, metavar="N", help="requests at once in an open loop; others wait"
+    )
     group.add_argument(
         "--num-requests", type=options.positive, metavar="N",
-        help="conversations of a row (4 x concurrency or 60 s, >= 32; all of a trace)",
+        help="conversations per row (4 x concurrency or 60 s, >= 32; all of a trace)",
     )  # fmt: skip
-    group.add_argument("--duration", type=ABOVE_ZERO, metavar="S", help="of a row: no conversation begins later")
+    group.add_argument("--duration", type=ABOVE_ZERO, metavar="S", help="seconds of a row in which conversations start")
     group.add_argument("--warmups", type=options.not_negative, default=1, metavar="N", help="requests before a row (1)")
 
 
@@ -334,11 +346,11 @@ def _refuse_contradictions(args: argparse.Namespace) -> None:
         if name in given and (surplus := options.options_given(args, others)):
             raise BenchError(f"{options.option(name)} says by itself what {', '.join(surplus)} says: give one of them")
     if args.dataset and args.length_distribution != "fixed":
-        raise BenchError("--dataset says by itself what --length-distribution says: give one of them")
+        raise BenchError("--dataset has its own lengths: leave out --length-distribution")
     if args.dataset and len(args.output_length or ()) > 1:
         raise BenchError(f"--dataset takes one --output-length, not {len(args.output_length)}: run it once for each")
     if args.prefixes and args.prefix_length is None:
-        raise BenchError("--prefixes says how many beginnings there are: say by --prefix-length how long they are")
+        raise BenchError("--prefixes is a number of prefixes: give their length with --prefix-length")
 
 
 def _check_prefixes(args: argparse.Namespace) -> None:

@@ -86,12 +86,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--cost", type=Path, nargs="+", metavar="FILE",
-        help="result.json of latency runs of one model: step times as measured; two lengths, to simulate others",
+        help="result.json of latency runs of one model, for measured step times; two lengths to simulate others",
     )  # fmt: skip
-    group.add_argument("--step-ms", type=_positive, metavar="MS", help="instead: a fixed time, as the null model's")
-    group.add_argument("--token-us", type=_not_negative, default=0.0, metavar="US", help="and of a prompt's token (0)")
+    group.add_argument(
+        "--step-ms", type=_positive, metavar="MS", help="instead: a fixed step time, like the null model"
+    )
+    group.add_argument(
+        "--token-us", type=_not_negative, default=0.0, metavar="US", help="with --step-ms: time per prompt token (0)"
+    )
     group.add_argument("--shape", metavar="SHAPE", help="instead: a config.json, a model folder, or a shape by name")
-    group.add_argument("--device", choices=list(DEVICES), help="its data sheet, with --shape")
+    group.add_argument("--device", choices=list(DEVICES), help="device whose data sheet is used, with --shape")
     group.add_argument("--num-shard", type=options.positive, metavar="N", help="GPUs of a replica, with --shape (1)")
     group.add_argument("--dtype", choices=list(shapes.DTYPE_BYTES), help="with --shape (default: the published one)")
     group.add_argument("--quantize", choices=list(sizes.IN_FLIGHT), help="with --shape: format of the layers")
@@ -100,9 +104,7 @@ def _add_cost_arguments(group: argparse._ArgumentGroup) -> None:
         "--efficiency", type=_share, metavar="E",
         help=f"share of the data sheet that steps reach, with --shape ({EFFICIENCY:g}, an assumption)",
     )  # fmt: skip
-    group.add_argument(
-        "--overhead-ms", type=_not_negative, default=0.0, metavar="MS", help="that every step takes besides (0)"
-    )
+    group.add_argument("--overhead-ms", type=_not_negative, default=0.0, metavar="MS", help="added to every step (0)")
 
 
 def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
@@ -115,13 +117,17 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--max-new-tokens", type=options.positive, metavar="N",
-        help="that requests ask for and reserve, where it is more than the answer (default: the answer's length)",
+        help="tokens that requests ask for and reserve (default: the length of the answer)",
     )  # fmt: skip
     group.add_argument(
         "--concurrency", type=options.positive, metavar="N", help=f"closed loops ({CONCURRENCY})", **repeatable
     )
     group.add_argument(
-        "--request-rate", type=_positive, metavar="R", help="open loops, per second, of all replicas", **repeatable
+        "--request-rate",
+        type=_positive,
+        metavar="R",
+        help="requests per second of an open loop, over all replicas",
+        **repeatable,
     )
     group.add_argument(
         "--burstiness", type=_positive, default=1.0, metavar="CV",
@@ -133,19 +139,22 @@ def _add_work_arguments(group: argparse._ArgumentGroup) -> None:
         "or a trace as `serving` reads them",
     )  # fmt: skip
     group.add_argument(
-        "--num-requests", type=options.positive, metavar="N", help=f"of a row ({REQUESTS_PER_REPLICA} x replicas)"
+        "--num-requests",
+        type=options.positive,
+        metavar="N",
+        help=f"requests per row ({REQUESTS_PER_REPLICA} x replicas)",
     )
-    group.add_argument("--seed", type=int, default=0, help="of lengths, arrivals and dispatch (0)")
-    group.add_argument("--ttft-objective", "--slo-ttft-ms", type=_positive, metavar="MS", help="for goodput")
-    group.add_argument("--tpot-objective", "--slo-tpot-ms", type=_positive, metavar="MS", help="for goodput")
+    group.add_argument("--seed", type=int, default=0, help="random seed of lengths, arrivals and dispatch (0)")
+    group.add_argument("--ttft-objective", "--slo-ttft-ms", type=_positive, metavar="MS", help="objective for goodput")
+    group.add_argument("--tpot-objective", "--slo-tpot-ms", type=_positive, metavar="MS", help="objective for goodput")
 
 
 def _add_server_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--replicas", type=options.positive, default=1, metavar="N", help="servers (1)")
     group.add_argument(
         "--dispatch", choices=[*POLICIES, *ALIASES], default=next(iter(POLICIES)),
-        help="who gets a request: of two replicas at random that with fewer tokens outstanding (default), all in turn, "
-        "that with the fewest, or where the prompt's beginning was computed",
+        help="replica of a request: of two at random the one with fewer outstanding tokens (default), round robin, "
+        "the one with the fewest, or the one that has the prefix",
     )  # fmt: skip
     for name in LIMITS:
         setting = SETTINGS[name]

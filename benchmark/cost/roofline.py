@@ -303,7 +303,7 @@ TOKEN_BYTES = 8  # of a token that goes back to the first stage
 
 def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options of a pipeline."""
-    group = parser.add_argument_group("pipeline stages, each on devices of its own")
+    group = parser.add_argument_group("pipeline stages, each on its own devices")
     group.add_argument(
         "--pipeline-parallel", type=options.positive, default=1, metavar="N", help="as in the server (1)"
     )
@@ -312,11 +312,11 @@ def add_pipeline_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--link-ms", type=options.number(at_least=0), default=0.0, metavar="MS",
-        help="what a message takes from one stage to the next, however short: half of a ping's time (0)",
+        help="latency between stages, half of a ping's round trip (0)",
     )  # fmt: skip
     group.add_argument(
         "--link-gbit", type=options.number(above=0), metavar="GBIT",
-        help="Gbit/s that a link carries (default: any number)",
+        help="bandwidth of a link in Gbit/s (default: unlimited)",
     )  # fmt: skip
 
 
@@ -341,7 +341,7 @@ class Pipeline:
         """What was assumed, for people."""
         carries = "" if math.isinf(self.link_bytes_per_ms) else f" and carry {self.link_bytes_per_ms * 8e-6:g} Gbit/s"
         return (
-            f"{len(self.stages)} pipeline stages, each on devices of its own, for {self.micro_batches} micro-batches "
+            f"{len(self.stages)} pipeline stages, each on its own devices, for {self.micro_batches} micro-batches "
             f"that take turns; weights and KV are those of the stage that has most of them. Links take "
             f"{self.link_ms:g} ms in each direction{carries}; where all of a round takes longer than the slowest stage "
             "for all micro-batches, more of those fill the gap."

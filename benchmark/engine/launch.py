@@ -196,19 +196,19 @@ def add_server_arguments(parser: argparse.ArgumentParser, *, several_splits: boo
         "--num-shard", type=options.positive, metavar="N", nargs="+" if several_splits else None,
         help="processes that the model is split over" + ("; several numbers, one after the other" * several_splits),
     )  # fmt: skip
-    group.add_argument("--dtype", choices=list(shapes.DTYPE_BYTES), help="what the model computes in")
-    group.add_argument("--device", metavar="KIND", help="where the model runs: auto, cuda or cpu (default: auto)")
+    group.add_argument("--dtype", choices=list(shapes.DTYPE_BYTES), help="data type of the computation")
+    group.add_argument("--device", metavar="KIND", help="device: auto, cuda or cpu (default: auto)")
     add_kernels_argument(group)
     group.add_argument("--quantize", metavar="FORMAT", help="format of the linear layers' weights, such as int8")
-    group.add_argument("--kv-cache-dtype", metavar="KIND", help="what the KV cache stores, such as int8")
-    group.add_argument("--weights-on-device", metavar="SHARE", help="of the layers, such as 40%%, 6GB or auto")
-    group.add_argument("--weights-on-host", metavar="SHARE", help="of the layers, for a GPU, such as 40%% or 6GB")
-    group.add_argument("--offload-dir", metavar="DIR", help="folder on a disk for weights that stream")
+    group.add_argument("--kv-cache-dtype", metavar="KIND", help="data type of the KV cache, such as int8")
+    group.add_argument("--weights-on-device", metavar="SHARE", help="share of the layers, such as 40%%, 6GB or auto")
+    group.add_argument("--weights-on-host", metavar="SHARE", help="share of the layers for a GPU, such as 40%% or 6GB")
+    group.add_argument("--offload-dir", metavar="DIR", help="folder on a disk for streamed weights")
 
 
 def add_kernels_argument(group: argparse._ActionsContainer) -> None:
     """Declare which CPU kernels a command's servers have."""
-    group.add_argument("--cpu-kernels", metavar="KIND", help="of a CPU: auto, avx512, avx2 or none (default: auto)")
+    group.add_argument("--cpu-kernels", metavar="KIND", help="CPU kernels: auto, avx512, avx2 or none (default: auto)")
 
 
 @contextmanager

@@ -75,8 +75,8 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard-uds-path",
         metavar="PATH",
-        help="measure the running shards at PATH-0, PATH-1, …, whose router must be idle; --model-id or "
-        "--random-weights then only say which model they have loaded",
+        help="measure running shards at PATH-0, PATH-1, … with an idle router; --model-id or "
+        "--random-weights then only name their model",
     )
 
 

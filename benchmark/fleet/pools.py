@@ -239,14 +239,14 @@ _not_negative = options.number(at_least=0)
 
 def add_fleet_arguments(group: argparse._ArgumentGroup) -> None:
     """Declare the options of fleets."""
-    group.add_argument("--prefix-length", type=options.positive, metavar="N", help="tokens that prompts share")
+    group.add_argument("--prefix-length", type=options.positive, metavar="N", help="tokens of a shared prefix")
     group.add_argument(
-        "--prefixes", type=options.positive, default=1, metavar="N", help="different such beginnings (1)"
+        "--prefixes", type=options.positive, default=1, metavar="N", help="number of different shared prefixes (1)"
     )
-    group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt whole")
+    group.add_argument("--no-prefix-cache", action="store_true", help="no prefix cache: compute every prompt whole")
     group.add_argument(
         "--affinity-tokens", type=options.positive, default=512, metavar="N",
-        help="beginning of a prompt that --dispatch prefix-affine goes by (512)",
+        help="tokens of the prefix that --dispatch prefix-affine compares (512)",
     )  # fmt: skip
     group.add_argument(
         "--pools", type=Path, metavar="FILE",
@@ -254,31 +254,57 @@ def add_fleet_arguments(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--prefill-share", type=options.number(above=0, at_most=1), metavar="S",
-        help="of the replicas, that compute prompts alone; the others decode",
+        help="share of the replicas that only prefill; the others decode",
     )  # fmt: skip
     group.add_argument("--kv-link-gbit", type=_positive, default=400.0, metavar="G", help="between both, Gbit/s (400)")
     group.add_argument("--startup-s", type=_not_negative, default=60.0, metavar="S", help="of a replica (60)")
     group.add_argument(
         "--delay-ms", type=_not_negative, default=0.0, metavar="MS",
-        help="between clients and a replica's steps, there and back: network, HTTP, a balancer; part of every TTFT (0)",
+        help="round trip between clients and steps (network, HTTP, balancer), part of every TTFT (0)",
     )  # fmt: skip
-    group.add_argument("--retries", type=options.not_negative, default=0, metavar="N", help="of what is not served (0)")
-    group.add_argument(
-        "--backoff-ms", type=_positive, default=100.0, metavar="MS", help="first wait, then doubled (100)"
-    )
-    group.add_argument("--mean-life-s", type=_positive, metavar="S", help="of a replica until it fails (never)")
-    group.add_argument(
-        "--fail-at", type=_not_negative, nargs="+", default=[], metavar="S", help="a replica fails then, any"
-    )
-    group.add_argument(
-        "--rolling-restart-at", type=_not_negative, nargs="+", default=[], metavar="S", help="of all, one by one"
-    )
-    group.add_argument("--slow", metavar="SHARE:FACTOR", help="of the replicas, and of their steps' times")
-    group.add_argument("--price-per-hour", type=_not_negative, default=0.0, metavar="P", help="of a replica (0)")
+    group.add_argument("--price-per-hour", type=_not_negative, default=0.0, metavar="P", help="price of a replica (0)")
     group.add_argument(
         "--fewest-replicas", type=options.positive, metavar="MAX",
-        help="find the fewest that keep up, keep both objectives at p99 and refuse nothing; --num-requests: at most",
+        help="find the fewest replicas, at most MAX, that keep up, meet both objectives at p99 and refuse nothing",
     )  # fmt: skip
+    _add_faults(group)
+
+
+def _add_faults(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--retries",
+        type=options.not_negative,
+        default=0,
+        metavar="N",
+        help="retries of a refused or failed request (0)",
+    )
+    group.add_argument(
+        "--backoff-ms",
+        type=_positive,
+        default=100.0,
+        metavar="MS",
+        help="first wait before a retry, then doubled (100)",
+    )
+    group.add_argument("--mean-life-s", type=_positive, metavar="S", help="mean time until a replica fails (never)")
+    group.add_argument(
+        "--fail-at",
+        type=_not_negative,
+        nargs="+",
+        default=[],
+        metavar="S",
+        help="times at which a random replica fails",
+    )
+    group.add_argument(
+        "--rolling-restart-at",
+        type=_not_negative,
+        nargs="+",
+        default=[],
+        metavar="S",
+        help="times of rolling restarts of all replicas",
+    )
+    group.add_argument(
+        "--slow", metavar="SHARE:FACTOR", help="share of slow replicas, and the factor of their step times"
+    )
 
 
 def complete_fleet(args: argparse.Namespace) -> None:
@@ -288,7 +314,7 @@ def complete_fleet(args: argparse.Namespace) -> None:
     if args.prefix_length and (args.input_length or [100])[0] <= args.prefix_length:
         raise BenchError(
             f"--prefix-length is {args.prefix_length} but --input-length is {(args.input_length or [100])[0]}: a "
-            "prompt goes on behind its prefix, so give a shorter one"
+            "prompt contains its prefix, so give a shorter one"
         )
     if args.fewest_replicas and args.pools:
         raise BenchError("--fewest-replicas looks for one number of replicas: leave out --pools")
@@ -300,7 +326,7 @@ def complete_fleet(args: argparse.Namespace) -> None:
             "up: leave it out, so that there are as many as that takes"
         )
     if args.pools and args.prefill_share:
-        raise BenchError("--pools says who computes prompts, by `role`: leave out --prefill-share")
+        raise BenchError("--pools has a `role` for each pool: leave out --prefill-share")
     _slow(args)
 
 

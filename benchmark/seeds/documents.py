@@ -236,15 +236,13 @@ class Scale:
 
 def add_scale_arguments(group: argparse._ArgumentGroup) -> None:
     """Declare the options that reduce a run."""
-    group.add_argument("--layers", type=options.positive, metavar="N", help="of the model's (all)")
-    group.add_argument(
-        "--quick", action="store_true", help=f"{QUICK_LAYERS} layers and small sizes, where nothing else is given"
-    )
+    group.add_argument("--layers", type=options.positive, metavar="N", help="number of layers (all)")
+    group.add_argument("--quick", action="store_true", help=f"{QUICK_LAYERS} layers and small sizes, unless given")
     for name, words in WORDS.items():
         nargs = "+" if name in LISTS else None
         group.add_argument(options.option(name), type=options.positive, nargs=nargs, metavar="N", help=words)
     group.add_argument(
-        "--concurrency", type=options.positive, metavar="N", help=f"streams of a load that is not named ({STREAMS})"
+        "--concurrency", type=options.positive, metavar="N", help=f"streams of a load without a number ({STREAMS})"
     )
 
 

@@ -348,16 +348,8 @@ def evaluate(model: BloomForCausalLM, tokenizer: Tokenizer, seed: int, trained: 
     }
 
 
-def generate(
-    model: BloomForCausalLM,
-    tokenizer: Tokenizer,
-    prompt: str,
-    temperature: float = 0.0,
-    seed: int = 0,
-    limit: int = 250,
-) -> str:
-    """Continue a prompt, greedily or at a temperature, until the end mark or the limit."""
-    generator = torch.Generator().manual_seed(seed)
+def generate(model: BloomForCausalLM, tokenizer: Tokenizer, prompt: str, limit: int = 250) -> str:
+    """Continue a prompt greedily, until the end token or the limit."""
     prompt_ids = tokenizer.encode(prompt).ids
     ids, past = list(prompt_ids), None
     with torch.inference_mode():
@@ -365,11 +357,7 @@ def generate(
             fresh = torch.tensor([ids if past is None else ids[-1:]])
             output = model(fresh, past_key_values=past, use_cache=True)
             logits, past = output.logits[0, -1].float(), output.past_key_values
-            if temperature == 0:
-                token = int(logits.argmax())
-            else:
-                chances = torch.softmax(logits / temperature, dim=-1)
-                token = int(torch.multinomial(chances, 1, generator=generator))
+            token = int(logits.argmax())
             if token == EOS_ID:
                 break
             ids.append(token)
@@ -428,17 +416,15 @@ def readme_facts(facts: dict[str, Any]) -> dict[str, str]:
 
 
 def write_readme(notes: Path, model: BloomForCausalLM, tokenizer: Tokenizer, facts: dict[str, Any]) -> None:
-    """Write the README with three outputs that this very model gave."""
+    """Write the README with two outputs that this very model gave."""
     story = "Once upon a time"
     question = corpus.render_chat(
         [{"role": "user", "content": "What does --num-shard do?"}], add_generation_prompt=True
     )
-    fox = corpus.render_chat([{"role": "user", "content": "Tell me a story about a fox."}], add_generation_prompt=True)
     text = README.format(
         **readme_facts(facts),
         story=_quoted(story + generate(model, tokenizer, story)),
         question=_quoted(generate(model, tokenizer, question)),
-        fox=_quoted(generate(model, tokenizer, fox, temperature=0.8, seed=1)),
     )
     (notes / "README.md").write_text(text)
 
@@ -446,42 +432,33 @@ def write_readme(notes: Path, model: BloomForCausalLM, tokenizer: Tokenizer, fac
 README = """\
 # The embedded model
 
-This is how the model was made that the server serves when no other model is named. Its files are in
-[server/demo/](../../server/demo/); nothing in this folder is needed to serve it. It is a very small BLOOM:
-4 layers, 8 heads, {parameters} million parameters, a vocabulary of 2048 byte-level pieces and
-{size} MB of float32 weights. It exists so that a first start shows at once that generation, chat,
-streaming and sharding (1, 2, 4 or 8 ways) work.
+What the server serves when no model is named: a BLOOM with 4 layers, 8 heads, {parameters} million parameters,
+2048 byte-level tokens and {size} MB of float32 weights, in [server/demo/](../../server/demo/). It shows at a
+first start that generation, chat, streaming and sharding (1, 2, 4 or 8 ways) work. Nothing in this folder is
+needed to serve it.
 
 ## How it was made
 
-`stories.py`, `plots.py`, `words.py` and `answers.py` are a grammar that writes short stories and
-questions with answers about the server. `corpus.py` turns them into documents from a seed. No
-outside text was used. `train.py` trained the tokenizer and the model on {tokens} million tokens
-in {minutes} minutes on one processor core. On text from another seed the perplexity is
-{perplexity}; it is low because the world of the stories is small. `EVALUATION.json` has all
-numbers.
-
-To make it again, from the top of a checkout in which `make install` has run:
+`stories.py`, `plots.py`, `words.py` and `answers.py` generate short stories, and questions with answers about
+the server; `corpus.py` makes documents of them from a seed. No outside text was used. `train.py` trained
+tokenizer and model on {tokens} million tokens in {minutes} minutes of one processor core. The perplexity on
+text from another seed is {perplexity}, low because the stories are simple; `EVALUATION.json` has all figures.
+To make it again after `make install`:
 
     .venv/bin/python docs/embedded-model/train.py --steps {steps} --seed {seed} \\
         --out server/demo --notes docs/embedded-model
 
-With `--steps 20` and another folder it is over within a minute, which shows that it runs but makes no
-sensible model. The text and the tokenizer come out the same everywhere. The weights can differ in their last
-digits on another processor.
+`--steps 20` and other folders try it in a minute. Text and tokenizer are the same everywhere; weights may
+differ in the last digits on another processor.
 
 ## What it can and cannot do
 
-It tells short stories in simple English, answers questions about the flags and routes of the
-server, and says who it is. It knows nothing else: it cannot calculate, write code, speak other
-languages or follow long instructions, and a story about something outside its small world may
-turn into a story about something else. It was trained on single documents and on windows of 512
-tokens, so it pays little attention to anything much further back. Greedy stories are
-clean; of eight that were read at temperature 0.8 one had a slip ("One Sunday day"). Fewer steps make
-such slips common. It was trained when the server's default address was 0.0.0.0, and says so when asked;
-since then it is 127.0.0.1.
+It tells short stories in simple English, answers questions about flags and routes of the server, and says who
+it is, and nothing else. It was trained on windows of 512 tokens and ignores most of what is further back. At
+temperature 0.8, one of eight stories had a slip ("One Sunday day"). It says that the default address is
+0.0.0.0, which it was when it was trained; now it is 127.0.0.1.
 
-## Three outputs
+## Two outputs
 
 "Once upon a time", greedy:
 
@@ -490,10 +467,6 @@ since then it is 127.0.0.1.
 The chat message "What does --num-shard do?", greedy:
 
 {question}
-
-The chat message "Tell me a story about a fox.", temperature 0.8:
-
-{fox}
 """
 
 

@@ -185,7 +185,7 @@ class _Nursery:
             reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MOST_ANSWER_BYTES)
         except OSError as error:
             ours.close()
-            raise _Lost(f"the process that makes others does not listen ({error.strerror})") from None
+            raise _Lost(f"the process that forks others does not answer ({error.strerror})") from None
         except BaseException:
             ours.close()
             raise
@@ -241,7 +241,7 @@ class _Child:
                     raise _Lost("the process for it was stopped")
                 if quarter >= 4 and self.cpu_seconds() - begun > seconds / 10:
                     raise TaskError(f"it takes longer than {seconds:g} s")
-            raise _Lost("the process for it got no time on the cores")
+            raise _Lost("the process for it got no CPU time")
         finally:
             if not reading.cancel() and not reading.cancelled():
                 reading.exception()  # which whoever left does not ask for

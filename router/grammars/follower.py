@@ -135,7 +135,7 @@ class Follower:
             try:
                 await self._live()
             except Exception as error:  # all texts wait for this loop: whatever is raised, another process is tried
-                logger.exception("the process that follows grammars could not be had, or said what nobody expected")
+                logger.exception("the grammar process could not be started, or sent an unexpected reply")
                 self._is_ready = False
                 self._blame(is_from_outside=isinstance(error, OSError))
             if not self._is_ready:
@@ -162,7 +162,7 @@ class Follower:
             process.stdin.close()
             await process.wait()
         self._blame(is_from_outside=pool.is_from_outside(process.returncode or 0) and not self._is_hung)
-        logger.warning("the process that follows grammars ended; texts that go on in another: %d", len(self._texts))
+        logger.warning("the grammar process ended; texts that continue in another: %d", len(self._texts))
 
     async def _serve(self, process: Process) -> None:
         """Tell it of all texts, and hand out its answers, until it ends or nothing is heard of it."""
@@ -179,7 +179,7 @@ class Follower:
                 self._heard_at = asyncio.get_running_loop().time()
                 self._answer(json.loads(line))
         except (ConnectionError, ValueError):
-            logger.exception("the process that follows grammars answered nonsense")
+            logger.exception("the grammar process sent an invalid reply")
         finally:
             watching.cancel()
 
@@ -191,8 +191,8 @@ class Follower:
             await asyncio.sleep(min(LOOK_S, patience / 4))
             self._is_hung = loop.time() - self._heard_at > patience
             if self._is_hung or pool.is_stopped(process.pid):
-                cause = "nothing was heard of it for too long" if self._is_hung else "somebody has stopped it"
-                logger.warning("the process that follows grammars is ended: %s", cause)
+                cause = "it gave no sign of life for too long" if self._is_hung else "it was stopped by a signal"
+                logger.warning("ending the grammar process: %s", cause)
                 with suppress(ProcessLookupError):
                     process.kill()
                 return

@@ -108,7 +108,7 @@ class Agent:
         except TalkEnded as error:
             self._lose_contact(str(error))
         except (KeyError, TypeError, ValueError, OverflowError):
-            self._lose_contact("it said what is no message")
+            self._lose_contact("it sent an invalid message")
         return True
 
     # ---------------------------------------------------------------------------------------------- contact to node 0
@@ -171,7 +171,7 @@ class Agent:
             if message.get("code"):
                 self._fail(f"node 0 has ended: {printable(str(message['end']))}")
                 return
-            self._log.info(f"node 0 says that this was it: {printable(str(message['end']))}")
+            self._log.info(f"node 0 ends the server: {printable(str(message['end']))}")
             self._is_over = True
             self._kill()
 

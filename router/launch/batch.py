@@ -106,8 +106,8 @@ def _path_problems(paths: Mapping[str, Path]) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     about = (
-        "Answer a file of requests in OpenAI's batch format, line by line, into another. Whatever stops it, the same "
-        "command again goes on: no line is lost or answered twice."
+        "Answer a file of requests in OpenAI's batch format, line by line, into another. After an interruption the "
+        "same command resumes: no line is lost or answered twice."
     )
     usage = (
         "lockstep batch --input FILE --output FILE --url URL [options]\n"
@@ -116,27 +116,27 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="lockstep batch", usage=usage, description=about, allow_abbrev=False)
     add = parser.add_argument
     add("--input", required=True, metavar="FILE", help="lines of JSON: custom_id, method, url, body")
-    add("--output", required=True, metavar="FILE", help="where answers go; how far the job is stands in FILE.journal")
-    add("--errors", metavar="FILE", help="where lines go that failed, as OpenAI's error file. Default: the output")
-    add("--url", metavar="URL", help="a server that is there, as http://127.0.0.1:3000")
-    add("--api-key", metavar="KEY", help="its key; rather give the environment variable API_KEY, as flags show in `ps`")
+    add("--output", required=True, metavar="FILE", help="file for the answers; FILE.journal records the progress")
+    add("--errors", metavar="FILE", help="file for failed lines, like OpenAI's error file. Default: the output")
+    add("--url", metavar="URL", help="a running server, such as http://127.0.0.1:3000")
+    add("--api-key", metavar="KEY", help="its key; prefer the environment variable API_KEY: flags show in `ps`")
     add("--model-id", metavar="MODEL", help="start a server with this model for the job, and end it afterwards")
-    add("--num-shard", metavar="N", help="over how many GPUs or processes its model is split")
-    add("--concurrency", type=int, default=64, metavar="N", help="requests under way at once. Default: 64")
-    add("--timeout", type=float, default=3600.0, metavar="SECONDS", help="longest time of one answer. Default: 3600")
+    add("--num-shard", metavar="N", help="number of GPUs or processes to split its model over")
+    add("--concurrency", type=int, default=64, metavar="N", help="requests at once. Default: 64")
+    add("--timeout", type=float, default=3600.0, metavar="SECONDS", help="time limit of one answer. Default: 3600")
     add(
         "--max-tries",
         type=int,
         default=5,
         metavar="N",
-        help="of a request that fails after it was sent; one that is not taken (429, 503) is sent again. Default: 5",
+        help="tries of a request that fails after it was sent; 429 and 503 do not count. Default: 5",
     )
     add(
         "--give-up-after",
         type=float,
         default=3600.0,
         metavar="SECONDS",
-        help="stop when no server answers for so long. Default: 3600",
+        help="stop after this time without any answer. Default: 3600",
     )
     return parser
 

@@ -24,7 +24,7 @@ class LauncherConfig:
         default=str(DEMO),
         metadata={
             "help": "Model to serve: a local folder, or a repository of the Hugging Face Hub such as "
-            "`bigscience/bloomz-560m`. `null` is no model: fixed words at once, to measure the router alone.",
+            "`bigscience/bloomz-560m`. `null`: no model but fixed words, to measure the router alone.",
             "default": "server/demo (embedded)",
             "when": "Always, except to try Lockstep out.",
         },
@@ -34,7 +34,7 @@ class LauncherConfig:
         metadata={
             "help": "Branch, tag or commit of the repository.",
             "default": "main",
-            "when": "Give a full commit to serve the same bytes for ever.",
+            "when": "A full commit serves the same bytes forever.",
         },
     )
     sharded: bool | None = field(
@@ -42,7 +42,7 @@ class LauncherConfig:
         metadata={
             "help": "true: one shard per visible GPU; false: one shard, unless num_shard says otherwise.",
             "default": "decided by num_shard",
-            "when": "num_shard says the same more precisely.",
+            "when": "num_shard is more precise.",
         },
     )
     num_shard: int | None = field(
@@ -52,75 +52,75 @@ class LauncherConfig:
             "unit": "shards",
             "choices": SHARD_COUNTS,
             "default": "the number of visible GPUs; 1 on a CPU and for the embedded model",
-            "when": "The model does not fit on one GPU, or should answer faster than one GPU can.",
+            "when": "The model does not fit on one GPU, or should be faster than on one.",
         },
     )
     pipeline_parallel: int = field(
         default=1,
         metadata={
-            "help": "Pipeline stages that the model's layers are cut into, each of num_shard processes, and each with "
-            "layers of about the same cost. There are num_shard times pipeline_parallel shards.",
+            "help": "Pipeline stages that the layers are split into, by cost. Each has num_shard processes, so there "
+            "are num_shard times pipeline_parallel shards.",
             "unit": "stages",
             "min": 1,
             "max": 64,
-            "when": "The model needs more memory than num_shard GPUs have, above all on several nodes: stages send "
-            "each other little, while the shards of a stage add up numbers in every layer.",
+            "when": "The model needs more memory than num_shard GPUs have, above all on several nodes: stages "
+            "exchange little, while the shards of a stage sum results in every layer.",
         },
     )
     nnodes: int = field(
         default=1,
         metadata={
-            "help": "Number of nodes that the shards are on, equally many on each. Start the launcher on every node, "
-            "with the same settings and another node_rank; node 0 serves. torchrun, a LeaderWorkerSet and Slurm say "
-            "it in variables of their own, which are recognised.",
+            "help": "Number of nodes, each with equally many shards. Start the launcher on every node with the same "
+            "settings and its own node_rank; node 0 serves. Variables of torchrun, LeaderWorkerSet and Slurm are "
+            "recognised.",
             "unit": "nodes",
             "min": 1,
             "max": 64,
-            "when": "A model needs more GPUs than a node has, with as many pipeline stages as nodes.",
+            "when": "A model needs more GPUs than a node has; use as many pipeline stages as nodes.",
         },
     )
     node_rank: int | None = field(
         default=None,
         metadata={
-            "help": "Which of the nodes this is, from 0 on; node 0 has the router and shard 0.",
+            "help": "Index of this node, from 0; node 0 has the router and shard 0.",
             "unit": "rank",
             "min": 0,
             "max": 63,
             "default": "none; what the platform says",
-            "when": "With nnodes, on each node another.",
+            "when": "With nnodes, different on each node.",
         },
     )
     tls_dir: str | None = field(
         default=None,
         metadata={
-            "help": "Folder with ca.pem, cert.pem and key.pem, by which nodes know each other and encrypt what they "
-            "send; `lockstep tls` makes one, of which every node gets a copy.",
+            "help": "Folder with ca.pem, cert.pem and key.pem for mutual TLS between nodes; `lockstep tls` makes it, "
+            "and every node gets a copy.",
             "default": "none",
-            "when": "With nnodes, always but on one machine.",
+            "when": "With nnodes, always, except on one machine.",
         },
     )
     trust_network: bool = field(
         default=False,
         metadata={
-            "help": "Let nodes send each other what is not encrypted: everything without tls_dir, and with it the sums "
-            "of NCCL and gloo where the shards of a stage are on several nodes.",
-            "when": "Nobody else reaches the network between the nodes, or it is encrypted below (WireGuard, IPsec).",
+            "help": "Allow unencrypted traffic between nodes: all of it without tls_dir, and with tls_dir the sums of "
+            "NCCL and gloo if the shards of a stage are on several nodes.",
+            "when": "The network between the nodes is private, or encrypted below (WireGuard, IPsec).",
         },
     )
     node_timeout: int = field(
         default=300,
         metadata={
-            "help": "How long a node waits for the others, at the start and when contact is lost, before it ends.",
+            "help": "How long a node waits for the others at the start and after lost contact before it exits.",
             "unit": "seconds",
             "min": 1,
             "max": 86_400,
-            "when": "Longer where nodes start one after the other, shorter where the platform starts them all anew.",
+            "when": "Longer if nodes start one after the other, shorter if the platform restarts them all.",
         },
     )
     trust_remote_code: bool = field(
         default=False,
         metadata={
-            "help": "Accepted for compatibility and not needed: code from a model repository is never run.",
+            "help": "Accepted for compatibility, without effect: code from a model repository is never run.",
             "when": "Never.",
         },
     )
@@ -135,17 +135,16 @@ class LauncherConfig:
     master_addr: str = field(
         default="localhost",
         metadata={
-            "help": "Of several nodes, the address of node 0 at which the others find it. On one node, the address at "
-            "which the shards find each other: giving it or master_port makes them meet over TCP rather than through "
-            "a private file.",
-            "when": "With nnodes; or the file system of the temporary folder has no locks. On one node TCP listens on "
-            "every network interface.",
+            "help": "With several nodes, the address of node 0. On one node, the address at which the shards meet: "
+            "setting it or master_port makes them meet over TCP instead of through a private file.",
+            "when": "With nnodes; or if the file system of the temporary folder has no locks. On one node TCP listens "
+            "on every network interface.",
         },
     )
     master_port: int = field(
         default=29500,
         metadata={
-            "help": "TCP port at which nodes find each other, the same on all; on one node see master_addr.",
+            "help": "TCP port at which nodes meet, the same on all; on one node see master_addr.",
             "min": 1,
             "max": 65535,
             "when": "As for master_addr, when the port is taken.",
@@ -154,11 +153,11 @@ class LauncherConfig:
     max_deaths: int = field(
         default=8,
         metadata={
-            "help": "Deaths within ten minutes, of the shards or of the router, after which the server ends instead of "
-            "starting them again. Those after a generated token do not count. 0: the first death ends the server.",
+            "help": "Deaths of shards or router within ten minutes after which the server ends instead of restarting "
+            "them. Deaths after a delivered token do not count. 0: the first death ends the server.",
             "unit": "deaths",
             "min": 0,
-            "when": "0 where the platform restarts the whole server, and should.",
+            "when": "0 if the platform restarts the whole server.",
         },
     )
     huggingface_hub_cache: str | None = field(
@@ -172,7 +171,7 @@ class LauncherConfig:
     weights_cache_override: str | None = field(
         default=None,
         metadata={
-            "help": "Folder whose *.safetensors are used in place of the model's own weights.",
+            "help": "Folder whose *.safetensors replace the model's weights.",
             "default": "the model's own",
             "when": "The weights are already on a local disk.",
         },

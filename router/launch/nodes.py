@@ -144,7 +144,7 @@ def check_nodes(settings: Settings, nodes: Nodes, layout: Layout) -> None:
     if nodes.tls_dir is None:
         raise ValueError(
             f"--master-addr is {nodes.master[0]} and there is no --tls-dir: make one with `lockstep tls FOLDER` and "
-            "copy it to every node, or say --trust-network where nobody else reaches this network"
+            "copy it to every node, or give --trust-network if this network is private"
         )
     if layout.splits_stages:
         raise ValueError(
@@ -159,7 +159,7 @@ def node_warnings(settings: Settings, nodes: Nodes, layout: Layout) -> list[str]
     if nodes.count == 1 or nodes.is_local or (nodes.tls_dir and not layout.splits_stages):
         return []
     what = "sums over the shards of a stage" if nodes.tls_dir else "commands, activations and the model's tokens"
-    return [f"--trust-network: {what} go over the network as they are; who reaches it can read and forge them"]
+    return [f"--trust-network: {what} go over the network unencrypted; anyone who reaches it can read and forge them"]
 
 
 def environment_of(settings: Settings, environ: Mapping[str, str], nodes: Nodes, address: str) -> dict[str, str]:

@@ -328,7 +328,7 @@ class Others:
         except TalkEnded:
             pass
         except (KeyError, TypeError, ValueError, OverflowError):
-            self._log.warn("somebody said what no other node would, and is not let in")
+            self._log.warn("a connection sent an invalid message and is refused")
         self._forget(descriptor)
 
     def _introduced(self, talk: Talk, hello: Mapping[str, Any]) -> tuple[Node, str | None]:
@@ -339,7 +339,7 @@ class Others:
         if not 0 < node.index < self._layout.num_nodes:
             return node, f"there are {self._layout.num_nodes} nodes: give it another --node-rank"
         if (known := self._nodes.get(node.index)) is not None and known.run == node.run:
-            self._lose(known, "its launcher has come again")  # it has noticed before this one
+            self._lose(known, "its launcher connected again")  # it has noticed before this one
         elif known is not None:
             return node, f"node {node.index} is here already, at {known.host}: give one of them another --node-rank"
         if (found := first_difference(self._identity, dict(hello["identity"]))) is not None:

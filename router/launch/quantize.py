@@ -191,19 +191,19 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="lockstep quantize", description=about, allow_abbrev=False)
     add = parser.add_argument
     add("model", metavar="MODEL", help="a model's folder, or a repository of the Hugging Face Hub")
-    add("--output", required=True, metavar="DIR", help="the folder to make; it must be empty or not there")
+    add("--output", required=True, metavar="DIR", help="a new or empty folder for the checkpoint")
     add("--text", required=True, metavar="FILE", help="UTF-8 text like what the model will see, for calibration")
     add("--held-out", metavar="FILE", help="text to measure perplexity on. Default: the end of --text")
     add("--method", default="gptq", choices=[*METHODS], help="how weights are rounded. Default: gptq")
-    add("--bits", type=int, metavar="2|3|4|8", help="of a weight. Default: 4, and 8 for w8a8")
+    add("--bits", type=int, metavar="2|3|4|8", help="bits of a weight. Default: 4, and 8 for w8a8")
     add(
         "--group-size",
         type=int,
         metavar="INPUTS",
-        help=f"inputs that share a scale; -1: all of a row, as w8a8 has it. Default: {DEFAULT_GROUP}",
+        help=f"inputs per scale; -1: a whole row, as in w8a8. Default: {DEFAULT_GROUP}",
     )
     add("--symmetric", action="store_true", help="leave out zero points: the code of 0 is the middle one")
-    add("--plain-order", action="store_true", help="gptq rounds columns as they come, not those first that vary most")
+    add("--plain-order", action="store_true", help="gptq: round columns in their order, without activation ordering")
     add(
         "--smooth",
         type=float,
@@ -213,7 +213,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--num-samples", type=int, default=128, metavar="N", help="samples of the text. Default: 128")
     add("--sample-tokens", type=int, default=512, metavar="L", help="tokens of a sample. Default: 512")
-    add("--device", default="auto", choices=DEVICES, help="what computes. Default: a GPU if there is one")
+    add("--device", default="auto", choices=DEVICES, help="device. Default: a GPU if there is one")
     known = public_settings()
     for name in SETTINGS:
         add_option(parser, known[name], name)

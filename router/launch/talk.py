@@ -45,7 +45,7 @@ class Talk:
         line = json.dumps(message).encode() + b"\n"
         try:
             if self._end.send(line) != len(line):
-                raise TalkEnded("it takes no messages any more")
+                raise TalkEnded("it no longer accepts messages")
         except OSError as error:
             raise TalkEnded(error.strerror or "the connection ended") from None
 
@@ -66,7 +66,7 @@ class Talk:
         if not data:
             raise TalkEnded("the connection ended")
         if len(rest) > LINE_BYTES:
-            raise TalkEnded("it said what is no message")
+            raise TalkEnded("it sent an invalid message")
         return []
 
     def beat(self) -> None:
@@ -97,7 +97,7 @@ def _parse(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
-        raise TalkEnded("it said what is no message")
+        raise TalkEnded("it sent an invalid message")
     return message
 
 
@@ -111,5 +111,5 @@ def _whole(text: str) -> int:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is no number that can be counted with")
+        raise ValueError(f"{text} is not a finite number")
     return number

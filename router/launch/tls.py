@@ -36,10 +36,10 @@ class Signer:
 
 def read_command(argv: Sequence[str]) -> tuple[Path, int]:
     """(folder, days). Raises Refusal with every problem at once."""
-    about = "Make the certificates with which the nodes of one server know each other, in a new folder."
+    about = "Make certificates for mutual TLS between the nodes of one server, in a new folder."
     parser = Parser(prog="lockstep tls", description=about, allow_abbrev=False)
-    parser.add_argument("folder", metavar="FOLDER", help="a folder that is not there yet, or is empty")
-    parser.add_argument("--days", default="3650", metavar="DAYS", help="how long they are valid; 3650 unless given")
+    parser.add_argument("folder", metavar="FOLDER", help="a new or empty folder")
+    parser.add_argument("--days", default="3650", metavar="DAYS", help="days that they are valid. Default: 3650")
     given, unknown = parser.parse_known_args(argv)
     problems = unknown_arguments(unknown, parser)
     days = int(given.days) if given.days.isascii() and given.days.isdigit() else 0

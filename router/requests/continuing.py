@@ -78,7 +78,7 @@ def is_trusted(request: Request, key: str | None) -> bool:
     if given is None:
         return False
     if key is None or not hmac.compare_digest(given.encode(), key.encode()):
-        raise ValidationError(f"`{KEY_HEADER}` is for balancers alone, and is not this server's continuation_key")
+        raise ValidationError(f"`{KEY_HEADER}` is only for load balancers, and is not this server's continuation_key")
     return True
 
 
@@ -92,9 +92,7 @@ def without_known(request: Request, raw: bytes, key: str | None) -> bytes:
     try:
         request.state.known = Known.model_validate_json(raw[: int(length)])
     except Invalid as error:
-        raise ValidationError(
-            f"what is known of the stream is not as it should be: {error.errors()[0]['msg']}"
-        ) from None
+        raise ValidationError(f"the known part of the stream is not valid: {error.errors()[0]['msg']}") from None
     return raw[int(length) :]
 
 

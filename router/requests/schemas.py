@@ -123,9 +123,9 @@ class GenerateParameters(Strict):
     )
     ignore_eos: bool | None = Field(default=None, description="Do not end at the model's end tokens.")
     min_tokens: Integer | None = Field(
-        default=None, description="Before so many tokens no end token comes, and nothing ends the text."
+        default=None, description="Least number of generated tokens: nothing ends the text before."
     )
-    truncate: Integer | None = Field(default=None, description="Keep only the last so many tokens of the prompt.")
+    truncate: Integer | None = Field(default=None, description="Keep only this many tokens at the end of the prompt.")
     watermark: bool | None = Field(default=None, description="Watermark the text (arXiv 2301.10226).")
     details: bool | None = Field(default=None, description="Return tokens, log-probabilities and the finish reason.")
     decoder_input_details: bool | None = Field(default=None, description="Return log-probabilities of the prompt.")
@@ -139,7 +139,7 @@ class GenerateParameters(Strict):
     )
     seed: Integer | None = Field(default=None, description="0 to 2^64 - 1. The same seed gives the same text.")
     top_n_tokens: Integer | None = Field(default=None, description="Candidates to return with each token.")
-    grammar: GrammarParameters | None = Field(default=None, description="What the text is held to.")
+    grammar: GrammarParameters | None = Field(default=None, description="Constraint on the text.")
     adapter_id: str | None = Field(default=None, description="Not supported: must be absent.")
     prompt_embeds: Unserved = None
     input_embeds: Unserved = None

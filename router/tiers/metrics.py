@@ -34,7 +34,7 @@ class TierMetrics(Collector):
         yield _by_tier(READ, "Bytes read from a tier, by all shards", counts.read)
         yield CounterMetricFamily(DAMAGED, "Blocks on disk whose checksums were wrong", value=counts.damaged)
         yield CounterMetricFamily(DROPPED, "Blocks that no tier had room for in time", value=counts.dropped)
-        yield CounterMetricFamily(GIVEN_UP, "Requests that did not wait for the disk any longer", value=counts.given_up)
+        yield CounterMetricFamily(GIVEN_UP, "Requests that stopped waiting for the disk", value=counts.given_up)
         held = GaugeMetricFamily("tgi_prefix_tier_blocks", "Blocks that a tier holds", labels=["tier"])
         most = GaugeMetricFamily("tgi_prefix_tier_blocks_total", "Blocks that a tier has room for", labels=["tier"])
         for tier, count in index.num_blocks.items():

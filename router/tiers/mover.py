@@ -75,7 +75,7 @@ class Mover:
         try:
             self.contents = await self._shards.open_tiers(self.session)
         except ShardError as error:
-            logger.warning("the prefix cache ends at the device: %s", error)
+            logger.warning("the prefix cache has no host or disk tier: %s", error)
             return self.index
         if self.contents.trouble:
             logger.warning("the prefix cache does not use the disk: %s", self.contents.trouble)

@@ -23,7 +23,7 @@ def refuse_memory(folder: Path, flag: str) -> None:
     kind = _file_system(folder)
     if kind in IN_MEMORY:
         raise ValueError(
-            f"{flag} {folder} is in memory ({kind}), which is what is to be spared: name a folder on a disk"
+            f"{flag} {folder} is in memory ({kind}), which offloading is meant to save: name a folder on a disk"
         )
 
 

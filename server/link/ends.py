@@ -93,4 +93,4 @@ class End(asyncio.Protocol):
             self._early = bytearray(rest)
             self._line.set_result(bytes(line))
         elif len(self._early) > LINE_BYTES:
-            self._line.set_exception(Refused("it is no link of Lockstep's"))
+            self._line.set_exception(Refused("it is not a Lockstep link"))

@@ -46,10 +46,10 @@ class Greeting:
             values = json.loads(line)["lockstep"]
             greeting = cls(**values)
         except (ValueError, TypeError, KeyError, RecursionError):
-            raise Refused("it is no link of Lockstep's") from None
+            raise Refused("it is not a Lockstep link") from None
         texts = (greeting.version, greeting.launch, greeting.socket)
         if not all(isinstance(text, str) for text in texts) or type(greeting.node) is not int:
-            raise Refused("it is no link of Lockstep's")
+            raise Refused("it is not a Lockstep link")
         return greeting
 
     def check(self, version: str, launch: str) -> None:
@@ -59,7 +59,7 @@ class Greeting:
                 f"it runs Lockstep {self.version[:40]!r} and this node {version!r}: install the same on all nodes"
             )
         if not SOCKET_NAME.fullmatch(self.socket):
-            raise Refused("it asks for what is no socket of a launch")
+            raise Refused("it asks for a path that is not a socket of a launch")
         if "/" in self.socket and (not launch or self.launch != launch):
             raise Refused("it is of another launch")
 
@@ -76,6 +76,6 @@ def read_answer(line: bytes) -> None:
         values = json.loads(line)
         is_connected, why, is_absent = values["connected"] is True, str(values["reason"]), values["is_absent"] is True
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise Refused("what answers there is no link of Lockstep's, or speaks TLS: is --tls-dir given here?") from None
+        raise Refused("the answer is not from a Lockstep link, or uses TLS: is --tls-dir given here?") from None
     if not is_connected:
         raise (Absent if is_absent else Refused)(why[:MOST_REASON])

@@ -27,7 +27,7 @@ APPEAR_S = 10.0  # in which a socket that a node's own process opens may appear;
 POLL_S = 0.02
 SILENCE_MS = 15_000  # bytes that nobody confirms for so long end a connection
 BUFFER_BYTES = 1 << 20
-CROWDED = "too many connections have not said who they are"
+CROWDED = "too many unidentified connections"
 LINGER_S = 1.0  # for what was written last to leave
 REPEAT_S = 10.0  # between two sentences on the same trouble with the same address
 
@@ -176,7 +176,7 @@ class Link:
                 self._warn(f"a connection from {address} is refused: {refusal}")
             far.write(answer(refusal))
         except TimeoutError:
-            self._warn(f"a connection from {address} is refused: it said nothing")
+            self._warn(f"a connection from {address} is refused: it sent nothing")
         except OSError as error:
             self._warn(f"a connection from {address} is refused: {reason(error)}")
         finally:

@@ -57,7 +57,7 @@ def _context(protocol: int, paths: list[Path]) -> ssl.SSLContext:
 
 
 def _no_password() -> str:
-    raise ValueError("key.pem needs a passphrase, which a server has nobody to ask for")
+    raise ValueError("key.pem needs a passphrase, which a server cannot ask for")
 
 
 def reason(error: BaseException) -> str:
@@ -82,6 +82,6 @@ REASONS = (
         "its certificate and ours are not of one authority: give every node a copy of the same --tls-dir",
     ),
     (("wrong version number", "http request", "record layer failure", "unknown protocol", "packet length too long"),
-     "it speaks no TLS: give it --tls-dir"),
+     "it does not use TLS: give it --tls-dir"),
     (("unsupported protocol", "protocol version", "inappropriate_fallback"), "it speaks an older TLS than 1.3"),
 )  # fmt: skip

@@ -192,7 +192,7 @@ def _dial(path: str, index: int, count: int, until: float) -> socket.socket:
                 end.sendall(MAGIC)  # that this side is still there: a link may deliver what it had given up
                 end.settimeout(None)
                 return end
-            problem = OSError("what listens there is no pipeline stage")
+            problem = OSError("the listener is not a pipeline stage")
         except OSError as error:
             problem = error
         end.close()

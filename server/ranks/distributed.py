@@ -266,7 +266,7 @@ def _why_not_symmetric(shard: Shard, device: torch.device) -> str | None:
     if device.type != "cuda":
         return "ranks on CPUs share no memory"
     if torch.version.hip is not None:
-        return "it was never tried on AMD's GPUs"
+        return "it is untested on AMD GPUs"
     if TorchMemory.one_shot() is None:
         return f"torch {torch.__version__} has no one-shot all-reduce"
     # Rank r has the GPU of index r. torch ends the process where it is asked to share without such access.

@@ -95,7 +95,7 @@ def test_an_end_in_the_middle_is_a_loss_and_not_an_end() -> None:
 @pytest.mark.parametrize(
     ("path", "end"),
     [
-        ("/generate_stream", b'data: {"error":"it died, and so it was after 2 tries: send the request again later"'),
+        ("/generate_stream", b'data: {"error":"it died, also after 2 tries: send the request again later"'),
         ("/v1/chat/completions", b'data: {"error":{"message":"it died'),
         ("/v1/messages", b'event: error\ndata: {"type":"error"'),
     ],

@@ -208,7 +208,7 @@ def test_a_launcher_that_comes_again_before_its_loss_was_noticed_is_let_in(maste
     assert welcome(second)
     assert "end" == first.heard()[-1]
     assert 1 == shard.process.poll() and shard.critical is not None
-    assert "contact with its node was lost (its launcher has come again)" in shard.critical
+    assert "contact with its node was lost (its launcher connected again)" in shard.critical
     assert master.start(2).process.poll() is None
     assert ["shard-1"] == [message["start"] for message in second.heard()]
 

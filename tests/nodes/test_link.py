@@ -152,16 +152,16 @@ def greet(address: tuple[str, int], line: bytes, context: ssl.SSLContext | None 
 @pytest.mark.parametrize(
     ("line", "why"),
     [
-        (b"GET / HTTP/1.1\r\n", "it is no link of Lockstep's"),
+        (b"GET / HTTP/1.1\r\n", "it is not a Lockstep link"),
         (b"\x16\x03\x01\x02\x00 a handshake\n", "it speaks TLS, and this node has no --tls-dir"),
-        (b"[" * 900 + b"\n", "it is no link of Lockstep's"),
-        (b"x" * 5000 + b"\n", "it is no link of Lockstep's"),
-        (b'{"lockstep": {"version": "1", "launch": "L", "node": "1", "socket": []}}\n', "it is no link of Lockstep's"),
+        (b"[" * 900 + b"\n", "it is not a Lockstep link"),
+        (b"x" * 5000 + b"\n", "it is not a Lockstep link"),
+        (b'{"lockstep": {"version": "1", "launch": "L", "node": "1", "socket": []}}\n', "it is not a Lockstep link"),
         (Greeting("0.9", "L", 1, SHARD).line(), "it runs Lockstep '0.9' and this node '1': install the same on all"),
         (Greeting("1", "other", 1, SHARD).line(), "it is of another launch"),
-        (Greeting("1", "L", 1, "launch.lock").line(), "it asks for what is no socket of a launch"),
-        (Greeting("1", "L", 1, "../../etc/passwd").line(), "it asks for what is no socket of a launch"),
-        (Greeting("1", "L", 1, "group-1/../link.json").line(), "it asks for what is no socket of a launch"),
+        (Greeting("1", "L", 1, "launch.lock").line(), "it asks for a path that is not a socket of a launch"),
+        (Greeting("1", "L", 1, "../../etc/passwd").line(), "it asks for a path that is not a socket of a launch"),
+        (Greeting("1", "L", 1, "group-1/../link.json").line(), "it asks for a path that is not a socket of a launch"),
         (Greeting("1", "L", 1, "group-1/steps-3.sock").line(), "group-1/steps-3.sock is not on this node"),
     ],
 )
@@ -180,7 +180,7 @@ def test_who_says_nothing_is_let_go(
     monkeypatch.setattr("server.link.link.HANDSHAKE_S", 0.05)
     with socket.create_connection(node().address, timeout=60) as end:
         assert b"" == end.recv(1)
-    assert "a connection from 127.0.0.1 is refused: it said nothing" in caplog.text
+    assert "a connection from 127.0.0.1 is refused: it sent nothing" in caplog.text
 
 
 def test_many_who_say_nothing_do_not_keep_others_out_for_long(node: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,7 +314,7 @@ def test_where_too_many_are_here_the_latest_of_the_largest_crowd_goes() -> None:
 @pytest.mark.parametrize(
     ("theirs", "why"),
     [
-        (None, "it speaks no TLS"),
+        (None, "it does not use TLS"),
         ("other", "its certificate and ours are not of one authority"),
         ("expired", "a certificate has expired"),
     ],
@@ -353,7 +353,7 @@ def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("line", [b"", b"no JSON", b"[]", b'{"connected": true}', json.dumps([1]).encode()])
 def test_answers_of_others_are_refusals(line: bytes) -> None:
-    with pytest.raises(Refused, match="no link of Lockstep's"):
+    with pytest.raises(Refused, match="not from a Lockstep link"):
         read_answer(line)
 
 

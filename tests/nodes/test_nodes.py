@@ -48,7 +48,7 @@ def test_stages_on_two_nodes_survive_the_death_of_a_shard_of_a_link_and_of_a_nod
         code, output = cluster.agents[0].end()
     assert not tally.failures
     assert tally.answers >= 12
-    assert 0 == code and "node 0 says that this was it: the server is stopped" in output
+    assert 0 == code and "node 0 ends the server: the server is stopped" in output
 
 
 def test_shards_of_one_stage_on_two_nodes_answer_as_one_process(expected: list[Answer]) -> None:

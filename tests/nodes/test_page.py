@@ -76,7 +76,7 @@ def test_the_trial_on_one_machine() -> None:
 
 def test_the_plan() -> None:
     printed = output_of(PLAN)
-    assert "| Links" in printed and "2 pipeline stages, each on devices of its own, for 4 micro-batches" in printed
+    assert "| Links" in printed and "2 pipeline stages, each on its own devices, for 4 micro-batches" in printed
 
 
 def test_what_the_page_quotes_is_what_launchers_say() -> None:

@@ -1,7 +1,7 @@
 """Every field of the APIs' published request objects: it has its effect, is refused by name, or changes nothing.
 
 The objects are those of OpenAI's and Anthropic's own Python clients. Each field is sent by itself with a legal value
-that is not its default. What is ignored is a table of docs/newer-apis.md, which is generated from the one below.
+that is not its default. What is ignored is a table of docs/apis.md, which is generated from the one below.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from tests.router.doubles import fake_shards, make_limits
 from tests.router.served import LIMITS, replying
 from tests.router.site import PROMPT, Site, site
 
-PAGE = Path(__file__).parents[2] / "docs" / "newer-apis.md"
+PAGE = Path(__file__).parents[2] / "docs" / "apis.md"
 TEMPLATE = (
     "{{ messages | tojson }}{{ tools | default('') | tojson }}{{ enable_thinking | default('') }}"
     "{{ reasoning_effort | default('') }}\x01"
 )
-NOTHING = "no text depends on it"
-KEPT = "nothing is kept that it could name"
+NOTHING = "does not change the text"
+STORED = "nothing is stored"
 TIER = "there is one tier"
-CACHED = "beginnings are cached without being asked, for as long as there is room"
+CACHED = "prefixes are always cached"
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": FUNCTION}
 SAID = [{"role": "user", "content": PROMPT}]
@@ -114,13 +114,13 @@ CHAT = Api(
         "web_search_options": {},
     },
     {
-        "metadata": KEPT,
+        "metadata": STORED,
         "prompt_cache_key": CACHED,
         "prompt_cache_options": CACHED,
         "prompt_cache_retention": CACHED,
         "safety_identifier": NOTHING,
         "service_tier": TIER,
-        "store": "nothing is stored",
+        "store": STORED,
         "user": NOTHING,
     },
     {**STREAMED, "tool_choice": {"tools": [TOOL]}, "top_logprobs": {"logprobs": True}},
@@ -183,9 +183,9 @@ RESPONSES = Api(
         "prompt_cache_options": CACHED,
         "prompt_cache_retention": CACHED,
         "service_tier": TIER,
-        "store": "nothing is stored, as every answer says",
+        "store": STORED,
         "stream_options": "events are not obfuscated",
-        "truncation": "an input that is too long is refused",
+        "truncation": "long inputs are refused",
         "user": NOTHING,
     },
     {"tool_choice": {"tools": [{"type": "function", **FUNCTION}]}, "top_p": {"temperature": 1},
@@ -224,9 +224,9 @@ MESSAGES = Api(
     {
         "cache_control": CACHED,
         "diagnostics": NOTHING,
-        "metadata": KEPT,
+        "metadata": STORED,
         "service_tier": TIER,
-        "speed": "it is as fast as it is",
+        "speed": "there is one speed",
         "user_profile_id": NOTHING,
         "workspace_id": NOTHING,
     },

@@ -268,7 +268,7 @@ def test_what_answers_as_no_stage_is_none(folder: Path, monkeypatch: pytest.Monk
 
         answering = threading.Thread(target=answer)
         answering.start()
-        with pytest.raises(PeerLost, match="stage 2 does not answer: what listens there is no pipeline stage"):
+        with pytest.raises(PeerLost, match="stage 2 does not answer: the listener is not a pipeline stage"):
             join(1, paths, SHORT)
         answering.join()
 

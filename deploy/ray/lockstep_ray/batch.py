@@ -113,9 +113,15 @@ def _parser() -> argparse.ArgumentParser:
     add("--shard-lines", type=int, default=500, metavar="N", help="lines that are done or not done. Default: 500")
     add("--num-cpus", type=float, default=1, metavar="N", help="of each worker, for Ray to count. Default: 1")
     add("--num-gpus", type=float, default=0, metavar="N", help="of each worker: as many as --num-shard. Default: 0")
-    add("--concurrency", type=int, default=64, metavar="N", help="requests under way at each server. Default: 64")
-    add("--max-tries", type=int, default=5, metavar="N", help="of a request that fails after it was sent. Default: 5")
-    add("--timeout", type=float, default=3600, metavar="SECONDS", help="longest time of one answer. Default: 3600")
+    add("--concurrency", type=int, default=64, metavar="N", help="requests at once at each server. Default: 64")
+    add(
+        "--max-tries",
+        type=int,
+        default=5,
+        metavar="N",
+        help="tries of a request that fails after it was sent. Default: 5",
+    )
+    add("--timeout", type=float, default=3600, metavar="SECONDS", help="time limit of one answer. Default: 3600")
     add("--address", default="auto", metavar="ADDRESS", help="of the cluster. Default: auto, the one on this machine")
     return parser
 

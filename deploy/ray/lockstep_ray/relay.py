@@ -160,7 +160,7 @@ class _Relayed:
         return Answer(status, tuple(headers), orjson.dumps(error_body(self._ask.path, status, sentence)))
 
     def _sentence(self, lost: BaseException) -> str:
-        return f"{lost.args[0]}, and so it was after {self._num_tries} tries: send the request again later"
+        return f"{lost.args[0]}, also after {self._num_tries} tries: send the request again later"
 
     async def _streamed(self, head: Head, pieces: AsyncGenerator[Head | bytes, None]) -> AsyncGenerator[bytes, None]:
         """The frames, of however many replicas."""

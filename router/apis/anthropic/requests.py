@@ -53,8 +53,8 @@ class CountRequest(Lenient):
     }
 
     messages: Annotated[list[Message], Field(fail_fast=True)]
-    model: ModelName | None = Field(default=None, description="Any name; the answer has it.")
-    system: str | Blocks | None = Field(default=None, description="What comes before all messages.")
+    model: ModelName | None = Field(default=None, description="Any name; repeated in the answer.")
+    system: str | Blocks | None = Field(default=None, description="The system prompt.")
     thinking: Thinking | None = None
     tools: Blocks | None = Field(default=None, description="Functions that the model may call.")
     tool_choice: dict[str, Any] | None = Field(default=None, description="`auto`, `any`, `tool` or `none`.")
@@ -110,7 +110,7 @@ def parameters_of(body: MessagesRequest) -> GenerateParameters:
 
 
 def _grammar(given: Mapping[str, Any] | None) -> GrammarParameters | None:
-    """What the text is held to. Raises ValidationError."""
+    """Constraint on the text. Raises ValidationError."""
     if given is None:
         return None
     if given.get("type") != "json_schema":

@@ -66,7 +66,7 @@ class Generation(Lenient):
     }
     known = frozenset({*constraints.NAMES, constraints.NESTED})
 
-    model: ModelName | None = Field(default=None, description="Any name; the answer has it.")
+    model: ModelName | None = Field(default=None, description="Any name; repeated in the answer.")
     n: Integer | None = Field(default=None, description="Answers to the same prompt.")
     stop: str | Texts | None = Field(default=None, description="End before the first of these.")
     stream: bool | None = Field(default=None, description="Answer with server-sent events.")
@@ -83,7 +83,7 @@ class Generation(Lenient):
     logit_bias: dict[str, float] | None = Field(default=None, description="Token id -> -100 to 100.")
     repetition_penalty: float | None = Field(default=None, description="Not OpenAI's. 1.0 means no penalty.")
     ignore_eos: bool | None = Field(default=None, description="Not OpenAI's: do not end at the model's end tokens.")
-    min_tokens: Integer | None = Field(default=None, description="Not OpenAI's: nothing ends the text before.")
+    min_tokens: Integer | None = Field(default=None, description="Not OpenAI's: least number of generated tokens.")
     stop_token_ids: TokenIds | None = Field(default=None, description="Not OpenAI's: end after these tokens too.")
     typical_p: float | None = Field(default=None, description="Not OpenAI's, as on TGI's routes.")
     bad_words: Texts | None = Field(default=None, description="Not OpenAI's, as on TGI's routes.")
@@ -94,10 +94,10 @@ class Generation(Lenient):
         default=None, description="text, json_object or json_schema; TGI's {type, value} too."
     )
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = Field(
-        default=None, description="Not OpenAI's: the lower, the earlier, beside others of the same key. Absent: 0."
+        default=None, description="Not OpenAI's: lower leaves the queue earlier, within one API key. Absent: 0."
     )
     cache_salt: Annotated[str, Field(max_length=256)] | None = Field(
-        default=None, description="Not OpenAI's: beginnings of prompts are shared among requests of the same one alone."
+        default=None, description="Not OpenAI's: prefixes are shared only between requests with the same salt."
     )
     user: str | None = Field(default=None, description="Ignored.")
 
@@ -110,7 +110,7 @@ class Message(Lenient):
     name: str | None = None
     tool_calls: Objects | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = Field(default=None, description="What the model thought before this answer.")
+    reasoning_content: str | None = Field(default=None, description="The reasoning before this answer.")
     reasoning: str | None = Field(default=None, description="Another name of it.")
 
 
@@ -126,8 +126,8 @@ class ChatRequest(Generation):
     }
 
     messages: Annotated[list[Message], Field(fail_fast=True)]
-    logprobs: bool | None = Field(default=None, description="Tell the log-probability of each token of the text.")
-    top_logprobs: Integer | None = Field(default=None, description="Likeliest tokens told beside each of them.")
+    logprobs: bool | None = Field(default=None, description="Report the log-probability of each token of the text.")
+    top_logprobs: Integer | None = Field(default=None, description="Likeliest alternatives reported with each token.")
     reasoning_effort: Annotated[str, Field(max_length=64)] | None = Field(
         default=None, description="`none`, or what the chat template knows of it."
     )
@@ -138,11 +138,11 @@ class ChatRequest(Generation):
         default=None, description='"auto", "none", "required", or a function that must be called.'
     )
     parallel_tool_calls: bool | None = Field(default=None, description="false: at most one call in an answer.")
-    tool_prompt: str | None = Field(default=None, description="TGI's: how to call tools, in place of our words.")
+    tool_prompt: str | None = Field(default=None, description="TGI's: the instruction for calling tools.")
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="Variables of the chat template.")
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = Field(
-        default=None, description="The last message, of the assistant, is the beginning of the answer."
+        default=None, description="Continue the last message, of the assistant."
     )
 
     def ignored(self) -> list[str]:
@@ -157,10 +157,10 @@ class CompletionRequest(Generation):
     echo: bool | None = Field(default=None, description="Begin the text with the prompt.")
     logprobs: Integer | None = Field(
         default=None,
-        description="Tell the log-probability of each token of the text, beside so many of the likeliest tokens.",
+        description="Report the log-probability of each token of the text, with this many of the likeliest tokens.",
     )
     best_of: Integer | None = Field(
-        default=None, description="Generate so many answers and give the `n` likeliest, by their mean log-probability."
+        default=None, description="Generate this many answers and return the `n` likeliest, by mean log-probability."
     )
 
 

@@ -50,7 +50,7 @@ def add_openai_routes(app: FastAPI, services: Services) -> tuple[Handler, Handle
         scoring = None if candidates is None else Scoring(candidates, services.tokenizer)
         wanted = _with_special_tokens(body, wanted, services)
         if candidates is not None and body.include_reasoning is False:
-            raise ValidationError("`logprobs` tell all that the model writes: leave it or `include_reasoning` out")
+            raise ValidationError("`logprobs` cover all tokens, reasoning too: leave it or `include_reasoning` out")
         head = _head(request, body, services, "chatcmpl")
         if reading is not None:
             return await _read_chat(request, body, wanted, services, head, reading, scoring)

@@ -58,7 +58,7 @@ class PromptToTokenize(Lenient):
     prompt: str
     model: str | None = Field(default=None, description="Any name.")
     add_special_tokens: bool | None = Field(default=None, description="Absent: true.")
-    return_token_strs: bool | None = Field(default=None, description="Tell the text of each token too.")
+    return_token_strs: bool | None = Field(default=None, description="Return the text of each token too.")
 
 
 class ContentToTokenize(Lenient):
@@ -66,7 +66,7 @@ class ContentToTokenize(Lenient):
 
     content: str
     add_special: bool | None = Field(default=None, description="Absent: false.")
-    with_pieces: bool | None = Field(default=None, description="Tell the text of each token too.")
+    with_pieces: bool | None = Field(default=None, description="Return the text of each token too.")
 
 
 class TokensToText(Lenient):

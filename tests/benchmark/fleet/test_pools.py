@@ -135,7 +135,7 @@ def test_a_wrong_pool_is_refused(
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (("--prefix-length", 200), "--prefix-length is 200 but --input-length is 100: a prompt goes on"),
+        (("--prefix-length", 200), "--prefix-length is 200 but --input-length is 100: a prompt contains its prefix"),
         (
             ("--fewest-replicas", 4, "--ttft-objective", 9),
             "--num-requests is 60, and fewer than 2000 do not tell whether a fleet keeps up: leave it out",

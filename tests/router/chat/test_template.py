@@ -85,7 +85,7 @@ def test_variables_reach_the_template(
 def test_the_documents_example_makes_what_the_document_says(
     runner: asyncio.Runner, aside: Aside, tmp_path: Path
 ) -> None:
-    blocks = dict(re.findall(r"^```(jinja|text)\n(.*?)^```$", (ROOT / "docs" / "chat.md").read_text(), re.M | re.S))
+    blocks = dict(re.findall(r"^```(jinja|text)\n(.*?)^```$", (ROOT / "docs" / "apis.md").read_text(), re.M | re.S))
     (tmp_path / "mine.jinja").write_text(blocks["jinja"])
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<s>"}')
     template = ChatTemplate.load(tmp_path, template_path=str(tmp_path / "mine.jinja"))

@@ -212,10 +212,10 @@ def test_launchers_talk_in_lines_and_notice_silence(monkeypatch: pytest.MonkeyPa
         other.beat()
     ours.setblocking(True)
     ours.sendall(b"no JSON\n")
-    with pytest.raises(TalkEnded, match="no message"):
+    with pytest.raises(TalkEnded, match="an invalid message"):
         other.hear()
     ours.sendall(b"x" * 70_000)
-    with pytest.raises(TalkEnded, match="no message"):
+    with pytest.raises(TalkEnded, match="an invalid message"):
         other.hear(), other.hear()
     one.close()
     with pytest.raises(TalkEnded):
@@ -229,7 +229,7 @@ def test_numbers_that_nothing_can_be_counted_with_end_a_talk(number: bytes) -> N
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(b'{"node": ' + number + b', "time": 0}\n')
-        with pytest.raises(TalkEnded, match="no message"):
+        with pytest.raises(TalkEnded, match="an invalid message"):
             Talk(theirs).hear()
 
 

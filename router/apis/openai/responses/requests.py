@@ -65,8 +65,8 @@ class InputRequest(Lenient):
     }
 
     input: str | Objects | None = Field(default=None, description="A text of the user, or items of a conversation.")
-    instructions: str | None = Field(default=None, description="What comes before all items.")
-    model: ModelName | None = Field(default=None, description="Any name; the answer has it.")
+    instructions: str | None = Field(default=None, description="The system prompt.")
+    model: ModelName | None = Field(default=None, description="Any name; repeated in the answer.")
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
     tools: Objects | None = Field(default=None, description="Functions that the model may call.")
@@ -86,7 +86,9 @@ class ResponsesRequest(InputRequest):
     store: bool | None = Field(default=None, description="Nothing is stored, and the answer says so.")
     frequency_penalty: float | None = None
     presence_penalty: float | None = None
-    max_tool_calls: Integer | None = Field(default=None, description="The answer has it: no tools are called here.")
+    max_tool_calls: Integer | None = Field(
+        default=None, description="Repeated in the answer: the server calls no tools."
+    )
     safety_identifier: str | None = Field(default=None, description="The answer has it.")
     prompt_cache_key: str | None = Field(default=None, description="The answer has it.")
     stream: bool | None = Field(default=None, description="Answer with server-sent events.")
@@ -135,7 +137,7 @@ def candidates_of(body: ResponsesRequest, *, is_read: bool, most: int) -> int | 
 
 
 def _grammar(given: Mapping[str, Any] | None) -> GrammarParameters | None:
-    """What the text is held to. Raises ValidationError."""
+    """Constraint on the text. Raises ValidationError."""
     if given is None:
         return None
     kind, schema = given.get("type"), given.get("schema")
