@@ -1,6 +1,6 @@
 """Starts and watches one Lockstep server: N shards and a router, from one table of settings.
 
-This is the story of a launch; its rooms are in `router/launch/`. Every setting is read and checked, the port is taken,
+This is the story of a launch; its rooms are in `launch/`. Every setting is read and checked, the port is taken,
 the model is resolved once, each process gets its config as JSON (a shard in a private folder, the router, whose config
 holds the API key, in a file without a name), all processes are started at once, and their logs are forwarded until a
 signal or a failure. The end is one sentence and an exit code: 0 after a stop by signal, 1 when something failed, 2 for
@@ -19,30 +19,33 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 
-from router.launch.agent import Agent
-from router.launch.commands import COMMANDS
-from router.launch.crew import Crew, python
-from router.launch.errors import Refusal
-from router.launch.files import private_folder, shared_sockets
-from router.launch.flags import read_command_line, refuse_misspelt
-from router.launch.layout import Layout
-from router.launch.linking import Linking
-from router.launch.logs import Log
-from router.launch.machine import bind, describe_environment, is_on_loopback, plan_shards, visible_gpus
-from router.launch.models import resolve_model
-from router.launch.nodes import Nodes, await_address, check_nodes, environment_of, node_warnings, plan_nodes
-from router.launch.others import Others
-from router.launch.restarts import Renewal
-from router.launch.seat import Seat
-from router.launch.settings import Settings, read_settings
-from router.launch.settings_page import render_settings
-from router.launch.signals import leave_on_signal, signals_to_pipe
-from router.launch.storage import storage_problems, storage_warnings
-from router.launch.supervisor import Supervisor
-from router.launch.terminal import open_standard_streams
-from router.version import version
-from server.processes.linux import adopt_orphans
-from server.processes.output import Output
+from host.output import Output
+from host.process import adopt_orphans
+from host.version import version
+from launch.agent import Agent
+from launch.commands import COMMANDS
+from launch.errors import Refusal
+from launch.files import private_folder, shared_sockets
+from launch.flags import read_command_line, refuse_misspelt, render_settings
+from launch.logs import Log, open_standard_streams
+from launch.machine import (
+    bind,
+    describe_environment,
+    is_on_loopback,
+    plan_shards,
+    storage_problems,
+    storage_warnings,
+    visible_gpus,
+)
+from launch.models import resolve_model
+from launch.node_links import Linking
+from launch.nodes import Layout, Nodes, await_address, check_nodes, environment_of, node_warnings, plan_nodes
+from launch.remote_nodes import Others
+from launch.restarts import Renewal
+from launch.router_process import Seat
+from launch.settings import Settings, read_settings
+from launch.shards import Crew, python
+from launch.supervisor import Supervisor, leave_on_signal, signals_to_pipe
 
 
 def main(argv: Sequence[str] | None = None) -> int:

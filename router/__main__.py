@@ -27,21 +27,20 @@ import uvicorn
 import uvloop
 from fastapi import FastAPI
 
-from router.batcher import Batcher
-from router.client import ShardError
+from host.logs import BEAT, configure_logging
+from router.batching.batcher import Batcher
+from router.batching.prefix_mover import COUNTERS, Mover, TierMetrics
 from router.config import RouterConfig
 from router.grammars.follower import Follower
-from router.group import NextGroup, ShardGroup
 from router.http.app import accounts_of, chat_template_of, create_app, matchers_of
 from router.http.guard import GuardedHttpProtocol
 from router.http.transport import Connections
-from router.metrics import Metrics
-from router.startup import Started, has_tiers, start, table
-from router.text import ModelTokenizer
-from router.tiers.metrics import COUNTERS, TierMetrics
-from router.tiers.mover import Mover
-from router.tracing import make_tracer
-from server.processes.logs import BEAT, configure_logging
+from router.shards.client import ShardError
+from router.shards.group import NextGroup, ShardGroup
+from router.shards.startup import Started, has_tiers, start, table
+from router.telemetry.metrics import Metrics
+from router.telemetry.tracing import make_tracer
+from router.text.tokenizer import ModelTokenizer
 
 FLUSH_S = 3.0  # for what the prefix cache still has to write to disk when the server stops
 LAST_BYTES_S = 5  # for answers that are complete when the server stops

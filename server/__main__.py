@@ -17,9 +17,9 @@ from collections.abc import Sequence
 
 import uvloop
 
+from host.logs import configure_logging
+from host.process import name_process
 from server.config import ShardConfig
-from server.processes.linux import name_process
-from server.processes.logs import configure_logging
 
 log = logging.getLogger("server")
 

@@ -15,11 +15,13 @@ from typing import Any, Protocol
 
 import torch
 
+from host.cpu_kinds import EXACT
 from server import backends
 from server.arch import families
 from server.arch.spec import validate, with_rope_scaling
+from server.arch.stages import Stage, stages_of
 from server.backends import Backend, Device
-from server.backends.cpu.heap import freed_at_once
+from server.backends.cpu.memory import freed_at_once
 from server.backends.cpu.threads import plan_threads
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE
@@ -28,7 +30,6 @@ from server.checkpoint.quantisation import Quantisation
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.checkpoint.weights import Checkpoint, Weights
 from server.config import AUTO, DTYPES, THROUGH_HOST, ShardConfig, parse_graph_sizes
-from server.cpu_kinds import EXACT
 from server.model import load as model_loading
 from server.model import placement as placing
 from server.model.streamed import Streaming
@@ -36,9 +37,6 @@ from server.model.transformer import local_kv_heads
 from server.offload.share import Share
 from server.offload.times import Times
 from server.pb import generate_pb2 as pb
-from server.pipeline.neighbours import Neighbours, Nobody, Stages
-from server.pipeline.ring import join
-from server.pipeline.stage import Stage, stages_of
 from server.prefix.identity import identity as identify
 from server.prefix.mover import TierConfig, Tiers
 from server.quant.kv import AS_COMPUTED, KV_FORMATS
@@ -47,6 +45,7 @@ from server.ranks import distributed
 from server.ranks.distributed import Shard
 from server.stepping.cache import KVShape
 from server.stepping.engine import Engine, Model
+from server.stepping.ring import Neighbours, Nobody, Stages, join
 from server.stepping.sampling import Watermark
 
 log = logging.getLogger(__name__)

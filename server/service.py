@@ -19,8 +19,7 @@ from pathlib import Path
 import grpc
 import torch
 
-from server.backends.failures import lost_device
-from server.backends.profiling import StepProfiler
+from server.backends.device import StepProfiler, lost_device
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.offload.times import Times
 from server.pb import generate_pb2 as pb
@@ -29,8 +28,7 @@ from server.prefix.mover import Move, Tiers
 from server.prefix.prefix_file import KEY_BYTES
 from server.ranks.distributed import PeerLost
 from server.ranks.relay import MAX_MESSAGE_BYTES, Ranks, StepStream
-from server.stepping.engine import Engine
-from server.stepping.launched import Launched, StepResult
+from server.stepping.engine import Engine, Launched, StepResult
 from server.stepping.sequences import StepError
 from server.stepping.warmup import warm_up
 

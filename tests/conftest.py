@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
-from server import cpu_kinds
-from server.disk.folders import refuse_memory
+from host import cpu_kinds
+from host.folders import refuse_memory
 
 with suppress(ImportError):  # tests on a GPU do without it, and so does what travels there
     from hypothesis import settings

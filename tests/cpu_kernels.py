@@ -11,9 +11,9 @@ import shutil
 
 import pytest
 
+from host.cpu_kinds import AUTO, NAMED, NATIVE, NONE
 from server.backends import cpu
 from server.backends.cpu import COMPILERS, Kernels
-from server.cpu_kinds import AUTO, NAMED, NATIVE, NONE
 
 VARIABLE = "CPU_KERNELS"
 

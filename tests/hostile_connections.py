@@ -28,7 +28,7 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from server.processes.linux import lower_priority
+from host.process import lower_priority
 from tests.running import ROOT, Server, body
 
 PROBE = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n"

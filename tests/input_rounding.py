@@ -22,7 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from server.backends.cpu import CpuBackend
-from server.quant import uniform
+from server.quant import rounding
 from server.quant.rounding import int8_weights
 from tests import cpu_kernels
 from tests.quantised_perplexity import MODEL, TOGETHER, held_out
@@ -77,7 +77,7 @@ def milliseconds(format: str | None, count: int, *, rounds_inputs: bool) -> floa
     """The median of a product of the layer with so many tokens."""
     backend = CpuBackend(cpu_kernels.load(), torch.bfloat16, rounds_inputs=rounds_inputs)
     weight = torch.randn(LAYER, generator=torch.Generator().manual_seed(1)) / 64
-    make = {None: lambda dense: dense.bfloat16(), "int4": uniform.int4_groups, "eetq": int8_weights}[format]
+    make = {None: lambda dense: dense.bfloat16(), "int4": rounding.int4_groups, "eetq": int8_weights}[format]
     layer = backend.linear(make(weight))
     x = torch.randn(count, LAYER[1], generator=torch.Generator().manual_seed(2)).bfloat16()
     taken = []

@@ -35,7 +35,7 @@ from server.layers.embedding import load_embedding, load_head
 from server.model.load import StackLoader
 from server.quant.stored import QuantisedWeight
 from server.quantising.calibration import Inputs, Streams, Texts, watched
-from server.quantising.job import run
+from server.quantising.command import run
 from server.quantising.plan import sites_of
 from server.quantising.recipe import Job, Recipe
 from server.ranks.distributed import Shard

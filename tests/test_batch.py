@@ -18,9 +18,9 @@ from pathlib import Path
 import httpx2
 import pytest
 
+from launch.commands import batch
+from launch.errors import Refusal
 from router.jobs.journal import State, journal_of
-from router.launch import batch
-from router.launch.errors import Refusal
 from tests.router.jobs.making import read_lines, write_requests
 from tests.running import ROOT, Server, kill_group
 

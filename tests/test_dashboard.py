@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from router.launch.settings import public_settings
+from launch.settings import public_settings
 from tests.router.test_metrics import page_with_keys, series_in
 from tests.running import ROOT
 

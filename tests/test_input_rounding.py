@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from server import cpu_kinds, loading
+from host import cpu_kinds
+from server import loading
 from server.backends.cpu import CpuBackend
 from server.backends.cpu.codes import CodeFormat
 from server.backends.cpu.kernels import Kernels
 from server.backends.cpu.levels import LevelFormat
-from server.quant.rounding import int8_weights
+from server.quant.rounding import int4_groups, int8_weights
 from server.quant.sizes import IN_FLIGHT
-from server.quant.uniform import int4_groups
 from tests import cpu_kernels
 from tests.input_rounding import MOST, log_probabilities, with_outliers
 from tests.quantised_perplexity import MODEL, held_out

@@ -10,19 +10,18 @@ from pathlib import Path
 import pytest
 
 import launcher
+from host.output import Output
+from host.version import version
+from launch.errors import Refusal
+from launch.flags import refuse_misspelt, render_settings
+from launch.logs import Log
+from launch.machine import bind
+from launch.nodes import Layout
+from launch.router_process import Seat
+from launch.shards import Crew
 from router.config import RouterConfig
-from router.launch.crew import Crew
-from router.launch.errors import Refusal
-from router.launch.flags import refuse_misspelt
-from router.launch.layout import Layout
-from router.launch.logs import Log
-from router.launch.machine import bind
-from router.launch.seat import Seat
-from router.launch.settings_page import render_settings
-from router.version import version
 from server.checkpoint.hub import ResolvedModel
 from server.config import ShardConfig
-from server.processes.output import Output
 from tests.router.launch.test_settings import read
 from tests.running import ROOT
 

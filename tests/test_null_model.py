@@ -15,10 +15,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from router.client import ShardedClient, ShardError
-from router.entry import ValidRequest
-from router.text import ModelTokenizer
-from router.wire import new_sequence, step_request
+from router.scheduling.request import ValidRequest
+from router.shards.client import ShardedClient, ShardError
+from router.shards.wire import new_sequence, step_request
+from router.text.tokenizer import ModelTokenizer
 from server.config import ShardConfig
 from server.null import LOGPROB, SENTENCE, NullEngine, Pace, serving
 from server.pb import generate_pb2 as pb

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from router.launch.settings import flag, public_settings
+from launch.settings import flag, public_settings
 from tests.running import ROOT
 
 README = (ROOT / "README.md").read_text()

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import corpus
 import launcher
-from router.launch import quantize
-from router.launch.config import DEMO
-from router.launch.errors import Refusal
+from launch.commands import quantize
+from launch.config import DEMO
+from launch.errors import Refusal
 from server.quantising.command import failure
 from server.quantising.output_folder import partial_of
 from server.quantising.recipe import Job

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from router.client import ShardedClient
-from router.entry import ValidRequest
-from router.wire import new_sequence, step_request
+from router.scheduling.request import ValidRequest
+from router.shards.client import ShardedClient
+from router.shards.wire import new_sequence, step_request
 from server.config import ShardConfig
 from tests.running import ROOT
 

@@ -26,13 +26,13 @@ WALL_CLOCKS = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "
 # Log lines and traces carry the time of day. How old a file is, only its file system's clock can say.
 MAY_READ_WALL_CLOCKS = {
     "router.requests.continuing",  # when a stream began, as its answers say
-    "router.launch.agent",  # says what its clock shows, and …
-    "router.launch.others",  # … node 0 compares, for a sentence on logs that do not line up
-    "router.launch.logs",
-    "router.launch.tls",
+    "launch.agent",  # says what its clock shows, and …
+    "launch.remote_nodes",  # … node 0 compares, for a sentence on logs that do not line up
+    "launch.logs",
+    "launch.commands.tls",
     "router.apis.openai.answers",
-    "router.tracing",
-    "server.checkpoint.download",
+    "router.telemetry.tracing",
+    "server.checkpoint.hub",
 }
 
 
@@ -107,14 +107,14 @@ def test_the_router_has_nothing_to_open_connections_with() -> None:
     """
     router = [(module, tree) for module, tree in shipped() if longest_match(module, {"router"})]
     users = [module for module, tree in router if imported(tree) & CLIENTS]
-    assert users == ["router.launch.batch_http"]  # a command's own process, whose modules no router imports
+    assert users == ["launch.commands.batch"]  # a command's own process, whose modules no router imports
     opened = {
         (module, ast.unparse(call.func))
         for module, tree in router
         for call in calls(tree)
         if isinstance(call.func, ast.Attribute) and call.func.attr in OPENERS
     }
-    assert opened == {("router.launch.agent", "end.connect"), ("router.launch.nodes", "probe.connect")}
+    assert opened == {("launch.agent", "end.connect"), ("launch.nodes", "probe.connect")}
 
 
 def test_deadlines_know_no_time_of_day() -> None:
@@ -140,7 +140,7 @@ def test_keys_are_compared_in_constant_time() -> None:
 
 
 # What a user asked for by its path, and what others than its maker run.
-MAKE_FOLDERS_FOR_OTHERS = {"server.quantising.output_folder", "server.backends.cpu.portable"}
+MAKE_FOLDERS_FOR_OTHERS = {"server.quantising.output_folder", "server.backends.cpu.build"}
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from router.watermark import Detection, TextTooShort, detect, is_green, needed
+from router.text.watermark import Detection, TextTooShort, detect, is_green, needed
 from server.backends.reference.logits import StockLogits
 from server.ranks.distributed import Shard
 from server.stepping.sampling import greenlist

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmark.cost.shapes import find, make_model_folder
-from router.watermark import detect
+from router.text.watermark import detect
 from tests.running import Server, body, generate_all, tokens_of
 
 LEAST, MOST = 6.0, 2.0  # mean z with the watermark, and without

@@ -48,9 +48,9 @@ from benchmark.report.result import (
     table,
 )
 from benchmark.report.terminal import Progress, Stage, shown
-from router.client import ModelInfo
-from router.entry import Sampling
-from router.queue import blocks_for
+from router.scheduling.queue import blocks_for
+from router.scheduling.request import Sampling
+from router.shards.client import ModelInfo
 
 PROMPT_TOKENS_A_STEP = 100  # that take about as long as a step of decoding
 BATCH_SIZES = (1, 2, 4, 8, 16, 32)

@@ -76,9 +76,9 @@ from benchmark.report.result import (
 )
 from benchmark.report.terminal import Progress, Stage, shown
 from benchmark.serving.outcomes import stretch_rates
-from router.client import ModelInfo, ShardedClient
-from router.limits import Limits
-from router.text import ModelTokenizer
+from router.scheduling.limits import Limits
+from router.shards.client import ModelInfo, ShardedClient
+from router.text.tokenizer import ModelTokenizer
 
 SCHEDULES_RESULT = "schedules"  # what a result by schedules is called
 SWEEP = "offline-sweep"  # what a result of several numbers of prompts is called: `compare` knows none

@@ -23,7 +23,7 @@ from benchmark.cost.step_times import EFFICIENCY, MeasuredSteps, Roofline, StepW
 from benchmark.engine.launch import free_host_bytes
 from benchmark.report.publishing import published
 from benchmark.report.result import BenchError, Result, RunContext, arguments_of, prepare_output, table
-from router.queue import blocks_for
+from router.scheduling.queue import blocks_for
 from server.quant import sizes
 
 THIS = "this"

@@ -41,10 +41,10 @@ from benchmark.report import pictures
 from benchmark.report.publishing import published
 from benchmark.report.result import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output
 from benchmark.report.terminal import Stage, shown
-from router.balancing import ALIASES, POLICIES
 from router.config import RouterConfig
-from router.limits import Limits, resolve
-from router.queue import blocks_for
+from router.scheduling.balancing import ALIASES, POLICIES
+from router.scheduling.limits import Limits, resolve
+from router.scheduling.queue import blocks_for
 from server.quant import sizes
 
 # The router's settings that decide who runs when; their defaults, bounds and help are `RouterConfig`'s.

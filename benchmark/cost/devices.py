@@ -15,7 +15,7 @@ from benchmark.cost.ceilings import DATA_SHEET, Ceilings
 from benchmark.cost.roofline import Pipeline, ServedModel, Sums
 from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES, NamedShape
 from benchmark.report.result import BenchError
-from server.offload.footprint import LOGIT_BYTES, step_bytes
+from server.arch.footprint import LOGIT_BYTES, step_bytes
 from server.quant import sizes
 
 RESERVED_BYTES = 2 * 10**9  # of a GPU, for its context, libraries and fragmentation

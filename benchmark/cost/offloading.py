@@ -1,7 +1,7 @@
 """What streaming costs, from a model's shape and measured rates, and what the shards tell of it: for `offline`.
 
 The arithmetic is the server's (`server/offload/cost.py`), and so are the probes, which run in this process before a
-server has the device (`server/offload/probes.py`). Here both meet a model's shape as a whole: all shards together are
+server has the device (`server/offload/auto.py`). Here both meet a model's shape as a whole: all shards together are
 looked at as one, which has what all of them have. Torch is imported only when something is measured.
 """
 
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import DTYPE_BYTES, ModelShape
 from benchmark.report.result import BenchError
-from router.client import StreamedReply
+from router.shards.client import StreamedReply
+from server.arch.footprint import step_bytes, window_shares
 from server.offload.cost import Rates, Sizes, StepCost
-from server.offload.footprint import step_bytes, window_shares
 from server.offload.share import Share
 from server.offload.times import MOST_SPANS, Span, busy_seconds
 
@@ -149,8 +149,8 @@ def measure_rates(args: argparse.Namespace, shape: ModelShape) -> Measured:
     import torch
 
     from server import backends
+    from server.offload.auto import rates_of
     from server.offload.disk_store import DiskError
-    from server.offload.probes import rates_of
 
     try:
         device = backends.open_device(args.device or "auto", rank=0, world_size=1)
@@ -175,7 +175,7 @@ def _good_dtype(shape: ModelShape, device: Device) -> str:
 
 def _link(args: argparse.Namespace, device: Device, layer_bytes: int) -> float:
     """Bytes/s at which layers come from where they would wait; infinite where they would wait nowhere."""
-    from server.offload.probes import link_rate
+    from server.offload.auto import link_rate
 
     store = _store(args, device)
     if store is None:

@@ -19,9 +19,9 @@ from benchmark.report.result import BenchError
 from server.arch import families
 from server.arch.names import NameMap
 from server.arch.spec import ArchSpec, Gated, LayerNormSpec, LayerSpec, Learned, Mlp, Moe, Residual, validate
+from server.arch.stages import stages_of
 from server.checkpoint.quantize_config import with_file
 from server.offload.cost import share_read
-from server.pipeline.stage import stages_of
 from server.quant import sizes
 from server.quant.sizes import Storage
 

@@ -24,12 +24,22 @@ from typing import Any
 from benchmark.cost.roofline import BytesAndFlops, Piece, ServedModel
 from benchmark.engine.shards import Detokenise, cached_file, random_prompts
 from benchmark.report.result import BenchError, SampleSummary, table
-from router.batcher import Batcher
-from router.client import KvCache, ModelInfo, OperatorTime, ShardError, ShardHealth, Shards, StepReply, StepRequest
-from router.entry import Entry, Failed, Finished, ValidRequest
-from router.limits import Limits
-from router.metrics import Metrics
-from router.text import Detokeniser, ModelTokenizer, TokenizerError
+from router.batching.batcher import Batcher
+from router.scheduling.limits import Limits
+from router.scheduling.request import Entry, Failed, Finished, ValidRequest
+from router.shards.client import (
+    KvCache,
+    ModelInfo,
+    OperatorTime,
+    ShardError,
+    ShardHealth,
+    Shards,
+    StepReply,
+    StepRequest,
+)
+from router.telemetry.metrics import Metrics
+from router.text.generated import Detokeniser
+from router.text.tokenizer import ModelTokenizer, TokenizerError
 
 
 @dataclass(frozen=True)

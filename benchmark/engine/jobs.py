@@ -31,7 +31,7 @@ from benchmark.engine.schedules import (
     search,
 )
 from benchmark.report.result import BenchError
-from router.text import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
 from server.offload.share import Share
 
 AUTO = "auto"

@@ -33,7 +33,7 @@ import uvloop
 from benchmark import options
 from benchmark.cost import shapes
 from benchmark.report.result import ROOT, BenchError
-from server.processes.linux import end_with_parent
+from host.process import end_with_parent
 
 LAUNCHER = ROOT / "launcher.py"  # beside this package, in a checkout and where it is installed
 DEMO = ROOT / "server" / "demo"

@@ -34,11 +34,11 @@ from benchmark.engine.shards import REQUESTS_UNDER_WAY
 from benchmark.fleet.replica import Replica, Simulated, Tally
 from benchmark.fleet.traffic import NEVER
 from benchmark.report.result import BenchError
-from router.client import ShardError, Shards, StepReply, StepRequest
-from router.entry import ValidRequest
-from router.limits import Limits
-from router.queue import RequestSize, blocks_for
-from router.wire import mistake_in, new_sequence, step_request
+from router.scheduling.limits import Limits
+from router.scheduling.queue import RequestSize, blocks_for
+from router.scheduling.request import ValidRequest
+from router.shards.client import ShardError, Shards, StepReply, StepRequest
+from router.shards.wire import mistake_in, new_sequence, step_request
 from server.offload.cost import StepCost
 
 ROW, ZIG_ZAG, DIAGONAL, CONTINUOUS = "row", "zig-zag", "diagonal", "continuous"

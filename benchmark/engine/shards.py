@@ -35,9 +35,9 @@ from benchmark.cost.devices import DataSheet, known
 from benchmark.cost.roofline import ServedModel
 from benchmark.engine.launch import Server, launch_flags, model_for, running_server, sockets_at
 from benchmark.report.result import BenchError, SampleSummary, table
-from router.client import ModelInfo, OperatorTime, ShardedClient, ShardError, Shards, StepReply, StepRequest
-from router.entry import Sampling, ValidRequest
-from router.wire import new_sequence, step_request
+from router.scheduling.request import Sampling, ValidRequest
+from router.shards.client import ModelInfo, OperatorTime, ShardedClient, ShardError, Shards, StepReply, StepRequest
+from router.shards.wire import new_sequence, step_request
 
 FIRST_ID = 2**62
 CONNECT_SECONDS = 10.0
@@ -211,7 +211,7 @@ def _probe_for(served: ServedModel, info: ModelInfo) -> Probe:
 # ---------------------------------------------------------------------------------------------------------------- steps
 
 
-REQUESTS_UNDER_WAY = 2  # as in router/batcher.py
+REQUESTS_UNDER_WAY = 2  # as in router/batching/batcher.py
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,8 @@ from random import Random
 from benchmark.fleet.pools import Conditions, Pool, Slowed, check_pools
 from benchmark.fleet.replica import Replica, SharedNames, Simulated, Tally
 from benchmark.fleet.traffic import NEVER, Request, Traffic
-from router.balancing import Balancer
-from router.entry import ValidRequest
+from router.scheduling.balancing import Balancer
+from router.scheduling.request import ValidRequest
 
 
 @dataclass(slots=True, eq=False)

@@ -25,7 +25,7 @@ from benchmark.cost.step_times import Cost, Fitted, Fixed, Roofline, StepWork, f
 from benchmark.fleet.traffic import Case, ClosedLoop, OpenLoop, Request
 from benchmark.report.result import BenchError
 from router.config import RouterConfig
-from router.limits import Limits, derive_lengths, useful_tokens
+from router.scheduling.limits import Limits, derive_lengths, useful_tokens
 
 Role = Literal["both", "prefill", "decode"]
 ROLES: tuple[Role, ...] = ("both", "prefill", "decode")

@@ -1,6 +1,6 @@
 """Replicas of a server in virtual time: the router's own scheduler on shards whose steps take what a cost model says.
 
-Every decision is `router.scheduler.Scheduler`'s; what is here instead of the router's batching loop is its order of
+Every decision is `router.scheduling.scheduler.Scheduler`'s; what is here instead of the router's batching loop is its order of
 events, with nothing to wait for: plan until two steps are under way, take the oldest reply, plan again. Tokens have no
 content. A token comes from every step once a prompt is through, so that a request's last step is known when its first
 token is: the work per step does not grow with its sequences but for what the scheduler itself does.
@@ -22,14 +22,12 @@ from struct import Struct
 
 from benchmark.cost.step_times import Cost, StepWork
 from benchmark.fleet.traffic import NEVER, Request
-from router.entry import Scheduled, ValidRequest
-from router.lanes import MOST_UNDER_WAY
-from router.limits import Limits
-from router.plan import StepPlan
-from router.prefix import PrefixKeys
-from router.scheduler import Scheduler
-from router.tiers.index import TierIndex
-from router.tiers.moving import Restored
+from router.scheduling.limits import Limits
+from router.scheduling.plan import MOST_UNDER_WAY, StepPlan
+from router.scheduling.prefix_index import TierIndex
+from router.scheduling.prefix_moves import Restored
+from router.scheduling.request import PrefixKeys, Scheduled, ValidRequest
+from router.scheduling.scheduler import Scheduler
 
 _unique = Struct("<qI").pack  # of a request, and of a block's place in it
 _shared = Struct("<QIx").pack  # one byte longer, so that none is the other

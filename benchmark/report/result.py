@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from router.version import package_version, version
+from host.version import package_version, version
 
 ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30

@@ -25,7 +25,7 @@ from router.apis.tgi.requests import GenerateRequest, asked_of
 from router.apis.tgi.streams import StreamResponse
 from router.errors import ValidationError
 from router.requests import schemas
-from router.requests.asked import Asked
+from router.requests.prompt import Asked
 from router.requests.samples import Answer, likeliest_first
 from router.requests.schemas import Strict
 

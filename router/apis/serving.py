@@ -16,32 +16,30 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from router.aside.pool import Aside
-from router.batcher import Batcher
-from router.chat.reading import AnswerFormats
+from router.batching.batcher import Batcher
+from router.chat.reader import AnswerFormats
 from router.chat.template import ChatTemplate
-from router.client import KvCache, ModelInfo, Shards
 from router.config import RouterConfig
-from router.entry import Failed
 from router.errors import UnsupportedMedia
 from router.http import deadline
 from router.http.bodies import Bodies
 from router.http.event_stream import PING, EventStream, Frames, first_events
 from router.http.guard import ClientConnection
-from router.http.request_log import harmless, harmless_names
 from router.http.whole_answers import PlainAnswer
-from router.limits import Limits
-from router.metrics import Metrics
-from router.probing import SharedHealth
 from router.requests import continuing, schemas
-from router.requests.accounts import Account
-from router.requests.asked import Asked
+from router.requests.accounts import Account, Permits
 from router.requests.generation import Generator, OpenRequest
-from router.requests.permits import Permits
+from router.requests.prompt import Asked
 from router.requests.samples import Answer
 from router.requests.validation import Validator
-from router.text import ModelTokenizer
-from router.workers import Workers
+from router.sandbox.pool import Aside
+from router.sandbox.workers import Workers
+from router.scheduling.limits import Limits
+from router.scheduling.request import Failed
+from router.shards.client import KvCache, ModelInfo, Shards, SharedHealth
+from router.telemetry.metrics import Metrics
+from router.telemetry.request_log import harmless, harmless_names
+from router.text.tokenizer import ModelTokenizer
 
 Handler = Callable[[Request], Awaitable[Response]]
 Shaped = TypeVar("Shaped")

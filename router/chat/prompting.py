@@ -14,12 +14,12 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from router.aside.pool import Aside
 from router.chat.formats import ToolFormat
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
 from router.errors import ValidationError
-from router.requests.asked import Rendering
+from router.requests.prompt import Rendering
+from router.sandbox.pool import Aside
 
 Message = dict[str, Any]
 KNOWS_TOOLS = re.compile(r"\btools\b")

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from router import model_files
-from router.aside import TaskError
-from router.aside.pool import Aside
 from router.errors import ValidationError
+from router.sandbox import TaskError
+from router.sandbox.pool import Aside
+from router.text import model_files
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of a template where a model has several
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")

@@ -27,10 +27,10 @@ from queue import PriorityQueue
 from threading import Thread, get_ident
 from typing import Any
 
-from router.aside import STACK_BYTES
+from host.process import lower_priority
 from router.grammars.grammar import Grammar, GrammarKind
 from router.grammars.matcher import GrammarError, Matchers, TextMatcher
-from server.processes.linux import lower_priority
+from router.sandbox import STACK_BYTES
 
 MEGABYTE = 2**20
 THREADS = 2

@@ -1,4 +1,4 @@
-"""Finds out whether a grammar is good, and what it allows first, beside the router: see `router/aside/pool.py`.
+"""Finds out whether a grammar is good, and what it allows first, beside the router: see `router/sandbox/pool.py`.
 
 A grammar can be written so that its automaton explodes. It is compiled where that ends nothing but a process that has
 no text to follow; only what has passed there comes to those that have (`follower.py`).
@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 
-from router.aside import TaskError
-from router.aside.pool import Aside
 from router.errors import ValidationError
 from router.grammars.grammar import CompiledGrammar, Continuation, Grammar
+from router.sandbox import TaskError
+from router.sandbox.pool import Aside
 
 MOST_KEPT = 128  # grammars that are known to be good
 

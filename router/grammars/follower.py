@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from router.aside import MOST_ANSWER_BYTES, pool
-from router.aside.pool import PATIENCE, ROOT
+from host.process import end_with_parent
 from router.errors import GenerationError
 from router.grammars.grammar import CompiledGrammar, Continuation, Match, OnAnswer
-from server.processes.linux import end_with_parent
+from router.sandbox import MOST_ANSWER_BYTES, pool
+from router.sandbox.pool import PATIENCE, ROOT
 
 MEMORY_MB = 4096
 SECONDS = 2.0  # of work, for a grammar to be compiled or for what comes behind one token

@@ -6,13 +6,18 @@ and in lexer states, which are memory.
 
 JSON is written as Python's `json.dumps` writes it, with one space behind commas and colons: that is what models have
 read most, and leaves nothing open between one value and the next, so that whole keys are forced.
+
+What is done aside when a grammar comes: it is compiled, and what it allows first of all is found out.
+
+Imported by the processes of `router/aside` alone: llguidance keeps a table of the whole vocabulary.
 """
 
 from __future__ import annotations
 
+import json
 from base64 import b64encode
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from tokenizers import Tokenizer
 
 from router.grammars.grammar import Grammar, GrammarKind
+from router.sandbox import Task, TaskError
 
 MOST_FORCED = 4096  # tokens at once
 MOST_KEPT = 128  # compiled grammars, as many as `compiler.py` knows to be good
@@ -174,3 +180,17 @@ def _piece(tokenizer: Tokenizer, id: int) -> bytes:
         tokenizer.decode([id, id], skip_special_tokens=False),
     )
     return twice[len(once) :].encode()
+
+
+def tasks(argument: str) -> Mapping[str, Task]:
+    """All of them. argument: the arguments of `Matchers`, as JSON."""
+    matchers = Matchers(**json.loads(argument))
+
+    def compile_grammar(kind: str, text: str) -> dict[str, Any]:
+        """What `TextMatcher.go_on` says of the beginning of a text. Raises TaskError with what is wrong."""
+        try:
+            return matchers.begin(Grammar(GrammarKind(kind), text)).go_on()
+        except GrammarError as error:
+            raise TaskError(str(error)) from None
+
+    return {"compile_grammar": compile_grammar}

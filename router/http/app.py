@@ -24,6 +24,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Match
 from typing_extensions import TypedDict
 
+from host.version import version
 from router.apis.anthropic.routes import add_anthropic_routes
 from router.apis.document import api_document
 from router.apis.models import add_model_routes
@@ -35,11 +36,8 @@ from router.apis.serving import Services
 from router.apis.tgi.answers import COUNT_HEADERS
 from router.apis.tgi.routes import add_tgi_routes
 from router.apis.tgi.tokens import add_token_routes
-from router.aside import TaskError
-from router.aside.pool import Aside
-from router.batcher import Batcher
+from router.batching.batcher import Batcher
 from router.chat.template import ChatTemplate
-from router.client import KvCache, ModelInfo, ShardError, Shards
 from router.config import RouterConfig
 from router.errors import ErrorResponse, RouterError, Unavailable, Unhealthy, for_clients
 from router.grammars.compiler import Compiler
@@ -55,20 +53,20 @@ from router.http.middleware import (
     HostMiddleware,
     RequestIdMiddleware,
 )
-from router.http.request_log import CLIENT_GONE, RequestLogMiddleware
 from router.http.whole_answers import StaticFile
-from router.limits import Limits
-from router.metrics import Metrics
-from router.model_files import generation_defaults
-from router.probing import SharedHealth
-from router.requests.accounts import AccountMetrics, Accounts
+from router.requests.accounts import AccountMetrics, Accounts, Permits
 from router.requests.generation import Generator
-from router.requests.permits import Permits
 from router.requests.validation import Validator
-from router.text import ModelTokenizer
-from router.tracing import Tracer
-from router.version import version
-from router.workers import Workers
+from router.sandbox import TaskError
+from router.sandbox.pool import Aside
+from router.sandbox.workers import Workers
+from router.scheduling.limits import Limits
+from router.shards.client import KvCache, ModelInfo, ShardError, Shards, SharedHealth
+from router.telemetry.metrics import Metrics
+from router.telemetry.request_log import CLIENT_GONE, RequestLogMiddleware
+from router.telemetry.tracing import Tracer
+from router.text.model_files import generation_defaults
+from router.text.tokenizer import ModelTokenizer
 
 # The longest step that is still believed to make progress: a full prompt step of a large model on a slow CPU.
 STUCK_STEP_MS = 60_000
@@ -179,7 +177,7 @@ def compiler_of(config: RouterConfig, limits: Limits, tokenizer: ModelTokenizer,
         return Compiler()
     if not tokenizer.eos_ids:
         return Compiler(refusal="the model has no end token, so leave `grammar` out")
-    tasks = "router.grammars.tasks", matchers_of(config, limits, tokenizer)
+    tasks = "router.grammars.matcher", matchers_of(config, limits, tokenizer)
     return Compiler(Aside(1, tasks=tasks), on_grammar=matching.start)
 
 

@@ -16,11 +16,11 @@ from orjson import dumps
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from router.entry import Event
 from router.errors import SlowClient
 from router.http.guard import ClientConnection, ClientGone
 from router.requests.continuing import NOTHING, Journal
 from router.requests.generation import OpenRequest
+from router.scheduling.request import Event
 
 PING = b": ping\n\n"  # a comment: clients ignore it, proxies see that the stream lives
 # Proxies cut connections that are silent for a minute or less.

@@ -17,8 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from router.jobs.errors import InputChanged, named
-from router.jobs.lines import LineFile, custom_id_of
+from router.jobs.lines import InputChanged, LineFile, custom_id_of, named
 
 PIECE = 1 << 18  # bytes that are read at once
 PLACE = 16  # bytes: 10 of a digest, which no two ids of a file share in practice, and 6 of a line's number

@@ -30,8 +30,7 @@ from typing import Any
 import orjson
 
 from router.jobs.census import Census
-from router.jobs.errors import InputChanged, JobError, named
-from router.jobs.results import read_again
+from router.jobs.lines import InputChanged, JobError, named, read_again
 
 MODE = 0o666  # of files that are made, less the user's umask
 

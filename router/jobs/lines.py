@@ -4,18 +4,52 @@ A file may be of any size and a line of any length: what is longer than the limi
 never held, and the values of JSON are counted before any of them is built. Every line that cannot be sent has its own
 problem, which becomes its line in the output; the others go on. Left out: whether a server likes the body of a request,
 which it says itself.
+
+Why a job cannot begin or go on: one sentence for whoever started it.
+
+JobError            the input, the output or the journal cannot be used
+├── InputChanged    the input is not, or no longer, the file that the job began with
+└── ServerGone      nobody has answered for so long that the job gives up; started again, it goes on
+
+Lines of an output, in the shapes of OpenAI's batches, and what a resumed job reads of them again.
+
+The `id` of a line says whose line it is: the job, and the number of the line in its input. A job that was killed finds
+out by it which lines are answered already.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
-from router.jobs.errors import named
+
+class JobError(ValueError):
+    """One sentence that names the file and the remedy."""
+
+
+class InputChanged(JobError):
+    """The lines that are left are not those that the job began with."""
+
+
+class ServerGone(JobError):
+    """The server does not answer, or refuses the key."""
+
+
+@contextmanager
+def named(path: Path) -> Iterator[None]:
+    """Have an OSError name the file, which the system leaves out for one that is open."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
 
 URLS = ("/v1/chat/completions", "/v1/completions")
 MOST_CUSTOM_ID = 512  # characters, so that an answer's line is never much longer than its answer
@@ -151,3 +185,56 @@ def _shown(value: Any) -> str:
     if isinstance(value, dict | list):
         return "a list or an object"
     return "missing" if value is None else orjson.dumps(value).decode()[:60]
+
+
+# Characters that are kept of an answer that is not JSON, such as a proxy's page, or that is nested too deep for a line.
+MOST_TEXT = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a server answered to one request. retry_after_s: how long it asks to wait, if it says so."""
+
+    status: int
+    request_id: str
+    body: bytes
+    retry_after_s: float | None = None
+
+
+def name_of(job: str, line: int) -> str:
+    """The `id` of an output line."""
+    return f"batch_req_{job}_{line}"
+
+
+def answered(job: str, line: int, custom_id: str, reply: Reply) -> bytes:
+    """The output line of a request that a server answered, with whatever status."""
+    response: dict[str, Any] = {"status_code": reply.status, "request_id": reply.request_id}
+    found = {"id": name_of(job, line), "custom_id": custom_id, "response": response, "error": None}
+    try:
+        response["body"] = orjson.loads(reply.body)
+        return orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE)
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):  # what is nested too deep can be read and not be written
+        message = reply.body.decode(errors="replace")[:MOST_TEXT]
+        response["body"] = {"error": {"message": message, "type": "not_json"}}
+        return orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def unanswered(job: str, line: int, problem: Problem) -> bytes:
+    """The output line of a request that no server answered."""
+    error = {"code": problem.code, "message": problem.message}
+    found = {"id": name_of(job, line), "custom_id": problem.custom_id, "response": None, "error": error}
+    return orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def read_again(job: str, raw: bytes) -> tuple[int, bool] | None:
+    """The number of the input line that an output line answers, and whether it failed; None for no line of this job."""
+    try:
+        found = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        return None
+    name = found.get("id") if isinstance(found, dict) else None
+    beginning = name_of(job, 0)[:-1]
+    if not isinstance(name, str) or not name.startswith(beginning) or not name[len(beginning) :].isdecimal():
+        return None
+    response = found.get("response")
+    return int(name[len(beginning) :]), not (isinstance(response, dict) and response.get("status_code") == 200)

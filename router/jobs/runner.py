@@ -23,10 +23,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from router.jobs.census import Census
-from router.jobs.errors import JobError, ServerGone
 from router.jobs.journal import Journal
-from router.jobs.lines import URLS, Line, LineFile, Problem, Wanted, read_request
-from router.jobs.results import Reply, answered, unanswered
+from router.jobs.lines import (
+    URLS,
+    JobError,
+    Line,
+    LineFile,
+    Problem,
+    Reply,
+    ServerGone,
+    Wanted,
+    answered,
+    read_request,
+    unanswered,
+)
 
 TRY_LATER = frozenset({429, 503})  # the request was not taken
 TRY_AGAIN = frozenset({408, 424, *range(500, 600)}) - TRY_LATER

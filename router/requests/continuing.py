@@ -27,8 +27,8 @@ from fastapi import Request
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt
 from pydantic import ValidationError as Invalid
 
-from router.entry import Event, Failed, Finished, ScoredToken, Token, ValidRequest
 from router.errors import ValidationError
+from router.scheduling.request import Event, Failed, Finished, ScoredToken, Token, ValidRequest
 
 KEY_HEADER = "x-lockstep-continuation"
 LENGTH_HEADER = "x-lockstep-known-bytes"  # how much of the body says what is known, before the request's own

@@ -14,17 +14,26 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from router.batcher import Batcher
-from router.entry import Entry, Event, Failed, Finished, MergedEvents, PromptScores, PromptTokens, Token, ValidRequest
+from router.batching.batcher import Batcher
 from router.errors import DeadlinePassed, RouterError
-from router.metrics import Metrics
-from router.requests.accounts import Account
-from router.requests.asked import Asked, Rendering
+from router.requests.accounts import Account, Permits
 from router.requests.continuing import Journal, Known
-from router.requests.permits import Permits
+from router.requests.prompt import Asked, Rendering
 from router.requests.samples import Answer, likeliest_first, one_per_prompt
 from router.requests.validation import Tokens, Validator, check_streamable
-from router.tracing import Ended, Tracer
+from router.scheduling.request import (
+    Entry,
+    Event,
+    Failed,
+    Finished,
+    MergedEvents,
+    PromptScores,
+    PromptTokens,
+    Token,
+    ValidRequest,
+)
+from router.telemetry.metrics import Metrics
+from router.telemetry.tracing import Ended, Tracer
 
 Result = TypeVar("Result")
 Shaped = TypeVar("Shaped")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from router.entry import Entry, Finished, PromptScores, Token
+from router.scheduling.request import Entry, Finished, PromptScores, Token
 
 
 @dataclass(frozen=True, slots=True)

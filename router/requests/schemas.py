@@ -19,7 +19,7 @@ from pydantic import ValidationError as SchemaError
 from pydantic_core import PydanticCustomError
 
 from router.errors import MalformedBody, ValidationError
-from router.json_values import is_nested_deeper, num_values
+from router.text.json_values import is_nested_deeper, num_values
 
 # Of a 64-bit seed. What lies outside is no number that any field could mean.
 Integer = Annotated[int, Field(ge=-(2**63), le=2**64 - 1)]

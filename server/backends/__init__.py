@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from host.cpu_kinds import AUTO, ROUNDED
 from server.backends import cpu, cuda
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.device import CudaDevice
@@ -15,7 +16,6 @@ from server.backends.device import Device
 from server.backends.protocol import Backend
 from server.backends.reference import ReferenceBackend
 from server.blocks import ceil_divide
-from server.cpu_kinds import AUTO, ROUNDED
 
 __all__ = ["Backend", "Device", "choose", "open_device"]
 

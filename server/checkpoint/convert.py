@@ -23,9 +23,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from server.checkpoint import spm
+from host.folders import make_private
+from server.checkpoint import sentencepiece
 from server.checkpoint.files import HubError, checked_file, read_json, weight_files
-from server.disk.folders import make_private
 
 # What torch.load raises for a file that is damaged, hostile, or no checkpoint at all.
 LOAD_ERRORS = (RuntimeError, ValueError, EOFError, KeyError, IndexError, AttributeError, TypeError, OSError)
@@ -121,8 +121,8 @@ def _from_transformers(source: Path) -> dict[str, str]:
 def _from_sentencepiece(source: Path) -> dict[str, str]:
     data = checked_file(source, "tokenizer.model").read_bytes()
     names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-    companions = spm.Companions(*(_settings(source, name) for name in names))
-    return spm.convert(data, str(_settings(source, "config.json").get("model_type")), companions)
+    companions = sentencepiece.Companions(*(_settings(source, name) for name in names))
+    return sentencepiece.convert(data, str(_settings(source, "config.json").get("model_type")), companions)
 
 
 def _settings(source: Path, name: str) -> dict[str, Any]:

@@ -13,10 +13,8 @@ from server.checkpoint import formats
 from server.checkpoint.formats.protocol import Format
 from server.checkpoint.quantize_config import with_file
 from server.quant import sizes
-from server.quant.levels import fp4_blocks, nf4_blocks
-from server.quant.rounding import float8_rows, int8_rows, int8_weights
+from server.quant.rounding import float8_rows, fp4_blocks, int4_groups, int8_rows, int8_weights, nf4_blocks
 from server.quant.stored import QuantisedWeight
-from server.quant.uniform import int4_groups
 
 Quantise = Callable[[Tensor], QuantisedWeight]
 

@@ -6,13 +6,29 @@ ours (BLOOM interleaves q, k and v per head) are undone here, so `forward` never
 checkpoint that nobody asked for and that the family does not ignore is an error: it means that the model is not what
 we think it is. What this module leaves out: how quantised weights are packed (`formats/`), and downloads
 (`download.py`).
+
+Has the system read what comes next in a file of weights, while what has been read is converted.
+
+A reader that waits for each page of a mapped file, and then computes while the disk rests, takes the sum of both times.
+Of a file that is in memory already nothing is read. Where the system cannot be asked so (other than Linux), nothing is.
+
+Which tensors of a checkpoint belong to which layers, as patterns of their names.
+
+A pipeline stage loads some layers, and must not call the others' tensors unknown.
+
+The scales of keys and values that some checkpoints have, made for a KV cache in float8.
+
+llm-compressor and its kin write one number for all keys of a layer and one for all values, under several names. Left
+out: scales for each head, which no server reads either; and what is done with a scale (`server/quant/kv.py`).
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,20 +38,116 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from server.arch.names import FusedRows, NameMap, QkvLayout
-from server.checkpoint import name_patterns
-from server.checkpoint.ahead import ReadAhead
 from server.checkpoint.files import weight_files
-from server.checkpoint.formats.protocol import Format, Part, Ranges, Tensors, refuse_overflow
-from server.checkpoint.kv_scales import kv_scales
+from server.checkpoint.formats.protocol import (
+    FLOATS,
+    Format,
+    FormatError,
+    Part,
+    Ranges,
+    Source,
+    Tensors,
+    refuse_overflow,
+)
 from server.checkpoint.random_weights import RandomCheckpoint
 from server.quant.stored import QuantisedWeight, Stored
 from server.ranks.distributed import Shard
+
+AHEAD_BYTES = 256 << 20  # what may come in advance; memory that the system gives back when it is wanted
+LENGTH_BYTES = 8  # of the number in front of a safetensors file's header
+
+
+class ReadAhead:
+    """Where the tensors of safetensors files end, and what of each file has been asked for."""
+
+    def __init__(self) -> None:
+        self._ends: dict[Path, dict[str, int]] = {}
+        self._asked: dict[Path, tuple[int, int]] = {}  # the stretch that was asked for last
+
+    def passed(self, path: Path, name: str) -> None:
+        """A tensor of a file that is known to be whole is about to be read: what is behind it will be next."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        if path not in self._ends:
+            self._ends[path] = _ends_of(path)
+        end = self._ends[path][name]
+        first, last = self._asked.get(path, (0, 0))
+        if first <= end and end + AHEAD_BYTES // 2 < last:
+            return
+        begin = last if first <= end < last else end
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, begin, end + AHEAD_BYTES - begin, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+        self._asked[path] = begin, end + AHEAD_BYTES
+
+
+def _ends_of(path: Path) -> dict[str, int]:
+    """The end of each tensor in the file, in bytes from its beginning."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        header = json.loads(file.read(size))
+    first = LENGTH_BYTES + size
+    return {name: first + entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"}
+
+
+def of_layers(names: NameMap, prefix: str, layers: Iterable[int]) -> tuple[str, ...]:
+    """Of all tensors of these layers of the decoder."""
+    starts = {name[: name.index("{i}")] for name in _all(names.roles) if "{i}" in name}
+    return tuple(rf"^({re.escape(prefix)})?{re.escape(start)}{layer}\." for start in sorted(starts) for layer in layers)
+
+
+def outside_layers(names: NameMap, prefix: str) -> tuple[str, ...]:
+    """Of all tensors before and after the decoder's layers, an encoder's among them."""
+    outside = [rf"{re.escape(name)}(\.|$)" for name in _all(names.roles) if "{i}" not in name]
+    encoder = [re.escape(name.partition("{i}")[0]) for name in _all(names.encoder or {})]
+    return tuple(rf"^({re.escape(prefix)})?{name}" for name in outside + encoder)
+
+
+def _all(roles: Mapping[str, str | tuple[str, ...]]) -> list[str]:
+    return [name for entry in roles.values() for name in ((entry,) if isinstance(entry, str) else entry)]
+
+
+KV_SCALES = (".k_scale", ".v_scale", ".output_scale", ".kv_scale")
+
+
+def kv_scales(source: Source, keys: str, values: str) -> tuple[float, float] | None:
+    """By what a layer's keys and values are divided; None where the checkpoint does not say so for both.
+
+    keys, values: names of the projections, which are the same where one computes both. Raises FormatError.
+    """
+    found = [_scale(source, keys, "k", is_alone=keys != values), _scale(source, values, "v", is_alone=keys != values)]
+    return None if found[0] is None or found[1] is None else (found[0], found[1])
+
+
+def _scale(source: Source, projection: str, part: str, *, is_alone: bool) -> float | None:
+    names = [f"{projection.rpartition('.')[0]}.{part}_scale", f"{projection}.{part}_scale"]
+    names += [f"{projection}.output_scale"] if is_alone else []
+    names.append(f"{projection.rpartition('.')[0]}.kv_scale")  # of older ones, for both
+    name = next((name for name in names if name in source), None)
+    if name is None:
+        return None
+    shape = source.shape_of(name)
+    if math.prod(shape) != 1:
+        raise FormatError(
+            f"tensor {name} has shape {list(shape)}, but only one scale for all heads of a layer is served: use "
+            "--kv-cache-dtype int8, which makes its own"
+        )
+    scale = float(source.read(name, shape, dtypes=FLOATS).item())
+    if not (scale > 0 and math.isfinite(scale)):
+        raise FormatError(
+            f"tensor {name} is {scale}, but a scale is above 0 and finite: use --kv-cache-dtype int8, which makes its "
+            "own"
+        )
+    return scale
+
 
 # Bytes read before the files are opened anew: what was touched of a mapped file counts as memory of this process until
 # it is closed. More holds more memory, less opens more often, which takes about a millisecond.
 PIECE_BYTES = 32 << 20
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+STORED_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 class CheckpointError(ValueError):
@@ -99,7 +211,7 @@ class Checkpoint:
         """The dtype of the largest tensor of floats, which is no scale; None where there are no floats."""
         sizes = {name: math.prod(self.shape_of(name)) for name in self.names()}
         by_size = sorted(sizes, key=lambda name: -sizes[name])
-        return next((dtype for dtype in map(self.dtype_of, by_size) if dtype in FLOATS), None)
+        return next((dtype for dtype in map(self.dtype_of, by_size) if dtype in STORED_FLOATS), None)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """The shape of `name`, without reading it."""
@@ -116,7 +228,7 @@ class Checkpoint:
         *,
         dim: int = 0,
         part: tuple[int, int] | None = None,
-        dtypes: Sequence[torch.dtype] = FLOATS,
+        dtypes: Sequence[torch.dtype] = STORED_FLOATS,
         dtype: torch.dtype | None = None,
         mapped: bool = False,
     ) -> Tensor:
@@ -435,11 +547,11 @@ class Weights:
 
     def names_of_layers(self, layers: Iterable[int]) -> tuple[str, ...]:
         """Patterns of all tensors of these layers of the decoder."""
-        return name_patterns.of_layers(self.names, self.prefix, layers)
+        return of_layers(self.names, self.prefix, layers)
 
     def names_outside_layers(self) -> tuple[str, ...]:
         """Patterns of all tensors that stand before or after the decoder's layers, an encoder's among them."""
-        return name_patterns.outside_layers(self.names, self.prefix)
+        return outside_layers(self.names, self.prefix)
 
     def refuse_leftovers(self, of_others: tuple[str, ...] = ()) -> None:
         """Raise CheckpointError that names tensors which neither the model nor the ignore list knows.

@@ -16,11 +16,11 @@ from collections.abc import Mapping, Sequence
 
 import uvloop
 
+from host.logs import configure_logging
+from host.process import name_process
 from server.link.config import LinkConfig, Order
+from server.link.handshake import TlsError
 from server.link.link import Link
-from server.link.tls import TlsError
-from server.processes.linux import name_process
-from server.processes.logs import configure_logging
 
 log = logging.getLogger("server")
 events = logging.getLogger("server.link.events")  # what the launcher acts on, whatever the log's level

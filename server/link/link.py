@@ -1,4 +1,14 @@
-"""One node's link: answers other nodes' links, and dials them for whoever connects to a socket that it listens at."""
+"""One node's link: answers other nodes' links, and dials them for whoever connects to a socket that it listens at.
+
+One end of a connection, of which two are joined so that what comes at one leaves at the other.
+
+Who may say now who it is, so that those of one address never keep out another's, nor the cluster's own each other.
+
+Whoever has no certificate of ours costs a handshake each time, and nobody is known before it. So an address may have a
+few handshakes at once, and its other connections wait for one of these places. Where too many are here, the address
+that has the most sends its latest away. After some that failed, an address has to wait for the next second; what comes
+meanwhile is closed before anything is computed for it. How long one may wait and speak is left to `link.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +17,198 @@ import logging
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
+from ipaddress import IPv6Address, ip_address
 from pathlib import Path
+from typing import cast
 
 from server.link.config import CONTROL, LinkConfig, Order
-from server.link.ends import End
-from server.link.greeting import Absent, Greeting, Refused, answer, read_answer
-from server.link.strangers import Strangers
-from server.link.tls import Contexts, read_contexts, reason
+from server.link.handshake import (
+    LINE_BYTES,
+    Absent,
+    Contexts,
+    Greeting,
+    Refused,
+    answer,
+    read_answer,
+    read_contexts,
+    reason,
+)
+
+
+class End(asyncio.Protocol):
+    """An end of a TCP connection or of a unix socket: first a line may be awaited, then it is joined to another.
+
+    It closes with the one that it is joined to. Reading stops while the other cannot write.
+    """
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.closed = asyncio.get_running_loop().create_future()  # with the exception that ended it, or None
+        self._early = bytearray()  # what came before it was joined
+        self._line: asyncio.Future[bytes] | None = None
+        self._partner: End | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        if self._partner is not None:
+            self._partner.write(data)
+            return
+        self._early += data
+        self._find_line()
+        if len(self._early) > LINE_BYTES and self.transport is not None:
+            self.transport.pause_reading()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(error)
+        if self._line is not None and not self._line.done():
+            self._line.set_exception(error or ConnectionResetError("it closed the connection"))
+        if self._partner is not None and self._partner.transport is not None:
+            self._partner.transport.close()  # once what was written has left
+
+    def pause_writing(self) -> None:
+        if self._partner is not None and self._partner.transport is not None:
+            self._partner.transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        if self._partner is not None and self._partner.transport is not None:
+            self._partner.transport.resume_reading()
+
+    async def line(self) -> bytes:
+        """The first line, without its end. Raises OSError where the connection ends before, Refused for a long one."""
+        self._line = asyncio.get_running_loop().create_future()
+        if self.closed.done():
+            raise self.closed.result() or ConnectionResetError("it closed the connection")
+        self._find_line()
+        return await self._line
+
+    def write(self, data: bytes) -> None:
+        """Send; to an end that is closed, nothing."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(data)
+
+    def join(self, other: End) -> None:
+        """Pass on from now on what comes, in both directions."""
+        for one, partner in ((self, other), (other, self)):
+            one._partner = partner
+        for one, partner in ((self, other), (other, self)):
+            if one._early:
+                partner.write(bytes(one._early))
+                one._early.clear()
+            if one.closed.done():
+                partner.close()
+            elif one.transport is not None and not one.transport.is_closing():
+                one.transport.resume_reading()
+
+    def close(self) -> None:
+        """Close, once what was written has left."""
+        if self.transport is not None:
+            self.transport.close()
+
+    def abort(self) -> None:
+        """Close at once."""
+        if self.transport is not None:
+            self.transport.abort()
+
+    def _find_line(self) -> None:
+        if self._line is None or self._line.done():
+            return
+        line, found, rest = self._early.partition(b"\n")
+        if found:
+            self._early = bytearray(rest)
+            self._line.set_result(bytes(line))
+        elif len(self._early) > LINE_BYTES:
+            self._line.set_exception(Refused("it is not a Lockstep link"))
+
+
+MOST = 512  # that wait or speak
+MOST_OF_ONE = 8  # of one address that speak at once
+MOST_FAILURES = 16  # of one address in WINDOW_S
+WINDOW_S = 1.0
+
+
+@dataclass(eq=False)
+class Visit:
+    """A connection that has not said who it is. It may once `turn` is set, and has to end when it is expelled."""
+
+    holder: str
+    expel: Callable[[], None]
+    turn: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Strangers:
+    """Connections that have not said who they are, by who holds the address that they come from."""
+
+    def __init__(self) -> None:
+        self._visits: dict[str, list[Visit]] = {}  # of each holder, in the order in which they came
+        self._failed: Counter[str] = Counter()  # of this window
+        self._since = 0.0  # when the window began
+
+    def enter(self, address: str, now: float, expel: Callable[[], None] = lambda: None) -> Visit | None:
+        """Wait among the others until `leave`. None: it may not."""
+        if now - self._since >= WINDOW_S:
+            self._failed.clear()
+            self._since = now
+        holder = _holder(address)
+        if self._failed[holder] >= MOST_FAILURES or not self._has_room(holder):
+            return None
+        visit = Visit(holder, expel)
+        self._visits.setdefault(holder, []).append(visit)
+        self._let_speak(holder)
+        return visit
+
+    def leave(self, visit: Visit, *, is_known: bool) -> None:
+        """It is known by now, or gone."""
+        if visit.turn.is_set() and not is_known:
+            self._failed[visit.holder] += 1
+        self._remove(visit)
+
+    def _has_room(self, holder: str) -> bool:
+        """Whether there is a place for one more of this holder, if need be that of another who has more."""
+        if sum(map(len, self._visits.values())) < MOST:
+            return True
+        crowd = max(self._visits.values(), key=len)
+        if len(crowd) <= len(self._visits.get(holder, ())):
+            return False
+        latest = crowd[-1]
+        self._remove(latest)
+        latest.expel()
+        return True
+
+    def _remove(self, visit: Visit) -> None:
+        visits = self._visits.get(visit.holder, [])
+        if visit in visits:  # it was not expelled
+            visits.remove(visit)
+            self._let_speak(visit.holder)
+            if not visits:
+                del self._visits[visit.holder]
+
+    def _let_speak(self, holder: str) -> None:
+        """The first ones; where too many failed, those who still wait go instead."""
+        visits = self._visits[holder]
+        if self._failed[holder] < MOST_FAILURES:
+            for visit in visits[:MOST_OF_ONE]:
+                visit.turn.set()
+            return
+        waiting = [visit for visit in visits if not visit.turn.is_set()]
+        visits[:] = [visit for visit in visits if visit.turn.is_set()]
+        for visit in waiting:
+            visit.expel()
+
+
+def _holder(address: str) -> str:
+    """The address itself, or what one holder of IPv6 addresses has of them at most: all that begin alike."""
+    found = ip_address(address.partition("%")[0])
+    if not isinstance(found, IPv6Address):
+        return str(found)
+    return str(found.ipv4_mapped or found.packed[:6].hex())
+
 
 log = logging.getLogger(__name__)
 

@@ -19,8 +19,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from server.stepping.batch import Carried, Forward
-from server.stepping.cache import KVShape
-from server.stepping.kv_placement import KvOnDevice
+from server.stepping.cache import KvOnDevice, KVShape
 from server.stepping.sequences import TokenRun
 
 log = logging.getLogger(__name__)

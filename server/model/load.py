@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from server.arch.spec import ArchSpec, LayerSpec, Learned, Rope
+from server.arch.stages import Stage
 from server.backends.protocol import Attention, Backend, Norm, Scores
 from server.checkpoint.weights import Weights, head_ranges
 from server.layers.embedding import Embedding, load_embedding, load_head
@@ -23,9 +24,8 @@ from server.layers.position import Rotary, alibi_slopes, bucket_bias
 from server.model.layer import WIRINGS, AttentionBlock, CrossBlock, Layer
 from server.model.streamed import OnDevice, Placement
 from server.model.transformer import Stack, Transformer, local_kv_heads
-from server.pipeline.stage import Stage
 from server.quant.kv import AS_COMPUTED, Float8, KvFormat
-from server.stepping.kv_placement import KvOnDevice, KvPlacement
+from server.stepping.cache import KvOnDevice, KvPlacement
 
 ON_DEVICE = OnDevice()
 

@@ -7,25 +7,23 @@ from pathlib import Path
 
 import torch
 
+from server.arch.footprint import expert_sizes, layer_sizes, step_bytes, window_shares
 from server.arch.spec import ArchSpec
 from server.backends import Backend, Device
 from server.backends.cpu.device import CpuDevice
 from server.blocks import BLOCK_SIZE, num_blocks
-from server.config import AUTO, ShardConfig
+from server.config import AUTO, NO_FOLDER, NO_HOST, NO_KV_FOLDER, ShardConfig
 from server.model.offloaded_kv import OffloadedKv
 from server.model.streamed import OnDevice, Placement, Streaming
-from server.offload.auto import Auto, Wanted
+from server.offload.auto import Auto, Wanted, link_rate, rates_of
 from server.offload.cost import Rates
-from server.offload.footprint import expert_sizes, layer_sizes, step_bytes, window_shares
 from server.offload.places import OnDisk, OnHost, Place
-from server.offload.probes import link_rate, rates_of
 from server.offload.ring import PAGES
 from server.offload.share import Share
-from server.offload.storage_settings import NO_FOLDER, NO_HOST, NO_KV_FOLDER
 from server.offload.stores import Store
 from server.quant.sizes import Storage
 from server.ranks.distributed import Shard
-from server.stepping.kv_placement import KvOnDevice
+from server.stepping.cache import KvOnDevice
 
 DEFAULT_TOTAL_TOKENS = 2048  # of the longest sequence, where neither the settings nor the model say
 

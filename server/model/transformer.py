@@ -23,17 +23,16 @@ import torch
 from torch import Tensor
 
 from server.arch.spec import ArchSpec, DynamicScaling, LongScaling, Rope
+from server.arch.stages import Stage
 from server.backends.protocol import LinearFormat, Norm, Rotation, StepMeta
 from server.layers.embedding import Embedding, Head, vocab_share
 from server.layers.position import Rotary
 from server.model.layer import LayerStep, Stream
 from server.model.streamed import AnyLayer
-from server.pipeline.stage import Stage
 from server.quant.kv import AS_COMPUTED, KvFormat
 from server.ranks.distributed import Shard
 from server.stepping.batch import Carried, Encoding, Forward
-from server.stepping.cache import KVShape
-from server.stepping.kv_placement import KvOnDevice, KvPlacement
+from server.stepping.cache import KvOnDevice, KvPlacement, KVShape
 
 
 @dataclass(frozen=True)

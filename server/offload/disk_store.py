@@ -20,10 +20,9 @@ from pathlib import Path
 
 import numpy as np
 
-from server.backends.device import Event
-from server.backends.pages import map_pages
-from server.disk.direct import page_aligned, transfer
-from server.disk.folders import open_unnamed
+from host.direct_io import page_aligned, transfer
+from host.folders import open_unnamed
+from server.backends.device import Event, map_pages
 from server.offload.stores import Bytes, Memory, Run, Wait
 
 READ_BYTES = 8 << 20  # of one request to the disk

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from host.direct_io import page_aligned
+from host.folders import free_bytes
 from server.backends.device import Device, Link
-from server.disk.direct import page_aligned
-from server.disk.folders import free_bytes
 from server.offload.disk_store import DiskStore
 from server.offload.share import ALL, Share
 from server.offload.stores import HostStore, StagedStore, Store

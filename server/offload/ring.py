@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from host.direct_io import PAGE, page_aligned
 from server.backends.device import Device
 from server.backends.protocol import Movable
-from server.disk.direct import PAGE, page_aligned
 from server.offload.disk_store import DiskError
 from server.offload.stores import Memory, Run, Store, Wait
 from server.offload.times import Span, Times

@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from host.direct_io import PAGE, page_aligned
 from server.backends.device import Device, Event, Link
-from server.disk.direct import PAGE, page_aligned
 
 STAGE_BYTES = 8 << 20  # of one piece of pinned memory between a disk and a GPU
 STAGES = 4

@@ -22,8 +22,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from server.disk.direct import ALIGNMENT, Call, open_direct, transfer
-from server.disk.folders import make_private, refuse_memory
+from host.direct_io import ALIGNMENT, Call, open_direct, transfer
+from host.folders import make_private, refuse_memory
 
 KEY_BYTES = 16
 MOST_PLACES = 2**20  # what a place holds is told to the router at its start, in 28 bytes

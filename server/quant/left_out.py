@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from server.quant.configs import AGAIN, FormatError, compiled, shown, strings
-from server.quant.expressions import Budget, Expression
+from server.quant.configs import AGAIN, Budget, Expression, FormatError, compiled, shown, strings
 from server.quant.quark import Layers
 
 HEADS = ("lm_head", "embed_out", "output_layer")

@@ -12,8 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from server.quant.configs import FormatError, compiled, group_size, shown, strings
-from server.quant.expressions import Budget, Expression
+from server.quant.configs import Budget, Expression, FormatError, compiled, group_size, shown, strings
 
 Entry = Mapping[str, Any]
 

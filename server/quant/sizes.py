@@ -15,9 +15,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from server.quant import left_out
-from server.quant.configs import FormatError, block_size, group_size, read_config, shown, strategy_of
+from server.quant.configs import Budget, FormatError, block_size, group_size, read_config, shown, strategy_of
 from server.quant.dialects import translated
-from server.quant.expressions import Budget
 from server.quant.left_out import LeftOut
 from server.quant.quark import Layers
 from server.quant.torchao import layout_of

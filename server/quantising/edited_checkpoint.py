@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from server.checkpoint.formats.protocol import Format, Part, Ranges, Tensors
-from server.checkpoint.weights import FLOATS, Checkpoint
+from server.checkpoint.weights import STORED_FLOATS, Checkpoint
 from server.quant.stored import QuantisedWeight
 
 
@@ -36,7 +36,7 @@ class EditedCheckpoint(Checkpoint):
         *,
         dim: int = 0,
         part: tuple[int, int] | None = None,
-        dtypes: Sequence[torch.dtype] = FLOATS,
+        dtypes: Sequence[torch.dtype] = STORED_FLOATS,
         dtype: torch.dtype | None = None,
         mapped: bool = False,
     ) -> Tensor:

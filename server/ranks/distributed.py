@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout  # the one way there is, in torch 2.11 and 2.13
 
-from server.processes.linux import let_nobody_in
+from host.process import let_nobody_in
 from server.ranks import symmetric
 from server.ranks.host_sums import Collectives, HostCollectives, HostQueue, Operation
 from server.ranks.rendezvous import SCHEME, SocketStore, StoreServer

@@ -1,18 +1,26 @@
 """Paged KV cache (Kwon et al. 2023, arXiv 2309.06180): the tensors, and the arithmetic that sizes them.
 
 The router hands out blocks and knows nothing of tensors; the tensors know nothing of sequences.
+
+Where KV blocks are kept, as an engine sees it: all of them on the device, unless a model was loaded otherwise.
+
+Left out: keeping some elsewhere (`server/model/offloaded_kv.py`).
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from server.backends.device import Device
+from server.backends.protocol import Attention, Backend
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.quant.kv import AS_COMPUTED, KvFormat
+from server.stepping.batch import Forward
 
 
 @dataclass(frozen=True)
@@ -80,3 +88,71 @@ def allocate(shape: KVShape, blocks: int, device: Device) -> list[Tensor]:
     if not shape.is_paged:
         return []
     return [device.empty_kv(shape.size_of(blocks), shape.format.stored(shape.dtype)) for _ in range(shape.num_layers)]
+
+
+class KvPlacement(Protocol):
+    """Keeps the KV blocks of one model on one rank."""
+
+    where: str  # what holds the blocks, for sentences
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of the device that the blocks take which were allocated, and what it takes to move the others."""
+
+    @property
+    def offloaded(self) -> str:
+        """Which blocks are not on the device, for people; empty: all are there."""
+
+    @property
+    def moved_bytes(self) -> int:
+        """What has been read from a disk and written to it since the blocks were allocated."""
+
+    def room(self, shape: KVShape, free_bytes: int, longest: int) -> int:
+        """Bytes of blocks that may be allocated. free_bytes: of the device; longest: blocks of the longest sequence."""
+
+    def allocate(self, shape: KVShape, blocks: int, longest: int, backend: Backend) -> list[Tensor]:
+        """What each layer writes to and reads from, [2, …, K, P, W]; what was there before is gone by then.
+
+        Raises ValueError where they have no room after all.
+        """
+
+    def release(self) -> None:
+        """Give back the blocks."""
+
+    def attention(self, attention: Attention) -> Attention:
+        """Attention that finds the blocks wherever they are."""
+
+    def step(self, forward: Forward) -> AbstractContextManager[None]:
+        """For the time of one pass of the model. Entering or leaving it raises DiskError for blocks that are lost."""
+
+
+class KvOnDevice:
+    """See `KvPlacement`."""
+
+    where = "free memory"
+    offloaded = ""
+    moved_bytes = 0
+
+    def __init__(self) -> None:
+        self.device_bytes = 0
+
+    def room(self, shape: KVShape, free_bytes: int, longest: int) -> int:
+        """See `KvPlacement`."""
+        return free_bytes
+
+    def allocate(self, shape: KVShape, blocks: int, longest: int, backend: Backend) -> list[Tensor]:
+        """See `KvPlacement`."""
+        self.device_bytes = blocks * shape.bytes_per_block
+        return allocate(shape, blocks, backend.device)
+
+    def release(self) -> None:
+        """See `KvPlacement`."""
+        self.device_bytes = 0
+
+    def attention(self, attention: Attention) -> Attention:
+        """See `KvPlacement`."""
+        return attention
+
+    def step(self, forward: Forward) -> AbstractContextManager[None]:
+        """See `KvPlacement`."""
+        return nullcontext()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-from server.backends.host_copies import HostCopies
+from server.backends.device import HostCopies
 from server.stepping.sequences import StepError
 
 

@@ -15,9 +15,7 @@ from typing import Any, NamedTuple
 from server.backends.device import Device
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.pb import generate_pb2 as pb
-from server.stepping.biases import MOST_WORD_TOKENS, RecentTokens, TokenBiases
-from server.stepping.history import History
-from server.stepping.masks import Allowed
+from server.stepping.logit_rules import MOST_WORD_TOKENS, Allowed, History, RecentTokens, TokenBiases
 from server.stepping.sampling import TokenChoice
 from server.stepping.vocabulary import Vocabulary
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import yaml
 
-from router.launch.flags import read_command_line
-from router.launch.settings import read_settings
+from launch.flags import read_command_line
+from launch.settings import read_settings
 from tests.deploy.chart import rendered
 from tests.running import ROOT
 

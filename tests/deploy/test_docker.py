@@ -21,8 +21,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from router.launch.flags import read_command_line
-from router.launch.settings import public_settings, read_settings
+from launch.flags import read_command_line
+from launch.settings import public_settings, read_settings
 from tests.ports import free_port
 from tests.running import ROOT, Server
 

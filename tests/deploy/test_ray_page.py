@@ -12,7 +12,7 @@ import yaml
 
 from lockstep_ray.asking import PREFIX_CHARACTERS
 from lockstep_ray.settings import Deployed, Model, Scaling, read_settings
-from router.balancing import POLICIES
+from router.scheduling.balancing import POLICIES
 from tests.running import ROOT
 
 PAGE = (ROOT / "docs/ray.md").read_text()

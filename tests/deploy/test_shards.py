@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 
 from lockstep_ray.shards import Job, ShardJournal, answer_shard, begin, finish, folder_of, or_gone, write_part
-from router.jobs.errors import InputChanged, JobError
-from router.jobs.lines import Wanted
-from router.jobs.results import Reply
+from router.jobs.lines import InputChanged, JobError, Reply, Wanted
 from router.jobs.runner import Lost, Plan
 
 LINES = 23

@@ -11,14 +11,14 @@ from tests.running import ROOT
 # Our own sentences of "When it goes wrong", and who says them. The other rows quote Docker, Kubernetes, pip and curl.
 SAYS = {
     "docker.md": {
-        "make room or check permissions": "server/checkpoint/download.py",
+        "make room or check permissions": "server/checkpoint/hub.py",
         "the compiled CPU kernels are not used": "server/backends/cpu/__init__.py",
         "no C++ compiler was found": "server/backends/cpu/build.py",
         "--device is cuda, but torch finds no usable GPU": "server/backends/__init__.py",
-        "--device is cuda but no GPU is visible": "router/launch/machine.py",
+        "--device is cuda but no GPU is visible": "launch/machine.py",
         "cannot start: ": "launcher.py",
     },
-    "kubernetes.md": {"cannot write ": "server/checkpoint/download.py"},
+    "kubernetes.md": {"cannot write ": "server/checkpoint/hub.py"},
 }
 
 

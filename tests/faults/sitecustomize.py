@@ -43,5 +43,5 @@ def _give_back(*_: object) -> None:
 
 if "router" in sys.orig_argv:
     signal.signal(signal.SIGUSR2, _give_back)
-if "server.nursery" in sys.orig_argv and "LOCKSTEP_TEST_FAULT" in os.environ:
+if "server.fork_server" in sys.orig_argv and "LOCKSTEP_TEST_FAULT" in os.environ:
     os.register_at_fork(after_in_child=lambda: _install(Path(os.environ["LOCKSTEP_TEST_FAULT"])))

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from server.backends.failures import lost_device
+from server.backends.device import lost_device
 
 LOST = 70  # exit code of a process whose device is lost
 RAISED = pytest.StashKey[BaseException]()  # by a test

@@ -21,8 +21,7 @@ from server.__main__ import TEARDOWN_SECONDS
 from server.pb import generate_pb2 as pb
 from server.ranks.distributed import connect, disconnect
 from server.service import ShardService
-from server.stepping.engine import Engine
-from server.stepping.launched import Launched, StepResult
+from server.stepping.engine import Engine, Launched, StepResult
 from tests.server.driver import generate, load_engine
 from tests.server.ranks import prompts
 

@@ -27,21 +27,21 @@ STUBBORN = PRELUDE + "on_term(lambda: say('not yet')); say('serving', event='rea
 # A nursery whose forks run the code that they are given, in place of a shard.
 NURSERY = """
 import sys
-from server import nursery
-nursery.IMPORTED = ()
-nursery.shard.main = lambda argv: exec(argv[0], {"__name__": "__main__"})
-sys.exit(nursery.main())
+from server import fork_server
+fork_server.IMPORTED = ()
+fork_server.shard.main = lambda argv: exec(argv[0], {"__name__": "__main__"})
+sys.exit(fork_server.main())
 """
 
 # Runs the supervisor alone: scripts and options come as JSON.
 SUPERVISE = """
 import json, os, sys
-from router.launch import supervisor
-from router.launch.logs import Log
-from router.launch.processes import ChildCommand
-from router.launch.signals import signals_to_pipe
-from server.processes.output import Output
-from server.processes.linux import adopt_orphans
+from launch import supervisor
+from launch.logs import Log
+from launch.processes import ChildCommand
+from launch.supervisor import signals_to_pipe
+from host.output import Output
+from host.process import adopt_orphans
 options = json.loads(sys.argv[1])
 commands = [ChildCommand(name, (sys.executable, "-S", "-c", code)) for name, code in options["scripts"].items()]
 if "nursery" in options:
@@ -64,11 +64,11 @@ sys.exit(code)
 LAUNCH = """
 import json, sys, launcher
 from pathlib import Path
-from router.launch import crew, seat
+from launch import shards, router_process
 from server.checkpoint import hub
 scripts = json.loads(sys.argv[1])
 model = hub.ResolvedModel(Path("m"), Path("m"), Path("m"), None)
-crew.python = seat.python = lambda module: (sys.executable, "-S", "-c", scripts[module])
+shards.python = router_process.python = lambda module: (sys.executable, "-S", "-c", scripts[module])
 launcher.adopt_orphans = lambda: False
 launcher.resolve_model = lambda *_: eval(scripts.get("resolve", "model"))
 sys.exit(launcher.main(sys.argv[2:]))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from router.launch.errors import Refusal
-from router.launch.machine import bind
+from launch.errors import Refusal
+from launch.machine import bind
 from tests.launches.stand_ins import (
     HTTP_ROUTER,
     LAUNCH,

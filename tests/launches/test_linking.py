@@ -7,9 +7,9 @@ from collections import deque
 from pathlib import Path
 from typing import Any, cast
 
-from router.launch.linking import Linking
-from router.launch.nodes import Nodes
-from router.launch.processes import Child
+from launch.node_links import Linking
+from launch.nodes import Nodes
+from launch.processes import Child
 
 
 class Link:

@@ -15,18 +15,18 @@ from typing import Any, cast
 
 import pytest
 
-from router.launch import agent as agent_module
-from router.launch import others as others_module
-from router.launch import talk as talk_module
-from router.launch.agent import Agent
-from router.launch.crew import Crew
-from router.launch.layout import Layout
-from router.launch.linking import Linking
-from router.launch.logs import Log
-from router.launch.others import MOST_STRANGERS, Others
-from router.launch.pool import Pool
-from router.launch.processes import Child, ChildCommand
-from router.launch.timers import Timers
+from launch import agent as agent_module
+from launch import node_links as talk_module
+from launch import remote_nodes as others_module
+from launch.agent import Agent
+from launch.logs import Log
+from launch.node_links import Linking
+from launch.nodes import Layout
+from launch.pool import Pool
+from launch.processes import Child, ChildCommand
+from launch.remote_nodes import MOST_STRANGERS, Others
+from launch.shards import Crew
+from launch.timers import Timers
 from server.link.config import CONTROL
 
 IDENTITY = {"Lockstep": "1", "--dtype": "float32"}

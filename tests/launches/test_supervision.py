@@ -205,7 +205,7 @@ def fork_once():
 os.fork = fork_once
 """
 WAITING = PRELUDE + "on_term(lambda: leave('router ends'))\ntime.sleep(60)"  # never ready: shards are not born
-STILLBORN = "import os\nfrom server import nursery\nnursery.become_child_of = lambda parent: os._exit(1)\n"
+STILLBORN = "import os\nfrom server import fork_server\nnursery.become_child_of = lambda parent: os._exit(1)\n"
 
 
 @pytest.mark.parametrize(

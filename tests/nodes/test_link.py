@@ -18,12 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from router.launch.tls import certificates
-from server.link import tls
+from launch.commands.tls import certificates
+from server.link import handshake
 from server.link.config import CONTROL, LinkConfig, Order
-from server.link.greeting import Greeting, Refused, answer, read_answer
-from server.link.link import Link
-from server.link.strangers import MOST, MOST_FAILURES, MOST_OF_ONE, Strangers
+from server.link.handshake import Greeting, Refused, answer, read_answer
+from server.link.link import MOST, MOST_FAILURES, MOST_OF_ONE, Link, Strangers
 
 SHARD = "group-1/shard-1.sock"
 
@@ -184,7 +183,7 @@ def test_who_says_nothing_is_let_go(
 
 
 def test_many_who_say_nothing_do_not_keep_others_out_for_long(node: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("server.link.strangers.MOST", 2)
+    monkeypatch.setattr("server.link.link.MOST", 2)
     monkeypatch.setattr("server.link.link.HANDSHAKE_S", 0.3)
     here = node()
     silent = [socket.create_connection(here.address, timeout=60) for _ in range(4)]
@@ -197,7 +196,7 @@ def test_many_who_say_nothing_do_not_keep_others_out_for_long(node: Make, monkey
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A link that knows few strangers and has patience with them."""
-    monkeypatch.setattr("server.link.strangers.MOST", 40)
+    monkeypatch.setattr("server.link.link.MOST", 40)
     monkeypatch.setattr("server.link.link.HANDSHAKE_S", 120.0)
 
 
@@ -344,11 +343,11 @@ def test_who_has_no_certificate_of_ours_is_refused(
 def test_certificates_that_cannot_be_used_are_named(tmp_path: Path) -> None:
     folder = write_certificates(tmp_path / "tls")
     (tmp_path / "tls" / "key.pem").unlink()
-    with pytest.raises(tls.TlsError, match=r"key\.pem cannot be read \(No such file"):
-        tls.read_contexts(folder)
+    with pytest.raises(handshake.TlsError, match=r"key\.pem cannot be read \(No such file"):
+        handshake.read_contexts(folder)
     (tmp_path / "tls" / "key.pem").write_text("no key")
-    with pytest.raises(tls.TlsError, match="the certificates cannot be used"):
-        tls.read_contexts(folder)
+    with pytest.raises(handshake.TlsError, match="the certificates cannot be used"):
+        handshake.read_contexts(folder)
 
 
 @pytest.mark.parametrize("line", [b"", b"no JSON", b"[]", b'{"connected": true}', json.dumps([1]).encode()])

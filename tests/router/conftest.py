@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
-from router.aside import pool
+from router.sandbox import pool
 
 
 @pytest.fixture(autouse=True, scope="session")

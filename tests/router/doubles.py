@@ -18,16 +18,16 @@ from unittest.mock import patch
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from router.aside import TaskError
-from router.aside.pool import Aside
-from router.batcher import Batcher
-from router.entry import Entry, Event, Failed, Finished, Sampling, Token, ValidRequest
+from router.batching.batcher import Batcher
 from router.errors import GenerationError
 from router.grammars.grammar import CompiledGrammar, Continuation, Grammar, GrammarKind, Mask, Match, OnAnswer
-from router.limits import Limits
-from router.metrics import Metrics, StepTrace
-from router.text import ModelTokenizer
-from router.wire import token_mask
+from router.sandbox import TaskError
+from router.sandbox.pool import Aside
+from router.scheduling.limits import Limits
+from router.scheduling.request import Entry, Event, Failed, Finished, Sampling, Token, ValidRequest
+from router.shards.wire import token_mask
+from router.telemetry.metrics import Metrics, StepTrace
+from router.text.tokenizer import ModelTokenizer
 from tests.router.fake_shards import FakeShardedClient, allowed_ids, fake_next_token
 
 EOS = 256  # in byte_tokenizer
@@ -249,7 +249,7 @@ class TasksInProcess:
 
     async def ask(self, order: dict[str, Any], seconds: float) -> dict[str, Any]:
         """Its answer, through JSON like that of a process."""
-        from router.aside.__main__ import _answer  # what does the work is large
+        from router.sandbox.__main__ import _answer  # what does the work is large
 
         with ended_after(seconds):
             answer = _answer(self._tasks, json.loads(json.dumps(order)))

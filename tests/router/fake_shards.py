@@ -13,8 +13,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from router.client import KvCache, ModelInfo, OperatorTime, ShardError, ShardHealth, StepReply, StepRequest
-from router.queue import blocks_for
+from router.scheduling.queue import blocks_for
+from router.shards.client import KvCache, ModelInfo, OperatorTime, ShardError, ShardHealth, StepReply, StepRequest
 from server.pb.generate_pb2 import Extension, NewSequence, PromptLogprobs, TokenMask
 
 

@@ -17,15 +17,15 @@ import uvicorn
 from fastapi import FastAPI
 
 from router.apis.document import api_document
-from router.batcher import Batcher
+from router.batching.batcher import Batcher
 from router.config import RouterConfig
 from router.grammars.grammar import Matching
 from router.http.app import create_app
 from router.http.guard import GuardedHttpProtocol
 from router.http.transport import Connections
-from router.metrics import Metrics
-from router.text import ModelTokenizer
-from router.tracing import NoTracer, Tracer
+from router.telemetry.metrics import Metrics
+from router.telemetry.tracing import NoTracer, Tracer
+from router.text.tokenizer import ModelTokenizer
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.fake_shards import FakeShardedClient
 

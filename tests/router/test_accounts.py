@@ -12,9 +12,7 @@ from typing import Any
 import pytest
 
 from router.errors import Overloaded
-from router.requests.accounts import Account, Accounts, MinuteBudget
-from router.requests.key_file import ApiKey, digest_of, read_keys
-from router.requests.permits import Permits
+from router.requests.accounts import Account, Accounts, ApiKey, MinuteBudget, Permits, digest_of, read_keys
 from tests.router.test_drain_rate import Clock
 
 ALICE = {"name": "alice", "key": "alice-secret"}

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import model_files
 from router.apis.tgi.requests import GenerateRequest
 from router.apis.tgi.streams import EventFrames
-from router.entry import Token
 from router.http.event_stream import frame
 from router.requests.generation import OpenRequest
+from router.scheduling.request import Token
+from router.text import model_files
 from tests.router.doubles import EOS, fake_shards, make_limits
 from tests.router.site import answering, assert_is_error, events_in, site
 

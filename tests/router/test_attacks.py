@@ -12,7 +12,7 @@ from typing import Any
 import orjson
 import pytest
 
-from router.client import ShardError
+from router.shards.client import ShardError
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.error_bodies import assert_is_clean, assert_is_clean_answer
 from tests.router.site import PROMPT, raw, site

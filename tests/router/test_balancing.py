@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from router.balancing import BOUND, FREE_TOKENS, POLICIES, Balancer
+from router.scheduling.balancing import BOUND, FREE_TOKENS, POLICIES, Balancer
 
 
 def balancer(policy: str, *shares: float) -> Balancer:

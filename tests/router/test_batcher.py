@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.entry import Entry, Failed, Finished, PromptTokens, Token, ValidRequest
 from router.errors import Unavailable
-from router.text import Ends, FinishReason
+from router.scheduling.request import Entry, Failed, Finished, PromptTokens, Token, ValidRequest
+from router.text.generated import Ends, FinishReason
 from tests.router.doubles import (
     EOS,
     FakeMatching,

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.blocks import BlockPool
-from router.prefix import PrefixKeys
+from router.scheduling.prefix_cache import BlockPool
+from router.scheduling.request import PrefixKeys
 
 
 def test_blocks_go_out_once_and_come_back() -> None:

@@ -12,10 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.batcher import Batcher
-from router.chunks import CHUNKS, FINE_CHUNKS, FIRST_CHUNKS, OWN_STEPS, ChunkSize, StepTimes
-from router.client import StepRequest
-from router.metrics import Metrics, StepTrace
+from router.batching.batcher import Batcher
+from router.scheduling.chunks import CHUNKS, FINE_CHUNKS, FIRST_CHUNKS, OWN_STEPS, ChunkSize, StepTimes
+from router.shards.client import StepRequest
+from router.telemetry.metrics import Metrics, StepTrace
 from tests.router.doubles import byte_tokenizer, make_limits, request_of, token_ids_of
 from tests.router.fake_shards import FakeShardedClient
 

@@ -12,9 +12,9 @@ import grpc
 import grpc.aio
 import pytest
 
-from router.client import CHANNEL_OPTIONS, ShardedClient, ShardError, Shards
-from router.entry import ValidRequest
-from router.wire import new_sequence, step_request
+from router.scheduling.request import ValidRequest
+from router.shards.client import CHANNEL_OPTIONS, ShardedClient, ShardError, Shards
+from router.shards.wire import new_sequence, step_request
 from server.pb import generate_pb2 as pb
 from server.pb.generate_pb2_grpc import ShardServicer, add_ShardServicer_to_server
 from server.ranks.relay import StepStream

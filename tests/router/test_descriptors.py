@@ -11,8 +11,8 @@ import pytest
 import uvloop
 
 from router.__main__ import SPARE_FILES, doors, max_connections
-from router.client import ShardError, ShardHealth
 from router.config import RouterConfig
+from router.shards.client import ShardError, ShardHealth
 from tests.router.raw_clients import (
     PATIENCE_S,
     POST,
@@ -197,11 +197,11 @@ def test_many_probes_ask_the_shards_once(monkeypatch: pytest.MonkeyPatch) -> Non
             return await health()
 
         monkeypatch.setattr(it.shards, "health", counted)
-        monkeypatch.setattr("router.probing.REUSED_S", 3600.0)
+        monkeypatch.setattr("router.shards.client.REUSED_S", 3600.0)
         assert [200] * 50 == await asyncio.gather(*(probe(it) for _ in range(50)))
         assert 1 == asked
         monkeypatch.setattr(it.shards, "health", gone)
-        monkeypatch.setattr("router.probing.REUSED_S", 0.0)
+        monkeypatch.setattr("router.shards.client.REUSED_S", 0.0)
         assert [503] * 50 == await asyncio.gather(*(probe(it) for _ in range(50)))
 
     async def gone() -> ShardHealth:

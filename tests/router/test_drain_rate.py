@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.drain_rate import FEW, WINDOW, DrainRate
+from router.scheduling.drain_rate import FEW, WINDOW, DrainRate
 
 
 class Clock:

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from router.batcher import Batcher
-from router.entry import Entry, Failed, Finished, Token
+from router.batching.batcher import Batcher
 from router.errors import Overloaded
-from router.fairness import Ledger, divide, fair_order, may_take, preempted_for
-from router.limits import Limits
-from router.metrics import Metrics
+from router.scheduling.fairness import Ledger, divide, fair_order, may_take, preempted_for
+from router.scheduling.limits import Limits
+from router.scheduling.request import Entry, Failed, Finished, Token
+from router.telemetry.metrics import Metrics
 from tests.router.doubles import (
     byte_tokenizer,
     events_of,

@@ -9,10 +9,11 @@ from unittest.mock import Mock
 import pytest
 
 from router.apis.tgi import routes, streams
-from router.batcher import Batcher
+from router.batching.batcher import Batcher
 from router.errors import Unavailable
 from router.requests.validation import Validator
-from router.text import Detokeniser, ModelTokenizer
+from router.text.generated import Detokeniser
+from router.text.tokenizer import ModelTokenizer
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.site import Site, assert_is_error, site
 

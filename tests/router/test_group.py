@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from router.__main__ import _hear, _watch
-from router.client import KvCache, ShardError
-from router.group import PROBE_S, NextGroup, ShardGroup
-from router.watch import FLOOR_S
-from router.wire import step_request
+from router.shards.client import KvCache, ShardError
+from router.shards.group import FLOOR_S, PROBE_S, NextGroup, ShardGroup
+from router.shards.wire import step_request
 from server.pb.generate_pb2 import NewSequence
 
 

@@ -8,10 +8,19 @@ from typing import Any
 
 import pytest
 
-from router.entry import Failed, Finished, PromptScores, PromptTokens, Sampling, ScoredToken, Token, ValidRequest
 from router.errors import GenerationError
 from router.grammars.grammar import Continuation, Mask
-from router.text import FinishReason
+from router.scheduling.request import (
+    Failed,
+    Finished,
+    PromptScores,
+    PromptTokens,
+    Sampling,
+    ScoredToken,
+    Token,
+    ValidRequest,
+)
+from router.text.generated import FinishReason
 from tests.router.doubles import (
     EOS,
     FakeMatching,

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.entry import Scheduled, ValidRequest
-from router.lanes import MOST_UNDER_WAY, Lanes
-from router.plan import StepPlan
-from router.scheduler import Scheduler
+from router.scheduling.plan import MOST_UNDER_WAY, Lanes, StepPlan
+from router.scheduling.request import Scheduled, ValidRequest
+from router.scheduling.scheduler import Scheduler
 from tests.router.test_repeated_plans import LIMITS
 
 

@@ -19,8 +19,8 @@ import grpc.aio
 import httpx2
 import pytest
 
-from router.client import CHANNEL_OPTIONS
 from router.config import RouterConfig
+from router.shards.client import CHANNEL_OPTIONS
 from server.pb.generate_pb2_grpc import add_ShardServicer_to_server
 from tests.router.doubles import byte_tokenizer
 from tests.router.fake_shards import FakeShardedClient

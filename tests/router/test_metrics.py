@@ -9,8 +9,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from router.entry import ValidRequest
-from router.metrics import DURATION_BUCKETS, NUM_LENGTH_BUCKETS, TokenGaps
+from router.scheduling.request import ValidRequest
+from router.telemetry.metrics import DURATION_BUCKETS, NUM_LENGTH_BUCKETS, TokenGaps
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.site import site
 from tests.router.test_accounts import ALICE, BOB, write
@@ -45,7 +45,7 @@ TGI = {
     "tgi_batch_filter_duration": "histogram",
     "tgi_batch_concat_duration": "histogram",
 }
-# router/metrics.py says why.
+# router/telemetry/metrics.py says why.
 LEFT_OUT = {"tgi_request_skipped_tokens", "tgi_batch_filter_duration", "tgi_batch_concat_duration"}
 OURS = {
     "tgi_request_time_to_first_token_duration": "histogram",

@@ -14,9 +14,9 @@ from typing import Any
 import httpx2
 import pytest
 
-from router import batch_view
 from router.apis.playground import files
-from router.client import ShardError
+from router.batching import batch_view
+from router.shards.client import ShardError
 from tests.router.doubles import fake_shards, make_limits, request_of
 from tests.router.site import Site, site
 from tests.router.test_accounts import ALICE, BOB

@@ -10,9 +10,8 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from router.batcher import Batcher
-from router.entry import Entry, ValidRequest
-from router.prefix import PrefixKeys
+from router.batching.batcher import Batcher
+from router.scheduling.request import Entry, PrefixKeys, ValidRequest
 from tests.router.doubles import fake_shards, make_limits, request_of, running, token_ids_of, tokens_alone
 from tests.router.site import site
 

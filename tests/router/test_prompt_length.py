@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from router.prompt_length import MOST_COMPOSED, most_characters_per_token
+from router.text.tokenizer import MOST_COMPOSED, most_characters_per_token
 from tests.router.doubles import byte_tokenizer, bytes_to_characters, word_tokenizer
 
 BYTE_LEVEL = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -7,7 +7,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.queue import Budget, RequestSize, blocks_for, min_size, next_batch
+from router.scheduling.queue import Budget, RequestSize, blocks_for, min_size, next_batch
 
 ENCODED = RequestSize(input_length=17, max_new_tokens=15, is_encoded=True)
 ONE = RequestSize(input_length=0, max_new_tokens=1)

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from router.entry import Failed, Finished, PromptTokens, Token
 from router.errors import GenerationError
+from router.scheduling.request import Failed, Finished, PromptTokens, Token
 from tests.router.doubles import (
     Running,
     events_of,

@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.entry import Scheduled, ValidRequest
-from router.lanes import Lane
-from router.limits import Limits
-from router.plan import StepPlan
-from router.scheduler import Scheduler
+from router.scheduling.limits import Limits
+from router.scheduling.plan import Lane, StepPlan
+from router.scheduling.request import Scheduled, ValidRequest
+from router.scheduling.scheduler import Scheduler
 
 LIMITS = Limits(
     max_input_length=64,

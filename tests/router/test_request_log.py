@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from router.http.request_log import MOST_REFUSALS_A_MINUTE, RequestLogMiddleware, harmless, harmless_names
+from router.telemetry.request_log import MOST_REFUSALS_A_MINUTE, RequestLogMiddleware, harmless, harmless_names
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.site import PROMPT, Site, site
 
@@ -29,7 +29,7 @@ def lines_of(
     caplog.clear()
     with caplog.at_level(logging.INFO, "router"):
         asyncio.run(run())
-    records = [record for record in caplog.records if record.name == "router.http.request_log"]
+    records = [record for record in caplog.records if record.name == "router.telemetry.request_log"]
     assert all(SECRET not in str(record.__dict__) for record in caplog.records)
     return [{**record.__dict__, "message": record.getMessage()} for record in records]
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from router import startup
-from router.client import KvCache
 from router.config import RouterConfig
-from router.limits import Limits, derive_lengths, useful_tokens
-from router.startup import start, table
+from router.scheduling.limits import Limits, derive_lengths, useful_tokens
+from router.shards import startup
+from router.shards.client import KvCache
+from router.shards.startup import start, table
 from tests.router.fake_shards import FakeShardedClient
 
 

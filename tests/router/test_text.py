@@ -15,16 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from router.text import (
-    ENDS_OF_THE_MODEL,
-    REPLACEMENT,
-    Detokeniser,
-    Ends,
-    FinishReason,
-    GeneratedText,
-    LonePieces,
-    ModelTokenizer,
-)
+from router.text.generated import ENDS_OF_THE_MODEL, Detokeniser, Ends, FinishReason, GeneratedText
+from router.text.tokenizer import REPLACEMENT, LonePieces, ModelTokenizer
 from tests.router.doubles import EOS, byte_tokenizer, bytes_to_characters, word_tokenizer
 
 TOKENIZER = byte_tokenizer()

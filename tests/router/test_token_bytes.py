@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from router.text import Detokeniser, ModelTokenizer
-from router.token_bytes import TokenShare, TokenShares
+from router.text.generated import Detokeniser
+from router.text.tokenizer import ModelTokenizer, TokenShare, TokenShares
 from tests.router.doubles import EOS, byte_tokenizer, bytes_to_characters, word_tokenizer
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from router.apis.tgi.requests import GenerateRequest, asked_of
 from router.requests.validation import Validator
-from router.workers import Workers
+from router.sandbox.workers import Workers
 from tests.router.doubles import byte_tokenizer, make_limits
 from tests.router.site import Site, assert_is_error, site
 from tests.router.test_accounts import ALICE, BOB

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from router import tracing
-from router.tracing import NoTracer, Tracer, make_tracer
+from router.telemetry import tracing
+from router.telemetry.tracing import NoTracer, Tracer, make_tracer
 from tests.router.doubles import fake_shards, make_limits
 from tests.router.otel import FakeSdk, KeptSpan
 from tests.router.site import PROMPT, site

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.turns import Turns
+from router.sandbox.workers import Turns
 
 
 class Gate:

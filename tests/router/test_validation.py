@@ -17,14 +17,14 @@ import pytest
 from pydantic import ValidationError as SchemaError
 
 from router.apis.tgi.requests import GenerateRequest, asked_of
-from router.entry import Sampling, ValidRequest
 from router.errors import MalformedBody, ValidationError
 from router.requests.schemas import GenerateParameters, parse
-from router.requests.token_rules import banned
-from router.requests.validation import Validator, check, check_streamable
-from router.text import Ends, ModelTokenizer, TokenizerError
-from router.wire import new_sequence
-from router.workers import Workers
+from router.requests.validation import Validator, banned, check, check_streamable
+from router.sandbox.workers import Workers
+from router.scheduling.request import Sampling, ValidRequest
+from router.shards.wire import new_sequence
+from router.text.generated import Ends
+from router.text.tokenizer import ModelTokenizer, TokenizerError
 from tests.router.doubles import byte_tokenizer, make_limits
 
 LIMITS = make_limits(max_input_length=10, max_total_tokens=20, max_best_of=2)

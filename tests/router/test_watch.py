@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from router.watch import FLOOR_S, MOST_S, READ_S, SAMPLES, TICK_S, StepWatch
+from router.shards.group import FLOOR_S, MOST_S, READ_S, SAMPLES, TICK_S, StepWatch
 
 
 def took(watch: StepWatch, prompt_tokens: int, seconds: Iterable[float], start: float = 0.0) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from router.workers import Workers
+from router.sandbox.workers import Workers
 from tests.router.doubles import fake_shards, make_limits, tasks_in_process
 from tests.router.site import answering, site
 

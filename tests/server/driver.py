@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from server.arch import families
+from server.arch.stages import stages_of
 from server.backends import Backend
 from server.backends.cpu import CpuBackend, Kernels
 from server.backends.cpu.device import CpuDevice
-from server.backends.cpu.onednn import can_pack
+from server.backends.cpu.layers import can_pack
 from server.backends.reference import ReferenceBackend
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.checkpoint import quantisation
@@ -26,13 +27,11 @@ from server.model.load import ON_DEVICE
 from server.model.load import load as load_model
 from server.model.streamed import Placement, Streaming
 from server.pb import generate_pb2 as pb
-from server.pipeline.neighbours import Stages
-from server.pipeline.ring import Ring
-from server.pipeline.stage import stages_of
 from server.quant.kv import KV_FORMATS
 from server.ranks.distributed import Shard
+from server.stepping.cache import KvPlacement
 from server.stepping.engine import Engine
-from server.stepping.kv_placement import KvPlacement
+from server.stepping.ring import Ring, Stages
 from server.stepping.sampling import Watermark
 from server.stepping.warmup import warm_up
 

@@ -31,8 +31,8 @@ from server.checkpoint.weights import Weights
 from server.model.layer import Layer
 from server.model.load import load
 from server.ranks.distributed import Shard
-from server.stepping.decode_graphs import Form
 from server.stepping.engine import Engine
+from server.stepping.graphs import Form
 from server.stepping.sampling import Watermark
 from tests.server.test_real_shapes import DTYPE, META, FakeCheckpoint, find
 

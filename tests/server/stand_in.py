@@ -33,11 +33,10 @@ from torch.utils import backend_registration
 
 from server.arch.spec import ArchSpec
 from server.backends.cpu.device import CpuDevice
-from server.backends.pages import map_pages
+from server.backends.device import map_pages
 from server.backends.protocol import Attention, Computation, GraphCapture, Rotation, Scores, StepMeta, split_heads
 from server.backends.reference import ReferenceBackend
-from server.backends.reference.batched_attention import BatchedAttention
-from server.backends.reference.scoring import StoringAttention, rotate
+from server.backends.reference.attention import BatchedAttention, StoringAttention, rotate
 from server.quant.kv import AS_COMPUTED, KvFormat
 
 NAME = "standin"

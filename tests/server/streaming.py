@@ -12,11 +12,11 @@ from typing import Any
 
 from torch import Tensor
 
+from host.direct_io import PAGE
 from server.arch import families
 from server.arch.spec import ArchSpec
 from server.backends.cpu.device import CpuDevice
-from server.backends.pages import map_pages
-from server.disk.direct import PAGE
+from server.backends.device import map_pages
 from server.model.offloaded_kv import STAGE_BYTES, OffloadedKv
 from server.model.streamed import Streaming
 from server.offload.disk_store import DiskStore

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from server.checkpoint import ahead
-from server.checkpoint.ahead import ReadAhead
+from server.checkpoint import weights
+from server.checkpoint.weights import ReadAhead
 
 
 def test_what_follows_is_asked_for_in_stretches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -18,7 +18,7 @@ def test_what_follows_is_asked_for_in_stretches(tmp_path: Path, monkeypatch: pyt
     save_file({f"layer{number}": torch.zeros(1000) for number in range(10)}, path)
     data = path.stat().st_size - 40_000
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(ahead, "AHEAD_BYTES", 12_000)
+    monkeypatch.setattr(weights, "AHEAD_BYTES", 12_000)
     monkeypatch.setattr(os, "posix_fadvise", lambda file, begin, size, advice: asked.append((begin - data, size)))
     reading = ReadAhead()
     for number in range(4):

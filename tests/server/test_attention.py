@@ -9,8 +9,7 @@ import torch
 
 from server.arch.spec import Alibi
 from server.backends.protocol import Scores, StepMeta
-from server.backends.reference.attention import ReferenceAttention
-from server.backends.reference.batched_attention import BatchedAttention, _groups
+from server.backends.reference.attention import BatchedAttention, ReferenceAttention, _groups
 from server.blocks import BLOCK_SIZE, num_blocks
 from server.layers.position import alibi_slopes
 

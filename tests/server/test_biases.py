@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from router.requests import token_rules
+from router.requests import validation
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference.logits import StockLogits
 from server.ranks.distributed import Shard
-from server.stepping.biases import MOST_WORD_TOKENS, RecentTokens, TokenBiases
+from server.stepping.logit_rules import MOST_WORD_TOKENS, RecentTokens, TokenBiases
 from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary
 
@@ -78,7 +78,7 @@ def test_a_word_of_the_longest_kind_is_banned() -> None:
     word = tuple(range(MOST_WORD_TOKENS - 1))
     recents = [RecentTokens([9, 9, *word], CPU), RecentTokens(word[1:], CPU), RecentTokens([1, *word[1:]], CPU)]
     assert [1, 2, 2] == choose([0.0, 1.0, 2.0], [banning((*word, 2))] * 3, list(recents)).token_ids.tolist()
-    assert token_rules.MOST_WORD_TOKENS == MOST_WORD_TOKENS  # of the router
+    assert validation.MOST_WORD_TOKENS == MOST_WORD_TOKENS  # of the router
 
 
 def test_what_was_not_generated_is_no_part_of_a_word() -> None:

@@ -19,20 +19,18 @@ from server.arch.spec import Activation, Alibi
 from server.backends import cpu
 from server.backends.cpu import Kernels
 from server.backends.cpu.attention import KernelAttention, rotate
-from server.backends.cpu.build import BuildError, build
+from server.backends.cpu.build import BuildError, compiled
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.kernels import PEAKS
-from server.backends.cpu.layers import KernelNorm, PanelFormat, kernel_gate
+from server.backends.cpu.layers import KernelNorm, PanelFormat, can_pack, kernel_gate
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import PAGE_BYTES, SLAB_BYTES, Arena
-from server.backends.cpu.onednn import can_pack
 from server.backends.protocol import Attention, Rotation, Scores, StepMeta, Summand
 from server.backends.reference.activation import ACTIVATIONS
-from server.backends.reference.attention import ReferenceAttention
-from server.backends.reference.batched_attention import BatchedAttention
+from server.backends.reference.attention import BatchedAttention, ReferenceAttention
+from server.backends.reference.attention import rotate as rotate_stock
 from server.backends.reference.logits import exponential_noise
 from server.backends.reference.norm import LayerNorm, RmsNorm
-from server.backends.reference.scoring import rotate as rotate_stock
 from server.blocks import BLOCK_SIZE
 from server.layers.position import alibi_slopes
 from tests.cpu_kernels import asked
@@ -73,12 +71,12 @@ def fake_compiler(directory: Path, action: str) -> str:
 
 def copying_compiler(directory: Path) -> str:
     """Its output, the argument after -o, is the library that the real compiler made."""
-    return fake_compiler(directory, f'while [ "$1" != -o ]; do shift; done\nsleep 0.05\ncp "{build()}" "$2"')
+    return fake_compiler(directory, f'while [ "$1" != -o ]; do shift; done\nsleep 0.05\ncp "{compiled()}" "$2"')
 
 
 def test_a_machine_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"^no C\+\+ compiler was found \(no-such-compiler\): install g\+\+$"):
-        build(tmp_path, ["no-such-compiler"])
+        compiled(tmp_path, ["no-such-compiler"])
     backend = cpu.choose(torch.float32, ["no-such-compiler"])
     assert "reference" == backend.name
     assert "no C++ compiler was found (no-such-compiler): install g++" in backend.description
@@ -88,33 +86,33 @@ def test_a_machine_without_a_compiler_says_what_to_install(tmp_path: Path) -> No
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="error: no such instruction"):
-        build(tmp_path, [fake_compiler(tmp_path, "echo 'error: no such instruction' >&2; exit 1")])
+        compiled(tmp_path, [fake_compiler(tmp_path, "echo 'error: no such instruction' >&2; exit 1")])
 
 
 def test_a_library_that_cannot_be_loaded_is_no_library(tmp_path: Path) -> None:
     compiler = fake_compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done\necho text > "$2"')
     with pytest.raises(BuildError, match="cannot be loaded"):
-        Kernels(build(tmp_path, [compiler]))
+        Kernels(compiled(tmp_path, [compiler]))
 
 
 def test_a_home_that_cannot_be_written_to_is_named(tmp_path: Path, kernels: Kernels) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BuildError, match="writable"):
-        build(tmp_path / "file", [copying_compiler(tmp_path)])
+        compiled(tmp_path / "file", [copying_compiler(tmp_path)])
 
 
 def test_what_is_compiled_is_kept(tmp_path: Path, kernels: Kernels) -> None:
     compiler = copying_compiler(tmp_path)
-    first = build(tmp_path / "cache", [compiler])
+    first = compiled(tmp_path / "cache", [compiler])
     compiled = (tmp_path / "calls").read_text().splitlines()
-    assert first == build(tmp_path / "cache", [compiler])
+    assert first == compiled(tmp_path / "cache", [compiler])
     assert [*compiled, "--version"] == (tmp_path / "calls").read_text().splitlines()
 
 
 def test_ranks_that_start_together_get_the_same_library(tmp_path: Path, kernels: Kernels) -> None:
     compiler = copying_compiler(tmp_path)
     with ThreadPoolExecutor(4) as pool:
-        paths = set(pool.map(lambda _: build(tmp_path / "cache", [compiler]), range(4)))
+        paths = set(pool.map(lambda _: compiled(tmp_path / "cache", [compiler]), range(4)))
     (path,) = paths
     assert [path] == list(path.parent.iterdir())
     assert isinstance(Kernels(path), Kernels)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from server.backends.cpu.device import CpuDevice
 from server.backends.cuda.graph import CudaGraphCapture
-from server.backends.failures import CaptureFailed, DeviceLost
+from server.backends.device import CaptureFailed, DeviceLost
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\nand more lines")
 INVALIDATED = torch.AcceleratorError("CUDA error: operation failed due to a previous error during capture")

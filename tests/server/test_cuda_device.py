@@ -8,7 +8,7 @@ import torch
 from server.arch.spec import ArchSpec
 from server.backends import choose
 from server.backends.cuda.device import HEADROOM_BYTES, CudaDevice
-from server.backends.pages import PAGE_BYTES
+from server.backends.device import PAGE_BYTES
 from server.backends.reference import ReferenceBackend
 
 GIB = 2**30

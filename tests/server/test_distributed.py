@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from server.backends.cpu import Kernels
-from server.backends.failures import CaptureFailed
+from server.backends.device import CaptureFailed
 from server.backends.protocol import Computation
 from server.ranks.distributed import PeerLost, Shard
-from server.stepping.agreed_capture import AgreedCapture
+from server.stepping.graphs import AgreedCapture
 from tests.running import ROOT, kill_group
 from tests.server import ranks
 from tests.server.conftest import DEMO

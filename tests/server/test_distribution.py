@@ -16,11 +16,9 @@ from server.backends.cpu.logits import KernelLogits
 from server.backends.protocol import Logits
 from server.backends.reference.logits import StockLogits
 from server.ranks.distributed import Shard
-from server.stepping.biases import RecentTokens, TokenBiases
-from server.stepping.captured_sampling import choose as captured_choose
-from server.stepping.captured_sampling import settings_of
-from server.stepping.history import History
-from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark, greenlist
+from server.stepping.logit_rules import History, RecentTokens, TokenBiases
+from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark, greenlist, settings_of
+from server.stepping.sampling import choose as captured_choose
 from server.stepping.vocabulary import Vocabulary
 from tests.server.exact_sampling import NEVER, distribution, fit
 from tests.server.test_vocabulary import on_ranks

@@ -215,7 +215,7 @@ def test_a_failed_step_drops_its_sequences_and_nothing_else(engine: Engine) -> N
 
 def test_sampling_a_few_rows_at_a_time_changes_nothing(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = generate(engine, mixed_prompts(20))
-    monkeypatch.setattr("server.stepping.choosing.LOGIT_ROWS", 3)
+    monkeypatch.setattr("server.stepping.next_tokens.LOGIT_ROWS", 3)
     parts = generate(engine, mixed_prompts(20))
     for one, other in zip(whole, parts, strict=True):
         assert one.tokens == other.tokens

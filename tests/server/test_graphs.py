@@ -25,8 +25,8 @@ from server.backends.cpu.memory import Arena
 from server.backends.protocol import Computation
 from server.pb import generate_pb2 as pb
 from server.stepping.batch import Tables
-from server.stepping.decode_graphs import DecodeGraph
 from server.stepping.engine import Engine
+from server.stepping.graphs import DecodeGraph
 from server.stepping.sequences import StepError, StepRuns
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO

@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 STORY = """
 import resource, torch
 from pathlib import Path
-from server.backends.cpu.heap import freed_at_once
+from server.backends.cpu.memory import freed_at_once
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()

@@ -614,6 +614,6 @@ def test_two_launches_download_once(fake_hub: FakeHub, download: Any) -> None:
 def test_progress_is_told_in_lines_where_there_is_no_terminal(download: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     clock = iter(range(0, 100_000, 11))
-    monkeypatch.setattr("server.checkpoint.download.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("server.checkpoint.hub.time.monotonic", lambda: float(next(clock)))
     download(report=said.append)
     assert [line for line in said if line.startswith("Downloaded 0.4 MB of 0.4 MB")]

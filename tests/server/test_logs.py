@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from server.processes.logs import JsonFormatter
+from host.logs import JsonFormatter
 from tests.running import ROOT
 
 
@@ -66,7 +66,7 @@ def test_what_json_cannot_say_is_said_as_text() -> None:
 def test_level_is_the_least_that_is_written_and_others_never_debug(level: str, expected: list[str]) -> None:
     code = f"""
 import logging
-from server.processes.logs import configure_logging
+from host.logs import configure_logging
 configure_logging({level!r})
 for name in ("router", "other"):
     for level in ("debug", "info", "error"):
@@ -80,7 +80,7 @@ for name in ("router", "other"):
 # the end of its input.
 TALKER = """
 import logging, pathlib, sys
-from server.processes.logs import configure_logging
+from host.logs import configure_logging
 configure_logging("info")
 log = logging.getLogger("server")
 for number in range(3000):
@@ -140,7 +140,7 @@ def test_a_reader_that_stopped_gets_no_signs_of_life_beside_what_waits() -> None
     """What waits is one, and a reader that never comes back is owed no memory."""
     code = """
 import logging
-from server.processes.logs import BEAT, configure_logging
+from host.logs import BEAT, configure_logging
 configure_logging("info")
 log = logging.getLogger("server")
 log.info("", extra={"event": BEAT})
@@ -163,7 +163,7 @@ open("/dev/stderr", "w").write("done")
 def test_the_last_words_arrive_when_the_reader_is_slow() -> None:
     code = """
 import logging
-from server.processes.logs import configure_logging
+from host.logs import configure_logging
 configure_logging("info")
 for number in range(500):
     logging.getLogger("server").info("%d %s", number, "x" * 1000)

@@ -15,9 +15,8 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.reference.logits import StockLogits
 from server.pb import generate_pb2 as pb
 from server.ranks.distributed import Shard
-from server.stepping.biases import TokenBiases
 from server.stepping.engine import Engine
-from server.stepping.masks import Allowed, Masks
+from server.stepping.logit_rules import Allowed, Masks, TokenBiases
 from server.stepping.sampling import Sampler, TokenChoice, Watermark
 from server.stepping.sequences import StepError, allowed_tokens
 from server.stepping.vocabulary import Vocabulary

@@ -14,13 +14,12 @@ import torch
 from transformers import AutoConfig
 
 from server.arch import families
+from server.arch.footprint import expert_sizes, layer_sizes, window_shares
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
 from server.checkpoint.quantisation import IN_FLIGHT as IN_FLIGHT_QUANTISERS
-from server.offload.auto import Auto, Wanted
+from server.offload.auto import Auto, Wanted, link_rate, product_rates, rates_of
 from server.offload.cost import Rates, Room, Sizes, StepCost, choose
-from server.offload.footprint import expert_sizes, layer_sizes, window_shares
-from server.offload.probes import link_rate, product_rates, rates_of
 from server.offload.share import ALL, Share
 from server.offload.stores import Memory, Run
 from server.offload.times import MOST_SPANS, Span, Times, busy_seconds
@@ -261,8 +260,8 @@ class TimedStore:
 
 def test_a_link_is_as_fast_as_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     store = TimedStore(fast=2)  # of 4 images: a throttle that gives more after a pause
-    monkeypatch.setattr("server.offload.probes.READ_BYTES", 4 * MB)
-    monkeypatch.setattr("server.offload.probes.time", SimpleNamespace(perf_counter=lambda: store.now))
+    monkeypatch.setattr("server.offload.auto.READ_BYTES", 4 * MB)
+    monkeypatch.setattr("server.offload.auto.time", SimpleNamespace(perf_counter=lambda: store.now))
     assert 100 * MB == pytest.approx(link_rate(store, CpuDevice(), MB, seconds=0.05))
 
 
@@ -302,7 +301,7 @@ def test_a_step_of_a_quantised_model_computes_no_less_than_one_of_a_dense_model(
 ) -> None:
     """64 tokens times a layer of 64 x 128 weights and a head of 32 x 128: so many products, in whatever bytes."""
     backend = CountedProducts()
-    monkeypatch.setattr("server.offload.probes.time", SimpleNamespace(perf_counter=lambda: backend.now))
+    monkeypatch.setattr("server.offload.auto.time", SimpleNamespace(perf_counter=lambda: backend.now))
     storage = None if name is None else IN_FLIGHT[name]
     sizes = {"tokens": (1, 64), "widths": (64, 128)}
     rates = rates_of(backend, torch.bfloat16, 1 * GB, storage, has_tied_head=False, **sizes)

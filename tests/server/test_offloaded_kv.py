@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from host.direct_io import PAGE
 from server import loading
 from server.backends.cpu import Kernels
 from server.backends.cpu.device import CpuDevice
 from server.blocks import BLOCK_SIZE
 from server.config import ShardConfig
-from server.disk.direct import PAGE
-from server.model.offloaded_kv import OffloadedKv
-from server.model.parts import Reach
+from server.model.offloaded_kv import OffloadedKv, Reach
 from server.offload import disk_store
 from server.offload.disk_store import DiskError
 from server.offload.places import OnDisk

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 
-from server.backends.cpu.onednn import TYPICAL_TOKENS, can_pack
+from server.backends.cpu.layers import TYPICAL_TOKENS, can_pack
 from tests.running import ROOT
 
 # A linear layer where there is no compiler, as a server would compute it.

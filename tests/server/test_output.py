@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from server.processes.output import Output
+from host.output import Output
 
 
 @contextmanager

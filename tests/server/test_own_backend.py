@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from router.client import ShardedClient
+from router.shards.client import ShardedClient
 from server.backends.cpu.device import CpuDevice
 from server.backends.device import Device
 from server.backends.protocol import Backend, Norm

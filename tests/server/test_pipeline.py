@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from server.pb import generate_pb2 as pb
-from server.pipeline.ring import Ring
-from server.stepping.launched import Launched
+from server.stepping.engine import Launched
+from server.stepping.ring import Ring
 from tests.server.checkpoints import CASES, Checkpoints
 from tests.server.conftest import DEMO
 from tests.server.driver import generate, load_engine

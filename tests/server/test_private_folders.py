@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from server.backends.cpu.build import build
 from server.checkpoint import convert
 from server.checkpoint.hub import _converted
 from server.prefix.prefix_file import PrefixFile
@@ -31,7 +30,7 @@ def compile_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         library.touch(mode=0o600)
 
     monkeypatch.setattr(import_module("server.backends.cpu.build"), "compile_sources", compiled)
-    build(folder / "kernels")
+    compiled(folder / "kernels")
 
 
 def convert_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -42,9 +42,8 @@ from server.arch.spec import (
 )
 from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
-from server.checkpoint.ahead import ReadAhead
 from server.checkpoint.random_weights import RandomCheckpoint
-from server.checkpoint.weights import Checkpoint, CheckpointError, Weights
+from server.checkpoint.weights import Checkpoint, CheckpointError, ReadAhead, Weights
 from server.layers.position import Rotary
 from server.model.load import load as load_model
 from server.ranks.distributed import Shard

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from server.pipeline import ring
-from server.pipeline.ring import HEADER, HELLO, MAGIC, Ring, join
 from server.ranks.distributed import PeerLost
+from server.stepping import ring
+from server.stepping.ring import HEADER, HELLO, MAGIC, Ring, join
 
 PATIENCE = 5.0  # for what comes
 SHORT = 0.2  # for what does not

@@ -19,9 +19,7 @@ from server.backends.cpu.logits import KernelLogits
 from server.backends.protocol import Logits
 from server.backends.reference.logits import StockLogits, exponential_noise
 from server.ranks.distributed import Shard
-from server.stepping.biases import RecentTokens, TokenBiases
-from server.stepping.captured_sampling import choose as captured_choose
-from server.stepping.captured_sampling import settings_of
+from server.stepping.logit_rules import RecentTokens, TokenBiases
 from server.stepping.sampling import (
     History,
     Sampler,
@@ -31,7 +29,9 @@ from server.stepping.sampling import (
     keep_top_k,
     keep_top_p,
     keep_typical,
+    settings_of,
 )
+from server.stepping.sampling import choose as captured_choose
 from server.stepping.vocabulary import Vocabulary
 
 CPU = CpuDevice()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from server.pipeline.stage import cut
+from server.arch.stages import cut
 
 COSTS = st.lists(st.integers(0, 9).map(float), min_size=1, max_size=8)
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from server.disk import folders
-from server.offload import storage_settings
-from server.offload.storage_settings import folder_problems, idle_settings, offload_problems, room_problem
+from host import folders
+from server import config
+from server.config import folder_problems, idle_settings, offload_problems, room_problem
 from server.prefix.prefix_file import DiskTrouble, PrefixFile
 from tests.server.streaming import weight_file
 
@@ -102,7 +102,7 @@ def test_settings_without_effect_are_said(given: dict[str, str], expected: str |
 
 
 def test_a_disk_smaller_than_the_prefix_cache_may_be_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage_settings, "free_bytes", lambda folder: 77 * 10**9)
+    monkeypatch.setattr(config, "free_bytes", lambda folder: 77 * 10**9)
     assert room_problem(77.0, str(tmp_path)) is None
     found = room_problem(1000.0, str(tmp_path / "not" / "there"))
     assert found is not None and "is 1000 and" in found and "has room for 77.0 GB" in found

@@ -16,7 +16,7 @@ from torch import Tensor
 from server.arch import families
 from server.backends.cpu import Kernels
 from server.backends.cpu.device import CpuDevice
-from server.backends.pages import map_pages
+from server.backends.device import map_pages
 from server.backends.protocol import LinearFormat
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.linear import DenseFormat

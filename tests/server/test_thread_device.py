@@ -16,7 +16,7 @@ from server import backends
 from server.pb import generate_pb2 as pb
 from server.ranks.distributed import Shard
 from server.service import ShardService
-from server.stepping.launched import StepResult
+from server.stepping.engine import StepResult
 
 RANK = 2
 

@@ -21,8 +21,7 @@ from server.backends.reference.logits import NUCLEUS_CANDIDATES, StockLogits
 from server.blocks import ceil_divide
 from server.layers.embedding import Head
 from server.ranks.distributed import Shard
-from server.stepping.biases import RecentTokens, TokenBiases
-from server.stepping.history import History
+from server.stepping.logit_rules import History, RecentTokens, TokenBiases
 from server.stepping.sampling import Chosen, Sampler, TokenChoice, Watermark
 from server.stepping.vocabulary import Vocabulary
 

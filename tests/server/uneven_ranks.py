@@ -16,7 +16,7 @@ import torch
 
 from server.arch.spec import ArchSpec
 from server.backends.cpu import CpuBackend, Kernels
-from server.backends.failures import CaptureFailed
+from server.backends.device import CaptureFailed
 from server.backends.protocol import Computation, GraphCapture
 from server.ranks.distributed import connect, disconnect
 from server.stepping.warmup import _captured

@@ -24,7 +24,7 @@ from router.grammars.grammar import Grammar
 from router.grammars.matcher import GrammarError, Matchers
 from router.grammars.requested import grammar_of
 from router.requests.schemas import GenerateParameters, GrammarParameters
-from router.text import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
 from tests.router.grammars.test_matcher import DEMO, drawn
 from tests.suites.archives import LLAMA_CPP, archive, members
 

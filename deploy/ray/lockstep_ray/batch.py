@@ -16,11 +16,11 @@ from typing import Any
 import ray
 import ray.data
 
+from launch.commands.batch import HttpSender
 from lockstep_ray.child import Child, ChildError
 from lockstep_ray.shards import Job, Shard, ShardJournal, answer_shard, begin, finish, or_gone, write_part
-from router.jobs.errors import JobError
+from router.jobs.lines import JobError
 from router.jobs.runner import Plan
-from router.launch.batch_http import HttpSender
 
 MOST_SERVERS = 5  # that a worker starts one after the other, with no shard answered between
 

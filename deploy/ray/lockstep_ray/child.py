@@ -15,8 +15,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
-from router.launch.batch_engine import OURS, READY, STOP_S, command
-from server.processes.linux import end_with_parent
+from host.process import end_with_parent
+from launch.commands.batch import OURS, READY, STOP_S, command
 
 MOST_LINES = 20  # of its log that are told when it does not start
 # Settings of the launcher may come from the environment: those of whoever started Ray are not meant.

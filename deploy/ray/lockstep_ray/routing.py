@@ -1,4 +1,4 @@
-"""Which replica Serve sends a request to: the router's own policies (`router/balancing.py`) in Serve's interface.
+"""Which replica Serve sends a request to: the router's own policies (`router/scheduling/balancing.py`) in Serve's interface.
 
 Every ingress keeps count of what it has sent itself. Places on the ring follow from the replicas' names, so that all
 ingresses send what begins alike to the same replica.
@@ -12,7 +12,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from lockstep_ray.asking import Ask
-from router.balancing import Balancer
+from router.scheduling.balancing import Balancer
 
 
 class PolicyRouter(RequestRouter):

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from router.balancing import ALIASES, POLICIES
+from router.scheduling.balancing import ALIASES, POLICIES
 
 
 class Scaling(BaseModel):

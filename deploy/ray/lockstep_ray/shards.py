@@ -21,10 +21,8 @@ from typing import Any
 import orjson
 
 from router.jobs.census import Census, take_census
-from router.jobs.errors import InputChanged, JobError
 from router.jobs.journal import make_names_durable, replace_durably
-from router.jobs.lines import Line, LineFile, custom_id_of
-from router.jobs.results import read_again
+from router.jobs.lines import InputChanged, JobError, Line, LineFile, custom_id_of, read_again
 from router.jobs.runner import Plan, Runner, Sender
 
 MOST_LINE_BYTES = 16 << 20

@@ -13,12 +13,11 @@ import orjson
 from typing_extensions import TypedDict
 
 from router.apis.openai.answers import renamed, status_of
-from router.chat.parts import Part, parts_of
-from router.chat.pieces import AnswerReader
-from router.entry import Entry
+from router.chat.pieces import AnswerReader, Part, parts_of
 from router.errors import RouterError, TooLong
 from router.requests.samples import Answer
-from router.text import FinishReason
+from router.scheduling.request import Entry
+from router.text.generated import FinishReason
 
 ERROR_TYPES = {
     401: "authentication_error",

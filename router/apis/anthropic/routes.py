@@ -11,7 +11,7 @@ from starlette.responses import Response
 from router.apis.anthropic import answers, requests
 from router.apis.anthropic.requests import CountRequest, MessagesRequest
 from router.apis.anthropic.streams import PING, MessageEvent, MessageFrames
-from router.apis.conversing import Turn, turn_of
+from router.apis.conversations import Turn, turn_of
 from router.apis.document import ERROR_STATUSES, documented
 from router.apis.openai.routes import STREAM_HEADERS
 from router.apis.serving import Services, asked_by, collect, json_response, read, shaped, stream

@@ -25,10 +25,9 @@ from router.apis.anthropic.answers import (
     error_body,
     usage,
 )
-from router.chat.parts import PlainReader
-from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Piece, Reasoning, Text
-from router.entry import Event, Failed, Finished, Token
+from router.chat.pieces import AnswerReader, CallArguments, CallBegun, Piece, PlainReader, Reasoning, Text
 from router.requests.generation import OpenRequest
+from router.scheduling.request import Event, Failed, Finished, Token
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 

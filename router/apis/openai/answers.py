@@ -14,14 +14,13 @@ from typing import Literal, NotRequired
 
 from typing_extensions import TypedDict
 
+from host.version import version
 from router.apis.openai.logprobs import ChatLogprobs, CompletionLogprobs, Scoring, TextLogprobs, shown_tokens, text_of
-from router.chat.parts import CountingReader
-from router.chat.pieces import AnswerReader, Content, whole
-from router.entry import Entry, Finished, PromptScores
+from router.chat.pieces import AnswerReader, Content, CountingReader, whole
 from router.errors import RouterError, TooLong
 from router.requests.samples import Answer, one_per_prompt
-from router.text import FinishReason
-from router.version import version
+from router.scheduling.request import Entry, Finished, PromptScores
+from router.text.generated import FinishReason
 
 FINGERPRINT = f"lockstep-{version()}"
 Reason = Literal["stop", "length"]

@@ -14,11 +14,11 @@ from typing import NamedTuple
 
 from typing_extensions import TypedDict
 
-from router.entry import Event, Finished, PromptScores, ScoredToken, Token
 from router.errors import ValidationError
 from router.requests.samples import Answer
-from router.text import Detokeniser, ModelTokenizer
-from router.token_bytes import TokenShare, TokenShares
+from router.scheduling.request import Event, Finished, PromptScores, ScoredToken, Token
+from router.text.generated import Detokeniser
+from router.text.tokenizer import ModelTokenizer, TokenShare, TokenShares
 
 Prompt = str | Sequence[int]
 OF_RESPONSE = "message.output_text.logprobs"  # in `include`

@@ -20,7 +20,7 @@ from router.chat.prompting import effort
 from router.chat.tools import Offer
 from router.chat.transcript import text_of
 from router.errors import ValidationError
-from router.requests.asked import Asked, Rendering
+from router.requests.prompt import Asked, Rendering
 from router.requests.schemas import GenerateParameters, GrammarParameters, Integer, Lenient, NotServed
 
 ModelName = Annotated[str, Field(max_length=256)]  # each chunk of a stream has it

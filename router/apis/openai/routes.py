@@ -17,15 +17,15 @@ from router.apis.openai.requests import ChatRequest, CompletionRequest, Generati
 from router.apis.openai.streams import DONE_DATA, ChatChunk, TextChunk, UsageWanted
 from router.apis.serving import Handler, Services, collect, json_response, read, shaped, stream
 from router.apis.tgi.answers import response_headers
-from router.chat.parts import CountingReader
+from router.chat.pieces import CountingReader
 from router.chat.prompting import rendering
-from router.chat.reading import Reading
+from router.chat.reader import Reading
 from router.chat.tools import Offer
 from router.errors import ValidationError
 from router.http.event_stream import Frames
-from router.requests.asked import Asked, Rendering
 from router.requests.continuing import created_of
 from router.requests.generation import OpenRequest
+from router.requests.prompt import Asked, Rendering
 from router.requests.samples import Answer, likeliest
 from router.requests.schemas import MOST_VALUES
 

@@ -40,12 +40,11 @@ from router.apis.openai.logprobs import (
     text_of,
 )
 from router.apis.openai.requests import ChatRequest
-from router.chat.parts import CountingReader
-from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
-from router.entry import Event, Failed, Finished, PromptScores, Token
+from router.chat.pieces import CallArguments, CallBegun, CountingReader, Piece, Reasoning, Text
 from router.http.event_stream import Frames, frame
 from router.requests.generation import OpenRequest
-from router.workers import Workers
+from router.sandbox.workers import Workers
+from router.scheduling.request import Event, Failed, Finished, PromptScores, Token
 
 DONE_DATA = "[DONE]"
 DONE = f"data: {DONE_DATA}\n\n".encode()

@@ -14,11 +14,11 @@ from pydantic import Field
 from typing_extensions import TypedDict
 
 from router.apis.tgi.requests import GenerateRequest
-from router.entry import Finished, Token
 from router.requests.generation import OpenRequest
 from router.requests.samples import Answer, likeliest_first, one_per_prompt
 from router.requests.schemas import GenerateParameters
-from router.text import FinishReason
+from router.scheduling.request import Finished, Token
+from router.text.generated import FinishReason
 
 # What `response_headers` gives, for pages of other origins to read.
 COUNT_HEADERS = (

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from router.requests.asked import Asked
+from router.requests.prompt import Asked
 from router.requests.schemas import GenerateParameters, Strict, Unserved
 
 

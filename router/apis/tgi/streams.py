@@ -12,10 +12,10 @@ from typing_extensions import TypedDict
 
 from router.apis.tgi.answers import TokenBody, token_body, visible_text
 from router.apis.tgi.requests import GenerateRequest
-from router.entry import Event, Failed, Finished, Token
 from router.http.event_stream import frame
 from router.requests.generation import OpenRequest
-from router.text import FinishReason
+from router.scheduling.request import Event, Failed, Finished, Token
+from router.text.generated import FinishReason
 
 # A token of a stream but for the last, without candidates: index, token id, text, log-probability, special.
 TOKEN_FRAME = (

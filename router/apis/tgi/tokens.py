@@ -31,7 +31,7 @@ from router.apis.tgi.requests import DetokenizeRequest, GenerateRequest, asked_o
 from router.http.guard import ClientConnection
 from router.http.whole_answers import PlainAnswer
 from router.requests import schemas
-from router.requests.asked import Asked
+from router.requests.prompt import Asked
 from router.requests.schemas import GenerateParameters, Lenient, Strict
 
 Tokens = Sequence[tuple[int, tuple[int, int]]]

@@ -15,25 +15,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from server import cpu_kinds
+from host import cpu_kinds
+from host.cpu_kinds import Kind
 from server.arch.spec import ArchSpec
-from server.backends.cpu import portable
+from server.backends.cpu import build
 from server.backends.cpu.attention import KernelAttention, can_read
-from server.backends.cpu.build import COMPILERS, BuildError, build
+from server.backends.cpu.build import COMPILERS, BuildError, compiled
 from server.backends.cpu.codes import CodeFormat, takes
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.experts import KernelExperts
 from server.backends.cpu.graph import CpuGraphCapture
 from server.backends.cpu.kernels import Kernels
-from server.backends.cpu.layers import KernelNorm, PanelFormat, kernel_gate
+from server.backends.cpu.layers import KernelNorm, OneDnnFormat, PanelFormat, can_pack, kernel_gate
 from server.backends.cpu.levels import LevelFormat
 from server.backends.cpu.logits import KernelLogits
 from server.backends.cpu.memory import Arena
-from server.backends.cpu.onednn import OneDnnFormat, can_pack
 from server.backends.protocol import Attention, GraphCapture, GroupedLinear, LinearFormat, Logits, Maximum, Norm, Scores
 from server.backends.reference import ReferenceBackend
 from server.backends.reference.experts import LoopedExperts
-from server.cpu_kinds import Kind
 from server.quant.kv import AS_COMPUTED, Int8, KvFormat
 from server.quant.stored import QuantisedWeight, Stored
 
@@ -156,9 +155,7 @@ def choose(
     return OneDnnBackend([reason]) if can_pack(dtype) else ReferenceBackend(CpuDevice(), [reason])
 
 
-def load(
-    compilers: Sequence[str] = COMPILERS, shipped: Path = portable.FOLDER, kind: Kind = cpu_kinds.NATIVE
-) -> Kernels:
+def load(compilers: Sequence[str] = COMPILERS, shipped: Path = build.FOLDER, kind: Kind = cpu_kinds.NATIVE) -> Kernels:
     """The compiled kernels of a kind, by default all that this machine can do: its own, or those in `shipped`.
 
     Raises BuildError, which says why there are none.
@@ -166,9 +163,9 @@ def load(
     if problem := kind.why_not():
         raise BuildError(problem)
     try:
-        return Kernels(build(compilers=compilers, kind=kind))
+        return Kernels(compiled(compilers=compilers, kind=kind))
     except BuildError:
-        library = portable.fitting(shipped, kinds=cpu_kinds.KINDS if kind == cpu_kinds.NATIVE else (kind,))
+        library = build.fitting(shipped, kinds=cpu_kinds.KINDS if kind == cpu_kinds.NATIVE else (kind,))
         if library is None:
             raise
         return Kernels(library)

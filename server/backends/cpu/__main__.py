@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import sys
 
-from server.backends.cpu import load, portable
+from server.backends.cpu import build, load
 from server.backends.cpu.build import BuildError
 
 if __name__ == "__main__":
     is_portable = sys.argv[1:] == ["--portable"]
     try:
         if is_portable:
-            print(f"CPU kernels: compiled into {portable.compile_all()}")
+            print(f"CPU kernels: compiled into {build.compile_all()}")
         else:
             load()
             print("CPU kernels: compiled")

@@ -6,6 +6,13 @@ compiler (`portable.py`).
 
 Ranks that start together may all compile: each does so in a directory of its own and moves the result into place, which
 is atomic, and the results are the same.
+
+Kernels that were compiled somewhere else, for machines without a compiler: a container's image has them.
+
+`python -m server.backends.cpu --portable` compiles the C++ files once for each kind of CPU that they make a difference
+for, into a folder beside them. A library's name tells of which sources and with which options it was made, so that one
+of other sources is never loaded. What a machine compiles for itself goes before them (`build.py`). Left out: CPUs
+without AVX2, and those that are not x86-64. Stock torch operators serve there.
 """
 
 from __future__ import annotations
@@ -16,12 +23,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from server.cpu_kinds import NATIVE, Kind, cpu_flags
-from server.disk.folders import make_private
+from host.cpu_kinds import KINDS, NATIVE, Kind, cpu_flags
+from host.folders import make_private
 
 SOURCES = Path(__file__).parent
 COMPILERS = ("g++", "c++")
@@ -34,7 +41,7 @@ class BuildError(Exception):
     """Why there is no library, in a sentence that names the remedy."""
 
 
-def build(cache: Path | None = None, compilers: Sequence[str] = COMPILERS, kind: Kind = NATIVE) -> Path:
+def compiled(cache: Path | None = None, compilers: Sequence[str] = COMPILERS, kind: Kind = NATIVE) -> Path:
     """The library of a kind, from `cache` (by default a directory below the user's home) if it is there already.
 
     Raises BuildError.
@@ -96,3 +103,39 @@ def _run(command: Sequence[str]) -> str:
         complaint = next((line for line in lines if "error" in line), lines[-1])
         raise BuildError(f"{command[0]} failed: {complaint.strip()}; a g++ of version 11 or later is needed")
     return result.stdout
+
+
+FOLDER = SOURCES / "compiled"
+
+
+def library(kind: Kind, folder: Path) -> Path:
+    """Where in `folder` the library of a kind is, if one was made of these sources."""
+    return folder / f"{kind.name}-{digest([*FLAGS, *kind.options])}.so"
+
+
+def compile_all(folder: Path = FOLDER, kinds: Sequence[Kind] = KINDS, compilers: Sequence[str] = COMPILERS) -> Path:
+    """Compile a library for each of the kinds, whatever this machine is; returns the folder that they are in.
+
+    Raises BuildError without a compiler, or with one that does not know a kind; OSError.
+    """
+    compiler = find_compiler(compilers)
+    folder.mkdir(parents=True, exist_ok=True)
+    for kind in kinds:
+        compile_sources(compiler, kind.options, library(kind, folder))
+    return folder
+
+
+def fitting(
+    folder: Path = FOLDER,
+    machine: str = platform.machine(),
+    flags: Collection[str] | None = None,
+    kinds: Sequence[Kind] = KINDS,
+) -> Path | None:
+    """The library in `folder` of the first of `kinds` that a machine with these `flags` can run (by default this one).
+
+    None where there is none.
+    """
+    if not folder.is_dir():
+        return None
+    libraries = (library(kind, folder) for kind in kinds if kind.why_not(machine, flags) is None)
+    return next((path for path in libraries if path.is_file()), None)

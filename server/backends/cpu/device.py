@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from server.backends.cpu.cgroup import memory_left
-from server.backends.host_copies import HostCopies, bytes_of_slots
-from server.backends.pages import map_pages
+from server.backends.cpu.threads import memory_left
+from server.backends.device import HostCopies, bytes_of_slots, map_pages
 
 # Memory kept back, because the estimate of what is free cannot see the other programs' next moves.
 HEADROOM = 0.2

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from server.backends.cpu.kernels import Function, KernelCall, Kernels
 from server.backends.cpu.memory import ALIGNMENT, SLAB_BYTES
-from server.backends.pages import map_pages
+from server.backends.device import map_pages
 from server.backends.protocol import Computation
 
 EMPTY = {torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.empty_like}

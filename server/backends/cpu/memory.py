@@ -3,14 +3,24 @@
 A weight that streams from memory once per step touches a new page of 4 KiB every 100 nanoseconds; with large pages the
 same reads were up to 1.5 times as fast. Linux gives them to anonymous memory that asks (`madvise`), where transparent
 huge pages are not switched off; elsewhere the memory is ordinary.
+
+The heap of the host while weights are loaded.
+
+The C library keeps freed memory for later, in pieces of up to 32 MiB. The original of every matrix that is packed or
+uploaded is freed at once, and what the library kept of them came to more than half of a model's weights. Small pieces
+it may keep, and gives back at the end: scales and zeros of a layer are worked on in dozens of them.
 """
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 from torch import Tensor
 
-from server.backends.pages import PAGE_BYTES, alone, map_pages
+from server.backends.device import PAGE_BYTES, alone, map_pages
 
 SLAB_BYTES = 32 * PAGE_BYTES  # what is left over of a slab costs nothing but addresses
 ALIGNMENT = 64  # of every piece: a line of the cache
@@ -31,3 +41,26 @@ class Arena:
             self._slab = map_pages(SLAB_BYTES)
         piece, self._slab = self._slab[:num_bytes], self._slab[rounded:]
         return alone(piece)
+
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of mallopt(3)
+SMALL_BYTES = 4 << 20  # what is larger comes from the system and returns to it, page by page
+USUAL_BYTES = 32 << 20  # where glibc's own threshold ends up in a program that frees large pieces
+
+
+@contextmanager
+def freed_at_once() -> Iterator[None]:
+    """While it lasts, memory that is freed returns to the system. Afterwards it is kept again, so that steps do not pay
+    for new pages. With a C library other than glibc nothing happens: they keep less."""
+    library = ctypes.CDLL(None)
+    mallopt = getattr(library, "mallopt", None)
+    if mallopt is None or not hasattr(library, "malloc_trim"):
+        yield
+        return
+    mallopt(MMAP_THRESHOLD, SMALL_BYTES)
+    try:
+        yield
+    finally:
+        mallopt(MMAP_THRESHOLD, USUAL_BYTES)
+        mallopt(TRIM_THRESHOLD, 2 * USUAL_BYTES)
+        library.malloc_trim(0)

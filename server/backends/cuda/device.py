@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity
 
-from server.backends.host_copies import HostCopies, bytes_of_slots
-from server.backends.pages import map_pages
+from server.backends.device import HostCopies, bytes_of_slots, map_pages
 
 # What torch's allocator cannot use of its memory, between pieces that are taken, on top of a step's peak.
 FRAGMENTATION = 0.1

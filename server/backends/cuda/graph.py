@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from server.backends.failures import CaptureFailed, DeviceLost, lost_device
+from server.backends.device import CaptureFailed, DeviceLost, lost_device
 from server.backends.protocol import Computation
 
 # Batch sizes: a batch is filled up to the next one, by at most a seventh from 8 on.

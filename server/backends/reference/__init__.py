@@ -26,13 +26,12 @@ from server.backends.protocol import (
     Scores,
 )
 from server.backends.reference.activation import Gate, stock_gate
-from server.backends.reference.batched_attention import BatchedAttention
-from server.backends.reference.experts import GroupedDense, LoopedExperts
+from server.backends.reference.attention import BatchedAttention
+from server.backends.reference.experts import GroupedDense, LoopedExperts, StockRouting
 from server.backends.reference.linear import DenseFormat
 from server.backends.reference.logits import StockLogits
 from server.backends.reference.norm import make_norm
 from server.backends.reference.quantised import QuantisedFormat
-from server.backends.reference.routing import StockRouting
 from server.quant.kv import AS_COMPUTED, KvFormat
 from server.quant.stored import QuantisedWeight, Stored
 

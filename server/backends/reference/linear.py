@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from server.arch.spec import Activation
-from server.backends.pages import alone
+from server.backends.device import alone
 from server.backends.protocol import LinearFormat
 from server.backends.reference.activation import ACTIVATIONS, Gate, stock_gate
 

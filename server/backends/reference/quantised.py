@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from server.backends.pages import alone
+from server.backends.device import alone
 from server.backends.protocol import Maximum
 from server.backends.reference.activation import Gate, stock_gate
 from server.backends.reference.linear import StockFormat

@@ -16,8 +16,8 @@ from server.checkpoint.formats.quark import QuarkFormat
 from server.checkpoint.formats.torchao import TorchaoFormat
 from server.checkpoint.quantize_config import with_file
 from server.quant import configs, sizes
+from server.quant.configs import Budget
 from server.quant.dialects import translated
-from server.quant.expressions import Budget
 from server.quant.meanings import refuse_other_meanings
 
 # By `quant_method`.

@@ -28,8 +28,7 @@ from server.checkpoint.formats.protocol import (
     finite,
 )
 from server.quant import left_out
-from server.quant.configs import AGAIN, group_size, shown
-from server.quant.expressions import Budget
+from server.quant.configs import AGAIN, Budget, group_size, shown
 from server.quant.packing import Codes, PackedCodes, joined_outputs, unpacked
 from server.quant.stored import QuantisedWeight, contiguous_groups
 

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from server.checkpoint.formats.protocol import Format, FormatError, Part, Ranges, Tensors, covering, finite
 from server.quant import left_out
-from server.quant.configs import LEAST_GROUP, MOST_GROUP, shown, whole_number
-from server.quant.expressions import Budget
+from server.quant.configs import LEAST_GROUP, MOST_GROUP, Budget, shown, whole_number
 from server.quant.stored import QuantisedWeight, contiguous_groups
 
 MOST_STATE = 1 << 16  # bytes of a state, which has a few hundred

@@ -24,8 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from server.checkpoint.formats.compressed_scheme import FLOAT8, Scheme, Targets, scheme_of
-from server.checkpoint.formats.compressed_transforms import refuse_online_rotations
+from server.checkpoint.formats.compressed_scheme import FLOAT8, Scheme, Targets, refuse_online_rotations, scheme_of
 from server.checkpoint.formats.float4 import float4_codes, float4_levels, of_exponents
 from server.checkpoint.formats.float8 import read_above_0, read_scalar
 from server.checkpoint.formats.protocol import (
@@ -42,8 +41,7 @@ from server.checkpoint.formats.protocol import (
     rows_of_all,
 )
 from server.quant import left_out
-from server.quant.configs import AGAIN, shown, strings
-from server.quant.expressions import Budget
+from server.quant.configs import AGAIN, Budget, shown, strings
 from server.quant.packing import Codes, packed_inputs, unit_of, unpack, words_of
 from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 

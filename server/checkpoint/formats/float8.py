@@ -29,8 +29,7 @@ from server.checkpoint.formats.protocol import (
     rows_of_all,
 )
 from server.quant import left_out
-from server.quant.configs import AGAIN, block_size, shown
-from server.quant.expressions import Budget
+from server.quant.configs import AGAIN, Budget, block_size, shown
 from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups
 
 FLOAT8 = torch.float8_e4m3fn

@@ -30,8 +30,7 @@ from server.checkpoint.formats.protocol import (
     finite,
 )
 from server.quant import left_out
-from server.quant.configs import group_size, shown
-from server.quant.expressions import Budget
+from server.quant.configs import Budget, group_size, shown
 from server.quant.packing import WORD_BITS, packed_inputs, unit_of, unpack, words_of
 from server.quant.stored import QuantisedWeight, contiguous_groups
 

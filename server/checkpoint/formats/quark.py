@@ -40,8 +40,7 @@ from server.checkpoint.formats.protocol import (
     rows_of_all,
 )
 from server.quant import left_out
-from server.quant.configs import shown
-from server.quant.expressions import Budget
+from server.quant.configs import Budget, shown
 from server.quant.packing import Codes, PackedCodes, unpack_rows, unpacked
 from server.quant.quark import Layers, Scheme
 from server.quant.stored import QuantisedWeight, RoundedInputs, contiguous_groups

@@ -34,8 +34,7 @@ from server.checkpoint.formats.protocol import (
     rows_of_all,
 )
 from server.quant import left_out
-from server.quant.configs import shown
-from server.quant.expressions import Budget
+from server.quant.configs import Budget, shown
 from server.quant.packing import Codes, packed_inputs
 from server.quant.stored import QuantisedWeight, contiguous_groups
 from server.quant.torchao import Layout, layout_of, plain

@@ -26,8 +26,8 @@ from benchmark.cost.roofline import ServedModel
 from benchmark.engine import launch, shards
 from benchmark.engine.shards import FIRST_ID, STEPS, THROUGHPUT_STEPS, StepDriver, Times, random_prompts
 from benchmark.report.result import BenchError, SampleSummary
-from router.client import OperatorTime, ShardError
-from router.entry import Sampling
+from router.scheduling.request import Sampling
+from router.shards.client import OperatorTime, ShardError
 from tests.router.fake_shards import FakeShardedClient
 
 ROOT = Path(__file__).parents[3]

@@ -21,8 +21,8 @@ from benchmark.cost.ceilings import Ceilings
 from benchmark.cost.roofline import BytesAndFlops, ServedModel
 from benchmark.engine.generation import Prompt, StepRecord, TimedShards, generate, load_tokenizer, read_prompts
 from benchmark.report.result import BenchError
-from router.limits import Limits
-from router.text import ModelTokenizer
+from router.scheduling.limits import Limits
+from router.text.tokenizer import ModelTokenizer
 from tests.router.fake_shards import FakeShardedClient
 
 WORK = ServedModel(shapes.shape("bloom-560m"), "bfloat16")

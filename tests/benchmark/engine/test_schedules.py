@@ -402,6 +402,6 @@ def test_auto_chooses_says_why_and_runs_it(tmp_path: Path, shape: Path, capfd: p
 def test_what_cannot_be_is_refused(
     shape: Path, flags: list[str], sentence: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("server.offload.probes.rates_of", lambda *args, **_: replace(RATES, link=args[2]))
+    monkeypatch.setattr("server.offload.auto.rates_of", lambda *args, **_: replace(RATES, link=args[2]))
     offline(shape, *flags, expected=1)
     assert sentence in capfd.readouterr().err

@@ -15,7 +15,7 @@ from random import Random
 from urllib.parse import urlsplit
 from zlib import crc32
 
-from router.balancing import Balancer
+from router.scheduling.balancing import Balancer
 
 PREFIX_CHARACTERS = 512  # of a prompt, that say what it begins with
 

@@ -16,11 +16,11 @@ from benchmark.fleet.pools import Conditions, Pool
 from benchmark.fleet.prediction import figures
 from benchmark.fleet.replica import Tally
 from benchmark.fleet.traffic import ClosedLoop, OpenLoop, Request, arrival_times
-from router.balancing import POLICIES
-from router.batcher import Batcher
-from router.entry import Finished, Timings, ValidRequest
-from router.limits import Limits
-from router.metrics import Metrics
+from router.batching.batcher import Batcher
+from router.scheduling.balancing import POLICIES
+from router.scheduling.limits import Limits
+from router.scheduling.request import Finished, Timings, ValidRequest
+from router.telemetry.metrics import Metrics
 from tests.router.doubles import EOS, byte_tokenizer, events_of, make_limits
 from tests.router.fake_shards import FakeShardedClient, StepRequest
 

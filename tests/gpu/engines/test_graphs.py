@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from server.backends.cuda.graph import SIZES, CudaGraphCapture
-from server.backends.failures import CaptureFailed
+from server.backends.device import CaptureFailed
 from tests.gpu.gpu_backend import gpu_backend
 from tests.server.conftest import DEMO
 from tests.server.driver import Prompt, generate, load_engine, sampled

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from router.aside import TaskError
-from router.aside.pool import NICENESS, Aside, _Child
 from router.errors import Unavailable
+from router.sandbox import TaskError
+from router.sandbox.pool import NICENESS, Aside, _Child
 from tests.running import is_alive
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -118,7 +118,7 @@ def test_what_is_refused_is_one_sentence_and_the_same_process_does_the_next() ->
 
 @pytest.mark.alone  # at this priority another test takes all the time there is
 def test_it_runs_at_the_lowest_priority_and_ends_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.aside.pool.NICENESS", NICENESS)  # which other tests do without
+    monkeypatch.setattr("router.sandbox.pool.NICENESS", NICENESS)  # which other tests do without
 
     async def story(pool: Aside) -> None:
         await pool.warm_up()
@@ -208,7 +208,7 @@ def test_a_child_that_somebody_stops_is_replaced_at_once() -> None:
 
 
 def test_a_nursery_that_somebody_stops_or_kills_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.aside.pool.BIRTH_S", 1.0)
+    monkeypatch.setattr("router.sandbox.pool.BIRTH_S", 1.0)
 
     async def story(pool: Aside) -> None:
         await pool.warm_up()
@@ -277,7 +277,7 @@ def test_who_gets_no_time_on_the_cores_is_given_more(
             return had if is_known else 0.0
 
         monkeypatch.setattr(_Child, "cpu_seconds", used)
-        monkeypatch.setattr("router.aside.pool.asyncio.wait", wait)
+        monkeypatch.setattr("router.sandbox.pool.asyncio.wait", wait)
         with pytest.raises(error):
             await rendered(pool, ENDLESS)
         assert [0.05 / 4] * waits == asked
@@ -294,7 +294,7 @@ def test_a_nursery_that_ends_before_it_is_ready_is_replaced(monkeypatch: pytest.
         return start((programs[-1], *command[1:]), **options)
 
     async def story(pool: Aside) -> None:
-        monkeypatch.setattr("router.aside.pool.subprocess.Popen", stillborn)
+        monkeypatch.setattr("router.sandbox.pool.subprocess.Popen", stillborn)
         assert "Hello a" == await rendered(pool, "{{ messages[0].content }} {{ name }}", name="a")
         assert 2 == len(programs)
 

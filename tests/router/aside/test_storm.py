@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from router.aside.pool import Aside
 from router.errors import RouterError, Unavailable
 from router.grammars.compiler import Compiler
 from router.grammars.grammar import Grammar, GrammarKind
+from router.sandbox.pool import Aside
 from tests.router.grammars.test_follower import ARGUMENTS, DEMO
 
 NUM_TASKS = 2000
@@ -95,7 +95,7 @@ async def one(pool: Aside, ask: Ask, number: int, chance: random.Random, found: 
 
 @pytest.mark.parametrize(
     ("ask", "tasks"),
-    [(render, ("router.aside.tasks", "")), (Grammars(), ("router.grammars.tasks", json.dumps(ARGUMENTS)))],
+    [(render, ("router.sandbox.tasks", "")), (Grammars(), ("router.grammars.matcher", json.dumps(ARGUMENTS)))],
     ids=["chats", "grammars"],
 )
 def test_nobody_is_answered_with_anothers_whatever_is_cancelled_or_killed(ask: Ask, tasks: tuple[str, str]) -> None:

@@ -13,15 +13,15 @@ from tokenizers import AddedToken, Tokenizer
 from router.chat.answer_grammar import schema_of
 from router.chat.formats import REASONING
 from router.chat.pieces import whole
-from router.chat.reading import AnswerFormats
+from router.chat.reader import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.errors import ValidationError
 from router.grammars.grammar import Grammar, GrammarKind
 from router.grammars.requested import held_by, renaming_errors
-from router.requests.asked import Asked
+from router.requests.prompt import Asked
 from router.requests.schemas import GenerateParameters, GrammarParameters
-from router.text import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
 from tests.router.doubles import EOS, byte_tokenizer
 
 PLACE = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}

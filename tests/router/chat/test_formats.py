@@ -6,11 +6,12 @@ import pytest
 from tokenizers import AddedToken
 
 from router.chat.formats import AUTO, NONE, REASONING, SIGNS, TOOLS, reasoning_format_name, tool_format_name
-from router.chat.reading import AnswerFormats
+from router.chat.reader import AnswerFormats
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
 from router.config import REASONING_PARSERS, TOOL_CALL_PARSERS
-from router.text import Ends, GeneratedText, ModelTokenizer
+from router.text.generated import Ends, GeneratedText
+from router.text.tokenizer import ModelTokenizer
 from tests.router.chat.templates import TEMPLATES, TOOL_TEMPLATES
 from tests.router.doubles import EOS, byte_tokenizer
 

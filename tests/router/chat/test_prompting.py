@@ -11,12 +11,12 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from router.apis.openai.requests import ChatRequest, messages_of, offered
-from router.aside.tasks import tasks
 from router.chat.formats import TOOLS
 from router.chat.prompting import INSTRUCTION, for_template, rendering
 from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.errors import ValidationError
+from router.sandbox.tasks import tasks
 from tests.router.chat.templates import TEMPLATES, TOOL, TOOL_TEMPLATES
 from tests.router.chat.test_template import DEMO
 

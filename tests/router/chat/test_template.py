@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from router.aside.pool import Aside
 from router.chat.formats import tool_format_name
 from router.chat.template import ChatTemplate, check_variables
 from router.chat.tools import Tool
 from router.errors import ValidationError
+from router.sandbox.pool import Aside
 from tests.router.chat.templates import LONG, SHORT, TEMPLATES, TOOL
 
 ROOT = Path(__file__).parents[3]

@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers
 
 from router.grammars.grammar import Continuation, Grammar, GrammarKind
 from router.grammars.matcher import GrammarError, Matchers, cause, mask_of
-from router.text import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
 from tests.router.doubles import byte_tokenizer, word_tokenizer
 from tests.schemas import random_schema
 

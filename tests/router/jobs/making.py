@@ -14,8 +14,7 @@ import orjson
 
 from router.jobs.census import Census, take_census
 from router.jobs.journal import Journal
-from router.jobs.lines import LineFile, Problem, Wanted
-from router.jobs.results import Reply
+from router.jobs.lines import LineFile, Problem, Reply, Wanted
 from router.jobs.runner import Plan, Runner
 
 MOST_BYTES = 1000

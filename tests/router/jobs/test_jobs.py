@@ -16,10 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.jobs import journal as journal_module
-from router.jobs.errors import InputChanged, JobError, ServerGone
 from router.jobs.journal import Journal, State, journal_of
-from router.jobs.lines import LineFile, Problem, Wanted
-from router.jobs.results import Reply
+from router.jobs.lines import InputChanged, JobError, LineFile, Problem, Reply, ServerGone, Wanted
 from router.jobs.runner import Lost, Plan, Runner
 from tests.router.jobs.making import MOST_BYTES, Answering, census_of, read_lines, request, run_job, write_requests
 

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from router.jobs.census import IdTable, take_census
-from router.jobs.errors import InputChanged
-from router.jobs.lines import URLS, Line, LineFile, Problem, Wanted, read_request
+from router.jobs.lines import URLS, InputChanged, Line, LineFile, Problem, Wanted, read_request
 from tests.router.jobs.making import MOST_BYTES, census_of, request
 
 

@@ -11,11 +11,10 @@ from contextlib import suppress
 import httpx2
 import pytest
 
-from router.jobs.lines import Problem, Wanted
-from router.jobs.results import Reply
+from launch.commands import batch as http_module
+from launch.commands.batch import HttpSender, base_of
+from router.jobs.lines import Problem, Reply, Wanted
 from router.jobs.runner import Lost
-from router.launch import batch_http as http_module
-from router.launch.batch_http import HttpSender, base_of
 
 WANTED = Wanted("a", "/v1/completions", b'{"prompt": "x"}')
 OK = b"HTTP/1.1 200 OK\r\nX-Request-Id: their-id\r\nContent-Length: 2\r\n\r\n{}"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from router.launch import files
-from router.launch.files import LOCK, private_folder
+from launch import files
+from launch.files import LOCK, private_folder
 from tests.running import ROOT
 
 
@@ -26,7 +26,7 @@ def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 LAUNCH = """
 import os
-from router.launch.files import private_folder
+from launch.files import private_folder
 made = private_folder()
 folder = made.__enter__()
 (folder / "group-1").mkdir()

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from router.launch.incumbent import Incumbent
-from router.launch.logs import Log
-from router.launch.processes import Child, OwnProcess
-from router.launch.timers import Timers
-from server.processes.output import Output
+from host.output import Output
+from launch.logs import Log
+from launch.processes import Child, OwnProcess
+from launch.router_process import Incumbent
+from launch.timers import Timers
 
 
 @pytest.fixture

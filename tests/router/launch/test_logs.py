@@ -6,8 +6,8 @@ import json
 import re
 from pathlib import Path
 
-from router.launch.logs import Log
-from server.processes.output import Output
+from host.output import Output
+from launch.logs import Log
 
 TIME = "2026-11-20T11:00:00.123456+01:00"
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from router.launch import machine
-from router.launch.errors import Refusal
-from router.launch.flags import read_command_line
-from router.launch.machine import bind, bind_beside, is_on_loopback, plan_shards, visible_gpus
-from router.launch.settings import read_settings
+from launch import machine
+from launch.errors import Refusal
+from launch.flags import read_command_line
+from launch.machine import bind, bind_beside, is_on_loopback, plan_shards, visible_gpus
+from launch.settings import read_settings
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,15 @@ from typing import Any, cast
 
 import pytest
 
-from router.launch.errors import Refusal
-from router.launch.flags import read_command_line
-from router.launch.layout import Layout
-from router.launch.linking import Linking
-from router.launch.logs import Log
-from router.launch.machine import plan_shards
-from router.launch.nodes import (
+from host.output import Output
+from launch.commands.tls import read_command, write
+from launch.errors import Refusal
+from launch.flags import read_command_line
+from launch.logs import Log
+from launch.machine import plan_shards
+from launch.node_links import Linking, Talk, TalkEnded
+from launch.nodes import (  # fmt: skip
+    Layout,
     Nodes,
     await_address,
     check_nodes,
@@ -27,12 +29,9 @@ from router.launch.nodes import (
     node_warnings,
     own_address,
     plan_nodes,
-)  # fmt: skip
-from router.launch.others import Node, Others, RemoteShard
-from router.launch.settings import Settings, read_settings
-from router.launch.talk import Talk, TalkEnded
-from router.launch.tls import read_command, write
-from server.processes.output import Output
+)
+from launch.remote_nodes import Node, Others, RemoteShard
+from launch.settings import Settings, read_settings
 
 
 def read(argv: Sequence[str] = (), environ: Mapping[str, str] | None = None) -> Settings:
@@ -159,13 +158,13 @@ def test_sockets_of_other_nodes_are_forwarded() -> None:
 def test_children_meet_where_the_nodes_do(monkeypatch: pytest.MonkeyPatch) -> None:
     settings = read([])
     assert "lo" == environment_of(settings, {}, Nodes(2, 0, ("127.0.0.1", 1)), "127.0.0.1")["GLOO_SOCKET_IFNAME"]
-    monkeypatch.setattr("router.launch.nodes.interface_of", lambda address: {"10.0.0.1": "eth7"}[address])
+    monkeypatch.setattr("launch.nodes.interface_of", lambda address: {"10.0.0.1": "eth7"}[address])
     assert "eth7" == environment_of(settings, {}, REMOTE, "10.0.0.1")["NCCL_SOCKET_IFNAME"]
     assert "mine" == environment_of(settings, {"GLOO_SOCKET_IFNAME": "mine"}, REMOTE, "10.0.0.1")["GLOO_SOCKET_IFNAME"]
 
 
 def test_a_name_that_is_not_known_yet_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.launch.nodes.RESOLVE_S", 0.01)
+    monkeypatch.setattr("launch.nodes.RESOLVE_S", 0.01)
     known = iter([socket.gaierror(-2, "Name or service not known")] * 2)
     resolve = socket.getaddrinfo
 
@@ -207,7 +206,7 @@ def test_launchers_talk_in_lines_and_notice_silence(monkeypatch: pytest.MonkeyPa
     known = one.round_trip_s
     other.say({"echo": 7, "a": 1})  # of no beat
     assert [] == one.hear() and known == one.round_trip_s
-    monkeypatch.setattr("router.launch.talk.SILENCE_S", -1.0)
+    monkeypatch.setattr("launch.node_links.SILENCE_S", -1.0)
     with pytest.raises(TalkEnded, match="it was silent for"):
         other.beat()
     ours.setblocking(True)

@@ -8,10 +8,10 @@ import threading
 
 import pytest
 
-from router.launch.logs import Log
-from router.launch.nursery import Fork, Nursery
-from router.launch.processes import ChildCommand, OwnProcess
-from server.processes.output import Output
+from host.output import Output
+from launch.fork_server import Fork, Nursery
+from launch.logs import Log
+from launch.processes import ChildCommand, OwnProcess
 
 LIVES = "import time; time.sleep(600)"
 ENDS = "raise SystemExit(7)"

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from router.launch.processes import child_environment
+from launch.processes import child_environment
 from tests.running import ROOT
 
 

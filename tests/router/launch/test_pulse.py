@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.launch.pulse import SILENCE_S, TICK_S, Pulse
+from launch.timers import SILENCE_S, TICK_S, Pulse
 
 
 def silent_after(pulse: Pulse, start: float, step: float, ticks: int) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.launch.restarts import WINDOW_S, Restarts
+from launch.restarts import WINDOW_S, Restarts
 
 
 def test_the_first_restart_is_immediate_and_later_ones_back_off_until_it_is_given_up() -> None:

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from launch.config import DEMO, LauncherConfig
+from launch.errors import Refusal
+from launch.flags import build_parser, render_settings
+from launch.machine import storage_warnings
+from launch.settings import Settings, public_settings
 from launcher import prepare
 from router.config import RouterConfig
-from router.launch.config import DEMO, LauncherConfig
-from router.launch.errors import Refusal
-from router.launch.flags import build_parser
-from router.launch.settings import Settings, public_settings
-from router.launch.settings_page import render_settings
-from router.launch.storage import storage_warnings
 from server.config import QUANTIZE_REFUSED, ShardConfig
 from tests.running import ROOT
 

@@ -6,9 +6,9 @@ import os
 
 import pytest
 
-from router.launch.logs import Log
-from router.launch.supervisor import Supervisor
-from server.processes.output import Output
+from host.output import Output
+from launch.logs import Log
+from launch.supervisor import Supervisor
 
 
 @pytest.mark.parametrize("end", [lambda s: s._stop_all(1.0), lambda s: s._kill()], ids=["stop", "kill"])

@@ -11,14 +11,15 @@ from typing import Any
 import pytest
 
 from router.apis.openai.logprobs import CompletionLogprobs, Scoring, ShownTokens, prompt_tokens
-from router.entry import Finished, PromptScores, ScoredToken, Timings
 from router.errors import ValidationError
-from router.requests.asked import Asked
+from router.requests.prompt import Asked
 from router.requests.samples import Answer, likeliest
 from router.requests.schemas import GenerateParameters
 from router.requests.validation import Validator
-from router.text import Ends, FinishReason, GeneratedText, ModelTokenizer
-from router.workers import Workers
+from router.sandbox.workers import Workers
+from router.scheduling.request import Finished, PromptScores, ScoredToken, Timings
+from router.text.generated import Ends, FinishReason, GeneratedText
+from router.text.tokenizer import ModelTokenizer
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.fake_shards import fake_raw_logprob
 from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, text_of, told

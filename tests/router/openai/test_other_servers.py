@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from host.version import version
 from router.apis.openai.constraints import constraint_of
 from router.apis.openai.requests import ChatRequest, CompletionRequest, messages_of, of_completion, variables_of
 from router.errors import ValidationError
 from router.requests.schemas import GrammarParameters
-from router.text import ModelTokenizer
-from router.version import version
+from router.text.tokenizer import ModelTokenizer
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, told
 from tests.router.site import PROMPT, Site, site

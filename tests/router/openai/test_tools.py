@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 
 from router.apis.openai.answers import ChatCompletion
 from router.apis.openai.streams import ChatChunk
-from router.text import ModelTokenizer
+from router.text.tokenizer import ModelTokenizer
 from tests.router.chat.templates import TOOL
 from tests.router.doubles import EOS, byte_tokenizer, fake_shards, make_limits
 from tests.router.openai.test_routes import chunks_of

@@ -7,9 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.tiers.contents import contents_of, moved_of
-from router.tiers.index import TierIndex
-from router.tiers.moving import Move, Restored, Saved, Stored, TierSizes
+from router.scheduling.prefix_index import TierIndex
+from router.scheduling.prefix_moves import Move, Restored, Saved, Stored, TierSizes, contents_of, moved_of
 from server.pb import generate_pb2 as pb
 
 SIZES = TierSizes(num_slots=4, num_places=6, block_bytes=10, most_restored=100)

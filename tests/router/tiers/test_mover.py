@@ -6,10 +6,9 @@ import asyncio
 
 import pytest
 
-from router.client import ShardError
-from router.tiers.contents import Moved, TierContents
-from router.tiers.mover import Mover
-from router.tiers.moving import Move, Stored
+from router.batching.prefix_mover import Mover
+from router.scheduling.prefix_moves import Move, Moved, Stored, TierContents
+from router.shards.client import ShardError
 from tests.router.tiers.test_index import SIZES, key, saved
 
 

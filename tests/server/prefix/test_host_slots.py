@@ -12,8 +12,7 @@ from server.backends.cpu.device import CpuDevice
 from server.backends.reference import ReferenceBackend
 from server.pb import generate_pb2 as pb
 from server.prefix.mover import Session
-from server.stepping.engine import Engine
-from server.stepping.launched import StepResult
+from server.stepping.engine import Engine, StepResult
 from server.stepping.sequences import StepError
 from tests.server.driver import GREEDY, load_engine
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from server.backends.cpu.device import CpuDevice
-from server.quantising.job import Outcome, run
+from server.quantising.command import Outcome, run
 from server.quantising.layerwise import Progress
 from server.quantising.recipe import Job, Recipe
 from tests.server.driver import all_logits, load_engine

@@ -12,8 +12,7 @@ import pytest
 from server.checkpoint import formats
 from server.checkpoint.formats.compressed import CompressedFormat
 from server.quant import sizes
-from server.quant.configs import FormatError, compiled
-from server.quant.expressions import Budget, Expression, ExpressionError
+from server.quant.configs import Budget, Expression, ExpressionError, FormatError, compiled
 from server.quant.left_out import Names, Rules
 
 ATOMS = ["a", "b", ".", r"\d", r"\.", "[ab]", "[^a]", r"[\w.-]", r"\w", "1", "[]a]", r"\{", r"[\[:]", "(?#a)"]

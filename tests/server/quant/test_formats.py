@@ -23,8 +23,7 @@ from server.checkpoint.formats.gptq import GptqFormat
 from server.checkpoint.formats.protocol import Format, Part, Tensors
 from server.checkpoint.formats.torchao import TorchaoFormat
 from server.checkpoint.weights import Checkpoint
-from server.quant.configs import FormatError
-from server.quant.expressions import Budget
+from server.quant.configs import Budget, FormatError
 from server.quant.stored import RoundedInputs
 from tests.server.quant import packers
 from tests.server.quant.packers import FLOAT8

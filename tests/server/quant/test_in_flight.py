@@ -10,10 +10,8 @@ import torch
 from torch import Tensor
 
 from server.checkpoint.quantisation import IN_FLIGHT
-from server.quant.levels import fp4_levels, nf4_levels
-from server.quant.rounding import int8_rows
+from server.quant.rounding import fp4_levels, int4_groups, int8_rows, nf4_levels
 from server.quant.stored import padded
-from server.quant.uniform import int4_groups
 from server.ranks.distributed import Shard
 from tests.server import ranks
 from tests.server.checkpoints import Checkpoints

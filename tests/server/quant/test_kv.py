@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from server.backends.protocol import Scores
-from server.backends.reference.attention import ReferenceAttention
-from server.backends.reference.batched_attention import BatchedAttention
+from server.backends.reference.attention import BatchedAttention, ReferenceAttention
 from server.blocks import BLOCK_SIZE
 from server.config import KV_CACHE_DTYPES
 from server.quant.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Int8, KvFormat

@@ -25,7 +25,7 @@ from server.checkpoint.formats.bitsandbytes import BitsAndBytesFormat
 from server.checkpoint.formats.protocol import FormatError, Part, Tensors
 from server.checkpoint.weights import Checkpoint
 from server.quant import sizes
-from server.quant.expressions import Budget
+from server.quant.configs import Budget
 from server.quant.left_out import Names
 from server.quant.stored import QuantisedWeight
 from tests.server.quant import packers, quantised

@@ -17,11 +17,11 @@ from router.apis.openai import answers
 from router.apis.openai.answers import ErrorAnswer
 from router.apis.openai.logprobs import Scoring, ShownTokenLogprob, shown_tokens
 from router.apis.openai.responses.requests import Reasoning, ResponsesRequest, TextConfig
-from router.chat.parts import CountingReader, Kind, Part, parts_of
-from router.entry import Entry
+from router.chat.pieces import CountingReader, Kind, Part, parts_of
 from router.errors import RouterError
 from router.requests.samples import Answer
-from router.text import FinishReason
+from router.scheduling.request import Entry
+from router.text.generated import FinishReason
 
 NOT_STORED = "responses are not stored here: keep what `/v1/responses` answers, and send its items with the next input"
 TOOL: Mapping[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from starlette.responses import Response
 
-from router.apis.conversing import Turn, turn_of
+from router.apis.conversations import Turn, turn_of
 from router.apis.document import ERROR_STATUSES, documented
 from router.apis.openai.answers import ErrorAnswer
 from router.apis.openai.logprobs import Scoring
@@ -18,7 +18,7 @@ from router.apis.openai.responses.requests import InputRequest, ResponsesRequest
 from router.apis.openai.responses.streams import ResponseEvent, ResponseFrames
 from router.apis.openai.routes import STREAM_HEADERS
 from router.apis.serving import Services, asked_by, collect, json_response, read, shaped, stream
-from router.chat.parts import CountingReader
+from router.chat.pieces import CountingReader
 from router.http.guard import ClientConnection
 from router.requests.continuing import created_of
 from router.requests.generation import OpenRequest

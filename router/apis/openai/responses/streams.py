@@ -17,11 +17,10 @@ from typing_extensions import TypedDict
 from router.apis.openai.logprobs import Scoring, ShownToken, ShownTokenLogprob, ShownTokens, text_of
 from router.apis.openai.responses import answers
 from router.apis.openai.responses.answers import Head, Item, OutputText, ReasoningText, ResponseAnswer, Status
-from router.chat.parts import CountingReader, Kind, Part
-from router.chat.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
-from router.entry import Event, Failed, Finished, Token
+from router.chat.pieces import CallArguments, CallBegun, CountingReader, Kind, Part, Piece, Reasoning, Text
 from router.errors import RouterError
 from router.requests.generation import OpenRequest
+from router.scheduling.request import Event, Failed, Finished, Token
 
 ResponseType = Literal[
     "response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"

@@ -1,0 +1,212 @@
+"""The launcher's own settings, the groups in which all settings are documented, and what never changes here.
+
+A field with `help` in its metadata is a public setting, as in the configs of the router and the shards. Reading flags
+and the environment is the work of `settings.py`; this module only says what there is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DEMO = ROOT / "server" / "demo"
+NULL_MODEL = "null"  # in place of a model: shards that answer at once with fixed tokens
+SHARD_COUNTS = (1, 2, 4, 8)  # what the head counts and widths of real models divide by
+TOKEN_VARIABLES = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_API_TOKEN")
+
+
+@dataclass(frozen=True)
+class LauncherConfig:
+    """What the launcher itself needs to know; the other public settings belong to the router and the shards."""
+
+    model_id: str = field(
+        default=str(DEMO),
+        metadata={
+            "help": "Model to serve: a local folder, or a repository of the Hugging Face Hub such as "
+            "`bigscience/bloomz-560m`. `null`: no model but fixed words, to measure the router alone.",
+            "default": "server/demo (embedded)",
+            "when": "Always, except to try Lockstep out.",
+        },
+    )
+    revision: str | None = field(
+        default=None,
+        metadata={
+            "help": "Branch, tag or commit of the repository.",
+            "default": "main",
+            "when": "A full commit serves the same bytes forever.",
+        },
+    )
+    sharded: bool | None = field(
+        default=None,
+        metadata={
+            "help": "true: one shard per visible GPU; false: one shard, unless num_shard says otherwise.",
+            "default": "decided by num_shard",
+            "when": "num_shard is more precise.",
+        },
+    )
+    num_shard: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of processes that the model is split over.",
+            "unit": "shards",
+            "choices": SHARD_COUNTS,
+            "default": "the number of visible GPUs; 1 on a CPU and for the embedded model",
+            "when": "The model does not fit on one GPU, or should be faster than on one.",
+        },
+    )
+    pipeline_parallel: int = field(
+        default=1,
+        metadata={
+            "help": "Pipeline stages that the layers are split into, by cost. Each has num_shard processes, so there "
+            "are num_shard times pipeline_parallel shards.",
+            "unit": "stages",
+            "min": 1,
+            "max": 64,
+            "when": "The model needs more memory than num_shard GPUs have, above all on several nodes: stages "
+            "exchange little, while the shards of a stage sum results in every layer.",
+        },
+    )
+    nnodes: int = field(
+        default=1,
+        metadata={
+            "help": "Number of nodes, each with equally many shards. Start the launcher on every node with the same "
+            "settings and its own node_rank; node 0 serves. Variables of torchrun, LeaderWorkerSet and Slurm are "
+            "recognised.",
+            "unit": "nodes",
+            "min": 1,
+            "max": 64,
+            "when": "A model needs more GPUs than a node has; use as many pipeline stages as nodes.",
+        },
+    )
+    node_rank: int | None = field(
+        default=None,
+        metadata={
+            "help": "Index of this node, from 0; node 0 has the router and shard 0.",
+            "unit": "rank",
+            "min": 0,
+            "max": 63,
+            "default": "none; what the platform says",
+            "when": "With nnodes, different on each node.",
+        },
+    )
+    tls_dir: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder with ca.pem, cert.pem and key.pem for mutual TLS between nodes; `lockstep tls` makes it, "
+            "and every node gets a copy.",
+            "default": "none",
+            "when": "With nnodes, always, except on one machine.",
+        },
+    )
+    trust_network: bool = field(
+        default=False,
+        metadata={
+            "help": "Allow unencrypted traffic between nodes: all of it without tls_dir, and with tls_dir the sums of "
+            "NCCL and gloo if the shards of a stage are on several nodes.",
+            "when": "The network between the nodes is private, or encrypted below (WireGuard, IPsec).",
+        },
+    )
+    node_timeout: int = field(
+        default=300,
+        metadata={
+            "help": "How long a node waits for the others at the start and after lost contact before it exits.",
+            "unit": "seconds",
+            "min": 1,
+            "max": 86_400,
+            "when": "Longer if nodes start one after the other, shorter if the platform restarts them all.",
+        },
+    )
+    trust_remote_code: bool = field(
+        default=False,
+        metadata={
+            "help": "Accepted for compatibility, without effect: code from a model repository is never run.",
+            "when": "Never.",
+        },
+    )
+    shard_uds_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Path of the shards' unix sockets; `-RANK` is appended.",
+            "default": "a private folder for each launch",
+            "when": "Another program, such as the benchmark, talks to the shards directly.",
+        },
+    )
+    master_addr: str = field(
+        default="localhost",
+        metadata={
+            "help": "With several nodes, the address of node 0. On one node, the address at which the shards meet: "
+            "setting it or master_port makes them meet over TCP instead of through a private file.",
+            "when": "With nnodes; or if the file system of the temporary folder has no locks. On one node TCP listens "
+            "on every network interface.",
+        },
+    )
+    master_port: int = field(
+        default=29500,
+        metadata={
+            "help": "TCP port at which nodes meet, the same on all; on one node see master_addr.",
+            "min": 1,
+            "max": 65535,
+            "when": "As for master_addr, when the port is taken.",
+        },
+    )
+    max_deaths: int = field(
+        default=8,
+        metadata={
+            "help": "Deaths of shards or router within ten minutes after which the server ends instead of restarting "
+            "them. Deaths after a delivered token do not count. 0: the first death ends the server.",
+            "unit": "deaths",
+            "min": 0,
+            "when": "0 if the platform restarts the whole server.",
+        },
+    )
+    huggingface_hub_cache: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder for downloaded models.",
+            "default": "that of the Hugging Face libraries",
+            "when": "The home folder is small, or the cache is a mounted volume.",
+        },
+    )
+    weights_cache_override: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder whose *.safetensors replace the model's weights.",
+            "default": "the model's own",
+            "when": "The weights are already on a local disk.",
+        },
+    )
+    env: bool = field(
+        default=False,
+        metadata={
+            "help": "Print versions, cores, memory and GPUs before starting.",
+            "environment": None,  # ENV=production is common in containers and means something else
+            "when": "For a bug report.",
+        },
+    )
+
+
+# Settings of an earlier release that are refused by name in this one, and what to do in their place.
+KEEPS_NOTHING = "the server keeps no files and no batches; `lockstep batch --url URL` answers a file of requests"
+REMOVED = dict.fromkeys(
+    ("batch_dir", "batch_concurrency", "batch_max_file_bytes", "batch_max_files", "batch_max_bytes"), KEEPS_NOTHING
+)
+# All public settings, of the router and the shards too, in the order of --help and docs/settings.md.
+GROUPS = {
+    "Model": "model_id revision trust_remote_code huggingface_hub_cache weights_cache_override tokenizer_config_path "
+    "chat_template tool_call_parser reasoning_parser reasoning_field rope_scaling rope_factor",
+    "Sharding": "sharded num_shard pipeline_parallel micro_batches shard_uds_path max_deaths",
+    "Nodes": "nnodes node_rank master_addr master_port tls_dir trust_network node_timeout",
+    "Limits": "max_concurrent_requests max_queue_tokens max_input_length max_total_tokens max_batch_prefill_tokens "
+    "prefill_chunk max_inter_token_ms max_batch_total_tokens max_batch_size waiting_served_ratio max_waiting_tokens "
+    "max_best_of max_n max_stop_sequences max_top_n_tokens max_client_batch_size payload_limit disable_prefix_caching "
+    "prefix_cache_host_gb prefix_cache_disk_gb prefix_cache_dir enable_prefill_logprobs disable_grammar_support",
+    "HTTP": "hostname port api_key api_keys_file request_timeout cors_allow_origin validation_workers shutdown_delay "
+    "graceful_termination_timeout continuation_key",
+    "Connections": "header_timeout body_timeout keep_alive_timeout unread_timeout max_header_bytes max_header_lines "
+    "max_unfinished_bytes max_unread_bytes max_discarded_bytes",
+    "Engine": "dtype device threads quantize quantize_head kv_cache_dtype weights_on_device weights_on_host "
+    "kv_on_device kv_on_host offload_dir random_weights cuda_memory_fraction cuda_graphs cpu_kernels cpu_inputs "
+    "disable_custom_kernels all_reduce null_step_ms null_token_us watermark_gamma watermark_delta",
+    "Logs": "log_level json_output otlp_endpoint otlp_service_name env",
+}

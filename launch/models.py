@@ -1,0 +1,55 @@
+"""Where the files of the model are that the settings name: downloaded and converted if need be."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from host.process import end_with_parent
+from launch.config import DEMO, TOKEN_VARIABLES
+from launch.errors import Refusal
+from launch.logs import Log
+from launch.processes import child_environment
+from launch.settings import Settings
+from server.checkpoint import hub
+from server.checkpoint.files import HubError
+
+
+def resolve_model(
+    settings: Settings, environ: Mapping[str, str], log: Log, *, needs_weights: bool = True
+) -> hub.ResolvedModel:
+    """The folders of the model that the settings name, downloaded and converted if need be. Raises Refusal."""
+    values = settings.values
+    if values["trust_remote_code"]:
+        log.warn("--trust-remote-code is not needed: code from a model repository is never run")
+    is_null = settings.is_null_model
+    try:
+        return hub.resolve(
+            str(DEMO) if is_null else values["model_id"],  # the null model speaks the embedded one's tokens
+            revision=values["revision"],
+            cache_dir=values["huggingface_hub_cache"],
+            with_weights=needs_weights and not (values["random_weights"] or is_null),
+            weights_override=values["weights_cache_override"],
+            token=next((environ[name] for name in TOKEN_VARIABLES if environ.get(name)), None),
+            offline=environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"),
+            report=log.info,
+            convert=convert_in_child(child_environment(environ, True)),
+            user_cache=Path(environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lockstep",
+        )
+    except HubError as error:
+        raise Refusal([str(error)], 1) from None
+
+
+def convert_in_child(environment: Mapping[str, str]) -> hub.Convert:
+    """How the hub module has files converted: in a process of its own, for it needs torch and reads untrusted files."""
+
+    def convert(kind: str, source: Path, target: Path) -> None:
+        argv = [sys.executable, "-P", "-m", "server.checkpoint.convert", kind, str(source), str(target)]
+        job = subprocess.run(argv, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=end_with_parent())
+        if job.returncode:
+            lines = job.stderr.strip().splitlines() or [f"the conversion ended with code {job.returncode}"]
+            raise HubError(lines[-1].removeprefix("error: "))
+
+    return convert

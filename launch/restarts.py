@@ -1,0 +1,81 @@
+"""How, how often and how soon what died is started again.
+
+A death counts unless a token was delivered since the start before it: something that works between its deaths is worth
+restarting for ever, something that does not is broken. The first restart is immediate, later ones back off, and after
+`most` deaths within `WINDOW_S` the server gives up.
+
+Whose fault the end of a launch or of a group of shards was, when several of its processes have ended.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from launch.logs import printable
+from launch.processes import Child, ChildCommand
+
+WINDOW_S = 600.0
+LONGEST_DELAY_S = 16.0
+
+
+@dataclass(frozen=True)
+class Renewal:
+    """How what died is started again.
+
+    group: the commands and the sockets of the shards' group of this number. router: the router's command, beside the
+    group of this number, at these sockets, which has served a router before or not. Both may raise Refusal or OSError.
+    """
+
+    group: Callable[[int], tuple[Sequence[ChildCommand], Sequence[str]]]
+    router: Callable[[int, Sequence[str], bool], ChildCommand]
+    most_deaths: int
+
+
+class Restarts:
+    """The deaths of one thing that is restarted. `most`: deaths that count before it is given up; 0: the first."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._counted: deque[float] = deque()
+        self._in_a_row = 0
+        self._has_advanced = False
+
+    def advanced(self) -> None:
+        """A token was delivered: the next death does not count."""
+        self._has_advanced = True
+
+    def delay(self, now: float) -> float | None:
+        """It has died. Seconds until it may be started again, or None: give up."""
+        if self._most == 0:
+            return None
+        if self._has_advanced:
+            self._has_advanced, self._in_a_row = False, 0
+            return 0.0
+        while self._counted and self._counted[0] <= now - WINDOW_S:
+            self._counted.popleft()
+        self._counted.append(now)
+        self._in_a_row += 1
+        if len(self._counted) >= self._most:
+            return None
+        return 0.0 if self._in_a_row == 1 else min(2.0 ** (self._in_a_row - 2), LONGEST_DELAY_S)
+
+
+def culprit(ended: Sequence[Child]) -> Child | None:
+    """Of processes in the order in which they ended: one with a cause of its own, else the first that did not merely
+    follow another, else the first."""
+    independent = [child for child in ended if not child.is_consequence]
+    return next((child for child in ended if child.has_cause), next(iter([*independent, *ended]), None))
+
+
+def cause_of_loss(ended: Sequence[Child], report: Mapping[str, Any] | None, verb: str = "stopped") -> str:
+    """Why a group of shards is lost, in one sentence: by those that ended, and by what the router reported."""
+    guilty = culprit(ended)
+    is_known = report is not None and report.get("is_known")
+    if guilty is not None and (guilty.has_cause or not is_known):
+        return f"{guilty.title} {verb}: {printable(guilty.cause)}"
+    if report is None:
+        return "the shards were not ready in time"
+    return f"shard {report['rank']} {verb}: {printable(str(report['cause']))}"

@@ -1,0 +1,140 @@
+"""The shards of one launch and what each is told, group after group.
+
+Each group has a folder of its own in the launch's private folder, with fresh sockets and a fresh rendezvous, so that
+nothing of a group that died is in the way of the next. Of several nodes, each writes what its own shards are told.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from host.version import version
+from launch.nodes import Layout
+from launch.processes import ChildCommand
+from launch.settings import Settings, flag
+from router.config import RouterConfig
+from server.config import ShardConfig
+
+# Settings that each node has for itself.
+OF_A_NODE = ("threads", "log_level", "offload_dir", "prefix_cache_dir")
+
+
+class ModelFiles(Protocol):
+    """Where a model's files are."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def weights_path(self) -> Path: ...
+    @property
+    def tokenizer_path(self) -> Path: ...
+    @property
+    def sha(self) -> str | None: ...
+
+
+@dataclass
+class Crew:
+    """Writes the shards' files and names their commands."""
+
+    folder: Path
+    settings: Settings
+    device: str
+    layout: Layout
+    model: ModelFiles
+    chosen_sockets: tuple[str, ...] = ()  # of --shard-uds-path, the same for every group
+    adopts: bool = False  # whether this process adopts orphans, which forked shards are
+
+    def group(self, number: int) -> tuple[list[ChildCommand], tuple[str, ...]]:
+        """The shards of group `number` and their sockets; the files of a group before are removed."""
+        for before in self.folder.glob("group-*"):
+            shutil.rmtree(before, ignore_errors=True)
+        folder = self.folder / f"group-{number}"
+        folder.mkdir(mode=0o700)
+        ranks = range(self.layout.world_size)
+        sockets = self.chosen_sockets or tuple(f"{folder}/shard-{rank}.sock" for rank in ranks)
+        self._write_shard_configs(folder, sockets)
+        return [self._shard(rank, f"{folder}/shard-{rank}.json") for rank in ranks], sockets
+
+    def identity(self) -> dict[str, Any]:
+        """What all nodes of a launch must agree on, by the names that people know it by."""
+        settings, layout = self.settings, self.layout
+        shared = {name: value for name, value in settings.pick(ShardConfig).items() if name not in OF_A_NODE}
+        limits = _limits(settings.pick(RouterConfig))
+        return {
+            "Lockstep": version(),
+            "--nnodes": layout.num_nodes,
+            "--num-shard": layout.num_shard,
+            "--pipeline-parallel": layout.num_stages,
+            "model": settings.shown_model if settings.is_null_model else self.model_digest(),
+            **{flag(name): value for name, value in (shared | limits | {"device": self.device}).items()},
+        }
+
+    def model_digest(self) -> str:
+        """What tells two models, or two revisions of one, apart without reading all weights."""
+        parts = [(self.model.path / "config.json").read_bytes()]
+        if not self.settings.values["random_weights"]:
+            for file in sorted(self.model.weights_path.glob("*.safetensors")):
+                parts.append(f"{file.name} {file.stat().st_size}".encode())
+        return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+    def _shard(self, rank: int, config: str) -> ChildCommand:
+        """One shard: a process of its own if it imports next to nothing or if nobody adopts a fork, else a fork."""
+        name, arguments = f"shard-{rank}", ("--config", config)
+        if (node := self.layout.node_of(rank)) != self.layout.node:
+            return ChildCommand(name, (), node=node)
+        if self.settings.is_null_model or not self.adopts:
+            return ChildCommand(name, (*python("server"), *arguments))
+        return ChildCommand(name, arguments, nursery=python("server.fork_server"))
+
+    def _write_shard_configs(self, folder: Path, sockets: Sequence[str]) -> None:
+        """Tell each shard its part. The shards of a stage meet in a private file unless TCP was asked for."""
+        settings, layout = self.settings, self.layout
+        step_sockets = tuple(f"{folder}/steps-{rank}.sock" for rank in range(1, layout.world_size))
+        stages = range(layout.num_stages) if layout.num_stages > 1 else ()
+        for rank in layout.ranks_of(layout.node):
+            shard = ShardConfig(
+                model_path=str(self.model.path),
+                weights_path=str(self.model.weights_path),
+                rank=rank,
+                world_size=layout.world_size,
+                num_local=layout.num_local,
+                socket_path=sockets[rank],
+                rendezvous=self._rendezvous(folder, layout.stage_of(rank)),
+                step_sockets=step_sockets,
+                stage_sockets=tuple(f"{folder}/stage-{stage}.sock" for stage in stages),
+                is_null=settings.is_null_model,
+                version=version(),
+                **settings.pick(ShardConfig) | _limits(settings.pick(RouterConfig)) | {"device": self.device},
+            )
+            shard.save(folder / f"shard-{rank}.json")
+
+    def _rendezvous(self, folder: Path, stage: int) -> str:
+        values, sources = self.settings.values, self.settings.sources
+        if self.layout.splits_stages:
+            return f"unix://{folder}/store-{stage}.sock"
+        if self.layout.num_nodes > 1:
+            return f"file://{folder}/rendezvous-{stage}"
+        if {sources["master_addr"], sources["master_port"]} == {"default"}:
+            return f"file://{folder}/rendezvous-{stage}"
+        return f"tcp://{values['master_addr']}:{values['master_port'] + stage}"
+
+
+def _limits(router: Mapping[str, Any]) -> dict[str, int]:
+    """What the shards are told of the router's limits, as far as the settings say."""
+    concurrent = router["max_concurrent_requests"]
+    names = ("max_total_tokens", "max_batch_total_tokens", "max_batch_prefill_tokens")
+    return {
+        "max_sequences": min(concurrent, router["max_batch_size"] or concurrent),
+        **{name: router[name] or 0 for name in names},
+    }
+
+
+def python(module: str) -> tuple[str, ...]:
+    """The command of one of our modules, which finds no module of the folder that it is started in."""
+    return (sys.executable, "-P", "-m", module)

@@ -1,0 +1,320 @@
+"""Does tasks in processes of their own, at the lowest priority and with bounds on time and memory.
+
+A chat template that loops for ever, or a grammar whose automaton explodes, would hold the interpreter and with it every
+stream; a thread can neither be bounded nor ended. A process can: one process, the nursery (`__main__.py`), has imported
+all that is needed and forks a child whenever one is wanted, and a child that exceeds its time is killed. Each child has
+a connection of its own, which ends with it: what was written for one is never read by another. API keys are served by
+turns (`router/sandbox/workers.py`), and who stops waiting for a task that runs ends its child.
+
+A child that dies by itself has met a bound of its task. One that somebody else killed or stopped says nothing of it:
+the task is done once more by a fresh child, and then refused with 503.
+
+Left out: which tasks there are (such as those of `tasks.py`). Nothing is started before `warm_up` or the first task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+from asyncio import StreamReader, StreamWriter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from host.process import end_with_parent
+from router.errors import Unavailable
+from router.sandbox import MOST_ANSWER_BYTES, TaskError
+from router.sandbox.workers import Turns
+
+ROOT = Path(__file__).parents[2]  # where our packages are
+NICENESS = 19  # the lowest priority: at that of the shards it would make their steps twice as long
+PATIENCE = 10  # times the seconds of a task that it may take where it gets no time on the cores
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+START_S = 60.0  # for a nursery to import what its children work with, at the lowest priority
+BIRTH_S = 10.0  # for a child of one that has imported it
+FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # also the OOM killer's
+STOPPED = {"T", "t"}  # by a signal, by a debugger
+
+
+class _Lost(Exception):
+    """A child or the nursery is gone, or stands still, for no reason of its task's. The cause is one clause."""
+
+
+class Aside:
+    """num: children at most. seconds: for one task. memory_mb: for one process.
+
+    tasks: the module of the tasks, and what is said to it.
+    """
+
+    def __init__(
+        self,
+        num: int,
+        seconds: float = 1.0,
+        memory_mb: int = 1024,
+        tasks: tuple[str, str] = ("router.sandbox.tasks", ""),
+    ) -> None:
+        self._arguments = (str(memory_mb), *tasks)
+        self._seconds = seconds
+        self._turns = Turns(num)
+        self._nursery: _Nursery | None = None
+        self._ended: list[_Nursery] = []  # nurseries, until they are gone
+        self._idle: list[_Child] = []
+        self._children: set[_Child] = set()
+
+    async def warm_up(self) -> None:
+        """Have one child ready. Raises Unavailable."""
+        async with self._place(""):
+            try:
+                self._idle.append(await self._born())
+            except _Lost as lost:
+                raise _unavailable(lost) from None
+
+    async def do(self, task: str, owner: str = "", **arguments: Any) -> Any:
+        """The task's result. Raises TaskError where it refuses, takes too long or too much, or fails, and Unavailable.
+
+        owner: whose task it is, where keys share the server.
+        """
+        async with self._place(owner):
+            answer = await self._answer({"task": task, **arguments})
+        if "error" in answer:
+            raise TaskError(answer["error"])
+        return answer["result"]
+
+    async def close(self) -> None:
+        """End all processes."""
+        for child in tuple(self._children):
+            self._end(child)
+        self._idle.clear()
+        if self._nursery is not None:
+            self._end_nursery(self._nursery)
+        for nursery in self._ended:
+            await asyncio.to_thread(nursery.process.wait)
+        self._ended.clear()
+
+    @asynccontextmanager
+    async def _place(self, owner: str) -> AsyncIterator[None]:
+        await self._turns.enter(owner)
+        try:
+            yield
+        finally:
+            self._turns.leave()
+
+    async def _answer(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """A child's, or a fresh one's where the first was lost. Raises TaskError and Unavailable."""
+        with suppress(_Lost):
+            return await self._asked(self._idle.pop() if self._idle else await self._born(), order)
+        try:
+            return await self._asked(await self._born(), order)
+        except _Lost as lost:
+            raise _unavailable(lost) from None
+
+    async def _asked(self, child: _Child, order: Mapping[str, Any]) -> dict[str, Any]:
+        """The child's answer. It is idle then; a child that did not answer is ended, whatever the reason."""
+        try:
+            answer = await child.ask(order, self._seconds)
+        except BaseException:
+            self._end(child)
+            raise
+        self._idle.append(child)
+        return answer
+
+    async def _born(self) -> _Child:
+        """A child that is ready, of another nursery where the one that there is has none. Raises _Lost."""
+        with suppress(_Lost):
+            return await self._born_of(self._living_nursery())
+        return await self._born_of(self._living_nursery())
+
+    def _living_nursery(self) -> _Nursery:
+        if self._nursery is None or not self._nursery.is_alive:
+            if self._nursery is not None:
+                self._end_nursery(self._nursery)
+            self._nursery = _Nursery(str(NICENESS), *self._arguments)
+        return self._nursery
+
+    async def _born_of(self, nursery: _Nursery) -> _Child:
+        """A child that is ready. Raises _Lost; the nursery is ended then, since it bears none."""
+        seconds = BIRTH_S if nursery.has_borne else START_S
+        try:
+            async with asyncio.timeout(seconds):
+                child = await nursery.bear()
+        except (TimeoutError, _Lost) as error:
+            self._end_nursery(nursery)
+            raise _Lost(str(error) or f"no process for it came within {seconds:g} s") from None
+        self._children.add(child)
+        return child
+
+    def _end(self, child: _Child) -> None:
+        self._children.discard(child)
+        child.end()
+
+    def _end_nursery(self, nursery: _Nursery) -> None:
+        nursery.end()
+        self._ended = [one for one in (*self._ended, nursery) if one.process.poll() is None]
+
+
+class _Nursery:
+    """The process that forks children. Children die with it."""
+
+    def __init__(self, *arguments: str) -> None:
+        self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._orders.setblocking(False)
+        self.has_borne = False
+        with theirs:
+            self.process = subprocess.Popen(
+                (sys.executable, "-m", "router.sandbox", *arguments),
+                cwd=ROOT,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                preexec_fn=end_with_parent(),
+            )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it can be asked."""
+        return self._orders.fileno() >= 0 and self.process.poll() is None
+
+    async def bear(self) -> _Child:
+        """A child that is ready. Raises _Lost."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs:
+                socket.send_fds(self._orders, [b"+"], [theirs.fileno()])
+            reader, writer = await asyncio.open_unix_connection(sock=ours, limit=MOST_ANSWER_BYTES)
+        except OSError as error:
+            ours.close()
+            raise _Lost(f"the process that forks others does not answer ({error.strerror})") from None
+        except BaseException:
+            ours.close()
+            raise
+        child = _Child(self, reader, writer)
+        try:
+            await child.begin()
+        except BaseException:
+            child.end()
+            raise
+        self.has_borne = True
+        return child
+
+    def end(self) -> None:
+        """Kill it, and with it its children."""
+        self._orders.close()
+        self.process.kill()
+
+
+class _Child:
+    """One process that does tasks, and its connection. After anything but an answer it must be ended."""
+
+    def __init__(self, nursery: _Nursery, reader: StreamReader, writer: StreamWriter) -> None:
+        self._nursery, self._reader, self._writer = nursery, reader, writer
+        self._num_orders = 0
+        self.pid: int | None = None  # once it is ready
+
+    async def begin(self) -> None:
+        """Wait until it is ready. Raises _Lost."""
+        try:
+            self.pid = (await self._line())["pid"]
+        except TaskError as error:  # no task is to blame yet
+            raise _Lost(str(error)) from None
+
+    async def ask(self, order: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+        """Its answer. Raises TaskError where none comes in time, and _Lost.
+
+        On busy cores the lowest priority may get next to nothing. Who has not had a tenth of its time by then gets
+        more: nearly all that is asked of it takes less than that, and who asks for what has no end waits not much
+        longer than on idle ones.
+        """
+        if self._writer.is_closing():  # where uvloop would raise
+            raise _Lost("the process for it has ended")
+        self._num_orders += 1
+        self._writer.write(json.dumps({"number": self._num_orders, **order}).encode() + b"\n")
+        reading = asyncio.ensure_future(self._answer_to(self._num_orders))
+        begun = self.cpu_seconds()
+        try:
+            for quarter in range(1, 4 * PATIENCE + 1):
+                await asyncio.wait((reading,), timeout=seconds / 4)
+                if reading.done():
+                    return reading.result()
+                if self.is_stopped():
+                    raise _Lost("the process for it was stopped")
+                if quarter >= 4 and self.cpu_seconds() - begun > seconds / 10:
+                    raise TaskError(f"it takes longer than {seconds:g} s")
+            raise _Lost("the process for it got no CPU time")
+        finally:
+            if not reading.cancel() and not reading.cancelled():
+                reading.exception()  # which whoever left does not ask for
+
+    async def _answer_to(self, number: int) -> dict[str, Any]:
+        while (answer := await self._line()).get("number") != number:
+            pass
+        return answer
+
+    async def _line(self) -> dict[str, Any]:
+        """What it says next. Raises _Lost and TaskError where it has ended."""
+        while True:
+            try:
+                line = await self._reader.readline()
+            except ConnectionError:
+                line = b""
+            except ValueError:  # beyond the limit, which a child keeps to
+                raise TaskError("its result is too long") from None
+            if not line.endswith(b"\n"):
+                raise _Lost("the process for it has ended")
+            with suppress(json.JSONDecodeError):  # of a child that was killed within a line
+                said: dict[str, Any] = json.loads(line)
+                if "ended" in said:
+                    raise _end_of(said["ended"])
+                return said
+
+    def end(self) -> None:
+        """Kill it. The nursery, while it lives, lets nobody have the process id before this end is closed."""
+        if self.pid is not None and self._nursery.is_alive:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+        self.pid = None
+        self._writer.transport.abort()
+
+    def cpu_seconds(self) -> float:
+        """What it has had of the cores; infinity where that is not known."""
+        fields = _fields_of(self.pid)
+        return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND if fields else math.inf
+
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped it."""
+        return is_stopped(self.pid)
+
+
+def _end_of(status: int) -> Exception:
+    """What the end of a child means for its task. status: an exit code, or the negative number of a signal."""
+    if is_from_outside(status):
+        return _Lost(f"the process for it was ended by {signal.Signals(-status).name}")
+    return TaskError("it takes too much memory, or its result is too long")
+
+
+def _unavailable(lost: _Lost) -> Unavailable:
+    return Unavailable(f"This could not be computed, because {lost}: send it again")
+
+
+def is_from_outside(status: int) -> bool:
+    """Whether somebody else has ended a process. status: an exit code, or the negative number of a signal."""
+    return -status in FROM_OUTSIDE
+
+
+def is_stopped(pid: int | None) -> bool:
+    """Whether somebody has stopped a process."""
+    fields = _fields_of(pid)
+    return bool(fields) and fields[0] in STOPPED
+
+
+def _fields_of(pid: int | None) -> list[str]:
+    """What the kernel tells of a process, from its state on; nothing where it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return []

@@ -1,0 +1,350 @@
+"""A request as it lives in the router: what was asked, what has been scheduled, and the events that answer it.
+
+Plain data shared by validation, the batching loop and the HTTP layer, so that none of them imports another for a type.
+
+Names for the beginnings of sequences: one digest for each full block, over all tokens up to its end.
+
+Two sequences share a block exactly when they share its digest, so a digest must never collide by accident or design: it
+is BLAKE2b, not Python's `hash`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+
+from router.errors import RouterError
+from router.grammars.grammar import CompiledGrammar, Continuation, Match
+from router.scheduling.fairness import MIN_ADVANCE
+from router.scheduling.prefix_moves import DiskWait
+from router.scheduling.queue import RequestSize
+from router.text.generated import ENDS_OF_THE_MODEL, Ends, FinishReason, GeneratedText
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How tokens are chosen. The defaults are neutral: the most likely token of the plain distribution."""
+
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    min_p: float = 0.0
+    watermark: bool = False
+    seed: int = 0
+    biases: Mapping[int, float] = field(default_factory=dict)  # of tokens; -inf: never generated
+    banned_words: tuple[tuple[int, ...], ...] = ()  # of several tokens each
+    min_tokens: int = 0  # before so many are generated …
+    end_ids: tuple[int, ...] = ()  # … none of these is, in order
+    raw_logprobs: bool = False  # log-probabilities and candidates of the model's own logits
+
+
+@dataclass(frozen=True, slots=True)
+class ValidRequest:
+    """One request that keeps every rule and limit."""
+
+    token_ids: Sequence[int]  # what the decoder starts from: the prompt, or an encoder-decoder's start token
+    max_new_tokens: int
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: tuple[str, ...] = ()
+    ends: Ends = ENDS_OF_THE_MODEL
+    top_n_tokens: int = 0
+    prompt_logprobs: bool = False
+    encoder_ids: Sequence[int] = ()  # the prompt, where an encoder reads it
+    generates: bool = True  # else the token behind the prompt is nobody's: the prompt's log-probabilities are wanted
+    grammar: CompiledGrammar | None = None  # what the text is held to
+    priority: int = 0  # the lower, the earlier it leaves the queue, beside others of its key
+    cache_salt: str = ""  # prefixes are shared among requests of the same one alone
+
+    @property
+    def wanted_tokens(self) -> int:
+        """How many tokens the client asked for at most."""
+        return self.max_new_tokens if self.generates else 0
+
+    @property
+    def prompt_ids(self) -> Sequence[int]:
+        """The prompt, whoever reads it: several samples of one share the object."""
+        return self.encoder_ids or self.token_ids
+
+    @property
+    def input_length(self) -> int:
+        """Tokens of the prompt."""
+        return len(self.prompt_ids)
+
+    def read_by_encoder(self, decoder_start: int | None) -> ValidRequest:
+        """The same request for an encoder-decoder, whose encoder reads the prompt.
+
+        Its decoder starts from `decoder_start`. None stands for a model without an encoder and changes nothing.
+        """
+        if decoder_start is None:
+            return self
+        return replace(self, token_ids=[decoder_start], encoder_ids=self.token_ids)
+
+    def size(self, cached: int = 0, rebuilt: int = 0) -> RequestSize:
+        """What admission counts, if the KV cache holds the first `cached` tokens of its prompt already.
+
+        rebuilt: tokens behind the prompt that are computed with it: generated before, or forced by a grammar.
+        """
+        return RequestSize(self.input_length, self.max_new_tokens, bool(self.encoder_ids), cached, rebuilt)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of a sequence, and as an event of a stream the next generated one.
+
+    `logprob` is None for the first token of a prompt, which nothing predicted.
+    """
+
+    id: int
+    text: str
+    logprob: float | None
+    special: bool
+    top_tokens: tuple[Token, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredToken(Token):
+    """A token whose log-probability is the model's own, with what it takes to say which tokens a text is made of.
+
+    piece: what it adds to the text, of which `text` may show less by now and the rest later.
+    """
+
+    piece: str = ""
+    candidates: Sequence[tuple[int, float]] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PromptScores:
+    """Log-probabilities of a prompt's tokens from the second on, and candidates of each, as compact as they came.
+
+    Where they are the model's own, the event before the first generated token, for those who asked for them.
+    """
+
+    logprobs: array[float] = field(default_factory=lambda: array("f"))
+    top_ids: array[int] = field(default_factory=lambda: array("I"))
+    top_logprobs: array[float] = field(default_factory=lambda: array("f"))
+
+    def extend(self, logprobs: Iterable[float], top_ids: Iterable[int], top_logprobs: Iterable[float]) -> None:
+        """Those of the next chunk."""
+        self.logprobs.extend(logprobs)
+        self.top_ids.extend(top_ids)
+        self.top_logprobs.extend(top_logprobs)
+
+    def clear(self) -> None:
+        """The prompt will be computed again."""
+        for column in (self.logprobs, self.top_ids, self.top_logprobs):
+            del column[:]
+
+    def candidates(self, place: int) -> Iterable[tuple[int, float]]:
+        """Of the token whose log-probability is `logprobs[place]`, most likely first."""
+        count = len(self.top_ids) // len(self.logprobs)
+        some = slice(place * count, (place + 1) * count)
+        return zip(self.top_ids[some], self.top_logprobs[some], strict=True)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptTokens:
+    """The event before the first generated token, for requests that asked for their prompt's log-probabilities."""
+
+    tokens: tuple[Token, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """When each stage of a request began, in seconds of the batching loop's clock."""
+
+    queued: float
+    admitted: float
+    first_token: float
+    finished: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of a request that is complete."""
+
+    reason: FinishReason
+    generated_text: str
+    generated_tokens: int
+    timings: Timings
+    stopped_by: str | int | None = None  # a stop sequence that is not part of the text, or one of `stop_token_ids`
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The last event of a request that could not be completed."""
+
+    error: RouterError
+
+
+Event = PromptTokens | PromptScores | Token | Finished | Failed
+
+
+class MergedEvents(asyncio.Queue[Event]):
+    """Puts the events of one sequence into a queue for several, with its number."""
+
+    def __init__(self, merged: asyncio.Queue[tuple[int, Event]], number: int) -> None:
+        super().__init__()
+        self._merged = merged
+        self._number = number
+
+    def put_nowait(self, item: Event) -> None:
+        """Hand it over."""
+        self._merged.put_nowait((self._number, item))
+
+
+@dataclass(slots=True, eq=False)
+class Scheduled:
+    """A request as the scheduler sees it: waiting or running, and how far it has come."""
+
+    id: int  # Of its sequence on the shards: never a client's, never used again, a new one where it is rebuilt.
+    request: ValidRequest
+    cancelled: bool = False  # The reader sets it when nobody wants the answer any more.
+    is_over: bool = False  # Its last event is out or nobody wants it, so that tokens that still come are dropped.
+    owner: str = ""  # The name of the API key that it came with.
+    weight: float = 1.0  # Of that key: how much of the batch it is entitled to, beside others.
+
+    # These fields belong to the scheduler.
+    lane: int = 0  # The micro-batch that it was admitted to.
+    keys: PrefixKeys | None = None  # The keys of its full blocks; None if it shares no blocks.
+    blocks: list[int] = field(default_factory=list)
+    disk_wait: DiskWait | None = None  # While it waits in the queue: for what it begins with to come from the disk.
+    num_prompt_scheduled: int = 0  # Prompt tokens found in the prefix cache, or computed by the steps sent so far.
+    num_scheduled: int = 0  # Generated tokens that the steps sent so far yield, or yielded before they were rebuilt.
+    generated_ids: list[int] = field(default_factory=list)  # The tokens that came back.
+    continuation: Continuation | None = (
+        None  # What its grammar allows behind them. None: not known yet, or it has none.
+    )
+    num_known: int = 0  # Tokens behind the prompt that the shards are told: generated before, or forced by its grammar.
+    unsent: list[int] = field(default_factory=list)  # Its last token and forced ones, which the shards do not know yet.
+    num_cached: int = 0  # Prompt tokens found in the prefix cache when it was first admitted.
+    num_rebuilt: int = 0  # How many of them its sequence on the shards began with, behind the prompt.
+    num_losses: int = 0  # Losses of the shards in a step that computed it, since its last token.
+    has_run: bool = False  # Whether it has, here or on another server: nobody of its key passes it any more.
+    num_preempted: int = 0  # How often it made room for another key's request.
+
+    def prefix_keys(self, block_size: int) -> PrefixKeys:
+        """The names of its full blocks, of its prompt and of what it has got."""
+        return PrefixKeys([*self.request.token_ids, *self.generated_ids], block_size, self.request.cache_salt)
+
+    @property
+    def num_prompt_left(self) -> int:
+        """Tokens of the prompt, and of what is known behind it, that no step sent so far computes."""
+        return len(self.request.token_ids) + self.num_known - self.num_prompt_scheduled
+
+    @property
+    def forced(self) -> tuple[int, ...]:
+        """The tokens that its grammar has come next in any case."""
+        return () if self.continuation is None else self.continuation.forced
+
+    @property
+    def is_held(self) -> bool:
+        """Whether it takes part in no step, because what it may get is not known, or that token is under way."""
+        return self.request.grammar is not None and (
+            self.continuation is None or self.num_scheduled > len(self.generated_ids)
+        )
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether it may be what kills the shards: twice they were lost with it, and it got no token between."""
+        return self.num_losses >= 2
+
+    @property
+    def is_guilty(self) -> bool:
+        """Whether it was lost alone before, too: once may be somebody's kill that met it."""
+        return self.num_losses >= 3
+
+    @property
+    def max_tokens(self) -> int:
+        """The longest sequence that it can reach."""
+        return self.request.input_length + self.request.max_new_tokens
+
+    @property
+    def may_be_preempted(self) -> bool:
+        """Whether it has got on since it last made room for another, or never did."""
+        return not self.num_preempted or len(self.generated_ids) - self.num_rebuilt >= MIN_ADVANCE
+
+    @property
+    def is_scheduled_to_its_end(self) -> bool:
+        """Whether the steps sent so far yield its last token."""
+        return self.num_scheduled == self.request.max_new_tokens
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether its lane's next step takes it out of the batch: nothing more is to be computed of it."""
+        return self.is_over or self.cancelled or self.is_scheduled_to_its_end
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Entry(Scheduled):
+    """A request with its text and its event queue.
+
+    The reader of `events` gets exactly one last event, Finished or Failed, unless it sets `cancelled`. All other fields
+    belong to the batching loop.
+    """
+
+    generated: GeneratedText
+    queued_at: float
+    request_id: str = ""  # As logs and the client have it; of no meaning to anything here.
+    events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
+    admitted_at: float = 0.0
+    last_token_at: float = 0.0
+    first_token_at: float = 0.0
+    prompt_scores: PromptScores = field(default_factory=PromptScores)
+    forced_scores: PromptScores = field(default_factory=PromptScores)  # the model's own, where they are asked for
+    match: Match | None = None  # what finds out what its grammar allows
+
+    @property
+    def stopped_by(self) -> str | int | None:
+        """What of the request's own ended it, where that is no part of its text."""
+        if self.generated.stop_sequence is not None:
+            return self.generated.stop_sequence
+        last = self.generated_ids[-1] if self.generated_ids else None
+        return last if last in self.request.ends.stop_ids else None
+
+    def note_logprobs(self, logprobs: Sequence[float], top_ids: Sequence[int], top_logprobs: Sequence[float]) -> None:
+        """Keep what a step found of tokens that are known: first those of the prompt, then those that are forced."""
+        wants_prompt = self.request.prompt_logprobs and not self.generated_ids
+        missing = len(self.request.token_ids) - 1 - len(self.prompt_scores.logprobs) if wants_prompt else 0
+        cut = missing * (len(top_ids) // max(len(logprobs), 1))
+        self.prompt_scores.extend(logprobs[:missing], top_ids[:cut], top_logprobs[:cut])
+        self.forced_scores.extend(logprobs[missing:], top_ids[cut:], top_logprobs[cut:])
+
+    def forget_logprobs(self) -> None:
+        """Its sequence is computed again, and what was found of tokens that are known is found again."""
+        if not self.generated_ids:
+            self.prompt_scores.clear()
+        self.forced_scores.clear()
+
+
+DIGEST_BYTES = 16
+
+
+class PrefixKeys:
+    """The keys of a sequence that grows. Tokens beyond the last full block wait for those that complete it."""
+
+    def __init__(self, token_ids: Sequence[int], block_size: int, salt: str = "") -> None:
+        """salt: of whose sequences alone it may share."""
+        self.keys: list[bytes] = []
+        self._block_size = block_size
+        whose = salt.encode(errors="surrogatepass")  # hashed apart: no salt may be what a digest and a block look like
+        self._last = blake2b(whose, digest_size=DIGEST_BYTES, person=b"salt" if whose else b"").digest()
+        self._tail: list[int] = []
+        self.extend(token_ids)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        """Add tokens; `keys` grows by one for each block that they fill."""
+        tokens, size = [*self._tail, *token_ids], self._block_size
+        full = len(tokens) - len(tokens) % size
+        for start in range(0, full, size):
+            content = array("I", tokens[start : start + size]).tobytes()
+            self._last = blake2b(self._last + content, digest_size=DIGEST_BYTES).digest()
+            self.keys.append(self._last)
+        self._tail = tokens[full:]

@@ -1,0 +1,416 @@
+"""Who runs in the next step: admission, prompt chunks, retirement, KV blocks and the prefix cache.
+
+State and arithmetic alone, without clock, asyncio, text, wire or metrics: the batching loop (`batcher.py`) and
+`lockstep-bench simulate` share every decision. `plan` assumes that each plan is sent, in order; `computed` and `failed`
+then say what became of it. What the shards lost is queued again as a new sequence: its prompt, and behind it the tokens
+that it has got. So is one that made room for another API key's. A sequence with a grammar is held until it is known
+what it may get; tokens that come in any case join it as a chunk. Left out: the rules of admission themselves
+(`queue.py`), and those between keys (`fairness.py`), which are not asked while all requests are of one key.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Generic
+
+from router.grammars.grammar import Continuation
+from router.scheduling.chunks import ChunkSize, chunk_size
+from router.scheduling.fairness import Ledger, fair_order, preempted_for
+from router.scheduling.limits import Limits
+from router.scheduling.plan import FilledBlock, Lane, Lanes, S, StepPlan, continue_prompts, divide_prompts, take_unsent
+from router.scheduling.prefix_cache import Found, PrefixCache
+from router.scheduling.prefix_index import TierIndex
+from router.scheduling.queue import Budget, RequestSize, min_size, next_batch, take_from
+
+
+class Scheduler(Generic[S]):
+    """Waiting and running requests under the limits."""
+
+    def __init__(self, limits: Limits, tiers: TierIndex | None = None) -> None:
+        self.limits = limits
+        self.running: dict[int, S] = {}  # sequences on the shards, in order of admission
+        self.waiting: deque[S] = deque()
+        self._has_priorities = False  # since somebody asked for one
+        self.reserved_tokens = 0
+        self.ledger = Ledger(limits.max_batch_total_tokens, limits.max_batch_size)
+        self._chunk = chunk_size(limits)
+        self._cache = PrefixCache(limits.num_blocks, tiers)
+        self._num_plans = 0
+        self._ids = itertools.count(1)
+        self._lanes: Lanes[S] = Lanes(limits.num_lanes)
+        self._suspect: S | None = None  # It alone is computed until it gets a token.
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no running request has reserved."""
+        return self._cache.pool.num_free
+
+    def new_id(self) -> int:
+        """An id that no sequence has had."""
+        return next(self._ids)
+
+    def add(self, entry: S) -> None:
+        """Queue a request."""
+        self.ledger.weigh(entry.owner, entry.weight)
+        entry.num_rebuilt = entry.num_scheduled = len(entry.generated_ids)  # those that another server has generated
+        if (grammar := entry.request.grammar) is not None and not entry.generated_ids:
+            entry.continuation = grammar.first.at_most(entry.request.max_new_tokens - 1)
+        self._prepare(entry)
+        entry.has_run = bool(entry.generated_ids)
+        if entry.request.priority:
+            self._has_priorities = True
+        self.waiting.append(entry)
+        if self._has_priorities:
+            self._bring_forward(entry)
+
+    def _bring_forward(self, entry: S) -> None:
+        """Let the last of the queue have its turn before those of its key that may wait longer and have not run.
+
+        They take each other's places, so that no other key waits longer for it.
+        """
+        for place, one in enumerate(self.waiting):
+            if one.owner == entry.owner and one.request.priority > entry.request.priority and not one.has_run:
+                self.waiting[place], entry = entry, one
+        self.waiting[-1] = entry
+
+    def add_again(self, lost: Sequence[S]) -> None:
+        """Queue what the shards lost before all that waits, in the same order, but those first that run alone."""
+        suspects = [entry for entry in lost if entry.is_suspect]
+        for entry in reversed(suspects + [entry for entry in lost if not entry.is_suspect]):
+            entry.num_rebuilt = len(entry.generated_ids)
+            entry.num_prompt_scheduled = 0
+            entry.num_scheduled = entry.num_rebuilt
+            entry.unsent = []
+            entry.has_run = True
+            self._prepare(entry)
+            self.waiting.appendleft(entry)
+
+    def _prepare(self, entry: S) -> None:
+        self.ledger.queued(entry)
+        request = entry.request
+        entry.disk_wait = None
+        entry.num_known = len(entry.generated_ids) + len(entry.forced)
+        # Prompt log-probabilities need every prompt token computed; an encoder's prompt is no sequence's beginning.
+        if self.limits.prefix_caching and not request.prompt_logprobs and not request.encoder_ids:
+            entry.keys = entry.prefix_keys(self.limits.block_size)
+
+    def allow(self, entry: S, found: Continuation) -> None:
+        """Its grammar allows this behind the tokens that have come back. It may go on."""
+        num_generated = len(entry.generated_ids)
+        entry.continuation = found.at_most(entry.request.max_new_tokens - num_generated - 1)
+        if entry.forced:
+            entry.num_known = num_generated + len(entry.forced)
+        if entry.forced and entry.id in self.running:
+            entry.unsent = [entry.generated_ids[-1], *entry.forced]
+            entry.num_prompt_scheduled = len(entry.request.token_ids) + num_generated - 1
+
+    def taken(self, entry: S) -> tuple[int, ...]:
+        """A token of what its grammar allowed has come back; returns those before it, which it forced."""
+        forced, entry.continuation = entry.forced, None
+        return forced
+
+    def plan(self) -> StepPlan[S] | None:
+        """The next step, or None when there is nothing to compute and nobody to retire, or enough is under way."""
+        for lane in self._lanes.turns():
+            if (plan := self._planned_again(lane) or self._planned(lane)) is not None:
+                self._lanes.taken(lane)
+                return plan
+        return None
+
+    def _planned_again(self, lane: Lane[S]) -> StepPlan[S] | None:
+        """The step before once more, which is most steps: it only decoded, and nobody waits or leaves."""
+        if self.waiting or (before := lane.repeatable()) is None:
+            return None
+        lane.num_repeats -= 1
+        for entry in before.decoding:
+            entry.num_scheduled += 1
+        self._num_plans += 1
+        lane.steps_since_admission += 1
+        saves = self._cache.take_saves(self._num_plans, 0, self.limits.block_size, is_idle=False)
+        return before.again(self._num_plans, saves)
+
+    def _planned(self, lane: Lane[S]) -> StepPlan[S] | None:
+        retired = self._retire(self._running_in(lane))
+        preempted = self._make_room() if self.ledger.is_contested else {}
+        decoding: list[S] = []
+        chunks: dict[int, int] = {}
+        join_reason = None
+        fresh = self._admit_suspect(lane)
+        if self._suspect is None:
+            running = self._running_in(lane)
+            decoding = [entry for entry in running if not (entry.num_prompt_left or entry.is_held)]
+            has_prompts = self.waiting or len(decoding) < len(running)
+            budget = self._prefill_budget(len(decoding)) if has_prompts else 0
+            if self.ledger.is_contested:
+                head = self._next_in_turn()
+                has_room = head is not None and self._has_room(head)
+                chunks = divide_prompts(running, budget, head if has_room else None, self.ledger.weights)
+            elif budget:
+                chunks = continue_prompts(running, budget)
+            join_reason, fresh = self._admit_waiting(lane, budget - sum(chunks.values()))
+        elif not fresh and self._suspect.lane == lane.number:
+            chunks = continue_prompts([self._suspect], self.limits.max_batch_prefill_tokens)
+        is_idle = not (retired or preempted or decoding or chunks or fresh)
+        prefill_tokens = sum(chunks.values()) + sum(num_tokens for _, num_tokens in fresh)
+        number, block_size = self._num_plans + 1, self.limits.block_size
+        saves = self._cache.take_saves(number, prefill_tokens, block_size, is_idle=is_idle)
+        if is_idle and not saves:
+            return None
+        self._num_plans = number
+        chunks |= {entry.id: 1 if entry.request.encoder_ids else num_tokens for entry, num_tokens in fresh}
+        concerned = {entry.id: entry for entry in decoding}
+        concerned |= {id: self.running[id] for id in chunks}
+        filled = self._schedule(decoding, chunks)
+        plan = StepPlan(
+            number=number,
+            retired=retired,
+            preempted=preempted,
+            admitted=[entry for entry, _ in fresh],
+            chunks=chunks,
+            decoding=decoding,
+            held=[e.id for e in self._running_in(lane) if e.request.grammar is not None and e.id not in concerned],
+            extended=take_unsent(self.running[id] for id in chunks),
+            constrained=[e for e in concerned.values() if e.is_held],
+            prefill_tokens=prefill_tokens,
+            join_reason=join_reason,
+            filled=filled,
+            saves=saves,
+            restores=self._cache.take_restores(number),
+            concerned=concerned,
+            lane=lane.number,
+        )
+        lane.planned(plan)
+        return plan
+
+    def _running_in(self, lane: Lane[S]) -> Collection[S]:
+        if len(self._lanes) == 1:
+            return self.running.values()
+        return [entry for entry in self.running.values() if entry.lane == lane.number]
+
+    def computed(self, plan: StepPlan[S]) -> None:
+        """The step's reply is there, so the blocks that it filled may be shared."""
+        self._lanes.answered(plan)
+        if plan.filled or plan.saves or plan.restores:
+            self._cache.computed(plan.filled, plan.saves, plan.restores)
+
+    def timed(self, plan: StepPlan[S], seconds: float) -> None:
+        """Learn how long the step took, from when it could begin to its reply."""
+        if plan.prefill_tokens and not (plan.decoding or plan.restores):
+            self._cache.tiers.took(plan.prefill_tokens, seconds)
+        if isinstance(self._chunk, ChunkSize) and not plan.restores:
+            self._chunk.note(len(plan.decoding), plan.prefill_tokens, seconds)
+
+    def failed(self, plan: StepPlan[S]) -> list[S]:
+        """The shards have dropped this step's sequences, and only those, which are returned under new ids."""
+        self._lanes.answered(plan)
+        self._cache.failed(plan.filled, plan.saves, plan.restores)
+        lost = [entry for id, entry in plan.concerned.items() if entry.id == id]
+        for entry in lost:
+            if entry.id in self.running:
+                self._release(entry)
+            entry.id = self.new_id()
+        return lost
+
+    def restart(self, under_way: Sequence[StepPlan[S]]) -> list[S]:
+        """The shards have lost every sequence and what their blocks held; returns those, under new ids.
+
+        under_way: the plans that were sent and not answered. Some of their sequences have left with a later plan.
+        """
+        concerned = [entry for plan in under_way for id, entry in plan.concerned.items() if entry.id == id]
+        lost = list(dict.fromkeys([*(e for e in concerned if e.id not in self.running), *self.running.values()]))
+        for entry in lost:
+            if entry.id in self.running:
+                self._release(entry)
+            entry.id = self.new_id()
+        self._cache = PrefixCache(self.limits.num_blocks)
+        self._num_plans = 0
+        self._lanes.restart()
+        return lost
+
+    def resize(self, max_batch_total_tokens: int, num_blocks: int, tiers: TierIndex | None = None) -> None:
+        """The KV cache of the shards that take over has this size, and these are behind it. Nothing runs."""
+        assert not self.running
+        self.limits = replace(self.limits, max_batch_total_tokens=max_batch_total_tokens, num_blocks=num_blocks)
+        self.ledger.max_tokens = max_batch_total_tokens
+        self._cache = PrefixCache(num_blocks, tiers)
+
+    @property
+    def awaits_disk(self) -> bool:
+        """Whether a request waits for what is on its way from the disk."""
+        return any(e.disk_wait is not None and not e.disk_wait.is_over for e in self.waiting)
+
+    def delivered(self, entry: S, token_id: int) -> None:
+        """A generated token has come back, so the one before it is computed: a block that it fills may be shared."""
+        ids = entry.generated_ids
+        ids.append(token_id)
+        entry.num_losses = 0
+        if entry is self._suspect:
+            self._suspect = None
+        if len(ids) - entry.num_rebuilt < 2 or entry.keys is None or not entry.blocks:
+            return
+        keys = entry.keys.keys
+        num_full = len(keys)
+        entry.keys.extend([ids[-2]])
+        if len(keys) > num_full:
+            self._cache.pool.announce(keys[num_full], entry.blocks[num_full])
+            self._cache.confirm(keys[num_full], entry.blocks[num_full], entry.id, num_full)
+
+    def forget_cancelled(self) -> list[S]:
+        """Take the requests out of the queue that nobody wants any more, and return them."""
+        gone = [entry for entry in self.waiting if entry.cancelled or entry.is_over]
+        if gone:
+            take_from(self.waiting, gone)
+            for entry in gone:
+                self.ledger.unqueued(entry)
+        return gone
+
+    def _retire(self, running: Collection[S]) -> list[S]:
+        """Take out the sequences that have ended, that end with the steps under way, or that nobody wants any more."""
+        leaving = [entry for entry in running if entry.is_leaving]
+        for entry in leaving:
+            self._release(entry)
+        return leaving
+
+    def _prefill_budget(self, num_decoding: int) -> int:
+        """How many prompt tokens this step may compute: fewer while others decode, because their next tokens wait."""
+        if not num_decoding:
+            return self.limits.max_batch_prefill_tokens
+        return self._chunk.tokens(num_decoding) if isinstance(self._chunk, ChunkSize) else self._chunk
+
+    def _make_room(self) -> dict[int, S]:
+        """Have others leave for the request that is next, if its key is entitled to that; by the ids that they had."""
+        head = self._next_in_turn()
+        if head is None or self._suspect is not None or self._has_room(head):
+            return {}
+        staying = [entry for entry in self.running.values() if not entry.is_leaving]  # others leave with their lanes
+        leaving = preempted_for(head, staying, self.ledger, partial(self._has_room, head))
+        preempted = {entry.id: entry for entry in leaving}
+        for entry in leaving:
+            self._release(entry)
+            entry.id = self.new_id()
+            entry.num_preempted += 1
+        self.add_again(leaving[::-1])
+        return preempted
+
+    def _has_room(self, entry: S, leaving: Sequence[S] = ()) -> bool:
+        """Whether a waiting request fits into the batch once `leaving` have left it."""
+        limits, size = self.limits, entry.request.size()
+        tokens = limits.max_batch_total_tokens - self.reserved_tokens + sum(one.max_tokens for one in leaving)
+        blocks = self._cache.pool.num_free + self._cache.pool.num_freed_by(one.blocks for one in leaving)
+        has_place = limits.max_batch_size is None or len(self.running) - len(leaving) < limits.max_batch_size
+        return has_place and size.tokens <= tokens and size.blocks(limits.block_size) <= blocks
+
+    def _next_in_turn(self) -> S | None:
+        """Between several keys, the waiting request that is admitted next."""
+        return next(fair_order(self._unsuspected(), self.ledger), None)
+
+    def _unsuspected(self) -> Iterator[S]:
+        """The waiting requests before the first that runs alone, but for those held and those that await the disk."""
+        before = itertools.takewhile(lambda entry: not entry.is_suspect, self.waiting)
+        block_size = self.limits.block_size
+        return (e for e in before if not (e.is_held or self._cache.awaits_disk(e, block_size)))
+
+    def _admit_suspect(self, lane: Lane[S]) -> list[tuple[S, int]]:
+        """Admit the head of the queue alone if it may be what kills the shards: it, with its first prompt chunk."""
+        head = self.waiting[0] if self.waiting else None
+        if self._suspect is not None or head is None or not head.is_suspect or head.is_held:
+            return []
+        fresh = self._admit(lane, [head], self.limits.max_batch_prefill_tokens, None)
+        self._suspect = fresh[0][0] if fresh else None
+        return fresh
+
+    def _admit_waiting(self, lane: Lane[S], prefill_tokens: int) -> tuple[str | None, list[tuple[S, int]]]:
+        """Move requests from the queue into the batch.
+
+        Returns why they may join a batch that runs (None if none runs), and each with its first prompt chunk.
+        """
+        lane.steps_since_admission += 1
+        if not self.waiting:
+            return None, []
+        limits, running = self.limits, lane.size
+        minimum = min_size(running, lane.steps_since_admission, limits.waiting_served_ratio, limits.max_waiting_tokens)
+        if self.ledger.is_contested:  # the ratio would let in whoever fits, not whose turn it is
+            admitted = self._admit(lane, fair_order(self._unsuspected(), self.ledger), prefill_tokens, None)
+        else:
+            admitted = self._admit(lane, self._unsuspected(), prefill_tokens, minimum)
+        if not admitted:
+            return None, []
+        lane.steps_since_admission = 0
+        reason = "wait_exceeded" if minimum is None else "backpressure"
+        return reason if running else None, admitted
+
+    def _admit(
+        self, lane: Lane[S], candidates: Iterable[S], prefill_tokens: int, minimum: int | None
+    ) -> list[tuple[S, int]]:
+        """Admit the first of `candidates`, requests that wait, `minimum` or more, to a lane."""
+        limits = self.limits
+        most = None if limits.max_batch_size is None else limits.max_batch_size - len(self.running)
+        of_lane = self._lanes.places(lane, len(self.waiting))
+        budget = Budget(
+            prefill_tokens=prefill_tokens,
+            tokens=limits.max_batch_total_tokens - self.reserved_tokens,
+            blocks=self._cache.pool.num_free,
+            places=min((places for places in (most, of_lane) if places is not None), default=None),
+            block_size=limits.block_size,
+        )
+        seen: list[S] = []
+        found: list[Found] = []
+        chunks = next_batch(self._sizes(candidates, seen, found), budget, minimum)
+        admitted = seen[: len(chunks)]
+        take_from(self.waiting, admitted)
+        # All found blocks are held before any is allocated: else one that a later request shares could be given away.
+        for one in found[: len(admitted)]:
+            self._cache.pool.hold(one.blocks)
+        for entry, one in zip(admitted, found, strict=False):
+            self._reserve(lane, entry, one)
+        return list(zip(admitted, chunks, strict=True))
+
+    def _sizes(self, entries: Iterable[S], seen: list[S], found: list[Found]) -> Iterator[RequestSize]:
+        """What each of `entries` needs; it is appended to `seen`, and what holds its beginning to `found`."""
+        block_size = self.limits.block_size
+        for entry in entries:
+            # The last token before forced ones is computed in any case: it yields the next logits.
+            seen.append(entry)
+            most = (entry.num_prompt_left - len(entry.forced) - 1) // block_size
+            found.append(self._cache.find(entry, most))
+            yield entry.request.size(cached=found[-1].num_blocks * block_size, rebuilt=entry.num_known)
+
+    def _reserve(self, lane: Lane[S], entry: S, found: Found) -> None:
+        size = entry.request.size()
+        entry.blocks = self._cache.reserve(entry, found, size.blocks(self.limits.block_size))
+        entry.num_prompt_scheduled = found.num_blocks * self.limits.block_size
+        self.reserved_tokens += size.tokens
+        self.running[entry.id] = entry
+        entry.lane = lane.number
+        lane.size += 1
+        self.ledger.admitted(entry)
+
+    def _release(self, entry: S) -> None:
+        del self.running[entry.id]
+        lane = self._lanes.all[entry.lane]
+        lane.size -= 1
+        lane.num_repeats = 0
+        if entry is self._suspect:
+            self._suspect = None
+        self.reserved_tokens -= entry.request.size().tokens
+        self.ledger.released(entry)
+        self._cache.pool.free(entry.blocks)
+        entry.blocks = []
+
+    def _schedule(self, decoding: list[S], chunks: dict[int, int]) -> list[FilledBlock]:
+        """Note what the shards will have done once this step is computed, and return the blocks that it fills."""
+        filled, block_size = list[FilledBlock](), self.limits.block_size
+        for entry in decoding:
+            entry.num_scheduled += 1
+        for id, num_tokens in chunks.items():
+            entry = self.running[id]
+            first = entry.num_prompt_scheduled // block_size
+            entry.num_prompt_scheduled += num_tokens
+            if not entry.num_prompt_left:
+                entry.num_scheduled += len(entry.forced) + 1  # the last chunk yields a token
+            filled += self._cache.announced(entry, first, entry.num_prompt_scheduled // block_size)
+        return filled

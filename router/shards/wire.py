@@ -1,0 +1,171 @@
+"""Sequences and steps in the form of `proto/generate.proto`, and what is wrong with a reply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from router.grammars.grammar import Mask
+from router.scheduling.plan import StepPlan
+from router.scheduling.queue import blocks_for
+from router.scheduling.request import Entry, ValidRequest
+from server.pb.generate_pb2 import (
+    Extension,
+    NewSequence,
+    SamplingParameters,
+    StepReply,
+    StepRequest,
+    TokenIds,
+    TokenMask,
+)
+
+
+def new_sequence(
+    id: int,
+    request: ValidRequest,
+    blocks: Sequence[int],
+    block_size: int,
+    *,
+    computed: int = 0,
+    generated: Sequence[int] = (),
+    forced: Sequence[int] = (),
+    lane: int = 0,
+) -> NewSequence:
+    """A sequence in wire form, whose blocks hold the first `computed` of its tokens already.
+
+    blocks: where an encoder reads the prompt, first the encoder's blocks and then the decoder's.
+    generated: the tokens that it has got, where it is rebuilt; forced: those that its grammar has come next. lane: its
+    micro-batch.
+    """
+    sampling = request.sampling
+    first = blocks_for(len(request.encoder_ids), block_size)
+    return NewSequence(
+        id=id,
+        lane=lane,
+        token_ids=[*request.token_ids, *generated, *forced],
+        generated=len(generated) + len(forced),
+        forced=len(forced),
+        computed=computed,
+        blocks=blocks[first:],
+        sampling=SamplingParameters(
+            do_sample=sampling.do_sample,
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            typical_p=sampling.typical_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            min_p=sampling.min_p,
+            watermark=sampling.watermark,
+            seed=sampling.seed,
+            bias_ids=list(sampling.biases),
+            biases=list(sampling.biases.values()),
+            banned_word_ids=[id for word in sampling.banned_words for id in word],
+            banned_word_lengths=[len(word) for word in sampling.banned_words],
+            min_tokens=sampling.min_tokens,
+            end_ids=sampling.end_ids,
+            raw_logprobs=sampling.raw_logprobs,
+            is_constrained=request.grammar is not None,
+        ),
+        top_n_tokens=request.top_n_tokens,
+        prompt_logprobs=request.prompt_logprobs and not generated,  # else the client has them
+        encoder_token_ids=request.encoder_ids,
+        encoder_blocks=blocks[:first],
+    )
+
+
+def step_request(
+    step: int,
+    *,
+    retire: Sequence[int] = (),
+    add: Sequence[NewSequence] = (),
+    chunks: Sequence[tuple[int, int]] = (),
+    decode: bool = False,
+    held: Sequence[int] = (),
+    extended: Mapping[int, Sequence[int]] | None = None,
+    masks: Mapping[int, Mask] | None = None,
+) -> StepRequest:
+    """One step, in wire form; chunks are (sequence, prompt tokens).
+
+    held: sequences that do not decode; extended: what joins running sequences; masks: what sequences may get.
+    """
+    return StepRequest(
+        step=step,
+        retire=retire,
+        add=add,
+        chunk_ids=[id for id, _ in chunks],
+        chunk_tokens=[tokens for _, tokens in chunks],
+        decode=decode,
+        held=held,
+        extend=[Extension(id=id, token_ids=token_ids) for id, token_ids in (extended or {}).items()],
+        masks=_token_masks(masks) if masks else (),
+    )
+
+
+def planned_request(plan: StepPlan[Entry], block_size: int, tier_session: int = 0) -> StepRequest:
+    """A plan in wire form. tier_session: that of the tiers behind the device, 0 where there are none."""
+    request = step_request(
+        plan.number,
+        retire=[*(entry.id for entry in plan.retired), *plan.preempted],
+        add=[
+            new_sequence(
+                entry.id,
+                entry.request,
+                entry.blocks,
+                block_size,
+                computed=plan.cached(entry),
+                generated=entry.generated_ids,
+                forced=entry.forced,
+                lane=entry.lane,
+            )
+            for entry in plan.admitted
+        ],
+        chunks=list(plan.chunks.items()),
+        decode=bool(plan.decoding),
+        held=plan.held if plan.decoding else (),
+        extended=plan.extended,
+        masks={e.id: e.continuation.mask for e in plan.constrained if e.continuation is not None},
+    )
+    request.tier_session, request.lane = tier_session, plan.lane
+    for saved in plan.saves:
+        request.saved_blocks.append(saved.block)
+        request.saved_slots.append(saved.slot)
+    for restored in plan.restores:
+        request.restored_slots.append(restored.slot)
+        request.restored_blocks.append(restored.block)
+    return request
+
+
+def _token_masks(masks: Mapping[int, Mask]) -> list[TokenMask]:
+    """Each mask once, with all sequences that it is for."""
+    by_mask: dict[Mask, list[int]] = {}
+    for id, mask in masks.items():
+        by_mask.setdefault(mask, []).append(id)
+    return [token_mask(mask, ids) for mask, ids in by_mask.items()]
+
+
+def token_mask(mask: Mask, ids: Sequence[int]) -> TokenMask:
+    """A mask in wire form, for these sequences."""
+    if mask.allowed is not None:
+        return TokenMask(ids=ids, allowed=TokenIds(ids=mask.allowed))
+    if mask.forbidden is not None:
+        return TokenMask(ids=ids, forbidden=TokenIds(ids=mask.forbidden))
+    assert mask.bits is not None
+    return TokenMask(ids=ids, bits=mask.bits)
+
+
+def mistake_in(reply: StepReply, step: int, vocab_size: int) -> str | None:
+    """What no sound shard answers to a step; None where there is nothing of the kind."""
+    if reply.step != step:
+        return f"answered step {reply.step} when step {step} was due"
+    num_tokens, num_tops = len(reply.ids), sum(reply.top_counts)
+    columns = (len(reply.token_ids), len(reply.logprobs), len(reply.top_counts))
+    if columns != (num_tokens,) * 3 or (len(reply.top_ids), len(reply.top_logprobs)) != (num_tops,) * 2:
+        return f"answered step {reply.step} with columns of different lengths"
+    if num_tokens and max(reply.token_ids) >= vocab_size:
+        return f"generated token {max(reply.token_ids)} of a vocabulary of {vocab_size}"
+    for prompt in reply.prompt:
+        num_top = len(prompt.top_ids)
+        if num_top != len(prompt.top_logprobs) or num_top % (len(prompt.logprobs) or num_top or 1):
+            return f"answered step {reply.step} with candidates of a prompt that are not as many for each token"
+    return None

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from router.text.stops import StopFilter
+from router.text.tokenizer import REPLACEMENT, ModelTokenizer
+
+CONTEXT_TOKENS = 5  # of the prompt, decoded along with the first tokens; enough for every decoder's joining rules
+
+
+# A character has at most 4 bytes, so 8 tokens without a whole one are bytes that will never be text.
+MAX_HELD_TOKENS = 8
+
+
+class FinishReason(StrEnum):
+    """Why a generation ended, in TGI's words."""
+
+    LENGTH = "length"
+    EOS_TOKEN = "eos_token"
+    STOP_SEQUENCE = "stop_sequence"
+
+
+class Detokeniser:
+    """Turns the growing ids of one sequence into pieces of whole characters."""
+
+    def __init__(self, tokenizer: ModelTokenizer, prompt_ids: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._context = list(prompt_ids[-CONTEXT_TOKENS:])
+        self._context_text: str | None = tokenizer.decode(self._context)  # None: not asked for yet, and not empty
+        self._held: list[int] = []
+        self._num_shown = 0  # characters of the held tokens that are out already
+
+    def push(self, token_id: int) -> str:
+        """The whole characters that this token completes; empty while it ends inside the only one."""
+        piece = self._tokenizer.lone_pieces[token_id]
+        if piece and not self._held and self._context_text != "":
+            self._context, self._context_text = [token_id], None
+            return piece
+        self._held.append(token_id)
+        piece = self._held_text()
+        if (piece and not piece.endswith(REPLACEMENT)) or len(self._held) >= MAX_HELD_TOKENS:
+            return self._give_out(piece)
+        piece = piece.rstrip(REPLACEMENT)
+        self._num_shown += len(piece)
+        return piece
+
+    def flush(self) -> str:
+        """The text of held tokens, whole characters or not: nothing more will come."""
+        return self._give_out(self._held_text()) if self._held else ""
+
+    def _held_text(self) -> str:
+        """What the held tokens add to their context, but for what is out."""
+        if self._context_text is None:
+            self._context_text = self._tokenizer.decode(self._context)
+        text = self._tokenizer.decode([*self._context, *self._held])
+        return text[len(self._context_text) + self._num_shown :]
+
+    def _give_out(self, piece: str) -> str:
+        self._context, self._held, self._num_shown = self._held, [], 0
+        self._context_text = self._tokenizer.decode(self._context)
+        return piece
+
+
+class StopSearch:
+    """Finds the first of several stop sequences in text that arrives in pieces."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self._stop = stop
+        self._num_kept = max(map(len, stop), default=1) - 1  # a match may begin this far back
+        self._tail = ""
+
+    def push(self, piece: str) -> int | None:
+        """How much of the piece is left when it is cut after the first match that ends in it; None if none does."""
+        if not self._stop or not piece:
+            return None
+        text = self._tail + piece
+        start = len(self._tail)
+        ends = [at + len(s) for s in self._stop if (at := text.find(s, max(0, start - len(s) + 1))) >= 0]
+        self._tail = text[max(0, len(text) - self._num_kept) :]
+        return min(ends) - start if ends else None
+
+
+@dataclass(frozen=True, slots=True)
+class Ends:
+    """Which tokens end a generation, and from when on anything but its length does. By default the model's own do."""
+
+    stop_ids: frozenset[int] = frozenset()  # beside the model's end tokens
+    ignores_eos: bool = False
+    min_tokens: int = 0
+    shows_stop: bool = True  # whether a stop sequence is part of the text, as on TGI's routes
+    shown_ids: frozenset[int] = frozenset()  # special tokens that are part of the text where stop sequences are not
+    has_grammar: bool = False  # then an end token is the grammar's word, which counts more than `min_tokens`
+
+    def reason(self, token_id: int, eos_ids: frozenset[int]) -> FinishReason | None:
+        """What a token ends a generation for; None for most tokens."""
+        if token_id in eos_ids and not self.ignores_eos:
+            return FinishReason.EOS_TOKEN
+        return FinishReason.STOP_SEQUENCE if token_id in self.stop_ids else None
+
+    def ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
+        """All tokens that end a generation."""
+        return self.stop_ids if self.ignores_eos else self.stop_ids | eos_ids
+
+
+ENDS_OF_THE_MODEL = Ends()
+
+
+class GeneratedText:
+    """What one request has generated so far, as text, and whether it has ended."""
+
+    def __init__(
+        self,
+        tokenizer: ModelTokenizer,
+        prompt_ids: Sequence[int],
+        stop: Sequence[str],
+        max_new_tokens: int,
+        ends: Ends = ENDS_OF_THE_MODEL,
+    ) -> None:
+        self.num_tokens = 0
+        self.piece = ""  # what the last token added to the text, of which less may be shown by now
+        self._ends = ends
+        self._stop_filter = None if ends.shows_stop else StopFilter(stop)
+        self._tokenizer = tokenizer
+        self._max_new_tokens = max_new_tokens
+        self._detokeniser = Detokeniser(tokenizer, prompt_ids)
+        self._stop_search = StopSearch(stop)
+        self._pieces: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """The generated text: without special tokens, up to and including a stop sequence."""
+        return "".join(self._pieces)
+
+    @property
+    def stop_sequence(self) -> str | None:
+        """Which stop sequence ended the text; None where none did, or where it is part of the text."""
+        return self._stop_filter.found if self._stop_filter is not None else None
+
+    def push(self, token_id: int) -> tuple[str, FinishReason | None]:
+        """Take one token: the text to show for it, and the reason if it is the last.
+
+        What is shown of all tokens but the special ones is `text`. Special tokens are searched for stop sequences. One
+        that ends the request inside a character leaves its bytes out of both: no token is left to show them with.
+        """
+        self.num_tokens += 1
+        if self._stop_filter is not None:
+            return self._push_filtered(token_id, self._stop_filter)
+        if token_id in self._tokenizer.special_ids:
+            self.piece = shown = self._tokenizer.token_text(token_id)
+            return shown, self._reason(token_id, self._stop_search.push(shown) is not None)
+        piece = self._detokeniser.push(token_id)
+        cut = self._stop_search.push(piece)
+        if self.num_tokens < self._ends.min_tokens:
+            cut = None
+        reason = self._reason(token_id, cut is not None)
+        piece = piece[:cut]
+        if reason is not None and cut is None:
+            piece += self._detokeniser.flush()
+        self.piece = piece
+        self._pieces.append(piece)
+        return piece, reason
+
+    def _push_filtered(self, token_id: int, stops: StopFilter) -> tuple[str, FinishReason | None]:
+        """As `push`, but no stop sequence and no special token is shown, and a stop counts more than a length."""
+        is_special = token_id in self._tokenizer.special_ids
+        piece = self._tokenizer.token_text(token_id) if is_special else self._detokeniser.push(token_id)
+        if is_special and token_id in self._ends.shown_ids:
+            piece, is_special = self._detokeniser.flush() + piece, False
+        self.piece = "" if is_special else piece
+        if self.num_tokens < self._ends.min_tokens:
+            shown, has_stopped = "" if is_special else piece, False
+        else:
+            shown, has_stopped = stops.push(piece, not is_special)
+        reason = FinishReason.STOP_SEQUENCE if has_stopped else self._reason(token_id, has_stopped)
+        if reason is not None and not has_stopped:
+            rest = "" if is_special else self._detokeniser.flush()
+            self.piece += rest
+            more, has_stopped = stops.push(rest)
+            shown += more if has_stopped else more + stops.flush()
+        self._pieces.append(shown)
+        return shown, reason
+
+    def _reason(self, token_id: int, has_stopped: bool) -> FinishReason | None:
+        """On TGI's routes a length counts most, elsewhere an end token: with it a text is complete."""
+        is_last = self.num_tokens >= self._max_new_tokens
+        if is_last and self._stop_filter is None:
+            return FinishReason.LENGTH
+        if self.num_tokens < self._ends.min_tokens:
+            is_end = self._ends.has_grammar and token_id in self._tokenizer.eos_ids
+            return FinishReason.EOS_TOKEN if is_end else None
+        stopped = FinishReason.STOP_SEQUENCE if has_stopped else None
+        ended = self._ends.reason(token_id, self._tokenizer.eos_ids) or stopped
+        return ended or (FinishReason.LENGTH if is_last else None)

@@ -1,1 +1,0 @@
-"""What the server keeps on disks beside a checkpoint: in which folders, and how it is read and written."""

@@ -1,0 +1,338 @@
+"""Captures that all ranks have, or none.
+
+A step that one rank replays and another one computes in Python is the same to neither: their collectives are then set
+up by different means, and the rank that failed alone is reported as a lost peer by the others. So after each capture
+the ranks compare notes. Where one could not, all compute that step without a graph: slower by the host's share of a
+step, and the start-up table says which rank could not, and why. Nobody is stopped for it, because that a graph does not
+fit is no reason not to serve.
+
+Left out: what a rank cannot compute at all, or a device that a failed capture took with it. Those raise on their rank,
+and end the server with their own cause.
+
+Decode steps that are captured in graphs, one for each batch size, and then replayed without Python.
+
+A step in which all sequences decode does the same from one token to the next: only what the device's tables and two
+short inputs hold is different, the sequences' rows and positions. The step advances the positions itself, and keeps the
+tokens that it chose, so that while the same sequences decode the host uploads nothing.
+
+Each has three forms (`Form`), of which the one that samples exists where sizes are known beforehand, on GPUs. Left out:
+steps with prompts (`mixed_graphs.py`), and models that cannot be captured, which the backend names beforehand.
+
+Steps that compute prompts beside decodes, captured in graphs of padded sizes.
+
+Where requests join at every other step, a server that captures decodes alone would seldom replay a graph, and most of
+its steps would take as long as Python needs to launch them. So steps with few prompt tokens are captured too, one for
+each pair of how many sequences decode and how many prompt tokens stand beside them, both filled up. All that differs
+between two such steps is one list of numbers (`batch.Layout`), which is uploaded before each of them.
+
+A graph ends with the hidden states whose logits choose tokens. Left out: prompts with many tokens, whose computation
+outlasts its launching; prompts whose log-probabilities are asked for; encoder-decoders.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import Enum, auto
+from functools import partial
+from itertools import chain, product
+
+import torch
+from torch import Tensor
+
+from server.backends.device import CaptureFailed, Device
+from server.backends.protocol import Computation, GraphCapture
+from server.ranks.distributed import Shard
+from server.stepping.batch import Carried, Forward, Layout, Tables
+from server.stepping.sampling import TokenChoice, settings_of
+from server.stepping.sequences import StepRuns, TokenRun
+
+log = logging.getLogger(__name__)
+
+
+class AgreedCapture:
+    """A `GraphCapture` whose captures exist on every rank or on none. `failures`: why some do not, one for each."""
+
+    def __init__(self, capture: GraphCapture, shard: Shard, device: torch.device):
+        # What computes while it captures would have computed a part when it fails.
+        assert not capture.computes
+        self.sizes, self.prompt_tokens = capture.sizes, capture.prompt_tokens
+        self.computes = False
+        self.failures: list[str] = []
+        self._capture = capture
+        self._shard = shard
+        self._device = device
+
+    def __call__(self, function: Computation) -> Computation:
+        """A replay of `function`, or `function` itself where a rank has none. All ranks capture in the same order."""
+        replay, problem = function, None
+        try:
+            replay = self._capture(function)
+        except CaptureFailed as error:
+            problem = str(error)
+        reason = self._shard.first_problem(problem, self._device)
+        if reason is None:
+            return replay
+        log.warning("a step is computed without a graph: %s", reason)
+        self.failures.append(reason)
+        return function
+
+
+class Form(Enum):
+    """What a captured step ends with."""
+
+    PLAIN = auto()  # the most likely tokens
+    SAMPLED = auto()  # tokens by temperature, top-k and top-p (`captured_sampling.py`)
+    HIDDEN = auto()  # hidden states, to sample from by anything else; logits of every size would take gigabytes
+
+
+# What is captured: a forward pass, its form and, where it samples, settings. The tokens that are chosen in it are the
+# first of the results; all results have a row for each sequence.
+Decode = Callable[[Forward, Form, Tensor], tuple[Tensor, ...]]
+
+
+class DecodeGraph:
+    """One captured step, and what its inputs hold."""
+
+    def __init__(self, size: int, device: Device, carried: Tensor | None = None):
+        # What the stage before made of the sequences' tokens, in a later pipeline stage.
+        self.carried = None if carried is None else carried.new_zeros(size, carried.shape[1])
+        # Of each sequence its row, its position, and 1; of what fills up the batch zeros.
+        self.numbers = torch.zeros(3, size, dtype=torch.int64, device=device.torch_device)
+        # What tokens are sampled by: greedy all of them, until `choose_by`.
+        self.settings = device.upload(settings_of([], size), torch.float64)
+        self.inputs: Sequence[tuple[int, int]] = []  # the rows and positions of the sequences
+        self.choices: Sequence[TokenChoice] = []  # of the sequences
+        self.replay: Computation | None = None  # None: not captured yet
+        self._device = device
+
+    def fill(self, inputs: Sequence[tuple[int, int]]) -> None:
+        """Upload rows and positions; row 0, which belongs to no sequence, fills up the batch."""
+        padding = [0] * (self.numbers.shape[1] - len(inputs))
+        rows, positions = zip(*inputs, strict=True)
+        ones = [1] * len(inputs)
+        self.numbers.copy_(self._device.upload([[*rows, *padding], [*positions, *padding], [*ones, *padding]]))
+        self.inputs = inputs
+
+    def carry(self, carried: Carried | None) -> None:
+        """Take up what the stage before made, where there is one."""
+        if self.carried is not None and carried is not None:
+            self.carried[: len(carried.hidden)].copy_(carried.hidden)
+
+    def choose_by(self, choices: Sequence[TokenChoice]) -> None:
+        """Upload what the sequences' tokens are sampled by, unless it is as it was."""
+        if self.choices != choices:
+            self.settings.copy_(self._device.upload(settings_of(choices, self.settings.shape[1]), torch.float64))
+            self.choices = choices
+
+
+class DecodeGraphs:
+    """The captured decode steps of one engine, for as long as its tables are there.
+
+    most: sequences at once. carried: [0, D] of the kind of what the stage before hands on, in a later pipeline stage.
+    """
+
+    def __init__(
+        self,
+        capture: GraphCapture,
+        decode: Decode,
+        device: Device,
+        tables: Tables,
+        *,
+        most: int,
+        has_encoder: bool,
+        carried: Tensor | None = None,
+    ):
+        self._carried = carried
+        self._capture = capture
+        self._decode = decode
+        self._device = device
+        self._tables = tables
+        self._has_encoder = has_encoder
+        self._graphs: dict[tuple[int, Form], DecodeGraph] = {}
+        # Up to the first that takes all sequences.
+        self._sizes = capture.sizes[: bisect_left(capture.sizes, most) + 1]
+
+    def takes(self, batch_size: int) -> bool:
+        """Whether so many sequences decode in a captured step."""
+        return not self._sizes or batch_size <= self._sizes[-1]
+
+    @property
+    def largest(self) -> int:
+        """The largest batch size of those that are known beforehand. There are some."""
+        return self._sizes[-1]
+
+    def captures(self) -> list[Callable[[], None]]:
+        """Capture one size in all forms each, the largest first: what it has taken suffices for the others."""
+        return [partial(self._prepare, size) for size in reversed(self._sizes)]
+
+    def _prepare(self, size: int) -> None:
+        for form in Form:
+            self._graph(size, form)
+
+    def form_of(self, runs: Sequence[TokenRun]) -> Form:
+        """The form of the step that chooses the next tokens of these sequences."""
+        if all(sequence.choice.is_plain for sequence, _, _ in runs):
+            return Form.PLAIN
+        is_simple = bool(self._sizes) and all(sequence.choice.is_simple for sequence, _, _ in runs)
+        return Form.SAMPLED if is_simple else Form.HIDDEN
+
+    def run(self, runs: Sequence[TokenRun], form: Form, carried: Carried | None = None) -> tuple[Tensor, ...]:
+        """The results for each sequence of `runs`, then the sequences' rows [S]; all valid until the next run."""
+        inputs = [(sequence.row, start) for sequence, start, _ in runs]
+        graph = self._graph(self._size(len(runs)), form)
+        if graph.inputs != inputs:
+            graph.fill(inputs)
+        if form is Form.SAMPLED:
+            graph.choose_by([sequence.choice for sequence, _, _ in runs])
+        graph.carry(carried)
+        graph.inputs = []  # unknown, should the step fail
+        graph.replay = graph.replay or self._capture(self._step(graph, form))
+        results = graph.replay()
+        graph.inputs = [(row, position + 1) for row, position in inputs]
+        return tuple([result[: len(runs)] for result in results])
+
+    def _size(self, batch_size: int) -> int:
+        return next((size for size in self._sizes if size >= batch_size), batch_size)
+
+    def _graph(self, size: int, form: Form) -> DecodeGraph:
+        """The graph of this size and form; captured, unless that computes: then it waits for its inputs."""
+        if (size, form) not in self._graphs:
+            graph = DecodeGraph(size, self._device, self._carried)
+            if not self._capture.computes:
+                graph.replay = self._capture(self._step(graph, form))
+            self._graphs[size, form] = graph
+        return self._graphs[size, form]
+
+    def _step(self, graph: DecodeGraph, form: Form) -> Computation:
+        rows, positions, are_real = graph.numbers
+
+        def step() -> tuple[Tensor, ...]:
+            forward = self._tables.decodes(rows, positions, are_real, has_encoder=self._has_encoder)
+            if graph.carried is not None:
+                forward = replace(forward, carried=Carried(graph.carried))
+            results = self._decode(forward, form, graph.settings)
+            if form is not Form.HIDDEN:
+                self._tables.keep(rows, results[0])
+            positions.add_(are_real)
+            return *results, rows
+
+        return step
+
+
+# Sequences that decode in a captured step: few sizes, for each is captured with every size of prompts.
+DECODES = (8, 32, 64, 128, 256)
+# Prompts in a captured step, and one place more, whose tokens are those that fill up.
+PROMPTS = 8
+
+# What is captured: a forward pass to the hidden states [T, D] of all its tokens.
+Run = Callable[[Forward], Tensor]
+
+
+class MixedGraph:
+    """One captured step: room for its numbers, and its replay."""
+
+    def __init__(self, decodes: int, tokens: int, device: Device):
+        self.decodes, self.tokens = decodes, tokens
+        self.blank = self._layout([], [], [], [])
+        self.numbers = device.upload(self.blank.numbers)
+        self.replay: Computation | None = None
+
+    def fill(self, plan: StepRuns, device: Device) -> None:
+        """Upload what the next replay computes."""
+        decodes, prompts = (
+            [(s.row, start, length) for s, start, length in runs] for runs in (plan.decodes, plan.chunks)
+        )
+        token_ids = [id for s, start, length in plan.chunks for id in s.prompt[start : start + length]]
+        chunks = [self.decodes + i for i, run in enumerate(plan.chunks) if run.yields_token]
+        layout = self._layout(decodes, prompts, token_ids, [*range(len(plan.decodes)), *chunks])
+        self.numbers.copy_(device.upload(layout.numbers))
+
+    def _layout(
+        self,
+        decodes: Sequence[tuple[int, int, int]],
+        chunks: Sequence[tuple[int, int, int]],
+        token_ids: list[int],
+        sampled: list[int],
+    ) -> Layout:
+        """The step of these runs (row, first position, tokens), filled up; `sampled` are indices of the padded runs."""
+        padding = self.tokens - len(token_ids)
+        runs = chain(
+            decodes,
+            [(0, 0, 1)] * (self.decodes - len(decodes)),
+            chunks,
+            [(0, 0, 0)] * (PROMPTS - len(chunks)),
+            [(0, 0, padding)],
+        )
+        layout = Layout.of(list(runs), [*token_ids, *[0] * padding], self.decodes)
+        nobody = [self.decodes + PROMPTS] * (self.decodes + PROMPTS - len(sampled))
+        return replace(layout, sampled=[*sampled, *nobody])
+
+
+class MixedGraphs:
+    """The captured mixed steps of one engine, for no more decodes than are captured alone. most: sequences at once."""
+
+    def __init__(self, capture: GraphCapture, run: Run, device: Device, tables: Tables, *, most: int):
+        self._capture = capture
+        self._run = run
+        self._device = device
+        self._tables = tables
+        most = min([most, *capture.sizes[-1:]])
+        decodes = DECODES[: bisect_left(DECODES, most) + 1] if capture.prompt_tokens else ()
+        self._graphs = {
+            size: MixedGraph(*size, device) for size in product(reversed(decodes), reversed(capture.prompt_tokens))
+        }
+        self._decodes, self._tokens = decodes, capture.prompt_tokens  # both ascending
+
+    @property
+    def has_sizes(self) -> bool:
+        """Whether any mixed step is captured."""
+        return bool(self._graphs)
+
+    def takes(self, plan: StepRuns) -> bool:
+        """Whether such a step is captured."""
+        return (
+            self.has_sizes
+            and 0 < len(plan.chunks) <= PROMPTS
+            and len(plan.decodes) <= self._decodes[-1]
+            and sum(run.length for run in plan.chunks) <= self._tokens[-1]
+            and not any(run.reported for run in plan.chunks)
+        )
+
+    def captures(self) -> list[Callable[[], None]]:
+        """Capture one graph each, the largest first: what it has taken suffices for the others."""
+        return [partial(self._prepare, graph) for graph in self._graphs.values()]
+
+    @property
+    def largest(self) -> tuple[int, int]:
+        """Decodes and prompt tokens of the largest step that is captured. There is one."""
+        return self._decodes[-1], self._tokens[-1]
+
+    def run(self, plan: StepRuns) -> tuple[Tensor, ...]:
+        """What the next tokens are chosen from, a row for each sequence that gets one: see `DecodeGraphs.run`."""
+        tokens = sum(run.length for run in plan.chunks)
+        decodes = self._decodes[bisect_left(self._decodes, len(plan.decodes))]
+        graph = self._graphs[decodes, self._tokens[bisect_left(self._tokens, tokens)]]
+        self._prepare(graph)
+        assert graph.replay is not None
+        graph.fill(plan, self._device)
+        results = graph.replay()
+        sampled = len(plan.decodes) + sum(run.yields_token for run in plan.chunks)
+        return tuple(result[:sampled] for result in results)
+
+    def _prepare(self, graph: MixedGraph) -> None:
+        if graph.replay is None:
+            graph.replay = self._capture(self._step(graph))
+
+    def _step(self, graph: MixedGraph) -> Computation:
+        layout = replace(graph.blank, blocks=self._tables.width)
+        *_, sample_rows, sample_at, _ = layout.split(graph.numbers)
+
+        def step() -> tuple[Tensor, ...]:
+            token_ids, meta = self._tables.step(layout, graph.numbers)
+            hidden = self._run(Forward([], token_ids, meta, None, None))
+            return hidden[sample_at], meta.positions[sample_at] + 1, token_ids[sample_at], sample_rows
+
+        return step
