@@ -14,7 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NoReturn, Protocol, cast
 
-from benchmark.report.result import BenchError, forget_reader
+from benchmark.result import BenchError, forget_reader
 
 COMMANDS: Mapping[str, str] = {
     "latency": "prefill and decode times by batch size, measured at the shards",

@@ -28,11 +28,11 @@ import uvloop
 from fastapi import FastAPI
 
 from host.logs import BEAT, configure_logging
+from router.app import accounts_of, chat_template_of, create_app, matchers_of
 from router.batching.batcher import Batcher
 from router.batching.prefix_mover import COUNTERS, Mover, TierMetrics
 from router.config import RouterConfig
 from router.grammars.follower import Follower
-from router.http.app import accounts_of, chat_template_of, create_app, matchers_of
 from router.http.guard import GuardedHttpProtocol
 from router.http.transport import Connections
 from router.shards.client import ShardError

@@ -136,7 +136,7 @@ def test_keys_are_compared_in_constant_time() -> None:
     [find] = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "find"]
     assert "hmac.compare_digest" in ast.unparse(find)
     readers = {module for module, tree in shipped() if "b'authorization'" in ast.unparse(tree)}
-    assert readers == {"router.http.middleware"}
+    assert readers == {"router.apis.middleware"}
 
 
 # What a user asked for by its path, and what others than its maker run.

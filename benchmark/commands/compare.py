@@ -39,7 +39,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from benchmark.report import pictures, publishing
-from benchmark.report.result import BenchError, prepare_output, show, table, write_atomically
+from benchmark.result import BenchError, prepare_output, show, table, write_atomically
 
 MATTERS = 1.1  # a ratio that is surely nearer to 1 is called the same
 DIFFERS, SAME, UNKNOWN = "differs", "same", "cannot tell"

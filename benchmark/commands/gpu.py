@@ -26,16 +26,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmark import options
+from benchmark import launch, options
 from benchmark.commands import probes
 from benchmark.cost import shapes
 from benchmark.cost.ceilings import Ceilings
 from benchmark.cost.devices import known
 from benchmark.cost.roofline import ServedModel, ceiling_of
-from benchmark.engine import launch
-from benchmark.engine.launch import started_command, stop_command
-from benchmark.report.result import ROOT, BenchError, commit, prepare_output, table, versions, write_atomically
-from benchmark.report.terminal import Stage, shown
+from benchmark.launch import started_command, stop_command
+from benchmark.result import ROOT, BenchError, commit, prepare_output, table, versions, write_atomically
+from benchmark.terminal import Stage, shown
 
 RESULTS = ROOT / "docs" / "results"
 LENGTHS = {"latency": (100, 100), "serving": (128, 128), "offline": (512, 32)}  # tokens of a prompt, and generated

@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from benchmark.report.result import ROOT, BenchError, table, write_atomically
+from benchmark.result import ROOT, BenchError, table, write_atomically
 
 WHEELS = ROOT / "dist" / "wheels"
 MIB = 2**20

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from benchmark.report.result import BenchError, table
-from benchmark.report.terminal import Progress, Stage, shown
+from benchmark.result import BenchError, table
+from benchmark.terminal import Progress, Stage, shown
 from server.quant.noise import Kind
 
 if TYPE_CHECKING:

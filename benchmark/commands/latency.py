@@ -18,11 +18,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmark import options
+from benchmark import launch, options
 from benchmark.cost import shapes
 from benchmark.cost.ceilings import Ceilings, Gauge, describe
 from benchmark.cost.roofline import BytesAndFlops, ServedModel
-from benchmark.engine import launch, shards
+from benchmark.engine import shards
 from benchmark.engine.generation import PeerTimes, TransformersPeer, detokenising, peer_rows, peer_table
 from benchmark.engine.shards import (
     STEPS,
@@ -35,7 +35,7 @@ from benchmark.engine.shards import (
 )
 from benchmark.report import pictures
 from benchmark.report.publishing import published
-from benchmark.report.result import (
+from benchmark.result import (
     BenchError,
     Result,
     RunContext,
@@ -47,7 +47,7 @@ from benchmark.report.result import (
     prepare_output,
     table,
 )
-from benchmark.report.terminal import Progress, Stage, shown
+from benchmark.terminal import Progress, Stage, shown
 from router.scheduling.queue import blocks_for
 from router.scheduling.request import Sampling
 from router.shards.client import ModelInfo

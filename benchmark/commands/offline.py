@@ -22,14 +22,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmark import options
+from benchmark import launch, options
 from benchmark.cost import offloading
 from benchmark.cost.ceilings import Ceilings, Gauge, describe
 from benchmark.cost.offloading import Measured, Streamed
 from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES
 from benchmark.cost.step_times import Cost
-from benchmark.engine import launch, schedules, shards
+from benchmark.engine import schedules, shards
 from benchmark.engine.generation import (
     KINDS,
     Prompt,
@@ -63,7 +63,7 @@ from benchmark.engine.schedules import (
 )
 from benchmark.report import pictures
 from benchmark.report.publishing import published
-from benchmark.report.result import (
+from benchmark.result import (
     GIB,
     BenchError,
     Result,
@@ -74,8 +74,8 @@ from benchmark.report.result import (
     prepare_output,
     table,
 )
-from benchmark.report.terminal import Progress, Stage, shown
 from benchmark.serving.outcomes import stretch_rates
+from benchmark.terminal import Progress, Stage, shown
 from router.scheduling.limits import Limits
 from router.shards.client import ModelInfo, ShardedClient
 from router.text.tokenizer import ModelTokenizer

@@ -20,9 +20,9 @@ from benchmark.cost.ceilings import MEASURED, Probe, describe
 from benchmark.cost.devices import DEVICES, RESERVED_BYTES, Capacity, DatasheetDevice, least_capacity, stored_as
 from benchmark.cost.roofline import BytesAndFlops, Pipeline, ServedModel, mean_context, pipeline
 from benchmark.cost.step_times import EFFICIENCY, MeasuredSteps, Roofline, StepWork, measured_steps
-from benchmark.engine.launch import free_host_bytes
+from benchmark.launch import free_host_bytes
 from benchmark.report.publishing import published
-from benchmark.report.result import BenchError, Result, RunContext, arguments_of, prepare_output, table
+from benchmark.result import BenchError, Result, RunContext, arguments_of, prepare_output, table
 from router.scheduling.queue import blocks_for
 from server.quant import sizes
 

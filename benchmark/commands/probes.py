@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 from benchmark.cost.ceilings import GPU_READ_BYTES, Ceilings, Probe, best_seconds
 from benchmark.cost.shapes import BLOCK_SIZE
 from benchmark.report.publishing import published
-from benchmark.report.result import Result, RunContext, arguments_of, footer, prepare_output, table
-from benchmark.report.terminal import Stage, shown
+from benchmark.result import Result, RunContext, arguments_of, footer, prepare_output, table
+from benchmark.terminal import Stage, shown
 
 if TYPE_CHECKING:
     import torch

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 from benchmark.commands.kernels import QUANTISED_KINDS, QUANTISED_MODELS, LayerShape
 from benchmark.cost.ceilings import GPU_READ_BYTES, Ceilings, Probe
 from benchmark.cost.devices import known
-from benchmark.report.result import BenchError, prepare_output, table
-from benchmark.report.terminal import Stage, shown
+from benchmark.result import BenchError, prepare_output, table
+from benchmark.terminal import Stage, shown
 from server.quant.noise import noise
 
 if TYPE_CHECKING:

@@ -26,21 +26,11 @@ from statistics import median
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from benchmark import options
-from benchmark.engine import launch
+from benchmark import launch, options
 from benchmark.report.publishing import published
-from benchmark.report.result import (
-    BenchError,
-    Result,
-    RunContext,
-    arguments_of,
-    footer,
-    percentile,
-    prepare_output,
-    table,
-)
-from benchmark.report.terminal import Stage, shown
+from benchmark.result import BenchError, Result, RunContext, arguments_of, footer, percentile, prepare_output, table
 from benchmark.serving.http_client import HttpClient, Reply, TgiApi
+from benchmark.terminal import Stage, shown
 
 REPETITIONS = 5  # the fewest of which two may be disturbed without moving the median
 KEPT, BROKEN = "kept", "broken"

@@ -16,18 +16,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmark import options
+from benchmark import launch, options
 from benchmark.cost import shapes
-from benchmark.engine import launch
 from benchmark.engine.generation import KINDS
 from benchmark.report import pictures
 from benchmark.report.publishing import published
-from benchmark.report.result import BenchError, Result, RunContext, above_limit_notes, arguments_of, prepare_output
-from benchmark.report.terminal import Stage, shown
+from benchmark.result import BenchError, Result, RunContext, above_limit_notes, arguments_of, prepare_output
 from benchmark.seeds import documents, limits, tables
 from benchmark.seeds.documents import Seed
 from benchmark.seeds.limits import require_room
 from benchmark.seeds.measurements import Job, num_commands, rows
+from benchmark.terminal import Stage, shown
 
 Row = Mapping[str, Any]
 

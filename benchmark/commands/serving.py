@@ -16,11 +16,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmark import options
-from benchmark.engine import launch
-from benchmark.report import pictures, terminal
+from benchmark import launch, options, terminal
+from benchmark.report import pictures
 from benchmark.report.publishing import published
-from benchmark.report.result import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output
+from benchmark.result import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output
 from benchmark.serving import workload
 from benchmark.serving.datasets import Lengths, read_dataset, read_trace
 from benchmark.serving.http_client import Api, ChatApi, HttpClient, OpenAiApi, TgiApi

@@ -39,8 +39,8 @@ from benchmark.fleet.prediction import comparison, markdown, read_serving, remar
 from benchmark.fleet.traffic import Case, Request
 from benchmark.report import pictures
 from benchmark.report.publishing import published
-from benchmark.report.result import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output
-from benchmark.report.terminal import Stage, shown
+from benchmark.result import PERCENTILE_RULE, BenchError, Result, RunContext, arguments_of, prepare_output
+from benchmark.terminal import Stage, shown
 from router.config import RouterConfig
 from router.scheduling.balancing import ALIASES, POLICIES
 from router.scheduling.limits import Limits, resolve

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 
 if TYPE_CHECKING:
     import torch

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from benchmark.cost.ceilings import DATA_SHEET, Ceilings
 from benchmark.cost.roofline import Pipeline, ServedModel, Sums
 from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES, NamedShape
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from server.arch.footprint import LOGIT_BYTES, step_bytes
 from server.quant import sizes
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import DTYPE_BYTES, ModelShape
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from router.shards.client import StreamedReply
 from server.arch.footprint import step_bytes, window_shares
 from server.offload.cost import Rates, Sizes, StepCost

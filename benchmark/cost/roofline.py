@@ -24,7 +24,7 @@ from typing import NamedTuple
 from benchmark import options
 from benchmark.cost.ceilings import Ceilings
 from benchmark.cost.shapes import DTYPE_BYTES, ModelShape
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from router.config import MOST_MICRO_BATCHES
 from server.arch.spec import ArchSpec, Residual
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 
 from benchmark.cost.ceilings import Ceilings
 from benchmark.cost.roofline import BytesAndFlops, Piece, ServedModel, Sums, mean_context
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from server.offload.cost import share_read
 
 EFFICIENCY = 0.6  # of a device's ceilings, reached by a step of which nothing is measured: an assumption

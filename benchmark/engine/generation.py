@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmark.cost.roofline import BytesAndFlops, Piece, ServedModel
 from benchmark.engine.shards import Detokenise, cached_file, random_prompts
-from benchmark.report.result import BenchError, SampleSummary, table
+from benchmark.result import BenchError, SampleSummary, table
 from router.batching.batcher import Batcher
 from router.scheduling.limits import Limits
 from router.scheduling.request import Entry, Failed, Finished, ValidRequest

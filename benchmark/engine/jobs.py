@@ -13,11 +13,12 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from benchmark import launch
 from benchmark.cost import offloading
 from benchmark.cost.offloading import Measured, measure_rates
 from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import BLOCK_SIZE, ModelShape
-from benchmark.engine import launch, shards
+from benchmark.engine import shards
 from benchmark.engine.generation import Prompt, synthetic_prompts
 from benchmark.engine.schedules import (
     DIAGONAL,
@@ -30,7 +31,7 @@ from benchmark.engine.schedules import (
     policies,
     search,
 )
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from router.text.tokenizer import ModelTokenizer
 from server.offload.share import Share
 

@@ -33,7 +33,7 @@ from benchmark.engine.generation import Prompt, StepRecord
 from benchmark.engine.shards import REQUESTS_UNDER_WAY
 from benchmark.fleet.replica import Replica, Simulated, Tally
 from benchmark.fleet.traffic import NEVER
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from router.scheduling.limits import Limits
 from router.scheduling.queue import RequestSize, blocks_for
 from router.scheduling.request import ValidRequest

@@ -33,8 +33,8 @@ from benchmark.cost import shapes
 from benchmark.cost.ceilings import Gauge, Probe
 from benchmark.cost.devices import DataSheet, known
 from benchmark.cost.roofline import ServedModel
-from benchmark.engine.launch import Server, launch_flags, model_for, running_server, sockets_at
-from benchmark.report.result import BenchError, SampleSummary, table
+from benchmark.launch import Server, launch_flags, model_for, running_server, sockets_at
+from benchmark.result import BenchError, SampleSummary, table
 from router.scheduling.request import Sampling, ValidRequest
 from router.shards.client import ModelInfo, OperatorTime, ShardedClient, ShardError, Shards, StepReply, StepRequest
 from router.shards.wire import new_sequence, step_request

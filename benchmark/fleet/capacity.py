@@ -26,8 +26,8 @@ from benchmark.fleet.pools import LEAST_REQUESTS, Pool, conditions_of, least_rep
 from benchmark.fleet.prediction import figures, times
 from benchmark.fleet.replica import Tally
 from benchmark.fleet.traffic import NEVER, Case, OpenLoop, Request, Traffic
-from benchmark.report.result import BenchError
-from benchmark.report.terminal import Progress
+from benchmark.result import BenchError
+from benchmark.terminal import Progress
 
 REPLICAS = "replicas"
 REQUESTS_PER_REPLICA = 1000  # so that the beginning and the end of a run, which are unlike the rest, weigh little

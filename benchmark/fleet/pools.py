@@ -23,7 +23,7 @@ from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import BLOCK_SIZE
 from benchmark.cost.step_times import Cost, Fitted, Fixed, Roofline, StepWork, fit, read_latency
 from benchmark.fleet.traffic import Case, ClosedLoop, OpenLoop, Request
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from router.config import RouterConfig
 from router.scheduling.limits import Limits, derive_lengths, useful_tokens
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.fleet.replica import Tally
-from benchmark.report.result import BenchError, Result, percentile, table
+from benchmark.result import BenchError, Result, percentile, table
 from benchmark.serving.outcomes import PERCENTILES, Load, percentiles
 
 TARGETS = {"requests_per_second": 0.10, "ttft_ms": 0.20}  # how far a prediction may be off to count as right

@@ -1,11 +1,11 @@
 """Replicas of a server in virtual time: the router's own scheduler on shards whose steps take what a cost model says.
 
-Every decision is `router.scheduling.scheduler.Scheduler`'s; what is here instead of the router's batching loop is its order of
-events, with nothing to wait for: plan until two steps are under way, take the oldest reply, plan again. Tokens have no
-content. A token comes from every step once a prompt is through, so that a request's last step is known when its first
-token is: the work per step does not grow with its sequences but for what the scheduler itself does.
+Every decision is `router.scheduling`'s; what is here instead of the router's batching loop is its order of events, with
+nothing to wait for: plan until two steps are under way, take the oldest reply, plan again. Tokens have no content. A
+token comes from every step once a prompt is through, so that a request's last step is known when its first token is:
+the work per step does not grow with its sequences but for what the scheduler itself does.
 
-Which replica gets a request, and what befalls replicas, is in `fleets/`.
+Which replica gets a request, and what befalls replicas, is in `fleet.py`.
 
 Left out: HTTP, tokenising and detokenising, the router's own time (hidden behind the shards unless steps are very
 short), clients that leave, and the blocks of answers in the prefix cache.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmark.report.result import BenchError, Result, write_atomically
+from benchmark.result import BenchError, Result, write_atomically
 from benchmark.serving.outcomes import QUANTILES, load_of, quantiles
 from server.offload.times import Span
 

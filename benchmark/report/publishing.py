@@ -23,7 +23,7 @@ from typing import Any
 
 from benchmark.report import pictures
 from benchmark.report.pictures import Picture
-from benchmark.report.result import BenchError, Result, save, show, write_atomically
+from benchmark.result import BenchError, Result, save, show, write_atomically
 
 Draw = Callable[[Result, Path], Sequence[Picture]]
 

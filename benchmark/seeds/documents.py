@@ -24,7 +24,7 @@ from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import BLOCK_SIZE, DTYPE_BYTES
 from benchmark.engine.generation import Prompt
 from benchmark.engine.schedules import DIAGONAL, ZIG_ZAG, Policy, StreamedCost, planned, predicted
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 
 FOLDER = Path(__file__).parent
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")  # what configs call their number of layers

@@ -19,8 +19,8 @@ from benchmark.cost.ceilings import Ceilings, Probe
 from benchmark.cost.devices import DEVICES, Capacity, DatasheetDevice, capacity, known
 from benchmark.cost.roofline import ServedModel, ceiling_of
 from benchmark.cost.shapes import BLOCK_SIZE
-from benchmark.engine.launch import free_host_bytes
-from benchmark.report.result import BenchError
+from benchmark.launch import free_host_bytes
+from benchmark.result import BenchError
 from benchmark.seeds.documents import Scale, Seed, answer_length, concurrency
 
 MOST_SEQUENCES = 256  # at once, of a server whose load is not named

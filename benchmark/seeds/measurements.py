@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmark.cost.roofline import ServedModel
-from benchmark.engine.launch import flags_of, started_command, stop_command
 from benchmark.engine.schedules import DIAGONAL, SCHEDULES
+from benchmark.launch import flags_of, started_command, stop_command
 from benchmark.options import option
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from benchmark.seeds import limits
 from benchmark.seeds.documents import BLOCKS, REQUESTS_PER_STREAM, Scale, Seed, Table, concurrency
 from benchmark.seeds.limits import Limit, Machine, document_percents, of_document, percent

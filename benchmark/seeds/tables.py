@@ -11,7 +11,7 @@ from typing import Any
 from benchmark.cost.ceilings import DATA_SHEET, MEASURED
 from benchmark.engine.generation import KINDS
 from benchmark.engine.shards import STEPS, THROUGHPUT_STEPS, throughputs_of
-from benchmark.report.result import GIB, Result, footer, table
+from benchmark.result import GIB, Result, footer, table
 from benchmark.seeds.documents import Seed, block_figures, concurrency
 from benchmark.seeds.measurements import Job
 

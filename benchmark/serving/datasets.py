@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 
 
 @dataclass(frozen=True, slots=True)

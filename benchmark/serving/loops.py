@@ -18,7 +18,7 @@ from random import Random
 from types import TracebackType
 from typing import Any
 
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from benchmark.serving.http_client import UNREACHABLE, Api, HttpClient
 from benchmark.serving.outcomes import LATE_MS, Load, Outcome, percentiles
 from benchmark.serving.workload import PlannedRequest

@@ -21,7 +21,7 @@ from typing import Any
 
 import orjson
 
-from benchmark.report.result import Result, SampleSummary, footer, percentile, table
+from benchmark.result import Result, SampleSummary, footer, percentile, table
 from benchmark.serving.datasets import Lengths
 from benchmark.serving.http_client import Reply
 

@@ -20,9 +20,8 @@ from random import Random
 from types import TracebackType
 from typing import Any
 
-from benchmark.engine import launch
-from benchmark.report.result import BenchError, Result
-from benchmark.report.terminal import Progress, Stage
+from benchmark import launch
+from benchmark.result import BenchError, Result
 from benchmark.serving import workload
 from benchmark.serving.datasets import Lengths, TracedRequest
 from benchmark.serving.http_client import DISCONNECTED, Api, HttpClient
@@ -39,6 +38,7 @@ from benchmark.serving.loops import (
 )
 from benchmark.serving.outcomes import Load, Objectives, Outcome, Records, loads, progress, row_of
 from benchmark.serving.workload import PlannedRequest
+from benchmark.terminal import Progress, Stage
 
 TOKEN_S = 0.02  # of a stream, about, to foresee how long a row takes
 SAMPLE = 32  # requests of a data set that say how long its requests are on average, where no row has been drawn

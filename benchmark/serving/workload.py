@@ -19,7 +19,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from benchmark.serving.datasets import BLOCK_TOKENS, Conversation, Lengths, Said, TracedRequest
 from benchmark.serving.http_client import as_text
 

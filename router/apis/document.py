@@ -17,11 +17,11 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from router.apis.anthropic.answers import MessageError
+from router.apis.errors import ANTHROPIC
+from router.apis.middleware import OPEN_PATHS, PATHS_OF_ANTHROPIC
 from router.apis.openai.answers import ErrorAnswer
 from router.errors import ErrorResponse
 from router.http import deadline
-from router.http.error_responses import ANTHROPIC
-from router.http.middleware import OPEN_PATHS, PATHS_OF_ANTHROPIC
 from router.requests import schemas
 
 Json = dict[str, Any]

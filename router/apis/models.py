@@ -11,11 +11,11 @@ from starlette.responses import Response
 
 from host.version import version
 from router.apis.anthropic.answers import MessageError, MessageModel, MessageModels
+from router.apis.errors import ANTHROPIC, error_response
 from router.apis.openai import answers
 from router.apis.openai.answers import ErrorAnswer, ServedModel, ServedModels
 from router.apis.serving import Services
 from router.errors import NotFound
-from router.http.error_responses import ANTHROPIC, error_response
 
 VERSION = "anthropic-version"
 Json = dict[str, Any]

@@ -16,6 +16,7 @@ from fastapi import Request
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from router.accounts import Account, Permits
 from router.batching.batcher import Batcher
 from router.chat.reader import AnswerFormats
 from router.chat.template import ChatTemplate
@@ -27,7 +28,6 @@ from router.http.event_stream import PING, EventStream, Frames, first_events
 from router.http.guard import ClientConnection
 from router.http.whole_answers import PlainAnswer
 from router.requests import continuing, schemas
-from router.requests.accounts import Account, Permits
 from router.requests.generation import Generator, OpenRequest
 from router.requests.prompt import Asked
 from router.requests.samples import Answer

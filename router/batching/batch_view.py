@@ -17,7 +17,7 @@ from typing import Any
 
 from prometheus_client import Counter
 
-from router.requests.accounts import Account
+from router.accounts import Account
 from router.scheduling.request import Entry
 from router.scheduling.scheduler import Scheduler
 from router.telemetry.metrics import Metrics, StepTrace

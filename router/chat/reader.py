@@ -33,7 +33,7 @@ from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
 from router.errors import ValidationError
 from router.grammars.grammar import Grammar
-from router.grammars.requested import grammar_of
+from router.requests.grammars import grammar_of
 from router.requests.prompt import Asked
 from router.text.tokenizer import ModelTokenizer
 

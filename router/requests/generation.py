@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from router.accounts import Account, Permits
 from router.batching.batcher import Batcher
 from router.errors import DeadlinePassed, RouterError
-from router.requests.accounts import Account, Permits
 from router.requests.continuing import Journal, Known
 from router.requests.prompt import Asked, Rendering
 from router.requests.samples import Answer, likeliest_first, one_per_prompt

@@ -26,7 +26,7 @@ from typing import TypeVar
 from router.errors import TooLong, ValidationError
 from router.grammars.compiler import Compiler
 from router.grammars.grammar import CompiledGrammar, Grammar
-from router.grammars.requested import grammar_of, held_by, renaming_errors
+from router.requests.grammars import grammar_of, held_by, renaming_errors
 from router.requests.prompt import Asked, Rendering
 from router.requests.schemas import GenerateParameters
 from router.sandbox.workers import Workers

@@ -19,7 +19,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.requests.accounts import MinuteBudget
+from router.accounts import MinuteBudget
 
 MOST_REFUSALS_A_MINUTE = 600
 MOST_CHARACTERS = 64  # of a name that a client chose

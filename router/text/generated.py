@@ -1,10 +1,25 @@
+"""The text of a request as it grows: whole characters, stop sequences, and why it ended.
+
+Detokenising one token at a time is wrong twice over: a character may be spread over several tokens, and the text of a
+token may depend on its neighbours (a leading space disappears at the start of a text). So each new token is decoded
+together with the last few that are already out, and only what it adds is given out, once it is whole characters.
+
+This does by hand what `tokenizers.decoders.DecodeStream` offers, on purpose. That class cannot give out held bytes at
+the end of a generation, and it gives out the end of the *prompt* when that ends in U+FFFD. The text of a finished
+request is here what decoding all its ids at once would have given, but for bytes that a special token cuts off at the
+end: they are never shown.
+
+TGI shows stop sequences; OpenAI's and Anthropic's APIs leave them out, so that what may turn out to begin one is held
+back until it is known (`StopFilter`), by the automaton of Knuth, Morris and Pratt (1977): a character costs the same
+however long a sequence is.
+"""
+
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.text.stops import StopFilter
 from router.text.tokenizer import REPLACEMENT, ModelTokenizer
 
 CONTEXT_TOKENS = 5  # of the prompt, decoded along with the first tokens; enough for every decoder's joining rules
@@ -80,6 +95,69 @@ class StopSearch:
         ends = [at + len(s) for s in self._stop if (at := text.find(s, max(0, start - len(s) + 1))) >= 0]
         self._tail = text[max(0, len(text) - self._num_kept) :]
         return min(ends) - start if ends else None
+
+
+class StopFilter:
+    """Takes a text in pieces; gives out what is no stop sequence and not the beginning of one."""
+
+    def __init__(self, stop: Sequence[str]) -> None:
+        self.found: str | None = None  # the sequence that was complete first; of several the longest
+        self._automata = [_Automaton(sequence) for sequence in stop]
+        self._held: list[tuple[str, bool]] = []  # characters, and whether each is to be shown
+
+    def push(self, piece: str, is_shown: bool = True) -> tuple[str, bool]:
+        """(what can be shown by now, whether a stop sequence is complete). Nothing may be pushed after that.
+
+        is_shown: whether the piece is part of the text, or of a special token, which is only searched.
+        """
+        if not self._automata:
+            return (piece if is_shown else ""), False
+        for character in piece:
+            self._held.append((character, is_shown))
+            found = [automaton.sequence for automaton in self._automata if automaton.push(character)]
+            if found:
+                self.found = max(found, key=len)
+                return self._release(len(self.found)), True
+        return self._release(max(automaton.matched for automaton in self._automata)), False
+
+    def flush(self) -> str:
+        """What is held back: nothing more will come."""
+        return self._release(0)
+
+    def _release(self, num_kept: int) -> str:
+        """All but the last so many characters, as far as they are shown."""
+        split = max(0, len(self._held) - num_kept)
+        out, self._held = self._held[:split], self._held[split:]
+        return "".join(character for character, is_shown in out if is_shown)
+
+
+class _Automaton:
+    """Finds one sequence: `matched` is the length of its longest beginning with which the text ends."""
+
+    def __init__(self, sequence: str) -> None:
+        self.sequence = sequence
+        self.matched = 0
+        self._shorter = _shorter_beginnings(sequence)
+
+    def push(self, character: str) -> bool:
+        """Whether the sequence is complete with this character."""
+        while self.matched and self.sequence[self.matched] != character:
+            self.matched = self._shorter[self.matched - 1]
+        if self.sequence[self.matched] == character:
+            self.matched += 1
+        return self.matched == len(self.sequence)
+
+
+def _shorter_beginnings(sequence: str) -> list[int]:
+    """For each beginning of the sequence, the longest shorter beginning with which it ends."""
+    shorter = [0] * len(sequence)
+    matched = 0
+    for at in range(1, len(sequence)):
+        while matched and sequence[matched] != sequence[at]:
+            matched = shorter[matched - 1]
+        matched += sequence[matched] == sequence[at]
+        shorter[at] = matched
+    return shorter
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,30 +1,17 @@
-"""Between token ids and text: the model's tokenizer, incremental detokenisation, stop sequences, finish reasons.
-
-Detokenising one token at a time is wrong twice over: a character may be spread over several tokens, and the text of a
-token may depend on its neighbours (a leading space disappears at the start of a text). So each new token is decoded
-together with the last few that are already out, and only what it adds is given out, once it is whole characters.
+"""The model's tokenizer: ids of texts, texts of ids, the bytes of each token, and how many tokens a text has at least.
 
 Most tokens are whole characters that any neighbour leaves alone, and most decoders are of kinds for which that can be
-known. What such a token adds is worked out once and looked up from then on (`LonePieces`).
-
-This does by hand what `tokenizers.decoders.DecodeStream` offers, on purpose. That class cannot give out held bytes at
-the end of a generation, and it gives out the end of the *prompt* when that ends in U+FFFD. The text of a finished
-request is here what decoding all its ids at once would have given, but for bytes that a special token cuts off at the
-end: they are never shown.
-
-What each token of a vocabulary stands for in bytes, and which tokens a text is made of.
+known. What such a token adds to a text is worked out once and looked up from then on (`LonePieces`).
 
 A token may be a part of a character, or the end of one and the beginning of the next, so that bytes alone can say what
-it adds to a text. A decoder may also leave something out, such as the space at the start of a text, or treat tokens by
-their neighbours: what is shown is the measure then, and the bytes are those of the token's share of it.
-
-How much text a number of tokens can stand for, known before anything is tokenised.
+it adds to a text (`TokenBytes`). A decoder may also leave something out, such as the space at the start of a text, or
+treat tokens by their neighbours: what is shown is the measure then, and the bytes are the token's share of it.
 
 A prompt of two megabytes takes seconds to tokenise, only to be refused for its length. Where every character of a text
 ends up in some token, a text with more characters than all of its tokens could hold need not be looked at. Many
-tokenizers lose characters, though: they strip, compose or drop them, or one unknown token stands for any number. So the
-bound is given for the kinds that are known to lose none (byte-level BPE and BPE that falls back to bytes: GPT-2, BLOOM,
-Llama, Qwen and their kin), and for no others.
+tokenizers lose characters, though: they strip, compose or drop them, or one unknown token stands for any number. So
+the bound (`most_characters_per_token`) is given for the kinds that are known to lose none (byte-level BPE and BPE that
+falls back to bytes: GPT-2, BLOOM, Llama, Qwen and their kin), and for no others.
 """
 
 from __future__ import annotations

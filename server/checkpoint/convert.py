@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from host.folders import make_private
-from server.checkpoint import sentencepiece
+from server.checkpoint import spm
 from server.checkpoint.files import HubError, checked_file, read_json, weight_files
 
 # What torch.load raises for a file that is damaged, hostile, or no checkpoint at all.
@@ -121,8 +121,8 @@ def _from_transformers(source: Path) -> dict[str, str]:
 def _from_sentencepiece(source: Path) -> dict[str, str]:
     data = checked_file(source, "tokenizer.model").read_bytes()
     names = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-    companions = sentencepiece.Companions(*(_settings(source, name) for name in names))
-    return sentencepiece.convert(data, str(_settings(source, "config.json").get("model_type")), companions)
+    companions = spm.Companions(*(_settings(source, name) for name in names))
+    return spm.convert(data, str(_settings(source, "config.json").get("model_type")), companions)
 
 
 def _settings(source: Path, name: str) -> dict[str, Any]:

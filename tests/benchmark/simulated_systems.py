@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from benchmark.commands.compare import DIFFERS, RESULT_COLUMNS, Figure, Row, between_starts, figure_of
-from benchmark.report.result import table
+from benchmark.result import table
 from benchmark.serving.datasets import Lengths
 from benchmark.serving.http_client import Reply
 from benchmark.serving.outcomes import Load, Objectives, Outcome, row_of

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmark import launch
 from benchmark.__main__ import COMMANDS, main
-from benchmark.engine import launch
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 
 ROOT = Path(__file__).parents[2]
 

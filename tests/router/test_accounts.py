@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from router.accounts import Account, Accounts, ApiKey, MinuteBudget, Permits, digest_of, read_keys
 from router.errors import Overloaded
-from router.requests.accounts import Account, Accounts, ApiKey, MinuteBudget, Permits, digest_of, read_keys
 from tests.router.test_drain_rate import Clock
 
 ALICE = {"name": "alice", "key": "alice-secret"}

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 from fastapi.routing import APIRoute
 
-from router.http.middleware import OPEN_PATHS
+from router.apis.middleware import OPEN_PATHS
 from tests.router.openai.test_routes import CHAT, COMPLETION, chunks_of, told
 from tests.router.site import PROMPT, Site, assert_is_error, events_in, site
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.text.stops import StopFilter
+from router.text.generated import StopFilter
 
 
 def shown(pieces: Sequence[str], stop: Sequence[str]) -> tuple[str, str | None]:

@@ -19,7 +19,7 @@ from server.arch.spec import Activation, Alibi
 from server.backends import cpu
 from server.backends.cpu import Kernels
 from server.backends.cpu.attention import KernelAttention, rotate
-from server.backends.cpu.build import BuildError, compiled
+from server.backends.cpu.build import BuildError, compiled_library
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.kernels import PEAKS
 from server.backends.cpu.layers import KernelNorm, PanelFormat, can_pack, kernel_gate
@@ -71,12 +71,12 @@ def fake_compiler(directory: Path, action: str) -> str:
 
 def copying_compiler(directory: Path) -> str:
     """Its output, the argument after -o, is the library that the real compiler made."""
-    return fake_compiler(directory, f'while [ "$1" != -o ]; do shift; done\nsleep 0.05\ncp "{compiled()}" "$2"')
+    return fake_compiler(directory, f'while [ "$1" != -o ]; do shift; done\nsleep 0.05\ncp "{compiled_library()}" "$2"')
 
 
 def test_a_machine_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match=r"^no C\+\+ compiler was found \(no-such-compiler\): install g\+\+$"):
-        compiled(tmp_path, ["no-such-compiler"])
+        compiled_library(tmp_path, ["no-such-compiler"])
     backend = cpu.choose(torch.float32, ["no-such-compiler"])
     assert "reference" == backend.name
     assert "no C++ compiler was found (no-such-compiler): install g++" in backend.description
@@ -86,33 +86,33 @@ def test_a_machine_without_a_compiler_says_what_to_install(tmp_path: Path) -> No
 
 def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(BuildError, match="error: no such instruction"):
-        compiled(tmp_path, [fake_compiler(tmp_path, "echo 'error: no such instruction' >&2; exit 1")])
+        compiled_library(tmp_path, [fake_compiler(tmp_path, "echo 'error: no such instruction' >&2; exit 1")])
 
 
 def test_a_library_that_cannot_be_loaded_is_no_library(tmp_path: Path) -> None:
     compiler = fake_compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done\necho text > "$2"')
     with pytest.raises(BuildError, match="cannot be loaded"):
-        Kernels(compiled(tmp_path, [compiler]))
+        Kernels(compiled_library(tmp_path, [compiler]))
 
 
 def test_a_home_that_cannot_be_written_to_is_named(tmp_path: Path, kernels: Kernels) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(BuildError, match="writable"):
-        compiled(tmp_path / "file", [copying_compiler(tmp_path)])
+        compiled_library(tmp_path / "file", [copying_compiler(tmp_path)])
 
 
 def test_what_is_compiled_is_kept(tmp_path: Path, kernels: Kernels) -> None:
     compiler = copying_compiler(tmp_path)
-    first = compiled(tmp_path / "cache", [compiler])
-    compiled = (tmp_path / "calls").read_text().splitlines()
-    assert first == compiled(tmp_path / "cache", [compiler])
-    assert [*compiled, "--version"] == (tmp_path / "calls").read_text().splitlines()
+    first = compiled_library(tmp_path / "cache", [compiler])
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert first == compiled_library(tmp_path / "cache", [compiler])
+    assert [*calls, "--version"] == (tmp_path / "calls").read_text().splitlines()
 
 
 def test_ranks_that_start_together_get_the_same_library(tmp_path: Path, kernels: Kernels) -> None:
     compiler = copying_compiler(tmp_path)
     with ThreadPoolExecutor(4) as pool:
-        paths = set(pool.map(lambda _: compiled(tmp_path / "cache", [compiler]), range(4)))
+        paths = set(pool.map(lambda _: compiled_library(tmp_path / "cache", [compiler]), range(4)))
     (path,) = paths
     assert [path] == list(path.parent.iterdir())
     assert isinstance(Kernels(path), Kernels)
@@ -318,11 +318,11 @@ def test_queries_may_be_slices_of_a_projection(kernels: Kernels) -> None:
     meta = step_of([(5, 1), (9, 9)], BLOCKS, seed=3)
     qkv = random(10, 3 * 8, 16)
     q, k, v = qkv.split(8, dim=1)
-    for backend in (compiled := KernelAttention(kernels, SCORES["plain"]), BatchedAttention(SCORES["plain"])):
+    for backend in (compiled_library := KernelAttention(kernels, SCORES["plain"]), BatchedAttention(SCORES["plain"])):
         kv = torch.zeros(2, BLOCKS, 8, BLOCK_SIZE, 16)
         backend.write(kv, k, v, meta)
         output = backend.attend(q, kv, meta, 0)
-        expected = output if backend is compiled else expected  # noqa: F821
+        expected = output if backend is compiled_library else expected  # noqa: F821
     assert_near(expected, output)
 
 

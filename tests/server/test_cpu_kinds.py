@@ -17,7 +17,7 @@ from host.cpu_kinds import AVX2, AVX512, MACHINE, NAMED, NATIVE, Kind
 from launch.settings import read_settings
 from server.backends import choose, cpu
 from server.backends.cpu import CpuBackend, Kernels
-from server.backends.cpu.build import compiled
+from server.backends.cpu.build import compiled_library
 from server.backends.cpu.device import CpuDevice
 from server.config import ShardConfig
 from tests.server.driver import all_logits, load_engine
@@ -81,17 +81,17 @@ def test_a_kind_that_is_asked_for_is_never_replaced_by_another(kind: Kind) -> No
 
 def test_kinds_are_built_side_by_side_and_found_again(tmp_path: Path, kernels: Kernels) -> None:
     compiler, kinds = copying_compiler(tmp_path), (NATIVE, AVX512, AVX2)
-    first = [compiled(tmp_path / "cache", [compiler], kind) for kind in kinds]
-    compiled = (tmp_path / "calls").read_text().splitlines()
+    first = [compiled_library(tmp_path / "cache", [compiler], kind) for kind in kinds]
+    compiled_library = (tmp_path / "calls").read_text().splitlines()
     assert 3 == len(set(first)) and all(path.is_file() for path in first)
-    assert first == [compiled(tmp_path / "cache", [compiler], kind) for kind in kinds]
-    assert [*compiled, *["--version"] * 3] == (tmp_path / "calls").read_text().splitlines()
+    assert first == [compiled_library(tmp_path / "cache", [compiler], kind) for kind in kinds]
+    assert [*compiled_library, *["--version"] * 3] == (tmp_path / "calls").read_text().splitlines()
 
 
 @X86
 @EACH
 def test_each_kind_compiles_for_whatever_processor(kind: Kind, kernels: Kernels) -> None:
-    assert compiled(kind=kind).is_file()
+    assert compiled_library(kind=kind).is_file()
 
 
 @X86

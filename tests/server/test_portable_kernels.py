@@ -14,7 +14,7 @@ import pytest
 from host.cpu_kinds import AMX, AVX2, AVX512, BF16, KINDS, MACHINE, VNNI, Kind, cpu_flags
 from server.backends import cpu
 from server.backends.cpu import Kernels
-from server.backends.cpu.build import BuildError, compile_all, compiled, fitting, library
+from server.backends.cpu.build import BuildError, compile_all, compiled_library, fitting, library
 
 X86 = pytest.mark.skipif(platform.machine() != MACHINE, reason="kinds are of x86-64 alone")
 # Shortened from /proc/cpuinfo of the CPUs that are named.
@@ -64,7 +64,9 @@ def test_a_library_of_other_sources_is_never_loaded(shipped: Path, monkeypatch: 
     other = shipped / "other sources"
     other.mkdir()
     (other / "linear.cpp").write_text("// changed")
-    monkeypatch.setattr(sys.modules[compiled.__module__], "SOURCES", other)  # `build` is the function's name, too
+    monkeypatch.setattr(
+        sys.modules[compiled_library.__module__], "SOURCES", other
+    )  # `build` is the function's name, too
     assert fitting(shipped, "x86_64", SAPPHIRE_RAPIDS) is None
 
 
@@ -92,7 +94,7 @@ def test_the_compiler_means_by_a_kind_no_more_than_a_machine_is_asked_for() -> N
 @X86
 def test_one_that_fits_serves_where_there_is_no_compiler(tmp_path: Path, kernels: Kernels) -> None:
     for kind in KINDS:
-        library(kind, tmp_path).symlink_to(compiled())
+        library(kind, tmp_path).symlink_to(compiled_library())
     if fitting(tmp_path) is None:
         pytest.skip(f"this CPU is of no kind: {cpu_flags()}")
     assert isinstance(cpu.load(["no-such-compiler"], tmp_path), Kernels)

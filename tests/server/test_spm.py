@@ -28,7 +28,7 @@ from transformers.convert_slow_tokenizer import LlamaConverter, SpmConverter
 
 from router.text.generated import Detokeniser
 from router.text.tokenizer import ModelTokenizer
-from server.checkpoint import convert, sentencepiece
+from server.checkpoint import convert, spm
 from server.checkpoint.files import HubError
 
 IDENTITY = {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}
@@ -91,9 +91,7 @@ def reference(data: bytes) -> sentencepiece.SentencePieceProcessor:
 
 
 def load(data: bytes, model_type: str = "", **files: Mapping[str, Any]) -> Tokenizer:
-    return Tokenizer.from_str(
-        sentencepiece.convert(data, model_type, sentencepiece.Companions(**files))["tokenizer.json"]
-    )
+    return Tokenizer.from_str(spm.convert(data, model_type, spm.Companions(**files))["tokenizer.json"])
 
 
 @cache
@@ -223,18 +221,18 @@ def count_of_other_ids(make: Callable[[Path], Tokenizer], name: str, folder: Pat
 
 
 def test_nearly_every_entry_of_the_table_is_replaced_as_sentencepiece_does() -> None:
-    model = sentencepiece.parse(trained("unigram"))
-    table = sentencepiece.read_charsmap(model.normalizer_spec.precompiled_charsmap)
+    model = spm.parse(trained("unigram"))
+    table = spm.read_charsmap(model.normalizer_spec.precompiled_charsmap)
     assert len(table) > 200_000
-    rule = normalizers.Sequence(sentencepiece.charsmap_steps(model.normalizer_spec.precompiled_charsmap))
+    rule = normalizers.Sequence(spm.charsmap_steps(model.normalizer_spec.precompiled_charsmap))
     wrong = [key for key, value in table.items() if rule.normalize_str(key) != value]
     assert len(wrong) < len(table) / 500
     assert [] == [key for key in wrong if len(key) == 1]
 
 
 def test_table_read_is_what_sentencepiece_applies() -> None:
-    model = sentencepiece.parse(trained("unigram"))
-    table = sentencepiece.read_charsmap(model.normalizer_spec.precompiled_charsmap)
+    model = spm.parse(trained("unigram"))
+    table = spm.read_charsmap(model.normalizer_spec.precompiled_charsmap)
     rule = sentencepiece.SentencePieceNormalizer(
         rule_name="nmt_nfkc", add_dummy_prefix=False, escape_whitespaces=False, remove_extra_whitespaces=False
     )
@@ -243,13 +241,13 @@ def test_table_read_is_what_sentencepiece_applies() -> None:
 
 @pytest.mark.parametrize("damage", ["empty size", "cut", "circular"])
 def test_damaged_table_is_refused(damage: str) -> None:
-    model = sentencepiece.parse(trained("unigram"))
+    model = spm.parse(trained("unigram"))
     # A root whose child with label 1 stands at place 1 and leads back to itself.
     circle = (8).to_bytes(4, "little") + (0).to_bytes(4, "little") + (0x401).to_bytes(4, "little")
     blobs = {"empty size": b"\x00", "cut": model.normalizer_spec.precompiled_charsmap[:5000], "circular": circle}
     model.normalizer_spec.precompiled_charsmap = blobs[damage]
-    with pytest.raises(sentencepiece.SpmError, match=r"damaged normalizer"):
-        sentencepiece.convert(model.SerializeToString())
+    with pytest.raises(spm.SpmError, match=r"damaged normalizer"):
+        spm.convert(model.SerializeToString())
 
 
 # Merges
@@ -259,16 +257,16 @@ def made(pieces: Mapping[str, float], byte_fallback: bool = False) -> bytes:
     """A BPE model with these pieces, and no rules for spaces."""
     model = pb.ModelProto()
     for text, kind in (
-        ("<unk>", sentencepiece.UNKNOWN),
-        ("<s>", sentencepiece.CONTROL),
-        ("</s>", sentencepiece.CONTROL),
+        ("<unk>", spm.UNKNOWN),
+        ("<s>", spm.CONTROL),
+        ("</s>", spm.CONTROL),
     ):
         model.pieces.add(piece=text, score=0.0, type=kind)
     for byte in range(256 if byte_fallback else 0):
         model.pieces.add(piece=f"<0x{byte:02X}>", score=0.0, type=6)
     for text, score in pieces.items():
-        model.pieces.add(piece=text, score=score, type=sentencepiece.NORMAL)
-    model.trainer_spec.model_type = sentencepiece.BPE
+        model.pieces.add(piece=text, score=score, type=spm.NORMAL)
+    model.trainer_spec.model_type = spm.BPE
     model.trainer_spec.byte_fallback = byte_fallback
     model.normalizer_spec.name = "identity"
     model.normalizer_spec.add_dummy_prefix = False
@@ -377,7 +375,7 @@ def test_reserved_pieces_get_the_names_of_the_files_and_normal_ones_keep_theirs(
     ],
 )
 def test_files_that_do_not_fit_are_refused(files: Mapping[str, Any], expected: str) -> None:
-    with pytest.raises(sentencepiece.SpmError, match=expected):
+    with pytest.raises(spm.SpmError, match=expected):
         load(trained("bpe"), **files)
 
 
@@ -402,7 +400,7 @@ def spoilt(change: Mapping[str, Any]) -> bytes:
         (b"IQ== 0\nIg== 1\n", "not a sentencepiece model"),
         (spoilt({"pieces.3.piece": "b"}), "names a piece twice"),
         (spoilt({"pieces.3.score": float("nan")}), "score that is no number"),
-        (spoilt({"pieces.3.type": sentencepiece.UNUSED}), "unused pieces"),
+        (spoilt({"pieces.3.type": spm.UNUSED}), "unused pieces"),
         (spoilt({"trainer_spec.model_type": 3}), "neither BPE nor Unigram"),
         (spoilt({"trainer_spec.treat_whitespace_as_suffix": True}), "behind words"),
         (spoilt({"trainer_spec.byte_fallback": True}), "lacks byte pieces"),
@@ -410,8 +408,8 @@ def spoilt(change: Mapping[str, Any]) -> bytes:
     ],
 )
 def test_model_that_cannot_be_converted_is_refused(data: bytes, expected: str) -> None:
-    with pytest.raises(sentencepiece.SpmError, match=expected):
-        sentencepiece.convert(data)
+    with pytest.raises(spm.SpmError, match=expected):
+        spm.convert(data)
 
 
 # Through server.checkpoint.convert

@@ -22,7 +22,7 @@ from jsonschema.protocols import Validator
 from router.errors import ValidationError
 from router.grammars.grammar import Grammar
 from router.grammars.matcher import GrammarError, Matchers
-from router.grammars.requested import grammar_of
+from router.requests.grammars import grammar_of
 from router.requests.schemas import GenerateParameters, GrammarParameters
 from router.text.tokenizer import ModelTokenizer
 from tests.router.grammars.test_matcher import DEMO, drawn

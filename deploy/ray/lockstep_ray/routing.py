@@ -1,4 +1,4 @@
-"""Which replica Serve sends a request to: the router's own policies (`router/scheduling/balancing.py`) in Serve's interface.
+"""The router's own policies of dispatch (`router/scheduling/balancing.py`) in the interface of Ray Serve.
 
 Every ingress keeps count of what it has sent itself. Places on the ring follow from the replicas' names, so that all
 ingresses send what begins alike to the same replica.

@@ -20,7 +20,7 @@ from host.cpu_kinds import Kind
 from server.arch.spec import ArchSpec
 from server.backends.cpu import build
 from server.backends.cpu.attention import KernelAttention, can_read
-from server.backends.cpu.build import COMPILERS, BuildError, compiled
+from server.backends.cpu.build import COMPILERS, BuildError, compiled_library
 from server.backends.cpu.codes import CodeFormat, takes
 from server.backends.cpu.device import CpuDevice
 from server.backends.cpu.experts import KernelExperts
@@ -163,7 +163,7 @@ def load(compilers: Sequence[str] = COMPILERS, shipped: Path = build.FOLDER, kin
     if problem := kind.why_not():
         raise BuildError(problem)
     try:
-        return Kernels(compiled(compilers=compilers, kind=kind))
+        return Kernels(compiled_library(compilers=compilers, kind=kind))
     except BuildError:
         library = build.fitting(shipped, kinds=cpu_kinds.KINDS if kind == cpu_kinds.NATIVE else (kind,))
         if library is None:

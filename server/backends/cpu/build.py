@@ -41,7 +41,7 @@ class BuildError(Exception):
     """Why there is no library, in a sentence that names the remedy."""
 
 
-def compiled(cache: Path | None = None, compilers: Sequence[str] = COMPILERS, kind: Kind = NATIVE) -> Path:
+def compiled_library(cache: Path | None = None, compilers: Sequence[str] = COMPILERS, kind: Kind = NATIVE) -> Path:
     """The library of a kind, from `cache` (by default a directory below the user's home) if it is there already.
 
     Raises BuildError.

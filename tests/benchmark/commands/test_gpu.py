@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmark import launch
 from benchmark.__main__ import main
 from benchmark.commands import gpu, probes
 from benchmark.commands.gpu import Report
@@ -19,7 +20,6 @@ from benchmark.cost import shapes
 from benchmark.cost.ceilings import Ceilings
 from benchmark.cost.devices import DEVICES
 from benchmark.cost.roofline import Piece, ServedModel, ceiling_of
-from benchmark.engine import launch
 from server.backends.cpu.device import CpuDevice
 from server.backends.protocol import Scores
 from server.backends.reference import ReferenceBackend

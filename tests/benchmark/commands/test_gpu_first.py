@@ -15,7 +15,7 @@ import pytest
 from benchmark.__main__ import main
 from benchmark.commands import gpu_first
 from benchmark.commands.gpu_first import FirstMinutes, Part, python, runs
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from tests.running import ROOT
 
 

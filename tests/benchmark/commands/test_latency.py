@@ -18,14 +18,15 @@ from typing import Any
 import pytest
 from transformers.utils import logging
 
+from benchmark import launch
 from benchmark.__main__ import main
 from benchmark.commands import latency
 from benchmark.cost import shapes
 from benchmark.cost.ceilings import Ceilings
 from benchmark.cost.roofline import ServedModel
-from benchmark.engine import launch, shards
+from benchmark.engine import shards
 from benchmark.engine.shards import FIRST_ID, STEPS, THROUGHPUT_STEPS, StepDriver, Times, random_prompts
-from benchmark.report.result import BenchError, SampleSummary
+from benchmark.result import BenchError, SampleSummary
 from router.scheduling.request import Sampling
 from router.shards.client import OperatorTime, ShardError
 from tests.router.fake_shards import FakeShardedClient

@@ -20,7 +20,7 @@ from benchmark.cost import shapes
 from benchmark.cost.ceilings import Ceilings
 from benchmark.cost.roofline import BytesAndFlops, ServedModel
 from benchmark.engine.generation import Prompt, StepRecord, TimedShards, generate, load_tokenizer, read_prompts
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from router.scheduling.limits import Limits
 from router.text.tokenizer import ModelTokenizer
 from tests.router.fake_shards import FakeShardedClient

@@ -12,7 +12,7 @@ import pytest
 from benchmark.__main__ import main
 from benchmark.commands import promises
 from benchmark.commands.promises import Promise, promise_table, row_of
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from benchmark.serving.http_client import Reply
 
 

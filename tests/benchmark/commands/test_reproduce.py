@@ -17,7 +17,7 @@ from benchmark.commands import latency, reproduce
 from benchmark.cost.ceilings import Ceilings
 from benchmark.cost.roofline import ServedModel
 from benchmark.cost.shapes import from_config
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from benchmark.seeds import documents, limits, measurements, tables
 from benchmark.seeds.limits import Machine
 

@@ -18,7 +18,7 @@ import pytest
 from benchmark.__main__ import main
 from benchmark.commands import serving
 from benchmark.commands.serving import limits_of
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from benchmark.serving import http_client, loops
 from benchmark.serving.datasets import Lengths
 from benchmark.serving.http_client import ChatApi, HttpClient, OpenAiApi, Reply, TgiApi

@@ -19,7 +19,7 @@ from benchmark.commands.simulate import SETTINGS
 from benchmark.fleet.prediction import comparison, figures, read_serving
 from benchmark.fleet.replica import Tally
 from benchmark.fleet.traffic import Request, arrival_times, read_trace
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from tests.benchmark.cost.test_step_times import latency_result
 
 ROOT = Path(__file__).parents[3]

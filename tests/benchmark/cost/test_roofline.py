@@ -16,7 +16,7 @@ from benchmark.cost.devices import DEVICES
 from benchmark.cost.roofline import BytesAndFlops, Piece, ServedModel, mean_context
 from benchmark.cost.step_times import Roofline, StepWork
 from benchmark.engine import shards
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from server.backends import cpu
 from server.backends.cpu.build import BuildError
 from tests.benchmark.mixtral import MIXTRAL, SMALL_MIXTRAL

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM
 
 from benchmark.cost import shapes
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from server.quant.kv import KV_FORMATS
 from server.stepping.cache import KVShape
 

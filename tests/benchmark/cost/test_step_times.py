@@ -12,7 +12,7 @@ from benchmark.cost import shapes
 from benchmark.cost.devices import DEVICES
 from benchmark.cost.roofline import Piece, ServedModel, mean_context
 from benchmark.cost.step_times import Curve, Fitted, Roofline, StepWork, fit, read_latency
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 
 BLOOMZ = ServedModel(shapes.shape("bloomz-7b1-mt"), "float16")
 # Its arithmetic by hand: parameters of the layers and of the head, of 2 bytes each; bytes of a token's keys and values;

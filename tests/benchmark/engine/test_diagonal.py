@@ -11,7 +11,7 @@ from benchmark.cost.step_times import StepWork
 from benchmark.engine import schedules
 from benchmark.engine.generation import Prompt, TimedShards, generate
 from benchmark.engine.schedules import DIAGONAL, ROW, ZIG_ZAG, Policy, planned
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from router.shards.client import ShardError
 from tests.benchmark.commands.test_offline import WORK, words
 from tests.router.fake_shards import FakeShardedClient

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from benchmark.engine import launch
+from benchmark import launch
 
 
 class Deaf(asyncio.Protocol):

@@ -10,7 +10,7 @@ import pytest
 
 from benchmark.fleet.capacity import GROWS, OPEN, REFUSES, STEADY, Trial, Watched, fewest_replicas, judged, num_runs
 from benchmark.fleet.traffic import OpenLoop, Request
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 
 
 def queue(count: int, mean: float, growth: float = 0.0, seed: int = 1) -> array[int]:

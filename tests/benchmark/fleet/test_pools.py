@@ -14,7 +14,7 @@ from benchmark.cost.step_times import Fixed
 from benchmark.fleet import traffic
 from benchmark.fleet.pools import Pool, _split
 from benchmark.fleet.traffic import Request
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from tests.router.doubles import make_limits
 
 SMALL = ("--step-ms", "10", "--token-us", "20", "--num-requests", "60", "--request-rate", "20")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmark.report import pictures
-from benchmark.report.result import Result
+from benchmark.result import Result
 from tests.benchmark.report.test_pictures import png_size
 from tests.benchmark.report.test_result import context
 

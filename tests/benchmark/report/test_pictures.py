@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmark.report import pictures
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 
 
 def png_size(path: Path) -> tuple[int, int]:

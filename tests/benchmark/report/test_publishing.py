@@ -10,7 +10,7 @@ import pytest
 
 from benchmark.report import pictures, publishing
 from benchmark.report.publishing import published
-from benchmark.report.result import BenchError, Result, table
+from benchmark.result import BenchError, Result, table
 from tests.benchmark.report.test_pictures import latency_rows
 from tests.benchmark.report.test_result import context
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmark.report.publishing import publish, published
-from benchmark.report.result import (
+from benchmark.result import (
     BenchError,
     Result,
     RunContext,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.report.terminal import Progress, Stage, words
+from benchmark.terminal import Progress, Stage, words
 
 ROOT = Path(__file__).parents[3]
 
@@ -81,7 +81,7 @@ def test_a_single_stage_is_no_line(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_terminal_sees_a_bar_and_standard_output_nothing() -> None:
     code = (
-        "from benchmark.report.terminal import Stage, shown\n"
+        "from benchmark.terminal import Stage, shown\n"
         "with shown('a title', [Stage('first'), Stage('second')]) as view:\n"
         "    view.begin(); view.advance(0.5); view.begin()\n"
         "print('done')"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from benchmark.serving.datasets import Said, read_dataset
 
 SHAREGPT = [

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from benchmark.serving.datasets import Lengths, Said, TracedRequest
 from benchmark.serving.workload import (
     DatasetSource,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from benchmark.serving.datasets import Lengths, read_trace
 
 MOONCAKE = """{"timestamp": 3000, "input_length": 1100, "output_length": 52, "hash_ids": [46, 47, 48]}

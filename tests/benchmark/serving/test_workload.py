@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 import pytest
 
-from benchmark.report.result import BenchError
+from benchmark.result import BenchError
 from benchmark.serving.datasets import Lengths
 from benchmark.serving.workload import (
     LONGEST,

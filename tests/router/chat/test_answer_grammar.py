@@ -18,7 +18,7 @@ from router.chat.template import ChatTemplate
 from router.chat.tools import Offer, Tool, ToolChoice, offer
 from router.errors import ValidationError
 from router.grammars.grammar import Grammar, GrammarKind
-from router.grammars.requested import held_by, renaming_errors
+from router.requests.grammars import held_by, renaming_errors
 from router.requests.prompt import Asked
 from router.requests.schemas import GenerateParameters, GrammarParameters
 from router.text.tokenizer import ModelTokenizer

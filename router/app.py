@@ -25,8 +25,17 @@ from starlette.routing import Match
 from typing_extensions import TypedDict
 
 from host.version import version
+from router.accounts import AccountMetrics, Accounts, Permits
 from router.apis.anthropic.routes import add_anthropic_routes
 from router.apis.document import api_document
+from router.apis.errors import error_response, status_response
+from router.apis.middleware import (
+    HEADERS_OF_CLIENTS,
+    ApiKeyMiddleware,
+    CrossOriginMiddleware,
+    HostMiddleware,
+    RequestIdMiddleware,
+)
 from router.apis.models import add_model_routes
 from router.apis.openai.responses.routes import add_responses_routes
 from router.apis.openai.routes import add_openai_routes
@@ -44,17 +53,8 @@ from router.grammars.compiler import Compiler
 from router.grammars.grammar import Matching
 from router.http import deadline
 from router.http.bodies import Bodies
-from router.http.error_responses import error_response, status_response
 from router.http.guard import ClientGone
-from router.http.middleware import (
-    HEADERS_OF_CLIENTS,
-    ApiKeyMiddleware,
-    CrossOriginMiddleware,
-    HostMiddleware,
-    RequestIdMiddleware,
-)
 from router.http.whole_answers import StaticFile
-from router.requests.accounts import AccountMetrics, Accounts, Permits
 from router.requests.generation import Generator
 from router.requests.validation import Validator
 from router.sandbox import TaskError

@@ -32,7 +32,7 @@ import uvloop
 
 from benchmark import options
 from benchmark.cost import shapes
-from benchmark.report.result import ROOT, BenchError
+from benchmark.result import ROOT, BenchError
 from host.process import end_with_parent
 
 LAUNCHER = ROOT / "launcher.py"  # beside this package, in a checkout and where it is installed

@@ -14,10 +14,10 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from router.accounts import Account, Accounts
+from router.apis.errors import ANTHROPIC, OPENAI, error_response, status_response
 from router.apis.playground import files as playground
 from router.errors import Unauthorized, WrongHost
-from router.http.error_responses import ANTHROPIC, OPENAI, error_response, status_response
-from router.requests.accounts import Account, Accounts
 
 SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
 HOST = re.compile(r"(\[(?P<ipv6>[0-9A-Fa-f:.]+)\]|(?P<name>[^:\[\]]+))(:[0-9]*)?")
