@@ -115,7 +115,7 @@ class Talk:
         self._beat_at = 0.0
 
     def fileno(self) -> int:
-        """The socket's."""
+        """The file descriptor of the socket."""
         return self._end.fileno()
 
     def say(self, message: Mapping[str, Any]) -> None:

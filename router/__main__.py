@@ -154,9 +154,9 @@ def doors(listener: socket.socket) -> list[socket.socket]:
 def max_connections() -> int:
     """How many connections may be open, after raising this process's limit of descriptors as far as it may be.
 
-    Once more are there, one makes room: the longest idle, or who owes headers or a body, or does not read; if all are
-    answered, the new one. So `accept` always finds a descriptor; without one it would fail again and again while the
-    connection waits.
+    Beyond that number one connection is closed: the one that has been idle the longest, else one with incomplete
+    headers or body or an unread answer, else the new one. So `accept` always finds a descriptor; without one it would
+    fail repeatedly while the connection waits.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES)

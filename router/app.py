@@ -279,9 +279,7 @@ class InfoBody(TypedDict):
         str, Field(description="Which steps are captured, and how long that took when shards started.")
     ]
     decode_graph_bytes: Annotated[int, Field(description="Of the device's memory, of each shard; 0: not known.")]
-    measured_products: Annotated[
-        list[str], Field(description="How each product is computed that was measured, by memory's GB/s.")
-    ]
+    measured_products: Annotated[list[str], Field(description="Kernel of each measured product, with its GB/s.")]
     clocks: Annotated[str | None, Field(description="Of a GPU while it decoded before the first request.")]
     router: str
     version: str

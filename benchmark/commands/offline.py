@@ -126,8 +126,8 @@ def _add_schedules(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--num-gpu-batches", type=options.positive, nargs="+", metavar="N",
-        help=f"batches of a block, which advance together ({DEFAULT_BATCHES}; auto tries several); in the "
-        "diagonal order as many as the same KV memory has room for",
+        help=f"batches that advance together as a block ({DEFAULT_BATCHES}; auto tries several); "
+        "diagonal: as many as fit into the same KV memory",
     )  # fmt: skip
     group.add_argument(
         "--gpu-batch-size", type=options.positive, metavar="N",

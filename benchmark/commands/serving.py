@@ -48,11 +48,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="/generate_stream, /v1/completions or /v1/chat/completions (tgi)",
     )  # fmt: skip
     target.add_argument("--api-key-file", type=Path, metavar="FILE", help="the server's key")
-    target.add_argument("--no-ignore-eos", action="store_true", help="let models end their answers")
-    target.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer.json's folder, without /tokenize")
-    target.add_argument("--timeout", type=ABOVE_ZERO, default=600.0, metavar="S", help="of a request (600)")
-    add_work_arguments(parser.add_argument_group("what is sent"))
-    add_load_arguments(parser.add_argument_group("when"))
+    target.add_argument("--no-ignore-eos", action="store_true", help="let end tokens end answers")
+    target.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="folder of tokenizer.json, if there is no /tokenize"
+    )
+    target.add_argument("--timeout", type=ABOVE_ZERO, default=600.0, metavar="S", help="limit of a request (600)")
+    add_work_arguments(parser.add_argument_group("requests"))
+    add_load_arguments(parser.add_argument_group("load"))
     parser.add_argument("--output", type=Path, metavar="DIR", help="folder for the report, plots and requests.jsonl")
     launch.add_server_arguments(parser)
     parser.add_argument("launcher_flags", nargs="*", metavar="-- FLAG", help="further flags of the launcher")

@@ -256,8 +256,8 @@ def add_fleet_arguments(group: argparse._ArgumentGroup) -> None:
         "--prefill-share", type=options.number(above=0, at_most=1), metavar="S",
         help="share of the replicas that only prefill; the others decode",
     )  # fmt: skip
-    group.add_argument("--kv-link-gbit", type=_positive, default=400.0, metavar="G", help="between both, Gbit/s (400)")
-    group.add_argument("--startup-s", type=_not_negative, default=60.0, metavar="S", help="of a replica (60)")
+    group.add_argument("--kv-link-gbit", type=_positive, default=400.0, metavar="G", help="Gbit/s between both (400)")
+    group.add_argument("--startup-s", type=_not_negative, default=60.0, metavar="S", help="start-up time (60)")
     group.add_argument(
         "--delay-ms", type=_not_negative, default=0.0, metavar="MS",
         help="round trip between clients and steps (network, HTTP, balancer), part of every TTFT (0)",

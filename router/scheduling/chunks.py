@@ -43,8 +43,8 @@ CREDIT = 1.25  # how much longer than the longest a step may count: one that was
 SURPRISE = 0.2
 MOST_SWEEPS = 20
 MOST_NOTED = 64  # steps that are learnt from at once
-# Where no step is without prompts, what is of any step and what is of having both are one: it is taken for the former,
-# because this makes the cost of having both a little smaller with each step.
+# If every step has prompts, the cost of any step and the extra cost of a step with both cannot be told apart. Shrinking
+# the extra cost a little with each step attributes the time to the cost of any step.
 SHRINKAGE = (1.0, 1.0, 1.0, 1.02)
 
 

@@ -22,7 +22,7 @@ class Place(Protocol):
 
     @property
     def name(self) -> str:
-        """For people."""
+        """The name in messages."""
 
     @property
     def share(self) -> Share:

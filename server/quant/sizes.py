@@ -55,7 +55,7 @@ class Storage:
 
     @property
     def description(self) -> str:
-        """For people, such as `gptq, 4 bits, groups of 128`."""
+        """As in messages: `gptq, 4 bits, groups of 128`."""
         parts = [self.name, f"{self.bits} bits"]
         parts += [f"groups of {self.group}"] if self.group else []
         parts += ["8-bit inputs"] if self.rounds_inputs else []

@@ -109,7 +109,7 @@ class Inputs:
 
     @classmethod
     def of(cls, width: int, device: torch.device) -> Inputs:
-        """None yet."""
+        """Statistics of no inputs yet."""
         return cls(
             torch.zeros(width, width, device=device),
             torch.zeros(width, device=device),
@@ -117,7 +117,7 @@ class Inputs:
         )
 
     def add(self, x: Tensor) -> None:
-        """More of them."""
+        """Accumulate the statistics of more inputs."""
         x = x.float()
         self.products.addmm_(x.t(), x)
         self.magnitudes += x.abs().sum(0)

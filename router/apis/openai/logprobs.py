@@ -269,5 +269,5 @@ def _number(logprob: float | None) -> float | None:
 
 
 def text_of(tokens: Iterable[ShownToken]) -> str:
-    """What they are the tokens of."""
+    """The tokens' text."""
     return "".join(token.text for token in tokens)

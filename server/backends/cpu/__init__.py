@@ -75,7 +75,8 @@ class CpuBackend(ReferenceBackend):
 
     def quantised(self, weight: QuantisedWeight, *, is_gated: bool, maximum: Maximum | None) -> LinearFormat:
         if self._dtype == torch.float32 and weight.inputs is not None and not takes(weight, self._dtype):
-            return super().quantised(weight, is_gated=is_gated, maximum=maximum)  # who computes so compares
+            # float32 is for comparisons: exact, not fast
+            return super().quantised(weight, is_gated=is_gated, maximum=maximum)
         is_taken = takes(weight, self._dtype, rounds_inputs=self._rounds_inputs)
         format = CodeFormat if is_taken else LevelFormat
         return format(self._kernels, self._arena, weight, self._dtype, is_gated=is_gated, maximum=maximum)

@@ -93,7 +93,7 @@ class ResponsesRequest(InputRequest):
     prompt_cache_key: str | None = Field(default=None, description="The answer has it.")
     stream: bool | None = Field(default=None, description="Answer with server-sent events.")
     temperature: float | None = Field(default=None, description="0: the most likely tokens. Absent: 1.")
-    top_logprobs: Integer | None = Field(default=None, description="Likeliest tokens told beside each of them.")
+    top_logprobs: Integer | None = Field(default=None, description="Likeliest alternatives reported with each token.")
     top_p: float | None = None
 
     def ignored(self) -> list[str]:
