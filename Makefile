@@ -51,7 +51,7 @@ test-suites: needs install
 # format.
 test-formats: needs install
 	$(RUN) -m pytest -m formats tests/formats tests/server/quant $(ARGS)
-	PYTHONPATH=docs/embedded-model $(RUN) -m tests.quantised_perplexity --check
+	PYTHONPATH=docs/embedded-model $(RUN) -m tests.server.quant.quantised_perplexity --check
 
 # Weights and KV blocks that are not on the device, with every family, share and format; jobs that survive their death.
 test-offload: needs install
@@ -59,7 +59,7 @@ test-offload: needs install
 
 # The kernels for GPUs in all shapes, interpreted and compiled, of which the suite has every kind once.
 test-kernels: needs install
-	$(RUN) -m pytest -m kernels tests/server/test_triton.py $(ARGS)
+	$(RUN) -m pytest -m kernels tests/server/backends/cuda/test_triton.py $(ARGS)
 
 # Servers on several nodes, each a network namespace of this machine, whose cables are pulled and lose packets. As root.
 test-nodes: needs install
@@ -81,12 +81,12 @@ test-ray: needs .venv-ray/installed
 # An hour of killed and stopped processes, alone, in every order and of those for chats and grammars; then an hour of
 # streams: tokens, memory, descriptors.
 soak: needs install
-	$(RUN) -m tests.survival --kills 50
-	$(RUN) -m tests.survival --kills 20 --fault stop
-	$(RUN) -m tests.kill_orders --times 100
-	$(RUN) -m tests.kill_orders --times 100 --pipeline-parallel 2
-	$(RUN) -m tests.storm --minutes 10
-	$(RUN) -m tests.soak --minutes 60
+	$(RUN) -m tests.system.survival --kills 50
+	$(RUN) -m tests.system.survival --kills 20 --fault stop
+	$(RUN) -m tests.system.kill_orders --times 100
+	$(RUN) -m tests.system.kill_orders --times 100 --pipeline-parallel 2
+	$(RUN) -m tests.system.storm --minutes 10
+	$(RUN) -m tests.system.soak --minutes 60
 
 # Engines one after the other, as they take all memory; kernels beside each other: a few minutes on one GPU. ARGS="-m gpu"
 # for every shape of the kernels, each of which takes a second to compile.
@@ -97,7 +97,7 @@ test-gpu: needs install
 # What is promised of time and memory, and the policy that `auto` chooses against random ones, by the clock of a disk.
 bench-check: needs install
 	$(RUN) -m benchmark promises $(ARGS)
-	$(RUN) -m tests.offload_policies
+	$(RUN) -m tests.server.offload.policies
 
 bench-gpu: needs install
 	$(RUN) -m benchmark gpu $(ARGS)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BloomForCausalLM
 
 import corpus
 import train
+from tests.running import ROOT
 
-ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "server" / "demo"
 NOTES = ROOT / "docs" / "embedded-model"
 SAMPLE_DOCUMENTS = 60

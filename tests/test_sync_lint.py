@@ -1,4 +1,4 @@
-"""No line of a step makes the host wait for a GPU, as far as its form shows: `tests/server/test_stand_in.py` runs them.
+"""No line of a step makes a host wait for a GPU, as far as its form shows; `test_stand_in.py` runs all of them.
 
 CUDA waits where a number is stored at an index (`t[3] = 5`, `t[ids] = True`; a slice is filled by a kernel), where an
 index is a list, where a tensor is made on the device from values of the host, and where the host asks for a value

@@ -25,9 +25,9 @@ converted is refused (`spm_model.py`).
 
 No library does this. Those that can read a tokenizer.model ignore what the model says of spaces, and apply its table of
 characters otherwise or not at all. The sentencepiece library itself knows no added tokens, and nothing that goes around
-a prompt. `pytest -rP tests/server/test_spm.py -k no_library` counts for how many of 2,985 texts the ids differ from
-those of sentencepiece, on each of the five BPE and two Unigram models that it trains (transformers 5.23, tokenizers
-0.23):
+a prompt. `pytest -rP tests/server/checkpoint/test_spm.py -k no_library` counts for how many of 2,985 texts the ids
+differ from those of sentencepiece, on each of the five BPE and two Unigram models that it trains (transformers 5.23,
+tokenizers 0.23):
 
     this module                                      0      0      0      2      0       0      2
     transformers' LlamaTokenizer                   169  2,815  1,040    258  2,947   2,949  2,704

@@ -15,10 +15,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+from tests.running import ROOT
+
 STREAM_HEAD = "HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 INFO = {"model_id": "mock", "model_dtype": "torch.float32", "model_device_type": "cpu", "num_shard": 1}

@@ -14,8 +14,7 @@ import pytest
 from benchmark import launch
 from benchmark.__main__ import COMMANDS, main
 from benchmark.result import BenchError
-
-ROOT = Path(__file__).parents[2]
+from tests.running import ROOT
 
 
 def test_help_names_every_command_and_imports_none() -> None:

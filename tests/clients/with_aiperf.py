@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.running import ROOT
+
 URL, KEY = os.environ["SERVER_URL"], os.environ["SERVER_KEY"]
-DEMO = Path(__file__).parents[2] / "server" / "demo"
+DEMO = ROOT / "server" / "demo"
 REQUESTS = 6
 
 

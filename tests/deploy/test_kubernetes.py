@@ -19,7 +19,7 @@ import yaml
 from launcher import prepare
 from tests.deploy.chart import CHART, defaults, render, rendered
 from tests.deploy.manifests import FOLDER, PAGE, VALUES, Document, everything, one, plain, pods, settings_of
-from tests.router.test_metrics import page_with_keys, series_in
+from tests.router.telemetry.test_metrics import page_with_keys, series_in
 from tests.running import PATIENCE_S, ROOT, Server, body
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate")  # not packed for machines with a GPU

@@ -31,10 +31,10 @@ from server.quant.stored import QuantisedWeight
 from server.ranks.distributed import Shard
 from tests.environments import NoEnvironment, environment
 from tests.running import ROOT
-from tests.server import ranks
 from tests.server.driver import all_logits, load_engine
 from tests.server.quant.cases import prompt_of
-from tests.server.test_tensor_parallel import run_ranks
+from tests.server.ranks import tensor_parallel
+from tests.server.ranks.test_tensor_parallel import run_ranks
 from tests.server.tiny import CASES
 
 HERE = Path(__file__).parent
@@ -210,7 +210,9 @@ def test_two_ranks_generate_the_tokens_of_one(made: Made, library: str, tmp_path
     kinds = kinds_of(packer, rounded=False) + kinds_of(packer, rounded=True)
     dense = [dense_of(folder, kind, tmp_path / kind) for kind in kinds_of(packer, rounded=False)]
     of_one = dense + [folder / kind for kind in kinds_of(packer, rounded=True)]
-    expected = {str(folder / kind): ranks.tokens(one, Shard()) for kind, one in zip(kinds, of_one, strict=True)}
+    expected = {
+        str(folder / kind): tensor_parallel.tokens(one, Shard()) for kind, one in zip(kinds, of_one, strict=True)
+    }
     assert [expected] * 2 == run_ranks([folder / kind for kind in kinds], 2, tmp_path / "rendezvous")
 
 

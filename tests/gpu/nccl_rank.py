@@ -23,7 +23,7 @@ from server.ranks.distributed import connect, disconnect
 from server.service import ShardService
 from server.stepping.engine import Engine, Launched, StepResult
 from tests.server.driver import generate, load_engine
-from tests.server.ranks import prompts
+from tests.server.ranks.tensor_parallel import prompts
 
 TIMEOUT = 240  # seconds: the ranks of a tiny model need some twenty
 

@@ -11,7 +11,7 @@ from tests.nodes.cluster import certificates
 from tests.nodes.load import FLOAT32, REQUESTS
 from tests.running import Server
 from tests.server.conftest import checkpoints
-from tests.survival import Answer, answers_of
+from tests.system.survival import Answer, answers_of
 
 __all__ = ["checkpoints"]
 

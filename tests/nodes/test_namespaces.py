@@ -22,7 +22,7 @@ from tests.nodes.load import FLOAT32, REQUESTS
 from tests.nodes.machines import Namespace, Nodes, machines, why_not
 from tests.running import Server, generate_all
 from tests.server.checkpoints import CASES, Checkpoints
-from tests.survival import Answer, answers_of, recoveries, recovery_after, survive
+from tests.system.survival import Answer, answers_of, recoveries, recovery_after, survive
 
 pytestmark = [
     pytest.mark.nodes,

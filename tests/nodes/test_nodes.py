@@ -12,15 +12,7 @@ from tests.nodes.cluster import Agent, Cluster, Loopback, certificates, child_na
 from tests.nodes.load import FLOAT32, REQUESTS
 from tests.ports import free_port
 from tests.running import Server
-from tests.survival import (
-    SIGNALS,
-    Answer,
-    answers_of,
-    recoveries,
-    recovery_after,
-    signals,
-    survive,
-)  # fmt: skip
+from tests.system.survival import SIGNALS, Answer, answers_of, recoveries, recovery_after, signals, survive  # fmt: skip
 
 TWO = (Loopback(), Loopback())
 STAGES = (*FLOAT32, "--pipeline-parallel", "2")

@@ -15,7 +15,8 @@ from router.sandbox import pool
 def aside_is_no_last() -> Iterator[None]:
     """Processes aside have the priority of the tests: at the lowest, those of a busy machine get next to no time.
 
-    That they are served at the lowest hold `aside/test_pool.py` and, of a whole server, `tests/test_grammars.py`.
+    That they are served at the lowest hold `sandbox/test_pool.py` and, of a whole server,
+    `tests/system/test_grammars.py`.
     """
     with patch.object(pool, "NICENESS", 0):
         yield

@@ -13,7 +13,7 @@ import pytest
 
 from router.accounts import Account, Accounts, ApiKey, MinuteBudget, Permits, digest_of, read_keys
 from router.errors import Overloaded
-from tests.router.test_drain_rate import Clock
+from tests.router.scheduling.test_drain_rate import Clock
 
 ALICE = {"name": "alice", "key": "alice-secret"}
 BOB = {"name": "bob", "sha256": hashlib.sha256(b"bob-secret").hexdigest(), "weight": 3}

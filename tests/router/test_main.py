@@ -24,9 +24,8 @@ from router.shards.client import CHANNEL_OPTIONS
 from server.pb.generate_pb2_grpc import add_ShardServicer_to_server
 from tests.router.doubles import byte_tokenizer
 from tests.router.fake_shards import FakeShardedClient
-from tests.router.test_client import StubShard
-
-ROOT = Path(__file__).parents[2]
+from tests.router.shards.test_client import StubShard
+from tests.running import ROOT
 
 
 @dataclass

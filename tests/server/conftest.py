@@ -11,10 +11,11 @@ from transformers.utils import logging as transformers_logging
 
 from server.backends.cpu import Kernels
 from tests.cpu_kernels import load_or_skip
+from tests.running import ROOT
 from tests.server.checkpoints import Checkpoints, Oracle, save
 
 torch.set_num_threads(1)  # two would wait for each other longer than these tiny models compute, on busy cores above all
-DEMO = Path(__file__).parents[2] / "server" / "demo"
+DEMO = ROOT / "server" / "demo"
 
 
 def save_tiny_bloom(folder: Path, **changes: object) -> BloomForCausalLM:

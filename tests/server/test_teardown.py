@@ -18,9 +18,9 @@ from server.config import ShardConfig
 from server.pb import generate_pb2 as pb
 from server.ranks import distributed
 from server.stepping.engine import Engine
+from tests.running import ROOT
 from tests.server.test_service import config_of
 
-ROOT = Path(__file__).parents[2]
 HANGS = """
 import asyncio, sys, time
 import server.__main__ as shard

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -28,6 +26,7 @@ from tests.benchmark.simulated_systems import (
     leaves_out_one,
     share,
 )
+from tests.running import ROOT
 
 MOST_FALSE_ALARMS = 0.08  # of nominally 0.05
 LEAST_FOUND = 0.8
@@ -152,5 +151,5 @@ def test_streams_of_several_tokens_an_event() -> None:
 
 
 def test_the_page_recommends_what_is_tested() -> None:
-    page = (Path(__file__).parents[3] / "docs" / "serving-benchmark.md").read_text()
+    page = (ROOT / "docs" / "serving-benchmark.md").read_text()
     assert f"**{STARTS} starts of each, of {REQUESTS:,} requests in closed loops and {OPEN_REQUESTS:,} in open" in page

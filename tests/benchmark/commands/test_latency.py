@@ -30,8 +30,7 @@ from benchmark.result import BenchError, SampleSummary
 from router.scheduling.request import Sampling
 from router.shards.client import OperatorTime, ShardError
 from tests.router.fake_shards import FakeShardedClient
-
-ROOT = Path(__file__).parents[3]
+from tests.running import ROOT
 
 
 class ManualTime:

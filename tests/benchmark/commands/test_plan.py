@@ -15,9 +15,7 @@ from benchmark.__main__ import main
 from benchmark.cost import devices, shapes
 from benchmark.cost.devices import DEVICES, known
 from benchmark.cost.roofline import ServedModel
-
-ROOT = Path(__file__).parents[3]
-
+from tests.running import ROOT
 
 STEP_OF_MANY = ("Decode (token)", 32)
 

@@ -21,9 +21,7 @@ from benchmark.fleet.replica import Tally
 from benchmark.fleet.traffic import Request, arrival_times, read_trace
 from benchmark.result import BenchError
 from tests.benchmark.cost.test_step_times import latency_result
-
-ROOT = Path(__file__).parents[3]
-
+from tests.running import ROOT
 
 # ---------------------------------------------------------------------------------------------------------- work
 

@@ -6,13 +6,11 @@ import os
 import pty
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from benchmark.terminal import Progress, Stage, words
-
-ROOT = Path(__file__).parents[3]
+from tests.running import ROOT
 
 
 class ManualClock:

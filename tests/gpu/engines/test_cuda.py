@@ -20,7 +20,7 @@ from server.stepping.warmup import ProfileRun, warm_up
 from tests.gpu.gpu_backend import gpu_backend
 from tests.server.conftest import DEMO, save_tiny_bloom
 from tests.server.driver import Prompt, all_logits, generate, load_engine
-from tests.server.ranks import prompts
+from tests.server.ranks.tensor_parallel import prompts
 from tests.server.tiny import save_tiny
 
 pytestmark = [

@@ -12,8 +12,8 @@ import torch
 from server.ranks.distributed import Shard
 from tests.gpu.nccl_rank import TIMEOUT
 from tests.server.conftest import save_tiny_bloom
-from tests.server.ranks import tokens
-from tests.server.sharing_ranks import tokens_of_ranks
+from tests.server.ranks.sharing_ranks import tokens_of_ranks
+from tests.server.ranks.tensor_parallel import tokens
 
 pytestmark = [
     pytest.mark.gpu,

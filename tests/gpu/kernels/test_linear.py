@@ -10,8 +10,8 @@ import torch.nn.functional as F
 
 from server.arch.spec import Activation
 from tests.gpu.selection import first
-from tests.server.kernel_cases import MANY_SPLITS, ONE_SPLIT, TOLERANCES, random
-from tests.server.linear_cases import (
+from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, TOLERANCES, random
+from tests.server.backends.cuda.linear_cases import (
     PRODUCTS,
     ProductCase,
     check_experts,

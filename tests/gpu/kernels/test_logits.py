@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.gpu.selection import first
-from tests.server.logit_cases import (
+from tests.server.backends.cuda.logit_cases import (
     KERNELS,
     WIDTHS,
     check_noise,

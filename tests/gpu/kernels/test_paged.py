@@ -11,7 +11,7 @@ from torch import Tensor
 from server.arch.spec import Activation
 from server.backends.reference.attention import ReferenceAttention
 from tests.gpu.selection import first
-from tests.server.kernel_cases import (
+from tests.server.backends.cuda.kernel_cases import (
     CASES,
     HALVES,
     STORED_CASES,

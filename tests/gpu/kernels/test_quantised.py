@@ -12,9 +12,9 @@ from server.arch.spec import Activation
 from server.backends.reference.activation import stock_gate
 from server.quant.noise import noise
 from tests.gpu.selection import first
-from tests.server.kernel_cases import MANY_SPLITS, ONE_SPLIT, TOLERANCES, random
-from tests.server.linear_cases import close, products
-from tests.server.quantised_cases import (
+from tests.server.backends.cuda.kernel_cases import MANY_SPLITS, ONE_SPLIT, TOLERANCES, random
+from tests.server.backends.cuda.linear_cases import close, products
+from tests.server.backends.cuda.quantised_cases import (
     CUT,
     ROUNDED,
     WEIGHT_ONLY,

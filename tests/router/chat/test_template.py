@@ -18,8 +18,8 @@ from router.chat.tools import Tool
 from router.errors import ValidationError
 from router.sandbox.pool import Aside
 from tests.router.chat.templates import LONG, SHORT, TEMPLATES, TOOL
+from tests.running import ROOT
 
-ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "server" / "demo"
 
 

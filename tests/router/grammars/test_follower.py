@@ -8,7 +8,6 @@ import os
 import resource
 import signal
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,8 +20,9 @@ from router.grammars.follower import Follower
 from router.grammars.grammar import CompiledGrammar, Continuation, Grammar, GrammarKind, Match
 from router.grammars.matcher import Matchers
 from router.sandbox.pool import Aside
+from tests.running import ROOT
 
-DEMO = Path(__file__).parents[3] / "server" / "demo" / "tokenizer.json"
+DEMO = ROOT / "server" / "demo" / "tokenizer.json"
 ARGUMENTS = {"tokenizer_path": str(DEMO), "vocab_size": 2048, "eos_ids": [2]}
 REGEX = Grammar(GrammarKind.REGEX, "(cat|dog){40}")
 

@@ -19,9 +19,10 @@ from router.grammars.grammar import Continuation, Grammar, GrammarKind
 from router.grammars.matcher import GrammarError, Matchers, cause, mask_of
 from router.text.tokenizer import ModelTokenizer
 from tests.router.doubles import byte_tokenizer, word_tokenizer
-from tests.schemas import random_schema
+from tests.running import ROOT
+from tests.system.schemas import random_schema
 
-DEMO = Path(__file__).parents[3] / "server" / "demo"
+DEMO = ROOT / "server" / "demo"
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 6}, "größe": {"enum": ["日本", 'a "b"', 1]}},

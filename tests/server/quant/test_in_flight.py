@@ -13,10 +13,10 @@ from server.checkpoint.quantisation import IN_FLIGHT
 from server.quant.rounding import fp4_levels, int4_groups, int8_rows, nf4_levels
 from server.quant.stored import padded
 from server.ranks.distributed import Shard
-from tests.server import ranks
 from tests.server.checkpoints import Checkpoints
 from tests.server.driver import Prompt, all_logits, generate, load_engine
-from tests.server.test_tensor_parallel import run_ranks
+from tests.server.ranks import tensor_parallel
+from tests.server.ranks.test_tensor_parallel import run_ranks
 
 # What of a model a split can cut: a tied table that no rank count divides, fused projections and interleaved ones,
 # experts, an encoder, an embedding of another width.
@@ -179,5 +179,5 @@ def test_every_number_of_ranks_generates_the_same_tokens(
     for pair in SPLIT[world_size]:
         name, _, case = pair.partition("=")
         models.append(f"{name}={checkpoints(case)[0]}")
-    alone = {model: ranks.tokens(model, Shard()) for model in models}
+    alone = {model: tensor_parallel.tokens(model, Shard()) for model in models}
     assert [alone] * world_size == run_ranks(models, world_size, tmp_path / "rendezvous")

@@ -22,9 +22,10 @@ from server.config import KV_CACHE_DTYPES
 from server.quant.kv import AS_COMPUTED, KV_FORMATS, Float8E4M3, Int8, KvFormat
 from server.ranks.distributed import Shard
 from server.stepping.cache import KVShape
+from tests.running import ROOT
+from tests.server.backends.test_attention import SLOPES, STEPS, step_of
 from tests.server.driver import Prompt, all_logits, generate, load_engine
-from tests.server.ranks import tokens
-from tests.server.test_attention import SLOPES, STEPS, step_of
+from tests.server.ranks.tensor_parallel import tokens
 from tests.server.tiny import save_tiny
 
 QUANTISED = [name for name in KV_FORMATS if name != AS_COMPUTED.name]
@@ -139,14 +140,18 @@ def test_logits_are_near_those_of_a_float32_cache(case: str, name: str, most: fl
     assert 0 < difference <= most
 
 
-ROOT = Path(__file__).parents[3]
-
-
 def test_two_ranks_generate_the_tokens_of_one(tmp_path: Path) -> None:
     save_tiny("bloom", tmp_path / "bloom")
     save_tiny("llama", tmp_path / "llama")
     wanted = [f"{tmp_path / case}+{name}" for case in ("bloom", "llama") for name in QUANTISED]
-    command = [sys.executable, "-m", "tests.server.ranks", "2", f"file://{tmp_path / 'meeting'}", *wanted]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.server.ranks.tensor_parallel",
+        "2",
+        f"file://{tmp_path / 'meeting'}",
+        *wanted,
+    ]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert 0 == result.returncode, result.stderr
     expected = {folder: tokens(folder, Shard()) for folder in wanted}

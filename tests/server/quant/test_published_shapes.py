@@ -30,7 +30,7 @@ from server.checkpoint.weights import CheckpointError, Weights
 from server.model.load import load as load_model
 from server.quant.stored import QuantisedWeight
 from server.ranks.distributed import Shard
-from tests.server.test_real_shapes import EXPECTED, META, FakeCheckpoint, Published, Region, Shape, ShapeTensor
+from tests.server.model.test_real_shapes import EXPECTED, META, FakeCheckpoint, Published, Region, Shape, ShapeTensor
 
 Tensors = dict[str, tuple[Shape, torch.dtype]]  # of a layer, by suffix
 FLOAT8, HALF, BRAIN, WORDS = torch.float8_e4m3fn, torch.float16, torch.bfloat16, torch.int32

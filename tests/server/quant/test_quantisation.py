@@ -13,8 +13,8 @@ from server import config
 from server.checkpoint.quantisation import IN_FLIGHT, choose
 from server.quant import sizes
 from server.quant.left_out import NAMED
+from tests.running import ROOT
 
-ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "quantized-models.md"
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False}
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}

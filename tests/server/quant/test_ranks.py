@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from server.ranks.distributed import Shard
-from tests.server import ranks
 from tests.server.driver import Prompt, generate, load_engine
 from tests.server.quant.cases import PAIRS, Quantised, prompt_of
-from tests.server.test_tensor_parallel import Tokens, run_ranks
+from tests.server.ranks import tensor_parallel
+from tests.server.ranks.test_tensor_parallel import Tokens, run_ranks
 
 IN_SUITE = {
     2: [
@@ -70,7 +70,7 @@ def of_ranks(quantised_models: Quantised, tmp_path_factory: pytest.TempPathFacto
 def test_ranks_generate_the_tokens_of_one(
     quantised_models: Quantised, of_ranks: RunRanks, name: str, world_size: int, is_in_suite: bool
 ) -> None:
-    expected = ranks.tokens(quantised_models(name)[0] / "quantised", Shard())
+    expected = tensor_parallel.tokens(quantised_models(name)[0] / "quantised", Shard())
     assert [expected] * world_size == [tokens[name] for tokens in of_ranks(world_size, is_in_suite)]
 
 

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from server.checkpoint.weights import CheckpointError
 from server.ranks.distributed import Shard
-from tests.server import ranks
 from tests.server.driver import all_logits, load_engine
 from tests.server.quant import quantised
 from tests.server.quant.cases import WEIGHTS, prompt_of
-from tests.server.test_tensor_parallel import run_ranks
+from tests.server.ranks import tensor_parallel
+from tests.server.ranks.test_tensor_parallel import run_ranks
 from tests.server.tiny import save_tiny
 
 # By family: the activation, and the layer that it is followed by.
@@ -82,7 +82,7 @@ def test_each_rank_divides_its_own(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     save_tiny("starcoder2", tmp_path / "model")
     with_scales(tmp_path / "model", "starcoder2", is_divided=False)
-    expected = ranks.tokens(tmp_path / "model", Shard())
+    expected = tensor_parallel.tokens(tmp_path / "model", Shard())
     assert [{str(tmp_path / "model"): expected}] * 2 == run_ranks([tmp_path / "model"], 2, tmp_path / "rendezvous")
 
 

@@ -1,0 +1,481 @@
+"""The compiled kernels against what they replace, and the ways in which there may be none."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from server import backends
+from server.arch.spec import Activation, Alibi
+from server.backends import cpu
+from server.backends.cpu import Kernels
+from server.backends.cpu.attention import KernelAttention, rotate
+from server.backends.cpu.build import BuildError, compiled_library
+from server.backends.cpu.device import CpuDevice
+from server.backends.cpu.kernels import PEAKS
+from server.backends.cpu.layers import KernelNorm, PanelFormat, can_pack, kernel_gate
+from server.backends.cpu.logits import KernelLogits
+from server.backends.cpu.memory import PAGE_BYTES, SLAB_BYTES, Arena
+from server.backends.protocol import Attention, Rotation, Scores, StepMeta, Summand
+from server.backends.reference.activation import ACTIVATIONS
+from server.backends.reference.attention import BatchedAttention, ReferenceAttention
+from server.backends.reference.attention import rotate as rotate_stock
+from server.backends.reference.logits import exponential_noise
+from server.backends.reference.norm import LayerNorm, RmsNorm
+from server.blocks import BLOCK_SIZE
+from server.layers.position import alibi_slopes
+from tests.cpu_kernels import asked
+from tests.server.backends.test_attention import step_of
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+# Of the largest value: what rounding to a dtype may cost, once or twice.
+ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+@pytest.fixture(params=[1, 2, 3], ids="{} threads".format)
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def random(*size: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_near(expected: Tensor, actual: Tensor) -> None:
+    bound = ROUNDING[actual.dtype] * float(expected.abs().max().clamp(min=1))
+    torch.testing.assert_close(actual.double(), expected.double(), atol=bound, rtol=0)
+
+
+# ------------------------------------------------------------------------------------------------------------ building
+
+
+def fake_compiler(directory: Path, action: str) -> str:
+    """A program that notes its first argument in `calls` and then does `action`; it knows its version."""
+    script = directory / "fake-compiler"
+    script.write_text(f'#!/bin/sh\necho "$1" >> "{directory}/calls"\n[ "$1" = --version ] && exit 0\n{action}\n')
+    script.chmod(0o755)
+    return str(script)
+
+
+def copying_compiler(directory: Path) -> str:
+    """Its output, the argument after -o, is the library that the real compiler made."""
+    return fake_compiler(directory, f'while [ "$1" != -o ]; do shift; done\nsleep 0.05\ncp "{compiled_library()}" "$2"')
+
+
+def test_a_machine_without_a_compiler_says_what_to_install(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match=r"^no C\+\+ compiler was found \(no-such-compiler\): install g\+\+$"):
+        compiled_library(tmp_path, ["no-such-compiler"])
+    backend = cpu.choose(torch.float32, ["no-such-compiler"])
+    assert "reference" == backend.name
+    assert "no C++ compiler was found (no-such-compiler): install g++" in backend.description
+    packed = cpu.choose(torch.bfloat16, ["no-such-compiler"])
+    assert ("onednn" if can_pack(torch.bfloat16) else "reference") == packed.name
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path) -> None:
+    with pytest.raises(BuildError, match="error: no such instruction"):
+        compiled_library(tmp_path, [fake_compiler(tmp_path, "echo 'error: no such instruction' >&2; exit 1")])
+
+
+def test_a_library_that_cannot_be_loaded_is_no_library(tmp_path: Path) -> None:
+    compiler = fake_compiler(tmp_path, 'while [ "$1" != -o ]; do shift; done\necho text > "$2"')
+    with pytest.raises(BuildError, match="cannot be loaded"):
+        Kernels(compiled_library(tmp_path, [compiler]))
+
+
+def test_a_home_that_cannot_be_written_to_is_named(tmp_path: Path, kernels: Kernels) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(BuildError, match="writable"):
+        compiled_library(tmp_path / "file", [copying_compiler(tmp_path)])
+
+
+def test_what_is_compiled_is_kept(tmp_path: Path, kernels: Kernels) -> None:
+    compiler = copying_compiler(tmp_path)
+    first = compiled_library(tmp_path / "cache", [compiler])
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert first == compiled_library(tmp_path / "cache", [compiler])
+    assert [*calls, "--version"] == (tmp_path / "calls").read_text().splitlines()
+
+
+def test_ranks_that_start_together_get_the_same_library(tmp_path: Path, kernels: Kernels) -> None:
+    compiler = copying_compiler(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        paths = set(pool.map(lambda _: compiled_library(tmp_path / "cache", [compiler]), range(4)))
+    (path,) = paths
+    assert [path] == list(path.parent.iterdir())
+    assert isinstance(Kernels(path), Kernels)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "disabled", "name"),
+    [
+        (torch.float32, False, "cpu"),
+        (torch.bfloat16, False, "cpu"),
+        (torch.float16, False, "reference"),
+        (torch.float32, True, "reference"),
+    ],
+)
+def test_the_fastest_backend_that_can_serve_is_chosen(
+    dtype: torch.dtype, disabled: bool, name: str, kernels: Kernels
+) -> None:
+    backend = backends.choose(CpuDevice(), dtype, disable_custom_kernels=disabled, cpu_kernels=asked())
+    assert name == backend.name
+    assert backend.description
+
+
+# -------------------------------------------------------------------------------------------------------------- memory
+
+
+def test_pieces_of_an_arena_are_apart_and_zeroed() -> None:
+    arena = Arena()
+    pieces = [arena.take(size) for size in (1, 100, SLAB_BYTES + 1, 64)]
+    assert [1, 100, SLAB_BYTES + 1, 64] == [len(piece) for piece in pieces]
+    for value, piece in enumerate(pieces, start=1):
+        assert not piece.any()
+        assert 0 == piece.data_ptr() % 64
+        piece.fill_(value)
+    assert [1, 2, 3, 4] == [int(piece.amin()) for piece in pieces]
+    assert 0 == pieces[0].data_ptr() % PAGE_BYTES
+
+
+# -------------------------------------------------------------------------------------------------------------- linear
+
+
+@DTYPES
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (7, 5), (300, 100), (1024, 33), (515, 64)])
+@pytest.mark.parametrize("tokens", [1, 2, 6, 12, 13, 25, 40, 200, 400])
+def test_a_linear_layer_equals_torchs(
+    kernels: Kernels, dtype: torch.dtype, tokens: int, inputs: int, outputs: int
+) -> None:
+    weight, bias = random(outputs, inputs, dtype=dtype), random(outputs, dtype=dtype, seed=1)
+    x = random(tokens, inputs, dtype=dtype, seed=2)
+    expected = F.linear(x.double(), weight.double(), bias.double())
+    layer = PanelFormat(kernels, Arena(), weight)
+    assert_near(expected, layer(x, bias))
+    assert_near(expected, layer.finest(x, bias))
+    assert torch.float32 == layer.finest(x, bias).dtype
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", [None, *Activation])
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_what_follows_a_product_is_done_with_it(
+    kernels: Kernels, dtype: torch.dtype, activation: Activation | None, is_gated: bool
+) -> None:
+    outputs = 40
+    weight, bias = random(outputs * (1 + is_gated), 64, dtype=dtype), random(outputs * (1 + is_gated), dtype=dtype)
+    x, residual = random(5, 64, dtype=dtype, seed=1) / 4, random(5, outputs, dtype=dtype, seed=2)
+    y = F.linear(x.double(), weight.double(), bias.double())
+    y, up = y.chunk(2, dim=-1) if is_gated else (y, torch.ones(()))
+    expected = (ACTIVATIONS[activation](y) if activation else y) * up + residual.double()
+    layer = PanelFormat(kernels, Arena(), weight, is_gated=is_gated)
+    assert_near(expected, layer(x, bias, activation, residual))
+
+
+@DTYPES
+def test_a_tokens_outputs_do_not_depend_on_its_batch(kernels: Kernels, dtype: torch.dtype, threads: int) -> None:
+    layer = PanelFormat(kernels, Arena(), random(96, 700, dtype=dtype))
+    x = random(250, 700, dtype=dtype, seed=1)
+    together = layer(x, None)
+    for count in (1, 4, 12, 17, 60):
+        assert torch.equal(together[:count], layer(x[:count], None))
+    assert torch.equal(together[-1:], layer(x[-1:], None))
+
+
+@DTYPES
+def test_rows_of_a_packed_weight_are_what_they_were(kernels: Kernels, dtype: torch.dtype) -> None:
+    weight, ids = random(70, 33, dtype=dtype), torch.tensor([0, 69, 31, 32, 32])
+    assert torch.equal(weight[ids], PanelFormat(kernels, Arena(), weight).rows(ids))
+
+
+def test_inputs_in_columns_are_read_as_rows(kernels: Kernels) -> None:
+    weight, x = random(32, 48).t(), random(32, 5, seed=1)
+    assert_near(x.t().double() @ weight.t().double(), PanelFormat(kernels, Arena(), weight)(x.t(), None))
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+SLOPES = tuple(alibi_slopes(8, Alibi()))
+SCORES = {
+    "plain": Scores(0.3),
+    "alibi": Scores(0.3, SLOPES),
+    "cap": Scores(0.3, cap=2.0),
+    "bias": Scores(0.3, bias=random(8, 41)),
+    "alibi and cap": Scores(0.3, SLOPES, 2.0),
+}
+STEPS = {
+    "one decode": [(1, 1)],
+    "decodes of ragged lengths": [(1, 1), (16, 1), (17, 1), (700, 1), (64, 1)],
+    "fresh prompts": [(5, 5), (33, 33), (300, 300)],
+    "a later chunk": [(290, 40)],
+    "decodes, a chunk and a fresh prompt": [(3, 1), (120, 1), (60, 20), (31, 31)],
+}
+BLOCKS = 80
+
+
+MakeAttention = Callable[[Scores], Attention]
+
+
+def written(make: MakeAttention, scores: Scores, meta: StepMeta, k: Tensor, v: Tensor) -> Tensor:
+    """A cache with k and v [tokens of all contexts, K, H]; whatever was never written is NaN."""
+    tokens = [(s, p) for s, length in enumerate(meta.context_lengths) for p in range(length)]
+    owners, positions = torch.tensor(tokens).t()
+    kv = torch.full((2, BLOCKS, k.shape[1], BLOCK_SIZE, k.shape[2]), float("nan"), dtype=k.dtype)
+    make(scores).write(kv, k, v, replace(meta, owners=owners, positions=positions, visible=positions + 1))
+    return kv
+
+
+def attended(
+    make: MakeAttention,
+    scores: Scores,
+    meta: StepMeta,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    window: int = 0,
+) -> Tensor:
+    q, k, v = tensors
+    return make(scores).attend(q, written(make, scores, meta, k, v), meta, window)
+
+
+def tensors_for(meta: StepMeta, kv_heads: int, head_dim: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of the step, keys and values of all contexts."""
+    q = random(meta.query_starts[-1], 8, head_dim, dtype=dtype)
+    k, v = random(2, sum(meta.context_lengths), kv_heads, head_dim, dtype=dtype, seed=1)
+    return q / head_dim**0.25, k / head_dim**0.25, v
+
+
+@DTYPES
+@pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize("kv_heads", [8, 2], ids=["mha", "gqa"])
+@pytest.mark.parametrize("head_dim", [8, 64, 80, 300])
+@pytest.mark.parametrize("window", [0, 20])
+def test_kernels_equal_reference_for_every_shape(
+    kernels: Kernels, lengths: list[tuple[int, int]], kv_heads: int, head_dim: int, window: int, dtype: torch.dtype
+) -> None:
+    meta = step_of(lengths, BLOCKS, seed=3)
+    tensors = tensors_for(meta, kv_heads, head_dim, dtype)
+    expected = attended(ReferenceAttention, SCORES["alibi"], meta, tensors, window)
+    assert_near(expected, attended(partial(KernelAttention, kernels), SCORES["alibi"], meta, tensors, window))
+
+
+@DTYPES
+@pytest.mark.parametrize("lengths", STEPS.values(), ids=STEPS.keys())
+@pytest.mark.parametrize("scores", SCORES.values(), ids=SCORES.keys())
+def test_kernels_equal_reference_for_every_way_of_scoring(
+    kernels: Kernels, lengths: list[tuple[int, int]], scores: Scores, dtype: torch.dtype
+) -> None:
+    meta = step_of(lengths, BLOCKS, seed=3)
+    tensors = tensors_for(meta, 8, 16, dtype)
+    expected = attended(ReferenceAttention, scores, meta, tensors)
+    assert_near(expected, attended(partial(KernelAttention, kernels), scores, meta, tensors))
+
+
+@DTYPES
+def test_tokens_that_see_their_whole_context_see_what_comes_after_them(kernels: Kernels, dtype: torch.dtype) -> None:
+    meta = step_of([(33, 33), (20, 20)], BLOCKS, seed=3)
+    meta = replace(meta, visible=torch.tensor([33] * 33 + [20] * 20))
+    tensors = tensors_for(meta, 8, 16, dtype)
+    expected = attended(ReferenceAttention, SCORES["bias"], meta, tensors)
+    assert_near(expected, attended(partial(KernelAttention, kernels), SCORES["bias"], meta, tensors))
+
+
+@DTYPES
+@pytest.mark.parametrize("kv_heads", [8, 1], ids=["mha", "one kv head"])
+def test_the_number_of_threads_changes_nothing(
+    kernels: Kernels, kv_heads: int, dtype: torch.dtype, threads: int
+) -> None:
+    meta = step_of([(700, 1), (300, 1)], BLOCKS, seed=3)
+    tensors = tensors_for(meta, kv_heads, 64, dtype)
+    several = attended(partial(KernelAttention, kernels), SCORES["alibi"], meta, tensors)
+    torch.set_num_threads(1)
+    assert torch.equal(attended(partial(KernelAttention, kernels), SCORES["alibi"], meta, tensors), several)
+
+
+@DTYPES
+def test_a_prompt_in_chunks_or_token_by_token_attends_as_at_once(kernels: Kernels, dtype: torch.dtype) -> None:
+    whole = step_of([(290, 290)], BLOCKS, seed=3)
+    q, k, v = tensors_for(whole, 2, 64, dtype)
+    backend = partial(KernelAttention, kernels)
+    at_once = attended(backend, SCORES["alibi"], whole, (q, k, v))
+    chunk = step_of([(290, 77)], BLOCKS, seed=3)
+    assert torch.equal(at_once[-77:], attended(backend, SCORES["alibi"], chunk, (q[-77:], k, v)))
+    last = step_of([(290, 1)], BLOCKS, seed=3)
+    assert torch.equal(at_once[-1:], attended(backend, SCORES["alibi"], last, (q[-1:], k, v)))
+
+
+def test_queries_may_be_slices_of_a_projection(kernels: Kernels) -> None:
+    meta = step_of([(5, 1), (9, 9)], BLOCKS, seed=3)
+    qkv = random(10, 3 * 8, 16)
+    q, k, v = qkv.split(8, dim=1)
+    for backend in (compiled_library := KernelAttention(kernels, SCORES["plain"]), BatchedAttention(SCORES["plain"])):
+        kv = torch.zeros(2, BLOCKS, 8, BLOCK_SIZE, 16)
+        backend.write(kv, k, v, meta)
+        output = backend.attend(q, kv, meta, 0)
+        expected = output if backend is compiled_library else expected  # noqa: F821
+    assert_near(expected, output)
+
+
+def test_write_touches_the_named_slots_alone(kernels: Kernels) -> None:
+    kv = torch.zeros(2, 3, 1, BLOCK_SIZE, 4, dtype=torch.bfloat16)
+    meta = step_of([(17, 1)], 3, seed=0)
+    ones = torch.ones(1, 1, 4, dtype=torch.bfloat16)
+    KernelAttention(kernels, SCORES["plain"]).write(kv, ones, 2 * ones, meta)
+    block = int(meta.slots[0]) // BLOCK_SIZE
+    assert [4, 8] == kv[:, block].flatten(1).sum(dim=1).tolist()
+    assert 4 + 8 == int(kv.sum())
+
+
+@DTYPES
+@pytest.mark.parametrize("head_dim", [8, 64, 80])
+def test_tokens_written_together_or_one_by_one_are_the_same(
+    kernels: Kernels, head_dim: int, dtype: torch.dtype, threads: int
+) -> None:
+    meta = step_of([(37, 32), (16, 16), (20, 3), (9, 1), (64, 64)], BLOCKS, seed=3)
+    k, v = random(2, len(meta.slots), 2, head_dim, dtype=dtype)
+    attention = KernelAttention(kernels, SCORES["plain"])
+    together, one_by_one = torch.zeros(2, 2, BLOCKS, 2, BLOCK_SIZE, head_dim, dtype=dtype)
+    attention.write(together, k, v, meta)
+    for i in range(len(k)):
+        token = {name: getattr(meta, name)[i : i + 1] for name in ("owners", "positions", "visible")}
+        attention.write(one_by_one, k[i : i + 1], v[i : i + 1], replace(meta, **token))
+    assert torch.equal(together, one_by_one)
+
+
+@pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 16), (torch.bfloat16, 15)])
+def test_what_the_kernels_do_not_know_goes_to_stock_operators(
+    kernels: Kernels, dtype: torch.dtype, head_dim: int
+) -> None:
+    meta = step_of([(5, 1)], BLOCKS, seed=3)
+    q, k, v = (random(1, 8, head_dim, dtype=dtype, seed=i) for i in range(3))
+    outputs = []
+    for backend in (BatchedAttention(SCORES["plain"]), KernelAttention(kernels, SCORES["plain"])):
+        kv = torch.zeros(2, BLOCKS, 8, BLOCK_SIZE, head_dim, dtype=dtype)
+        backend.write(kv, k, v, meta)
+        outputs.append(backend.attend(q, kv, meta, 0))
+    assert torch.equal(*outputs)
+
+
+# ---------------------------------------------------------------------------------------------- norms, gates, rotations
+
+
+@DTYPES
+@pytest.mark.parametrize("width", [64, 100, 7])
+@pytest.mark.parametrize("is_centred", [True, False], ids=["layer", "rms"])
+def test_norms_equal_torchs_alone_and_behind_a_sum(
+    kernels: Kernels, dtype: torch.dtype, width: int, is_centred: bool, threads: int
+) -> None:
+    weight, bias = random(width, dtype=dtype), random(width, dtype=dtype, seed=1) if is_centred else None
+    expected = LayerNorm(weight, bias, 1e-5) if is_centred else RmsNorm(weight, 1e-5)
+    norm = KernelNorm(kernels, weight, bias, 1e-5, is_centred=is_centred)
+    x, summand = random(2, 700, width, dtype=dtype, seed=2)
+    assert_near(expected(x), norm(x))
+    assert_near(expected(x.view(70, 10, width)), norm(x.view(70, 10, width)))
+    total, normed = norm.add(x, Summand((summand,), (weight,)))
+    assert_near(x.double() + summand.double() + weight.double(), total)
+    assert_near(expected(total), normed)
+    assert torch.equal(x + summand, norm.add(x, Summand((summand,)))[0])
+
+
+@DTYPES
+@pytest.mark.parametrize("activation", Activation)
+def test_a_gate_equals_torchs(kernels: Kernels, dtype: torch.dtype, activation: Activation) -> None:
+    gate_up = random(6, 2 * 50, dtype=dtype)
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    assert_near(ACTIVATIONS[activation](gate) * up, kernel_gate(kernels, activation, gate_up))
+
+
+@DTYPES
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("half", [32, 20, 3])
+def test_rotations_in_place_leave_other_heads_and_features_alone(
+    kernels: Kernels, dtype: torch.dtype, interleaved: bool, half: int
+) -> None:
+    heads, angles = random(9, 6, 64, dtype=dtype), random(9, 1, half, seed=1)
+    rotation = Rotation(angles.cos(), angles.sin(), interleaved)
+    expected = torch.cat([rotate_stock(rotation, heads[:, :4]), heads[:, 4:]], dim=1)
+    rotate(kernels, rotation, heads[:, :4])
+    assert_near(expected.double(), heads)
+    assert torch.equal(expected[:, 4:], heads[:, 4:])
+    assert torch.equal(expected[..., 2 * half :], heads[..., 2 * half :])
+
+
+# -------------------------------------------------------------------------------------------------------------- logits
+
+
+@pytest.mark.parametrize(("rows", "vocab_size"), [(1, 103), (3, 20000), (2, 8193), (2, 7)])
+def test_a_summary_of_logits_equals_torchs(kernels: Kernels, rows: int, vocab_size: int, threads: int) -> None:
+    logits = random(rows, vocab_size) * 3
+    logits[0, : vocab_size // 2] = float("-inf")
+    before = logits.clone()
+    summary = KernelLogits(kernels).summarise(logits, 3)
+    best = logits.topk(3)
+    assert torch.equal(before, logits)
+    assert torch.equal(best.values, summary.top_logits)
+    assert torch.equal(best.indices, summary.top_ids)
+    assert_near(logits.double().logsumexp(dim=-1, keepdim=True), summary.log_totals)
+
+
+def test_of_equally_likely_tokens_the_first_is_best(kernels: Kernels) -> None:
+    logits = torch.zeros(1, 20000)
+    logits[0, [17, 9000, 9001]] = 1.0
+    assert [[17, 9000, 9001, 0]] == KernelLogits(kernels).summarise(logits, 4).top_ids.tolist()
+
+
+@pytest.mark.parametrize("kept", [20000, 50])
+def test_a_race_is_won_by_the_token_that_sampling_would_draw(kernels: Kernels, kept: int, threads: int) -> None:
+    logits = random(5, 20000)
+    logits[:, kept:] = float("-inf")
+    low, high = torch.randint(0, 2**32, (2, 5, 1), generator=torch.Generator().manual_seed(0))
+    positions = torch.tensor([0, 1, 77, 5000, 2**20])
+    expected = (logits - exponential_noise(low, high, positions, torch.arange(20000)).log()).argmax(dim=-1)
+    assert torch.equal(expected, KernelLogits(kernels).race(logits, low, high, positions))
+
+
+def test_who_alone_is_left_wins_whatever_the_noise(kernels: Kernels) -> None:
+    low, high, positions = (
+        torch.tensor([[75007466]]),
+        torch.tensor([[0]]),
+        torch.tensor([20]),
+    )
+    logits = torch.full((1, 2048), float("-inf"))
+    logits[0, 2] = 1.5
+    assert [2] == KernelLogits(kernels).race(logits, low, high, positions).tolist()
+
+
+# ------------------------------------------------------------------------------------------------------------- threads
+
+
+def test_callers_on_several_threads_do_not_disturb_each_other(kernels: Kernels) -> None:
+    layer = PanelFormat(kernels, Arena(), random(512, 256))
+    inputs = [random(30, 256, seed=seed) for seed in range(8)]
+    expected = [layer(x, None) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(10):
+            assert all(map(torch.equal, expected, pool.map(partial(layer, bias=None), inputs)))
+
+
+@pytest.mark.parametrize("kind", PEAKS)
+def test_products_in_registers_are_counted_on_every_thread(kernels: Kernels, kind: str) -> None:
+    """Every thread does its own units, whoever is late, and a unit is 4096 rounds or a 16th of them, of some sums."""
+
+    def operations(units: int, threads: int) -> int:
+        found = (ctypes.c_int64 * 2)()
+        kernels._peaks[kind](units, ctypes.addressof(found), threads)
+        assert found[1] > 0
+        return found[0]
+
+    one = operations(1, 1)
+    assert one > 0 and one % (2 * 4096) == 0
+    assert 2 * one == operations(2, 1) and 6 * one == operations(2, 3)
+    assert kernels.operations_per_second(kind, 1, 2) > 0

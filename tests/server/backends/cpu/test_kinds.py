@@ -1,0 +1,111 @@
+"""Kinds of CPU kernels: which this processor is told that it can run, that each is found again, and what each computes.
+
+What no processor here can run is compiled nonetheless; what it can run computes as stock torch does, so that a machine
+with AVX-512 tries what one with AVX2 alone will do.
+"""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+
+import pytest
+import torch
+
+from host import cpu_kinds
+from host.cpu_kinds import AVX2, AVX512, MACHINE, NAMED, NATIVE, Kind
+from launch.settings import read_settings
+from server.backends import choose, cpu
+from server.backends.cpu import CpuBackend, Kernels
+from server.backends.cpu.build import compiled_library
+from server.backends.cpu.device import CpuDevice
+from server.config import ShardConfig
+from tests.server.backends.cpu.test_kernels import copying_compiler
+from tests.server.backends.cpu.test_portable_kernels import HASWELL, SAPPHIRE_RAPIDS, SKYLAKE
+from tests.server.driver import all_logits, load_engine
+
+X86 = pytest.mark.skipif(platform.machine() != MACHINE, reason="kinds are of x86-64 alone")
+EACH = pytest.mark.parametrize("kind", NAMED.values(), ids=list(NAMED))
+BEYOND_V3 = "avx512bw, avx512cd, avx512dq, avx512f, avx512vl"
+
+
+@pytest.mark.parametrize(
+    ("kind", "machine", "flags", "sentence"),
+    [
+        (AVX2, "x86_64", HASWELL, None),
+        (AVX2, "x86_64", SKYLAKE, None),
+        (AVX512, "x86_64", SKYLAKE, None),
+        (AVX512, "x86_64", SAPPHIRE_RAPIDS, None),
+        (NATIVE, "aarch64", [], None),
+        (AVX512, "x86_64", HASWELL, f"this processor lacks {BEYOND_V3} and has avx2: give avx2, auto or none"),
+        (AVX2, "x86_64", HASWELL[:-1], "this processor lacks bmi2: give auto or none"),
+        (AVX2, "aarch64", [], "this processor is aarch64, and such kernels are for x86_64: give auto or none"),
+    ],
+)
+def test_what_a_processor_cannot_run_has_a_sentence(
+    kind: Kind, machine: str, flags: list[str], sentence: str | None
+) -> None:
+    assert sentence == kind.why_not(machine, flags)
+
+
+def test_the_launcher_refuses_a_kind_that_the_processor_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_kinds, "cpu_flags", lambda: HASWELL[:-1])
+    monkeypatch.setattr(cpu_kinds.Kind.why_not, "__defaults__", (MACHINE, None))
+    _, problems = read_settings({"cpu_kernels": "avx2"}, {})
+    assert ["--cpu-kernels is avx2: this processor lacks bmi2: give auto or none"] == problems
+    _, problems = read_settings({}, {"CPU_KERNELS": "AVX2"})
+    assert problems[0].endswith("give auto or none (from environment CPU_KERNELS)")
+    for name in ("auto", "none"):
+        assert [] == read_settings({"cpu_kernels": name}, {})[1]
+
+
+def test_a_shard_is_told_the_kind() -> None:
+    settings, _ = read_settings({}, {"CPU_KERNELS": "none"})
+    assert "none" == settings.pick(ShardConfig)["cpu_kernels"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_none_is_stock_torch(dtype: torch.dtype) -> None:
+    backend = choose(CpuDevice(), dtype, cpu_kernels="none")
+    assert cpu.choose(dtype, ["no-such-compiler"]).name == backend.name
+    assert "--cpu-kernels is none" in backend.description
+
+
+@X86
+@EACH
+def test_a_kind_that_is_asked_for_is_never_replaced_by_another(kind: Kind) -> None:
+    reason = kind.why_not() or r"no C\+\+ compiler was found"
+    with pytest.raises(ValueError, match=f"^--cpu-kernels is {kind.name}: {reason}"):
+        cpu.choose(torch.float32, ["no-such-compiler"], kernels=kind.name)
+
+
+def test_kinds_are_built_side_by_side_and_found_again(tmp_path: Path, kernels: Kernels) -> None:
+    compiler, kinds = copying_compiler(tmp_path), (NATIVE, AVX512, AVX2)
+    first = [compiled_library(tmp_path / "cache", [compiler], kind) for kind in kinds]
+    compiled_library = (tmp_path / "calls").read_text().splitlines()
+    assert 3 == len(set(first)) and all(path.is_file() for path in first)
+    assert first == [compiled_library(tmp_path / "cache", [compiler], kind) for kind in kinds]
+    assert [*compiled_library, *["--version"] * 3] == (tmp_path / "calls").read_text().splitlines()
+
+
+@X86
+@EACH
+def test_each_kind_compiles_for_whatever_processor(kind: Kind, kernels: Kernels) -> None:
+    assert compiled_library(kind=kind).is_file()
+
+
+@X86
+@EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_each_kind_that_the_processor_runs_computes_as_stock_torch(
+    kind: Kind, dtype: torch.dtype, tiny_bloom: Path, kernels: Kernels
+) -> None:
+    if problem := kind.why_not():
+        pytest.skip(problem)
+    own, token_ids = cpu.load(kind=kind), list(range(4, 60))
+    assert {"avx2": "AVX2", "avx512": "AVX512F"}[kind.name] == own.instructions(dtype)
+    assert own.instructions(dtype) in CpuBackend(own, dtype).description
+    expected = all_logits(load_engine(tiny_bloom, dtype=dtype), token_ids)
+    found = all_logits(load_engine(tiny_bloom, dtype=dtype, kernels=own), token_ids)
+    share = {torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
+    assert (expected - found).abs().mean() < share * expected.std()

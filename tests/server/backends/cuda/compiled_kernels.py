@@ -1,0 +1,155 @@
+"""The Triton kernels through the compiler, for an H200 and without one: run by `test_triton.py`, in its own process.
+
+The interpreter runs code that the compiler refuses (a float as a condition, a type that changes in a loop), and cannot
+read bfloat16. What is compiled here is what the launches ask for: only the launch itself is left out.
+`python -m benchmark kernels` shows the same for other GPUs.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+
+from benchmark.commands.kernels import HEAD_CASES, HeadCase, launch_attention
+from server.arch.spec import Activation
+from server.backends.cuda.attention import PagedAttention
+from server.backends.cuda.fused import FusedNorm, fused_gate
+from server.backends.cuda.machine_code import MATRIX, MachineCode
+from server.backends.protocol import Summand, split_heads
+from server.blocks import BLOCK_SIZE
+from server.quant.kv import KV_FORMATS
+from tests.server.backends.cuda.compiled_cases import CPU, found, of_kernel
+from tests.server.backends.cuda.kernel_cases import (
+    BLOCKS,
+    HALVES,
+    INTERLEAVED,
+    MANY_SPLITS,
+    RAGGED,
+    Case,
+    all_terms,
+    in_suite,
+    learned,
+    plain,
+)
+
+__all__ = ["found"]
+
+BY_MODEL = {case.model: case for case in HEAD_CASES}
+# Every head size, and where it matters also with kv heads of another kind; the others are left to the command. In the
+# suite are the smallest and the largest tiles, and nearly every size once.
+WITH_PROMPTS = in_suite(["bloom-560m", "Gemma-2-9B"], ["bloomz-3b", "Mistral-7B"])
+DECODES_ALONE = in_suite(
+    ["Phi-3-mini", "like MPT-30B, shared kv heads", "bloomz-7b1"], ["TinyLlama-1.1B", "StarCoder", "Gemma-7B"]
+)
+# Programs that must fit on a multiprocessor: as many as `choose_splits` wants where a head has its kv head for itself;
+# of a group's larger tiles, two keep as many bytes under way.
+LEAST_PROGRAMS = {"decode_head": 4, "decode_group": 2}
+
+
+@pytest.mark.parametrize("model", WITH_PROMPTS)
+def test_attention_takes_matrix_units_and_loads_ahead(model: str, found: list[MachineCode]) -> None:
+    launch_attention(case := BY_MODEL[model])
+    decode, store, prefill = found
+    check_decode(case, decode)
+    assert store.kernel == ("_rotate_and_store" if case.rotated_pairs else "_store"), case
+    assert prefill.kernel == "_prefill" and prefill.programs_per_processor >= 1, (case, prefill)
+    assert prefill.instructions["HGMMA"] > 0 and prefill.instructions["LDGSTS"] > 0, (case, prefill)
+
+
+@pytest.mark.parametrize("model", DECODES_ALONE)
+def test_decodes_are_one_launch_though_their_keys_are_split(model: str, found: list[MachineCode]) -> None:
+    launch_attention(case := BY_MODEL[model], chunk=0)
+    (code,) = found
+    check_decode(case, code)
+
+
+def decode_kernel(case: HeadCase) -> str:
+    return "decode_head" if case.heads == case.kv_heads else "decode_group"
+
+
+def check_decode(case: HeadCase, code: MachineCode) -> None:
+    """It loads ahead, and so many programs share a multiprocessor that enough is under way."""
+    assert code.kernel == decode_kernel(case), (case, code)
+    assert code.instructions["LDGSTS"] > 0, (case, code)
+    assert code.programs_per_processor >= LEAST_PROGRAMS[code.kernel], (case, code)
+    assert (code.kernel == "decode_group") == any(code.instructions[name] for name in MATRIX), (case, code)
+
+
+def test_the_last_program_of_a_split_sequence_reads_what_the_others_wrote(found: list[MachineCode]) -> None:
+    launch_attention(BY_MODEL["bloom-560m"], chunk=0)
+    ptx = of_kernel(found, "decode_head").ptx
+    count = ptx.index("atom.")
+    assert ptx[count:].startswith("atom.global.gpu.acq_rel.add")
+    written, barrier = ptx.rindex("st.global", 0, count), ptx.rindex("bar.sync", 0, count)
+    assert written < barrier < count
+    read = ptx.index("ld.global.cg", count)
+    assert "bar.sync" in ptx[count:read]
+    assert "ld.global.cg" not in ptx[:count]
+
+
+REST = {
+    "heads of 64, a learned bias, not split": Case(RAGGED, (12, 12), 64, learned),
+    "heads of 80, all terms": Case(RAGGED, (32, 32), 80, all_terms, processors=MANY_SPLITS, rotation=(20, INTERLEAVED)),
+    "shared kv heads of 256, all terms": Case(RAGGED, (8, 4), 256, all_terms, 4096, MANY_SPLITS),
+}
+
+
+@pytest.mark.parametrize("case", REST.values(), ids=REST.keys())
+def test_every_term_of_the_scores_compiles(case: Case, found: list[MachineCode]) -> None:
+    kv, heads = case.inputs(torch.bfloat16, CPU)
+    backend = PagedAttention(case.scores_on(CPU), case.processors)
+    backend.self_attend(heads, kv, case.rotation_on(CPU), case.meta(CPU), case.window)
+    assert 1 == len(found)
+
+
+@pytest.mark.parametrize("kv_heads", [12, 2], ids=["mha", "gqa"])
+def test_attention_to_what_is_stored_compiles(kv_heads: int, found: list[MachineCode]) -> None:
+    case = Case(RAGGED, (12, kv_heads), 64, learned, processors=MANY_SPLITS)
+    kv, heads = case.inputs(torch.bfloat16, CPU)
+    PagedAttention(case.scores_on(CPU), case.processors).attend(split_heads(heads, kv_heads)[0], kv, case.meta(CPU), 0)
+    assert ["decode_head" if kv_heads == 12 else "decode_group"] == [code.kernel for code in found]
+
+
+def test_float32_attention_compiles_to_exact_products(found: list[MachineCode]) -> None:
+    case = Case([*RAGGED, (60, 20)], (4, 2), 16, plain, rotation=(8, HALVES))
+    kv, heads = case.inputs(torch.float32, CPU)
+    backend = PagedAttention(case.scores_on(CPU), case.processors)
+    backend.self_attend(heads, kv, case.rotation_on(CPU), case.meta(CPU), case.window)
+    assert {"decode_group", "_rotate_and_store", "_prefill"} == {code.kernel for code in found}
+    assert not any(code.instructions[name] for code in found for name in MATRIX)
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "name"),
+    in_suite([(16, "int8"), (4, "fp8_e4m3"), (16, "fp8_e5m2")], product((16, 4), ("int8", "fp8_e4m3", "fp8_e5m2"))),
+)
+def test_attention_over_a_cache_of_codes_compiles(kv_heads: int, name: str, found: list[MachineCode]) -> None:
+    format = KV_FORMATS[name]
+    case = Case([*RAGGED, (60, 20)], (16, kv_heads), 64, plain, processors=MANY_SPLITS, rotation=(32, HALVES))
+    heads = case.inputs(torch.bfloat16, CPU)[1]
+    kv = torch.zeros(2, BLOCKS, kv_heads, BLOCK_SIZE, format.width(64), dtype=torch.uint8)
+    backend = PagedAttention(case.scores_on(CPU), case.processors, cache=format)
+    backend.self_attend(heads, kv, case.rotation_on(CPU), case.meta(CPU), case.window)
+    decode, *others = found
+    assert (kv_heads == 4) == any(decode.instructions[name] for name in MATRIX), decode
+    assert decode.programs_per_processor >= LEAST_PROGRAMS[decode.kernel], decode
+    assert ["_rotate_heads", "_store", "_prefill"] == [code.kernel for code in others]
+
+
+@pytest.mark.parametrize("is_centred", [True, False], ids=["layer norm", "rms norm"])
+def test_norms_compile(is_centred: bool, found: list[MachineCode]) -> None:
+    x, summand, weight, bias = (
+        torch.zeros(*shape, dtype=torch.bfloat16) for shape in ((2, 4096),) * 2 + ((4096,),) * 2
+    )
+    norm = FusedNorm(weight, bias if is_centred else None, 1e-5, is_centred=is_centred)
+    norm(x)
+    norm.add(x, Summand((summand,), (bias,)))
+    assert {"_add_norm"} == {code.kernel for code in found}
+
+
+@pytest.mark.parametrize("activation", Activation)
+def test_gates_compile(activation: Activation, found: list[MachineCode]) -> None:
+    fused_gate(activation, torch.zeros(2, 3000, dtype=torch.bfloat16))
+    assert ["_gate"] == [code.kernel for code in found]

@@ -1,0 +1,75 @@
+"""The Triton kernels without a GPU: interpreted and compared with the reference, and compiled for one.
+
+Triton decides at its import whether it interprets, so both run in processes of their own: whatever this process has
+imported before, and in which order, does not matter. On a GPU they run in `tests/gpu/kernels/`.
+
+In the suite every kind of layer, head and rounding is there, with shapes by turns; `make test-kernels` has all of them
+in all shapes, which takes as long again.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+
+from tests.running import ROOT
+
+HAS_TRITON = sys.platform == "linux" and platform.machine() == "x86_64"  # where `.[dev]` installs it
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton exists for Linux on x86-64 alone")
+
+
+SUITE, REST = "not kernels", "kernels"  # which tests of a module are run: those that are in the suite, and the others
+ATTENTION = ["interpreted_kernels", "interpreted_cache"]  # all of them are in the suite
+LAYERS = ["interpreted_logits", "interpreted_linear", "interpreted_quantised"]
+COMPILED = [["compiled_kernels"], ["compiled_wiring", "compiled_logits", "compiled_linear", "compiled_quantised"]]
+
+
+def both(names: Sequence[str]) -> list[object]:
+    """A group of modules in the suite, and the rest of it."""
+    return [pytest.param(names, SUITE), pytest.param(names, REST, marks=pytest.mark.kernels)]
+
+
+def run_tests(environment: dict[str, str], part: str, names: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """These modules in one process: to import what they need takes longer than most of their tests."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--noconftest",
+        "-p",
+        "no:cacheprovider",
+        "-q",
+        "-m",
+        part,
+        *(f"tests/server/{name}.py" for name in names),
+    ]
+    return subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+
+
+@needs_triton
+@pytest.mark.parametrize("names, part", [(ATTENTION, SUITE), *both(LAYERS)])
+def test_interpreted_kernels_equal_the_reference(names: list[str], part: str) -> None:
+    result = run_tests({"TRITON_INTERPRET": "1"}, part, names)
+    assert 0 == result.returncode, result.stdout + result.stderr
+
+
+@needs_triton
+@pytest.mark.parametrize("names, part", [case for names in COMPILED for case in both(names)])
+def test_kernels_compile_for_a_gpu(names: list[str], part: str, pytestconfig: pytest.Config) -> None:
+    # Compiling is most of the time. Triton keeps each result under a hash of the kernel's source, of all that it calls,
+    # of the options and of Triton itself; a clean checkout, as in CI, has none.
+    assert pytestconfig.cache is not None
+    kept = str(pytestconfig.cache.mkdir("triton"))
+    result = run_tests({"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": kept}, part, names)
+    assert 0 == result.returncode, result.stdout + result.stderr
+
+
+def test_a_server_on_a_cpu_does_not_import_triton() -> None:
+    code = "import sys, server.__main__, server.loading, server.service; print('triton' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "False" == result.stdout.strip()

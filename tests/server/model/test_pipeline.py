@@ -1,0 +1,62 @@
+"""Pipeline stages: every family cut in pieces generates the tokens of the whole, and neighbours that fail say so."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from server.pb import generate_pb2 as pb
+from server.stepping.engine import Launched
+from server.stepping.ring import Ring
+from tests.server.checkpoints import CASES, Checkpoints
+from tests.server.conftest import DEMO
+from tests.server.driver import generate, load_engine
+from tests.server.ranks.tensor_parallel import prompts
+
+
+class Pipeline:
+    """All stages of a model in one process, driven as one engine: each launches its part behind the one before."""
+
+    def __init__(self, folder: Path, count: int, **settings: object) -> None:
+        ends = [socket.socketpair() for _ in range(count)]  # from stage n to the next
+        self.rings = [Ring(ends[n - 1][1], ends[n][0], patience=20) for n in range(count)]
+        self.engines = [
+            load_engine(folder, stage=(n, count), ring=ring, warms_up=False, tokens=1024, total_tokens=64, **settings)  # type: ignore[arg-type]
+            for n, ring in enumerate(self.rings)
+        ]
+        self.model = self.engines[-1].model
+
+    def launch(self, request: pb.StepRequest) -> Launched | None:
+        """The last stage's part, which has the tokens."""
+        return [engine.launch(request) for engine in self.engines][-1]
+
+    def close(self) -> None:
+        for ring in self.rings:
+            ring.close()
+
+
+@contextmanager
+def pipeline(folder: Path, count: int, **settings: object) -> Iterator[Pipeline]:
+    made = Pipeline(folder, count, **settings)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def tokens_of(engine: object) -> list[tuple[list[int], list[float]]]:
+    return [(prompt.tokens, prompt.logprobs) for prompt in generate(engine, prompts())]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", ["embedded", *CASES])
+def test_stages_generate_the_tokens_of_the_whole(case: str, checkpoints: Checkpoints) -> None:
+    folder = DEMO if case == "embedded" else checkpoints(case)[0]
+    whole = load_engine(folder, warms_up=False, tokens=1024, total_tokens=64)
+    count = min(3, whole.model.stage.layers.stop)  # type: ignore[attr-defined]
+    assert count >= 2, "a model of one layer shows nothing"
+    with pipeline(folder, count) as stages:
+        assert tokens_of(stages) == tokens_of(whole)

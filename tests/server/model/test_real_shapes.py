@@ -1,0 +1,362 @@
+"""The real sizes of published checkpoints, loaded by every rank on the meta device: no weights, no bytes.
+
+`real_shapes/*.json` hold a checkpoint's config.json as published and the names and shapes of its tensors, `{i}` for the
+layer and `{e}` for the expert (`make_real_shapes.py` writes them). A rank alone, and every rank of the largest world
+size that the model allows, load through the same code as in production; only the files are replaced, and those remember
+which part of which tensor was asked for. So it shows that no tensor is missing or unknown, that the parts of all ranks
+cover each tensor once, and what a rank would read. Left out: contents (`test_families.py`), encoder-decoder models.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import AutoConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from server.arch import families
+from server.arch.families import Family
+from server.arch.spec import (
+    SHARD_COUNTS,
+    Alibi,
+    ArchSpec,
+    Bucketed,
+    Learned,
+    Llama3Scaling,
+    LongScaling,
+    Position,
+    Rope,
+    validate,
+)
+from server.backends.cpu.device import CpuDevice
+from server.backends.reference import ReferenceBackend
+from server.checkpoint.random_weights import RandomCheckpoint
+from server.checkpoint.weights import Checkpoint, CheckpointError, ReadAhead, Weights
+from server.layers.position import Rotary
+from server.model.load import load as load_model
+from server.ranks.distributed import Shard
+from tests.running import ROOT
+
+FOLDER = Path(__file__).parent / "real_shapes"
+BENCHMARKED = ROOT / "benchmark" / "shapes"
+META, DTYPE = torch.device("meta"), torch.bfloat16
+MOST_TENSORS = 2000
+Shape = tuple[int, ...]
+Region = tuple[tuple[int, int], ...]  # half-open, one for each dimension
+
+
+class Expected(NamedTuple):
+    """What a reader of the published config.json knows about the model."""
+
+    world_sizes: Shape
+    position: Position  # of the last layer
+    windows: tuple[int, int] = (0, 0)  # how many layers have one, and its tokens
+
+
+EVERY, UP_TO_4 = (1, 2, 4, 8), (1, 2, 4)
+EXPECTED = {
+    "baichuan2-13b": Expected(EVERY, Alibi()),
+    "baichuan2-7b": Expected(EVERY, Rope(10000.0, 128)),
+    "bloomz-7b1-mt": Expected(EVERY, Alibi()),
+    "chatglm3-6b": Expected(EVERY, Rope(10000.0, 64, interleaved=True)),
+    "falcon-40b": Expected(EVERY, Rope(10000.0, 64)),
+    "falcon-7b": Expected((1,), Rope(10000.0, 64)),  # 71 heads
+    "flan-t5-xl": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
+    "gemma-2-9b": Expected(EVERY, Rope(10000.0, 256), (21, 4096)),
+    "gemma-3-1b": Expected(UP_TO_4, Rope(10000.0, 256), (22, 512)),  # 4 heads
+    "gemma-7b": Expected(EVERY, Rope(10000.0, 256)),
+    "gpt2": Expected(UP_TO_4, Learned(1024)),  # 12 heads
+    "llama-2-7b": Expected(EVERY, Rope(10000.0, 128)),
+    "llama-3-8b": Expected(EVERY, Rope(500000.0, 128)),
+    "llama-3.1-8b": Expected(EVERY, Rope(500000.0, 128, scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))),
+    "mt0-xxl-mt": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
+    "mistral-7b-v0.1": Expected(EVERY, Rope(10000.0, 128), (32, 4096)),
+    "mixtral-8x7b": Expected(EVERY, Rope(1000000.0, 128)),
+    "mpt-7b": Expected(EVERY, Alibi()),
+    "opt-1.3b": Expected(EVERY, Learned(2048, offset=2)),
+    "opt-350m": Expected(EVERY, Learned(2048, offset=2)),
+    "phi-3-mini-128k": Expected(EVERY, Rope(10000.0, 96), (32, 262144)),  # its scaling has a test of its own
+    "phi-3-mini-4k": Expected(EVERY, Rope(10000.0, 96), (32, 2047)),
+    "pythia-6.9b": Expected(EVERY, Rope(10000.0, 32)),
+    "qwen2-7b": Expected(UP_TO_4, Rope(1000000.0, 128)),  # 28 heads
+    "qwen3-30b-a3b": Expected(EVERY, Rope(1000000.0, 128)),
+    "qwen3-8b": Expected(EVERY, Rope(1000000.0, 128)),
+    "starcoder": Expected(EVERY, Learned(8192)),
+    "starcoder2-7b": Expected(UP_TO_4, Rope(1000000.0, 128), (32, 4096)),  # 36 heads
+    "t5-large": Expected(EVERY, Bucketed(32, 128, bidirectional=False)),
+}
+
+# What every rank holds whole: norms, positions, routers, projections of the embedding, and the biases that are added
+# after the reduction.
+REPLICATED = re.compile(
+    r"(^|[._])(ln|norm|layernorm|layer_norm)(_\w+)?\.(weight|bias)$"
+    r"|(wpe|embed_positions|project_in|project_out|mlp\.gate|block_sparse_moe\.gate)\.weight$"
+    r"|\.(dense|dense_4h_to_h|out_proj|o_proj|c_proj|down_proj|fc2)\.bias$"
+)
+KEYS_OR_VALUES = re.compile(r"\.[kv]_proj\.")
+UNUSED_ROWS = re.compile(r"\.embed_positions\.")  # the two of OPT that belong to no position
+FUSED = re.compile(r"\.(query_key_value|W_pack|qkv_proj|c_attn|Wqkv)\.")
+
+
+@dataclass(frozen=True)
+class Published:
+    """One checkpoint, its patterns spelled out."""
+
+    config: dict[str, Any]
+    used: dict[str, Shape]
+    unused: dict[str, Shape]
+
+    @classmethod
+    def read(cls, name: str, most_tensors: float = math.inf) -> Published:
+        """The whole checkpoint or, where it has more than `most_tensors`, its first layers: all layers are alike."""
+        fixture = json.loads((FOLDER / f"{name}.json").read_text())
+        experts = range(fixture["experts"])
+        per_layer = sum(len(experts) if "{e}" in pattern else 1 for pattern in fixture["tensors"] if "{i}" in pattern)
+        layers = range(int(min(fixture["layers"], most_tensors // per_layer)))
+        if len(layers) < fixture["layers"]:
+            fixture["config"]["num_hidden_layers"] = len(layers)
+
+        def spell_out(patterns: dict[str, list[int]]) -> dict[str, Shape]:
+            return {
+                pattern.format(i=i, e=e): tuple(shape)
+                for pattern, shape in patterns.items()
+                for i, e in product(layers if "{i}" in pattern else [0], experts if "{e}" in pattern else [0])
+            }
+
+        return cls(fixture["config"], spell_out(fixture["tensors"]), spell_out(fixture["unused"]))
+
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        return self.used | self.unused
+
+
+class ShapeTensor:
+    """A tensor of a file that has a shape and no contents; `regions` are the parts that were asked for."""
+
+    def __init__(self, shape: Shape):
+        self.shape = shape
+        self.regions: list[Region] = []
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
+        region = tuple(piece.indices(size)[:2] for piece, size in zip(slices, self.shape, strict=False))
+        size = [stop - start for start, stop in region]
+        if all(size):  # otherwise it is the dtype that is asked for
+            self.regions.append(region)
+        return torch.empty(size, dtype=DTYPE, device=META)
+
+
+class NothingAhead(ReadAhead):
+    """There are no files."""
+
+    def passed(self, path: Path, name: str) -> None:
+        """Nothing is read."""
+
+
+class FakeCheckpoint(Checkpoint):
+    """A checkpoint of shapes: all of `Checkpoint` but the files."""
+
+    def __init__(self, shapes: dict[str, Shape]):
+        self.folder = Path("published")
+        self.tensors = {name: ShapeTensor(shape) for name, shape in shapes.items()}
+        self.bytes_read = self._mapped = 0
+        self._paths = dict.fromkeys(shapes, self.folder / "model.safetensors")
+        self._files, self._shared = {}, {}
+        self._read = set()
+        self._ahead = NothingAhead()
+
+    def _open(self, path: Path) -> FakeCheckpoint:
+        return self
+
+    def get_slice(self, name: str) -> ShapeTensor:
+        return self.tensors[name]
+
+
+@pytest.fixture(autouse=True)
+def whole_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are read at once: in how many pieces is `test_loading.py`'s matter, and on the meta device only slow."""
+    monkeypatch.setattr("server.checkpoint.weights.PIECE_BYTES", 1 << 62)
+
+
+def find(name: str, most_tensors: float = math.inf) -> tuple[Published, Family, ArchSpec]:
+    published = Published.read(name, most_tensors)
+    return published, *families.find(published.config)
+
+
+def load(shapes: dict[str, Shape], family: Family, spec: ArchSpec, shard: Shard) -> FakeCheckpoint:
+    """What one rank read. Raises CheckpointError for a missing, an unknown or a misshapen tensor."""
+    checkpoint = FakeCheckpoint(shapes)
+    start_up(checkpoint, family, spec, shard)
+    return checkpoint
+
+
+def start_up(checkpoint: Checkpoint | RandomCheckpoint, family: Family, spec: ArchSpec, shard: Shard) -> None:
+    weights = Weights.open(checkpoint, family.names, shard, DTYPE, META)
+    load_model(weights, spec, ReferenceBackend(CpuDevice()))
+
+
+def reader_counts(regions: Iterable[Region], shape: Shape) -> set[int]:
+    """How often elements of a tensor lie in `regions`, which are cut along one dimension at most."""
+    regions = list(regions)
+    cut = {d for region in regions for d, part in enumerate(region) if part != (0, shape[d])}
+    assert len(cut) <= 1
+    dim = next(iter(cut), 0)
+    change = Counter(region[dim][0] for region in regions)
+    change.subtract(region[dim][1] for region in regions)
+    return set(accumulate(change[edge] for edge in sorted({0, *change} - {shape[dim]})))
+
+
+def expected_counts(name: str, spec: ArchSpec, world_size: int) -> set[int]:
+    """How many ranks hold an element of a tensor: one, or all, or those that share a key-value head."""
+    sharers = max(1, world_size // spec.num_kv_heads)
+    if UNUSED_ROWS.search(name):
+        return {0, world_size}
+    if REPLICATED.search(name):
+        return {world_size}
+    if KEYS_OR_VALUES.search(name):
+        return {sharers}
+    return {1, sharers} if FUSED.search(name) else {1}
+
+
+def allowed_bytes(published: Published, spec: ArchSpec, world_size: int) -> float:
+    """A rank's share of what is split, all of what is replicated, and 5 %."""
+    replicated = sum(math.prod(shape) for name, shape in published.used.items() if REPLICATED.search(name))
+    split = sum(math.prod(shape) for shape in published.used.values()) - replicated
+    if spec.num_kv_heads < world_size:
+        one_head = 2 * spec.head_dim * (spec.hidden_size + spec.qkv_bias) * spec.num_layers  # its keys and values
+        split, replicated = split - spec.num_kv_heads * one_head, replicated + one_head
+    return 1.05 * DTYPE.itemsize * (split / world_size + replicated)
+
+
+def test_every_fixture_is_expected() -> None:
+    assert set(EXPECTED) == {path.stem for path in FOLDER.glob("*.json")}
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"),  # the most ranks, which divide most and share the most kv heads, and one, which reads all
+    sorted({(name, n) for name, expected in EXPECTED.items() for n in (1, expected.world_sizes[-1])}),
+)
+def test_all_ranks_together_read_every_tensor_once(name: str, world_size: int) -> None:
+    # One rank reads all that there is; the 18,432 expert matrices of Qwen3-30B-A3B would take eight ranks ten seconds.
+    published, family, spec = find(name, MOST_TENSORS if world_size > 1 else math.inf)
+    ranks = [load(published.shapes, family, spec, Shard(rank, world_size)) for rank in range(world_size)]
+    for tensor, shape in published.used.items():
+        regions = [rank.tensors[tensor].regions for rank in ranks]
+        assert all(reader_counts(own, shape) <= {0, 1} for own in regions), f"a rank reads {tensor} twice"
+        counts = reader_counts((region for own in regions for region in own), shape)
+        assert expected_counts(tensor, spec, world_size) == counts, tensor
+    assert not any(rank.tensors[tensor].regions for rank in ranks for tensor in published.unused)
+    assert max(rank.bytes_read for rank in ranks) <= allowed_bytes(published, spec, world_size)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_world_sizes_that_do_not_divide_a_real_model_are_refused(name: str) -> None:
+    _, _, spec = find(name)
+    possible = EXPECTED[name].world_sizes
+    for world_size in SHARD_COUNTS:
+        if world_size in possible:
+            validate(spec, world_size)
+        else:
+            with pytest.raises(ValueError, match=f"use --num-shard {' or '.join(map(str, possible))}$"):
+                validate(spec, world_size)
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_published_configs_are_read_as_meant(name: str) -> None:
+    _, _, spec = find(name)
+    expected, last = EXPECTED[name], spec.layers[-1].position
+    windows = [layer.window for layer in spec.layers if layer.window]
+    assert expected.windows == (len(windows), max(windows, default=0))
+    if isinstance(last, Rope) and isinstance(last.scaling, LongScaling):
+        last = Rope(last.theta, last.dim)
+    assert expected.position == last
+
+
+@pytest.mark.parametrize(
+    ("name", "length"), [("llama-3.1-8b", 9000), ("phi-3-mini-128k", 100), ("phi-3-mini-128k", 9000)]
+)
+def test_scaled_rotations_equal_those_of_transformers(name: str, length: int) -> None:
+    published, _, spec = find(name)
+    rope = spec.layers[0].position
+    assert isinstance(rope, Rope)
+    settings = published.config | {"rope_scaling": current_scaling(published.config)}
+    config = AutoConfig.for_model(**settings)
+    frequencies, magnitude = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, "cpu", seq_len=length)
+    turned = Rotary(rope, torch.device("cpu"))(torch.tensor([17]), torch.tensor([length]))
+    torch.testing.assert_close((17 * frequencies).cos() * magnitude, turned.cos[0, 0])
+    torch.testing.assert_close((17 * frequencies).sin() * magnitude, turned.sin[0, 0])
+
+
+def current_scaling(config: dict[str, Any]) -> dict[str, Any]:
+    """A published `rope_scaling` as transformers spells it today."""
+    scaling = dict(config["rope_scaling"])
+    kind = scaling.pop("type", None) or scaling.pop("rope_type")
+    trained = scaling.get("original_max_position_embeddings") or config["original_max_position_embeddings"]
+    return scaling | {"rope_type": {"su": "longrope"}.get(kind, kind), "original_max_position_embeddings": trained}
+
+
+@pytest.mark.parametrize("path", sorted(BENCHMARKED.glob("*.json")), ids=lambda path: path.stem)
+def test_benchmarked_shapes_start_up_at_every_world_size(path: Path) -> None:
+    family, spec = families.find(json.loads(path.read_text()))
+    with META:
+        checkpoint = RandomCheckpoint(DTYPE)
+    for world_size in SHARD_COUNTS:
+        validate(spec, world_size)
+        start_up(checkpoint, family, spec, Shard(world_size - 1, world_size))
+    published = {"mistral-7b": "mistral-7b-v0.1"}.get(path.stem, path.stem)
+    assert published not in EXPECTED or spec == find(published)[2]
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_every_prefix_that_a_family_knows_fits_its_real_names(name: str) -> None:
+    published, family, spec = find(name, MOST_TENSORS)
+    embed = family.names.roles["embed"]
+    own = next(prefix for prefix in family.names.prefixes if f"{prefix}{embed}.weight" in published.used)
+    heads = {n for n in published.shapes if n.startswith(("lm_head.", "embed_out."))}  # these stand without it
+    for prefix in set(family.names.prefixes) - {own}:
+        renamed = {n if n in heads else prefix + n.removeprefix(own): s for n, s in published.shapes.items()}
+        load(renamed, family, spec, Shard(0, EXPECTED[name].world_sizes[-1]))  # raises what is missing or left over
+    unknown = {n if n in heads else f"unknown.{n}": s for n, s in published.shapes.items()}
+    with pytest.raises(CheckpointError, match="with or without a prefix"):
+        load(unknown, family, spec, Shard(0, EXPECTED[name].world_sizes[-1]))
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", "mixtral-8x7b"])
+def test_a_tensor_more_or_less_is_noticed(name: str) -> None:
+    published, family, spec = find(name)
+    known = list(published.used)[len(published.used) // 2]
+    with pytest.raises(CheckpointError, match=f"tensor {re.escape(known)} is missing"):
+        load({n: s for n, s in published.used.items() if n != known}, family, spec, Shard())
+    with pytest.raises(CheckpointError, match=f"does not use.*{re.escape(known)}_scale"):
+        load(published.used | {f"{known}_scale": (1,)}, family, spec, Shard())
+
+
+def test_the_fake_keeps_the_contract_of_a_checkpoint(tmp_path: Path) -> None:
+    shapes = {"a.weight": (4, 6), "b.weight": (8,)}
+    save_file({name: torch.zeros(shape, dtype=DTYPE) for name, shape in shapes.items()}, tmp_path / "model.safetensors")
+    for checkpoint in (Checkpoint(tmp_path), FakeCheckpoint(shapes)):
+        assert "a.weight" in checkpoint
+        assert "c.weight" not in checkpoint
+        assert (4, 2) == tuple(checkpoint.read("a.weight", (4, 6), dim=1, part=(2, 4)).shape)
+        assert (4, 6) == tuple(checkpoint.read("a.weight", (4, 6)).shape)
+        assert 16 + 48 == checkpoint.bytes_read
+        assert [f"b.weight in {checkpoint.folder / 'model.safetensors'}"] == checkpoint.leftovers(())
+        assert [] == checkpoint.leftovers((r"^b\.",))
+        with pytest.raises(CheckpointError, match=r"tensor c\.weight is missing"):
+            checkpoint.read("c.weight", (1,))
+        with pytest.raises(CheckpointError, match=r"shape \[8\], but config.json says \[9\]"):
+            checkpoint.read("b.weight", (9,))

@@ -1,0 +1,103 @@
+"""Ranks of tensor-parallel tests: `python -m tests.server.ranks.tensor_parallel SIZE RENDEZVOUS [FORMAT=]FOLDER …`.
+
+Generates the same prompts with the model in every folder on every rank, quantised to FORMAT while it is loaded where
+one is given, and prints {[FORMAT=]FOLDER: tokens} of each rank as a JSON list in the order of the ranks. One process
+imports torch and forks the ranks, each of which serves all models: importing torch takes longer than any of them. No
+model warms up: whole servers of 2 and 8 shards do, elsewhere.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import random
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from server.ranks.distributed import Shard, connect, disconnect
+from tests.server.driver import CPU, GREEDY, Prompt, generate, greedy, load_engine, sampled
+from tests.server.offload.streaming import offloaded, streaming
+
+SAMPLINGS = [
+    sampled(0, temperature=0.8, top_p=0.95),
+    GREEDY,
+    sampled(2, min_p=0.05, presence_penalty=1.0, bias_ids=[5, 70], biases=[3.0, 3.0]),
+    greedy(bias_ids=[5], biases=[5.0], banned_word_ids=[5, 5], banned_word_lengths=[2], min_tokens=3, end_ids=[5]),
+    sampled(4, temperature=1.2, repetition_penalty=1.2, is_constrained=True),
+]
+
+
+def prompts() -> list[Prompt]:
+    """Greedy and seeded prompts of mixed lengths that join at different steps."""
+    rng = random.Random(11)
+    return [
+        Prompt(
+            [rng.randrange(4, 103) for _ in range(rng.randint(3, 40))],
+            max_new_tokens=6,
+            sampling=SAMPLINGS[i],
+            joins_at=i % 3,
+            chunk=16,
+            rule=rule if SAMPLINGS[i].is_constrained else None,
+            holds=True,
+        )
+        for i in range(len(SAMPLINGS))
+    ]
+
+
+def rule(tokens: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Odd tokens alone, two certain ones behind the second."""
+    return [8, 50] if len(tokens) == 2 else [], list(range(1, 103, 2))
+
+
+def tokens(model: str | Path, shard: Shard) -> list[list[int]]:
+    """The tokens of every prompt.
+
+    model: a folder; before it, a format and =; behind it, + and a --kv-cache-dtype; behind that, @ and how much of the
+    weights, of the KV cache and of an area of it is on the device, as in `@0%,50%,1`. The rest is in files.
+    """
+    format, _, stored = str(model).rpartition("=")
+    stored, _, shares = stored.partition("@")
+    folder, _, cache = stored.partition("+")
+    with ExitStack() as stack:
+        settings: dict[str, Any] = {}
+        if shares:
+            weights, kv, stage_bytes = shares.split(",")
+            files = Path(stack.enter_context(TemporaryDirectory()))
+            settings["placement"] = stack.enter_context(streaming(Path(folder), weights, files))
+            kv_placement = offloaded(Path(folder), kv, files, stage_bytes=int(stage_bytes))
+            settings["kv_placement"] = stack.enter_context(kv_placement)
+        engine = load_engine(
+            Path(folder),
+            shard=shard,
+            quantise=format or None,
+            kv_cache=cache or "auto",
+            tokens=1024,
+            total_tokens=64,
+            warms_up=False,
+            **settings,
+        )
+        return [prompt.tokens for prompt in generate(engine, prompts())]
+
+
+def run_rank(arguments: tuple[int, int, str, Sequence[str]]) -> dict[str, list[list[int]]]:
+    """{model: tokens} of one rank. It leaves the group even when it fails, so that the others do not wait for it."""
+    rank, world_size, rendezvous, models = arguments
+    shard = connect(rank, world_size, rendezvous, CPU)
+    try:
+        return {model: tokens(model, shard) for model in models}
+    finally:
+        disconnect()
+
+
+if __name__ == "__main__":
+    size, rendezvous, *models = sys.argv[1:]
+    torch.set_num_threads(1)
+    with multiprocessing.get_context("fork").Pool(int(size)) as pool:
+        given = [(rank, int(size), rendezvous, models) for rank in range(int(size))]
+        print(json.dumps(pool.map(run_rank, given, chunksize=1)))
