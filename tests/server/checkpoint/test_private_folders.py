@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from server.backends.cpu.build import compiled_library
 from server.checkpoint import convert
 from server.checkpoint.hub import _converted
 from server.prefix.prefix_file import PrefixFile
@@ -26,11 +27,11 @@ def keep_blocks(folder: Path, _: pytest.MonkeyPatch) -> None:
 
 
 def compile_kernels(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled(compiler: str, target: object, library: Path) -> None:
+    def write_library(compiler: str, target: object, library: Path) -> None:
         library.touch(mode=0o600)
 
-    monkeypatch.setattr(import_module("server.backends.cpu.build"), "compile_sources", compiled)
-    compiled(folder / "kernels")
+    monkeypatch.setattr(import_module("server.backends.cpu.build"), "compile_sources", write_library)
+    compiled_library(folder / "kernels")
 
 
 def convert_weights(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
