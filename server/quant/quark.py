@@ -201,7 +201,8 @@ def _expression(glob: str) -> str:
 def _refuse_algorithms(algorithms: Any) -> None:
     """Raise FormatError for an algorithm that leaves something to do for each token."""
     for one in algorithms if isinstance(algorithms, list) else [algorithms] if algorithms else []:
-        name, online = one.get("name"), [key for key in ONLINE if one.get(key)]
+        settings = one if isinstance(one, Mapping) else {"name": one}
+        name, online = settings.get("name"), [key for key in ONLINE if settings.get(key)]
         if name not in MERGED and (name != "rotation" or online):
             good = f"{', '.join(MERGED)} are, and rotation without {', '.join(ONLINE)}, since they end up in weights"
             raise _unserved("algo_config", name, good)

@@ -1,20 +1,19 @@
 """Checkpoints that torchao writes: `python make_torchao.py FOLDER` in its environment.
 
-Of each kind FOLDER/KIND is the checkpoint, and FOLDER/KIND.dense.safetensors what the library itself makes of it. Its
-two classes of plain 4-bit codes are made on GPUs alone, so that their tensors are filled here as their definitions say,
-and saved by the library.
+Its two classes of plain 4-bit codes are made on GPUs alone, so that their tensors are filled here as their definitions
+say, and saved by the library. FOLDER/settings.json has the settings of each of its classes of configs.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 import tiny_model
 import torch
-from safetensors.torch import save_file
+from torchao.core.config import AOBaseConfig
 from torchao.quantization import (
     Float8WeightOnlyConfig,
     Int4PlainInt32Tensor,
@@ -27,10 +26,14 @@ from torchao.quantization import (
     PerTensor,
 )
 from torchao.quantization.quantize_.workflows import Int4PackingFormat
-from transformers import AutoModelForCausalLM, TorchAoConfig
+from transformers import TorchAoConfig
+from transformers.core_model_loading import revert_weight_conversion
 
 GROUP = 32
-KINDS = {
+ASYMMETRIC = IntxWeightOnlyConfig(
+    weight_dtype=torch.int4, granularity=PerGroup(GROUP), mapping_type=MappingType.ASYMMETRIC
+)
+SCHEMES = {
     "int8": Int8WeightOnlyConfig(),
     "int8-groups": Int8WeightOnlyConfig(granularity=PerGroup(GROUP)),
     "int8-all": Int8WeightOnlyConfig(granularity=PerTensor()),
@@ -38,44 +41,23 @@ KINDS = {
     "float8-groups": Float8WeightOnlyConfig(granularity=PerGroup(GROUP)),
     "float8-all": Float8WeightOnlyConfig(granularity=PerTensor()),
     "four-bits": IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(GROUP)),
-    "four-bits-asymmetric": IntxWeightOnlyConfig(
-        weight_dtype=torch.int4, granularity=PerGroup(GROUP), mapping_type=MappingType.ASYMMETRIC
-    ),
+    "four-bits-asymmetric": ASYMMETRIC,
     "three-bits": IntxWeightOnlyConfig(weight_dtype=torch.int3),
     "six-bits": IntxWeightOnlyConfig(weight_dtype=torch.int6, mapping_type=MappingType.ASYMMETRIC),
     "int4": Int4WeightOnlyConfig(group_size=GROUP),
     "int4-words": Int4WeightOnlyConfig(group_size=GROUP, int4_packing_format=Int4PackingFormat.PLAIN_INT32),
-    "head-float8": Float8WeightOnlyConfig(),
-    "phi3-int8": Int8WeightOnlyConfig(),
-    "mixtral-float8": Float8WeightOnlyConfig(),
-}  # of a Llama, or of the family before the hyphen
+}
 
 
-def main(folder: Path) -> None:
-    for family in ("llama", "mixtral", "phi3"):
-        tiny_model.save(folder / "source" / family, family)
-    for kind, config in KINDS.items():
-        family = kind.split("-")[0] if kind.split("-")[0] in tiny_model.FAMILIES else "llama"
-        model = AutoModelForCausalLM.from_pretrained(
-            folder / "source" / family,
-            dtype=torch.float32,
-            quantization_config=TorchAoConfig(config, include_input_output_embeddings=kind.startswith("head")),
-        )
-        model.save_pretrained(folder / kind)
-        quantised = {
-            name: tensor.dequantize()
-            for name, tensor in model.state_dict().items()
-            if type(tensor) is not torch.Tensor and hasattr(tensor, "qdata")
-        }
-        save_file({name: tensor.float().contiguous() for name, tensor in quantised.items()}, dense_of(folder, kind))
-    settings = {
-        type(config).__name__: [field.name for field in dataclasses.fields(config)] for config in KINDS.values()
-    }
-    (folder / "settings.json").write_text(json.dumps(settings))
-
-
-def dense_of(folder: Path, kind: str) -> Path:
-    return folder / f"{kind}.dense.safetensors"
+def quantise(source: Path, to: Path, config: AOBaseConfig) -> dict[str, torch.Tensor]:
+    """Of families, heads too."""
+    with_heads = to.name not in SCHEMES
+    model = tiny_model.load(
+        source, quantization_config=TorchAoConfig(config, include_input_output_embeddings=with_heads)
+    )
+    model.save_pretrained(to)
+    dense = {name: tensor.dequantize() for name, tensor in model.state_dict().items() if hasattr(tensor, "qdata")}
+    return revert_weight_conversion(model, dense)  # to the names in the file
 
 
 def rounded(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -123,4 +105,6 @@ def meant_words(made: Int4PlainInt32Tensor) -> torch.Tensor:
 if __name__ == "__main__":
     Int4Tensor.from_hp, Int4Tensor.dequantize = staticmethod(filled), meant
     Int4PlainInt32Tensor.from_hp, Int4PlainInt32Tensor.dequantize = staticmethod(filled_words), meant_words
-    main(Path(sys.argv[1]))
+    tiny_model.make(quantise, SCHEMES, ASYMMETRIC)
+    settings = {type(config).__name__: [field.name for field in fields(config)] for config in SCHEMES.values()}
+    (Path(sys.argv[1]) / "settings.json").write_text(json.dumps(settings))

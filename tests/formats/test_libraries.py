@@ -27,12 +27,13 @@ from server.checkpoint import formats
 from server.checkpoint.formats.protocol import Part, Tensors
 from server.checkpoint.weights import Checkpoint
 from server.layers.linear import LinearFormat
+from server.quant import meanings
 from server.quant.stored import QuantisedWeight
 from server.ranks.distributed import Shard
 from tests.environments import NoEnvironment, environment
 from tests.running import ROOT
 from tests.server.driver import all_logits, load_engine
-from tests.server.quant.cases import prompt_of
+from tests.server.quant.cases import WEIGHTS, prompt_of
 from tests.server.ranks import tensor_parallel
 from tests.server.ranks.test_tensor_parallel import run_ranks
 from tests.server.tiny import CASES
@@ -85,6 +86,23 @@ PACKERS = {
         unmade=NOT_FALCON
         | dict.fromkeys(BLOOM, "list index out of range")
         | dict.fromkeys(MPT, "Actual method must have closure"),
+    ),
+    "quark": Packer(
+        [
+            *("uint4-groups", "uint4-groups-in-order", "int4-groups", "int4-groups-in-order", "int4-groups-asymmetric"),
+            *("int4-rows", "int4-rows-asymmetric", "int4-of-all-asymmetric", "uint4-rows-in-order", "uint4-of-all"),
+            *("int8-groups", "int8-groups-asymmetric", "uint8-groups", "int8-rows", "int8-rows-asymmetric"),
+            *("uint8-rows", "uint8-of-all", "fp8-of-all", "fp8-rows", "mxfp4", "mxfp4-inputs", "mixed"),
+        ],
+        rounded=["fp8-fixed", "fp8-tokens", "int8-fixed", "int8-fixed-asymmetric"],
+        unmade=NOT_FALCON | {"gpt2": "no layer is in fewer bits"},
+    ),
+    "torchao": Packer(
+        [
+            *("int8", "int8-groups", "int8-all", "float8", "float8-groups", "float8-all", "four-bits"),
+            *("four-bits-asymmetric", "three-bits", "six-bits", "int4", "int4-words"),
+        ],
+        unmade={"gpt2": "no layer is in fewer bits"},
     ),
 }
 Made = Callable[[str], Path]
@@ -151,6 +169,12 @@ UNMADE = [(library, case, says) for library, packer in PACKERS.items() for case,
 @pytest.mark.parametrize(("library", "case", "says"), UNMADE)
 def test_what_a_library_does_not_make_is_still_not_made(made: Made, library: str, case: str, says: str) -> None:
     assert says in (made(library) / f"{case}.txt").read_text()
+
+
+def test_every_setting_of_torchao_is_known(made: Made) -> None:
+    for name, settings in json.loads((made("torchao") / "settings.json").read_text()).items():
+        known = (*meanings.SERVED_OF_TORCHAO[name], *meanings.READ_OF_TORCHAO[name])
+        assert set(settings) - {"version"} <= {*known, *meanings.WITHOUT_MEANING_OF_TORCHAO}
 
 
 def dense_of(folder: Path, kind: str, to: Path) -> Path:
@@ -223,4 +247,12 @@ def test_rounded_inputs_change_logits_little(made: Made, library: str, kind: str
         all_logits(load_engine(path, warms_up=False), prompt_of(1))
         for path in (dense_of(folder, kind, tmp_path), folder / kind)
     )
-    assert 0 < float((found - dense).norm() / dense.norm()) < 0.1
+    assert 0 < float((found - dense).norm() / dense.norm()) < 0.15  # float8 has 3 bits of a fraction
+
+
+@pytest.mark.parametrize("kind", PACKERS["quark"].rounded)
+def test_rounded_inputs_give_the_logits_that_quark_computes(made: Made, kind: str) -> None:
+    """Of most tokens: an input between two codes may become the other one, which changes what comes behind it."""
+    own = load_file(made("quark") / f"{kind}.logits.safetensors")
+    found = all_logits(load_engine(made("quark") / kind, warms_up=False), own["ids"].tolist())
+    assert (found - own["logits"]).abs().amax(1).median() <= WEIGHTS

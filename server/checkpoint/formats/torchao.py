@@ -9,8 +9,9 @@ Of a layer [F, D] with G groups of inputs, by the class of its tensor (`server/q
     _weight_scale      [F, G] or [1, 1]; [G, F] of the two classes for 4 bits
     _weight_zero_point as scales are: the codes of 0, int8; of Int4Tensor, what codes times scales are raised by
 
-A note in JSON among the metadata of the file, under the name that the dense weight had, says of which class it is.
-Left out: rounded inputs, and scales for inputs.
+A note in JSON among the metadata of the file, under the name that the dense weight had, says of which class it is. It
+is missed where transformers renames a tensor on saving, as GPT-NeoX's head, and not its note. Left out: rounded inputs,
+and scales for inputs.
 """
 
 from __future__ import annotations
@@ -83,8 +84,14 @@ class TorchaoFormat(Format):
 
 
 def _refuse_other_note(tensors: Tensors, layout: Layout) -> None:
-    """Raise FormatError unless the file's note of this weight is that of the class, and inputs are as they are."""
+    """Raise FormatError where inputs are not as they are, or the file's note of this weight is of another class."""
     if (note := tensors.note("weight")) == "":
+        return
+    if beside := next((suffix for suffix in OF_INPUTS if tensors.has(suffix)), None):
+        raise FormatError(
+            f"{tensors.name}.{beside} scales inputs, which is not served: take a checkpoint of weights only"
+        )
+    if note is None:
         return
     found = _object(note)
     if found.get("_type") != layout.tensor:
@@ -104,16 +111,12 @@ def _refuse_other_note(tensors: Tensors, layout: Layout) -> None:
                 f"`{key}` {shown(given)} of {tensors.name} in the metadata of the weights is not served: inputs as "
                 "they are are, take a checkpoint of weights only"
             )
-    if beside := next((suffix for suffix in OF_INPUTS if tensors.has(suffix)), None):
-        raise FormatError(
-            f"{tensors.name}.{beside} scales inputs, which is not served: take a checkpoint of weights only"
-        )
 
 
-def _object(note: str | None) -> Mapping[str, Any]:
+def _object(note: str) -> Mapping[str, Any]:
     """The object in a note; empty where there is none."""
     try:
-        found = json.loads(note or "")
+        found = json.loads(note)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, Mapping) else {}

@@ -84,10 +84,14 @@ class Layer:
 
 @dataclass(frozen=True)
 class How:
-    """A way to quantise: what config.json says of it, and what is made of a layer's weight [F, D]."""
+    """A way to quantise: what config.json says of it, and what is made of a layer's weight [F, D].
+
+    note: what the metadata of the file says of each such weight.
+    """
 
     config: Mapping[str, Any]
     pack: Callable[[Tensor], Layer]
+    note: str | None = None
 
 
 def groups_of(size: int, inputs: int) -> Tensor:
@@ -385,6 +389,41 @@ def bitsandbytes(kind: str, *, is_nested: bool, storage: str = "uint8") -> How:
     return How(config, pack)
 
 
+TORCHAO = {
+    "Int4Tensor": ("Int4WeightOnlyConfig", {"group_size": 32, "int4_packing_format": "PLAIN"}),
+    "Int4PlainInt32Tensor": ("Int4WeightOnlyConfig", {"group_size": 32, "int4_packing_format": "PLAIN_INT32"}),
+    "Float8Tensor": ("Float8WeightOnlyConfig", {"granularity": {"_type": "PerTensor", "_data": {}}}),
+    "IntxUnpackedToInt8Tensor": (
+        "IntxWeightOnlyConfig",
+        {
+            "weight_dtype": {"_type": "torch.dtype", "_data": "int4"},
+            "mapping_type": {"_type": "MappingType", "_data": "ASYMMETRIC"},
+            "granularity": {"_type": "PerGroup", "_data": {"group_size": 32}},
+        },
+    ),
+}
+
+
+def torchao(kind: str) -> How:
+    """kind: the class of its tensors; those of floats share one scale, all others have 4 bits in groups."""
+    name, data = TORCHAO[kind]
+    config = {"quant_method": "torchao", "quant_type": {"default": {"_type": name, "_version": 2, "_data": data}}}
+
+    def pack(weight: Tensor) -> Layer:
+        if kind == "Float8Tensor":
+            layer = float8("fp8", "tensor").pack(weight)
+            tensors = packers.torchao(kind, layer.codes, layer.tensors["weight_scale"].reshape(1, 1))
+            return replace(layer, tensors=tensors, inputs=None)
+        groups = groups_of(32, weight.shape[1])
+        codes, scale, zero = to_levels(weight, groups, 4, is_symmetric=False)
+        if kind == "Int4PlainInt32Tensor":
+            return Layer(packers.torchao(kind, codes, scale, zero), codes, scale, groups, zero)
+        signed, raised_by = codes - 8, (8 - zero) * scale
+        return Layer(packers.torchao(kind, signed, scale, zero - 8, raised_by), codes, scale, groups, zero)
+
+    return How(config, pack, note=packers.torchao_note(kind))
+
+
 def bitsandbytes_int8() -> How:
     def pack(weight: Tensor) -> Layer:
         largest = weight.abs().amax(1)
@@ -417,12 +456,13 @@ def quantise(
         for path in source.glob("*.json"):
             shutil.copy(path, folder / kind)
     packed = {f"{name}.{suffix}": t for name, layer in layers.items() for suffix, t in layer.tensors.items()}
-    _save(tensors | packed, folder / "quantised")
+    notes = {name: h.note for name, h in chosen.items() if h is not None and h.note is not None}
+    _save(tensors | packed, folder / "quantised", notes)
     _save(tensors | {f"{name}.weight": layer.weight for name, layer in layers.items()}, folder / "dense")
     config["quantization_config"] = dict(how.config)
     (folder / "quantised" / "config.json").write_text(json.dumps(config))
     return layers
 
 
-def _save(tensors: Mapping[str, Tensor], folder: Path) -> None:
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+def _save(tensors: Mapping[str, Tensor], folder: Path, notes: dict[str, str] | None = None) -> None:
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors", notes)

@@ -28,6 +28,8 @@ IN_SUITE = {
         "llama-nvfp4",
         "llama-quark",
         "llama-quark-rows",
+        "llama-torchao",
+        "bloom-torchao-bytes",
         "mixtral-int8",
         "t5-float8",
     ],
@@ -40,6 +42,9 @@ IN_SUITE = {
         "t5-gptq",
         "llama-quark-mixed",
         "bloom-quark-eight-bits",
+        "llama-torchao",
+        "llama-torchao-head",
+        "t5-torchao-floats",
     ],
     8: ["baichuan-gptq", "bloom-mxfp4", "llama-gptq-head", "llama-packed", "mixtral-awq", "llama-float8-rows"],
 }

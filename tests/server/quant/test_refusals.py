@@ -167,6 +167,7 @@ BY_CONFIG = {
         QUARK | {"algo_config": [{"name": "awq"}, {"name": "rotation", "r1": True, "r4": True}]},
         r"`algo_config` 'rotation' .*: smooth, .* are, and rotation without r3, r4, online_r1_rotation, since they",
     ),
+    "quark of an algorithm without settings": (QUARK | {"algo_config": ["svdquant"]}, r"'svdquant' .* is not served"),
     "quark of low rank": (QUARK | {"algo_config": {"name": "svdquant"}}, r"`algo_config` 'svdquant' .* is not served"),
     "quark with attention": (
         QUARK | {"softmax_quant_spec": {"dtype": "fp8_e4m3"}},
