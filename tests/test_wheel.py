@@ -70,7 +70,7 @@ def test_it_holds_what_serves_and_nothing_else(wheel: Path) -> None:
         "router/apis/playground/app.js",
         "router/apis/playground/app.css",
     } <= names
-    assert {"server/pb/generate_pb2.py", "benchmark/shapes/bloom-560m.json"} <= names
+    assert {"server/pb/generate_pb2.py", "benchmark/cost/shapes/bloom-560m.json"} <= names
     assert any(name.endswith(".cpp") for name in names) and any(name.endswith(".css") for name in names)
 
 

@@ -53,7 +53,7 @@ def grouped(
 
 
 def a_spec() -> ArchSpec:
-    config = ROOT / "benchmark/shapes/mistral-7b.json"
+    config = ROOT / "benchmark/cost/shapes/mistral-7b.json"
     return families.find(json.loads(config.read_text()))[1]
 
 
