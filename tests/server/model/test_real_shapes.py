@@ -50,7 +50,7 @@ from server.ranks.distributed import Shard
 from tests.running import ROOT
 
 FOLDER = Path(__file__).parent / "real_shapes"
-BENCHMARKED = ROOT / "benchmark" / "shapes"
+BENCHMARKED = ROOT / "benchmark" / "cost" / "shapes"
 META, DTYPE = torch.device("meta"), torch.bfloat16
 MOST_TENSORS = 2000
 Shape = tuple[int, ...]
