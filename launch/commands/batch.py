@@ -39,13 +39,14 @@ from urllib.parse import urlsplit
 import httpx2
 
 from host.process import end_with_parent
+from host.progress import duration
 from launch.config import ROOT
 from launch.errors import Refusal
 from launch.flags import Parser, unknown_arguments
 from router.jobs.census import Census, take_census
 from router.jobs.journal import Journal, journal_of, new_of
 from router.jobs.lines import JobError, LineFile, Problem, Reply, Wanted
-from router.jobs.progress import Progress, duration
+from router.jobs.progress import Progress
 from router.jobs.runner import Lost, Plan, Runner
 
 READY = re.compile(r"Lockstep is ready at (http://[^\s\"]+)")
@@ -357,7 +358,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def run(command: Command, environ: Mapping[str, str]) -> int:
     """Answer the lines that are left. Returns the exit code; raises Refusal with the sentence that ends the job."""
-    progress = Progress(0, sys.stderr, is_live=sys.stderr.isatty())
+    progress = Progress(sys.stderr, is_live=sys.stderr.isatty())
     again = "start the same command again to go on"
     try:
         return asyncio.run(_run(command, environ, progress))
@@ -402,7 +403,7 @@ async def _work(command: Command, environ: Mapping[str, str], progress: Progress
     with ExitStack() as stack:
         stack.callback(census.ids.close)
         journal = stack.enter_context(closing(Journal(command.output, command.errors, census)))
-        progress.begin(census.num_lines)
+        progress.total = census.num_lines
         if journal.state.is_complete:
             progress.say(f"{command.output} is complete: {_counts(journal)}")
             return 0
@@ -426,7 +427,7 @@ def _census(command: Command, progress: Progress, stop: asyncio.Future[int]) -> 
             raise Stopped(stop.result())
         if time.monotonic() - told_at > progress.period_s:
             told_at = time.monotonic()
-            progress.show_reading(share)
+            progress.show(f"reading the input: {100 * share:.0f} %")
 
     return take_census(command.input, command.output.parent, MOST_LINE_BYTES, advanced)
 
@@ -458,8 +459,8 @@ async def _watched(runner: Runner, journal: Journal, progress: Progress, engine_
             if not task.done():
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        progress.show(journal.state.completed, journal.state.failed)
-        progress.end_line()
+        progress.report(journal.state.completed, journal.state.failed)
+        progress.end()
     working.result()
 
 
@@ -467,7 +468,7 @@ async def _tell(runner: Runner, journal: Journal, progress: Progress) -> None:
     progress.note(journal.state.completed + journal.state.failed)
     while True:
         await asyncio.sleep(progress.period_s)
-        progress.show(journal.state.completed, journal.state.failed, runner.trouble)
+        progress.report(journal.state.completed, journal.state.failed, runner.trouble)
 
 
 def _counts(journal: Journal) -> str:
