@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.launches.stand_ins import (
+    FORK_SERVER,
     HTTP_ROUTER,
     LAUNCH,
-    NURSERY,
     SHARD,
     SUPERVISE,
     Start,
@@ -53,7 +53,7 @@ def start(temporary: Path) -> Iterator[Start]:
         process.communicate()
 
 
-@pytest.fixture(params=[{}, {"nursery": NURSERY}], ids=["own processes", "forks"])
+@pytest.fixture(params=[{}, {"fork_server": FORK_SERVER}], ids=["own processes", "forks"])
 def supervise(start: Start, request: pytest.FixtureRequest) -> Start:
     # By default nothing is waited for longer than a test waits: what ends, ends before these limits. Whoever might have
     # caused a failure has `blame` seconds to say so.
