@@ -1,4 +1,4 @@
-"""Folders for what leaves memory: whether they are on a disk, files without a name in them, and who may enter them.
+"""Folders for data that leaves memory: whether they are on a disk, their permissions, and files without a name in them.
 
 No torch here: the launcher looks at these folders before anything is downloaded.
 """

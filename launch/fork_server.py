@@ -35,7 +35,7 @@ class ForkServer(Child):
         self._orders.setblocking(False)
         with theirs:
             self._own = OwnProcess(argv, environment, stdin=theirs.fileno())
-        super().__init__("fork server", self._own, log)
+        super().__init__("fork-server", self._own, log)
         self._expected: list[tuple[Child, Fork]] = []  # ordered and not started yet
         self._has_forked = False  # then it has imported its modules, and forking takes no time
         self._watchdog = Watchdog(time.monotonic())

@@ -232,7 +232,7 @@ async def _work(command: Command, environ: Mapping[str, str], progress: Progress
         async with _server(command, environ, progress) as (url, key, engine_end):
             async with HttpSender(url, key, command.timeout_s) as sender:
                 runner = Runner(index, lines, journal, sender, command.plan)
-                await _watched(runner, journal, progress, engine_end)
+                await _run_with_progress(runner, journal, progress, engine_end)
         progress.say(f"{command.output} is complete: {_counts(journal)}, in {duration(time.monotonic() - began)}")
     return 0
 
@@ -263,11 +263,13 @@ async def _server(
         yield url, key, end
 
 
-async def _watched(runner: Runner, journal: Journal, progress: Progress, engine_end: asyncio.Task[int] | None) -> None:
+async def _run_with_progress(
+    runner: Runner, journal: Journal, progress: Progress, engine_end: asyncio.Task[int] | None
+) -> None:
     """Run the job, and report its progress. Raises JobError and OSError."""
     working = asyncio.create_task(runner.run())
-    telling = asyncio.create_task(_tell(runner, journal, progress))
-    tasks: set[asyncio.Task[None] | asyncio.Task[int]] = {working, telling}
+    reporting = asyncio.create_task(_report(runner, journal, progress))
+    tasks: set[asyncio.Task[None] | asyncio.Task[int]] = {working, reporting}
     try:
         await asyncio.wait(tasks | ({engine_end} if engine_end else set()), return_when=asyncio.FIRST_COMPLETED)
         if engine_end is not None and engine_end.done() and not working.done():
@@ -283,7 +285,7 @@ async def _watched(runner: Runner, journal: Journal, progress: Progress, engine_
     working.result()
 
 
-async def _tell(runner: Runner, journal: Journal, progress: Progress) -> None:
+async def _report(runner: Runner, journal: Journal, progress: Progress) -> None:
     progress.note(journal.state.completed + journal.state.failed)
     while True:
         await asyncio.sleep(progress.period_s)
@@ -426,7 +428,7 @@ class HttpSender:
         transport = self._idle.pop() if self._idle else self._new_transport()
         try:
             async with asyncio.timeout(self._timeout_s):
-                return await _ask(transport, request, wanted, request_id)
+                return await _exchange(transport, request, wanted, request_id)
         except TimeoutError:
             raise NoAnswer(f"there was no answer within {self._timeout_s:g} s", was_sent=True) from None
         except (httpx2.ConnectTimeout, httpx2.PoolTimeout):
@@ -446,7 +448,7 @@ class HttpSender:
         return httpx2.AsyncHTTPTransport(self._tls, limits=NO_LIMITS, socket_options=SOCKET_OPTIONS)
 
 
-async def _ask(
+async def _exchange(
     transport: httpx2.AsyncHTTPTransport, request: httpx2.Request, wanted: BatchRequest, request_id: str
 ) -> Reply | Problem:
     body = bytearray()

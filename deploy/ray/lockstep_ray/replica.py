@@ -73,7 +73,7 @@ class Replica:
             await asyncio.to_thread(self._child.end)
 
     async def counters(self, ask: RelayedRequest) -> dict[str, float]:
-        """Samples of /metrics, by name and labels. ask: whom it is for, which Serve's router has seen to."""
+        """Samples of /metrics, by name and labels. ask: read by Serve's router alone, to choose this replica."""
         text = (await self._http.get("/metrics", headers=self._headers, timeout=HEALTH_S)).text
         return {name: float(value) for name, value in SAMPLE.findall(text)}
 

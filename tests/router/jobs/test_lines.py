@@ -134,6 +134,6 @@ def test_a_census_can_be_ended_and_a_full_disk_is_an_error_at_once(
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("router.jobs.index.os.posix_fallocate", full)
+    monkeypatch.setattr("router.jobs.input_index.os.posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         index_of(path)
