@@ -207,7 +207,7 @@ def test_a_child_that_somebody_stops_is_replaced_at_once() -> None:
     aside(story, seconds=2.0)
 
 
-def test_a_nursery_that_somebody_stops_or_kills_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_somebody_stops_or_kills_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.sandbox.pool.FORK_S", 1.0)
 
     async def story(pool: Sandbox) -> None:
@@ -287,7 +287,7 @@ def test_who_gets_no_time_on_the_cores_is_given_more(
     aside(story, seconds=0.05)
 
 
-def test_a_nursery_that_ends_before_it_is_ready_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_ends_before_it_is_ready_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     programs: list[str] = []
     start = subprocess.Popen
 
