@@ -1,10 +1,10 @@
 """Starts and watches one Lockstep server: N shards and a router, from one table of settings.
 
-This is the story of a launch; its rooms are in `launch/`. Every setting is read and checked, the port is taken,
-the model is resolved once, each process gets its config as JSON (a shard in a private folder, the router, whose config
-holds the API key, in a file without a name), all processes are started at once, and their logs are forwarded until a
-signal or a failure. The end is one sentence and an exit code: 0 after a stop by signal, 1 when something failed, 2 for
-a wrong setting, 128 + signal after SIGQUIT or a second signal.
+A launch takes these steps, which are in `launch/`: every setting is read and checked, the port is taken, the model is
+resolved once, each process gets its config as JSON (a shard in a private folder, the router, whose config holds the API
+key, in a file without a name), all processes are started at once, and their logs are forwarded until a signal or a
+failure. The end is one sentence and an exit code: 0 after a stop by signal, 1 when something failed, 2 for a wrong
+setting, 128 + signal after SIGQUIT or a second signal.
 
 The launcher knows nothing of HTTP or tensors and imports neither torch nor transformers.
 """
@@ -38,13 +38,13 @@ from launch.machine import (
     visible_gpus,
 )
 from launch.models import resolve_model
-from launch.node_links import Linking
+from launch.node_links import LinkProcess
 from launch.nodes import Layout, Nodes, await_address, check_nodes, environment_of, node_warnings, plan_nodes
-from launch.remote_nodes import Others
-from launch.restarts import Renewal
-from launch.router_process import Seat
+from launch.remote_nodes import RemoteNodes
+from launch.restarts import RestartCommands
+from launch.router_process import RouterCommand
 from launch.settings import Settings, read_settings
-from launch.shards import Crew, python
+from launch.shards import ShardCommands, python
 from launch.supervisor import Supervisor, leave_on_signal, signals_to_pipe
 
 
@@ -60,17 +60,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         prepared = prepare(arguments, os.environ)
         if prepared is None:
             return 0
-        settings, place = prepared
+        settings, placement = prepared
         colour = os.isatty(1) and not os.environ.get("NO_COLOR")
         log = Log(Output(1), settings.values["json_output"], colour)
         if settings.values["env"]:
             for line in describe_environment(os.environ):
                 log.info(line)
-        run = launch if place.nodes.index == 0 else join
-        return run(settings, os.environ, place, log)
+        run = launch if placement.nodes.index == 0 else join
+        return run(settings, os.environ, placement, log)
     except Refusal as refusal:
         return _report(refusal)
-    except KeyboardInterrupt:  # before anybody heeds signals
+    except KeyboardInterrupt:  # before signals are handled
         return _report(Refusal(["stopped by SIGINT: nothing is made, start again"], 128 + signal.SIGINT))
     except OSError as error:  # a full disk, a file that may not be read, no more processes
         return _report(Refusal([f"cannot start: {error}"], 1))
@@ -82,7 +82,7 @@ def _report(refusal: Refusal) -> int:
     return refusal.code
 
 
-def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, Place] | None:
+def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, Placement] | None:
     """Every check that needs no model, or None if only something was printed.
 
     Raises Refusal with every problem at once.
@@ -93,32 +93,32 @@ def prepare(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[Settings, 
         return None
     settings, wrong_values = read_settings(flags, environ)
     problems += wrong_values
-    place = Place("cpu", Layout(1), Nodes())
+    placement = Placement("cpu", Layout(1), Nodes())
     try:
         gpus = 0 if settings.values["device"] == "cpu" else visible_gpus(environ)
         nodes = plan_nodes(settings, environ)
-        place = Place(*plan_shards(settings, gpus, nodes), nodes)
-        check_nodes(settings, nodes, place.layout)
-        problems += storage_problems(settings, place.device)
+        placement = Placement(*plan_shards(settings, gpus, nodes), nodes)
+        check_nodes(settings, nodes, placement.layout)
+        problems += storage_problems(settings, placement.device)
     except ValueError as error:
         problems.append(str(error))
     if problems:
         raise Refusal(problems, 2)
-    return settings, place
+    return settings, placement
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a launch runs."""
+class Placement:
+    """Where a launch runs: the device, the ranks of each node, and the nodes."""
 
     device: str
     layout: Layout
     nodes: Nodes
 
 
-def launch(settings: Settings, environ: Mapping[str, str], place: Place, log: Log) -> int:
+def launch(settings: Settings, environ: Mapping[str, str], placement: Placement, log: Log) -> int:
     """Serve until a signal or a failure. Returns the exit code; raises Refusal for a failure."""
-    device, layout, nodes = place.device, place.layout, place.nodes
+    device, layout, nodes = placement.device, placement.layout, placement.nodes
     started = time.monotonic()
     hostname = settings.values["hostname"]
     with ExitStack() as stack:
@@ -137,26 +137,26 @@ def launch(settings: Settings, environ: Mapping[str, str], place: Place, log: Lo
         folder = stack.enter_context(private_folder())
         prefix = settings.values["shard_uds_path"]
         chosen = stack.enter_context(shared_sockets(prefix, layout.world_size)) if prefix else ()
-        crew = Crew(folder, settings, device, layout, model, chosen, adopt_orphans())
-        seat = Seat(settings, layout, model, holder)
-        stack.callback(seat.close)
+        shard_commands = ShardCommands(folder, settings, device, layout, model, chosen, adopt_orphans())
+        router_command = RouterCommand(settings, layout, model, holder)
+        stack.callback(router_command.close)
         url = f"http://{f'[{hostname}]' if ':' in hostname else hostname}:{holder.getsockname()[1]}"
 
         def on_ready(is_first: bool) -> None:
-            seat.hand_over()
+            router_command.close_listener()
             after = f" after {time.monotonic() - started:.1f} s" if is_first else " again"
             log.info(f"Lockstep is ready at {url}{after}")
 
-        shard_commands, sockets = crew.group(1)
+        first_group, sockets = shard_commands.group(1)
         supervisor = Supervisor(
-            [*shard_commands, seat.router(1, sockets)],
+            [*first_group, router_command.command(1, sockets)],
             environment_of(settings, environ, nodes, address),
             log,
             drain_seconds=settings.values["shutdown_delay"] + settings.values["graceful_termination_timeout"],
             on_ready=on_ready,
-            renewal=Renewal(crew.group, seat.router, settings.values["max_deaths"]),
+            restart=RestartCommands(shard_commands.group, router_command.command, settings.values["max_deaths"]),
             sockets=sockets,
-            others=meet(crew, settings, nodes, address, log) if nodes.count > 1 else None,
+            remote_nodes=remote_nodes_of(shard_commands, settings, nodes, address, log) if nodes.count > 1 else None,
         )
         code = supervisor.run(wakeup)
         if supervisor.failure:
@@ -164,21 +164,25 @@ def launch(settings: Settings, environ: Mapping[str, str], place: Place, log: Lo
         return code
 
 
-def meet(crew: Crew, settings: Settings, nodes: Nodes, address: str, log: Log) -> Others:
-    """What node 0, at `address`, needs to meet the others."""
-    linking = Linking(crew.folder, nodes, address, python("server.link"), settings.values["log_level"])
+def remote_nodes_of(
+    shard_commands: ShardCommands, settings: Settings, nodes: Nodes, address: str, log: Log
+) -> RemoteNodes:
+    """The nodes but this one, which is node 0 at `address`."""
+    link = LinkProcess(shard_commands.folder, nodes, address, python("server.link"), settings.values["log_level"])
     patience = settings.values["node_timeout"]
-    return Others(crew.folder, linking, crew.layout, crew.identity(), log, patience=patience)
+    return RemoteNodes(
+        shard_commands.folder, link, shard_commands.layout, shard_commands.identity(), log, patience=patience
+    )
 
 
-def join(settings: Settings, environ: Mapping[str, str], place: Place, log: Log) -> int:
+def join(settings: Settings, environ: Mapping[str, str], placement: Placement, log: Log) -> int:
     """Be a node other than 0, until node 0 ends or a failure. Returns the exit code; raises Refusal for a failure."""
-    nodes, layout = place.nodes, place.layout
+    nodes, layout = placement.nodes, placement.layout
     with ExitStack() as stack:
         stack.enter_context(leave_on_signal(log))
         said_by = f", as {nodes.said_by} says" if nodes.said_by else ""
         log.info(
-            f"Lockstep {version()} is node {nodes.index} of {nodes.count}{said_by}, on {place.device} with {layout}"
+            f"Lockstep {version()} is node {nodes.index} of {nodes.count}{said_by}, on {placement.device} with {layout}"
         )
         for sentence in [*storage_warnings(settings), *node_warnings(settings, nodes, layout)]:
             log.warn(sentence)
@@ -186,10 +190,10 @@ def join(settings: Settings, environ: Mapping[str, str], place: Place, log: Log)
         address = await_address(nodes, settings.values["node_timeout"], log.info)
         wakeup = stack.enter_context(signals_to_pipe())
         folder = stack.enter_context(private_folder())
-        crew = Crew(folder, settings, place.device, layout, model, (), adopt_orphans())
+        shard_commands = ShardCommands(folder, settings, placement.device, layout, model, (), adopt_orphans())
         agent = Agent(
-            crew,
-            Linking(folder, nodes, address, python("server.link"), settings.values["log_level"]),
+            shard_commands,
+            LinkProcess(folder, nodes, address, python("server.link"), settings.values["log_level"]),
             environment_of(settings, environ, nodes, address),
             log,
             patience=settings.values["node_timeout"],

@@ -1,7 +1,7 @@
 """Kinds of CPU kernels: which instructions each is compiled for, and whether this processor has them.
 
-No torch here, so that the launcher refuses a kind before anything is started. Left out: the kernels themselves, and
-where their libraries are (`backends/cpu/`).
+No torch here, so that the launcher refuses a kind before anything is started. Left out: the kernels themselves and
+their libraries (`server/backends/cpu/`).
 """
 
 from __future__ import annotations

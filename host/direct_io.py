@@ -1,7 +1,7 @@
-"""Files that are read and written past the page cache, where the file system can do that.
+"""Files that are read and written with O_DIRECT, past the page cache, where the file system can do that.
 
-Through it, what is larger than memory would push out all else, and each byte would be copied once more. Where a file
-system knows no direct requests, what has been moved is at least forgotten at once. No torch here.
+Data that is larger than memory would evict everything else from the page cache, and each byte would be copied once
+more. Where a file system has no direct I/O, the pages are dropped right after use. No torch here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Folders for what leaves memory: whether they are on a disk, files without a name in them, and who may enter them.
+"""Folders for data that leaves memory: whether they are on a disk, their permissions, and files without a name in them.
 
 No torch here: the launcher looks at these folders before anything is downloaded.
 """
@@ -35,7 +35,7 @@ def nearest_folder(path: Path) -> Path:
 def make_private(folder: Path) -> None:
     """Make a folder, and those above it that are not there, for this user alone, whatever the umask. Raises OSError.
 
-    One that is there keeps its mode: somebody may have opened it on purpose.
+    One that is there keeps its mode: a user may have opened it on purpose.
     """
     for missing in reversed([one for one in (folder, *folder.parents) if not one.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)

@@ -24,7 +24,7 @@ from host.output import Output
 # Attributes of every LogRecord: what is left was given as `extra`.
 STANDARD_FIELDS = frozenset(logging.LogRecord("", 0, "", 0, "", None, None).__dict__) | {"message", "taskName"}
 BEAT = "beat"  # the event of a record that is a sign of life, and nothing else
-OURS = ("router", "server")  # the loggers of this project, by the beginning of their names
+OUR_LOGGERS = ("router", "server")  # of this project, by the beginning of their names
 
 
 class JsonFormatter(logging.Formatter):
@@ -127,7 +127,7 @@ def configure_logging(level: str) -> None:
     handler.setFormatter(JsonFormatter())
     number = logging.getLevelNamesMapping()[level.upper()]
     logging.basicConfig(level=max(number, logging.INFO), handlers=[handler], force=True)
-    for name in OURS:
+    for name in OUR_LOGGERS:
         logging.getLogger(name).setLevel(number)
 
 

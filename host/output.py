@@ -1,10 +1,10 @@
-"""Lines written to a descriptor that may not take them: nobody ever waits for whoever reads a log.
+"""Lines written to a descriptor that may be blocked, without ever waiting for the reader of a log.
 
-A pipe whose reader was stopped, a terminal that is held (Ctrl-S) and a disk without room all pass. Until then lines are
-kept up to a bound, and beyond it dropped and counted. A reader that is gone is gone for good. What is written is always
-the beginning of what was given: no line is torn, none overtakes another.
+A pipe whose reader was stopped, a terminal that is held (Ctrl-S) and a full disk are temporary: lines are kept up to a
+bound meanwhile, and beyond it dropped and counted. A reader that has closed its end never comes back. Lines stay whole
+and in order.
 
-The descriptor is asked (`poll`) rather than made non-blocking: that flag belongs to whoever else has the file open.
+The descriptor is polled rather than made non-blocking: that flag is shared by all processes that have the file open.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Output:
                 return
             try:
                 written = os.write(self._descriptor, self._backlog[: self.CHUNK_BYTES])
-            except BlockingIOError:  # somebody else made it non-blocking, and was quicker
+            except BlockingIOError:  # another process made it non-blocking, and was quicker
                 self._obstacle = BLOCKED
                 return
             except OSError as error:

@@ -1,4 +1,4 @@
-"""What a process asks of Linux: when to end, whom to adopt, how it is called, whom to let in. Linux only."""
+"""System calls of Linux for processes: death signal, adoption of orphans, priority, name, refusal of connections."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def name_process(name: str) -> None:
         ctypes.CDLL(None).prctl(SET_NAME, name.encode(), 0, 0, 0)
 
 
-def let_nobody_in() -> None:
-    """Drop what is sent to the TCP ports at which this process listens. Connections that are there go on.
+def refuse_connections() -> None:
+    """Drop what is sent to the TCP ports at which this process listens. Open connections go on.
 
-    A library may listen on, when all that it waits for have come: then every stranger costs a descriptor.
+    A library may go on listening when all its peers are connected: every further connection would cost a descriptor.
     """
     if sys.platform != "linux":
         return

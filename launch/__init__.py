@@ -1,4 +1,4 @@
-"""The rooms of the launcher: settings, the machine, files, logs, processes, signals. `launcher.py` tells their story.
+"""The launcher's parts: settings, the machine, files, logs, processes, signals, nodes. `launcher.py` connects them.
 
 Nothing here imports torch, transformers, gRPC or the HTTP stack: `python launcher.py --help` must answer at once.
 """

@@ -1,8 +1,8 @@
 """The launcher of a node other than 0: it starts and ends shards as node 0's launcher tells it, and reports their ends.
 
-It dials node 0 through its link until it is let in. While contact lasts, its shards live; when it is lost, they are
-ended first, and node 0 is dialled again. So no device ever has shards of two groups. It serves nobody itself, and node
-0 alone decides what a death means.
+It connects to node 0 through its link until it is accepted. When the connection is lost, its shards are ended before
+it connects again, so that no device ever has shards of two groups. It serves no requests, and node 0 alone decides
+what the death of a shard means.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from launch.logs import Log, printable
-from launch.node_links import BEAT_S, Linking, Talk, TalkEnded
+from launch.node_links import BEAT_S, Channel, ChannelClosed, LinkProcess
 from launch.pool import Pool
 from launch.processes import Child
-from launch.shards import Crew
+from launch.shards import ShardCommands
 from launch.timers import Timers
 from server.link.config import CONTROL
 
 REDIAL_S = 0.5
 REAP_S = 0.02  # between looks at whether a killed group is gone
-REMIND_S = 30.0  # between sentences on what is waited for
+REMIND_S = 30.0  # between log lines on what is waited for
 MASTER = 0
+REMEDY = (
+    "start it with the same flags and --node-rank 0, compare --master-addr and --master-port on both nodes, or raise "
+    "--node-timeout"
+)
 
 
 class Agent:
@@ -33,8 +37,8 @@ class Agent:
 
     def __init__(
         self,
-        crew: Crew,
-        linking: Linking,
+        shard_commands: ShardCommands,
+        link: LinkProcess,
         environment: Mapping[str, str],
         log: Log,
         *,
@@ -42,19 +46,19 @@ class Agent:
         master: tuple[str, int],
         stop_seconds: float = 10.0,
     ) -> None:
-        """patience: seconds for node 0 to come, at the start and whenever contact is lost."""
+        """patience: seconds to wait for node 0, at the start and whenever the connection is lost."""
         self.failure: str | None = None
-        self._crew = crew
-        self._linking = linking
+        self._shard_commands = shard_commands
+        self._link = link
         self._log = log
         self._patience = patience
         self._master = master
         self._stop_seconds = stop_seconds
         self._pool = Pool(environment, log)
-        self._link: Child | None = None
-        self._talk: Talk | None = None
+        self._link_child: Child | None = None
+        self._channel: Channel | None = None
         self._is_welcome = False
-        self._run = secrets.token_hex(8)  # tells this launcher that comes again from another with its rank
+        self._run = secrets.token_hex(8)  # tells this launcher from another one with its rank
         self._launch = ""
         self._shards: list[Child] = []
         self._group = 0
@@ -68,10 +72,10 @@ class Agent:
 
     @property
     def _children(self) -> list[Child]:
-        return [c for c in (self._pool.nursery, *self._shards, *self._pool.gone, self._link) if c is not None]
+        return [c for c in (self._pool.fork_server, *self._shards, *self._pool.gone, self._link_child) if c is not None]
 
     def run(self, wakeup: int) -> int:
-        """Serve node 0 until it says that this was it, a signal, or a failure. Returns the exit code."""
+        """Do as node 0 says until it ends, a signal, or a failure. Returns the exit code."""
         pool = self._pool
         pool.selector.register(wakeup, 1)
         try:
@@ -81,69 +85,71 @@ class Agent:
                 for number in pool.wait(wakeup, self._timers.patience):
                     self._take_signal(number)
                 for child, has_ended in pool.look(self._children):
-                    if child is self._link:
-                        self._linking.take(child)
+                    if child is self._link_child:
+                        self._link.take(child)
                     if has_ended:
                         self._take_exit(child)
                 self._timers.run()
         finally:
             self._hang_up()
-            self._linking.end()
+            self._link.end()
             for child in self._children:
-                if child is not self._link or self.failure is not None:
+                if child is not self._link_child or self.failure is not None:
                     child.signal(signal.SIGKILL)
             pool.close(self._children)
         return self._exit_code
 
     def read(self, _: int) -> bool:
-        """Take what node 0 has said."""
-        assert self._talk is not None, "it is registered as long as it is there"
+        """Read the messages of node 0."""
+        assert self._channel is not None, "it is registered as long as it is there"
         try:
-            for message in self._talk.hear():
+            for message in self._channel.receive():
                 self._take(message)
-                if self._talk is None:
+                if self._channel is None:
                     break
-        except TalkEnded as error:
+        except ChannelClosed as error:
             self._lose_contact(str(error))
         except (KeyError, TypeError, ValueError, OverflowError):
             self._lose_contact("it sent an invalid message")
         return True
 
-    # ---------------------------------------------------------------------------------------------- contact to node 0
+    # ------------------------------------------------------------------------------------------- connection to node 0
 
     def _start_link(self) -> None:
-        self._link = self._pool.spawn(self._linking.command, self._take_exit)
-        self._linking.started(self._link)
-        self._linking.order("", {MASTER: self._master}, {CONTROL: MASTER})
+        self._link_child = self._pool.spawn(self._link.command, self._take_exit)
+        self._link.started(self._link_child)
+        self._link.order("", {MASTER: self._master}, {CONTROL: MASTER})
         self._timers.set("dial", 0.0, self._dial)
 
     def _dial(self) -> None:
-        """Say who this is to node 0, if it answers; else try again, until patience ends."""
-        if self._talk is not None or self._is_over:
+        """Connect to node 0 and introduce this node, or try again later, until patience ends."""
+        if self._channel is not None or self._is_over:
             return
-        trouble = self._linking.trouble
+        trouble = self._link.trouble
         if trouble.get("event") == "refused":
-            self._fail(f"node 0 at {self._address} and this node do not meet: {printable(str(trouble['reason']))}")
+            self._fail(
+                f"node 0 at {self._address} and this node do not remote_nodes_of: {printable(str(trouble['reason']))}"
+            )
             return
         if time.monotonic() > self._until:
             why = printable(str(trouble.get("reason", "it does not answer")))
             self._fail(f"node 0 at {self._address} was not there for {self._patience:g} s ({why}): {REMEDY}")
             return
         self._timers.set("dial", REDIAL_S, self._dial)
-        if not self._linking.is_listening:
+        if not self._link.is_listening:
             return
         end = socket.socket(socket.AF_UNIX)
         try:
-            end.connect(str(self._crew.folder / CONTROL))
-            host, port = self._linking.address
-            hello = {"node": self._crew.layout.node, "run": self._run, "host": host, "port": port}
-            talk = Talk(end)
-            talk.say(hello | {"time": time.time(), "identity": self._crew.identity()})
-        except (OSError, TalkEnded):
+            end.connect(str(self._shard_commands.folder / CONTROL))
+            host, port = self._link.address
+            hello = {"node": self._shard_commands.layout.node, "run": self._run, "host": host, "port": port}
+            channel = Channel(end)
+            channel.send(hello | {"time": time.time(), "identity": self._shard_commands.identity()})
+        except (OSError, ChannelClosed):
             end.close()
             return
-        self._talk = talk
-        self._pool.selector.register(talk, 1, self)
+        self._channel = channel
+        self._pool.selector.register(channel, 1, self)
         self._timers.set("beat", BEAT_S, self._beat)  # a node 0 that does not answer is noticed, too
 
     @property
@@ -155,7 +161,7 @@ class Agent:
         if "welcome" in message:
             self._is_welcome = True
             self._launch = str(message["welcome"])
-            self._log.info(f"node {self._crew.layout.node} is let in by node 0 at {self._address}")
+            self._log.info(f"node {self._shard_commands.layout.node} is let in by node 0 at {self._address}")
             self._timers.cancel("remind")
         elif "refused" in message:
             self._fail(f"node 0 at {self._address} refuses this node: {printable(str(message['refused']))}")
@@ -174,29 +180,29 @@ class Agent:
             self._kill()
 
     def _beat(self) -> None:
-        if self._talk is not None:
+        if self._channel is not None:
             self._timers.set("beat", BEAT_S, self._beat)
             try:
-                self._talk.beat()
-            except TalkEnded as error:
+                self._channel.beat()
+            except ChannelClosed as error:
                 self._lose_contact(str(error))
 
     def _remind(self) -> None:
         if not self._is_welcome:
-            why = self._linking.trouble.get("reason")
+            why = self._link.trouble.get("reason")
             because = f" ({printable(str(why))})" if why else ""
             self._log.info(f"waits for node 0 at {self._address}{because}")
             self._timers.set("remind", REMIND_S, self._remind)
 
     def _hang_up(self) -> None:
-        if self._talk is not None:
-            self._pool.selector.unregister(self._talk)
-            self._talk.close()
-        self._talk = None
+        if self._channel is not None:
+            self._pool.selector.unregister(self._channel)
+            self._channel.close()
+        self._channel = None
         self._timers.cancel("beat")
 
     def _lose_contact(self, why: str) -> None:
-        """Whoever dialled in vain dials on; whoever had shards ends them first."""
+        """Connect again; a node that had shards ends them first."""
         self._hang_up()
         if self._is_over:
             return
@@ -212,19 +218,19 @@ class Agent:
     # ------------------------------------------------------------------------------------------------- shards
 
     def _begin(self, group: int, peers: Mapping[str, Any]) -> None:
-        """Make ready for a group; what is left of the one before is killed."""
+        """Prepare for a group; what is left of the one before is killed."""
         if group == self._group:
             return
         self._kill()
         self._group, self._told = group, set()
-        commands, _ = self._crew.group(group)
+        commands, _ = self._shard_commands.group(group)
         self._commands = {command.name: command for command in commands if command.node is None}
         addresses = {int(node): (str(host), int(port)) for node, (host, port) in peers.items()}
         addresses[MASTER] = self._master  # as this node knows it
-        self._linking.order(self._launch, addresses, {CONTROL: MASTER} | self._crew.layout.forwards(group))
+        self._link.order(self._launch, addresses, {CONTROL: MASTER} | self._shard_commands.layout.forwards(group))
 
     def _start_wanted(self) -> None:
-        """Start what node 0 wants once nothing of another group runs any more."""
+        """Start the shards of this group once none of another group runs any more."""
         if any(child.is_running for child in self._pool.gone):
             self._timers.set("start", REAP_S, self._start_wanted)
             return
@@ -238,7 +244,7 @@ class Agent:
         self._told.add(name)
         if name in self._wanted:
             self._wanted.remove(name)
-            self._say({"ended": name, "group": self._group, "code": -number})
+            self._send({"ended": name, "group": self._group, "code": -number})
         for shard in [shard for shard in self._shards if shard.name == name]:
             shard.signal(number)
 
@@ -251,11 +257,11 @@ class Agent:
 
     def _take_exit(self, child: Child) -> None:
         """A process of this node has ended."""
-        if child is self._pool.nursery:
+        if child is self._pool.fork_server:
             self._pool.gone.append(child)
-            self._pool.nursery = None
-        elif child is self._link and not self._is_over:
-            if not self._linking.is_listening:
+            self._pool.fork_server = None
+        elif child is self._link_child and not self._is_over:
+            if not self._link.is_listening:
                 self._fail(printable(child.cause))
                 return
             self._log.warn(f"link stopped: {printable(child.cause)}; it is started again")
@@ -269,7 +275,7 @@ class Agent:
     def _report(self, shard: Child) -> None:
         if shard.name not in self._told:
             self._log.warn(f"{shard.title} has ended: {printable(shard.cause)}")
-        self._say(
+        self._send(
             {
                 "ended": shard.name,
                 "group": self._group,
@@ -280,12 +286,12 @@ class Agent:
             }
         )
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _send(self, message: Mapping[str, Any]) -> None:
         """Tell node 0, if it is there."""
-        if self._talk is not None:
+        if self._channel is not None:
             try:
-                self._talk.say(message)
-            except TalkEnded as error:
+                self._channel.send(message)
+            except ChannelClosed as error:
                 self._lose_contact(str(error))
 
     # ------------------------------------------------------------------------------------------------- end
@@ -300,10 +306,10 @@ class Agent:
             return
         name = signal.Signals(number).name
         self._log.info(f"{name}: this node leaves")
-        if self._talk is not None:
+        if self._channel is not None:
             try:
-                self._talk.say({"leaving": name})
-            except TalkEnded:
+                self._channel.send({"leaving": name})
+            except ChannelClosed:
                 pass
         self._is_over = True
         for shard in self._shards:
@@ -315,9 +321,3 @@ class Agent:
         self._is_over = True
         self._hang_up()
         self._kill()
-
-
-REMEDY = (
-    "start it with the same flags and --node-rank 0, compare --master-addr and --master-port on both nodes, or raise "
-    "--node-timeout"
-)

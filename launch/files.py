@@ -1,7 +1,7 @@
-"""Files of one launch: a private folder, and sockets at a path that the user chose.
+"""Files of one launch: a private folder, a file without a name, and sockets at a path that the user chose.
 
-A launch holds a lock in its folder. One that was killed cannot remove its folder, but lets go of the lock: the next
-launch of the same user removes what nobody holds.
+A launch holds a lock in its folder. The kernel releases it when the launch is killed, and the next launch of the same
+user removes folders that are not locked.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _remove(folder: Path) -> None:
 @contextmanager
 def nameless_file(text: str) -> Iterator[int]:
     """A descriptor of a file that holds `text` and has no name: a process that inherits it reads it at /dev/fd/N, and
-    nothing of it is left on a disk, whoever is killed."""
+    nothing of it is left on a disk, even after a crash."""
     with tempfile.TemporaryFile() as file:
         file.write(text.encode())
         file.seek(0)

@@ -1,6 +1,6 @@
-"""The launcher's log: records of all processes and its own, as lines for people or as JSON, never blocking.
+"""The launcher's log: records of all processes and its own, as lines for people or as JSON, without ever blocking.
 
-The launcher's standard streams: they exist, and what is shown there cannot steer a terminal.
+Control characters are escaped, so that no prompt or file name can control the terminal.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ from typing import Any
 from host.output import Output
 
 CONTROL = re.compile("[\x00-\x08\x0a-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+LEVELS = {"WARNING": "WARN", "CRITICAL": "ERROR", "FATAL": "ERROR"}
+COLOURS = {"DEBUG": "\x1b[2m", "INFO": "\x1b[32m", "WARN": "\x1b[33m", "ERROR": "\x1b[31m"}
+KNOWN_FIELDS = {"timestamp", "level", "target", "message", "raw", "event", "consequence"}
 
 
 def printable(text: str) -> str:
-    """`text` with control characters escaped: what a prompt or a file name says must not steer the terminal."""
+    """`text` with control characters escaped."""
     return CONTROL.sub(lambda match: repr(match[0])[1:-1], text)
 
 
@@ -29,13 +32,6 @@ def open_standard_streams() -> None:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
-
-
-LEVELS = {"WARNING": "WARN", "CRITICAL": "ERROR", "FATAL": "ERROR"}
-COLOURS = {"DEBUG": "\x1b[2m", "INFO": "\x1b[32m", "WARN": "\x1b[33m", "ERROR": "\x1b[31m"}
-
-
-KNOWN_FIELDS = {"timestamp", "level", "target", "message", "raw", "event", "consequence"}
 
 
 def _timestamp(given: object) -> str:
@@ -64,7 +60,7 @@ class Log:
         self.record("launcher", {"level": "WARN", "message": message})
 
     def flush(self) -> None:
-        """Write what waited, and once the reader has caught up say how much it missed."""
+        """Write what waited, and once the reader has caught up report what was dropped."""
         self.output.flush()
         if message := self.output.take_drops():
             self._write("launcher", {"level": "WARN", "message": message})

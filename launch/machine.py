@@ -1,6 +1,6 @@
-"""What the launcher finds out about the machine: GPUs, the number of shards that they allow, and the port.
+"""What this machine allows: GPUs and the number of shards, the port, and settings of memory and disks.
 
-What settings ask of this machine's memory and disks, and which do nothing, looked at before a model is asked for.
+All of it is checked before a model is downloaded.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from launch.errors import Refusal
 from launch.nodes import Layout, Nodes
 from launch.settings import Settings, flag
 from server.config import THROUGH_HOST, folder_problems, idle_settings, offload_problems, room_problem
+
+OFFLOADING = ("weights_on_device", "weights_on_host", "kv_on_device", "kv_on_host", "offload_dir")
 
 
 def describe_environment(environ: Mapping[str, str]) -> list[str]:
@@ -118,11 +120,11 @@ def bind(hostname: str, port: int) -> socket.socket:
 
 
 def bind_beside(holder: socket.socket) -> socket.socket:
-    """Another socket at the address of a bound one that never listens: nobody but this user can bind there any more.
+    """Another socket at the address of a bound one that never listens. Raises OSError.
 
-    A launch of the same user cannot either: it asks for a port of its own. Raises OSError.
+    No other user can bind there any more, nor can another launch, which does not set SO_REUSEPORT.
     """
-    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or whoever sets it might bind beside the holder
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)  # or others that set it might bind beside the holder
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
     for reuse in (0, 1):  # as in `bind`: another program's connections in TIME_WAIT may be there
         listener = socket.socket(holder.family, holder.type, holder.proto)
@@ -153,11 +155,8 @@ def _bind_problem(hostname: str, port: int, error: OSError) -> str:
     return f"cannot listen on {hostname} port {port}: {error.strerror}; use --hostname 0.0.0.0 or 127.0.0.1"
 
 
-OFFLOADING = ("weights_on_device", "weights_on_host", "kv_on_device", "kv_on_host", "offload_dir")
-
-
 def storage_problems(settings: Settings, device: str) -> list[str]:
-    """One sentence for each setting that this machine cannot do. device: what computes."""
+    """One sentence for each setting that this machine cannot meet. device: that computes."""
     if settings.is_null_model:
         return []
     values = settings.values

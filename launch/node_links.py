@@ -1,9 +1,8 @@
-"""The launcher's side of a link: starts it, gives it orders, and hears how its connections fare.
+"""How launchers of several nodes are connected: the process that carries the connections, and the messages on them.
 
-What two launchers say to each other: lines of JSON over a socket that never blocks, and a beat every second.
-
-A beat is answered by an echo, which tells how far away the other side is. Neither side believes the other's lines to be
-well formed: what is not ends the talk, as silence does.
+A link (`server/link/`) is a child of each launcher, which is told here which sockets to forward. Through it two
+launchers exchange lines of JSON over a socket that never blocks, and a heartbeat every second. A heartbeat is answered
+by an echo, which gives the round-trip time. Malformed lines close the channel, as silence does.
 """
 
 from __future__ import annotations
@@ -22,11 +21,16 @@ from launch.nodes import Nodes
 from launch.processes import Child, ChildCommand
 from server.link.config import CONTROL, LinkConfig, Order
 
-END_S = 3.0
+END_S = 3.0  # for a link to send what it has
+BEAT_S = 1.0
+SILENCE_S = 10.0  # after which the other side counts as gone; a shorter interruption is survived
+LINE_BYTES = 1 << 16
+READ_BYTES = 1 << 16
+MOST = 1 << 53  # the largest whole number in a message: beyond it floats are not exact
 
 
-class Linking:
-    """One link after the other. One that ends is replaced; its connections, and the group of shards, are lost."""
+class LinkProcess:
+    """The link of this node. One that ends is replaced; its connections, and the group of shards, are lost."""
 
     def __init__(self, folder: Path, nodes: Nodes, address: str, python: tuple[str, ...], log_level: str) -> None:
         """address: this node's. python: the command of a link, without its arguments."""
@@ -44,7 +48,7 @@ class Linking:
     @property
     def command(self) -> ChildCommand:
         """How a link is started."""
-        return ChildCommand("link", (*self._python, "--config", str(self._config)), hears=True)
+        return ChildCommand("link", (*self._python, "--config", str(self._config)), has_stdin=True)
 
     @property
     def is_listening(self) -> bool:
@@ -58,16 +62,16 @@ class Linking:
         return self._host, self._port
 
     def started(self, child: Child) -> None:
-        """This is the link from now on, without orders as yet."""
+        """`child` is the link from now on; it has no order yet."""
         self._child, self._port, self._order = child, None, None
 
     def order(self, launch: str, peers: Mapping[int, tuple[str, int]], forwards: Mapping[str, int]) -> None:
-        """Have it listen at these sockets, each for that of the node, and nowhere else."""
+        """Forward exactly these sockets, each to the node that has it."""
         self._order = Order(launch, peers, forwards)
         self._tell()
 
     def take(self, child: Child) -> None:
-        """Act on what the link has said."""
+        """Act on the events of the link."""
         while child.events:
             record = child.events.popleft()
             if child is not self._child:
@@ -79,7 +83,7 @@ class Linking:
                 self.trouble = record
 
     def end(self) -> None:
-        """Let it carry what is on its way, and wait for its end."""
+        """Let it send what it has, and wait for its end."""
         if self._child is None or self._child.process.stdin is None:
             return
         self._child.process.stdin.close()
@@ -91,19 +95,12 @@ class Linking:
             self._child.write(self._order.to_json())
 
 
-BEAT_S = 1.0
-SILENCE_S = 10.0  # after which the other side counts as gone; a link that is cut for less goes on
-LINE_BYTES = 1 << 16
-READ_BYTES = 1 << 16
-MOST = 1 << 53  # what a whole number may be: beyond it floats are not exact, and far beyond it there are none
+class ChannelClosed(Exception):
+    """The other side is gone, or has sent something invalid; the exception's text says which."""
 
 
-class TalkEnded(Exception):
-    """The other side is gone, or says what is no message; the reason is in the message."""
-
-
-class Talk:
-    """One end, whose descriptor a selector watches. `round_trip_s`: the shortest so far of a beat and its echo."""
+class Channel:
+    """One end, whose descriptor a selector watches. round_trip_s: the shortest so far, of a heartbeat and its echo."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -115,26 +112,26 @@ class Talk:
         self._beat_at = 0.0
 
     def fileno(self) -> int:
-        """The file descriptor of the socket."""
+        """For the selector."""
         return self._end.fileno()
 
-    def say(self, message: Mapping[str, Any]) -> None:
-        """Send a message. Raises TalkEnded where the other side takes none."""
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send a message. Raises ChannelClosed where it cannot be sent."""
         line = json.dumps(message).encode() + b"\n"
         try:
             if self._end.send(line) != len(line):
-                raise TalkEnded("it no longer accepts messages")
+                raise ChannelClosed("it no longer accepts messages")
         except OSError as error:
-            raise TalkEnded(error.strerror or "the connection ended") from None
+            raise ChannelClosed(error.strerror or "the connection ended") from None
 
-    def hear(self) -> list[dict[str, Any]]:
-        """The messages that have come, without beats and echoes. Raises TalkEnded once there are no more."""
+    def receive(self) -> list[dict[str, Any]]:
+        """The messages that have come, without heartbeats and echoes. Raises ChannelClosed once there are no more."""
         try:
             data = self._end.recv(READ_BYTES)
         except BlockingIOError:
             return []
         except OSError as error:
-            raise TalkEnded(error.strerror or "the connection ended") from None
+            raise ChannelClosed(error.strerror or "the connection ended") from None
         self._received += data
         *lines, rest = self._received.split(b"\n")
         self._received = bytearray(rest)
@@ -142,30 +139,30 @@ class Talk:
             self._heard_at = time.monotonic()
             return [message for line in lines if not self._is_beat(message := _parse(bytes(line)))]
         if not data:
-            raise TalkEnded("the connection ended")
+            raise ChannelClosed("the connection ended")
         if len(rest) > LINE_BYTES:
-            raise TalkEnded("it sent an invalid message")
+            raise ChannelClosed("it sent an invalid message")
         return []
 
     def beat(self) -> None:
-        """Say that this side is there. Raises TalkEnded where the other has not for too long."""
+        """Send a heartbeat. Raises ChannelClosed where none has come for SILENCE_S."""
         if time.monotonic() - self._heard_at > SILENCE_S:
-            raise TalkEnded(f"it was silent for {SILENCE_S:g} s")
+            raise ChannelClosed(f"it was silent for {SILENCE_S:g} s")
         self._num_beats += 1
         self._beat_at = time.monotonic()
-        self.say({"beat": self._num_beats})
+        self.send({"beat": self._num_beats})
 
     def _is_beat(self, message: Mapping[str, Any]) -> bool:
-        """Whether this is a beat, which is answered, or the echo of one. Raises TalkEnded."""
+        """Whether this is a heartbeat, which is answered, or the echo of one. Raises ChannelClosed."""
         if "beat" in message:
-            self.say({"echo": message["beat"]})
+            self.send({"echo": message["beat"]})
         elif message.get("echo") == self._num_beats:
             took = time.monotonic() - self._beat_at
             self.round_trip_s = took if self.round_trip_s is None else min(self.round_trip_s, took)
         return "beat" in message or "echo" in message
 
     def close(self) -> None:
-        """End it; the other side notices."""
+        """Close this end; the other side notices."""
         self._end.close()
 
 
@@ -175,7 +172,7 @@ def _parse(line: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         message = None
     if not isinstance(message, dict):
-        raise TalkEnded("it sent an invalid message")
+        raise ChannelClosed("it sent an invalid message")
     return message
 
 

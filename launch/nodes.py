@@ -1,12 +1,10 @@
-"""Which node this is, of how many, and where node 0 is: from settings, or from what platforms tell their processes.
+"""Which node of how many this is, where node 0 is, and which ranks each node has.
 
-A setting that is given wins. Else torchrun, a LeaderWorkerSet of Kubernetes, and Slurm are recognised by the variables
-that they set for each process, so that one command line does for all nodes.
-
-Which ranks there are, and where: so many ranks for each pipeline stage, over so many nodes.
+Settings win; else torchrun, a LeaderWorkerSet of Kubernetes, and Slurm are recognised by the variables that they set
+for each process, so that one command line does for all nodes.
 
 Ranks are counted stage by stage, and nodes have equally many in that order: of 2 nodes with 2 stages of 4 ranks, node 0
-has stage 0. A stage whose ranks are on several nodes adds up its parts over the network.
+has stage 0. A stage whose ranks are on several nodes sums its partial results over the network.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class Nodes:
     index: int = 0
     master: tuple[str, int] = (ALONE, 29500)  # where node 0's link listens
     tls_dir: str | None = None
-    said_by: str = ""  # the platform that told
+    said_by: str = ""  # the platform that this is known from
 
     @property
     def is_local(self) -> bool:
@@ -48,8 +46,70 @@ class Nodes:
 
 
 @dataclass(frozen=True)
+class Layout:
+    """The ranks of one launch. Raises ValueError where nodes cannot have equally many."""
+
+    num_shard: int  # ranks of a stage, over which its layers are split
+    num_stages: int = 1
+    num_nodes: int = 1
+    node: int = 0  # this one
+
+    def __post_init__(self) -> None:
+        if self.world_size % self.num_nodes:
+            raise ValueError(
+                f"--num-shard {self.num_shard} times --pipeline-parallel {self.num_stages} makes {self.world_size} "
+                f"shards, which {self.num_nodes} nodes (--nnodes) cannot have equally many of: make them a multiple"
+            )
+
+    @property
+    def world_size(self) -> int:
+        """All ranks."""
+        return self.num_shard * self.num_stages
+
+    @property
+    def num_local(self) -> int:
+        """Ranks of one node."""
+        return self.world_size // self.num_nodes
+
+    @property
+    def splits_stages(self) -> bool:
+        """Whether the ranks of a stage are on several nodes."""
+        return bool(self.num_local % self.num_shard)
+
+    def stage_of(self, rank: int) -> int:
+        """A rank's pipeline stage."""
+        return rank // self.num_shard
+
+    def node_of(self, rank: int) -> int:
+        """A rank's node."""
+        return rank // self.num_local
+
+    def ranks_of(self, node: int) -> range:
+        """The ranks of a node."""
+        return range(node * self.num_local, (node + 1) * self.num_local)
+
+    def forwards(self, group: int) -> dict[str, int]:
+        """The sockets of a group's shards on other nodes that those of this node dial, and the node of each."""
+        found: dict[str, int] = {}
+        for rank in range(self.world_size):
+            names = ["shard", "steps"] if self.node == 0 else []  # of the router, and of rank 0, which are there
+            found |= {f"group-{group}/{name}-{rank}.sock": self.node_of(rank) for name in names}
+        for stage in range(self.num_stages if self.num_stages > 1 else 0):
+            found[f"group-{group}/stage-{stage}.sock"] = self.node_of(stage * self.num_shard)
+        for stage in range(self.num_stages if self.splits_stages else 0):
+            found[f"group-{group}/store-{stage}.sock"] = self.node_of(stage * self.num_shard)
+        return {name: node for name, node in found.items() if node != self.node}
+
+    def __str__(self) -> str:
+        shards = f"{self.world_size} shards" if self.world_size > 1 else "one shard"
+        stages = f" in {self.num_stages} pipeline stages" if self.num_stages > 1 else ""
+        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
+        return shards + stages + nodes
+
+
+@dataclass(frozen=True)
 class Platform:
-    """How a platform tells a process about the nodes: names of variables."""
+    """The environment variables by which a platform describes the nodes to a process."""
 
     name: str
     count: str
@@ -57,7 +117,7 @@ class Platform:
     address: Callable[[Mapping[str, str]], str | None]
     per_node: str | None = None  # how many processes it starts on each node, which must be one
     remedy: str = ""  # where there are several
-    port_after: str | None = None  # whose port the platform itself has, so that the next one is ours
+    port_after: str | None = None  # the variable of the platform's own port; ours is the next
 
 
 def first_host(hosts: str) -> str:
@@ -137,9 +197,9 @@ def _number(environ: Mapping[str, str], name: str) -> int:
 
 
 def check_nodes(settings: Settings, nodes: Nodes, layout: Layout) -> None:
-    """Raise ValueError where what nodes send each other could be read and forged, and nobody has said that it may.
+    """Raise ValueError where traffic between nodes would be unprotected and no setting allows that.
 
-    Sockets at a path that the user chose are another reason: links carry those of the launch's own folder.
+    Also for --shard-uds-path: links forward sockets of the launch's own folder only.
     """
     if nodes.count > 1 and settings.values["shard_uds_path"]:
         raise ValueError("--shard-uds-path is for shards on one node: leave it out, or --nnodes")
@@ -159,7 +219,7 @@ def check_nodes(settings: Settings, nodes: Nodes, layout: Layout) -> None:
 
 
 def node_warnings(settings: Settings, nodes: Nodes, layout: Layout) -> list[str]:
-    """What is not protected, for the log."""
+    """Warnings on unprotected traffic."""
     if nodes.count == 1 or nodes.is_local or (nodes.tls_dir and not layout.splits_stages):
         return []
     what = "sums over the shards of a stage" if nodes.tls_dir else "commands, activations and the model's tokens"
@@ -232,65 +292,3 @@ def first_difference(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[
         if own[name] != other.get(name):
             return name, own[name], other.get(name)
     return None
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The ranks of one launch. Raises ValueError where nodes cannot have equally many."""
-
-    num_shard: int  # ranks of a stage, over which its layers are split
-    num_stages: int = 1
-    num_nodes: int = 1
-    node: int = 0  # this one
-
-    def __post_init__(self) -> None:
-        if self.world_size % self.num_nodes:
-            raise ValueError(
-                f"--num-shard {self.num_shard} times --pipeline-parallel {self.num_stages} makes {self.world_size} "
-                f"shards, which {self.num_nodes} nodes (--nnodes) cannot have equally many of: make them a multiple"
-            )
-
-    @property
-    def world_size(self) -> int:
-        """All ranks."""
-        return self.num_shard * self.num_stages
-
-    @property
-    def num_local(self) -> int:
-        """Ranks of one node."""
-        return self.world_size // self.num_nodes
-
-    @property
-    def splits_stages(self) -> bool:
-        """Whether the ranks of a stage are on several nodes."""
-        return bool(self.num_local % self.num_shard)
-
-    def stage_of(self, rank: int) -> int:
-        """A rank's pipeline stage."""
-        return rank // self.num_shard
-
-    def node_of(self, rank: int) -> int:
-        """A rank's node."""
-        return rank // self.num_local
-
-    def ranks_of(self, node: int) -> range:
-        """The ranks of a node."""
-        return range(node * self.num_local, (node + 1) * self.num_local)
-
-    def forwards(self, group: int) -> dict[str, int]:
-        """The sockets of a group's shards on other nodes that those of this node dial, and the node of each."""
-        found: dict[str, int] = {}
-        for rank in range(self.world_size):
-            names = ["shard", "steps"] if self.node == 0 else []  # of the router, and of rank 0, which are there
-            found |= {f"group-{group}/{name}-{rank}.sock": self.node_of(rank) for name in names}
-        for stage in range(self.num_stages if self.num_stages > 1 else 0):
-            found[f"group-{group}/stage-{stage}.sock"] = self.node_of(stage * self.num_shard)
-        for stage in range(self.num_stages if self.splits_stages else 0):
-            found[f"group-{group}/store-{stage}.sock"] = self.node_of(stage * self.num_shard)
-        return {name: node for name, node in found.items() if node != self.node}
-
-    def __str__(self) -> str:
-        shards = f"{self.world_size} shards" if self.world_size > 1 else "one shard"
-        stages = f" in {self.num_stages} pipeline stages" if self.num_stages > 1 else ""
-        nodes = f" on {self.num_nodes} nodes" if self.num_nodes > 1 else ""
-        return shards + stages + nodes

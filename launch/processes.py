@@ -37,8 +37,8 @@ def child_environment(environ: Mapping[str, str], local_rendezvous: bool) -> dic
     # Such memory can be mapped anew at an address that NCCL has registered for a graph, or torch for all ranks.
     child.setdefault("NCCL_GRAPH_REGISTER", "0")
     child.setdefault("TORCH_SYMMMEM_IMPLICIT_POOL", "0")
-    child.setdefault("OPENBLAS_NUM_THREADS", "1")  # numpy's, which nobody needs; shards are forks, and threads are not
-    child.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # what a router starts runs another program: no warning at each
+    child.setdefault("OPENBLAS_NUM_THREADS", "1")  # of numpy, which are not needed: a fork has no threads of its parent
+    child.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")  # the router's children run other programs; no warning at each
     if local_rendezvous and sys.platform == "linux":
         child.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return child
@@ -51,10 +51,10 @@ class ChildCommand:
     name: str
     argv: tuple[str, ...]
     pass_fds: tuple[int, ...] = ()
-    hears: bool = False  # whether `Child.tell` reaches it, on its standard input
-    secret: str | None = None  # what it reads at the path that `--config` names, and nobody else can
-    node: int | None = None  # the other node that starts it; `argv` is for that node to find
-    nursery: tuple[str, ...] | None = None  # the command of the process that it is a fork of; `argv` is for the fork
+    has_stdin: bool = False  # a pipe, for `Child.tell`
+    secret: str | None = None  # passed in a file without a name, at the path that `--config` names
+    node: int | None = None  # the other node that starts it, which knows its `argv`
+    fork_server: tuple[str, ...] | None = None  # the command of its fork server; `argv` are the arguments of the fork
 
 
 class Process(Protocol):
@@ -79,7 +79,7 @@ class Process(Protocol):
         """Send it to the process, unless it has ended."""
 
     def kill_group(self) -> None:
-        """SIGKILL to it and to whatever it started."""
+        """SIGKILL to it and to the processes that it started."""
 
     def ends_within(self, seconds: float) -> bool:
         """Wait so long at most for its end, which `poll` then notices; whether it came."""
@@ -117,14 +117,14 @@ class OwnProcess(subprocess.Popen[bytes]):
             os.close(descriptor)
 
     def kill_group(self) -> None:
-        """SIGKILL to it and to whatever it started. Its end is left for `poll` to notice."""
+        """SIGKILL to it and to the processes that it started. Its end is left for `poll` to notice."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 def start(command: ChildCommand, environment: Mapping[str, str], log: Log) -> Child:
     """Start a command. Raises OSError."""
-    stdin = subprocess.PIPE if command.hears else subprocess.DEVNULL
+    stdin = subprocess.PIPE if command.has_stdin else subprocess.DEVNULL
     with nameless_file(command.secret or "") as secret:
         argv, descriptors = command.argv, command.pass_fds
         if command.secret is not None:
@@ -133,7 +133,7 @@ def start(command: ChildCommand, environment: Mapping[str, str], log: Log) -> Ch
 
 
 class Child:
-    """A running process: its pipes, the unfinished lines in them, and what it said about its end."""
+    """A running process: its pipes, the unfinished lines in them, and what it reported about its end."""
 
     LINE_BYTES = 1 << 20  # a longer line is cut
 
@@ -143,7 +143,7 @@ class Child:
         self.critical: str | None = None
         self.is_consequence = False
         self.num_records = 0  # that have come from it
-        self.events: deque[dict[str, Any]] = deque()  # records that the supervisor acts on, and has not yet
+        self.events: deque[dict[str, Any]] = deque()  # records that the supervisor has to act on
         self._log = log
         self._errors: deque[str] = deque(maxlen=50)
         outputs = (self.process.stdout, self.process.stderr)  # a process of another node has none here
@@ -196,13 +196,13 @@ class Child:
         self.write(json.dumps(news))
 
     def write(self, line: str) -> None:
-        """Write a line to its standard input, if it hears; one that has ended or is stuck misses it."""
+        """Write a line to its standard input, if it has one; a process that has ended or hangs misses it."""
         if self.process.stdin is not None and not self.process.stdin.closed:
             with suppress(OSError):
                 os.write(self.process.stdin.fileno(), line.encode() + b"\n")
 
     def signal(self, number: int) -> None:
-        """Send to the process alone; SIGKILL to whatever it started, too."""
+        """Send to the process alone; SIGKILL also to the processes that it started."""
         if number == signal.SIGKILL:
             self.process.kill_group()
         elif self.is_running:

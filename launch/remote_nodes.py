@@ -1,9 +1,9 @@
-"""The other nodes as node 0's launcher knows them: who has come, what their shards do, and when contact is lost.
+"""The other nodes as node 0's launcher sees them: which are connected, what their shards do, and when one is lost.
 
-A launcher of another node dials a socket in the launch's folder, to which the links carry it, and says who it is. It is
-let in if it agrees with this node on version, model and settings. From then on it starts shards as told and says how
-they ended; to the supervisor they are children like others. A node that is silent has lost its shards, whatever they
-still do: its own launcher ends them before it comes again.
+The launcher of another node (`agent.py`) connects to a socket in the launch's folder, to which the links forward it,
+and introduces itself. It is accepted if it agrees with this node on version, model and settings. From then on it starts
+shards as told and reports their ends; to the supervisor they are children like the local ones. The shards of a silent
+node count as lost: its launcher ends them before it connects again.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from typing import IO, Any
 
 from launch.errors import Refusal
 from launch.logs import Log, printable
-from launch.node_links import BEAT_S, Linking, Talk, TalkEnded
+from launch.node_links import BEAT_S, Channel, ChannelClosed, LinkProcess
 from launch.nodes import Layout, first_difference
 from launch.pool import Pool
 from launch.processes import Child, ChildCommand
 from launch.timers import Timers
 from server.link.config import CONTROL
 
-HELLO_S = 5.0  # in which who dials says who it is
-MOST_STRANGERS = 16
-MOST_CODE = 255  # with which a process ends by itself; by a signal with its negative number
+HELLO_S = 5.0  # for a connection to introduce itself
+MOST_UNIDENTIFIED = 16  # connections that have not done so
+MOST_CODE = 255  # the largest exit code; a signal is a negative one
 REMEDY = "start the launcher on every node with the same settings and its own --node-rank, or raise --node-timeout"
-SKEW_S = 30.0  # between two nodes' clocks, from which on it is worth a sentence
-FAR_S = 0.002  # to a node and back, likewise
-BEATS = 5  # after which the way to a node is known
+SKEW_S = 30.0  # between two nodes' clocks, beyond which a warning is logged
+FAR_S = 0.002  # of a round trip, likewise
+BEATS = 5  # heartbeats after which the round-trip time counts as known
 
 
 class RemoteProcess:
-    """A shard on another node; see `processes.Process`. It has ended as soon as it was told to die."""
+    """The process of a shard on another node; see `processes.Process`. Once it is killed it counts as ended."""
 
     stdin: IO[bytes] | None = None
     stdout: IO[bytes] | None = None
@@ -48,7 +48,7 @@ class RemoteProcess:
 
     def __init__(self, node: Node, name: str, group: int) -> None:
         self.returncode: int | None = None
-        self.code: int | None = None  # what its launcher has said, until it is looked at
+        self.code: int | None = None  # as its launcher has reported it
         self._node = node
         self._which = {"shard": name, "group": group}
 
@@ -59,16 +59,16 @@ class RemoteProcess:
         return self.returncode
 
     def wait(self) -> int:
-        """Its launcher sees to its end."""
+        """Its launcher waits for its end."""
         return self.returncode or 0
 
     def ends_within(self, seconds: float) -> bool:
-        """Whether it has ended; this process hears of it only between two looks."""
+        """Whether it has ended; this process learns of it between two polls only."""
         return self.returncode is not None
 
     def send_signal(self, number: int) -> None:
         """Have its launcher send it."""
-        self._node.say({"signal": number} | self._which)
+        self._node.send({"signal": number} | self._which)
 
     def kill_group(self) -> None:
         """Have its launcher kill it, which it does before it starts another."""
@@ -100,54 +100,54 @@ class RemoteShard(Child):
 
 @dataclass
 class Node:
-    """One other node that has come."""
+    """One other node that is connected."""
 
     index: int
-    run: str  # its launcher's, other for each
+    run: str  # differs for each run of its launcher
     host: str
     port: int  # its link's
-    talk: Talk
+    channel: Channel
     shards: list[RemoteShard]
     num_beats: int = 0
 
-    def say(self, message: Mapping[str, Any]) -> None:
-        """Tell its launcher; one that is gone is noticed when it is heard."""
-        with suppress(TalkEnded):
-            self.talk.say(message)
+    def send(self, message: Mapping[str, Any]) -> None:
+        """Send to its launcher; that it is gone is noticed when its messages are read."""
+        with suppress(ChannelClosed):
+            self.channel.send(message)
 
 
-class Others:
-    """All other nodes. `identity`: what all nodes must agree on, by the names that people know it by."""
+class RemoteNodes:
+    """All nodes but this one. identity: what all nodes must agree on, by the names that people know it by."""
 
     def __init__(
         self,
         folder: Path,
-        linking: Linking,
+        link: LinkProcess,
         layout: Layout,
         identity: Mapping[str, Any],
         log: Log,
         *,
         patience: float,
     ) -> None:
-        """patience: seconds for all nodes to be here, whenever a group is to start."""
+        """patience: seconds to wait for all nodes, whenever a group is to start."""
         self._folder = folder
-        self._linking = linking
+        self._link = link
         self._layout = layout
         self._identity = identity
         self._launch = secrets.token_hex(8)
         self._log = log
         self._patience = patience
         self._until: float | None = None  # when patience ends
-        self._link: Child | None = None
+        self._link_child: Child | None = None
         self._pool: Pool | None = None
         self._listener: socket.socket | None = None
-        self._strangers: dict[int, tuple[Talk, float]] = {}  # by descriptor: who has not said who it is, and since when
+        self._unidentified: dict[int, tuple[Channel, float]] = {}  # by descriptor: since when
         self._nodes: dict[int, Node] = {}
-        self._why_not: dict[int, str] = {}  # what became of those that are not here
-        self._refused: dict[int, str] = {}  # why somebody was last, by the node that it said it was
+        self._why_not: dict[int, str] = {}  # why nodes are not connected
+        self._refused: dict[int, str] = {}  # the last reason, by the index that was claimed
 
     def open(self, pool: Pool, timers: Timers) -> None:
-        """Let other launchers in. Raises OSError."""
+        """Accept connections of other launchers. Raises OSError."""
         self._pool = pool
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._folder / CONTROL))
@@ -158,19 +158,19 @@ class Others:
         self._beat(timers)
 
     def look(self) -> str | None:
-        """See to the link; why it cannot be had, if that is so."""
-        assert self._link is not None and self._pool is not None, "open() comes first"
-        link = self._link
+        """Take the events of the link and start it again if it has ended; the reason if that cannot help."""
+        assert self._link_child is not None and self._pool is not None, "open() comes first"
+        link = self._link_child
         has_ended = link.process.poll() is not None
         if has_ended:
             link.drain()
-        self._linking.take(link)
+        self._link.take(link)
         if not has_ended:
             return None
         self._pool.apart.remove(link)
         self._pool.gone.append(link)
         sentence = f"link stopped: {printable(link.cause)}"
-        if not self._linking.is_listening:
+        if not self._link.is_listening:
             return sentence
         self._log.warn(f"{sentence}; it is started again")
         self._start_link()
@@ -178,13 +178,13 @@ class Others:
 
     def _start_link(self) -> None:
         assert self._pool is not None, "open() comes first"
-        self._link = self._pool.spawn(self._linking.command, lambda _: None)
-        self._pool.apart.append(self._link)
-        self._linking.started(self._link)
+        self._link_child = self._pool.spawn(self._link.command, lambda _: None)
+        self._pool.apart.append(self._link_child)
+        self._link.started(self._link_child)
 
     @property
     def _missing(self) -> str | None:
-        """The nodes that are not here, in words."""
+        """The nodes that are not connected, in words."""
         missing = [node for node in range(1, self._layout.num_nodes) if node not in self._nodes]
         if not missing:
             return None
@@ -192,12 +192,12 @@ class Others:
         return f"node{'s' * (len(named) > 1)} {' and '.join(named)}"
 
     def begin(self, group: int) -> bool:
-        """Have the link listen for what a group has on other nodes, if all are here; whether they are.
+        """Forward the sockets of a group, if all nodes are connected; whether they are.
 
-        Raises Refusal when one is not for too long.
+        Raises Refusal when one has been missing for too long.
         """
         missing, now = self._missing, time.monotonic()
-        if missing is not None or not self._linking.is_listening:
+        if missing is not None or not self._link.is_listening:
             if self._until is None:
                 self._until = now + self._patience
                 self._log.info(f"waits for {missing or 'its link'}, {self._patience:g} s at most")
@@ -205,36 +205,36 @@ class Others:
                 raise Refusal([f"{missing or 'the link'} did not come within {self._patience:g} s: {REMEDY}"], 1)
             return False
         self._until = None
-        self._linking.order(self._launch, self._peers(), self._layout.forwards(group))
+        self._link.order(self._launch, self._peers(), self._layout.forwards(group))
         return True
 
     def start(self, command: ChildCommand, group: int) -> Child:
-        """Start a shard of a group on the node of the command's, which is here."""
-        assert command.node is not None, "the supervisor starts its own"
+        """Start a shard of a group on the node that the command names."""
+        assert command.node is not None, "the supervisor starts local shards"
         node = self._nodes[command.node]
         shard = RemoteShard(node, command.name, group, self._log)
         node.shards.append(shard)
         peers = {str(index): address for index, address in self._peers().items()}
-        node.say({"start": command.name, "group": group, "peers": peers})
+        node.send({"start": command.name, "group": group, "peers": peers})
         return shard
 
     def _beat(self, timers: Timers) -> None:
-        """Tell all that this node is there; give up whoever was silent for too long."""
+        """Send heartbeats, and give up nodes that were silent for too long."""
         timers.set("beat", BEAT_S, partial(self._beat, timers))
         for node in list(self._nodes.values()):
             try:
-                node.talk.beat()
-            except TalkEnded as error:
+                node.channel.beat()
+            except ChannelClosed as error:
                 self._lose(node, str(error))
             node.num_beats += 1
-            if node.num_beats == BEATS and (node.talk.round_trip_s or 0.0) > FAR_S:
-                self._log.warn(self._far(node.index, node.talk.round_trip_s or 0.0))
-        for descriptor, (_, since) in list(self._strangers.items()):
+            if node.num_beats == BEATS and (node.channel.round_trip_s or 0.0) > FAR_S:
+                self._log.warn(self._far(node.index, node.channel.round_trip_s or 0.0))
+        for descriptor, (_, since) in list(self._unidentified.items()):
             if time.monotonic() - since > HELLO_S:
                 self._forget(descriptor)
 
     def _far(self, node: int, seconds: float) -> str:
-        """What it means that a node is far away."""
+        """A warning on a long round trip, with the remedy."""
         far = f"a message to node {node} and back takes {1000 * seconds:.1f} ms"
         if self._layout.splits_stages:
             return (
@@ -243,72 +243,71 @@ class Others:
         return f"{far}, and every token waits for one: --micro-batches gives stages work meanwhile"
 
     def read(self, descriptor: int) -> bool:
-        """Take what has come at one of the descriptors that were registered. They are unregistered here, too."""
+        """Read from one of the descriptors that were registered. They are unregistered here, too."""
         if self._listener is not None and descriptor == self._listener.fileno():
-            self._let_in(self._listener)
+            self._accept(self._listener)
             return True
-        if descriptor in self._strangers:
+        if descriptor in self._unidentified:
             self._greet(descriptor)
             return True
-        node = next((node for node in self._nodes.values() if node.talk.fileno() == descriptor), None)
+        node = next((node for node in self._nodes.values() if node.channel.fileno() == descriptor), None)
         if node is not None:
             try:
-                for message in node.talk.hear():
+                for message in node.channel.receive():
                     self._take(node, message)
-            except TalkEnded as error:
+            except ChannelClosed as error:
                 self._lose(node, str(error))
         return True
 
     def close(self, sentence: str, code: int) -> None:
-        """Tell all that this was it, and with which exit code; let nobody in any more, and end the link."""
+        """Tell all nodes why and with which exit code the server ends, and close all connections and the link."""
         for node in self._nodes.values():
-            node.say({"end": sentence, "code": code})
-            node.talk.close()
-        for descriptor in list(self._strangers):
+            node.send({"end": sentence, "code": code})
+            node.channel.close()
+        for descriptor in list(self._unidentified):
             self._forget(descriptor)
         if self._listener is not None:
             self._listener.close()
         self._nodes.clear()
-        self._linking.end()
+        self._link.end()
         if self._pool is not None:
             self._pool.gone += self._pool.apart
 
     def _peers(self) -> dict[int, tuple[str, int]]:
-        return {0: self._linking.address} | {node.index: (node.host, node.port) for node in self._nodes.values()}
+        return {0: self._link.address} | {node.index: (node.host, node.port) for node in self._nodes.values()}
 
-    # ----------------------------------------------------------------------------------------------- who comes and goes
+    # -------------------------------------------------------------------------------------------- connections of nodes
 
-    def _let_in(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         assert self._pool is not None, "open() comes first"
         with suppress(OSError):  # it has gone again
             end, _ = listener.accept()
-            if len(self._strangers) >= MOST_STRANGERS:
+            if len(self._unidentified) >= MOST_UNIDENTIFIED:
                 end.close()
                 return
-            talk = Talk(end)
-            self._strangers[talk.fileno()] = talk, time.monotonic()
-            self._pool.selector.register(talk, selectors.EVENT_READ, self)
+            channel = Channel(end)
+            self._unidentified[channel.fileno()] = channel, time.monotonic()
+            self._pool.selector.register(channel, selectors.EVENT_READ, self)
 
-    def _forget(self, descriptor: int) -> Talk:
-        """Somebody is no stranger any more; closes nothing that was let in."""
+    def _forget(self, descriptor: int) -> None:
+        """Close a connection that has not introduced itself."""
         assert self._pool is not None, "open() comes first"
-        talk, _ = self._strangers.pop(descriptor)
+        channel, _ = self._unidentified.pop(descriptor)
         self._pool.selector.unregister(descriptor)
-        talk.close()
-        return talk
+        channel.close()
 
     def _greet(self, descriptor: int) -> None:
-        """Find out whether a stranger is one of the nodes."""
-        talk, _ = self._strangers[descriptor]
+        """Read an introduction, and accept or refuse the node."""
+        channel, _ = self._unidentified[descriptor]
         try:
-            messages = talk.hear()
+            messages = channel.receive()
             if not messages:
                 return
             hello, *more = messages
-            node, problem = self._introduced(talk, hello)
+            node, problem = self._introduced(channel, hello)
             if problem is None:
-                talk.say({"welcome": self._launch})
-                del self._strangers[descriptor]
+                channel.send({"welcome": self._launch})
+                del self._unidentified[descriptor]
                 self._nodes[node.index] = node
                 self._why_not.pop(node.index, None)
                 self._refused.pop(node.index, None)
@@ -321,17 +320,17 @@ class Others:
                 self._log.warn(f"node {node.index} is refused: {problem}")
             if node.index not in self._nodes:
                 self._why_not[node.index] = problem
-            talk.say({"refused": problem})
-        except TalkEnded:
+            channel.send({"refused": problem})
+        except ChannelClosed:
             pass
         except (KeyError, TypeError, ValueError, OverflowError):
             self._log.warn("a connection sent an invalid message and is refused")
         self._forget(descriptor)
 
-    def _introduced(self, talk: Talk, hello: Mapping[str, Any]) -> tuple[Node, str | None]:
-        """Who says this, and why it is refused, if it is. Raises KeyError, TypeError or ValueError for no node."""
+    def _introduced(self, channel: Channel, hello: Mapping[str, Any]) -> tuple[Node, str | None]:
+        """The node that introduces itself, and why it is refused, if so. Raises KeyError, TypeError or ValueError."""
         host, port = printable(str(hello["host"])), int(hello["port"])
-        node = Node(int(hello["node"]), str(hello["run"]), host, port, talk, [])
+        node = Node(int(hello["node"]), str(hello["run"]), host, port, channel, [])
         skew = float(hello["time"]) - time.time()
         if not 0 < node.index < self._layout.num_nodes:
             return node, f"there are {self._layout.num_nodes} nodes: give it another --node-rank"
@@ -350,7 +349,7 @@ class Others:
         return node, None
 
     def _take(self, node: Node, message: Mapping[str, Any]) -> None:
-        """A message of a node that is here."""
+        """Act on a message of a connected node."""
         if "leaving" in message:
             self._lose(node, printable(str(message["leaving"])), has_left=True)
         for shard in [s for s in node.shards if s.name == message.get("ended") and s.group == message.get("group")]:
@@ -370,8 +369,8 @@ class Others:
             return
         del self._nodes[node.index]
         with suppress(KeyError):
-            self._pool.selector.unregister(node.talk)
-        node.talk.close()
+            self._pool.selector.unregister(node.channel)
+        node.channel.close()
         verb = "its launcher stopped" if has_left else "contact with its node was lost"
         self._why_not[node.index] = why if has_left else f"contact was lost: {why}"
         if not node.shards:

@@ -1,10 +1,8 @@
-"""How, how often and how soon what died is started again.
+"""How often and how soon a router or a group of shards is started again, and which process caused its end.
 
-A death counts unless a token was delivered since the start before it: something that works between its deaths is worth
-restarting for ever, something that does not is broken. The first restart is immediate, later ones back off, and after
-`most` deaths within `WINDOW_S` the server gives up.
-
-Whose fault the end of a launch or of a group of shards was, when several of its processes have ended.
+A death counts unless a token was delivered since the start before it: what works between its deaths is restarted
+without limit. The first restart is immediate, later ones back off, and after `most` deaths within WINDOW_S the server
+gives up.
 """
 
 from __future__ import annotations
@@ -22,11 +20,11 @@ LONGEST_DELAY_S = 16.0
 
 
 @dataclass(frozen=True)
-class Renewal:
-    """How what died is started again.
+class RestartCommands:
+    """The commands of a restart. Both functions may raise Refusal and OSError.
 
-    group: the commands and the sockets of the shards' group of this number. router: the router's command, beside the
-    group of this number, at these sockets, which has served a router before or not. Both may raise Refusal or OSError.
+    group: number -> the commands and the sockets of that group of shards. router: number of the group, its sockets,
+    whether it has served a router before -> the router's command.
     """
 
     group: Callable[[int], tuple[Sequence[ChildCommand], Sequence[str]]]
@@ -34,8 +32,8 @@ class Renewal:
     most_deaths: int
 
 
-class Restarts:
-    """The deaths of one thing that is restarted. `most`: deaths that count before it is given up; 0: the first."""
+class RestartPolicy:
+    """Counts the deaths of the router, or of groups of shards. most: with which it is given up; 0: with the first."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -48,7 +46,7 @@ class Restarts:
         self._has_advanced = True
 
     def delay(self, now: float) -> float | None:
-        """It has died. Seconds until it may be started again, or None: give up."""
+        """Count a death. Seconds until the restart, or None: give up."""
         if self._most == 0:
             return None
         if self._has_advanced:
@@ -64,14 +62,14 @@ class Restarts:
 
 
 def culprit(ended: Sequence[Child]) -> Child | None:
-    """Of processes in the order in which they ended: one with a cause of its own, else the first that did not merely
-    follow another, else the first."""
+    """The process that caused the others' ends: one with a known cause of its own, else the first that is no
+    consequence of another's end, else the first. ended: in the order of their ends."""
     independent = [child for child in ended if not child.is_consequence]
     return next((child for child in ended if child.has_cause), next(iter([*independent, *ended]), None))
 
 
 def cause_of_loss(ended: Sequence[Child], report: Mapping[str, Any] | None, verb: str = "stopped") -> str:
-    """Why a group of shards is lost, in one sentence: by those that ended, and by what the router reported."""
+    """Why a group of shards is lost, in one sentence. report: of the router."""
     guilty = culprit(ended)
     is_known = report is not None and report.get("is_known")
     if guilty is not None and (guilty.has_cause or not is_known):

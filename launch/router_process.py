@@ -1,16 +1,13 @@
-"""The router of one launch: the port that it serves, and what it is told.
+"""The router of one launch: its command, and when another has to take its place.
 
-The launcher holds the port for as long as it lives, with a socket that never listens: between two routers nobody else
-can take it, and with it the keys and prompts of clients. Each router has a listener of its own beside that socket, so
-that clients are refused when no router listens.
+The launcher holds the port for as long as it lives, with a socket that never listens: between two routers no other
+program can take it, and with it the keys and prompts of clients. Each router has a listener of its own beside that
+socket, so that clients are refused when no router listens. Its settings hold the API key and are in no folder: it reads
+them from a file without a name.
 
-Its settings hold the API key and are in no folder: it reads them from a file without a name.
-
-The router that runs now, and when another has to take its place.
-
-A router that serves shows every second that its event loop turns. One that is silent for `SILENCE_S`, stopped or stuck,
-is killed, which is a death like another. While one loads it may block as long as it likes, within what the shards may
-take, because reading a large tokenizer is one long call. Left out: what it is told to serve (`seat.py`).
+A router that serves shows every second that its event loop turns. One that is silent for SILENCE_S is killed, which is
+a death like another. While it loads it may block, within the time that the shards may take, because reading a large
+tokenizer is one long call.
 """
 
 from __future__ import annotations
@@ -25,41 +22,37 @@ from launch.logs import Log, printable
 from launch.machine import bind_beside, is_on_loopback
 from launch.nodes import Layout
 from launch.processes import Child, ChildCommand
-from launch.restarts import Restarts
+from launch.restarts import RestartPolicy
 from launch.settings import Settings
 from launch.shards import ModelFiles, python
-from launch.timers import SILENCE_S, TICK_S, Pulse, Timers
+from launch.timers import SILENCE_S, TICK_S, Timers, Watchdog
 from router.config import RouterConfig
 
+CONTROL_FD = 0  # the router's standard input, on which it is told of later groups
 
-class Incumbent:
-    """One router after the other. Its timers are "router", "pulse" and "drain"."""
+
+class RouterProcess:
+    """The router that runs now, if one does. Its timers are "router", "watchdog" and "drain"."""
 
     def __init__(
         self, timers: Timers, log: Log, *, drain_seconds: float, stop_seconds: float, most_deaths: int
     ) -> None:
         self.child: Child | None = None
-        self.is_ready = False
-        self.is_leaving = False  # because somebody asked for another in its place
-        self.deaths = Restarts(most_deaths)
+        self.is_leaving = False  # because of SIGUSR1
+        self.deaths = RestartPolicy(most_deaths)
         self._timers = timers
         self._log = log
         self._drain_seconds = drain_seconds
         self._patience = drain_seconds + stop_seconds
-        self._pulse: Pulse | None = None
-        self._num_records = 0  # that had come from it at the last look
+        self._watchdog: Watchdog | None = None
+        self._num_records = 0  # that had come from it at the last check
 
-    @property
-    def is_running(self) -> bool:
-        """Whether there is one."""
-        return self.child is not None and self.child.is_running
-
-    def began(self, child: Child) -> None:
-        """It has been started."""
-        self.child, self.is_ready = child, False
+    def started(self, child: Child) -> None:
+        """`child` is the router from now on."""
+        self.child = child
 
     def expect(self, seconds: float, is_waiting: Callable[[], bool]) -> None:
-        """Kill it where it is not ready in so many seconds, which begin anew as long as it waits for shards."""
+        """Kill it if it is not ready in so many seconds, which begin anew as long as it waits for shards."""
 
         def look() -> None:
             if is_waiting():
@@ -71,14 +64,13 @@ class Incumbent:
 
     def ready(self) -> None:
         """It serves."""
-        self.is_ready = True
         self._timers.cancel("router")
 
     def beat(self) -> None:
-        """It shows that its event loop turns; from the first time on it has to."""
-        if self._pulse is None:
-            self._pulse = Pulse(time.monotonic())
-            self._timers.set("pulse", TICK_S, self._look)
+        """Its event loop turns; from the first time on, it must give signs of life."""
+        if self._watchdog is None:
+            self._watchdog = Watchdog(time.monotonic())
+            self._timers.set("watchdog", TICK_S, self._look)
 
     def leave(self) -> None:
         """Let it finish its requests and end."""
@@ -88,10 +80,10 @@ class Incumbent:
         self._timers.set("drain", self._patience, lambda: self._kill(late))
 
     def lost(self) -> tuple[str, float | None]:
-        """It has ended: why, and in how many seconds another may be started; None: it has died too often."""
+        """It has ended. Returns why, and in how many seconds another may be started; None: it has died too often."""
         assert self.child is not None, "it has just ended"
-        child, self.child, self._pulse = self.child, None, None
-        self._timers.cancel("router", "pulse", "drain")
+        child, self.child, self._watchdog = self.child, None, None
+        self._timers.cancel("router", "watchdog", "drain")
         sentence = f"router stopped: {printable(child.cause)}"
         if self.is_leaving:
             self.is_leaving = False
@@ -105,15 +97,15 @@ class Incumbent:
         return sentence, delay
 
     def _look(self) -> None:
-        """Whatever it says is a sign of life: a beat is left out where other records wait to be read."""
-        assert self.child is not None and self._pulse is not None, "its end cancels this"
+        """Every record is a sign of life: a beat is left out where other records wait to be read."""
+        assert self.child is not None and self._watchdog is not None, "its end cancels this"
         if self.child.num_records != self._num_records:
             self._num_records = self.child.num_records
-            self._pulse.sign()
-        if self._pulse.is_silent(time.monotonic()):
+            self._watchdog.reset()
+        if self._watchdog.is_silent(time.monotonic()):
             self._kill(f"it gave no sign of life for {SILENCE_S:g} s and was killed")
         else:
-            self._timers.set("pulse", TICK_S, self._look)
+            self._timers.set("watchdog", TICK_S, self._look)
 
     def _kill(self, why: str) -> None:
         if self.child is not None:
@@ -121,12 +113,9 @@ class Incumbent:
             self.child.signal(signal.SIGKILL)
 
 
-CONTROL_FD = 0  # the router's standard input, on which it hears of later groups
-
-
 @dataclass
-class Seat:
-    """Names the command. holder: the bound socket that keeps the port."""
+class RouterCommand:
+    """Makes the router's command. holder: the bound socket that keeps the port."""
 
     settings: Settings
     layout: Layout
@@ -136,13 +125,13 @@ class Seat:
     def __post_init__(self) -> None:
         self._listener: socket.socket | None = None  # of the router that is being started
 
-    def router(self, group: int, sockets: Sequence[str], is_warm: bool = False) -> ChildCommand:
-        """A router for group `group`, which is warm if another was before it. Raises OSError."""
-        self.hand_over()  # of a router that was never ready
+    def command(self, group: int, sockets: Sequence[str], is_warm: bool = False) -> ChildCommand:
+        """A router for group `group`, which is warm if it has served another router. Raises OSError."""
+        self.close_listener()  # of a router that was never ready
         self._listener = bind_beside(self.holder)
         descriptor = self._listener.fileno()
         secret = self.router_config(group, sockets, descriptor, is_warm).to_json()
-        return ChildCommand("router", python("router"), (descriptor,), hears=True, secret=secret)
+        return ChildCommand("router", python("router"), (descriptor,), has_stdin=True, secret=secret)
 
     def router_config(
         self, group: int, sockets: Sequence[str], listen_fd: int | None = None, is_warm: bool = False
@@ -165,12 +154,12 @@ class Seat:
             **given,
         )
 
-    def hand_over(self) -> None:
-        """Let go of the listener, which the router has by now: it would stay open while the router drains."""
+    def close_listener(self) -> None:
+        """Close the listener, which the router has by now: it would stay open while the router drains."""
         if self._listener is not None:
             self._listener.close()
 
     def close(self) -> None:
-        """Give the port back."""
-        self.hand_over()
+        """Release the port."""
+        self.close_listener()
         self.holder.close()

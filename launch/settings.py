@@ -1,8 +1,8 @@
 """Every public setting: what it is called, what values it takes, and which value this launch has.
 
 The settings are the dataclass fields of LauncherConfig, RouterConfig and ShardConfig that carry a `help`. Flags, their
-help and `docs/settings.md` are made from the same fields (`flags.py`, `settings_page.py`), so that none can be
-forgotten. All wrong values are found in one go. This module does not read the environment: it is handed in.
+help and `docs/settings.md` are made from the same fields (`flags.py`), so that none can be forgotten. All wrong values
+are reported together. This module does not read the environment: it is passed in.
 """
 
 from __future__ import annotations

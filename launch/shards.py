@@ -1,7 +1,7 @@
 """The shards of one launch and what each is told, group after group.
 
 Each group has a folder of its own in the launch's private folder, with fresh sockets and a fresh rendezvous, so that
-nothing of a group that died is in the way of the next. Of several nodes, each writes what its own shards are told.
+nothing of a group that died is in the way of the next. Each node writes the files of its own shards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from launch.settings import Settings, flag
 from router.config import RouterConfig
 from server.config import ShardConfig
 
-# Settings that each node has for itself.
+# Settings that may differ between nodes.
 OF_A_NODE = ("threads", "log_level", "offload_dir", "prefix_cache_dir")
 
 
@@ -39,8 +39,8 @@ class ModelFiles(Protocol):
 
 
 @dataclass
-class Crew:
-    """Writes the shards' files and names their commands."""
+class ShardCommands:
+    """Makes the commands of a group of shards, and the files that they read."""
 
     folder: Path
     settings: Settings
@@ -84,16 +84,16 @@ class Crew:
         return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
     def _shard(self, rank: int, config: str) -> ChildCommand:
-        """One shard: a process of its own if it imports next to nothing or if nobody adopts a fork, else a fork."""
+        """One shard: a fork, unless it has next to nothing to import or this process cannot adopt forks."""
         name, arguments = f"shard-{rank}", ("--config", config)
         if (node := self.layout.node_of(rank)) != self.layout.node:
             return ChildCommand(name, (), node=node)
         if self.settings.is_null_model or not self.adopts:
             return ChildCommand(name, (*python("server"), *arguments))
-        return ChildCommand(name, arguments, nursery=python("server.fork_server"))
+        return ChildCommand(name, arguments, fork_server=python("server.fork_server"))
 
     def _write_shard_configs(self, folder: Path, sockets: Sequence[str]) -> None:
-        """Tell each shard its part. The shards of a stage meet in a private file unless TCP was asked for."""
+        """Write a config for each shard. The shards of a stage meet in a private file unless TCP was asked for."""
         settings, layout = self.settings, self.layout
         step_sockets = tuple(f"{folder}/steps-{rank}.sock" for rank in range(1, layout.world_size))
         stages = range(layout.num_stages) if layout.num_stages > 1 else ()
@@ -126,7 +126,7 @@ class Crew:
 
 
 def _limits(router: Mapping[str, Any]) -> dict[str, int]:
-    """What the shards are told of the router's limits, as far as the settings say."""
+    """The router's limits that the shards know, as far as they are set; 0: not set."""
     concurrent = router["max_concurrent_requests"]
     names = ("max_total_tokens", "max_batch_total_tokens", "max_batch_prefill_tokens")
     return {
@@ -136,5 +136,5 @@ def _limits(router: Mapping[str, Any]) -> dict[str, int]:
 
 
 def python(module: str) -> tuple[str, ...]:
-    """The command of one of our modules, which finds no module of the folder that it is started in."""
+    """The command of one of our modules, which imports nothing from the working directory."""
     return (sys.executable, "-P", "-m", module)

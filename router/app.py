@@ -58,7 +58,7 @@ from router.http.whole_answers import StaticFile
 from router.requests.generation import Generator
 from router.requests.validation import Validator
 from router.sandbox import TaskError
-from router.sandbox.pool import Aside
+from router.sandbox.pool import Sandbox
 from router.sandbox.workers import Workers
 from router.scheduling.limits import Limits
 from router.shards.client import KvCache, ModelInfo, ShardError, Shards, SharedHealth
@@ -106,7 +106,7 @@ def create_app(
         cache=cache,
         tokenizer=tokenizer,
         chat_template=chat_template if chat_template is not None else chat_template_of(config),
-        aside=Aside(NUM_ASIDE),
+        aside=Sandbox(NUM_ASIDE),
         shards=shards,
         batcher=batcher,
         metrics=metrics,
@@ -178,7 +178,7 @@ def compiler_of(config: RouterConfig, limits: Limits, tokenizer: ModelTokenizer,
     if not tokenizer.eos_ids:
         return Compiler(refusal="the model has no end token, so leave `grammar` out")
     tasks = "router.grammars.matcher", matchers_of(config, limits, tokenizer)
-    return Compiler(Aside(1, tasks=tasks), on_grammar=matching.start)
+    return Compiler(Sandbox(1, tasks=tasks), on_grammar=matching.start)
 
 
 def matchers_of(config: RouterConfig, limits: Limits, tokenizer: ModelTokenizer) -> str:

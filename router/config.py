@@ -15,7 +15,7 @@ from typing import Literal
 
 DEFAULT_MAX_INPUT_LENGTH = 1024
 DEFAULT_MAX_TOTAL_TOKENS = 2048
-# The names in the tables of `chat/formats.py`, which a test compares.
+# The names in the tables of `router/chat/formats.py`, which a test compares.
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3", "mistral", "deepseek", "pythonic", "json")
 REASONING_PARSERS = ("auto", "none", "think", "mistral", "seed", "thought", "granite")
 LOG_LEVELS = ("debug", "info", "warn", "error")
@@ -34,7 +34,7 @@ class RouterConfig:
     tokenizer_path: str | None = None  # folder with tokenizer.json; None: model_path
     model_sha: str | None = None  # commit of the downloaded snapshot, if it is one
     listen_fd: int | None = None  # bound, not yet listening; the launcher holds the port beside it
-    control_fd: int | None = None  # on which the launcher says what became of the shards; None: nobody restarts them
+    control_fd: int | None = None  # on which the launcher reports new groups of shards; None: they are not restarted
     group: int = 1  # the number of the shards' group, which is one more whenever they are started again
     is_warm: bool = False  # whether that group has served a router before this one
     is_on_loopback: bool = False  # only this machine reaches the port, and the Host of every request is checked
@@ -293,7 +293,7 @@ class RouterConfig:
         },
     )
 
-    # How long a connection may last in which state, and what it may take. Times are in seconds.
+    # Limits of connections, in seconds and bytes.
     send_buffer_bytes: int = 256 * 1024  # of the kernel, for each connection; Linux grants the double, and 4 MB unasked
     header_timeout: float = field(
         default=10.0,
@@ -383,7 +383,7 @@ class RouterConfig:
         },
     )
 
-    # What clients ask in the words of chats and of OpenAI's API.
+    # Chats and OpenAI's API.
     tokenizer_config_path: str | None = field(
         default=None,
         metadata={
@@ -435,7 +435,7 @@ class RouterConfig:
         },
     )
 
-    # What a server tells its operators, and how it ends.
+    # Logs, traces and the end of a server.
     otlp_endpoint: str | None = field(
         default=None,
         metadata={

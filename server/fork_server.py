@@ -28,9 +28,9 @@ OUTPUTS = (1, 2)  # a shard's standard output and standard error
 
 
 def main() -> int:
-    """Fork shards until the launcher closes its end. Returns the nursery's exit code, and in a fork the shard's."""
+    """Fork shards until the launcher closes its end. Returns the fork server's exit code, and in a fork the shard's."""
     launcher = os.getppid()
-    name_process("nursery")
+    name_process("fork-server")
     for module in IMPORTED:
         importlib.import_module(module)
     gc.collect()
@@ -42,14 +42,14 @@ def main() -> int:
                 return 0
             if _is_grandchild():
                 break
-            for pipe in reversed(pipes):  # the launcher looks at what came of a birth when an output ends
+            for pipe in reversed(pipes):  # the launcher looks at whether a fork came when an output ends
                 os.close(pipe)
-    *outputs, birth = pipes
+    *outputs, pid_pipe = pipes
     become_child_of(launcher)
     os.setsid()  # as other children of the launcher: what a shard starts ends with it
     _take_over(outputs)
-    os.write(birth, str(os.getpid()).encode())
-    os.close(birth)
+    os.write(pid_pipe, str(os.getpid()).encode())
+    os.close(pid_pipe)
     return shard.main(json.loads(order))
 
 

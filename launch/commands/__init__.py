@@ -41,7 +41,7 @@ def quantize(argv: Sequence[str], environ: Mapping[str, str]) -> int:
 
 def answer_batch(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """The command `lockstep batch`. Returns the exit code; raises Refusal."""
-    from launch.commands import batch  # a launch needs none of it
+    from launch.commands import batch  # a launch needs no HTTP client
 
     return batch.run(batch.read_command(argv, environ), environ)
 

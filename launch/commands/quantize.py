@@ -1,8 +1,8 @@
-"""The command `lockstep quantize`: its options, and the text of calibration as samples of token ids.
+"""The command `lockstep quantize`: its options, and the calibration text as samples of token ids.
 
-The text is cut into samples of equally many tokens, each behind the tokens that the model wants in front of a prompt.
-The last ones are held out: perplexity is measured on them, and calibration does not see them, unless another text is
-given for that. What quantises is a process of its own (`server/quantising/`), because it needs torch.
+The text is cut into samples of equally many tokens, each after the tokens that begin every prompt of the model. The
+last ones are held out of calibration, to measure perplexity on, unless another text is given for that. A process of its
+own quantises (`server/quantising/`), because that needs torch.
 """
 
 from __future__ import annotations
@@ -35,17 +35,23 @@ from server.quantising.recipe import (
 
 SETTINGS = ("revision", "huggingface_hub_cache")
 DEFAULT_GROUP = 128
-# What a token is at most taken to stand for, when a text is read no further than it is needed.
-CHARACTERS = 32
-# Files of a model's folder that readers want beside its weights.
+CHARACTERS_PER_TOKEN = 32  # at most, to read no more of a text than is needed
+# Files of a model's folder that are copied beside its weights.
 COMPANIONS = re.compile(
     r"(tokenizer|special_tokens|added_tokens|generation_config|chat_template|vocab|merges|spiece|sentencepiece|LICENSE)"
 )
+# Options that are no settings of a launch.
+OWN = (
+    "model", "output", "text", "held_out", "method", "bits", "group_size", "symmetric", "plain_order", "smooth",
+    "num_samples", "sample_tokens", "device",
+)  # fmt: skip
+
+Samples = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
 class Command:
-    """What is asked for. text and held_out: files."""
+    """The command line. text and held_out: files."""
 
     settings: Settings
     recipe: Recipe
@@ -57,9 +63,9 @@ class Command:
     device: str
 
     def job(self, model_path: Path, weights_path: Path, tokenizer_path: Path) -> Job:
-        """What the process is told. Raises Refusal for a text that is too short."""
+        """The job of the process that quantises. Raises Refusal for a text that is too short."""
         calibration, held_out = self._samples(model_path, tokenizer_path)
-        # What a folder beside the model's own has was converted, and is newer.
+        # A tokenizer in a folder of its own was converted, and replaces the model's.
         files = {p.name: str(p) for folder in (model_path, tokenizer_path) for p in sorted(folder.iterdir())}
         return Job(
             self.recipe,
@@ -97,7 +103,7 @@ class Command:
 
     def _cut(self, file: Path, count: int, tokenizer: ModelTokenizer) -> Samples:
         """Up to `count` samples of a text, from its beginning."""
-        text = _read(file, count * self.sample_tokens * CHARACTERS)
+        text = _read(file, count * self.sample_tokens * CHARACTERS_PER_TOKEN)
         first = tuple(tokenizer.encode(""))
         ids, size = tokenizer.encode_plain(text), self.sample_tokens - len(first)
         samples = tuple((*first, *ids[at : at + size]) for at in range(0, len(ids) - size + 1, size))[:count]
@@ -106,9 +112,6 @@ class Command:
                 f"{file} has {len(ids)} tokens, and a sample has {size}: give more text, or fewer --sample-tokens"
             )
         return samples
-
-
-Samples = tuple[tuple[int, ...], ...]
 
 
 def _read(file: Path, most: int) -> str:
@@ -160,15 +163,8 @@ def _problems(own: Mapping[str, Any], output: Path) -> list[str]:
     return problems
 
 
-OWN = (
-    "model", "output", "text", "held_out", "method", "bits", "group_size", "symmetric", "plain_order", "smooth",
-    "num_samples", "sample_tokens", "device",
-)  # fmt: skip
-
-
 def wait_for(job: subprocess.Popen[bytes]) -> int:
-    """The exit code of the process that quantises. Signals that end the launcher end it first, so that it cleans up."""
-
+    """The exit code of the process that quantises. Signals are passed on to it, so that it cleans up."""
     received: list[int] = []
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
@@ -178,7 +174,7 @@ def wait_for(job: subprocess.Popen[bytes]) -> int:
     for signum in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signum, pass_on)
     code = job.wait()
-    if code and received:  # whatever a process says that was stopped before it could heed signals
+    if code and received:  # also of a process that was stopped before it handled signals
         return 128 + received[0]
     return code if code >= 0 else 128 - code
 

@@ -1,7 +1,7 @@
-"""The command `lockstep tls FOLDER`: the certificates with which the nodes of one server know each other.
+"""The command `lockstep tls FOLDER`: the certificates with which the nodes of one server authenticate each other.
 
-It makes an authority, and one certificate that it signed, which all nodes share: whoever has the folder is a node. The
-authority's own key is thrown away, so that nobody can sign another; a new folder, on every node, replaces a lost one.
+It makes an authority, and one certificate signed by it, which all nodes share: a machine with the folder can be a node.
+The authority's key is discarded, so that no other certificate can be signed; a lost folder is replaced on every node.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SKEW = timedelta(days=1)  # by which another node's clock may be behind
 
 @dataclass(frozen=True)
 class Signer:
-    """Whose key signs, and under what name."""
+    """The name and the key of a certificate's issuer."""
 
     name: x509.Name
     key: ec.EllipticCurvePrivateKey

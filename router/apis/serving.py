@@ -32,7 +32,7 @@ from router.requests.generation import Generator, OpenRequest
 from router.requests.prompt import Asked
 from router.requests.samples import Answer
 from router.requests.validation import Validator
-from router.sandbox.pool import Aside
+from router.sandbox.pool import Sandbox
 from router.sandbox.workers import Workers
 from router.scheduling.limits import Limits
 from router.scheduling.request import Failed
@@ -55,7 +55,7 @@ class Services:
     cache: KvCache
     tokenizer: ModelTokenizer
     chat_template: ChatTemplate
-    aside: Aside
+    aside: Sandbox
     shards: Shards
     batcher: Batcher
     metrics: Metrics

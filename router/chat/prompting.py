@@ -19,7 +19,7 @@ from router.chat.template import ChatTemplate
 from router.chat.tools import Offer
 from router.errors import ValidationError
 from router.requests.prompt import Rendering
-from router.sandbox.pool import Aside
+from router.sandbox.pool import Sandbox
 
 Message = dict[str, Any]
 KNOWS_TOOLS = re.compile(r"\btools\b")
@@ -40,7 +40,7 @@ def effort(given: str | None) -> Mapping[str, bool | str]:
 
 def rendering(
     template: ChatTemplate,
-    aside: Aside,
+    aside: Sandbox,
     messages: Sequence[Message],
     offered: Offer,
     its: ToolFormat | None,

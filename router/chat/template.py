@@ -16,7 +16,7 @@ from typing import Any
 
 from router.errors import ValidationError
 from router.sandbox import TaskError
-from router.sandbox.pool import Aside
+from router.sandbox.pool import Sandbox
 from router.text import model_files
 
 DEFAULT, WITH_TOOLS = "default", "tool_use"  # names of a template where a model has several
@@ -72,7 +72,7 @@ class ChatTemplate:
 
     async def render(
         self,
-        aside: Aside,
+        aside: Sandbox,
         messages: Messages,
         owner: str = "",
         *,

@@ -1,1 +1,1 @@
-"""Text that is held to a grammar: what a client asks for, and what may come next. See `follower.py`."""
+"""Constrained generation: grammars that clients ask for, and the tokens that they allow next. See `follower.py`."""

@@ -1,14 +1,14 @@
 """The process that follows texts, started by `follower.py`: `python -m router.grammars NICENESS MEMORY_MB SECONDS …`.
 
-It says {} once it is ready, and again and again, as long as it lives. Then it reads orders, one line of JSON each, and
-follows every text by its number: `begin` with a grammar and the tokens so far, `advance` with the next one, `end`. What
-may come next is answered in one line for each `advance`, and for a `begin` that asks for it, by whichever is known
-first. One thread begins texts, those of the shortest grammar first, and others advance them, so that neither a grammar
-that is long to compile nor a text that takes long holds up the rest (llguidance lets go of the interpreter meanwhile).
+It sends {} once it is ready, and regularly for as long as it lives. It reads orders, one line of JSON each, and follows
+every text by its number: a new one with its grammar and the tokens so far, its next token, its end. What may come next
+is answered in one line for each token, and for a new text that asks for it, in the order in which it is known. One
+thread begins texts, those with the shortest grammar first, and others advance them, so that neither a grammar that
+takes long to compile nor a slow text delays the rest (llguidance releases the interpreter lock meanwhile).
 
-A text may end the process: which one is begun is said before, {"begins": KEY}, and {"begins": 0} after. A thread that
-works for SECONDS at one text cannot be stopped: the process says which text that is, {"late": KEY}, and ends itself.
-Threads are asked for the time that they had on the cores, so that busy cores make no text late.
+A text may end the process: so the one that is begun is reported before, {"begins": KEY}, and {"begins": 0} after. A
+thread that works for SECONDS at one text cannot be stopped: the process reports the text, {"late": KEY}, and exits.
+Only CPU time of the thread counts, so that busy cores make no text late.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ MEGABYTE = 2**20
 THREADS = 2
 
 
-class Watched:
-    """What each thread works at, and since when by the clock of its own time on the cores."""
+class Deadlines:
+    """The text that each thread works at, and the thread's CPU time when it began."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
-        self._working: dict[int, tuple[int, float]] = {}  # by thread: the key of its text, and what the clock said
+        self._working: dict[int, tuple[int, float]] = {}  # by thread: the key of its text, and CPU time
 
     @contextmanager
     def at(self, key: int) -> Iterator[None]:
-        """This thread works at the text."""
+        """Within the block this thread works at the text."""
         self._working[get_ident()] = key, time.thread_time()
         try:
             yield
@@ -60,7 +60,7 @@ class Watched:
         return None
 
     def watch(self) -> None:
-        """Say that the process lives, until a text is late: say which, and end."""
+        """Send signs of life until a text is late; then report it and exit."""
         while True:
             time.sleep(self._seconds / 4)
             key = self.late()
@@ -72,16 +72,16 @@ class Watched:
 class Follower:
     """All texts of one process."""
 
-    def __init__(self, matchers: Matchers, watched: Watched) -> None:
+    def __init__(self, matchers: Matchers, deadlines: Deadlines) -> None:
         self._matchers = matchers
-        self._watched = watched
+        self._deadlines = deadlines
         self._texts: dict[int, Future[TextMatcher]] = {}
         self._waiting: PriorityQueue[tuple[int, int, Callable[[], None]]] = PriorityQueue()  # by the grammar's length
         self._advancing = ThreadPoolExecutor(THREADS)
         self._beginning = ThreadPoolExecutor(1)
 
     def take(self, order: dict[str, Any]) -> None:
-        """Do as told; what is answered is printed."""
+        """Carry out an order; answers are printed."""
         key = order["key"]
         if "end" in order:
             self._texts.pop(key).cancel()
@@ -99,7 +99,7 @@ class Follower:
         self._texts[key].add_done_callback(partial(self._go_on, key, token))
 
     def _go_on(self, key: int, token: int | None, begun: Future[TextMatcher]) -> None:
-        """Called once the text is begun, so that no thread waits for that."""
+        """Called once the text has begun, so that no thread waits for that."""
         if not begun.cancelled():
             self._advancing.submit(self._advance, key, begun, token).add_done_callback(_end_if_failed)
 
@@ -112,7 +112,7 @@ class Follower:
             return
         _say({"begins": key})
         try:
-            with self._watched.at(key):
+            with self._deadlines.at(key):
                 text = self._matchers.begin(grammar)
                 text.take(tokens)
         except GrammarError as error:
@@ -126,7 +126,7 @@ class Follower:
         """Answer what comes behind the token."""
         try:
             text = begun.result()
-            with self._watched.at(key):
+            with self._deadlines.at(key):
                 text.take(() if token is None else (token,))
                 answer = text.go_on()
         except GrammarError as error:
@@ -140,7 +140,7 @@ def _say(answer: dict[str, Any]) -> None:
 
 
 def _end_if_failed(done: Future[None]) -> None:
-    """What nobody expected, such as too little memory, ends the process: the texts go on in another."""
+    """An unexpected error, such as too little memory, ends the process: the texts go on in another."""
     if done.exception() is not None:
         os._exit(1)
 
@@ -151,14 +151,14 @@ def main() -> int:
     lower_priority(int(niceness))
     most = int(memory_mb) * MEGABYTE
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
-    threading.stack_size(2 * STACK_BYTES)  # what has been compiled aside may recurse as deep here
-    watched = Watched(float(seconds))
-    follower = Follower(Matchers(**json.loads(matchers)), watched)
+    threading.stack_size(2 * STACK_BYTES)  # what was compiled in the sandbox may recurse as deep here
+    deadlines = Deadlines(float(seconds))
+    follower = Follower(Matchers(**json.loads(matchers)), deadlines)
     _say({})
-    Thread(target=watched.watch, daemon=True).start()
+    Thread(target=deadlines.watch, daemon=True).start()
     for line in sys.stdin:
         follower.take(json.loads(line))
-    os._exit(0)  # whatever its threads are at
+    os._exit(0)  # without waiting for threads
 
 
 if __name__ == "__main__":

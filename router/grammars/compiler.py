@@ -1,7 +1,7 @@
-"""Finds out whether a grammar is good, and what it allows first, beside the router: see `router/sandbox/pool.py`.
+"""Checks a grammar in the sandbox (`router/sandbox/pool.py`), and finds out what it allows first.
 
-A grammar can be written so that its automaton explodes. It is compiled where that ends nothing but a process that has
-no text to follow; only what has passed there comes to those that have (`follower.py`).
+A grammar can be written so that its automaton explodes. It is compiled where that ends no process but one that follows
+no text; only grammars that have passed there are given to the process that does (`follower.py`).
 """
 
 from __future__ import annotations
@@ -12,24 +12,24 @@ from collections.abc import Callable
 from router.errors import ValidationError
 from router.grammars.grammar import CompiledGrammar, Continuation, Grammar
 from router.sandbox import TaskError
-from router.sandbox.pool import Aside
+from router.sandbox.pool import Sandbox
 
-MOST_KEPT = 128  # grammars that are known to be good
+MOST_KEPT = 128  # grammars that are known to be valid
 
 
 class Compiler:
-    """aside: with the tasks of `tasks.py`; without it all grammars are refused, and `refusal` says what to do.
+    """sandbox: with the tasks of `matcher.py`; without it all grammars are refused, and `refusal` says what to do.
 
-    on_grammar: called when one comes.
+    on_grammar: called for each new grammar.
     """
 
     def __init__(
         self,
-        aside: Aside | None = None,
+        sandbox: Sandbox | None = None,
         refusal: str = "leave `grammar` out",
         on_grammar: Callable[[], None] = lambda: None,
     ) -> None:
-        self._aside = aside
+        self._sandbox = sandbox
         self._on_grammar = on_grammar
         self._refusal = refusal
         self._kept: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
@@ -43,16 +43,16 @@ class Compiler:
         return compiled
 
     async def _compile(self, grammar: Grammar, owner: str) -> CompiledGrammar:
-        if self._aside is None:
+        if self._sandbox is None:
             raise ValidationError(f"grammar is not supported: {self._refusal}")
         self._on_grammar()
         try:
-            answer = await self._aside.do("compile_grammar", owner, kind=str(grammar.kind), text=grammar.text)
+            answer = await self._sandbox.do("compile_grammar", owner, kind=str(grammar.kind), text=grammar.text)
         except TaskError as error:
             raise ValidationError(f"grammar is not valid: {error}") from None
         return CompiledGrammar(grammar, Continuation.read(answer))
 
     async def close(self) -> None:
         """End the processes."""
-        if self._aside is not None:
-            await self._aside.close()
+        if self._sandbox is not None:
+            await self._sandbox.close()

@@ -1,7 +1,6 @@
 """A grammar as plain data, and what it allows next: shared by validation, the scheduler and the wire.
 
-Left out: who finds either (`compiler.py`, `follower.py`), and llguidance, which runs in processes of its own
-(`matcher.py`).
+Left out: how either is computed (`compiler.py`, `follower.py`), with llguidance in other processes (`matcher.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from router.errors import RouterError
 
 
 class GrammarKind(StrEnum):
-    """The languages that grammars are written in."""
+    """The notations of grammars."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -71,7 +70,7 @@ class Continuation:
 
 @dataclass(frozen=True, slots=True)
 class CompiledGrammar:
-    """A grammar that is known to be good, and what it allows first of all."""
+    """A grammar that is known to be valid, and what it allows first."""
 
     grammar: Grammar
     first: Continuation
@@ -84,20 +83,20 @@ class Match(Protocol):
     """One text that is followed."""
 
     def advance(self, token_id: int) -> None:
-        """It goes on with this token: what may come behind it is told once it is known."""
+        """The text has one more token: what may come next is reported once it is known."""
 
     def end(self) -> None:
-        """Nothing more is asked of it."""
+        """Follow it no longer."""
 
 
 class Matching(Protocol):
-    """What follows texts, real or fake."""
+    """Follows texts, in processes or as a test double."""
 
     def start(self) -> None:
-        """A text is about to come."""
+        """A text will come soon."""
 
     def begin(self, grammar: CompiledGrammar, on_answer: OnAnswer, known: Sequence[int] = ()) -> Match:
-        """Follow a text from its beginning. What its grammar forces there is taken for said.
+        """Follow a text from its beginning, with the tokens that its grammar forces there.
 
-        known: its first tokens, where there are some already; then what may come behind them is told once it is known.
+        known: its first tokens, if it has some already; then what may come next is reported once it is known.
         """

@@ -1,7 +1,7 @@
-"""JSON schemas that are changed before they hold a text: types for those that name none, and one of several.
+"""Changes to JSON schemas before they constrain a text: types where none is named, and unions of schemas.
 
-A schema that speaks of `properties` says nothing about anything but objects, so that by JSON Schema a number keeps to
-it. Who writes one means an object (and TGI's own examples name no type), as who speaks of `items` means an array.
+By JSON Schema, `properties` constrains objects alone, so that a number satisfies such a schema, too. Its author means
+an object (TGI's own examples name no type), as `items` means an array.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from typing import Any
 
 OF_OBJECTS = frozenset({"properties", "required", "additionalProperties", "patternProperties"})
 OF_ARRAYS = frozenset({"items", "prefixItems"})
-# Where a schema says itself what it allows, of whatever type; of branches, each says it.
-SAYING = frozenset({"type", "const", "enum", "$ref", "anyOf", "oneOf", "allOf"})
+# Keywords of schemas that need no type added: they name the values, or refer to schemas that have one.
+HAVING_VALUES = frozenset({"type", "const", "enum", "$ref", "anyOf", "oneOf", "allOf"})
 BRANCHES = ("anyOf", "oneOf", "allOf")
 # Keywords whose value is a schema, a list of schemas, or schemas by name. `not` and `if` are left as they are: there a
 # narrower schema allows more.
@@ -22,12 +22,12 @@ BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependent
 
 
 def typed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema with a type at every level that speaks of properties or items and names none."""
-    whole, branches = dict(schema), set[int]()  # those below a type, which is theirs too
+    """The schema with a type at every level that has keywords of objects or arrays and names none."""
+    whole, branches = dict(schema), set[int]()  # of schemas with a type, which holds for them too
     for one in _all(whole):
         if "type" in one or id(one) in branches:
             branches |= {id(branch) for keyword in BRANCHES for branch in _list(one.get(keyword))}
-        if not SAYING & one.keys() and id(one) not in branches:
+        if not HAVING_VALUES & one.keys() and id(one) not in branches:
             types = [name for name, words in (("object", OF_OBJECTS), ("array", OF_ARRAYS)) if words & one.keys()]
             if types:
                 one["type"] = types[0] if len(types) == 1 else types
@@ -39,13 +39,13 @@ def _list(value: Any) -> list[Any]:
 
 
 def any_of(schemas: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The schema that is kept to where one of these is. Their references are to themselves as before."""
+    """The schema that is satisfied where one of these is; their references are moved with them."""
     each = {f"it_{number}": moved(schema, f"#/$defs/it_{number}") for number, schema in enumerate(schemas)}
     return {"$defs": each, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in each]}
 
 
 def moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The schema as part of another one, at this place there: its references to its own root follow it."""
+    """The schema for a place in another one, with its references to its own root changed."""
     whole = dict(schema)
     for one in _all(whole):
         if isinstance(reference := one.get("$ref"), str) and reference.startswith("#"):
@@ -54,7 +54,7 @@ def moved(schema: Mapping[str, Any], place: str) -> dict[str, Any]:
 
 
 def _all(whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A schema and all within it, each of which may be changed. Not by recursion: its client decides how deep it is."""
+    """A schema and all within it, each of which may be changed. Without recursion: a client decides how deep it is."""
     left = [whole]
     while left:
         one = left.pop()

@@ -4,12 +4,11 @@ llguidance follows a text with an Earley parser over a lexer of derivatives, and
 that are possible (https://github.com/guidance-ai/llguidance). Its limits bound what a grammar may cost: in each step,
 and in lexer states, which are memory.
 
-JSON is written as Python's `json.dumps` writes it, with one space behind commas and colons: that is what models have
-read most, and leaves nothing open between one value and the next, so that whole keys are forced.
+JSON is written as Python's `json.dumps` writes it, with one space behind commas and colons: models have read that
+most, and it leaves no choice between one value and the next, so that whole keys are forced.
 
-What is done aside when a grammar comes: it is compiled, and what it allows first of all is found out.
-
-Imported by the processes of `router/aside` alone: llguidance keeps a table of the whole vocabulary.
+Imported by the processes of `router/sandbox` and `router/grammars` alone: llguidance keeps a table of the whole
+vocabulary. `tasks` is what the sandbox does when a new grammar comes.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from router.grammars.grammar import Grammar, GrammarKind
 from router.sandbox import Task, TaskError
 
 MOST_FORCED = 4096  # tokens at once
-MOST_KEPT = 128  # compiled grammars, as many as `compiler.py` knows to be good
+MOST_KEPT = 128  # compiled grammars, as many as `compiler.py` knows to be valid
 MOST_CHARACTERS_OF_A_CAUSE = 200
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 LIMITS = LLParserLimits(
@@ -43,7 +42,7 @@ LIMITS = LLParserLimits(
 
 
 class GrammarError(ValueError):
-    """A grammar is not one, or costs too much; the sentence is for whoever asked."""
+    """A grammar is invalid or costs too much; the sentence is for the client."""
 
 
 class Matchers:
@@ -58,7 +57,7 @@ class Matchers:
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
 
     def begin(self, grammar: Grammar) -> TextMatcher:
-        """At the beginning of a text. Raises GrammarError."""
+        """A matcher at the beginning of a text. Raises GrammarError."""
         kept = self._kept.pop(grammar, None) or self._compile(grammar)
         self._kept[grammar] = kept
         if len(self._kept) > MOST_KEPT:
@@ -82,7 +81,7 @@ class TextMatcher:
         self._vocab_size = vocab_size
 
     def take(self, token_ids: Sequence[int]) -> None:
-        """The text goes on with these. Raises GrammarError where it must not."""
+        """Append tokens to the text. Raises GrammarError where the grammar does not allow them."""
         if token_ids and not self._matcher.consume_tokens(list(token_ids)):
             _check(self._matcher)
             raise GrammarError("the text left it")
@@ -183,7 +182,7 @@ def _piece(tokenizer: Tokenizer, id: int) -> bytes:
 
 
 def tasks(argument: str) -> Mapping[str, Task]:
-    """All of them. argument: the arguments of `Matchers`, as JSON."""
+    """All tasks by name. argument: the arguments of `Matchers`, as JSON."""
     matchers = Matchers(**json.loads(argument))
 
     def compile_grammar(kind: str, text: str) -> dict[str, Any]:

@@ -1,18 +1,18 @@
-"""What is done of a job, so that whatever kills it costs no line and doubles none.
+"""What is done of a job, so that a crash loses no answer and no line is answered twice.
 
-The output is its own journal: each line of it names the input line that it answers (`results.py`). The file beside it,
-`OUTPUT.journal`, is a checkpoint that saves reading all of that again. In this order, about once a second: the outputs'
-bytes are made durable, then the checkpoint is written under another name, made durable, and renamed over the last one.
-So a checkpoint never speaks of a line that is not there. A job that begins again
+The output is its own journal: each line of it names the input line that it answers (`lines.py`). The file beside it,
+`OUTPUT.journal`, is a checkpoint that saves reading all of the output again. About once a second the outputs' bytes are
+made durable, then the checkpoint is written under another name, made durable, and renamed over the last one: so it
+never counts a line that is not there. A job that is resumed
 
 * reads the checkpoint: where to go on in the input, which lines before that were under way, how long the outputs were;
 * reads what the outputs have beyond that, keeps the whole lines of this job and cuts the rest off: a torn last line, or
   the zeros that a power cut leaves;
 * goes on with the lines that no kept line answers.
 
-Its size is bounded by how many requests are under way, and by how many are answered from one to the next. Locks on the
-output and on the errors, which the kernel drops with the process, keep a second process away. Left out: reading the
-input (`lines.py`) and asking for answers (`runner.py`).
+A checkpoint grows with the requests that are under way and those that are answered between two checkpoints, and with
+nothing else. Locks on the output and on the errors, which the kernel releases with the process, keep a second process
+out. Left out: reading the input (`lines.py`) and sending requests (`runner.py`).
 """
 
 from __future__ import annotations
@@ -29,11 +29,10 @@ from typing import Any
 
 import orjson
 
-from router.jobs.census import Census
-from router.jobs.lines import InputChanged, JobError, named, read_again
+from router.jobs.input_index import InputIndex
+from router.jobs.lines import InputChanged, JobError, naming_file, parse_answer
 
-MODE = 0o666  # of files that are made, less the user's umask
-
+MODE = 0o666  # of new files, less the user's umask
 VERSION = 1
 JOB = re.compile("[0-9a-f]{12}")
 MOST_LINE_BYTES = 1 << 28  # of an output, far beyond what any answer has
@@ -41,7 +40,7 @@ MOST_LINE_BYTES = 1 << 28  # of an output, far beyond what any answer has
 
 @dataclass
 class State:
-    """What a checkpoint says. Offsets and lengths are in bytes; `under_way` is line -> offset.
+    """The content of a checkpoint. Offsets and lengths are in bytes; `under_way` is line -> offset.
 
     answered: lines that the outputs answer already, of those that are under way or come yet. A job that was killed
     finds them, and it may be killed again before it has passed them all.
@@ -104,17 +103,17 @@ class Checkpoint:
     content: bytes | None
 
 
-def journal_of(output: Path) -> Path:
-    """The file beside an output that says how far its job is."""
+def journal_path(output: Path) -> Path:
+    """The checkpoint beside an output."""
     return output.with_name(f"{output.name}.journal")
 
 
 class Journal:
     """An output, its errors file if there is one, and the checkpoint; open for one job. Raises JobError and OSError."""
 
-    def __init__(self, output: Path, errors: Path | None, census: Census) -> None:
-        self.state = State(secrets.token_hex(6), census.sha256, census.num_lines)
-        self._output, self._errors, self._census = output, errors, census
+    def __init__(self, output: Path, errors: Path | None, index: InputIndex) -> None:
+        self.state = State(secrets.token_hex(6), index.sha256, index.num_lines)
+        self._output, self._errors, self._index = output, errors, index
         self._paths = [output, *([errors] if errors is not None else [])]
         self._files: list[int] = []  # their descriptors
         self._is_changed = False
@@ -132,7 +131,7 @@ class Journal:
         return self.state.num_lines - self.state.completed - self.state.failed
 
     def close(self) -> None:
-        """Let others have the output, once nothing is being saved."""
+        """Release the files, once nothing is being saved."""
         with self._saving:
             while self._files:
                 os.close(self._files.pop())
@@ -164,7 +163,7 @@ class Journal:
             self.state.errors_bytes = self._recover(1, known.errors_bytes)
 
     def _read_checkpoint(self) -> State | None:
-        path = journal_of(self._output)
+        path = journal_path(self._output)
         try:
             return State.of_json(path.read_bytes())
         except FileNotFoundError:
@@ -174,13 +173,13 @@ class Journal:
 
     def _check(self, known: State) -> None:
         """Raises JobError where the checkpoint is not of this input and these outputs."""
-        census, journal = self._census, journal_of(self._output)
-        if (known.sha256, known.num_lines) != (census.sha256, census.num_lines):
+        index, journal = self._index, journal_path(self._output)
+        if (known.sha256, known.num_lines) != (index.sha256, index.num_lines):
             raise InputChanged(
-                f"{census.path} is not the input that {self._output} was begun with: put that back, or {self._anew()}"
+                f"{index.path} is not the input that {self._output} was begun with: put that back, or {self._anew()}"
             )
-        if known.furthest > census.num_bytes:
-            raise JobError(f"{journal} speaks of bytes that {census.path} does not have: {self._anew()}")
+        if known.furthest > index.num_bytes:
+            raise JobError(f"{journal} speaks of bytes that {index.path} does not have: {self._anew()}")
         if (known.errors_bytes is None) != (self._errors is None):
             said = "without" if known.errors_bytes is None else "with"
             raise JobError(
@@ -192,14 +191,14 @@ class Journal:
                 raise JobError(f"{path} is shorter than {journal} says: put the whole file back, or {self._anew()}")
 
     def _anew(self) -> str:
-        return f"delete {self._output} and {journal_of(self._output)} to begin anew"
+        return f"delete {self._output} and {journal_path(self._output)} to begin anew"
 
     def _recover(self, index: int, offset: int) -> int:
         """Keep the whole lines of this job beyond `offset` and cut the rest off. Returns where the file ends then."""
         with os.fdopen(os.dup(self._files[index]), "rb") as file:
             file.seek(offset)
             while (raw := file.readline(MOST_LINE_BYTES)).endswith(b"\n"):
-                found = read_again(self.state.job, raw)
+                found = parse_answer(self.state.job, raw)
                 if found is None:
                     break
                 number, is_failure = found
@@ -220,7 +219,7 @@ class Journal:
         self._is_changed = True
 
     def passed(self, line: int) -> None:
-        """A line asks for nothing, or an earlier run has answered it."""
+        """A line is blank, or an earlier run has answered it."""
         self._is_changed = True
         del self.state.under_way[line]
         self.state.answered.discard(line)
@@ -230,7 +229,7 @@ class Journal:
         index = 1 if is_failure and self._errors is not None else 0
         at = (self.state.errors_bytes or 0) if index else self.state.output_bytes
         left = memoryview(text)
-        with named(self._paths[index]):
+        with naming_file(self._paths[index]):
             while left:
                 num_written = os.pwrite(self._files[index], left, at)
                 left, at = left[num_written:], at + num_written
@@ -249,7 +248,7 @@ class Journal:
             self.state.completed += 1
 
     def snapshot(self, *, is_complete: bool = False) -> Checkpoint:
-        """What there is to save now. To be taken where the journal is written."""
+        """What there is to save now. To be called by the thread that writes."""
         self.state.is_complete = is_complete
         is_new, self._is_changed = self._is_changed or is_complete, False
         self._num_snapshots += 1
@@ -261,9 +260,9 @@ class Journal:
             if checkpoint.content is None or checkpoint.number < self._num_saved:
                 return
             for path, file in zip(self._paths, self._files, strict=True):
-                with named(path):
+                with naming_file(path):
                     os.fdatasync(file)
-            replace_durably(journal_of(self._output), checkpoint.content)
+            replace_durably(journal_path(self._output), checkpoint.content)
             self._num_saved = checkpoint.number
 
 
@@ -271,16 +270,16 @@ def _of_no_job(path: Path) -> str:
     return f"{path} exists and belongs to no job: give another name, or move it away"
 
 
-def new_of(path: Path) -> Path:
-    """Under which name a file is written before it takes the place of the old one."""
+def temporary_path(path: Path) -> Path:
+    """The name under which a file is written before it replaces the old one."""
     return path.with_name(f"{path.name}.new")
 
 
 def replace_durably(path: Path, content: bytes) -> None:
     """Write a file so that, whatever happens, either the old content is there or the new. Raises OSError."""
-    new = new_of(path)
+    new = temporary_path(path)
     try:
-        with named(new):
+        with naming_file(new):
             _write_durably(new, content)
         new.replace(path)
     except OSError:
@@ -291,7 +290,7 @@ def replace_durably(path: Path, content: bytes) -> None:
 
 
 def make_names_durable(folder: Path) -> None:
-    """Have the disk know which files a folder has. Raises OSError."""
+    """Make the names of files in a folder durable. Raises OSError."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

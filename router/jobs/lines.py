@@ -1,20 +1,13 @@
-"""Lines of a batch file: where each begins, and what it asks for.
+"""Lines of a batch: requests of the input, answers in the shapes of OpenAI's batches, and the errors of a job.
 
-A file may be of any size and a line of any length: what is longer than the limit is passed over piece by piece and
-never held, and the values of JSON are counted before any of them is built. Every line that cannot be sent has its own
-problem, which becomes its line in the output; the others go on. Left out: whether a server likes the body of a request,
-which it says itself.
-
-Why a job cannot begin or go on: one sentence for whoever started it.
+A file may be of any size and a line of any length: what is longer than the limit is skipped piece by piece and never
+held. A line that cannot be sent becomes a problem, which is its line in the output; the others go on. Whether the body
+of a request is valid, the server says. The `id` of an output line names the job and the number of the input line, so
+that a resumed job knows which lines are answered.
 
 JobError            the input, the output or the journal cannot be used
 ├── InputChanged    the input is not, or no longer, the file that the job began with
-└── ServerGone      nobody has answered for so long that the job gives up; started again, it goes on
-
-Lines of an output, in the shapes of OpenAI's batches, and what a resumed job reads of them again.
-
-The `id` of a line says whose line it is: the job, and the number of the line in its input. A job that was killed finds
-out by it which lines are answered already.
+└── ServerGone      the server has not answered for so long that the job gives up; it can be resumed
 """
 
 from __future__ import annotations
@@ -26,6 +19,11 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
+
+URLS = ("/v1/chat/completions", "/v1/completions")
+MOST_CUSTOM_ID = 512  # characters, so that an answer's line is never much longer than its answer
+PIECE = 1 << 16  # bytes of one read of a line that is skipped
+MOST_TEXT = 2000  # characters kept of an answer that is not JSON, such as a proxy's page, or too deeply nested
 
 
 class JobError(ValueError):
@@ -41,19 +39,14 @@ class ServerGone(JobError):
 
 
 @contextmanager
-def named(path: Path) -> Iterator[None]:
-    """Have an OSError name the file, which the system leaves out for one that is open."""
+def naming_file(path: Path) -> Iterator[None]:
+    """Add the file's name to an OSError, which lacks it where the file is open already."""
     try:
         yield
     except OSError as error:
         if error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from None
-
-
-URLS = ("/v1/chat/completions", "/v1/completions")
-MOST_CUSTOM_ID = 512  # characters, so that an answer's line is never much longer than its answer
-PIECE = 1 << 16  # bytes that are read at once of what is passed over
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,12 +63,12 @@ class Line:
 
     @property
     def is_blank(self) -> bool:
-        """Whether it asks for nothing, as the last line of many files."""
+        """As the last line of many files is."""
         return self.raw is not None and not self.raw.strip()
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class BatchRequest:
     """A request that can be sent. body: JSON."""
 
     custom_id: str
@@ -93,7 +86,7 @@ class Problem:
 
 
 class LineFile:
-    """The lines of a file that is open for reading, from wherever one wants. Raises OSError."""
+    """Reads lines of a file by their offsets. Raises OSError."""
 
     def __init__(self, path: Path, most_bytes: int) -> None:
         self.most_bytes = most_bytes
@@ -101,12 +94,11 @@ class LineFile:
         self._file: BinaryIO = path.open("rb", buffering=1 << 20)
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
     def read(self, number: int, offset: int) -> Line | None:
         """The line that begins at `offset`; None at the end of the file."""
-        with named(self._path):
+        with naming_file(self._path):
             return self._read(number, offset)
 
     def _read(self, number: int, offset: int) -> Line | None:
@@ -125,7 +117,7 @@ class LineFile:
 
 
 def custom_id_of(line: Line) -> str | None:
-    """What the line calls itself, if it says so at all."""
+    """The line's `custom_id`, if it has a valid one."""
     if line.raw is None:
         return None
     try:
@@ -137,8 +129,8 @@ def custom_id_of(line: Line) -> str | None:
 
 def read_request(
     line: Line, urls: tuple[str, ...], most_bytes: int, first_line: Callable[[str], int]
-) -> Wanted | Problem:
-    """What a line asks for. urls: those that may be asked; first_line: of those with a `custom_id`, 0 for none."""
+) -> BatchRequest | Problem:
+    """The request of a line. urls: that are allowed; first_line: `custom_id` -> number of the first line with it."""
     at = f"line {line.number}"
     if line.raw is None:
         return Problem(None, "line_too_long", f"{at} is longer than {most_bytes} bytes: shorten its body")
@@ -158,7 +150,7 @@ def read_request(
     if problem := _problem_of(found, body, urls):
         return Problem(custom_id, *problem)
     try:
-        return Wanted(custom_id, found["url"], orjson.dumps(body))
+        return BatchRequest(custom_id, found["url"], orjson.dumps(body))
     except orjson.JSONEncodeError:  # it reads 1,024 levels and writes 254
         return Problem(custom_id, "invalid_body", "`body` is nested deeper than 250 levels: no request is that deep")
 
@@ -181,14 +173,10 @@ def _custom_id(found: dict[str, Any]) -> str | None:
 
 
 def _shown(value: Any) -> str:
-    """A value of a client for a sentence."""
+    """A value of the input as a message shows it."""
     if isinstance(value, dict | list):
         return "a list or an object"
     return "missing" if value is None else orjson.dumps(value).decode()[:60]
-
-
-# Characters that are kept of an answer that is not JSON, such as a proxy's page, or that is nested too deep for a line.
-MOST_TEXT = 2000
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +189,7 @@ class Reply:
     retry_after_s: float | None = None
 
 
-def name_of(job: str, line: int) -> str:
+def answer_id(job: str, line: int) -> str:
     """The `id` of an output line."""
     return f"batch_req_{job}_{line}"
 
@@ -209,7 +197,7 @@ def name_of(job: str, line: int) -> str:
 def answered(job: str, line: int, custom_id: str, reply: Reply) -> bytes:
     """The output line of a request that a server answered, with whatever status."""
     response: dict[str, Any] = {"status_code": reply.status, "request_id": reply.request_id}
-    found = {"id": name_of(job, line), "custom_id": custom_id, "response": response, "error": None}
+    found = {"id": answer_id(job, line), "custom_id": custom_id, "response": response, "error": None}
     try:
         response["body"] = orjson.loads(reply.body)
         return orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE)
@@ -219,21 +207,21 @@ def answered(job: str, line: int, custom_id: str, reply: Reply) -> bytes:
         return orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def unanswered(job: str, line: int, problem: Problem) -> bytes:
+def problem_line(job: str, line: int, problem: Problem) -> bytes:
     """The output line of a request that no server answered."""
     error = {"code": problem.code, "message": problem.message}
-    found = {"id": name_of(job, line), "custom_id": problem.custom_id, "response": None, "error": error}
+    found = {"id": answer_id(job, line), "custom_id": problem.custom_id, "response": None, "error": error}
     return orjson.dumps(found, option=orjson.OPT_APPEND_NEWLINE)
 
 
-def read_again(job: str, raw: bytes) -> tuple[int, bool] | None:
+def parse_answer(job: str, raw: bytes) -> tuple[int, bool] | None:
     """The number of the input line that an output line answers, and whether it failed; None for no line of this job."""
     try:
         found = orjson.loads(raw)
     except orjson.JSONDecodeError:
         return None
     name = found.get("id") if isinstance(found, dict) else None
-    beginning = name_of(job, 0)[:-1]
+    beginning = answer_id(job, 0)[:-1]
     if not isinstance(name, str) or not name.startswith(beginning) or not name[len(beginning) :].isdecimal():
         return None
     response = found.get("response")

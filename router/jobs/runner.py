@@ -1,14 +1,14 @@
-"""A job under way: so many requests at once, each tried again as it should be, and a checkpoint every second.
+"""Runs a job: so many requests at once, each with its retries, and a checkpoint every second.
 
-The runner does not know who answers (over HTTP: `launch/batch_http.py`). What it holds in memory is the requests that
-are under way and their answers, whatever the size of the input.
+Requests are sent through a Sender (over HTTP: `launch/commands/batch.py`). Only requests under way and their answers
+are in memory, whatever the size of the input.
 
-* 429 and 503 say that the request was not taken: it is sent again when the answer's `Retry-After` says, or after waits
-  that double, for ever; so it is when no connection was made.
-* A connection that is lost after the request was sent, and 408, 424 and 5xx besides, may be the request's own fault: it
-  is tried `max_tries` times in all. Its last answer, or the last sentence, is then its line.
-* 401 is everyone's: the job stops.
-* When nobody answers anything for `give_up_s`, the job stops too. Whatever stops it, started again it goes on.
+* 429, 503 and a connection that could not be made mean that the request was not taken: it is sent again without limit,
+  when `Retry-After` says or after waits that double.
+* A connection that is lost after the request was sent, 408, 424 and other 5xx may be caused by the request: it is tried
+  `max_tries` times in all. Its last answer or error is then its line.
+* 401 concerns all requests and stops the job, as does the lack of any answer for `give_up_s`. A job that has stopped
+  can be resumed.
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from router.jobs.census import Census
+from router.jobs.input_index import InputIndex
 from router.jobs.journal import Journal
 from router.jobs.lines import (
     URLS,
+    BatchRequest,
     JobError,
     Line,
     LineFile,
     Problem,
     Reply,
     ServerGone,
-    Wanted,
     answered,
+    problem_line,
     read_request,
-    unanswered,
 )
 
 TRY_LATER = frozenset({429, 503})  # the request was not taken
 TRY_AGAIN = frozenset({408, 424, *range(500, 600)}) - TRY_LATER
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.25, 10.0
 CHECKPOINT_S = 1.0
-MOST_CAUSE = 200  # characters of an error that nobody expected
+MOST_CAUSE = 200  # characters of an unexpected error
 
 logger = logging.getLogger(__name__)
 
 
-class Lost(Exception):
+class NoAnswer(Exception):
     """There is no answer, in one sentence. was_sent: whether the server may have seen the request."""
 
     def __init__(self, sentence: str, *, was_sent: bool) -> None:
@@ -56,15 +56,15 @@ class Lost(Exception):
 
 
 class Sender(Protocol):
-    """Who has requests answered."""
+    """Has requests answered by a server."""
 
-    async def send(self, wanted: Wanted, request_id: str) -> Reply | Problem:
-        """The answer, or why this request never gets one. Raises Lost, within a time of its own."""
+    async def send(self, wanted: BatchRequest, request_id: str) -> Reply | Problem:
+        """The answer, or why there can be none. Raises NoAnswer after a time-out of its own."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How a job is run. Times are in seconds; urls: those that lines may ask; checkpoint_s: between two."""
+    """How a job is run. Times are in seconds; urls: that lines may name; checkpoint_s: between two checkpoints."""
 
     concurrency: int
     urls: tuple[str, ...] = URLS
@@ -76,8 +76,8 @@ class Plan:
 class Runner:
     """One job, from where its journal is to its end."""
 
-    def __init__(self, census: Census, lines: LineFile, journal: Journal, sender: Sender, plan: Plan) -> None:
-        self._census = census
+    def __init__(self, index: InputIndex, lines: LineFile, journal: Journal, sender: Sender, plan: Plan) -> None:
+        self._index = index
         self._lines = lines
         self._journal = journal
         self._sender = sender
@@ -85,29 +85,29 @@ class Runner:
         self._begun_before = iter(sorted(journal.state.under_way.items()))
         self._reading = asyncio.Lock()
         self._silent_since: float | None = None
-        self.trouble = ""  # why requests are waiting to be tried again, for whoever watches
+        self.trouble = ""  # why requests are being tried again, for the progress line
 
     async def run(self) -> None:
-        """Answer every line that is left. Raises JobError and OSError; whatever ends it, a checkpoint is tried."""
+        """Answer every line that is left. Raises JobError and OSError, after an attempt to save a checkpoint."""
         try:
             async with asyncio.TaskGroup() as group:  # the first that raises ends the others
                 saving = group.create_task(self._save_often())
                 await asyncio.wait([group.create_task(self._work()) for _ in range(self._plan.concurrency)])
                 saving.cancel()
         except BaseException as error:
-            with suppress(OSError):  # the outputs say what it would
+            with suppress(OSError):  # the outputs have all that it would
                 await asyncio.to_thread(self._journal.save, self._journal.snapshot())
             if isinstance(error, BaseExceptionGroup):
                 raise error.exceptions[0] from None
             raise
-        self._census.check_unchanged()
+        self._index.check_unchanged()
         await asyncio.to_thread(self._journal.save, self._journal.snapshot(is_complete=True))
 
     async def _save_often(self) -> None:
-        """A checkpoint now and then; one that a thread is writing when this is cancelled is written to its end."""
+        """Save checkpoints; one that a thread is writing when this is cancelled is written to its end."""
         while True:
             await asyncio.sleep(self._plan.checkpoint_s)
-            self._census.check_unchanged()
+            self._index.check_unchanged()
             await asyncio.to_thread(self._journal.save, self._journal.snapshot())
 
     async def _work(self) -> None:
@@ -132,13 +132,13 @@ class Runner:
     async def _answer(self, line: Line) -> tuple[bytes, bool]:
         """The output line, and whether it says that the request failed. Raises JobError.
 
-        What else is raised is this line's error, whatever it is: the others go on.
+        Any other exception becomes the error of this line alone.
         """
         job, custom_id = self._journal.state.job, None
         try:
-            found = read_request(line, self._plan.urls, self._lines.most_bytes, self._census.ids.first_line)
+            found = read_request(line, self._plan.urls, self._lines.most_bytes, self._index.ids.first_line)
             custom_id = found.custom_id
-            if isinstance(found, Wanted):
+            if isinstance(found, BatchRequest):
                 reply = await self._reply(found, f"{job}-{line.number}")
                 if isinstance(reply, Reply):
                     return answered(job, line.number, found.custom_id, reply), reply.status != 200
@@ -149,15 +149,15 @@ class Runner:
             logger.exception("line %d could not be answered", line.number)
             cause = f"{type(error).__name__}: {error}"[:MOST_CAUSE]
             found = Problem(custom_id, "internal_error", f"line {line.number} could not be answered: {cause}")
-        return unanswered(job, line.number, found), True
+        return problem_line(job, line.number, found), True
 
-    async def _reply(self, wanted: Wanted, request_id: str) -> Reply | Problem:
+    async def _reply(self, wanted: BatchRequest, request_id: str) -> Reply | Problem:
         waits, num_tries = _waits(), 0
         while True:
             retry_after = None
             try:
                 found = await self._sender.send(wanted, request_id)
-            except Lost as lost:
+            except NoAnswer as lost:
                 self.trouble, num_tries = str(lost), num_tries + lost.was_sent
                 if num_tries >= self._plan.max_tries:
                     sentence = f"there was no answer in {num_tries} tries, at last: {lost}"
@@ -172,7 +172,7 @@ class Runner:
             await asyncio.sleep(max(next(waits), retry_after or 0))
 
     def _is_last(self, reply: Reply, num_tries: int) -> bool:
-        """Whether this answer is the request's line. Raises ServerGone."""
+        """Whether this answer is final. Raises ServerGone."""
         if reply.status == 401:
             raise ServerGone("the server says that the API key is missing or wrong: give --api-key, then start again")
         if reply.status in TRY_LATER:

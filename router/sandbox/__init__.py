@@ -1,4 +1,4 @@
-"""Work that a client's text can make expensive, done beside the router: see `pool.py`."""
+"""Work that a client's text can make expensive, done in other processes (`pool.py`) or threads (`workers.py`)."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 Task = Callable[..., Any]
 MOST_ANSWER_BYTES = 32 * 2**20
-STACK_BYTES = 8 * 2**20  # for a task; where its work is done again, in a process of many texts, there is twice as much
+STACK_BYTES = 8 * 2**20  # for a task; twice as much where a grammar is compiled again (`router/grammars/__main__.py`)
 
 
 class TaskError(Exception):
-    """A task cannot be done; the sentence is for whoever asked."""
+    """A task cannot be done; the sentence is for the client."""

@@ -1,12 +1,12 @@
-"""The nursery: `python -m router.sandbox NICENESS MEMORY_MB MODULE ARGUMENT`, started by `pool.py`.
+"""The fork server of the sandbox: `python -m router.sandbox NICENESS MEMORY_MB MODULE ARGUMENT`, started by `pool.py`.
 
 It imports what tasks need. Then it reads messages from standard input, a socket: each brings a connection, for which it
-forks a child. A child says {"pid": …} once it is ready. Then it reads one line of JSON for each task and answers with
-one: its number, and {"result": …} or {"error": "…"}. All have the priority and the memory that they are told.
+forks a child. A child sends {"pid": …} once it is ready. Then it reads one line of JSON for each task and answers with
+one: its number, and {"result": …} or {"error": "…"}. All have the given priority and memory limit.
 
-How a child has ended the nursery says on the child's connection: {"ended": STATUS}, an exit code or the negative number
-of a signal. It lets nobody have the child's process id before the other end is closed: who kills a child late kills
-nobody else.
+When a child ends, the fork server sends {"ended": STATUS} on the child's connection: an exit code or the negative
+number of a signal. It does not reap the child before the pool has closed its end of the connection, so that a kill that
+comes late cannot hit another process with the same id.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def main() -> int:
         resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
     sys.stdout = sys.stderr  # what a library prints
     tasks = importlib.import_module(module).tasks(argument)
-    connection = Nursery().run()
+    connection = ForkServer().run()
     if connection is None:
         return 0
     serve(tasks, connection)
     os._exit(0)
 
 
-class Nursery:
-    """The children, each with its connection."""
+class ForkServer:
+    """Forks children, each with a connection."""
 
     def __init__(self) -> None:
         self._orders = socket.socket(fileno=os.dup(0))
@@ -61,18 +61,18 @@ class Nursery:
         self._poll.register(self._orders, select.POLLIN)
         self._poll.register(self._wakeup, select.POLLIN)
         self._connections: dict[int, tuple[int, socket.socket]] = {}  # by descriptor: a child, and its connection
-        self._told: set[int] = set()  # children whose end was told
+        self._reported: set[int] = set()  # children whose end was reported
 
     def run(self) -> socket.socket | None:
-        """Returns the connection in a child, and None in the nursery once the pool has closed its end."""
+        """Returns the connection in a child, and None in the fork server once the pool has closed its end."""
         end_with_this = end_with_parent()
         while True:
             for descriptor, _ in self._poll.poll():
                 if descriptor == self._wakeup:
                     os.read(self._wakeup, 4096)
-                    self._tell_ends()
+                    self._report_ends()
                 elif descriptor in self._connections:
-                    self._let_go(descriptor)
+                    self._reap(descriptor)
                 elif descriptor == self._orders.fileno():
                     order, descriptors, _, _ = socket.recv_fds(self._orders, 1, 1)
                     if not order:
@@ -80,40 +80,40 @@ class Nursery:
                     connection = socket.socket(fileno=descriptors[0])
                     try:
                         child = os.fork()
-                    except OSError:  # of which the pool hears by the connection's end
+                    except OSError:  # which the pool notices by the connection's end
                         connection.close()
                         continue
                     if not child:
                         if end_with_this is not None:
                             end_with_this()
-                        self._forget()
+                        self._close_all()
                         return connection
                     self._connections[connection.fileno()] = child, connection
-                    self._poll.register(connection, 0)  # only that the other end is closed
+                    self._poll.register(connection, 0)  # for its hang-up alone
 
-    def _tell_ends(self) -> None:
-        """Say of each child that has ended how, and leave its process id to it."""
+    def _report_ends(self) -> None:
+        """Report how children have ended, without reaping them."""
         for child, connection in self._connections.values():
             ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None and child not in self._told:
-                self._told.add(child)
+            if ended is not None and child not in self._reported:
+                self._reported.add(child)
                 status = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
                 with suppress(OSError):  # the buffer may be full of an answer's first part
                     connection.send(f"\n{json.dumps({'ended': status})}\n".encode(), socket.MSG_DONTWAIT)
                 with suppress(OSError):
                     connection.shutdown(socket.SHUT_WR)
 
-    def _let_go(self, descriptor: int) -> None:
-        """The pool has closed its end: the child ends, if it has not, and its process id is anybody's."""
+    def _reap(self, descriptor: int) -> None:
+        """The pool has closed its end: kill the child, if it still runs, and reap it."""
         child, connection = self._connections.pop(descriptor)
         self._poll.unregister(descriptor)
         connection.close()
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        self._told.discard(child)
+        self._reported.discard(child)
 
-    def _forget(self) -> None:
-        """In a child: close what is the nursery's and other children's."""
+    def _close_all(self) -> None:
+        """In a child: close what belongs to the fork server and to other children."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for _, connection in self._connections.values():
@@ -124,7 +124,7 @@ class Nursery:
 
 
 def serve(tasks: Mapping[str, Task], connection: socket.socket) -> None:
-    """Do tasks until the connection ends. What is no whole line is no order."""
+    """Do tasks until the connection ends. An incomplete line is ignored."""
     with connection, connection.makefile("r", encoding="utf-8") as orders, suppress(ConnectionError):
         _say(connection, {"pid": os.getpid()})
         for line in orders:

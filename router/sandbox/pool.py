@@ -1,13 +1,13 @@
-"""Does tasks in processes of their own, at the lowest priority and with bounds on time and memory.
+"""A sandbox: does tasks in processes of their own, at the lowest priority and with bounds on time and memory.
 
 A chat template that loops for ever, or a grammar whose automaton explodes, would hold the interpreter and with it every
-stream; a thread can neither be bounded nor ended. A process can: one process, the nursery (`__main__.py`), has imported
-all that is needed and forks a child whenever one is wanted, and a child that exceeds its time is killed. Each child has
-a connection of its own, which ends with it: what was written for one is never read by another. API keys are served by
-turns (`router/sandbox/workers.py`), and who stops waiting for a task that runs ends its child.
+stream; a thread can neither be bounded nor ended. A process can: the fork server (`__main__.py`) has imported all that
+is needed and forks a child whenever one is wanted, and a child that exceeds its time is killed. Each child has a
+connection of its own, which ends with it, so that no answer reaches the wrong task. API keys take turns
+(`workers.py`), and a caller that is cancelled ends the child that works for it.
 
-A child that dies by itself has met a bound of its task. One that somebody else killed or stopped says nothing of it:
-the task is done once more by a fresh child, and then refused with 503.
+A child that ends by itself has exceeded a bound of its task. One that was killed or stopped from outside says nothing
+about the task: it is done once more by a fresh child, and then refused with 503.
 
 Left out: which tasks there are (such as those of `tasks.py`). Nothing is started before `warm_up` or the first task.
 """
@@ -31,26 +31,26 @@ from typing import Any
 from host.process import end_with_parent
 from router.errors import Unavailable
 from router.sandbox import MOST_ANSWER_BYTES, TaskError
-from router.sandbox.workers import Turns
+from router.sandbox.workers import FairSemaphore
 
 ROOT = Path(__file__).parents[2]  # where our packages are
 NICENESS = 19  # the lowest priority: at that of the shards it would make their steps twice as long
 PATIENCE = 10  # times the seconds of a task that it may take where it gets no time on the cores
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
-START_S = 60.0  # for a nursery to import what its children work with, at the lowest priority
-BIRTH_S = 10.0  # for a child of one that has imported it
+START_S = 60.0  # for a fork server to import what its children work with, at the lowest priority
+FORK_S = 10.0  # for it to fork a child once it has
 FROM_OUTSIDE = {signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}  # also the OOM killer's
 STOPPED = {"T", "t"}  # by a signal, by a debugger
 
 
 class _Lost(Exception):
-    """A child or the nursery is gone, or stands still, for no reason of its task's. The cause is one clause."""
+    """A child or the fork server is gone or stopped, for no reason of the task. The cause is one clause."""
 
 
-class Aside:
+class Sandbox:
     """num: children at most. seconds: for one task. memory_mb: for one process.
 
-    tasks: the module of the tasks, and what is said to it.
+    tasks: the module of the tasks, and the argument of its `tasks` function.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Aside:
     ) -> None:
         self._arguments = (str(memory_mb), *tasks)
         self._seconds = seconds
-        self._turns = Turns(num)
-        self._nursery: _Nursery | None = None
-        self._ended: list[_Nursery] = []  # nurseries, until they are gone
+        self._semaphore = FairSemaphore(num)
+        self._fork_server: _ForkServer | None = None
+        self._ended: list[_ForkServer] = []  # fork servers that were killed, until they have ended
         self._idle: list[_Child] = []
         self._children: set[_Child] = set()
 
@@ -72,7 +72,7 @@ class Aside:
         """Have one child ready. Raises Unavailable."""
         async with self._place(""):
             try:
-                self._idle.append(await self._born())
+                self._idle.append(await self._new_child())
             except _Lost as lost:
                 raise _unavailable(lost) from None
 
@@ -92,31 +92,31 @@ class Aside:
         for child in tuple(self._children):
             self._end(child)
         self._idle.clear()
-        if self._nursery is not None:
-            self._end_nursery(self._nursery)
-        for nursery in self._ended:
-            await asyncio.to_thread(nursery.process.wait)
+        if self._fork_server is not None:
+            self._end_fork_server(self._fork_server)
+        for fork_server in self._ended:
+            await asyncio.to_thread(fork_server.process.wait)
         self._ended.clear()
 
     @asynccontextmanager
     async def _place(self, owner: str) -> AsyncIterator[None]:
-        await self._turns.enter(owner)
+        await self._semaphore.enter(owner)
         try:
             yield
         finally:
-            self._turns.leave()
+            self._semaphore.leave()
 
     async def _answer(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """A child's, or a fresh one's where the first was lost. Raises TaskError and Unavailable."""
+        """A child's answer, or that of a fresh one where the first is lost. Raises TaskError and Unavailable."""
         with suppress(_Lost):
-            return await self._asked(self._idle.pop() if self._idle else await self._born(), order)
+            return await self._answer_of(self._idle.pop() if self._idle else await self._new_child(), order)
         try:
-            return await self._asked(await self._born(), order)
+            return await self._answer_of(await self._new_child(), order)
         except _Lost as lost:
             raise _unavailable(lost) from None
 
-    async def _asked(self, child: _Child, order: Mapping[str, Any]) -> dict[str, Any]:
-        """The child's answer. It is idle then; a child that did not answer is ended, whatever the reason."""
+    async def _answer_of(self, child: _Child, order: Mapping[str, Any]) -> dict[str, Any]:
+        """The child's answer, after which it is idle; a child that did not answer is ended, whatever the reason."""
         try:
             answer = await child.ask(order, self._seconds)
         except BaseException:
@@ -125,27 +125,27 @@ class Aside:
         self._idle.append(child)
         return answer
 
-    async def _born(self) -> _Child:
-        """A child that is ready, of another nursery where the one that there is has none. Raises _Lost."""
+    async def _new_child(self) -> _Child:
+        """A child that is ready, of another fork server where the present one fails. Raises _Lost."""
         with suppress(_Lost):
-            return await self._born_of(self._living_nursery())
-        return await self._born_of(self._living_nursery())
+            return await self._forked_by(self._living_fork_server())
+        return await self._forked_by(self._living_fork_server())
 
-    def _living_nursery(self) -> _Nursery:
-        if self._nursery is None or not self._nursery.is_alive:
-            if self._nursery is not None:
-                self._end_nursery(self._nursery)
-            self._nursery = _Nursery(str(NICENESS), *self._arguments)
-        return self._nursery
+    def _living_fork_server(self) -> _ForkServer:
+        if self._fork_server is None or not self._fork_server.is_alive:
+            if self._fork_server is not None:
+                self._end_fork_server(self._fork_server)
+            self._fork_server = _ForkServer(str(NICENESS), *self._arguments)
+        return self._fork_server
 
-    async def _born_of(self, nursery: _Nursery) -> _Child:
-        """A child that is ready. Raises _Lost; the nursery is ended then, since it bears none."""
-        seconds = BIRTH_S if nursery.has_borne else START_S
+    async def _forked_by(self, fork_server: _ForkServer) -> _Child:
+        """A child that is ready. Raises _Lost, and then ends the fork server, which has failed."""
+        seconds = FORK_S if fork_server.has_forked else START_S
         try:
             async with asyncio.timeout(seconds):
-                child = await nursery.bear()
+                child = await fork_server.fork()
         except (TimeoutError, _Lost) as error:
-            self._end_nursery(nursery)
+            self._end_fork_server(fork_server)
             raise _Lost(str(error) or f"no process for it came within {seconds:g} s") from None
         self._children.add(child)
         return child
@@ -154,18 +154,18 @@ class Aside:
         self._children.discard(child)
         child.end()
 
-    def _end_nursery(self, nursery: _Nursery) -> None:
-        nursery.end()
-        self._ended = [one for one in (*self._ended, nursery) if one.process.poll() is None]
+    def _end_fork_server(self, fork_server: _ForkServer) -> None:
+        fork_server.end()
+        self._ended = [one for one in (*self._ended, fork_server) if one.process.poll() is None]
 
 
-class _Nursery:
-    """The process that forks children. Children die with it."""
+class _ForkServer:
+    """The process that forks children, which die with it."""
 
     def __init__(self, *arguments: str) -> None:
         self._orders, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._orders.setblocking(False)
-        self.has_borne = False
+        self.has_forked = False
         with theirs:
             self.process = subprocess.Popen(
                 (sys.executable, "-m", "router.sandbox", *arguments),
@@ -180,7 +180,7 @@ class _Nursery:
         """Whether it can be asked."""
         return self._orders.fileno() >= 0 and self.process.poll() is None
 
-    async def bear(self) -> _Child:
+    async def fork(self) -> _Child:
         """A child that is ready. Raises _Lost."""
         ours, theirs = socket.socketpair()
         try:
@@ -199,7 +199,7 @@ class _Nursery:
         except BaseException:
             child.end()
             raise
-        self.has_borne = True
+        self.has_forked = True
         return child
 
     def end(self) -> None:
@@ -211,8 +211,8 @@ class _Nursery:
 class _Child:
     """One process that does tasks, and its connection. After anything but an answer it must be ended."""
 
-    def __init__(self, nursery: _Nursery, reader: StreamReader, writer: StreamWriter) -> None:
-        self._nursery, self._reader, self._writer = nursery, reader, writer
+    def __init__(self, fork_server: _ForkServer, reader: StreamReader, writer: StreamWriter) -> None:
+        self._fork_server, self._reader, self._writer = fork_server, reader, writer
         self._num_orders = 0
         self.pid: int | None = None  # once it is ready
 
@@ -226,9 +226,9 @@ class _Child:
     async def ask(self, order: Mapping[str, Any], seconds: float) -> dict[str, Any]:
         """Its answer. Raises TaskError where none comes in time, and _Lost.
 
-        On busy cores the lowest priority may get next to nothing. Who has not had a tenth of its time by then gets
-        more: nearly all that is asked of it takes less than that, and who asks for what has no end waits not much
-        longer than on idle ones.
+        On busy cores the lowest priority may get next to no CPU time. A child that has had less than a tenth of its
+        `seconds` when they have passed gets more: nearly all tasks take less than that, and an endless task is not
+        ended much later than on idle cores.
         """
         if self._writer.is_closing():  # where uvloop would raise
             raise _Lost("the process for it has ended")
@@ -248,7 +248,7 @@ class _Child:
             raise _Lost("the process for it got no CPU time")
         finally:
             if not reading.cancel() and not reading.cancelled():
-                reading.exception()  # which whoever left does not ask for
+                reading.exception()  # retrieved, where the caller was cancelled
 
     async def _answer_to(self, number: int) -> dict[str, Any]:
         while (answer := await self._line()).get("number") != number:
@@ -256,7 +256,7 @@ class _Child:
         return answer
 
     async def _line(self) -> dict[str, Any]:
-        """What it says next. Raises _Lost and TaskError where it has ended."""
+        """The next line. Raises _Lost and TaskError where it has ended."""
         while True:
             try:
                 line = await self._reader.readline()
@@ -273,20 +273,20 @@ class _Child:
                 return said
 
     def end(self) -> None:
-        """Kill it. The nursery, while it lives, lets nobody have the process id before this end is closed."""
-        if self.pid is not None and self._nursery.is_alive:
+        """Kill it. The fork server, while it lives, does not reap it before this end is closed."""
+        if self.pid is not None and self._fork_server.is_alive:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         self.pid = None
         self._writer.transport.abort()
 
     def cpu_seconds(self) -> float:
-        """What it has had of the cores; infinity where that is not known."""
+        """CPU time that it has had; infinity where that is not known."""
         fields = _fields_of(self.pid)
         return (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND if fields else math.inf
 
     def is_stopped(self) -> bool:
-        """Whether somebody has stopped it."""
+        """Whether it was stopped by a signal."""
         return is_stopped(self.pid)
 
 
@@ -302,18 +302,18 @@ def _unavailable(lost: _Lost) -> Unavailable:
 
 
 def is_from_outside(status: int) -> bool:
-    """Whether somebody else has ended a process. status: an exit code, or the negative number of a signal."""
+    """Whether a process was ended by another one. status: an exit code, or the negative number of a signal."""
     return -status in FROM_OUTSIDE
 
 
 def is_stopped(pid: int | None) -> bool:
-    """Whether somebody has stopped a process."""
+    """Whether a process was stopped by a signal or a debugger."""
     fields = _fields_of(pid)
     return bool(fields) and fields[0] in STOPPED
 
 
 def _fields_of(pid: int | None) -> list[str]:
-    """What the kernel tells of a process, from its state on; nothing where it is gone."""
+    """The fields of /proc/PID/stat from the state on; empty where the process is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
     except OSError:

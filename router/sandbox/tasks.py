@@ -1,6 +1,6 @@
-"""What is done aside with chat templates, by name. A task takes and returns JSON, and refuses with TaskError.
+"""The tasks of chat templates in the sandbox, by name. A task takes and returns JSON, and refuses with TaskError.
 
-Imported by the processes of `__main__.py` alone: what does the work is large.
+Imported by the processes of `__main__.py` alone, because transformers is large.
 """
 
 from __future__ import annotations
@@ -52,5 +52,5 @@ def render_chat(
 
 
 def tasks(argument: str) -> Mapping[str, Task]:
-    """All of them; nothing is to be said about them."""
+    """All tasks by name. argument: none is needed."""
     return {"render_chat": render_chat}

@@ -1,16 +1,10 @@
-"""Threads for what would hold up the event loop: long prompts on their way in, and long answers on their way out.
+"""Threads for what would block the event loop: tokenising long prompts and serialising long answers.
 
-A gate before them (`turns.py`) lets API keys in by turns, and as many pieces of work as there are threads: whoever is
-cancelled at the gate leaves nothing in the threads' queue. What never ends is not for them (`aside/`): a thread cannot
+A semaphore before them admits as much work as there are threads, and API keys in turn (round robin; Nagle 1985, "On
+Packet Switches with Infinite Storage", RFC 970), first in, first out within one: a key that sends one request beside
+another key's hundred waits for one of the hundred. There are no weights, because each piece of work is short. A caller
+that is cancelled while it waits leaves nothing behind. Work that may never end belongs into `pool.py`: a thread cannot
 be ended.
-
-A gate with few places inside, which owners enter in turn.
-
-Each of those who wait is served once before any is served twice (round robin; Nagle 1985, "On Packet Switches with
-Infinite Storage", RFC 970), and first in, first out within one. So who sends one request beside someone's hundred waits
-for one of the hundred. Weights are left out: what is inside is short.
-
-Who is cancelled while waiting leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -20,9 +14,43 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+Result = TypeVar("Result")
 
-class Turns:
-    """At most `num_places` inside. Of one event loop."""
+
+class Workers:
+    """A pool of so many threads."""
+
+    def __init__(self, num_threads: int) -> None:
+        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="worker")
+        self._semaphore = FairSemaphore(num_threads)
+
+    async def do(self, work: Callable[[], Result], owner: str = "") -> Result:
+        """The result of `work`, which is done for `owner`.
+
+        A caller that is cancelled returns at once, but a thread finishes what it has begun, and only then is free.
+        """
+        await self._semaphore.enter(owner)
+        try:
+            running = asyncio.get_running_loop().run_in_executor(self._pool, work)
+        except RuntimeError:  # the server ends, or no thread can be started
+            self._semaphore.leave()
+            raise
+        running.add_done_callback(self._ended)
+        await asyncio.wait((running,))  # does not cancel what it waits for
+        return running.result()
+
+    def close(self) -> None:
+        """Let the threads end."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _ended(self, running: asyncio.Future[Any]) -> None:
+        self._semaphore.leave()
+        if not running.cancelled():
+            running.exception()  # retrieved: the caller may be gone
+
+
+class FairSemaphore:
+    """A semaphore of one event loop whose waiting owners take turns."""
 
     def __init__(self, num_places: int) -> None:
         self._num_free = num_places
@@ -30,7 +58,7 @@ class Turns:
 
     @property
     def num_waiting(self) -> int:
-        """How many wait for a place."""
+        """Callers that wait for a place."""
         return sum(map(len, self._waiting.values()))
 
     async def enter(self, owner: str) -> None:
@@ -46,11 +74,11 @@ class Turns:
             if turn.cancelled():
                 self._forget(owner, turn)
             else:
-                self.leave()  # the place came first
+                self.leave()  # the place was given before the cancellation
             raise
 
     def leave(self) -> None:
-        """Give a place to who is next."""
+        """Give the place to the next in turn."""
         while self._waiting:
             owner = next(iter(self._waiting))
             turn = next(iter(self._waiting[owner]))
@@ -66,38 +94,3 @@ class Turns:
         waiting.pop(turn, None)
         if not waiting:
             self._waiting.pop(owner, None)
-
-
-Result = TypeVar("Result")
-
-
-class Workers:
-    """At most so many threads."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._pool = ThreadPoolExecutor(num_threads, thread_name_prefix="worker")
-        self._turns = Turns(num_threads)
-
-    async def do(self, work: Callable[[], Result], owner: str = "") -> Result:
-        """What comes of `work`, which is done for `owner`.
-
-        Who is cancelled goes at once, but what a thread has begun it ends, and only then its place is free.
-        """
-        await self._turns.enter(owner)
-        try:
-            running = asyncio.get_running_loop().run_in_executor(self._pool, work)
-        except RuntimeError:  # the server ends, or there are no more threads
-            self._turns.leave()
-            raise
-        running.add_done_callback(self._ended)
-        await asyncio.wait((running,))  # does not cancel what it waits for
-        return running.result()
-
-    def close(self) -> None:
-        """Let the threads end."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    def _ended(self, running: asyncio.Future[Any]) -> None:
-        self._turns.leave()
-        if not running.cancelled():
-            running.exception()  # looked at: there may be nobody else any more

@@ -1,1 +1,1 @@
-"""What operators see of requests: metrics, traces, log lines."""
+"""Metrics, traces and log lines of requests, for operators."""

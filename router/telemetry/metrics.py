@@ -78,7 +78,7 @@ class Metrics:
     def __init__(self, limits: Limits) -> None:
         self._registry = CollectorRegistry()
         self._counter_names: list[str] = []
-        self.on_step: Callable[[StepTrace], None] | None = None  # told of each planned step, while somebody looks
+        self.on_step: Callable[[StepTrace], None] | None = None  # called with each planned step, if set
         self._define_request_metrics(limits)
         self._define_batch_metrics(limits)
         self._define_peaks()
@@ -90,14 +90,14 @@ class Metrics:
         return re.sub(counter_suffix, rb"\1", generate_latest(_WithoutCreated(self._registry)))
 
     def add(self, collector: Collector, *counters: str) -> None:
-        """Show what somebody else counts too. Of its families, `counters` are counters."""
+        """Show the metrics of another collector. counters: the names of its counters."""
         self._registry.register(collector)
         self._counter_names += counters
 
     def watch(self, scheduler: Scheduler[Any], held: Sized) -> None:
-        """Show its queue, batch and KV blocks as they are whenever somebody looks, also while no steps are planned.
+        """Show its queue, batch and KV blocks as they are at each scrape, also while no steps are planned.
 
-        held: those of the batch that wait for their grammars.
+        held: requests of the batch that wait for their grammars.
         """
         self.queue_size.set_function(lambda: len(scheduler.waiting))
         self.queue_tokens.set_function(lambda: scheduler.ledger.waiting_tokens)

@@ -1,12 +1,12 @@
-"""One log line for each request that is over: who asked what of which route, what came of it, and how long it took.
+"""One log line for each request that is over: its key, its route, the reason of its end, counts and times.
 
-A line has names, counts, times and the reason of the end: never a text that was sent or generated, never a key. What a
-client names (a path, a model, fields of a body) is cut and cleaned first. Requests that generated something are all
-written: the work behind them bounds their number. Those that were refused cost next to nothing, and a client may send
-thousands a second, so of these so many are written in a minute, and the next line counts the others.
+A line has never a text that was sent or generated, never a key's value. Names that a client chose (a path, a model,
+fields of a body) are cut and cleaned first. Requests that generated something are all logged: their work bounds their
+number. Refusals cost next to nothing, and a client may cause thousands a second: MOST_REFUSALS_A_MINUTE of them are
+logged, and the next line counts the others.
 
-Left out: GET and HEAD requests that succeed (probes and scrapes would be most of the log), and what was never a request
-(`guard.py`).
+Left out: GET and HEAD requests that succeed (probes and scrapes would be most of the log), and connections without a
+request (`router/http/guard.py`).
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MOST_REFUSALS_A_MINUTE = 600
 MOST_CHARACTERS = 64  # of a name that a client chose
 MOST_CHARACTERS_OF_A_PATH = 100
 MOST_NAMES = 16
-CLIENT_GONE = 499  # nginx's; nobody reads it
+CLIENT_GONE = 499  # nginx's, for the log alone
 QUIET_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 logger = logging.getLogger(__name__)
 
 
 def harmless(text: str, most: int = MOST_CHARACTERS) -> str:
-    """The beginning of a client's text, without control characters and what else has no shape."""
+    """The beginning of a client's text, with a replacement for each character that is not printable."""
     return "".join(character if character.isprintable() else "\ufffd" for character in text[:most])
 
 
@@ -44,7 +44,7 @@ def harmless_names(names: Iterable[str]) -> str:
 
 
 class RequestLogMiddleware:
-    """Writes the lines. Routes put into `request.state.log` what only they know."""
+    """Writes the lines. Routes add fields to `request.state.log`."""
 
     def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
         self._app = app
@@ -57,7 +57,7 @@ class RequestLogMiddleware:
             return
         fields: dict[str, Any] = {"request_id": scope["state"]["request_id"]}
         scope["state"]["log"] = fields
-        status = 500  # unless somebody says otherwise
+        status = 500  # unless a response starts
 
         async def noting_status(message: Message) -> None:
             nonlocal status
@@ -90,7 +90,7 @@ class RequestLogMiddleware:
 
 
 def _reason(status: int) -> str:
-    """What is said of a request whose route says nothing."""
+    """The reason where the route gives none."""
     if status < 400:
         return "answered"
     return "cancelled" if status == CLIENT_GONE else HTTPStatus(status).phrase.lower().replace(" ", "_")

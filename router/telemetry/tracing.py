@@ -1,4 +1,4 @@
-"""Traces for OpenTelemetry: a span for each request, under its caller's, and in it one for each stage of its way.
+"""Traces for OpenTelemetry: a span for each request, under its caller's, and in it one for each stage.
 
 Off unless `otlp_endpoint` is set, and nothing of OpenTelemetry's SDK is imported then. Spans carry counts, times and
 reasons, never text; attributes have the names of OpenTelemetry's conventions for generative AI where these have one,
@@ -53,7 +53,7 @@ class RequestSpan(Protocol):
 
 
 class Tracer(Protocol):
-    """Opens the spans of requests."""
+    """Opens spans of requests."""
 
     def start(self, name: str, headers: Mapping[str, str], at: float) -> RequestSpan:
         """Open a span, under the caller's if the headers carry a `traceparent`. at: now, by the router's clock."""
@@ -63,7 +63,7 @@ class Tracer(Protocol):
 
 
 class NoSpan:
-    """A span that nobody collects."""
+    """A span that is not exported."""
 
     def end(self, ended: Ended) -> None:
         """Nothing is exported."""
@@ -73,7 +73,7 @@ class NoTracer:
     """Tracing switched off."""
 
     def start(self, name: str, headers: Mapping[str, str], at: float) -> RequestSpan:
-        """A span that nobody collects."""
+        """A span that is not exported."""
         return NoSpan()
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ def make_tracer(otlp_endpoint: str | None, service_name: str, model_id: str = ""
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A part of one answer's way."""
+    """A part of the time of one answer."""
 
     name: str
     began: float

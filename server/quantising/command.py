@@ -12,7 +12,6 @@ import json
 import math
 import os
 import re
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -23,6 +22,7 @@ from typing import TextIO
 import torch
 from safetensors import SafetensorError
 
+from host.progress import StatusLine, duration
 from server import backends
 from server.arch import families
 from server.backends.cpu.memory import freed_at_once
@@ -47,7 +47,7 @@ def main(path: str) -> int:
     job = Job.from_json(Path(path).read_text())
     samples, length = len(job.calibration), len(job.calibration[0])
     print(f"{samples} samples of {length} tokens, and {len(job.held_out)} more held out", file=sys.stderr)
-    bar = Bar(sys.stderr, is_terminal=os.isatty(2))
+    bar = Bar(sys.stderr, is_live=os.isatty(2))
     try:
         device = backends.open_device(job.device, 0, 1)
         with freed_at_once():
@@ -102,12 +102,11 @@ def _figure(perplexity: float) -> str:
     return f"{perplexity:.4f}" if perplexity < 1000 else f"{perplexity:.0f}"
 
 
-class Bar:
-    """How far a run is, on a terminal as one line that changes, elsewhere as a line for each layer."""
+class Bar(StatusLine):
+    """How far a run is: a bar with a line of text on a terminal, and a line for each layer elsewhere."""
 
-    def __init__(self, stream: TextIO, *, is_terminal: bool) -> None:
-        self._stream = stream
-        self._is_terminal = is_terminal
+    def __init__(self, stream: TextIO, *, is_live: bool) -> None:
+        super().__init__(stream, is_live=is_live)
         self._started = time.monotonic()
         self._errors: dict[str, float] = {}
         self._rounded = 0
@@ -116,45 +115,34 @@ class Bar:
         """Show it."""
         if not progress.place:
             line = f"measuring the model as it is: layer {progress.layer + 1} of {progress.num_layers}"
-            self._show(line, (progress.layer + 1) / progress.num_layers, is_last=True)
+            self._draw(line, (progress.layer + 1) / progress.num_layers, is_last=True)
             self._started = time.monotonic()  # what is left is told of what comes now
             return
         self._errors[progress.place] = progress.error
         self._rounded += progress.rounded
         done = progress.layer + (list(PLACES).index(progress.place) + 1) / len(PLACES)
         is_last = progress.place == [*PLACES][-1]
-        self._show(self._line(progress, done), done / progress.num_layers, is_last=is_last)
+        self._draw(self._line(progress, done), done / progress.num_layers, is_last=is_last)
         if is_last:
             self._errors = {}
             self._rounded = 0
 
-    def _show(self, line: str, share: float, *, is_last: bool) -> None:
+    def _draw(self, line: str, share: float, *, is_last: bool) -> None:
         """share: of the bar; is_last: whether nothing more is told of this layer."""
-        if self._is_terminal:
-            full, room = int(WIDTH * share), shutil.get_terminal_size().columns - WIDTH - 2
-            shown = line if len(line) <= room else f"{line[: max(room - 1, 0)]}…"
-            self._stream.write(f"\r{'█' * full}{'░' * (WIDTH - full)} {shown}\x1b[K")
+        if self.is_live:
+            full = int(WIDTH * share)
+            self.show(f"{'█' * full}{'░' * (WIDTH - full)} {line}")
         elif is_last:
-            self._stream.write(f"{line}\n")
-        self._stream.flush()
+            self.show(line)
 
     def _line(self, progress: Progress, done: float) -> str:
         passed = time.monotonic() - self._started
-        left = f", {_clock(passed * (progress.num_layers / done - 1))} left"
-        if progress.place == [*PLACES][-1] and not self._is_terminal:
-            left = f" done after {_clock(passed)}"  # a line that stays
+        left = f", {duration(passed * (progress.num_layers / done - 1))} left"
+        if progress.place == [*PLACES][-1] and not self.is_live:
+            left = f" done after {duration(passed)}"  # a line that stays
         errors = ", ".join(f"{place} {error:.2%}" for place, error in self._errors.items())
         few = f"; {self._rounded} matrices saw few tokens and are only rounded" if self._rounded else ""
         return f"layer {progress.layer + 1} of {progress.num_layers}{left}; square error of outputs: {errors}{few}"
-
-    def end(self) -> None:
-        """Leave the line that changes."""
-        if self._is_terminal:
-            self._stream.write("\n")
-
-
-def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
 
 
 @dataclass(frozen=True)

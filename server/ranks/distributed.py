@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import _set_pg_timeout  # the one way there is, in torch 2.11 and 2.13
 
-from host.process import let_nobody_in
+from host.process import refuse_connections
 from server.ranks import symmetric
 from server.ranks.host_sums import Collectives, HostCollectives, HostQueue, Operation
 from server.ranks.rendezvous import SCHEME, SocketStore, StoreServer
@@ -209,7 +209,7 @@ def connect(
     shard = Shard(rank, world_size, num_local=num_local)
     if world_size > 1 and is_gloo:
         shard.barrier()  # all are connected to all
-        let_nobody_in()
+        refuse_connections()
     if world_size > 1 and queue is not None:
         log.info("All sums over the ranks go through the memory of the host, which is slow")
         return replace(shard, collectives=HostCollectives(shard.collectives, queue, world_size))

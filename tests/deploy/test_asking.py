@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from lockstep_ray.asking import PREFIX_CHARACTERS, is_served, model_of, read_body, size_of
 from lockstep_ray.errors import error_body
+from lockstep_ray.requests import PREFIX_CHARACTERS, is_served, model_of, read_body, size_of
 from lockstep_ray.scaling import KV, QUEUE, wanted
 from lockstep_ray.settings import read_settings
 

@@ -10,8 +10,8 @@ import re
 import pytest
 import yaml
 
-from lockstep_ray.asking import PREFIX_CHARACTERS
-from lockstep_ray.settings import Deployed, Model, Scaling, read_settings
+from lockstep_ray.requests import PREFIX_CHARACTERS
+from lockstep_ray.settings import Deployment, Model, Scaling, read_settings
 from router.scheduling.balancing import POLICIES
 from tests.running import ROOT
 
@@ -41,8 +41,8 @@ def test_every_command_amid_the_text_is_known() -> None:
 def test_the_table_has_every_setting() -> None:
     of_models = Model.model_fields.keys() | {"min_replicas", "max_replicas", "queue", "kv"}
     told = TABLE.keys() | set(re.findall(r"`(\w+)`", TABLE["scaling"]))
-    assert (Deployed.model_fields.keys() | of_models) <= told
-    assert TABLE.keys() <= Deployed.model_fields.keys() | Model.model_fields.keys()
+    assert (Deployment.model_fields.keys() | of_models) <= told
+    assert TABLE.keys() <= Deployment.model_fields.keys() | Model.model_fields.keys()
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,8 @@ def test_the_table_has_every_setting() -> None:
             "health_check_period_s",
             [Model.model_fields[f"health_check_{name}_s"] for name in ("period", "timeout")],
         ),
-        ("most_tries", [Deployed.model_fields[name] for name in ("most_tries", "give_up_s")]),
-        ("num_ingresses", [Deployed.model_fields["num_ingresses"]]),
+        ("most_tries", [Deployment.model_fields[name] for name in ("most_tries", "give_up_s")]),
+        ("num_ingresses", [Deployment.model_fields["num_ingresses"]]),
     ],
 )
 def test_the_defaults_are_those_of_the_source(row: str, defaults: list[object]) -> None:

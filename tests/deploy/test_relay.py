@@ -10,16 +10,16 @@ import orjson
 import pytest
 
 from lockstep_ray import relay
-from lockstep_ray.asking import Ask
-from lockstep_ray.relay import Answer, Counts, Head, Lost, Patience, Relay
+from lockstep_ray.relay import Answer, Counts, Head, Patience, Relay, ReplicaLost
+from lockstep_ray.requests import RelayedRequest
 
 EVENTS = (("content-type", "text/event-stream; charset=utf-8"),)
 TOLD = (*EVENTS, ("x-lockstep-told", "1"), ("x-compute-type", "1-cpu"), ("connection", "keep-alive"))
 JSON = (("content-type", "application/json"), ("retry-after", "1"))
 
 
-def ask(path: str = "/generate_stream") -> Ask:
-    return Ask("POST", path, "", (), b"{}", 10, None)
+def ask(path: str = "/generate_stream") -> RelayedRequest:
+    return RelayedRequest("POST", path, "", (), b"{}", 10, None)
 
 
 def write(*ids: int, over: bool = False, first: bool = False) -> bytes:
@@ -34,10 +34,10 @@ class Replicas:
 
     def __init__(self, *scripts: Sequence[Head | bytes | Exception]) -> None:
         self.scripts = [*scripts]
-        self.asked: list[Ask] = []
+        self.asked: list[RelayedRequest] = []
         self.num_closed = 0
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
+    async def ask(self, ask: RelayedRequest) -> AsyncGenerator[Head | bytes, None]:
         self.asked.append(ask)
         try:
             for piece in self.scripts.pop(0):
@@ -53,7 +53,7 @@ def without_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(relay, "FIRST_WAIT_S", 0.0)
 
 
-def told(replicas: Replicas, wanted: Ask, counts: Counts, **patience: Any) -> tuple[Answer, bytes]:
+def told(replicas: Replicas, wanted: RelayedRequest, counts: Counts, **patience: Any) -> tuple[Answer, bytes]:
     """The answer, and all of its body."""
 
     async def story() -> tuple[Answer, bytes]:
@@ -69,8 +69,8 @@ def head(headers: tuple[tuple[str, str], ...] = TOLD, status: int = 200, replica
 
 
 def test_a_stream_goes_on_behind_the_last_write_that_was_told_of() -> None:
-    first = [head(), write(1, 2, first=True), write(3) + b"data: 4\n\n", Lost("it died", "a")]
-    second = [head(replica="b"), Lost("it died, too", "b")]
+    first = [head(), write(1, 2, first=True), write(3) + b"data: 4\n\n", ReplicaLost("it died", "a")]
+    second = [head(replica="b"), ReplicaLost("it died, too", "b")]
     third = [head(replica="c"), write(4, 5)[:9], write(4, 5)[9:], write(6, over=True)]
     replicas, counts = Replicas(first, second, third), Counts()
     answer, body = told(replicas, ask(), counts)
@@ -101,7 +101,7 @@ def test_an_end_in_the_middle_is_a_loss_and_not_an_end() -> None:
     ],
 )
 def test_what_is_lost_too_often_ends_with_one_sentence(path: str, end: bytes) -> None:
-    scripts = [[head(), write(1, first=True), Lost("it died", "a")], [Lost("it died", "b")]]
+    scripts = [[head(), write(1, first=True), ReplicaLost("it died", "a")], [ReplicaLost("it died", "b")]]
     counts = Counts()
     _, body = told(Replicas(*scripts), ask(path), counts, most_tries=2)
     assert body.startswith(b"data: 1\n\n" + end)
@@ -116,7 +116,7 @@ def test_a_replica_s_own_last_sentence_is_passed_on_where_nobody_goes_on() -> No
 
 
 def test_an_answer_that_is_no_stream_is_whole_or_asked_for_again() -> None:
-    lost = [head(JSON), b'{"half', Lost("it died", "a")]
+    lost = [head(JSON), b'{"half', ReplicaLost("it died", "a")]
     replicas, counts = Replicas(lost, [head(JSON, replica="b"), b'{"whole":', b"1}"]), Counts()
     answer, body = told(replicas, ask("/generate"), counts)
     assert (answer.status, body, counts.retried, counts.failed) == (200, b'{"whole":1}', 1, 0)
@@ -162,7 +162,7 @@ def test_a_client_that_leaves_ends_the_request_upstream() -> None:
 
 def test_nothing_is_tried_again_once_patience_has_an_end() -> None:
     times = iter((0.0, 61.0))
-    replicas = Replicas([Lost("no replica is there")], [])
+    replicas = Replicas([ReplicaLost("no replica is there")], [])
 
     async def story() -> Answer:
         return await Relay(replicas, Patience(give_up_s=60), Counts(), lambda: next(times)).answer(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from lockstep_ray.shards import Job, ShardJournal, answer_shard, begin, finish, folder_of, or_gone, write_part
-from router.jobs.lines import InputChanged, JobError, Reply, Wanted
-from router.jobs.runner import Lost, Plan
+from lockstep_ray.shards import Job, ShardJournal, answer_shard, begin, finish, folder_of, unless_gone, write_part
+from router.jobs.lines import BatchRequest, InputChanged, JobError, Reply
+from router.jobs.runner import NoAnswer, Plan
 
 LINES = 23
 
@@ -21,10 +21,10 @@ class Echo:
     def __init__(self, most: int = 1000) -> None:
         self.num_left = most
 
-    async def send(self, wanted: Wanted, request_id: str) -> Reply:
+    async def send(self, wanted: BatchRequest, request_id: str) -> Reply:
         await asyncio.sleep(0)
         if not self.num_left:
-            raise Lost("no connection", was_sent=False)
+            raise NoAnswer("no connection", was_sent=False)
         self.num_left -= 1
         return Reply(200, request_id, wanted.body)
 
@@ -76,9 +76,9 @@ def test_a_server_that_ends_in_a_shard_costs_none_of_its_lines(given: Path) -> N
     journal = ShardJournal(job.name, shard)
 
     async def story() -> None:
-        assert not await or_gone(answer_shard(job, journal, shard, echo, Plan(2)), lambda: not echo.num_left, 0.01)
+        assert not await unless_gone(answer_shard(job, journal, shard, echo, Plan(2)), lambda: not echo.num_left, 0.01)
         assert 2 == len(journal.answers)
-        assert await or_gone(answer_shard(job, journal, shard, Echo(), Plan(2)), lambda: False)
+        assert await unless_gone(answer_shard(job, journal, shard, Echo(), Plan(2)), lambda: False)
 
     asyncio.run(story())
     assert [6, 7, 8, 9, 10] == sorted(journal.answers)

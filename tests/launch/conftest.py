@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.stand_ins import HTTP_ROUTER, LAUNCH, NURSERY, SHARD, SUPERVISE, Start
+from tests.launch.stand_ins import FORK_SERVER, HTTP_ROUTER, LAUNCH, SHARD, SUPERVISE, Start
 from tests.running import ROOT
 
 
@@ -46,7 +46,7 @@ def start(temporary: Path) -> Iterator[Start]:
         process.communicate()
 
 
-@pytest.fixture(params=[{}, {"nursery": NURSERY}], ids=["own processes", "forks"])
+@pytest.fixture(params=[{}, {"fork_server": FORK_SERVER}], ids=["own processes", "forks"])
 def supervise(start: Start, request: pytest.FixtureRequest) -> Start:
     # By default nothing is waited for longer than a test waits: what ends, ends before these limits. Whoever might have
     # caused a failure has `blame` seconds to say so.

@@ -24,8 +24,8 @@ SHARD = PRELUDE + "on_term(lambda: leave('shard ends')); say('loaded')\ntime.sle
 ROUTER = PRELUDE + "on_term(lambda: leave('router drained')); say('serving', event='ready')\ntime.sleep(60)"
 STUBBORN = PRELUDE + "on_term(lambda: say('not yet')); say('serving', event='ready')\nwhile True: time.sleep(1)"
 
-# A nursery whose forks run the code that they are given, in place of a shard.
-NURSERY = """
+# A fork server whose forks run the code that they are given, in place of a shard.
+FORK_SERVER = """
 import sys
 from server import fork_server
 fork_server.IMPORTED = ()
@@ -44,12 +44,14 @@ from host.output import Output
 from host.process import adopt_orphans
 options = json.loads(sys.argv[1])
 commands = [ChildCommand(name, (sys.executable, "-S", "-c", code)) for name, code in options["scripts"].items()]
-if "nursery" in options:
+if "fork_server" in options:
     assert adopt_orphans()
-    nursery = (sys.executable, "-c", options["nursery"])
-    commands = [c if c.name == "router" else ChildCommand(c.name, c.argv[-1:], nursery=nursery) for c in commands]
+    fork_server = (sys.executable, "-c", options["fork_server"])
+    commands = [
+        c if c.name == "router" else ChildCommand(c.name, c.argv[-1:], fork_server=fork_server) for c in commands
+    ]
 log = Log(Output(1), options["as_json"])
-supervisor.BLAME_S = options["blame"]
+supervisor.CAUSE_S = options["blame"]
 with signals_to_pipe() as wakeup:
     ours = supervisor.Supervisor(
         commands, dict(os.environ), log, drain_seconds=options["drain"], stop_seconds=options["stop"]

@@ -20,7 +20,7 @@ import pytest
 
 from launch.commands import batch
 from launch.errors import Refusal
-from router.jobs.journal import State, journal_of
+from router.jobs.journal import State, journal_path
 from tests.router.jobs.making import read_lines, write_requests
 from tests.running import ROOT, Server, kill_group
 
@@ -128,7 +128,7 @@ def test_a_signal_stops_it_and_the_same_command_goes_on(server: Server, tmp_path
     _, err = job.communicate(timeout=60)
     assert 130 == job.returncode and "stopped by SIGINT: start the same command again to go on" in err
     there = num_lines(output)
-    state = State.of_json(journal_of(output).read_bytes())
+    state = State.of_json(journal_path(output).read_bytes())
     assert there == state.completed == len(read_lines(output)) and not state.is_complete
     job = started(*arguments)
     while num_lines(output) < there + 3:

@@ -13,10 +13,10 @@ import pytest
 
 from launch.commands import batch as http_module
 from launch.commands.batch import HttpSender, base_of
-from router.jobs.lines import Problem, Reply, Wanted
-from router.jobs.runner import Lost
+from router.jobs.lines import BatchRequest, Problem, Reply
+from router.jobs.runner import NoAnswer
 
-WANTED = Wanted("a", "/v1/completions", b'{"prompt": "x"}')
+REQUEST = BatchRequest("a", "/v1/completions", b'{"prompt": "x"}')
 OK = b"HTTP/1.1 200 OK\r\nX-Request-Id: their-id\r\nContent-Length: 2\r\n\r\n{}"
 
 
@@ -68,12 +68,12 @@ def test_a_connection_serves_one_request_after_another() -> None:
 
     async def story(sender: HttpSender) -> None:
         for _ in range(2):
-            assert Reply(200, "their-id", b"{}") == await sender.send(WANTED, "our-id")
+            assert Reply(200, "their-id", b"{}") == await sender.send(REQUEST, "our-id")
 
     told(server, story)
     assert 1 == server.num_connections and 2 == len(server.heard)
     first = server.heard[0]
-    assert first.startswith(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:") and first.endswith(WANTED.body)
+    assert first.startswith(b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1:") and first.endswith(REQUEST.body)
     assert b"Authorization: Bearer the-key\r\n" in first and b"X-Request-Id: our-id\r\n" in first
 
 
@@ -82,8 +82,8 @@ def test_chunks_and_retry_after_are_read() -> None:
     dated = chunked.replace(b"7", b"Wed, 21 Oct 2026 07:28:00 GMT")
 
     async def story(sender: HttpSender) -> None:
-        assert Reply(429, "our-id", b"{}", 7.0) == await sender.send(WANTED, "our-id")
-        assert Reply(429, "our-id", b"{}", None) == await sender.send(WANTED, "our-id")
+        assert Reply(429, "our-id", b"{}", 7.0) == await sender.send(REQUEST, "our-id")
+        assert Reply(429, "our-id", b"{}", None) == await sender.send(REQUEST, "our-id")
 
     told(Server(chunked, dated), story)
 
@@ -92,9 +92,9 @@ def test_a_connection_that_was_closed_while_idle_is_replaced() -> None:
     server = Server(OK.replace(b"OK", b"close"), OK)
 
     async def story(sender: HttpSender) -> None:
-        assert isinstance(await sender.send(WANTED, "x"), Reply)
+        assert isinstance(await sender.send(REQUEST, "x"), Reply)
         await asyncio.gather(*server.tasks)  # the server has closed it, and did not say so in a header
-        assert isinstance(await sender.send(WANTED, "x"), Reply)
+        assert isinstance(await sender.send(REQUEST, "x"), Reply)
 
     told(server, story)
     assert 2 == server.num_connections and 2 == len(server.heard)
@@ -104,11 +104,11 @@ def test_a_connection_that_is_closed_when_a_request_comes_costs_a_try() -> None:
     server = Server(OK, b"", OK)
 
     async def story(sender: HttpSender) -> None:
-        assert isinstance(await sender.send(WANTED, "x"), Reply)
-        with pytest.raises(Lost, match="without sending a response") as lost:
-            await sender.send(WANTED, "x")
+        assert isinstance(await sender.send(REQUEST, "x"), Reply)
+        with pytest.raises(NoAnswer, match="without sending a response") as lost:
+            await sender.send(REQUEST, "x")
         assert lost.value.was_sent
-        assert isinstance(await sender.send(WANTED, "x"), Reply)
+        assert isinstance(await sender.send(REQUEST, "x"), Reply)
 
     told(server, story)
     assert 2 == server.num_connections and 3 == len(server.heard)
@@ -119,8 +119,8 @@ def test_what_a_server_sets_or_moves_is_not_followed() -> None:
     server = Server(moved, OK)
 
     async def story(sender: HttpSender) -> None:
-        assert Reply(307, "their-id", b"{}") == await sender.send(WANTED, "x")
-        assert Reply(200, "their-id", b"{}") == await sender.send(WANTED, "x")
+        assert Reply(307, "their-id", b"{}") == await sender.send(REQUEST, "x")
+        assert Reply(200, "their-id", b"{}") == await sender.send(REQUEST, "x")
 
     told(server, story)
     assert b"cookie" not in server.heard[1].lower() and b"accept-encoding" not in server.heard[1].lower()
@@ -131,7 +131,7 @@ def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatc
         monkeypatch.setenv(name, "http://127.0.0.1:1")
 
     async def story(sender: HttpSender) -> None:
-        assert isinstance(await sender.send(WANTED, "x"), Reply)
+        assert isinstance(await sender.send(REQUEST, "x"), Reply)
 
     told(Server(OK), story)
 
@@ -148,8 +148,8 @@ def test_proxies_of_the_environment_are_not_asked(monkeypatch: pytest.MonkeyPatc
 )
 def test_what_is_no_answer_has_a_sentence(answer: bytes | None, says: str) -> None:
     async def story(sender: HttpSender) -> None:
-        with pytest.raises(Lost, match=says) as lost:
-            await sender.send(WANTED, "x")
+        with pytest.raises(NoAnswer, match=says) as lost:
+            await sender.send(REQUEST, "x")
         assert lost.value.was_sent
 
     told(Server(answer), story, timeout_s=0.3)
@@ -159,7 +159,7 @@ def test_answers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "MOST_ANSWER_BYTES", 4000)
 
     async def story(sender: HttpSender) -> None:
-        found = await sender.send(WANTED, "x")
+        found = await sender.send(REQUEST, "x")
         assert isinstance(found, Problem) and ("a", "answer_too_large") == (found.custom_id, found.code)
 
     told(Server(b"HTTP/1.1 200 OK\r\nContent-Length: 5000\r\n\r\n" + b"x" * 5000), story)
@@ -176,8 +176,8 @@ def test_a_reset_is_named() -> None:
         async with await asyncio.start_server(reset, "127.0.0.1", 0) as listener:
             url = f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}"
             async with HttpSender(url, None, 5) as sender:
-                with pytest.raises(Lost, match="the connection was lost: connection reset by peer") as lost:
-                    await sender.send(WANTED, "x")
+                with pytest.raises(NoAnswer, match="the connection was lost: connection reset by peer") as lost:
+                    await sender.send(REQUEST, "x")
                 assert lost.value.was_sent
 
     asyncio.run(run())
@@ -196,7 +196,7 @@ def test_keep_alive_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", asked)
 
     async def story(sender: HttpSender) -> None:
-        assert isinstance(await sender.send(WANTED, "x"), Reply)
+        assert isinstance(await sender.send(REQUEST, "x"), Reply)
 
     told(Server(OK), story)
     assert [1, 60, 15, 4] == found
@@ -205,8 +205,8 @@ def test_keep_alive_is_asked_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> N
 def test_nobody_there_was_not_asked() -> None:
     async def story() -> None:
         async with HttpSender("http://127.0.0.1:1", None, 1) as sender:
-            with pytest.raises(Lost, match=r"no connection to http://127\.0\.0\.1:1: connection refused$") as lost:
-                await sender.send(WANTED, "x")
+            with pytest.raises(NoAnswer, match=r"no connection to http://127\.0\.0\.1:1: connection refused$") as lost:
+                await sender.send(REQUEST, "x")
             assert not lost.value.was_sent
 
     asyncio.run(story())

@@ -17,8 +17,8 @@ from launch.flags import refuse_misspelt, render_settings
 from launch.logs import Log
 from launch.machine import bind
 from launch.nodes import Layout
-from launch.router_process import Seat
-from launch.shards import Crew
+from launch.router_process import RouterCommand
+from launch.shards import ShardCommands
 from router.config import RouterConfig
 from server.checkpoint.hub import ResolvedModel
 from server.config import ShardConfig
@@ -31,8 +31,8 @@ def written_configs(tmp_path: Path, *argv: str) -> tuple[RouterConfig, list[Shar
     with bind("127.0.0.1", 0) as listener:
         settings = read(["--port", "0", *argv])
         layout = Layout(2)
-        _, sockets = Crew(tmp_path, settings, "cpu", layout, model).group(1)
-        router = Seat(settings, layout, model, listener).router_config(1, sockets)
+        _, sockets = ShardCommands(tmp_path, settings, "cpu", layout, model).group(1)
+        router = RouterCommand(settings, layout, model, listener).router_config(1, sockets)
         assert listener.getsockname()[1] == router.port
     return router, [ShardConfig.load(tmp_path / "group-1" / f"shard-{rank}.json") for rank in range(2)]
 
@@ -64,14 +64,14 @@ def test_another_group_shares_no_path_with_the_one_before(tmp_path: Path) -> Non
     model = ResolvedModel(tmp_path / "m", tmp_path / "w", tmp_path / "t", "abc")
     with bind("127.0.0.1", 0) as listener:
         settings, layout = read(["--port", "0"]), Layout(2)
-        crew = Crew(tmp_path, settings, "cpu", layout, model)
-        (_, first), (_, second) = crew.group(1), crew.group(2)
+        shard_commands = ShardCommands(tmp_path, settings, "cpu", layout, model)
+        (_, first), (_, second) = shard_commands.group(1), shard_commands.group(2)
         assert not set(first) & set(second)
         assert not (tmp_path / "group-1").exists()
         assert {f"file://{tmp_path}/group-2/rendezvous-0"} == {
             ShardConfig.load(tmp_path / "group-2" / f"shard-{rank}.json").rendezvous for rank in range(2)
         }
-        assert 2 == Seat(settings, layout, model, listener).router_config(2, second).group
+        assert 2 == RouterCommand(settings, layout, model, listener).router_config(2, second).group
 
 
 def test_shards_meet_over_tcp_only_when_asked(tmp_path: Path) -> None:

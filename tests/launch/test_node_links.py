@@ -7,7 +7,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any, cast
 
-from launch.node_links import Linking
+from launch.node_links import LinkProcess
 from launch.nodes import Nodes
 from launch.processes import Child
 
@@ -24,15 +24,15 @@ class Link:
 
 
 def test_a_link_in_anothers_place_listens_for_the_next_group_only(tmp_path: Path) -> None:
-    linking = Linking(tmp_path, Nodes(2, 0, ("127.0.0.1", 29500)), "127.0.0.1", ("python",), "info")
+    link = LinkProcess(tmp_path, Nodes(2, 0, ("127.0.0.1", 29500)), "127.0.0.1", ("python",), "info")
     first, second = Link(1), Link(2)
-    linking.started(cast(Child, first))
-    linking.take(cast(Child, first))
-    linking.order("L", {}, {"group-1/shard-1.sock": 1})
-    linking.started(cast(Child, second))
-    assert not linking.is_listening
-    linking.take(cast(Child, second))
-    assert [] == second.told and ("127.0.0.1", 2) == linking.address
-    linking.order("L", {}, {"group-2/shard-1.sock": 1})
+    link.started(cast(Child, first))
+    link.take(cast(Child, first))
+    link.order("L", {}, {"group-1/shard-1.sock": 1})
+    link.started(cast(Child, second))
+    assert not link.is_listening
+    link.take(cast(Child, second))
+    assert [] == second.told and ("127.0.0.1", 2) == link.address
+    link.order("L", {}, {"group-2/shard-1.sock": 1})
     assert [{"group-1/shard-1.sock": 1}] == [order["forwards"] for order in first.told]
     assert [{"group-2/shard-1.sock": 1}] == [order["forwards"] for order in second.told]

@@ -16,7 +16,7 @@ from launch.errors import Refusal
 from launch.flags import read_command_line
 from launch.logs import Log
 from launch.machine import plan_shards
-from launch.node_links import Linking, Talk, TalkEnded
+from launch.node_links import Channel, ChannelClosed, LinkProcess
 from launch.nodes import (  # fmt: skip
     Layout,
     Nodes,
@@ -30,7 +30,7 @@ from launch.nodes import (  # fmt: skip
     own_address,
     plan_nodes,
 )
-from launch.remote_nodes import Node, Others, RemoteShard
+from launch.remote_nodes import Node, RemoteNodes, RemoteShard
 from launch.settings import Settings, read_settings
 
 
@@ -195,51 +195,51 @@ def test_the_first_difference_is_named() -> None:
 
 def test_launchers_talk_in_lines_and_notice_silence(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
-    one, other = Talk(ours), Talk(theirs)
-    one.say({"a": 1})
+    one, other = Channel(ours), Channel(theirs)
+    one.send({"a": 1})
     one.beat()
-    assert [{"a": 1}] == other.hear()
-    assert [] == other.hear()
+    assert [{"a": 1}] == other.receive()
+    assert [] == other.receive()
     assert one.round_trip_s is None and other.round_trip_s is None
-    assert [] == one.hear()  # the echo
+    assert [] == one.receive()  # the echo
     assert one.round_trip_s is not None and 0 < one.round_trip_s < 5
     known = one.round_trip_s
-    other.say({"echo": 7, "a": 1})  # of no beat
-    assert [] == one.hear() and known == one.round_trip_s
+    other.send({"echo": 7, "a": 1})  # of no beat
+    assert [] == one.receive() and known == one.round_trip_s
     monkeypatch.setattr("launch.node_links.SILENCE_S", -1.0)
-    with pytest.raises(TalkEnded, match="it was silent for"):
+    with pytest.raises(ChannelClosed, match="it was silent for"):
         other.beat()
     ours.setblocking(True)
     ours.sendall(b"no JSON\n")
-    with pytest.raises(TalkEnded, match="an invalid message"):
-        other.hear()
+    with pytest.raises(ChannelClosed, match="an invalid message"):
+        other.receive()
     ours.sendall(b"x" * 70_000)
-    with pytest.raises(TalkEnded, match="an invalid message"):
-        other.hear(), other.hear()
+    with pytest.raises(ChannelClosed, match="an invalid message"):
+        other.receive(), other.receive()
     one.close()
-    with pytest.raises(TalkEnded):
+    with pytest.raises(ChannelClosed):
         while True:
-            other.hear()
+            other.receive()
     other.close()
 
 
 @pytest.mark.parametrize("number", [b"Infinity", b"-Infinity", b"NaN", b"1e999", b"1" + b"0" * 400])
-def test_numbers_that_nothing_can_be_counted_with_end_a_talk(number: bytes) -> None:
+def test_numbers_that_nothing_can_be_counted_with_end_a_channel(number: bytes) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(b'{"node": ' + number + b', "time": 0}\n')
-        with pytest.raises(TalkEnded, match="an invalid message"):
-            Talk(theirs).hear()
+        with pytest.raises(ChannelClosed, match="an invalid message"):
+            Channel(theirs).receive()
 
 
 @pytest.mark.parametrize("code", [-1000, -(10**12), 10**12, None, "1"])
 def test_a_shard_of_another_node_that_ends_as_no_process_does_has_a_cause(code: object, tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        node = Node(1, "run", "h", 1, Talk(ours), [])
+        node = Node(1, "run", "h", 1, Channel(ours), [])
         shard = RemoteShard(node, "shard-1", 1, Log(Output(2), as_json=False))
         node.shards.append(shard)
-        nodes = Others(tmp_path, cast(Linking, None), cast(Layout, None), {}, shard._log, patience=1)
+        nodes = RemoteNodes(tmp_path, cast(LinkProcess, None), cast(Layout, None), {}, shard._log, patience=1)
         nodes._take(node, {"ended": "shard-1", "group": 1, "code": code})
         assert 1 == shard.process.poll() and "exited with code 1" in shard.cause
 

@@ -17,15 +17,15 @@ import pytest
 
 from launch import agent as agent_module
 from launch import node_links as talk_module
-from launch import remote_nodes as others_module
+from launch import remote_nodes as remote_nodes_module
 from launch.agent import Agent
 from launch.logs import Log
-from launch.node_links import Linking
+from launch.node_links import LinkProcess
 from launch.nodes import Layout
 from launch.pool import Pool
 from launch.processes import Child, ChildCommand
-from launch.remote_nodes import MOST_STRANGERS, Others
-from launch.shards import Crew
+from launch.remote_nodes import MOST_UNIDENTIFIED, RemoteNodes
+from launch.shards import ShardCommands
 from launch.timers import Timers
 from server.link.config import CONTROL
 
@@ -116,11 +116,11 @@ class Master:
         self.selector = selectors.DefaultSelector()
         self.folder = folder
         self.speakers: list[Speaker] = []
-        self.others = Others(
-            folder, cast(Linking, self.link), Layout(1, 3, 3), IDENTITY, cast(Log, self.log), patience=30.0
+        self.remote_nodes = RemoteNodes(
+            folder, cast(LinkProcess, self.link), Layout(1, 3, 3), IDENTITY, cast(Log, self.log), patience=30.0
         )
         pool = SimpleNamespace(selector=self.selector, spawn=lambda *_: Process("link"), apart=[], gone=[])
-        self.others.open(cast(Pool, pool), self.timers)
+        self.remote_nodes.open(cast(Pool, pool), self.timers)
 
     def dial(self) -> Speaker:
         """Somebody comes."""
@@ -139,17 +139,17 @@ class Master:
 
     def beat(self) -> None:
         """A second passes."""
-        self.others._beat(self.timers)
+        self.remote_nodes._beat(self.timers)
 
     def start(self, group: int = 1) -> Child:
         """A shard of node 1."""
-        return self.others.start(ChildCommand("shard-1", (), node=1), group)
+        return self.remote_nodes.start(ChildCommand("shard-1", (), node=1), group)
 
     def turn(self) -> None:
         turn(self.selector)
 
     def close(self) -> None:
-        self.others.close("over", 0)
+        self.remote_nodes.close("over", 0)
         for speaker in self.speakers:
             speaker.end.close()
         self.selector.close()
@@ -170,11 +170,11 @@ def welcome(speaker: Speaker) -> bool:
 
 
 def test_a_group_begins_once_all_nodes_are_here(master: Master) -> None:
-    assert not master.others.begin(1)
+    assert not master.remote_nodes.begin(1)
     assert welcome(master.greet(node=1))
-    assert not master.others.begin(1) and [] == master.link.orders
+    assert not master.remote_nodes.begin(1) and [] == master.link.orders
     assert welcome(master.greet(node=2, run="b", port=8))
-    assert master.others.begin(1)
+    assert master.remote_nodes.begin(1)
     [(_, peers, forwards)] = master.link.orders
     assert {0: ("10.0.0.1", 29500), 1: ("10.0.0.2", 7), 2: ("10.0.0.2", 8)} == peers
     assert {1, 2} == set(forwards.values())
@@ -234,11 +234,11 @@ def test_who_says_what_is_no_hello_is_sent_away(master: Master, said: bytes) -> 
 
 
 def test_strangers_are_few_and_have_little_time(master: Master, monkeypatch: pytest.MonkeyPatch) -> None:
-    strangers = [master.dial() for _ in range(MOST_STRANGERS)]
+    strangers = [master.dial() for _ in range(MOST_UNIDENTIFIED)]
     assert ["end"] == master.dial().heard()
     master.beat()
     assert all([] == stranger.heard() for stranger in strangers)
-    monkeypatch.setattr(others_module, "HELLO_S", -1.0)
+    monkeypatch.setattr(remote_nodes_module, "HELLO_S", -1.0)
     master.beat()
     assert all(["end"] == stranger.heard() for stranger in strangers)
     assert welcome(master.greet())
@@ -254,13 +254,13 @@ def test_a_node_that_leaves_while_a_group_loads_ends_its_shards(master: Master) 
     node.say({"leaving": "SIGTERM"})
     master.turn()
     assert 1 == shard.process.poll() and "its launcher stopped (SIGTERM)" == shard.critical
-    assert not master.others.begin(2)
+    assert not master.remote_nodes.begin(2)
     assert "waits for nodes 1 (SIGTERM) and 2, 30 s at most" == master.log.said[-1]
 
 
 def test_who_leaves_with_the_hello_is_heard(master: Master) -> None:
     master.greet({"leaving": "SIGINT"})
-    assert not master.others.begin(1)
+    assert not master.remote_nodes.begin(1)
     assert "waits for nodes 1 (SIGINT) and 2, 30 s at most" == master.log.said[-1]
 
 
@@ -300,7 +300,7 @@ def test_the_end_is_told_to_all(master: Master) -> None:
     nodes = [master.greet(), master.greet(node=2)]
     stranger = master.dial()
     assert all(map(welcome, nodes))
-    master.others.close("the disk is full", 1)
+    master.remote_nodes.close("the disk is full", 1)
     assert [[{"end": "the disk is full", "code": 1}, "end"]] * 2 == [node.heard() for node in nodes]
     assert ["end"] == stranger.heard()
     with pytest.raises(ConnectionRefusedError):
@@ -316,12 +316,17 @@ class Elsewhere:
     def __init__(self, folder: Path) -> None:
         layout = Layout(1, 2, 2, 1)
         commands = [ChildCommand("shard-0", (), node=0), ChildCommand("shard-1", ())]
-        crew = SimpleNamespace(
+        shard_commands = SimpleNamespace(
             folder=folder, layout=layout, identity=lambda: IDENTITY, group=lambda number: (commands, ())
         )
         self.log, self.link = Notes(), Link()
         self.agent = Agent(
-            cast(Crew, crew), cast(Linking, self.link), {}, cast(Log, self.log), patience=30.0, master=("h", 1)
+            cast(ShardCommands, shard_commands),
+            cast(LinkProcess, self.link),
+            {},
+            cast(Log, self.log),
+            patience=30.0,
+            master=("h", 1),
         )
         self.started: list[Process] = []
         self.agent._pool.spawn = self._spawn  # type: ignore[method-assign]
@@ -333,7 +338,7 @@ class Elsewhere:
         self.hello: dict[str, Any] = {}
         self._speakers: list[Speaker] = []
 
-    def _spawn(self, command: ChildCommand, lose_nursery: Callable[[Child], None]) -> Child:
+    def _spawn(self, command: ChildCommand, on_fork_server_end: Callable[[Child], None]) -> Child:
         self.started.append(Process(command.name))
         return cast(Child, self.started[-1])
 

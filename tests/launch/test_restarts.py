@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from launch.restarts import WINDOW_S, Restarts
+from launch.restarts import WINDOW_S, RestartPolicy
 
 
 def test_the_first_restart_is_immediate_and_later_ones_back_off_until_it_is_given_up() -> None:
-    restarts = Restarts(8)
+    restarts = RestartPolicy(8)
     assert [0, 1, 2, 4, 8, 16, 16, None] == [restarts.delay(10.0 * n) for n in range(8)]
 
 
 def test_a_death_after_a_token_does_not_count() -> None:
-    restarts = Restarts(3)
+    restarts = RestartPolicy(3)
     for n in range(20):
         restarts.advanced()
         assert 0.0 == restarts.delay(float(n))
@@ -19,20 +19,20 @@ def test_a_death_after_a_token_does_not_count() -> None:
 
 
 def test_a_token_ends_a_row_but_not_the_count() -> None:
-    restarts = Restarts(4)
+    restarts = RestartPolicy(4)
     assert [0.0, 1.0] == [restarts.delay(0.0), restarts.delay(1.0)]
     restarts.advanced()
     assert [0.0, 0.0, None] == [restarts.delay(2.0), restarts.delay(3.0), restarts.delay(4.0)]
 
 
 def test_old_deaths_are_forgotten() -> None:
-    restarts = Restarts(2)
+    restarts = RestartPolicy(2)
     assert 0.0 == restarts.delay(0.0)
     assert restarts.delay(WINDOW_S) is not None
     assert restarts.delay(WINDOW_S + 1.0) is None
 
 
 def test_none_may_be_allowed() -> None:
-    restarts = Restarts(0)
+    restarts = RestartPolicy(0)
     restarts.advanced()
     assert restarts.delay(0.0) is None

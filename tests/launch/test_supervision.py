@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.launch.stand_ins import (
-    NURSERY,
+    FORK_SERVER,
     PRELUDE,
     ROUTER,
     SHARD,
@@ -172,21 +172,26 @@ def test_sigquit_aborts_at_once(supervise: Start) -> None:
     assert not is_alive(pid)
 
 
-def supervise_forks(start: Start, nursery: str, **scripts: str) -> subprocess.Popen[str]:
+def supervise_forks(start: Start, fork_server: str, **scripts: str) -> subprocess.Popen[str]:
     named = {name.replace("_", "-"): code for name, code in scripts.items()}
     return start(
         SUPERVISE,
-        json.dumps({"scripts": named, "as_json": False, "drain": 100, "stop": 100, "blame": 0.1, "nursery": nursery}),
+        json.dumps(
+            {"scripts": named, "as_json": False, "drain": 100, "stop": 100, "blame": 0.1, "fork_server": fork_server}
+        ),
     )
 
 
-def test_a_nursery_that_cannot_import_is_the_cause(start: Start) -> None:
+def test_a_fork_server_that_cannot_import_is_the_cause(start: Start) -> None:
     process = supervise_forks(start, "import nothing_there", shard_0=SHARD, shard_1=SHARD, router=SHARD)
     code, _, error = end(process, within=5)
-    assert (1, "error: nursery cannot start: ModuleNotFoundError: No module named 'nothing_there'\n") == (code, error)
+    assert (1, "error: fork server cannot start: ModuleNotFoundError: No module named 'nothing_there'\n") == (
+        code,
+        error,
+    )
 
 
-def test_a_signal_does_not_wait_for_shards_that_are_not_born(start: Start) -> None:
+def test_a_signal_does_not_wait_for_shards_that_have_not_started(start: Start) -> None:
     process = supervise_forks(start, PRELUDE + "time.sleep(60)", shard_0=SHARD, router=SHARD)
     wait_for(process, "loaded")
     process.terminate()
@@ -204,30 +209,33 @@ def fork_once():
     return pid
 os.fork = fork_once
 """
-WAITING = PRELUDE + "on_term(lambda: leave('router ends'))\ntime.sleep(60)"  # never ready: shards are not born
-STILLBORN = "import os\nfrom server import fork_server\nnursery.become_child_of = lambda parent: os._exit(1)\n"
+WAITING = PRELUDE + "on_term(lambda: leave('router ends'))\ntime.sleep(60)"  # never ready: shards do not start
+STILLBORN = "import os\nfrom server import fork_server\nfork_server.become_child_of = lambda parent: os._exit(1)\n"
 
 
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        (FEWER_FORKS, "nursery cannot start: OSError: a process for a shard could not be forked: raise the limit of"),
+        (
+            FEWER_FORKS,
+            "fork server cannot start: OSError: a process for a shard could not be forked: raise the limit of",
+        ),
         (STILLBORN, "shard 0 cannot start: it exited with code 1 without saying why"),
     ],
 )
-def test_a_fork_that_dies_before_its_birth_is_noticed(start: Start, fault: str, sentence: str) -> None:
-    code, _, error = end(supervise_forks(start, fault + NURSERY, shard_0=SHARD, router=WAITING), within=5)
+def test_a_fork_that_dies_before_it_has_started_is_noticed(start: Start, fault: str, sentence: str) -> None:
+    code, _, error = end(supervise_forks(start, fault + FORK_SERVER, shard_0=SHARD, router=WAITING), within=5)
     assert 1 == code
     assert sentence in error
 
 
-def test_running_shards_need_no_nursery(start: Start) -> None:
-    pid = "import os, sys\nprint('nursery', os.getpid(), 'lives', file=sys.stderr, flush=True)\n"
-    process = supervise_forks(start, pid + NURSERY, shard_0=SHARD, router=ROUTER)
-    found = re.search(r"nursery (\d+) lives", wait_for(process, "serving", "loaded", "lives"))
+def test_running_shards_need_no_fork_server(start: Start) -> None:
+    pid = "import os, sys\nprint('fork server', os.getpid(), 'lives', file=sys.stderr, flush=True)\n"
+    process = supervise_forks(start, pid + FORK_SERVER, shard_0=SHARD, router=ROUTER)
+    found = re.search(r"fork server (\d+) lives", wait_for(process, "serving", "loaded", "lives"))
     assert found
     os.kill(int(found[1]), signal.SIGKILL)
-    assert "nursery stopped: killed by signal 9" in wait_for(process, "running shards need it no more")
+    assert "fork server stopped: killed by signal 9" in wait_for(process, "running shards need it no more")
     process.terminate()
     code, log, error = end(process, within=5)
     assert (0, "") == (code, error)
@@ -236,7 +244,7 @@ def test_running_shards_need_no_nursery(start: Start) -> None:
 
 def test_what_shards_leave_behind_is_reaped(start: Start) -> None:
     orphan = PRELUDE + "import subprocess\nsubprocess.run(['sh', '-c', 'sleep 0.1 & echo $!'])\n"
-    process = supervise_forks(start, NURSERY, shard_0=orphan + SHARD, router=ROUTER)
+    process = supervise_forks(start, FORK_SERVER, shard_0=orphan + SHARD, router=ROUTER)
     found = re.search(r"shard-0: (\d+)\n", wait_for(process, "serving", "loaded"))
     assert found
     while Path("/proc", found[1]).exists():
@@ -323,8 +331,8 @@ def test_killed_launcher_leaves_nothing(supervise: Start) -> None:
 
 def test_child_is_not_stalled_by_a_reader_that_stopped(supervise: Start, tmp_path: Path) -> None:
     path = tmp_path / "done"
-    talk = f"for _ in range(4000): say('x' * 1000)\nopen({str(path)!r}, 'w')\ntime.sleep(60)"
-    process = supervise(shard_0=SHARD, router=PRELUDE + "say('serving', event='ready')\n" + talk)
+    channel = f"for _ in range(4000): say('x' * 1000)\nopen({str(path)!r}, 'w')\ntime.sleep(60)"
+    process = supervise(shard_0=SHARD, router=PRELUDE + "say('serving', event='ready')\n" + channel)
     eventually(path.exists)  # 4 MB were taken off the talker's hands although nobody reads ours
     process.terminate()
     log = end(process, within=5)[1]

@@ -15,7 +15,7 @@ from launch.supervisor import Supervisor
 def test_nothing_is_started_again_once_all_are_told_to_end(end: object) -> None:
     with open(os.devnull, "w") as nothing:
         supervisor = Supervisor([], {}, Log(Output(nothing.fileno()), False), drain_seconds=1.0)
-        for name in ("start", "router", "load", "blame", "drain"):
+        for name in ("start", "router", "load", "cause", "drain"):
             supervisor._timers.set(name, 0.0, lambda: pytest.fail("it was started, or blamed, after the end"))
         assert callable(end)
         end(supervisor)

@@ -23,7 +23,7 @@ ray = pytest.importorskip("ray", reason="Ray is an extra: `make test-ray` has an
 
 from benchmark.__main__ import main  # noqa: E402
 from benchmark.serving.workload import poisson_times  # noqa: E402
-from lockstep_ray.asking import size_of  # noqa: E402
+from lockstep_ray.requests import size_of  # noqa: E402
 from tests.ray.fleet import Fleet, Told, client, serving, stream  # noqa: E402
 from tests.ray.traces import Arrived, keep, trace  # noqa: E402
 from tests.running import Server  # noqa: E402

@@ -22,7 +22,7 @@ from router.batching.batcher import Batcher
 from router.errors import GenerationError
 from router.grammars.grammar import CompiledGrammar, Continuation, Grammar, GrammarKind, Mask, Match, OnAnswer
 from router.sandbox import TaskError
-from router.sandbox.pool import Aside
+from router.sandbox.pool import Sandbox
 from router.scheduling.limits import Limits
 from router.scheduling.request import Entry, Event, Failed, Finished, Sampling, Token, ValidRequest
 from router.shards.wire import token_mask
@@ -283,8 +283,8 @@ def ended_after(seconds: float) -> Iterator[None]:
 def tasks_in_process() -> Iterator[None]:
     """Servers in this block start no process for tasks aside, which takes longer than most tests."""
 
-    async def born(pool: Aside) -> TasksInProcess:
+    async def new_child(pool: Sandbox) -> TasksInProcess:
         return TasksInProcess(*pool._arguments[1:])
 
-    with patch.object(Aside, "_born", born):
+    with patch.object(Sandbox, "_new_child", new_child):
         yield

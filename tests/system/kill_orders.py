@@ -33,7 +33,7 @@ from tests.running import Server, body, events_of
 KEYS = ("one", "other")
 STREAMS = 6  # of each key
 REQUESTS = 12
-VICTIMS = ("router", "nursery", "shard 0", "shard 1")
+VICTIMS = ("router", "fork server", "shard 0", "shard 1")
 ORDERS = [order for num in (2, 3) for order in itertools.permutations(VICTIMS, num)]
 MOST_BETWEEN_S = 1.0  # of two kills of an order
 CALM_S = 1.0  # after each order, with the server as before
@@ -146,7 +146,8 @@ def process_of(server: Server, victim: str) -> int | None:
                 return pid
             if (
                 not name.startswith("shard-")
-                and {"router": b"\0router\0", "nursery": b"\0server.nursery"}.get(victim, b"\n") in command + b"\0"
+                and {"router": b"\0router\0", "fork server": b"\0server.fork_server"}.get(victim, b"\n")
+                in command + b"\0"
             ):
                 return pid
     return None
@@ -157,7 +158,7 @@ async def mended(server: Server) -> None:
     async with asyncio.timeout(MENDED_S), httpx2.AsyncClient(timeout=30) as client:
         while True:
             with suppress(httpx2.HTTPError):
-                shards = [process_of(server, victim) for victim in VICTIMS if victim != "nursery"]
+                shards = [process_of(server, victim) for victim in VICTIMS if victim != "fork server"]
                 if None not in shards and (await client.get(f"{server.url}/health")).status_code == 200:
                     return
             await asyncio.sleep(0.05)

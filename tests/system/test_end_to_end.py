@@ -270,7 +270,7 @@ def test_a_second_signal_aborts() -> None:
 def test_nothing_survives_a_launcher_that_was_killed() -> None:
     with Server("--num-shard", "2") as server:
         children = server.children()
-        assert 4 == len(children)  # the nursery, two shards and the router
+        assert 4 == len(children)  # the fork server, two shards and the router
         server.stop(signal.SIGKILL)
         assert eventually(lambda: not [pid for pid in children if is_alive(pid)])
         server.wait()

@@ -97,14 +97,16 @@ def test_a_launcher_that_was_stopped_blames_nobody(server: Server) -> None:
     assert not any(SILENT in line for line in server.lines)
 
 
-def test_a_nursery_that_is_stopped_is_replaced() -> None:
-    """A birth is waited for as long as any sign of life, and not as long as loading may take."""
+def test_a_fork_server_that_is_stopped_is_replaced() -> None:
+    """A fork is waited for as long as any sign of life, and not as long as loading may take."""
     with Server("--num-shard", "2") as server, logged(server):
         expected = answer(server)
-        nursery = next(pid for pid in server.children() if name_of(pid) == "nursery")
-        os.kill(nursery, signal.SIGSTOP)
+        fork_server = next(pid for pid in server.children() if name_of(pid) == "fork-server")
+        os.kill(fork_server, signal.SIGSTOP)
         os.kill(server.shards()[0], signal.SIGKILL)
-        log_has(server, "nursery stopped: it had not forked a shard after 10 s and was killed; all shards are started")
+        log_has(
+            server, "fork server stopped: it had not forked a shard after 10 s and was killed; all shards are started"
+        )
         again(server)
         assert expected == answer(server)
 

@@ -1,7 +1,7 @@
 """A file of requests on all workers of a Ray cluster: `python -m lockstep_ray.batch --input FILE --output FILE`.
 
-Ray Data hands out the shards (`shards.py`) to actors, each with a launcher of its own, and again where an actor is
-lost. Input, output and the parts beside it are on a file system that all nodes share.
+Ray Data gives the shards of the input (`shards.py`) to actors, each with a launcher of its own, and again where an
+actor is lost. Input, output and the parts beside it are on a file system that all nodes share.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import ray.data
 
 from launch.commands.batch import HttpSender
 from lockstep_ray.child import Child, ChildError
-from lockstep_ray.shards import Job, Shard, ShardJournal, answer_shard, begin, finish, or_gone, write_part
+from lockstep_ray.shards import Job, Shard, ShardJournal, answer_shard, begin, finish, unless_gone, write_part
 from router.jobs.lines import JobError
 from router.jobs.runner import Plan
 
-MOST_SERVERS = 5  # that a worker starts one after the other, with no shard answered between
+MOST_SERVERS = 5  # that a worker starts in a row without answering a shard
 
 
 class Worker:
@@ -53,7 +53,7 @@ class Worker:
             if self._num_ended >= MOST_SERVERS:
                 raise ChildError(f"the server of this worker ended {self._num_ended} times: see its log")
             self._child = self._start()
-        if not self._job.part(shard.number).exists():  # another worker that was thought dead may have been faster
+        if not self._job.part(shard.number).exists():  # a worker that seemed dead may have been faster
             write_part(self._job, shard, journal)
             self._num_ended = 0
         return len(journal.answers)
@@ -61,7 +61,7 @@ class Worker:
     async def _ask(self, shard: Shard, journal: ShardJournal) -> bool:
         async with HttpSender(self._child.url, self._child.api_key, self._timeout_s) as sender:
             work = answer_shard(self._job, journal, shard, sender, self._plan)
-            return await or_gone(work, lambda: self._child.code is not None)
+            return await unless_gone(work, lambda: self._child.code is not None)
 
 
 def run(job: Job, arguments: argparse.Namespace, flags: Sequence[str]) -> None:

@@ -1,7 +1,7 @@
-"""A launcher as a child of this process: for Serve's loop, which is no place for asyncio's own subprocesses.
+"""A launcher as a child of this process, in a thread: Serve's event loop has no support for asyncio's subprocesses.
 
-It dies with this process, whatever kills that, and its processes with it. What the kernel looks at is the thread that
-has started it: so that is the one that reads its log to the end.
+It dies with this process, whatever kills that, and its processes with it. The kernel sends the death signal when the
+thread ends that has started it: so that is the one that reads its log to the end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 
 from host.process import end_with_parent
-from launch.commands.batch import OURS, READY, STOP_S, command
+from launch.commands.batch import READY, RESERVED_FLAGS, STOP_S, server_command
 
-MOST_LINES = 20  # of its log that are told when it does not start
-# Settings of the launcher may come from the environment: those of whoever started Ray are not meant.
+MOST_LINES = 20  # of its log that a ChildError quotes
+# The variables that a launcher gets: others may be settings, and were set for the process that started Ray.
 KEPT = re.compile(
     r"PATH|HOME|USER|LANG|LC_.*|TZ|TMPDIR|LD_.*|CUDA_.*|NVIDIA_.*|NCCL_.*|HF_.*|PYTHON.*|OMP_.*|VIRTUAL_ENV"
 )
@@ -32,12 +32,12 @@ class ChildError(RuntimeError):
 class Child:
     """A launcher on a free port of loopback, with a key that only this process knows.
 
-    flags: of the launcher; environment: beside the harmless part of ours; say: takes the lines of its log.
-    Raises ChildError for flags that are not to be chosen.
+    flags: of the launcher; environment: beside variables of ours that are no settings; say: takes the lines of its log.
+    Raises ChildError for reserved flags.
     """
 
     def __init__(self, flags: Sequence[str], environment: Mapping[str, str], say: Callable[[str], None]) -> None:
-        taken = [flag for flag in flags if flag.partition("=")[0].replace("_", "-") in OURS]
+        taken = [flag for flag in flags if flag.partition("=")[0].replace("_", "-") in RESERVED_FLAGS]
         if taken:
             raise ChildError(f"{', '.join(taken)}: the replica chooses these itself: leave them out of `flags`")
         self.api_key = secrets.token_urlsafe(24)
@@ -46,7 +46,7 @@ class Child:
         self._lines: list[str] = []
         self._is_settled = threading.Event()
         kept = {name: value for name, value in os.environ.items() if KEPT.fullmatch(name)}
-        self._argv, self._environ = command(flags, {**kept, **environment}, self.api_key)
+        self._argv, self._environ = server_command(flags, {**kept, **environment}, self.api_key)
         self._process: subprocess.Popen[bytes] | None = None
         self._has_begun = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
@@ -64,7 +64,7 @@ class Child:
 
     @property
     def code(self) -> int | None:
-        """With which it has ended; None while it runs."""
+        """Its exit code; None while it runs."""
         return self._begun().poll()
 
     def wait_ready(self) -> None:
@@ -103,7 +103,7 @@ class Child:
         self._is_settled.set()
 
     def end(self, patience_s: float = STOP_S) -> None:
-        """Let it leave in order, or end it with all that it started."""
+        """Let it end by itself, or kill it with its processes."""
         process = self._begun()
         with suppress(ProcessLookupError):
             process.send_signal(signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What an ingress says itself, in the shape of each API: refusals, and the last event of a stream that is lost."""
+"""Errors of the ingress itself in the shape of each API: refusals, and the last event of a stream that is lost."""
 
 from __future__ import annotations
 

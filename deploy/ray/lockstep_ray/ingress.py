@@ -1,4 +1,4 @@
-"""What clients speak to: the server's own HTTP APIs, in front of all models and replicas."""
+"""The HTTP server of the application: Lockstep's own APIs, in front of all models and replicas."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
-from lockstep_ray.asking import Ask, is_served, model_of, read_body, size_of
 from lockstep_ray.errors import INVALID_KEY, NO_SUCH_MODEL, error_body
-from lockstep_ray.relay import Answer, Counts, Head, Lost, Patience, Relay
-from lockstep_ray.settings import Deployed, deployment_name
+from lockstep_ray.relay import Answer, Counts, Head, Patience, Relay, ReplicaLost
+from lockstep_ray.requests import RelayedRequest, is_served, model_of, read_body, size_of
+from lockstep_ray.settings import Deployment, deployment_name
 
 SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9_-]{1,64}")
-# Of one connection, or what replicas and balancers say to each other.
+# Headers of one connection, and those between replicas and balancers.
 NOT_PASSED = frozenset({
     "host", "connection", "keep-alive", "transfer-encoding", "content-length", "authorization", "x-api-key", "upgrade",
     "te", "trailer", "expect", "proxy-authorization", "x-request-id",
@@ -41,7 +41,7 @@ class Handle:
     def __init__(self, handle: Any) -> None:
         self._handle = handle.options(method_name="ask", stream=True)
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
+    async def ask(self, ask: RelayedRequest) -> AsyncGenerator[Head | bytes, None]:
         """See `Replicas`."""
         pieces = self._handle.remote(ask)
         replica: str | None = None
@@ -52,15 +52,15 @@ class Handle:
                     replica = piece.replica
                 yield piece
             is_over = True
-        except Lost:
+        except ReplicaLost:
             raise
         except RayTaskError as error:
-            cause = error.as_instanceof_cause() if not isinstance(error.cause, Lost) else error.cause
-            raise (cause if isinstance(cause, Lost) else error) from None
+            cause = error.as_instanceof_cause() if not isinstance(error.cause, ReplicaLost) else error.cause
+            raise (cause if isinstance(cause, ReplicaLost) else error) from None
         except LOST:
-            raise Lost("the replica died", replica) from None
+            raise ReplicaLost("the replica died", replica) from None
         except (BackPressureError, DeploymentUnavailableError) as error:
-            raise Lost(f"no replica takes the request: {type(error).__name__}") from None
+            raise ReplicaLost(f"no replica takes the request: {type(error).__name__}") from None
         finally:
             if not is_over:
                 pieces.cancel()
@@ -70,7 +70,7 @@ class Ingress:
     """The deployment that has the route."""
 
     def __init__(self, settings: dict[str, Any], handles: Mapping[str, Any]) -> None:
-        self._settings = settings_of = Deployed.model_validate(settings)
+        self._settings = settings_of = Deployment.model_validate(settings)
         self._by_name = settings_of.by_name()
         self._default = settings_of.models[0].name
         self._counts = Counts()
@@ -85,7 +85,7 @@ class Ingress:
 
     async def counters(self, model: str, replica: str) -> dict[str, float]:
         """Of a replica's /metrics. replica: its name."""
-        ask = Ask("GET", "/metrics", "", (), b"", 0, None, only=replica)
+        ask = RelayedRequest("GET", "/metrics", "", (), b"", 0, None, only=replica)
         named = next(name for name in self._handles if deployment_name(name) == deployment_name(model))
         found: dict[str, float] = await self._handles[named].counters.remote(ask)
         return found
@@ -97,7 +97,7 @@ class Ingress:
         return self._refusal(request) or await self._answer(request, request_id)
 
     def _refusal(self, request: Request) -> Response | None:
-        """Who may ask, and for what."""
+        """The refusal of a request by its host, path or key, if any."""
         path, hosts = request.url.path, self._settings.hosts
         host = re.sub(r":\d+$", "", request.headers.get("host", "localhost"))
         if "*" not in hosts and host.lower() not in hosts:
@@ -131,7 +131,7 @@ class Ingress:
         headers = [(name, value) for name, value in request.headers.items() if _is_passed(name)]
         headers.append(("x-request-id", request_id))
         tokens, prefix = size_of(found)
-        ask = Ask(request.method, path, request.url.query, tuple(headers), body, tokens, prefix)
+        ask = RelayedRequest(request.method, path, request.url.query, tuple(headers), body, tokens, prefix)
         return response_of(await self._relays[model].answer(ask))
 
     async def _read(self, request: Request) -> bytes | None:
@@ -192,7 +192,7 @@ def refusal(path: str, status: int, sentence: str, code: str | None = None) -> R
     return json_response(error_body(path, status, sentence, code), status)
 
 
-def deployment_of(settings: Deployed, handles: Mapping[str, Any]) -> Any:
+def deployment_of(settings: Deployment, handles: Mapping[str, Any]) -> Any:
     """The bound ingress."""
     return serve.deployment(
         Ingress,

@@ -1,9 +1,9 @@
-"""One request and the replicas that answer it: whole again on another one, or a stream that goes on there.
+"""Relays a request to a replica, and to another one when that is lost.
 
-What a client has got of a stream it keeps: another replica goes on behind it, with the same tokens (`streams.py`). An
-answer that is no stream is collected before anything of it is passed on, and asked for again as a whole. 429 and 503
-say that a replica did not take the request: another one may. All of this is bounded in tries and in time, and ends with
-one sentence. Nothing here knows Ray.
+A stream is continued on another replica behind what the client has, with the same tokens (`streams.py`). An answer that
+is no stream is collected before anything of it is passed on, and requested again as a whole. 429 and 503 mean that a
+replica did not take the request: another one may. All of this is bounded in tries and in time, and ends with one
+sentence. Nothing here knows Ray.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Protocol
 
 import orjson
 
-from lockstep_ray.asking import Ask
 from lockstep_ray.errors import error_body, error_event
+from lockstep_ray.requests import RelayedRequest
 from lockstep_ray.streams import Stream, StreamBroken
 
-TOLD = "x-lockstep-told"
+TOLD = "x-lockstep-told"  # the header of a stream that can be continued
 NOT_TAKEN = (429, 503)
 MOST_ANSWER_BYTES = 64 << 20  # that is no stream
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.05, 2.0
@@ -31,7 +31,7 @@ class TooLarge(Exception):
     """An answer that is no stream has more bytes than are kept. Another replica would give the same."""
 
 
-class Lost(Exception):
+class ReplicaLost(Exception):
     """The replica that had a request is gone, or its engine. replica: its name, where it is known."""
 
     def __init__(self, sentence: str, replica: str | None = None) -> None:
@@ -41,7 +41,7 @@ class Lost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What comes before an answer's body. replica: whose it is."""
+    """Status and headers of an answer. replica: that sent it."""
 
     status: int
     headers: tuple[tuple[str, str], ...]
@@ -58,10 +58,10 @@ class Head:
 
 
 class Replicas(Protocol):
-    """Who answers, by the choice of some balancer."""
+    """Sends requests to replicas that a balancer chooses."""
 
-    def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
-        """A head, then the body in pieces. Raises Lost. Closing it before its end ends the request."""
+    def ask(self, ask: RelayedRequest) -> AsyncGenerator[Head | bytes, None]:
+        """A head, then the body in pieces. Raises ReplicaLost. Closing it before its end ends the request."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Relay:
         self._counts = counts
         self._clock = clock
 
-    async def answer(self, ask: Ask) -> Answer:
+    async def answer(self, ask: RelayedRequest) -> Answer:
         """The whole answer, or a stream's head and the rest of it to come."""
         self._counts.requests += 1
         return await _Relayed(ask, self._replicas, self._patience, self._counts, self._clock).answer()
@@ -114,7 +114,7 @@ class _Relayed:
     """One request."""
 
     def __init__(
-        self, ask: Ask, replicas: Replicas, patience: Patience, counts: Counts, clock: Callable[[], float]
+        self, ask: RelayedRequest, replicas: Replicas, patience: Patience, counts: Counts, clock: Callable[[], float]
     ) -> None:
         self._ask = ask
         self._replicas = replicas
@@ -136,7 +136,7 @@ class _Relayed:
                 if head.status == 200 and head.is_stream:
                     return Answer(200, _shown(head), b"", self._streamed(head, pieces))
                 answer = Answer(head.status, _shown(head), await _whole(pieces))
-            except Lost as lost:
+            except ReplicaLost as lost:
                 if await self._may_go_on(lost.replica):
                     self._counts.retried += 1
                     continue
@@ -176,11 +176,11 @@ class _Relayed:
                             yield ready
                 if not is_told or self._stream.is_over:
                     return
-                lost = Lost("the replica ended in the middle of the stream", head.replica)
-            except Lost as found:
+                lost = ReplicaLost("the replica ended in the middle of the stream", head.replica)
+            except ReplicaLost as found:
                 lost = found
             except StreamBroken as broken:
-                lost = Lost(str(broken), head.replica)
+                lost = ReplicaLost(str(broken), head.replica)
             error = self._stream.lost()
             if not is_told and has_sent:
                 error = b""
@@ -193,14 +193,14 @@ class _Relayed:
             yield error if b"error" in error else error_event(self._ask.path, self._sentence(lost))
             return
 
-    async def _resumed(self, lost: Lost) -> tuple[Head, AsyncGenerator[Head | bytes, None]] | None:
+    async def _resumed(self, lost: ReplicaLost) -> tuple[Head, AsyncGenerator[Head | bytes, None]] | None:
         """The same stream from another replica; None once that was tried often enough."""
         replica = lost.replica
         while await self._may_go_on(replica):
             pieces = self._send()
             try:
                 head = await anext(pieces)
-            except Lost as again:
+            except ReplicaLost as again:
                 replica = again.replica
                 continue
             assert isinstance(head, Head)
@@ -234,7 +234,7 @@ async def _closable(pieces: AsyncGenerator[Head | bytes, None]) -> AsyncGenerato
             has_head = True
             yield piece
     if not has_head:
-        raise Lost("the replica ended before it had answered")
+        raise ReplicaLost("the replica ended before it had answered")
 
 
 async def _whole(pieces: AsyncGenerator[Head | bytes, None]) -> bytes:

@@ -1,7 +1,7 @@
 """One replica: a launcher of its own on a free port of its node's loopback, and what Serve asks of it.
 
-The launcher is a child that dies with this process, and its processes with it, whatever kills whom. When it ends by
-itself, the check of health fails, and Serve starts another replica.
+The launcher is a child that dies with this process, whatever kills that (`child.py`). When it ends by itself, the
+health check fails, and Serve starts another replica.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ray import serve
 from ray.serve import get_replica_context
 from ray.util import metrics
 
-from lockstep_ray.asking import Ask
 from lockstep_ray.child import Child
-from lockstep_ray.relay import Head, Lost
+from lockstep_ray.relay import Head, ReplicaLost
+from lockstep_ray.requests import RelayedRequest
 from lockstep_ray.scaling import KV, QUEUE
 from lockstep_ray.settings import Model, deployment_name
 from router.requests.continuing import KEY_HEADER, LENGTH_HEADER
@@ -44,7 +44,7 @@ class Replica:
 
     async def __init__(self, model: dict[str, Any]) -> None:  # type: ignore[misc]
         self._model = Model.model_validate(model)
-        self._key = secrets.token_urlsafe(24)  # nobody else knows it
+        self._key = secrets.token_urlsafe(24)  # known to this process and its launcher alone
         self._name = get_replica_context().replica_id.unique_id
         self._gauges = {name: metrics.Gauge(name.replace("tgi_", "lockstep_replica_", 1)) for name in SHOWN}
         self._child = Child(self._model.flags, {**self._model.environment, "CONTINUATION_KEY": self._key}, logger.info)
@@ -72,22 +72,22 @@ class Replica:
             await self._http.aclose()
             await asyncio.to_thread(self._child.end)
 
-    async def counters(self, ask: Ask) -> dict[str, float]:
-        """Samples of /metrics, by name and labels. ask: whom it is for, which Serve's router has seen to."""
+    async def counters(self, ask: RelayedRequest) -> dict[str, float]:
+        """Samples of /metrics, by name and labels. ask: read by Serve's router alone, to choose this replica."""
         text = (await self._http.get("/metrics", headers=self._headers, timeout=HEALTH_S)).text
         return {name: float(value) for name, value in SAMPLE.findall(text)}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """What `scaling.py` reads, and Ray's own metrics show."""
-        found = await self.counters(_NOBODY)
+        found = await self.counters(_METRICS)
         for name, gauge in self._gauges.items():
             gauge.set(found.get(name, 0.0))
         return {QUEUE: found.get("tgi_queue_size", 0.0), KV: found.get("tgi_kv_used_ratio", 0.0)}
 
-    async def ask(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
-        """The head of an answer, then its body as it comes. Raises Lost where the server is gone."""
+    async def ask(self, ask: RelayedRequest) -> AsyncGenerator[Head | bytes, None]:
+        """The head of an answer, then its body as it comes. Raises ReplicaLost where the server is gone."""
         if self._child.code is not None:
-            raise Lost("the server of the replica has ended", self._name)
+            raise ReplicaLost("the server of the replica has ended", self._name)
         headers = [*ask.headers, *self._headers.items(), (KEY_HEADER, self._key)]
         if ask.known:
             headers.append((LENGTH_HEADER, str(len(ask.known))))
@@ -101,10 +101,10 @@ class Replica:
                     async for piece in pieces:
                         yield piece
         except httpx2.HTTPError as error:
-            raise Lost(f"the server of the replica was lost: {type(error).__name__}", self._name) from None
+            raise ReplicaLost(f"the server of the replica was lost: {type(error).__name__}", self._name) from None
 
 
-_NOBODY = Ask("GET", "/metrics", "", (), b"", 0, None)
+_METRICS = RelayedRequest("GET", "/metrics", "", (), b"", 0, None)
 
 
 async def _gathered(pieces: Any) -> AsyncGenerator[bytes, None]:

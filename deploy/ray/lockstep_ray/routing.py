@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from lockstep_ray.asking import Ask
+from lockstep_ray.requests import RelayedRequest
 from router.scheduling.balancing import Balancer
 
 
@@ -31,7 +31,7 @@ class PolicyRouter(RequestRouter):
         """The one by the policy, and behind it all others, for where that one is full."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         self._follow(set(by_name))
-        ask = _ask_of(pending_request)
+        ask = _request_of(pending_request)
         if ask is None:
             return [list(candidate_replicas)]
         if ask.only is not None:
@@ -40,7 +40,7 @@ class PolicyRouter(RequestRouter):
         others = [replica for name, replica in by_name.items() if name != chosen and name not in ask.avoid]
         return [ranked for ranked in ([by_name[chosen]] if chosen else [], others) if ranked]
 
-    def _chosen(self, ask: Ask, names: set[str]) -> str | None:
+    def _chosen(self, ask: RelayedRequest, names: set[str]) -> str | None:
         """The policy's choice among those that did not have the request yet, or among all, where all had it."""
         avoided = [self._numbers[name] for name in ask.avoid & names] if names - ask.avoid else []
         for number in avoided:
@@ -62,7 +62,7 @@ class PolicyRouter(RequestRouter):
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """A replica has taken it."""
-        ask, number = _ask_of(pending_request), self._numbers.get(replica_id.unique_id)
+        ask, number = _request_of(pending_request), self._numbers.get(replica_id.unique_id)
         if ask is not None and number is not None:
             self._sent[pending_request.metadata.internal_request_id] = (number, ask.tokens)
             self._balancer.sent(number, ask.tokens)
@@ -74,6 +74,6 @@ class PolicyRouter(RequestRouter):
             self._balancer.done(*sent)
 
 
-def _ask_of(pending_request: PendingRequest | None) -> Ask | None:
+def _request_of(pending_request: PendingRequest | None) -> RelayedRequest | None:
     args = pending_request.args if pending_request is not None else ()
-    return args[0] if args and isinstance(args[0], Ask) else None
+    return args[0] if args and isinstance(args[0], RelayedRequest) else None

@@ -61,7 +61,7 @@ class Model(BaseModel):
         return self
 
 
-class Deployed(BaseModel):
+class Deployment(BaseModel):
     """The whole of it. The first model answers routes and requests that name none.
 
     api_key: asked of clients; none where it is empty. hosts: what a request may be addressed to; `*` is anything.
@@ -79,7 +79,7 @@ class Deployed(BaseModel):
     max_ongoing_requests: int = Field(default=1024, ge=1)
 
     @model_validator(mode="after")
-    def _check(self) -> Deployed:
+    def _check(self) -> Deployment:
         names = [name for model in self.models for name in (model.name, *model.aliases)]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
@@ -96,6 +96,6 @@ def deployment_name(model: str) -> str:
     return model.replace("/", "--").replace("#", "--")
 
 
-def read_settings(given: dict[str, Any]) -> Deployed:
+def read_settings(given: dict[str, Any]) -> Deployment:
     """What the file's `args` ask for. Raises ValueError."""
-    return Deployed.model_validate(given)
+    return Deployment.model_validate(given)

@@ -1,9 +1,9 @@
-"""A batch job in pieces, so that many workers do it and none of them can lose or double a line.
+"""A batch job in shards of lines, so that many workers share it and each line is answered exactly once.
 
-The input is cut into shards of lines. A worker answers a shard with the engine of `lockstep batch` and puts the answers
-into a file of the shard's own, which gets its name once it is whole and on the disk: a shard whose worker was killed
-has no file, and is answered again. When all shards have theirs, they become the output, in order, and each line is
-counted. Nothing here knows Ray.
+A worker answers a shard as `lockstep batch` answers a file (`router/jobs/runner.py`) and writes the answers to a file
+of the shard's own, which gets its name once it is whole and on the disk: a shard whose worker was killed has no file,
+and is answered again. When all shards have theirs, they become the output, in order, and each line is counted. Nothing
+here knows Ray.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 import orjson
 
-from router.jobs.census import Census, take_census
+from router.jobs.input_index import InputIndex, index_input
 from router.jobs.journal import make_names_durable, replace_durably
-from router.jobs.lines import InputChanged, JobError, Line, LineFile, custom_id_of, read_again
+from router.jobs.lines import InputChanged, JobError, Line, LineFile, custom_id_of, parse_answer
 from router.jobs.runner import Plan, Runner, Sender
 
 MOST_LINE_BYTES = 16 << 20
@@ -31,9 +31,9 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Lines of the input. first, last: their numbers; offset: of the first, in bytes.
+    """Lines of the input, of which first and last are numbers. offset: of the first, in bytes.
 
-    firsts: of ids in it that several lines of the input have, the first line with each.
+    firsts: `custom_id` -> number of the first line that has it, of ids that are duplicated in this shard.
     """
 
     number: int
@@ -73,39 +73,39 @@ def folder_of(output: Path) -> Path:
 
 
 def begin(input_path: Path, output: Path, shard_lines: int) -> Job | None:
-    """The job, begun or begun again; None where its output is complete. Raises JobError and OSError."""
+    """The job, new or resumed; None where its output is complete. Raises JobError and OSError."""
     folder, record = folder_of(output), folder_of(output) / "job.json"
     if output.exists() and not folder.exists():
         raise JobError(f"{output} exists and no job of it is under way: give another name, or move it away")
     if output.exists():
-        shutil.rmtree(folder)  # all that was left to do: while shards are answered there is no output
+        shutil.rmtree(folder)  # the last step: there is no output before all shards are answered
         return None
-    census = take_census(input_path, output.parent, MOST_LINE_BYTES, lambda _: None)
-    with closing(census.ids):
+    index = index_input(input_path, output.parent, MOST_LINE_BYTES, lambda _: None)
+    with closing(index.ids):
         folder.mkdir(exist_ok=True)
-        shards = tuple(cut(census, shard_lines))
-        name = hashlib.sha256(f"{census.sha256} {output.absolute()}".encode()).hexdigest()[:12]
-        said = {"version": VERSION, "sha256": census.sha256, "shard_lines": shard_lines, "name": name}
+        shards = tuple(cut(index, shard_lines))
+        name = hashlib.sha256(f"{index.sha256} {output.absolute()}".encode()).hexdigest()[:12]
+        said = {"version": VERSION, "sha256": index.sha256, "shard_lines": shard_lines, "name": name}
         if record.exists():
             known = orjson.loads(record.read_bytes())
-            if known["sha256"] != census.sha256:
+            if known["sha256"] != index.sha256:
                 raise InputChanged(f"{input_path} is not the input that {folder} was begun with: put that back")
             if known != said:
                 raise JobError(f"{folder} was begun with other options: give the same, or delete it to begin anew")
         else:
             replace_durably(record, orjson.dumps(said))
-        return Job(input_path.absolute(), output.absolute(), name, census.num_lines, shards)
+        return Job(input_path.absolute(), output.absolute(), name, index.num_lines, shards)
 
 
-def cut(census: Census, shard_lines: int) -> Iterator[Shard]:
+def cut(index: InputIndex, shard_lines: int) -> Iterator[Shard]:
     """The input in shards of so many lines, blank ones included."""
-    with closing(LineFile(census.path, MOST_LINE_BYTES)) as lines:
+    with closing(LineFile(index.path, MOST_LINE_BYTES)) as lines:
         number = offset = 0
         first, start, firsts = 1, 0, dict[str, int]()
         while (line := lines.read(number + 1, offset)) is not None:
             number, offset = line.number, line.end
             if (custom_id := custom_id_of(line)) is not None:
-                known = census.ids.first_line(custom_id)
+                known = index.ids.first_line(custom_id)
                 if known != number:
                     firsts[custom_id] = known
             if number - first + 1 == shard_lines:
@@ -116,7 +116,7 @@ def cut(census: Census, shard_lines: int) -> Iterator[Shard]:
 
 
 class _State:
-    """Where a shard is: what `Runner` reads of a journal's state."""
+    """The part of a journal's state that `Runner` reads."""
 
     def __init__(self, job: str, shard: Shard) -> None:
         self.job = job
@@ -126,7 +126,7 @@ class _State:
 
 
 class ShardJournal:
-    """A shard's answers in memory: what `Runner` writes to in place of an output with a checkpoint."""
+    """A shard's answers in memory, in place of a journal with an output and a checkpoint."""
 
     def __init__(self, job: str, shard: Shard) -> None:
         self.state = _State(job, shard)
@@ -150,7 +150,7 @@ class ShardJournal:
         del self.state.under_way[line]
 
     def snapshot(self, *, is_complete: bool = False) -> None:
-        """Nothing is saved before the whole shard is."""
+        """There are no checkpoints within a shard."""
 
     def save(self, checkpoint: None) -> None:
         """See `snapshot`."""
@@ -168,8 +168,8 @@ class _ShardLines:
         return None if number > self._last else self._lines.read(number, offset)
 
 
-class _ShardCensus:
-    """What `Runner` asks of a census."""
+class _ShardIndex:
+    """What `Runner` asks of an input's index."""
 
     def __init__(self, lines: LineFile, shard: Shard) -> None:
         self.ids = self
@@ -185,20 +185,20 @@ class _ShardCensus:
         return self._firsts.get(custom_id, 0)
 
     def check_unchanged(self) -> None:
-        """The whole job does, at its end."""
+        """Not checked for a shard alone."""
 
 
 async def answer_shard(job: Job, journal: ShardJournal, shard: Shard, sender: Sender, plan: Plan) -> None:
-    """Answer what the journal does not have. Raises JobError and OSError."""
+    """Answer the lines that the journal lacks. Raises JobError and OSError."""
     with closing(LineFile(job.input, MOST_LINE_BYTES)) as lines:
-        census: Any = _ShardCensus(lines, shard)
+        index: Any = _ShardIndex(lines, shard)
         ours: Any = _ShardLines(lines, shard)
         answers: Any = journal
-        await Runner(census, ours, answers, sender, plan).run()
+        await Runner(index, ours, answers, sender, plan).run()
 
 
 def write_part(job: Job, shard: Shard, journal: ShardJournal) -> None:
-    """Give a shard its file: all of it, or nothing. Raises OSError."""
+    """Write the file of a shard, whole or not at all. Raises OSError."""
     text = b"".join(journal.answers[line] for line in sorted(journal.answers))
     new = job.part(shard.number).with_suffix(f".{os.getpid()}.new")
     try:
@@ -215,7 +215,7 @@ def write_part(job: Job, shard: Shard, journal: ShardJournal) -> None:
 
 
 def finish(job: Job) -> int:
-    """Make the output of all parts. Returns how many of its lines say that a request failed.
+    """Join all parts to the output. Returns how many of its lines are failures.
 
     Raises JobError where a line is missing or doubled, and OSError.
     """
@@ -224,7 +224,7 @@ def finish(job: Job) -> int:
     with new.open("wb") as file:
         for shard in job.shards:
             for raw in job.part(shard.number).read_bytes().splitlines(keepends=True):
-                found = read_again(job.name, raw)
+                found = parse_answer(job.name, raw)
                 if found is None or seen[found[0]] or not shard.first <= found[0] <= shard.last:
                     raise JobError(f"{job.part(shard.number)} has a line that is not its own: delete it, then go on")
                 seen[found[0]] = 1
@@ -240,8 +240,8 @@ def finish(job: Job) -> int:
     return num_failed
 
 
-async def or_gone(work: Awaitable[None], is_gone: Callable[[], bool], period_s: float = 0.5) -> bool:
-    """Whether the work was done before the server was gone, in which case it is given up."""
+async def unless_gone(work: Awaitable[None], is_gone: Callable[[], bool], period_s: float = 0.5) -> bool:
+    """Wait for the work, or cancel it once the server is gone. Returns whether it was done."""
     task = asyncio.ensure_future(work)
     try:
         while not task.done():

@@ -1,7 +1,7 @@
-"""What an ingress knows of a stream that it passes on, so that another replica can go on with it.
+"""What an ingress knows of a stream that it passes on, so that another replica can continue it.
 
-Replicas write a comment behind the frames of every write (`router/requests/continuing.py`). What has none yet is kept
-back and, when the replica is lost, thrown away: the client has whole writes alone, and the next replica goes on behind
+Replicas write a comment after the frames of every write (`router/requests/continuing.py`). Frames without one yet are
+held back and, when the replica is lost, dropped: the client has whole writes only, and the next replica continues after
 the last.
 """
 

@@ -16,7 +16,7 @@ from router.chat.formats import tool_format_name
 from router.chat.template import ChatTemplate, check_variables
 from router.chat.tools import Tool
 from router.errors import ValidationError
-from router.sandbox.pool import Aside
+from router.sandbox.pool import Sandbox
 from tests.router.chat.templates import LONG, SHORT, TEMPLATES, TOOL
 from tests.running import ROOT
 
@@ -30,8 +30,8 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="module")
-def aside(runner: asyncio.Runner) -> Iterator[Aside]:
-    pool = Aside(1)
+def aside(runner: asyncio.Runner) -> Iterator[Sandbox]:
+    pool = Sandbox(1)
     runner.run(pool.warm_up())
     yield pool
     runner.run(pool.close())
@@ -53,7 +53,7 @@ def saved(tokenizer: PreTrainedTokenizerFast, folder: Path, template: str | dict
 def test_the_prompt_is_that_of_transformers(
     tokenizer: PreTrainedTokenizerFast,
     runner: asyncio.Runner,
-    aside: Aside,
+    aside: Sandbox,
     tmp_path: Path,
     family: str,
     messages: list[dict[str, Any]],
@@ -72,7 +72,7 @@ def test_the_prompt_is_that_of_transformers(
 
 
 def test_variables_reach_the_template(
-    tokenizer: PreTrainedTokenizerFast, runner: asyncio.Runner, aside: Aside, tmp_path: Path
+    tokenizer: PreTrainedTokenizerFast, runner: asyncio.Runner, aside: Sandbox, tmp_path: Path
 ) -> None:
     template = ChatTemplate.load(saved(tokenizer, tmp_path, TEMPLATES["qwen3"]))
     for wanted in (True, False):
@@ -83,7 +83,7 @@ def test_variables_reach_the_template(
 
 
 def test_the_documents_example_makes_what_the_document_says(
-    runner: asyncio.Runner, aside: Aside, tmp_path: Path
+    runner: asyncio.Runner, aside: Sandbox, tmp_path: Path
 ) -> None:
     blocks = dict(re.findall(r"^```(jinja|text)\n(.*?)^```$", (ROOT / "docs" / "apis.md").read_text(), re.M | re.S))
     (tmp_path / "mine.jinja").write_text(blocks["jinja"])
@@ -107,7 +107,7 @@ def test_the_documents_example_makes_what_the_document_says(
 
 
 def test_a_template_for_tools_is_taken_where_there_are_tools(
-    tokenizer: PreTrainedTokenizerFast, runner: asyncio.Runner, aside: Aside, tmp_path: Path
+    tokenizer: PreTrainedTokenizerFast, runner: asyncio.Runner, aside: Sandbox, tmp_path: Path
 ) -> None:
     several = {"default": "plain", "tool_use": "{{ tools[0].function.name }}"}
     template = ChatTemplate.load(saved(tokenizer, tmp_path, several))
@@ -153,7 +153,7 @@ def test_a_file_that_is_no_template_is_refused_at_the_start(tmp_path: Path, cont
         ChatTemplate.load(tmp_path, template_path=str(tmp_path / "nothing"))
 
 
-def test_a_model_without_a_template_says_what_to_do(runner: asyncio.Runner, aside: Aside, tmp_path: Path) -> None:
+def test_a_model_without_a_template_says_what_to_do(runner: asyncio.Runner, aside: Sandbox, tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="the model has no chat template: send a prompt to `/generate`"):
         runner.run(ChatTemplate.load(tmp_path).render(aside, SHORT))
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": [{"name": "rag", "template": "x"}]}')
@@ -161,7 +161,7 @@ def test_a_model_without_a_template_says_what_to_do(runner: asyncio.Runner, asid
         runner.run(ChatTemplate.load(tmp_path).render(aside, SHORT))
 
 
-def test_a_refusal_is_the_template_s_own(runner: asyncio.Runner, aside: Aside) -> None:
+def test_a_refusal_is_the_template_s_own(runner: asyncio.Runner, aside: Sandbox) -> None:
     template = ChatTemplate({"default": TEMPLATES["llama-2"]}, {"bos_token": "<s>", "eos_token": "</s>"})
     with pytest.raises(ValidationError, match="refuses the messages: user and assistant take turns"):
         runner.run(template.render(aside, [*SHORT, *SHORT]))

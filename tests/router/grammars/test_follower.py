@@ -19,7 +19,7 @@ from router.grammars.compiler import MOST_KEPT, Compiler
 from router.grammars.follower import Follower
 from router.grammars.grammar import CompiledGrammar, Continuation, Grammar, GrammarKind, Match
 from router.grammars.matcher import Matchers
-from router.sandbox.pool import Aside
+from router.sandbox.pool import Sandbox
 from tests.running import ROOT
 
 DEMO = ROOT / "server" / "demo" / "tokenizer.json"
@@ -214,7 +214,7 @@ def test_what_is_compiled_aside_is_followed_whatever_the_stack(
     grammar = Grammar(GrammarKind.LARK, "\n".join(["start: r0", *rules, f'r{depth}: "a" | "b"']))
 
     async def story(follower: Follower) -> None:
-        compiler = Compiler(Aside(1, tasks=("router.grammars.matcher", json.dumps(ARGUMENTS))))
+        compiler = Compiler(Sandbox(1, tasks=("router.grammars.matcher", json.dumps(ARGUMENTS))))
         other = Reader(follower, compiled())
         await go_on(other, 1)
         pid = await running(follower)
@@ -337,7 +337,7 @@ def test_who_has_ended_is_told_nothing() -> None:
 
 def compiling(story: Callable[[Compiler], Awaitable[None]], **bounds: Any) -> None:
     async def told() -> None:
-        compiler = Compiler(Aside(1, tasks=("router.grammars.matcher", json.dumps(ARGUMENTS)), **bounds))
+        compiler = Compiler(Sandbox(1, tasks=("router.grammars.matcher", json.dumps(ARGUMENTS)), **bounds))
         try:
             await story(compiler)
         finally:

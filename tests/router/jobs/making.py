@@ -12,9 +12,9 @@ from typing import Any
 
 import orjson
 
-from router.jobs.census import Census, take_census
+from router.jobs.input_index import InputIndex, index_input
 from router.jobs.journal import Journal
-from router.jobs.lines import LineFile, Problem, Reply, Wanted
+from router.jobs.lines import BatchRequest, LineFile, Problem, Reply
 from router.jobs.runner import Plan, Runner
 
 MOST_BYTES = 1000
@@ -37,19 +37,19 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [orjson.loads(line) for line in raw.splitlines()]
 
 
-def census_of(path: Path) -> Census:
-    return take_census(path, path.parent, MOST_BYTES, lambda _: None)
+def index_of(path: Path) -> InputIndex:
+    return index_input(path, path.parent, MOST_BYTES, lambda _: None)
 
 
 class Answering:
     """Answers every request with what `answer` makes of it, or 200; counts how often each was asked."""
 
-    def __init__(self, answer: Callable[[Wanted, int], Reply | Problem] | None = None) -> None:
+    def __init__(self, answer: Callable[[BatchRequest, int], Reply | Problem] | None = None) -> None:
         self.asked: Counter[str] = Counter()
         self.num_at_once = self.most_at_once = 0
         self._answer = answer
 
-    async def send(self, wanted: Wanted, request_id: str) -> Reply | Problem:
+    async def send(self, wanted: BatchRequest, request_id: str) -> Reply | Problem:
         self.asked[wanted.custom_id] += 1
         self.num_at_once += 1
         self.most_at_once = max(self.most_at_once, self.num_at_once)
@@ -64,11 +64,11 @@ class Answering:
 
 def run_job(source: Path, output: Path, sender: Any, *, errors: Path | None = None, **plan: Any) -> Journal:
     """A whole job, or what there is of it until it raises."""
-    census = census_of(source)
+    index = index_of(source)
     try:
-        with closing(LineFile(source, MOST_BYTES)) as lines, closing(Journal(output, errors, census)) as journal:
-            runner = Runner(census, lines, journal, sender, Plan(**{"concurrency": 4, **plan}))
+        with closing(LineFile(source, MOST_BYTES)) as lines, closing(Journal(output, errors, index)) as journal:
+            runner = Runner(index, lines, journal, sender, Plan(**{"concurrency": 4, **plan}))
             asyncio.run(runner.run())
             return journal
     finally:
-        census.ids.close()
+        index.ids.close()

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from router.jobs import journal as journal_module
-from router.jobs.journal import Journal, State, journal_of
-from router.jobs.lines import InputChanged, JobError, LineFile, Problem, Reply, ServerGone, Wanted
-from router.jobs.runner import Lost, Plan, Runner
-from tests.router.jobs.making import MOST_BYTES, Answering, census_of, read_lines, request, run_job, write_requests
+from router.jobs.journal import Journal, State, journal_path
+from router.jobs.lines import BatchRequest, InputChanged, JobError, LineFile, Problem, Reply, ServerGone
+from router.jobs.runner import NoAnswer, Plan, Runner
+from tests.router.jobs.making import MOST_BYTES, Answering, index_of, read_lines, request, run_job, write_requests
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +78,7 @@ def test_no_more_requests_are_under_way_than_allowed(tmp_path: Path) -> None:
         barrier = asyncio.Barrier(7)
         num_under_way = most_under_way = 0
 
-        async def send(self, wanted: Wanted, request_id: str) -> Reply | Problem:
+        async def send(self, wanted: BatchRequest, request_id: str) -> Reply | Problem:
             self.num_under_way += 1
             self.most_under_way = max(self.most_under_way, self.num_under_way)
             await self.barrier.wait()
@@ -99,7 +99,7 @@ def run_until_killed(source: Path, output: Path, errors: Path, left: int | None)
     saved: list[bytes] = []
     write = Journal.write
 
-    def answer(wanted: Wanted, _: int) -> Reply:
+    def answer(wanted: BatchRequest, _: int) -> Reply:
         nonlocal num_answers
         num_answers += 1
         if left is not None and num_answers > left:
@@ -128,16 +128,16 @@ def test_each_line_is_there_once_wherever_the_job_was_cut(data: st.DataObject) -
     with TemporaryDirectory() as name:
         folder = Path(name)
         source, output, errors = write_requests(folder / "in", 12), folder / "out", folder / "err"
-        census_of(source).ids.close()
+        index_of(source).ids.close()
         run_until_killed(source, output, errors, 0)
-        kept = journal_of(output).read_bytes()
+        kept = journal_path(output).read_bytes()
         for _ in range(data.draw(st.integers(0, 4))):
             saved = run_until_killed(source, output, errors, data.draw(st.integers(0, 5)))
             if saved is None:
                 break
             # Any of these may be the last that was written, and what is beyond it may be torn.
             kept = data.draw(st.sampled_from([kept, *saved]))
-            journal_of(output).write_bytes(kept)
+            journal_path(output).write_bytes(kept)
             state = State.of_json(kept)
             for path, least in ((output, state.output_bytes), (errors, state.errors_bytes or 0)):
                 raw = path.read_bytes()
@@ -146,7 +146,7 @@ def test_each_line_is_there_once_wherever_the_job_was_cut(data: st.DataObject) -
         assert run_until_killed(source, output, errors, None) is None
         found = [*read_lines(output), *read_lines(errors)]
         assert Counter(f"r{i}" for i in range(1, 13)) == Counter(one["custom_id"] for one in found)
-        final = State.of_json(journal_of(output).read_bytes())
+        final = State.of_json(journal_path(output).read_bytes())
         assert (8, 4, True, {}) == (final.completed, final.failed, final.is_complete, final.under_way)
 
 
@@ -154,13 +154,13 @@ def test_a_second_death_soon_after_the_first_doubles_no_line(tmp_path: Path) -> 
     """Line 4 is answered beyond the first checkpoint; the second speaks of its bytes before the job has come to it."""
     source, output, errors = write_requests(tmp_path / "in", 12), tmp_path / "out", tmp_path / "err"
     run_until_killed(source, output, errors, 0)
-    first = journal_of(output).read_bytes()
+    first = journal_path(output).read_bytes()
     run_until_killed(source, output, errors, 4)  # 1, 2 and 4 in the output, 3 among the errors
-    journal_of(output).write_bytes(first)
+    journal_path(output).write_bytes(first)
     errors.write_bytes(b"")
     saved = run_until_killed(source, output, errors, 1)
     assert saved is not None
-    journal_of(output).write_bytes(saved[0])
+    journal_path(output).write_bytes(saved[0])
     assert (4, {4}) == ((state := State.of_json(saved[0])).next_line, state.answered)
     assert run_until_killed(source, output, errors, None) is None
     found = [*read_lines(output), *read_lines(errors)]
@@ -170,7 +170,7 @@ def test_a_second_death_soon_after_the_first_doubles_no_line(tmp_path: Path) -> 
 def test_lines_that_were_answered_are_not_asked_again(tmp_path: Path) -> None:
     source, output = write_requests(tmp_path / "in", 30), tmp_path / "out"
 
-    def dies(wanted: Wanted, _: int) -> Reply:
+    def dies(wanted: BatchRequest, _: int) -> Reply:
         if wanted.custom_id == "r20":
             raise Died
         return Reply(200, "x", b"{}")
@@ -191,7 +191,7 @@ def test_what_is_not_this_jobs_is_refused_and_stays_as_it_was(tmp_path: Path) ->
     output.write_text("precious\n")
     with pytest.raises(JobError, match="out exists and belongs to no job: give another name"):
         run_job(source, output, Answering())
-    assert "precious\n" == output.read_text() and not journal_of(output).exists()
+    assert "precious\n" == output.read_text() and not journal_path(output).exists()
     output.unlink()
     (tmp_path / "err").write_text("precious\n")
     with pytest.raises(JobError, match="err exists and belongs to no job"):
@@ -216,7 +216,7 @@ def test_an_input_that_changed_is_refused(tmp_path: Path) -> None:
 def test_an_input_that_changes_under_the_job_ends_it(tmp_path: Path) -> None:
     source = write_requests(tmp_path / "in", 40)
 
-    def changes(wanted: Wanted, _: int) -> Reply:
+    def changes(wanted: BatchRequest, _: int) -> Reply:
         source.write_text("{}\n" * 100)
         return Reply(200, "x", b"{}")
 
@@ -231,7 +231,7 @@ def test_an_input_that_changes_under_the_job_ends_it(tmp_path: Path) -> None:
 def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, says: str) -> None:
     source, output = write_requests(tmp_path / "in", 3), tmp_path / "out"
     run_job(source, output, Answering())
-    journal_of(output).write_bytes(content)
+    journal_path(output).write_bytes(content)
     with pytest.raises(JobError, match=f"{says}.*to begin anew"):
         run_job(source, output, Answering())
 
@@ -261,8 +261,8 @@ def test_a_journal_that_cannot_be_read_is_named(tmp_path: Path, content: bytes, 
 def test_a_journal_with_a_value_that_is_none_is_named(tmp_path: Path, name: str, value: object) -> None:
     source, output = write_requests(tmp_path / "in", 3), tmp_path / "out"
     run_job(source, output, Answering())
-    found = json.loads(journal_of(output).read_bytes())
-    journal_of(output).write_text(json.dumps(found | {name: value}))
+    found = json.loads(journal_path(output).read_bytes())
+    journal_path(output).write_text(json.dumps(found | {name: value}))
     with pytest.raises(JobError, match=r"out\.journal (cannot be read \(|speaks of bytes).*to begin anew"):
         run_job(source, output, Answering())
 
@@ -277,8 +277,8 @@ def test_an_output_that_lost_its_end_is_refused(tmp_path: Path) -> None:
 
 def test_two_processes_do_not_write_one_output(tmp_path: Path) -> None:
     source, output = write_requests(tmp_path / "in", 3), tmp_path / "out"
-    census = census_of(source)
-    with closing(census.ids), closing(Journal(output, None, census)):
+    index = index_of(source)
+    with closing(index.ids), closing(Journal(output, None, index)):
         with pytest.raises(JobError, match=r"another process writes .*out"):
             run_job(source, output, Answering())
     assert run_job(source, output, Answering()).state.is_complete
@@ -288,8 +288,8 @@ def test_two_jobs_do_not_share_a_file_of_errors(tmp_path: Path) -> None:
     """Nor does one that begins when the other has just ended write over its lines."""
     (tmp_path / "in").write_text("nonsense\n" * 3)
     errors = tmp_path / "err"
-    census = census_of(tmp_path / "in")
-    with closing(census.ids), closing(Journal(tmp_path / "one", errors, census)):
+    index = index_of(tmp_path / "in")
+    with closing(index.ids), closing(Journal(tmp_path / "one", errors, index)):
         with pytest.raises(JobError, match=r"another process writes .*err"):
             run_job(tmp_path / "in", tmp_path / "two", Answering(), errors=errors)
     run_job(tmp_path / "in", tmp_path / "one", Answering(), errors=errors)
@@ -343,7 +343,7 @@ def test_a_failure_ends_the_requests_beside_it(tmp_path: Path) -> None:
     class Never(Answering):
         num_cancelled = 0
 
-        async def send(self, wanted: Wanted, request_id: str) -> Reply | Problem:
+        async def send(self, wanted: BatchRequest, request_id: str) -> Reply | Problem:
             if wanted.custom_id == "r4":
                 return await super().send(wanted, request_id)
             try:
@@ -353,14 +353,14 @@ def test_a_failure_ends_the_requests_beside_it(tmp_path: Path) -> None:
                 raise
             raise AssertionError
 
-    def fails(wanted: Wanted, _: int) -> Reply:
+    def fails(wanted: BatchRequest, _: int) -> Reply:
         raise ServerGone("nobody is there")
 
     async def story() -> None:
-        census, sender = census_of(tmp_path / "in"), Never(fails)
+        index, sender = index_of(tmp_path / "in"), Never(fails)
         with closing(LineFile(tmp_path / "in", MOST_BYTES)) as lines:
-            with closing(census.ids), closing(Journal(tmp_path / "out", None, census)) as journal:
-                runner = Runner(census, lines, journal, sender, Plan(concurrency=4))
+            with closing(index.ids), closing(Journal(tmp_path / "out", None, index)) as journal:
+                runner = Runner(index, lines, journal, sender, Plan(concurrency=4))
                 with pytest.raises(ServerGone, match="nobody is there"):
                     await runner.run()
                 assert 1 == len(asyncio.all_tasks()) and 3 == sender.num_cancelled
@@ -381,8 +381,8 @@ def test_a_line_that_was_written_in_part_counts_as_nothing(tmp_path: Path, monke
         is_full = True
         return real(file, content[:5], at)
 
-    census = census_of(source)
-    with closing(census.ids), closing(Journal(output, None, census)) as journal:
+    index = index_of(source)
+    with closing(index.ids), closing(Journal(output, None, index)) as journal:
         for line in (1, 2):
             journal.begun(line, 0, 0)
         with monkeypatch.context() as patch:
@@ -401,9 +401,9 @@ def test_a_line_that_was_written_in_part_counts_as_nothing(tmp_path: Path, monke
 
 
 def test_requests_that_are_not_taken_are_sent_until_they_are(tmp_path: Path) -> None:
-    def answer(wanted: Wanted, times: int) -> Reply:
+    def answer(wanted: BatchRequest, times: int) -> Reply:
         if times % 3 == 0:
-            raise Lost("no connection", was_sent=False)
+            raise NoAnswer("no connection", was_sent=False)
         return Reply(200 if times > 20 else (429, 503)[times % 2], "x", b"{}", 0.0)
 
     sender = Answering(answer)
@@ -413,9 +413,9 @@ def test_requests_that_are_not_taken_are_sent_until_they_are(tmp_path: Path) -> 
 
 
 def test_requests_that_fail_once_they_are_sent_are_tried_a_number_of_times(tmp_path: Path) -> None:
-    def answer(wanted: Wanted, times: int) -> Reply | Problem:
+    def answer(wanted: BatchRequest, times: int) -> Reply | Problem:
         if wanted.custom_id == "r1":
-            raise Lost("the connection was lost: reset", was_sent=True)
+            raise NoAnswer("the connection was lost: reset", was_sent=True)
         if wanted.custom_id == "r2":
             return Reply(502, "x", b"<html>")
         if wanted.custom_id == "r3" and times < 3:
@@ -432,8 +432,8 @@ def test_requests_that_fail_once_they_are_sent_are_tried_a_number_of_times(tmp_p
 
 
 def test_the_job_gives_up_when_nobody_answers_and_goes_on_when_somebody_does(tmp_path: Path) -> None:
-    def nobody(wanted: Wanted, _: int) -> Reply:
-        raise Lost("no connection to x: refused", was_sent=False)
+    def nobody(wanted: BatchRequest, _: int) -> Reply:
+        raise NoAnswer("no connection to x: refused", was_sent=False)
 
     source, output = write_requests(tmp_path / "in", 4), tmp_path / "out"
     with pytest.raises(ServerGone, match=r"no connection to x: refused, for 0.05 s"):
@@ -448,7 +448,7 @@ def test_the_job_gives_up_when_nobody_answers_and_goes_on_when_somebody_does(tmp
 def test_what_nobody_expected_of_a_line_is_that_lines_error(tmp_path: Path) -> None:
     """Whatever its type; the others are answered, and their answers stay."""
 
-    def answer(wanted: Wanted, times: int) -> Reply:
+    def answer(wanted: BatchRequest, times: int) -> Reply:
         if wanted.custom_id == "r3":
             raise RecursionError("maximum recursion depth exceeded")
         return Reply(200, "r", b'{"text": "hi"}')

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from router.jobs.census import IdTable, take_census
-from router.jobs.lines import URLS, InputChanged, Line, LineFile, Problem, Wanted, read_request
-from tests.router.jobs.making import MOST_BYTES, census_of, request
+from router.jobs.input_index import IdTable, index_input
+from router.jobs.lines import URLS, BatchRequest, InputChanged, Line, LineFile, Problem, read_request
+from tests.router.jobs.making import MOST_BYTES, index_of, request
 
 
-def asked(raw: bytes | None, number: int = 7, first: int = 7) -> Wanted | Problem:
+def asked(raw: bytes | None, number: int = 7, first: int = 7) -> BatchRequest | Problem:
     return read_request(Line(number, 0, 9, raw), URLS, MOST_BYTES, lambda _: first)
 
 
@@ -28,7 +28,7 @@ def nested(depth: int) -> Any:
 
 def test_a_request_is_sent_as_its_body_says() -> None:
     wanted = asked(json.dumps(request("a", body={"prompt": "é\n", "n": 1})).encode())
-    assert isinstance(wanted, Wanted)
+    assert isinstance(wanted, BatchRequest)
     assert ("a", "/v1/completions") == (wanted.custom_id, wanted.url)
     assert {"prompt": "é\n", "n": 1} == json.loads(wanted.body)
 
@@ -89,28 +89,28 @@ def test_the_census_counts_lines_and_knows_the_first_of_each_id(tmp_path: Path) 
     path = tmp_path / "in"
     rows = [json.dumps(request(f"r{i % 3000}")) for i in range(4000)]
     path.write_text("\n\n".join(rows) + "\n")
-    census = census_of(path)
-    with closing(census.ids):
-        assert (4000, path.stat().st_size) == (census.num_lines, census.num_bytes)
-        assert [1 + 2 * i for i in range(3000)] == [census.ids.first_line(f"r{i}") for i in range(3000)]
-        assert 0 == census.ids.first_line("nobody")
+    index = index_of(path)
+    with closing(index.ids):
+        assert (4000, path.stat().st_size) == (index.num_lines, index.num_bytes)
+        assert [1 + 2 * i for i in range(3000)] == [index.ids.first_line(f"r{i}") for i in range(3000)]
+        assert 0 == index.ids.first_line("nobody")
         path.write_text("other")
         with pytest.raises(InputChanged, match="changed while it was read"):
-            census.check_unchanged()
+            index.check_unchanged()
 
 
 def test_lines_that_are_too_short_for_an_id_take_no_place(tmp_path: Path) -> None:
     """Places are taken for ids alone, and no more of them than there may be."""
     path = tmp_path / "in"
     path.write_bytes(b"\n" * 300_000)
-    census = census_of(path)
-    with closing(census.ids):
-        assert (0, 300_000) == (census.num_lines, census.num_bytes) and census.ids.num_bytes < 4 * 300_000
+    index = index_of(path)
+    with closing(index.ids):
+        assert (0, 300_000) == (index.num_lines, index.num_bytes) and index.ids.num_bytes < 4 * 300_000
     shortest = [f'{{"custom_id":"{chr(number)}"}}' for number in range(ord("0"), ord("0") + 2000) if number != 92]
     path.write_text("\n".join(shortest))
-    census = census_of(path)
-    with closing(census.ids):
-        assert 1999 == census.num_lines == census.ids.first_line(chr(ord("0") + 1999))
+    index = index_of(path)
+    with closing(index.ids):
+        assert 1999 == index.num_lines == index.ids.first_line(chr(ord("0") + 1999))
 
 
 def test_an_id_with_half_a_character_is_an_id(tmp_path: Path) -> None:
@@ -129,11 +129,11 @@ def test_a_census_can_be_ended_and_a_full_disk_is_an_error_at_once(
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        take_census(path, tmp_path, MOST_BYTES, stop)
+        index_input(path, tmp_path, MOST_BYTES, stop)
 
     def full(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("router.jobs.census.os.posix_fallocate", full)
+    monkeypatch.setattr("router.jobs.input_index.os.posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
-        census_of(path)
+        index_of(path)

@@ -6,7 +6,8 @@ import io
 
 import pytest
 
-from router.jobs.progress import Progress, duration
+from host.progress import CLEAR_TO_END, duration
+from router.jobs.progress import Progress
 
 
 class Clock:
@@ -18,18 +19,19 @@ class Clock:
 
 def test_a_log_has_a_line_now_and_then() -> None:
     stream, clock = io.StringIO(), Clock()
-    progress = Progress(0, stream, is_live=False, clock=clock)
-    progress.begin(10_000)
+    progress = Progress(stream, is_live=False, clock=clock)
+    progress.total = 10_000
     progress.note(1000)
     clock.now = 10.0
-    progress.show(1400, 100, "the server answers 503")
+    progress.report(1400, 100, "the server answers 503")
     told = "1,500 of 10,000 lines, 100 failed, 8,500 left, 50.0 lines/s, 2 min 50 s to go (the server answers 503)\n"
     assert told == stream.getvalue()
 
 
 def test_nobody_knows_how_long_it_takes_while_nothing_is_done() -> None:
     clock = Clock()
-    progress = Progress(100, io.StringIO(), is_live=True, clock=clock)
+    progress = Progress(io.StringIO(), is_live=True, clock=clock)
+    progress.total = 100
     for clock.now in (0.0, 10.0, 20.0):
         progress.note(int(clock.now))
     for clock.now in (35.0, 51.0):
@@ -43,21 +45,24 @@ def test_nobody_knows_how_long_it_takes_while_nothing_is_done() -> None:
 
 def test_a_terminal_has_one_line_in_place_and_others_above_it() -> None:
     stream = io.StringIO()
-    progress = Progress(5, stream, is_live=True, clock=Clock())
-    progress.show(1, 0, "a long word of trouble")
-    progress.show(2, 0)
+    progress = Progress(stream, is_live=True, clock=Clock())
+    progress.total = 5
+    progress.report(1, 0, "a long word of trouble " * 10)
+    progress.report(2, 0)
     progress.say("a line that stays")
-    progress.show(5, 0)
-    progress.end_line()
-    first, second, gone, said, last = stream.getvalue().split("\r")[1:]
-    assert len(first) == len(second) and second.rstrip() == "2 of 5 lines, 0 failed, 3 left"
-    assert not gone.strip() and len(gone) >= len(second.rstrip()), "what stood there is covered"
-    assert ("a line that stays\n", "5 of 5 lines, 0 failed, 0 left\n") == (said, last)
+    progress.report(5, 0)
+    progress.end()
+    first, second, said, last = stream.getvalue().split("\r")[1:]
+    assert first.endswith(f"…{CLEAR_TO_END}") and len(first) < 80 + len(CLEAR_TO_END), "it would wrap"
+    assert f"2 of 5 lines, 0 failed, 3 left{CLEAR_TO_END}" == second
+    assert f"{CLEAR_TO_END}a line that stays\n" == said
+    assert f"5 of 5 lines, 0 failed, 0 left{CLEAR_TO_END}\n" == last
 
 
 def test_the_rate_is_of_late_alone() -> None:
     clock = Clock()
-    progress = Progress(10_000, io.StringIO(), is_live=False, clock=clock)
+    progress = Progress(io.StringIO(), is_live=False, clock=clock)
+    progress.total = 10_000
     for second in range(0, 1000, 10):
         clock.now = second
         progress.note(second if second < 500 else 500 + 10 * (second - 500))

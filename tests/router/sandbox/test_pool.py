@@ -15,7 +15,7 @@ import uvloop
 
 from router.errors import Unavailable
 from router.sandbox import TaskError
-from router.sandbox.pool import NICENESS, Aside, _Child
+from router.sandbox.pool import NICENESS, Sandbox, _Child
 from tests.running import is_alive
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -23,7 +23,7 @@ LONG = "{% for i in range(3000) %}{% for j in range(9000) %}{% endfor %}{% endfo
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-def rendered(aside: Aside, template: str, owner: str = "", **variables: Any) -> Awaitable[str]:
+def rendered(aside: Sandbox, template: str, owner: str = "", **variables: Any) -> Awaitable[str]:
     return aside.do(
         "render_chat",
         owner,
@@ -36,9 +36,9 @@ def rendered(aside: Aside, template: str, owner: str = "", **variables: Any) -> 
     )
 
 
-def aside(story: Callable[[Aside], Awaitable[None]], num: int = 1, **bounds: Any) -> None:
+def aside(story: Callable[[Sandbox], Awaitable[None]], num: int = 1, **bounds: Any) -> None:
     async def told() -> None:
-        pool = Aside(num, **bounds)
+        pool = Sandbox(num, **bounds)
         try:
             await story(pool)
         finally:
@@ -47,15 +47,15 @@ def aside(story: Callable[[Aside], Awaitable[None]], num: int = 1, **bounds: Any
     asyncio.run(told())
 
 
-def processes(pool: Aside) -> tuple[int, int]:
-    """The process ids of the nursery and of the only child."""
-    assert pool._nursery is not None
+def processes(pool: Sandbox) -> tuple[int, int]:
+    """The process ids of the fork server and of the only child."""
+    assert pool._fork_server is not None
     [child] = pool._children
     assert child.pid is not None
-    return pool._nursery.process.pid, child.pid
+    return pool._fork_server.process.pid, child.pid
 
 
-async def one_child(pool: Aside) -> tuple[int, int]:
+async def one_child(pool: Sandbox) -> tuple[int, int]:
     while not pool._children:
         await asyncio.sleep(0.01)
     return processes(pool)
@@ -70,7 +70,7 @@ def children_of(pid: int) -> list[str]:
 
 
 def test_a_task_is_done() -> None:
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         await pool.warm_up()
         for name in ("a", "b"):
             assert f"Hello {name}" == await rendered(pool, "{{ messages[0].content }} {{ name }}", name=name)
@@ -87,7 +87,7 @@ def test_a_task_is_done() -> None:
     ],
 )
 def test_what_takes_too_much_is_one_sentence_and_the_next_is_done(template: str, sentence: str, seconds: float) -> None:
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         with pytest.raises(TaskError, match=sentence):
             await rendered(pool, template)
         assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
@@ -104,7 +104,7 @@ def test_what_is_refused_is_one_sentence_and_the_same_process_does_the_next() ->
         ("{{ 1 // 0 }}", "the chat template fails with ZeroDivisionError"),
     ]
 
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         await pool.warm_up()
         children = set(pool._children)
         for template, sentence in refused:
@@ -120,21 +120,21 @@ def test_what_is_refused_is_one_sentence_and_the_same_process_does_the_next() ->
 def test_it_runs_at_the_lowest_priority_and_ends_with_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("router.sandbox.pool.NICENESS", NICENESS)  # which other tests do without
 
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         await pool.warm_up()
-        nursery, child = processes(pool)
-        assert [19, 19] == [os.getpriority(os.PRIO_PROCESS, pid) for pid in (nursery, child)]
+        fork_server, child = processes(pool)
+        assert [19, 19] == [os.getpriority(os.PRIO_PROCESS, pid) for pid in (fork_server, child)]
         await pool.close()
-        while is_alive(nursery) or is_alive(child):
+        while is_alive(fork_server) or is_alive(child):
             await asyncio.sleep(0.01)
 
     aside(story)
 
 
 def test_who_stops_waiting_leaves_room() -> None:
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         await pool.warm_up()
-        nursery, child = processes(pool)
+        fork_server, child = processes(pool)
         tasks = [asyncio.ensure_future(rendered(pool, ENDLESS)) for _ in range(3)]
         await asyncio.sleep(0.05)
         for task in tasks:
@@ -143,20 +143,20 @@ def test_who_stops_waiting_leaves_room() -> None:
         assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
         while is_alive(child):
             await asyncio.sleep(0.01)
-        assert (nursery, child) != processes(pool) and nursery == processes(pool)[0]
+        assert (fork_server, child) != processes(pool) and fork_server == processes(pool)[0]
 
     aside(story, seconds=100.0)
 
 
 def test_another_process_is_ready_once_one_has_been_ended() -> None:
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         await pool.warm_up()
-        nursery, _ = processes(pool)
+        fork_server, _ = processes(pool)
         for _ in range(3):
             with pytest.raises(TaskError, match=r"longer than 1 s"):
                 await rendered(pool, ENDLESS)
             assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
-        assert nursery == processes(pool)[0]
+        assert fork_server == processes(pool)[0]
 
     aside(story, seconds=1.0)  # of which a busy machine grants what a greeting takes
 
@@ -164,7 +164,7 @@ def test_another_process_is_ready_once_one_has_been_ended() -> None:
 def test_a_child_that_somebody_kills_is_not_its_tasks_failure() -> None:
     """The task is done once more by a fresh child; a second loss is the server's failure."""
 
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         await pool.warm_up()
         slow = asyncio.ensure_future(rendered(pool, LONG))
         await asyncio.sleep(0.05)
@@ -185,7 +185,7 @@ def test_a_child_that_somebody_kills_is_not_its_tasks_failure() -> None:
 
 
 def test_a_child_that_ends_by_itself_is_its_tasks_failure() -> None:
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         await pool.warm_up()
         task = asyncio.ensure_future(rendered(pool, ENDLESS))
         await asyncio.sleep(0.05)
@@ -197,7 +197,7 @@ def test_a_child_that_ends_by_itself_is_its_tasks_failure() -> None:
 
 
 def test_a_child_that_somebody_stops_is_replaced_at_once() -> None:
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         await pool.warm_up()
         _, child = processes(pool)
         os.kill(child, signal.SIGSTOP)
@@ -207,33 +207,35 @@ def test_a_child_that_somebody_stops_is_replaced_at_once() -> None:
     aside(story, seconds=2.0)
 
 
-def test_a_nursery_that_somebody_stops_or_kills_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.sandbox.pool.BIRTH_S", 1.0)
+def test_a_fork_server_that_somebody_stops_or_kills_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.sandbox.pool.FORK_S", 1.0)
 
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         await pool.warm_up()
         for number in (signal.SIGSTOP, signal.SIGKILL):
-            nursery, child = processes(pool)
-            os.kill(nursery, number)
+            fork_server, child = processes(pool)
+            os.kill(fork_server, number)
             os.kill(child, signal.SIGKILL)
             assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
-            assert nursery != processes(pool)[0] and not is_alive(nursery)
+            assert fork_server != processes(pool)[0] and not is_alive(fork_server)
 
     aside(story)
 
 
 def test_nothing_is_left_of_many_births_and_ends() -> None:
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         await pool.warm_up()
-        nursery, _ = processes(pool)
-        before = open_descriptors(os.getpid()), open_descriptors(nursery)
+        fork_server, _ = processes(pool)
+        before = open_descriptors(os.getpid()), open_descriptors(fork_server)
         for round in range(30):
             task = asyncio.ensure_future(rendered(pool, ENDLESS))
             await asyncio.sleep(round / 1000)
             task.cancel()
             await asyncio.wait((task,))
         assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
-        while (open_descriptors(os.getpid()), open_descriptors(nursery)) != before or 1 != len(children_of(nursery)):
+        while (open_descriptors(os.getpid()), open_descriptors(fork_server)) != before or 1 != len(
+            children_of(fork_server)
+        ):
             await asyncio.sleep(0.01)
 
     aside(story, seconds=100.0)
@@ -242,11 +244,11 @@ def test_nothing_is_left_of_many_births_and_ends() -> None:
 def test_keys_are_served_by_turns() -> None:
     served: list[str] = []
 
-    async def one(pool: Aside, owner: str) -> None:
+    async def one(pool: Sandbox, owner: str) -> None:
         await rendered(pool, "{{ messages[0].content }}", owner)
         served.append(owner)
 
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         await pool.warm_up()
         await asyncio.gather(*(one(pool, owner) for owner in ("many", "many", "many", "few")))
         assert ["many", "many", "few", "many"] == served
@@ -267,7 +269,7 @@ def test_who_gets_no_time_on_the_cores_is_given_more(
         asked.append(timeout)
         await asyncio.sleep(timeout)
 
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         await pool.warm_up()
         begun: set[_Child] = set()
 
@@ -285,7 +287,7 @@ def test_who_gets_no_time_on_the_cores_is_given_more(
     aside(story, seconds=0.05)
 
 
-def test_a_nursery_that_ends_before_it_is_ready_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fork_server_that_ends_before_it_is_ready_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     programs: list[str] = []
     start = subprocess.Popen
 
@@ -293,7 +295,7 @@ def test_a_nursery_that_ends_before_it_is_ready_is_replaced(monkeypatch: pytest.
         programs.append(command[0] if programs else "/bin/false")
         return start((programs[-1], *command[1:]), **options)
 
-    async def story(pool: Aside) -> None:
+    async def story(pool: Sandbox) -> None:
         monkeypatch.setattr("router.sandbox.pool.subprocess.Popen", stillborn)
         assert "Hello a" == await rendered(pool, "{{ messages[0].content }} {{ name }}", name="a")
         assert 2 == len(programs)
@@ -305,7 +307,7 @@ def test_a_child_whose_connection_is_closed_is_replaced() -> None:
     """As when it was killed with an order that it had not read: uvloop would raise where it is written to."""
 
     async def story() -> None:
-        pool = Aside(1)
+        pool = Sandbox(1)
         try:
             assert "Hello" == await rendered(pool, "{{ messages[0].content }}")
             _, before = processes(pool)

@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from router.errors import RouterError, Unavailable
 from router.grammars.compiler import Compiler
 from router.grammars.grammar import Grammar, GrammarKind
-from router.sandbox.pool import Aside
+from router.sandbox.pool import Sandbox
 from tests.router.grammars.test_follower import ARGUMENTS, DEMO
 
 NUM_TASKS = 2000
@@ -27,10 +27,10 @@ OWNERS = ("one", "other")
 LONGEST_S = 0.03  # before somebody leaves
 
 TOKENIZER = Tokenizer.from_file(str(DEMO))
-Ask = Callable[[Aside, int, str], Awaitable[bool]]  # whether the answer to this number is its own
+Ask = Callable[[Sandbox, int, str], Awaitable[bool]]  # whether the answer to this number is its own
 
 
-async def render(pool: Aside, number: int, owner: str) -> bool:
+async def render(pool: Sandbox, number: int, owner: str) -> bool:
     prompt = await pool.do(
         "render_chat",
         owner,
@@ -50,7 +50,7 @@ class Grammars:
     def __init__(self) -> None:
         self._compiler: Compiler | None = None
 
-    async def __call__(self, pool: Aside, number: int, owner: str) -> bool:
+    async def __call__(self, pool: Sandbox, number: int, owner: str) -> bool:
         self._compiler = self._compiler or Compiler(pool)
         text = f"{owner} {number} secret"
         compiled = await self._compiler.compile(Grammar(GrammarKind.REGEX, text), owner)
@@ -66,17 +66,17 @@ def descendants(pid: int) -> list[int]:
     return found
 
 
-async def disturb(nurseries: Callable[[], list[int]], chance: random.Random) -> None:
-    """Kill and stop children of the nurseries, for ever."""
+async def disturb(fork_servers: Callable[[], list[int]], chance: random.Random) -> None:
+    """Kill and stop children of the fork servers, for ever."""
     while True:
         await asyncio.sleep(chance.uniform(0, 2 * LONGEST_S))
-        children = [pid for nursery in nurseries() for pid in descendants(nursery)]
+        children = [pid for fork_server in fork_servers() for pid in descendants(fork_server)]
         if children:
             with suppress(ProcessLookupError):
                 os.kill(chance.choice(children), chance.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP)))
 
 
-async def one(pool: Aside, ask: Ask, number: int, chance: random.Random, found: Counter[str]) -> None:
+async def one(pool: Sandbox, ask: Ask, number: int, chance: random.Random, found: Counter[str]) -> None:
     asked = asyncio.ensure_future(ask(pool, number, OWNERS[number % 2]))
     leaves = chance.random()
     if leaves < 0.5:
@@ -103,10 +103,10 @@ def test_nobody_is_answered_with_anothers_whatever_is_cancelled_or_killed(ask: A
 
     async def story() -> None:
         before = set(descendants(os.getpid()))
-        pool = Aside(2, 20.0, 4096, tasks)
+        pool = Sandbox(2, 20.0, 4096, tasks)
         await pool.warm_up()
-        nurseries = [pid for pid in descendants(os.getpid()) if pid not in before and len(descendants(pid))]
-        disturbing = asyncio.ensure_future(disturb(lambda: nurseries, chance))
+        fork_servers = [pid for pid in descendants(os.getpid()) if pid not in before and len(descendants(pid))]
+        disturbing = asyncio.ensure_future(disturb(lambda: fork_servers, chance))
         try:
             places = asyncio.Semaphore(AT_ONCE)
 

@@ -1,4 +1,4 @@
-"""Turns at the gate: owners one after the other, order within each, and nothing left by who is cancelled."""
+"""Fair semaphores: owners in turn, order within each, and nothing left by a waiter that is cancelled."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Awaitable, Callable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.sandbox.workers import Turns
+from router.sandbox.workers import FairSemaphore
 
 
 class Gate:
     """A gate and what came in, in order; nobody leaves until told to."""
 
     def __init__(self, num_places: int) -> None:
-        self.turns = Turns(num_places)
+        self.turns = FairSemaphore(num_places)
         self.entered: list[str] = []
 
     async def visit(self, name: str) -> None:

@@ -291,7 +291,7 @@ def test_scales_that_move_leave_numbers_that_float16_has(tmp_path: Path) -> None
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_the_pass_that_only_measures_is_told_too(is_terminal: bool) -> None:
     stream = io.StringIO()
-    bar = Bar(stream, is_terminal=is_terminal)
+    bar = Bar(stream, is_live=is_terminal)
     bar(Progress(0, 2))
     bar(Progress(1, 2))
     for place in PLACES:
@@ -300,7 +300,7 @@ def test_the_pass_that_only_measures_is_told_too(is_terminal: bool) -> None:
     lines = stream.getvalue().split(end)
     assert lines[0].endswith("measuring the model as it is: layer 1 of 2")
     assert lines[1].endswith("measuring the model as it is: layer 2 of 2")
-    left = ", 0:00 left" if is_terminal else " done after 0:00"
+    left = ", 0 s left" if is_terminal else " done after 0 s"
     assert f"layer 1 of 2{left}; square error of outputs: " in lines[-2]
     assert (2 + len(PLACES) if is_terminal else 3) == len(lines) - 1
 
@@ -308,7 +308,7 @@ def test_the_pass_that_only_measures_is_told_too(is_terminal: bool) -> None:
 def test_a_line_is_cut_where_the_terminal_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "50")
     stream = io.StringIO()
-    Bar(stream, is_terminal=True)(Progress(0, 2))
+    Bar(stream, is_live=True)(Progress(0, 2))
     (line,) = stream.getvalue().removeprefix("\r").split("\x1b[K")[:-1]
     assert 49 == len(line) and line.endswith(" measuring the model as …")
 

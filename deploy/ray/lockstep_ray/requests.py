@@ -1,6 +1,6 @@
-"""What an ingress reads of a request before it passes it on: which model, what it begins with, how long it may become.
+"""What an ingress reads of a request before it passes it on: its model, its prefix, and about how many tokens it needs.
 
-Pure functions of the path and the body. Whether a body is right, the replica says.
+Pure functions of the path and the body. Whether a body is valid, the replica says.
 """
 
 from __future__ import annotations
@@ -14,24 +14,25 @@ import orjson
 
 from lockstep_ray.streams import Stream
 
-PREFIX_CHARACTERS = 256  # of a prompt's beginning that decide which replica gets it
-LEAST_CHARACTERS = 32  # of a prompt that is worth finding again
+PREFIX_CHARACTERS = 256  # of a prompt, by which its replica is chosen
+LEAST_CHARACTERS = 32  # a shorter prompt has no prefix
 CHARACTERS_PER_TOKEN = 4
 DEFAULT_TOKENS = 100  # of an answer, where the request does not say
-POSTED = frozenset({
+POST_PATHS = frozenset({
     "/", "/generate", "/generate_stream", "/tokenize", "/chat_tokenize", "/detokenize", "/invocations", "/vertex",
     "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/responses/input_tokens", "/v1/messages",
     "/v1/messages/count_tokens",
 })  # fmt: skip
-GOTTEN = frozenset({"/", "/health", "/ping", "/info", "/docs", "/openapi.json", "/api-doc/openapi.json"})
+GET_PATHS = frozenset({"/", "/health", "/ping", "/info", "/docs", "/openapi.json", "/api-doc/openapi.json"})
 MOST_TOKENS = ("max_new_tokens", "max_completion_tokens", "max_output_tokens", "max_tokens")
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """One request on its way to a replica. headers: those that are passed on; prefix: None where nothing is alike.
+class RelayedRequest:
+    """One request on its way to a replica. headers: that are passed on; prefix: a hash of how the prompt begins.
 
-    avoid: names of replicas that had it already. only: the one that must have it, whatever it has to do.
+    avoid: names of replicas that had it already. only: the one that must have it, whatever its load. known: what the
+    replica has to know of a stream that it continues.
     """
 
     method: str
@@ -45,20 +46,20 @@ class Ask:
     only: str | None = None
     known: bytes = field(default=b"", repr=False)
 
-    def again(self, avoid: frozenset[str], stream: Stream) -> Ask:
-        """The same for another replica, which goes on where the client is."""
+    def again(self, avoid: frozenset[str], stream: Stream) -> RelayedRequest:
+        """The same for another replica, which continues where the client is."""
         return replace(self, avoid=avoid, known=stream.known())
 
 
 def is_served(method: str, path: str) -> bool:
-    """Whether replicas answer this alike. What is one replica's own, such as its metrics, is not."""
+    """Whether any replica can answer. Not so for what is one replica's own, such as its metrics."""
     if method in ("GET", "HEAD"):
-        return path in GOTTEN or path.startswith(("/docs/", "/playground/", "/v1/models"))
-    return (method == "POST" and path in POSTED) or method == "OPTIONS"
+        return path in GET_PATHS or path.startswith(("/docs/", "/playground/", "/v1/models"))
+    return (method == "POST" and path in POST_PATHS) or method == "OPTIONS"
 
 
 def read_body(body: bytes) -> dict[str, Any]:
-    """The body as far as anything is read of it here; empty where it is no object."""
+    """The body if it is a JSON object, else an empty one."""
     try:
         found = orjson.loads(body) if body else {}
     except orjson.JSONDecodeError:
@@ -73,7 +74,7 @@ def model_of(found: Mapping[str, Any]) -> str | None:
 
 
 def size_of(found: Mapping[str, Any]) -> tuple[int, int | None]:
-    """About how many tokens the request may become, and a number for what it begins with."""
+    """About how many tokens the request needs, and a hash of how its prompt begins; None if it is short."""
     parameters = found.get("parameters")
     places = [found, parameters] if isinstance(parameters, dict) else [found]
     asked = [place[name] for place in places for name in MOST_TOKENS if isinstance(place.get(name), int)]
