@@ -3,7 +3,8 @@
 Arithmetic over a shape and a data sheet: nothing is loaded or started, and torch is not imported unless the device is
 `this`, whose ceilings are measured. Floors are limits, not forecasts: docs/benchmarking.md says what they leave out.
 The expected time beside them is that of `step_times.Roofline`, as in `simulate`, so that a step has one prediction,
-or of measured steps."""
+or of measured steps.
+"""
 
 from __future__ import annotations
 
