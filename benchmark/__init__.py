@@ -1,0 +1,1 @@
+"""`lockstep-bench`: measurements, the limits of hardware, plans, and fleets in virtual time."""

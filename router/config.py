@@ -145,7 +145,7 @@ class RouterConfig:
             "unit": "ratio",
             "min": 0.0,
             "when": "Rarely: `prefill_chunk` already protects running streams, and a ratio keeps the batch small "
-            "(docs/simulation.md). TGI's default is 0.3.",
+            "(docs/simulating.md). TGI's default is 0.3.",
         },
     )
     max_batch_prefill_tokens: int = field(

@@ -149,8 +149,8 @@ class ShardConfig:
         default="100%",
         metadata={
             "help": "How much of the layers' weights stays on the device, as a share (40%) or a size per shard (6GB); "
-            "the rest streams to it in every step. auto: the fastest choice beside the KV cache that the limits want, "
-            "by measured speeds. Embedding and head always stay.",
+            "the rest streams to it in every step. auto: as much as gives the most tokens per second, from measured "
+            "speeds. Embedding and head always stay.",
             "unit": "share or size",
             "check": Share.parse,
             "words": (AUTO,),

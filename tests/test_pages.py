@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from launch.settings import flag, public_settings
+from tests.pages import section
 from tests.running import ROOT
+from tests.test_architecture import ROOMS
 
 README = (ROOT / "README.md").read_text()
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *(ROOT / "docs/embedded-model").glob("*.md")]
@@ -54,3 +56,19 @@ def test_links_lead_to_pages_and_headings_that_are_there(page: Path) -> None:
     assert [] == [
         (str(path), anchor) for path, anchor in found if not path.exists() or (anchor and anchor not in anchors(path))
     ]
+
+
+def test_the_design_lists_the_rooms_in_their_order() -> None:
+    """By its tables, of which some are of a house: "Room of `server`"."""
+    listed, house = [], ""
+    for line in section("design.md", "The rooms").splitlines():
+        if heading := re.match(r"\| Room(?: of `(\w+)`)? ", line):
+            house = heading[1] or ""
+        elif room := re.match(r"\| `(\w+)` ", line):
+            listed.append(room[1] if house in ("", room[1]) else f"{house}.{room[1]}")
+    assert list(ROOMS) == listed
+
+
+def test_what_the_design_names_is_there() -> None:
+    paths = re.findall(r"`([\w./-]+/[\w.-]*)`", (ROOT / "docs/design.md").read_text())
+    assert len(paths) > 40 and [] == [path for path in paths if not (ROOT / path).exists()]

@@ -4,7 +4,7 @@ A file is a system of one start; a folder is one system, and every `result.json`
 measured on the same work can be compared: the `work` of every file must be equal, or the command says which keys differ
 and stops. How systems were set up (dtype, shards, device) may differ: that is what one compares; the starts of one may
 not. Whether systems differ is told by several starts of each; of one start there is an interval for its own scatter,
-and no verdict. How much to measure is in docs/serving-benchmark.md.
+and no verdict. How much to measure is in docs/benchmarking.md.
 
 Two starts of the same system differ by more than their own scatter shows (memory lands elsewhere, clocks and neighbours
 are others), so only the scatter between starts says whether systems differ: `between_starts`, by Welch's t-interval

@@ -114,7 +114,7 @@ class Report:
         parts = [
             f"# {self.device}",
             f"{'; '.join(context)}, random weights; {minutes:.1f} minutes. Floors and ceilings are those of "
-            "`lockstep-bench plan`, explained in docs/roofline.md; a target is a share of them and no forecast.",
+            "`lockstep-bench plan`, explained in docs/benchmarking.md; a target is a share of them and no forecast.",
             self.table(),
             *(f"## Start of {model}\n\n```\n{text}\n```" for model, text in self.startups),
             *(f"## `{command}`\n\n````\n{text.rstrip()}\n````" for command, text in self.details),

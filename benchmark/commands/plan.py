@@ -1,9 +1,9 @@
 """`lockstep-bench plan`: what a model needs, and could do at best, on hardware that one may not have yet.
 
 Arithmetic over a shape and a data sheet: nothing is loaded or started, and torch is not imported unless the device is
-`this`, whose ceilings are measured. Floors are limits, not forecasts: docs/roofline.md says what they leave out. The
-expected time beside them is that of `step_times.Roofline`, as in `simulate`, so that a step has one prediction, or of
-measured steps.
+`this`, whose ceilings are measured. Floors are limits, not forecasts: docs/benchmarking.md says what they leave out.
+The expected time beside them is that of `step_times.Roofline`, as in `simulate`, so that a step has one prediction,
+or of measured steps.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _notes(args: argparse.Namespace, pipe: Pipeline) -> list[str]:
     return [
         *([too_long] if 0 < longest < length else []),
         f"Floors are limits and not forecasts, of decode steps with a context of {context:g} tokens; "
-        "docs/roofline.md has the formulas.",
+        "docs/benchmarking.md has the formulas.",
         f"max_batch_total_tokens: what fits, at most {args.max_concurrent_requests} requests of "
         f"{args.max_total_tokens} tokens. On a GPU, {RESERVED_BYTES / 1e9:g} GB, the activations of "
         f"{args.max_batch_prefill_tokens} prompt tokens and the captured decode steps are kept free.",

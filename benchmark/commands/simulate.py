@@ -4,7 +4,7 @@ Requests (`traffic.py`) go through the router's own scheduler (`replica.py`) ont
 cost model says (`step_times.py`); what comes of it is in `prediction.py`. Loads, lengths, figures and their
 names are those of `serving`, so that a prediction can be held against a measurement (`--compare`); limits are the
 server's, with its defaults, and any of them can be swept. Nothing is loaded, started or measured, and torch is not
-imported. docs/simulation.md says what a prediction is worth.
+imported. docs/simulating.md says what a prediction is worth.
 """
 
 from __future__ import annotations
@@ -363,7 +363,7 @@ def _context(args: argparse.Namespace, replica: ReplicaModel, cases: Sequence[Ca
 
 def _notes(args: argparse.Namespace, replica: ReplicaModel) -> list[str]:
     return [
-        f"Simulated, in virtual time: {replica.model}, {replica.dtype}. docs/simulation.md says what is left out.",
+        f"Simulated, in virtual time: {replica.model}, {replica.dtype}. docs/simulating.md says what is left out.",
         replica.note,
         f"Limits are the server's defaults unless given or swept. Requests go to replicas by {args.dispatch}.",
         "Times count from a request's arrival; throughput until the last request has ended, and, without the end in "

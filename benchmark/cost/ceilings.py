@@ -244,9 +244,11 @@ def describe(seen: list[Ceilings]) -> str:
     device = "device" if seen[0].num_devices == 1 else f"each of {seen[0].num_devices} devices"
     limits = f"reads {max(reads):.1f} GB/s, matrix products {max(products):.3g} TFLOP/s{in_8_bits}"
     if seen[0].source != MEASURED:
-        return f"Ceilings of the {device} by its {seen[0].source}: {limits}. Floors are explained in docs/roofline.md."
+        return (
+            f"Ceilings of the {device} by its {seen[0].source}: {limits}. Floors are explained in docs/benchmarking.md."
+        )
     return (
         f"Ceilings of the {device}: {limits}: the best "
         f"of {len(seen)} measurements, which gave {min(reads):.1f} to {max(reads):.1f} GB/s and "
-        f"{min(products):.3g} to {max(products):.3g} TFLOP/s. Floors are explained in docs/roofline.md."
+        f"{min(products):.3g} to {max(products):.3g} TFLOP/s. Floors are explained in docs/benchmarking.md."
     )

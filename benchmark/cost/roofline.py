@@ -1,11 +1,36 @@
 """The least time that a step can take: bytes that must move, operations that must be done, and what ranks must tell.
 
-The arithmetic is pure and follows docs/roofline.md line by line; how fast a device can do both is in `ceilings.py` and
-`devices.py`. Left out of a floor, because a perfect server could hide them: activations, the sampler and launches.
+The arithmetic is pure; how fast a device can do both is in `ceilings.py` and `devices.py`. Left out of a floor,
+because a perfect server could hide them: activations, the sampler and launches.
 
-What ranks tell each other is counted apart. A rank has part of every layer, of the table of words and of the head: what
-attention and mlp add is summed over the ranks, the table's rows are summed up from where they are, and of the logits
-each rank tells the best of its own. Left out: thresholds of top-p and the like, eight more exchanges of a step.
+A step that computes `t` tokens, which together attend to `k` keys, reads `r` tokens' keys and values from the cache
+and samples for `s` sequences, needs
+
+    bytes      = W + h + (r + t)*kv
+    operations = 2*P*t + 4*a*k + 2*H*s
+
+* `P`, `H`: parameters of the layers and of the head. `W`, `h`: their bytes as stored, with scales and zeros; weights
+  are read once whatever the batch. The input embedding is not counted, a tied head is. A step that samples for nobody
+  reads no head.
+* `kv`: bytes of a token's keys and values in the cache's format. `a`: layers x heads x head size. Attention
+  multiplies each query with each key and each probability with each value: 2 + 2 operations per head feature.
+* Decode of `b` sequences in a context of `c`: t = s = b, k = b*c, r = b*(c - 1). A run of D tokens after S has D - 1
+  such steps, with a mean context of S + D/2. Prefill of `b` prompts of S: t = b*S, k = b*S*S/2 (causal), r = 0, s =
+  b. A mixed step is the sum of its parts, with the weights counted once.
+* A mixture: `P` has the experts of one token; a step over `t` tokens reads the experts that any of them goes to, of E
+  with k per token on average E*(1 - (1 - k/E)**t), as if each token went to any of them.
+* A sliding window of w: in that layer a token sees w tokens at most, itself included.
+* More ranks than key-value heads: each head is on several, which all read its keys, values and matrices.
+* Operations are in 8 bits, whose peak is another one, where the product is of such numbers: on a GPU where inputs are
+  rounded too, on a CPU wherever codes are integers.
+* An encoder-decoder: `P` leaves out the encoder and the matrices for keys and values of its output. Those E
+  parameters of E' bytes are read in a step with new prompts, which adds E' + b*S*kv bytes and 2*E*b*S + 4*a'*b*S*S
+  operations (a': the encoder's a) to one decode step.
+
+What ranks tell each other is counted apart. A rank has part of every layer, of the table of words and of the head:
+what attention and mlp add is summed over the ranks, the table's rows are summed up from where they are, and of the
+logits each rank tells the best of its own. Left out: thresholds of top-p and the like, eight more exchanges of a
+step.
 
 With pipeline stages, a step of one micro-batch goes through all stages and links, and its tokens go back to the first
 stage before its next step can begin: that round is the least that a token takes. Meanwhile the stages compute other

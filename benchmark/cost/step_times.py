@@ -3,12 +3,12 @@
 A simulated shard asks for nothing else, so a model of a step is one small class here. Both are deterministic and know
 no noise: a prediction is the middle of what would be measured.
 
-`Roofline` is docs/roofline.md with an efficiency, operator by operator: layers' matrices, attention of prompts and of
-what decodes, and the head run one after the other, so that each takes the slower of its own reads and its own products,
-as a share of what the device could do; plus a fixed time. A floor, which is the least of any program, would hide one
-operator's reads behind another's products. `Fitted` is what `latency` measured, between the measured points by straight
-lines. A step that has prompts and decoding sequences costs what each part adds to an empty step: the weights are read
-once.
+`Roofline` is the formula of `roofline.py` with an efficiency, operator by operator: layers' matrices, attention of
+prompts and of what decodes, and the head run one after the other, so that each takes the slower of its own reads and
+its own products, as a share of what the device could do; plus a fixed time. A floor, which is the least of any
+program, would hide one operator's reads behind another's products. `Fitted` is what `latency` measured, between the
+measured points by straight lines. A step that has prompts and decoding sequences costs what each part adds to an
+empty step: the weights are read once.
 
 Results of one length tell nothing of others, so that a fit to them is asked for no others.
 

@@ -180,7 +180,7 @@ def _on_device(args: argparse.Namespace) -> ReplicaModel:
         num_shard=args.num_shard,
         quantize=served.quantize,
         note=f"Steps: {100 * args.efficiency:g} % of what {args.num_shard} x {args.device} could do at best "
-        f"(docs/roofline.md), and {args.overhead_ms:g} ms.",
+        f"(docs/benchmarking.md), and {args.overhead_ms:g} ms.",
         kv_tokens=kv_tokens,
     )
 

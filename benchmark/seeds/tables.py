@@ -58,7 +58,7 @@ def notes(job: Job) -> list[str]:
         found.append(f"The document names no GPU: the shares of its limit are those of {seed.device}, an assumption.")
     found.append(
         "% of limit: of the least time, or the highest throughput, that the device could have, by its data sheet or by "
-        "what was measured of it, as the heading says (docs/seeds.md)."
+        "what was measured of it, as the heading says (docs/benchmarking.md)."
     )
     return found
 

@@ -25,7 +25,7 @@ def detect_watermark(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-def quantize(argv: Sequence[str], environ: Mapping[str, str]) -> int:
+def quantize_model(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     """The command `lockstep quantize`. Returns the exit code; raises Refusal."""
     from launch.commands import quantize  # a launch needs no tokenizer
 
@@ -56,4 +56,4 @@ def make_certificates(argv: Sequence[str], environ: Mapping[str, str]) -> int:
     return 0
 
 
-COMMANDS = {"watermark": detect_watermark, "quantize": quantize, "batch": answer_batch, "tls": make_certificates}
+COMMANDS = {"watermark": detect_watermark, "quantize": quantize_model, "batch": answer_batch, "tls": make_certificates}

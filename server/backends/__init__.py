@@ -1,7 +1,26 @@
 """What runs a model on a device: the reference in stock torch, and what is faster on CPUs and on NVIDIA GPUs.
 
-`protocol.py` says what a backend answers for. `choose` takes the fastest one that can serve; its `description` says why
-no faster one does. The one place where a device is told apart from another.
+`protocol.py` says what a backend answers for: attention, formats of linear layers, experts, norms, gates, logits,
+graphs, how its device's memory is measured, and what it cannot do. `choose` takes the fastest one that can serve; its
+`description` says why no faster one does. `reference/` runs everywhere and defines correct; `cpu/` (C++) and `cuda/`
+(Triton) are subclasses that replace what they do faster and are tested against it. This is the one place where a
+device is told apart from another.
+
+* **CPUs.** C++ kernels keep one order of summation whatever else is in a step, so that tokens do not depend on
+  neighbours even in bfloat16. Where there are matrix units (AMX), these compute all products of bfloat16, for one
+  token as for thousands, because their order of summation differs from that of the vector units.
+* **Integers on CPUs.** Where codes are integers, inputs are rounded to 8 bits, as the checkpoint says or by blocks of
+  at most 128, and exact sums are scaled in float32: vector and matrix units give the same bits. Everything else, and
+  all of float32, is expanded to a dense panel in the cache, bit for bit the dense layer of the same numbers.
+* **GPUs.** A product of few rows is computed by cuBLAS or by a kernel of ours, whichever was faster when graphs were
+  captured (`cuda/choice.py`), so that in bfloat16 tokens may differ from one start to the next. A quantised weight is
+  packed for one kernel, which unpacks codes in registers. Where inputs are rounded too, torch's operators multiply
+  where they were measured to be good (`cuda/shares.json`). What no kernel multiplies the reference computes, and the
+  start-up table says why.
+* **KV cache.** A backend may keep an order and bits of its own inside a block (`cpu/cache.h`,
+  `cuda/kernels/codes.py`).
+
+A backend of one's own is one class: `test_own_backend.py`.
 """
 
 from __future__ import annotations

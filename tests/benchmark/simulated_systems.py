@@ -23,7 +23,7 @@ from benchmark.serving.http_client import Reply
 from benchmark.serving.outcomes import Load, Objectives, Outcome, row_of
 
 METRICS = {metric.key: metric for metric in RESULT_COLUMNS["serving"].metrics}
-STARTS = 5  # what docs/serving-benchmark.md recommends: starts of either system,
+STARTS = 5  # what docs/benchmarking.md recommends: starts of either system,
 REQUESTS = 1000  # requests of each in a closed loop,
 OPEN_REQUESTS = 5000  # and in an open one
 BETWEEN_STARTS = 0.03  # standard deviation of the logarithm of a start's speed

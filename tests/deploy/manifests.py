@@ -11,13 +11,14 @@ import yaml
 from launch.flags import read_command_line
 from launch.settings import read_settings
 from tests.deploy.chart import rendered
+from tests.pages import section
 from tests.running import ROOT
 
 Document = dict[str, Any]
 
 FOLDER = ROOT / "deploy" / "kubernetes"
 FILES = ("inference-pool", "nodes")
-PAGE = (ROOT / "docs" / "kubernetes.md").read_text()
+PAGE = section("deploying.md", "Kubernetes")
 
 # Values with which the chart is rendered, each as release `lockstep` and under another name.
 VALUES: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The Dockerfile: what a linter says of it, and what a build, the server and docs/docker.md take for granted."""
+"""The Dockerfile: what a linter says of it, and what a build, the server and docs/deploying.md take for granted."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ from packaging.utils import canonicalize_name
 
 from launch.flags import read_command_line
 from launch.settings import public_settings, read_settings
+from tests.pages import section
 from tests.ports import free_port
-from tests.running import ROOT, Server
+from tests.running import ROOT
 
 DOCKERFILE = ROOT / "deploy/docker/Dockerfile"
-PAGE = (ROOT / "docs/docker.md").read_text()
+PAGE = section("deploying.md", "Containers")
 COMMANDS = "\n".join(re.findall(r"^```\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)).replace("\\\n", " ")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 TARGETS = ("cpu", "cuda")
 HADOLINT = shutil.which("hadolint", path=Path(sys.executable).parent)
-READY = "Lockstep is ready at http://"
 
 LINES = re.sub(r"^(#.*)?\n", "", re.sub(r"\s*\\\n\s*", " ", DOCKERFILE.read_text()), flags=re.MULTILINE)
 _, *PARTS = re.split(r"^FROM (\S+) AS (\S+)\n", LINES, flags=re.MULTILINE)
@@ -210,7 +210,7 @@ def test_the_health_check_is_what_the_image_runs() -> None:
 def test_the_page_speaks_of_what_the_dockerfile_has() -> None:
     assert set(TARGETS) == set(re.findall(r"--target (\S+)", COMMANDS))
     asked = {line.partition("=")[0] for stage in STAGES for line in arguments(stage, "ARG")}
-    assert asked == set(re.findall(r"--build-arg (\w+)=", COMMANDS))
+    assert asked == set(re.findall(r"--build-arg (\w+)=", PAGE))
     assert {"3000:3000"} == set(re.findall(r"--publish (\S+)", COMMANDS))
     assert {"/cache", "/tmp"} == set(re.findall(r"(?:--volume \S+:|--tmpfs )(/\w+)", COMMANDS))
     words = {word.lower() for word in re.findall(r"--env ([A-Z_]+)", COMMANDS)}
@@ -231,17 +231,3 @@ def test_docker_waits_for_longer_than_the_server() -> None:
     assert f"`--graceful-termination-timeout` ({longest:g} s)" in PAGE
     patience = [int(seconds) for seconds in re.findall(r"--stop-timeout (\d+)", PAGE)]
     assert patience and min(patience) > longest
-
-
-def test_what_one_sees_is_what_is_printed() -> None:
-    """Each line of the page, but for times, the port, the host and the CPU."""
-    [seen] = re.findall(r"^```\n(….*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
-    warning, starts, backend, ready = [line for line in seen.splitlines() if line != "…"]
-    source = (ROOT / "launcher.py").read_text()  # other machines could reach a server that prints the warning
-    for part in ("other machines can reach ", " and there is no API key: ", "set API_KEY, or use --hostname 127.0.0.1"):
-        assert part in warning and part in source, part
-    with Server() as server:
-        shown = "".join(server.lines)
-    assert starts.partition("launcher: ")[2] in shown, shown
-    assert re.search("^" + r" +".join(backend.split()[:2]) + " ", shown, re.MULTILINE), shown
-    assert f"INFO launcher: {READY}" in ready and re.search(READY + r"\S+ after \d+\.\d s$", shown, re.MULTILINE), shown

@@ -1,4 +1,4 @@
-"""What docs/ray.md says of settings, metrics and commands amid its text, held against the source: no Ray is needed.
+"""What docs/deploying.md says of Ray Serve in its text, held against the source: no Ray is needed.
 
 Its blocks of commands are typed, and what they print is compared, by `tests/ray/test_page.py`.
 """
@@ -13,11 +13,12 @@ import yaml
 from lockstep_ray.requests import PREFIX_CHARACTERS
 from lockstep_ray.settings import Deployment, Model, Scaling, read_settings
 from router.scheduling.balancing import POLICIES
+from tests.pages import section
 from tests.running import ROOT
 
-PAGE = (ROOT / "docs/ray.md").read_text()
+PAGE = section("deploying.md", "Ray Serve")
 APP = yaml.safe_load((ROOT / "deploy/ray/app.yaml").read_text())
-ROWS = dict(re.findall(r"^\| (`[^|]+) \| ([^|]+) \|$", PAGE.partition("## What stands in app.yaml")[2], re.MULTILINE))
+ROWS = dict(re.findall(r"^\| (`[^|]+) \| ([^|]+) \|$", PAGE.partition("### Settings in app.yaml")[2], re.MULTILINE))
 TABLE = {name: said for names, said in ROWS.items() for name in re.findall(r"`(\w+)`", names)}
 PROSE = re.sub(r"^```.*?^```$", "", PAGE, flags=re.DOTALL | re.MULTILINE)
 # Commands amid the text, most of which tests/ray type.
@@ -29,7 +30,6 @@ INLINE = {
     ".venv/bin/ray status",
     ".venv/bin/ray get-auth-token --generate",
     "LOCKSTEP_API_KEY=… .venv/bin/serve deploy …",
-    "make test-ray",
 }
 
 
@@ -64,10 +64,10 @@ def test_the_defaults_are_those_of_the_source(row: str, defaults: list[object]) 
 
 def test_when_a_replica_is_full_is_what_the_source_says() -> None:
     scaling = Scaling()
-    assert f"`queue`\nwaiting requests ({scaling.queue:g}) or at `kv` of its cache ({scaling.kv:g})" in PAGE
+    assert f"`queue` waiting requests ({scaling.queue:g}) or at `kv` of its cache ({scaling.kv:g})" in PAGE
     for name in ("upscale_delay_s", "downscale_delay_s"):
         assert f"`{name}` ({getattr(scaling, name):g})" in PAGE
-    assert f"the first {PREFIX_CHARACTERS} characters" in PAGE
+    assert f"the same first {PREFIX_CHARACTERS} characters" in PAGE
 
 
 def test_policies_are_those_that_the_simulator_has() -> None:

@@ -1,4 +1,4 @@
-"""What the pages on containers quote of our own messages stands in the source, and each has a picture."""
+"""What docs/deploying.md quotes of our own messages stands in the source, and what runs where is drawn."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import re
 
 import pytest
 
+from tests.pages import section
 from tests.running import ROOT
 
-# Our own sentences of "When it goes wrong", and who says them. The other rows quote Docker, Kubernetes, pip and curl.
+# Our own sentences in tables of problems, and who says them. The other rows quote Docker, Kubernetes, pip and NCCL.
 SAYS = {
-    "docker.md": {
+    "Containers": {
         "make room or check permissions": "server/checkpoint/hub.py",
         "the compiled CPU kernels are not used": "server/backends/cpu/__init__.py",
         "no C++ compiler was found": "server/backends/cpu/build.py",
@@ -18,19 +19,19 @@ SAYS = {
         "--device is cuda but no GPU is visible": "launch/machine.py",
         "cannot start: ": "launcher.py",
     },
-    "kubernetes.md": {"cannot write ": "server/checkpoint/hub.py"},
+    "Kubernetes": {"cannot write ": "server/checkpoint/hub.py"},
 }
 
 
-@pytest.mark.parametrize("page", SAYS)
-def test_sentences_are_those_of_the_source(page: str) -> None:
-    rows = (ROOT / "docs" / page).read_text().partition("\n## When it goes wrong\n")[2].partition("\n## ")[0]
-    for sentence, source in SAYS[page].items():
-        assert sentence in rows, f"{page} has no {sentence!r} any more"
+@pytest.mark.parametrize("heading", SAYS)
+def test_sentences_are_those_of_the_source(heading: str) -> None:
+    rows = section("deploying.md", heading).partition("\n### Problems ")[2].partition("\n### ")[0]
+    for sentence, source in SAYS[heading].items():
+        assert sentence in rows, f"{heading} has no {sentence!r} any more"
         assert sentence in (ROOT / source).read_text(), f"{source} says no {sentence!r}"
 
 
-@pytest.mark.parametrize("page", ["several-nodes.md", "ray.md", "kubernetes.md", "docker.md"])
-def test_a_topology_is_drawn(page: str) -> None:
-    blocks = re.findall(r"^```\n(.*?)^```$", (ROOT / "docs" / page).read_text(), re.DOTALL | re.MULTILINE)
+@pytest.mark.parametrize("heading", ["Kubernetes", "Several nodes", "Ray Serve"])
+def test_a_topology_is_drawn(heading: str) -> None:
+    blocks = re.findall(r"^```\n(.*?)^```$", section("deploying.md", heading), re.DOTALL | re.MULTILINE)
     assert any("──" in block and "│" in block for block in blocks)

@@ -1,4 +1,4 @@
-"""docs/several-nodes.md, followed to the letter: its commands are run as they stand, but for what one machine lacks."""
+"""What docs/deploying.md says of several nodes: its commands are run as they stand, but for what one machine lacks."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from pathlib import Path
 import httpx2
 
 from tests.nodes.cluster import Agent, Loopback
+from tests.pages import section
 from tests.ports import free_port
 from tests.running import ROOT, body
 
-PAGE = (ROOT / "docs" / "several-nodes.md").read_text()
+PAGE = section("deploying.md", "Several nodes")
 BLOCKS = [block for block in re.findall(r"^```\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE) if ".venv" in block]
 TLS, NODES, TRIAL, PLAN = (shlex.split(block.replace("\\\n", " ")) for block in BLOCKS)
 # What this machine lacks: the model and its GPUs, and a network.

@@ -126,7 +126,7 @@ def test_ten_runs_of_one_start_are_no_ground_for_a_verdict() -> None:
 
 @pytest.mark.parametrize(("load", "same_work"), [(0.5, False), (0.9, False), (0.9, True)])
 def test_a_queue_that_is_a_tenth_slower_is_found(load: float, same_work: bool) -> None:
-    """By the starts that docs/serving-benchmark.md recommends, and the requests, which are fewer of the same work."""
+    """By the starts that docs/benchmarking.md recommends, and the requests, which are fewer of the same work."""
     requests = REQUESTS if same_work else OPEN_REQUESTS
     found = figures(Queue(load, same_work), 200, requests=requests, slower=1.1)
     assert share(found, differs) >= LEAST_FOUND
@@ -151,5 +151,5 @@ def test_streams_of_several_tokens_an_event() -> None:
 
 
 def test_the_page_recommends_what_is_tested() -> None:
-    page = (ROOT / "docs" / "serving-benchmark.md").read_text()
+    page = (ROOT / "docs" / "benchmarking.md").read_text()
     assert f"**{STARTS} starts of each, of {REQUESTS:,} requests in closed loops and {OPEN_REQUESTS:,} in open" in page

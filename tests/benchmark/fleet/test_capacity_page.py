@@ -1,4 +1,4 @@
-"""docs/capacity.md: its commands run, here with fewer requests, and the first one prints what the page says."""
+"""What docs/simulating.md says of capacity: its commands run, here with fewer requests, the first with its figures."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from benchmark.__main__ import main
-from tests.running import ROOT
+from tests.pages import section
 
-PAGE = (ROOT / "docs" / "capacity.md").read_text()
+PAGE = section("simulating.md", "How many GPUs")
 COMMANDS = [
     block.replace("\\\n", " ") for block in re.findall(r"^```\n(\.venv.+?)\n```", PAGE, re.MULTILINE | re.DOTALL)
 ]
